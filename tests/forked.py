@@ -15,8 +15,8 @@ import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -103,6 +103,20 @@ def start(module: str, *arguments: str, env: Mapping[str, str], cold: bool = Fal
         return Forked(module, *arguments, env=env)
     command = [sys.executable, "-m", module, *arguments]
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+
+
+@contextmanager
+def program(code: str, *arguments: str) -> Iterator[Process]:
+    """``python -c CODE ARGUMENTS`` from the root of the project; killed if it outlives the body."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = start("tests.program", code, *arguments, env=env)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(_START_S)
+        assert process.stdout is not None
+        process.stdout.close()
 
 
 @cache

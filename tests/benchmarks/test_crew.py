@@ -21,6 +21,7 @@ from tests.core.process_trees import (
     told,
     watched,
 )
+from tests.forked import program
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="waits on pidfds")
 # A rank of a group whose other rank never comes is busy until its library gives up.
@@ -68,13 +69,13 @@ def test_busy_members_end_with_the_bench(ending: signal.Signals) -> None:
 
 
 def test_daemons_end_with_the_bench_that_is_killed() -> None:
-    with background(python(DAEMONS)) as bench, watched(told(bench)) as hosts:
+    with program(DAEMONS) as bench, watched(told(bench)) as hosts:
         bench.kill()
         assert ended(hosts)
 
 
 def test_a_role_ends_with_the_bench_that_is_killed() -> None:
-    with background(python(ROLE)) as bench, watched(children_of(bench)) as roles:
+    with program(ROLE) as bench, watched(children_of(bench)) as roles:
         bench.kill()
         assert ended(roles)
 

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from tests.forked import Process
+
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 250.0
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
@@ -38,13 +40,13 @@ def python(code: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", code, *arguments]
 
 
-def told(process: subprocess.Popen[str]) -> list[int]:
+def told(process: Process) -> list[int]:
     """The process ids in the line that it prints next."""
     assert process.stdout is not None
     return [int(word) for word in process.stdout.readline().split()]
 
 
-def children_of(process: subprocess.Popen[str]) -> list[int]:
+def children_of(process: Process) -> list[int]:
     """Those of its main thread, once there are any."""
     path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     deadline_s = time.monotonic() + DEADLINE_S

@@ -11,6 +11,8 @@ from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordD
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
+from tests.skeletons import skeletons_are_copied  # noqa: F401
+
 Answer = Callable[[Message, Context], Message]
 
 

@@ -24,6 +24,7 @@ from collapipe_flwr.core.errors import ConfigError, DataError, LinkError, RunErr
 from collapipe_flwr.federation.local_socket import listen
 from collapipe_flwr.federation.records import RoundAssignment, write_assignment
 from collapipe_flwr.federation.resident_metrics import message_about
+from tests.forked import program
 from tests.host.scraping import listening_ports, scrape
 
 ROOT = Path(__file__).parents[2]
@@ -175,8 +176,7 @@ def abandoned(project: Path, path: Path, meanwhile: Callable[[], None]) -> Itera
     with socket.create_server(("127.0.0.1", 0)) as device:
         device.settimeout(WAIT_S)
         told = (str(project.parent), str(path), str(device.getsockname()[1]))
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        with subprocess.Popen([sys.executable, "-c", HOLD, *told], cwd=ROOT, env=env) as relay:
+        with program(HOLD, *told) as relay:
             held, _ = device.accept()
             meanwhile()
             relay.kill()

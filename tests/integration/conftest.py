@@ -13,12 +13,16 @@ from filelock import FileLock
 
 from client_app.app import app as client_app
 from collapipe_flwr.config.schema import parse
-from collapipe_flwr.core.domain import ModelProfile
+from collapipe_flwr.core.domain import ModelProfile, Plan, Snapshot
+from collapipe_flwr.core.json_codec import to_json
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.models import BatchShape, Splitter
 from collapipe_flwr.models.profile import StateBytes, profile_model
+from collapipe_flwr.scheduler.dssda import Dssda
+from collapipe_flwr.scheduler.protocol import SchedulerState
 from server_app.app import run
+from tests.computed_once import folder_of_run
 from tests.skeletons import skeletons_are_copied  # noqa: F401
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -62,6 +66,23 @@ def _each_model_is_profiled_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _each_plan_is_searched_once() -> Iterator[None]:
+    """A plan follows from settings, state and snapshot alone, and many runs here begin alike."""
+    known: dict[tuple[Dssda, str, str], tuple[Plan, SchedulerState]] = {}
+    search = Dssda.step
+
+    def step(self: Dssda, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
+        key = (self, state.to_json(), to_json(snapshot))
+        if key not in known:
+            known[key] = search(self, state, snapshot)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Dssda, "step", step)
+        yield
+
+
 def runs_in(folder: Path) -> RunApp:
     """Runs the apps with these overrides of the small run; returns the run directory."""
 
@@ -83,8 +104,7 @@ def shared_run(tmp_path_factory: pytest.TempPathFactory) -> RunApp:
 
     A run is named ``run``, and its directory may only be read.
     """
-    base = tmp_path_factory.getbasetemp()
-    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared-runs"
+    root = folder_of_run(tmp_path_factory) / "shared-runs"
     root.mkdir(exist_ok=True)
 
     def find(overrides: dict[str, Value] | None = None, nodes: int | None = None) -> Path:

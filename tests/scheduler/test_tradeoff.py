@@ -20,6 +20,7 @@ from collapipe_flwr.scheduler.protocol import SchedulerConfig, reference_of
 from collapipe_flwr.simulation.episode import run_episode
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import EnergyBudget, World, make_world
+from tests.computed_once import computed_once
 from tests.scheduler.conftest import QueuesAlone
 
 ROUNDS = 60
@@ -87,13 +88,26 @@ def walk(world: World, model: ModelProfile, policy: str, weight: float) -> Path:
 
 
 @pytest.fixture(scope="module")
-def paths(world: tuple[World, ModelProfile]) -> list[Path]:
-    return [walk(*world, "queues", weight) for weight in WEIGHTS]
+def walks(
+    world: tuple[World, ModelProfile], tmp_path_factory: pytest.TempPathFactory
+) -> list[Path]:
+    """With every weight, and one that heeds no queue."""
+
+    def all_of_them() -> list[Path]:
+        heeding = [walk(*world, "queues", weight) for weight in WEIGHTS]
+        return [*heeding, walk(*world, "latency-only", WEIGHTS[0])]
+
+    return computed_once(tmp_path_factory, "tradeoff", all_of_them)
 
 
 @pytest.fixture(scope="module")
-def reckless(world: tuple[World, ModelProfile]) -> Path:
-    return walk(*world, "latency-only", WEIGHTS[0])
+def paths(walks: list[Path]) -> list[Path]:
+    return walks[:-1]
+
+
+@pytest.fixture(scope="module")
+def reckless(walks: list[Path]) -> Path:
+    return walks[-1]
 
 
 @pytest.fixture(scope="module")
