@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,14 +19,16 @@ from collapipe_flwr.costs.chain import (
 )
 from collapipe_flwr.costs.convergence import others_max
 from collapipe_flwr.costs.layouts import Layouts, by_member, key_of, of_members, replaced, stack
-from collapipe_flwr.scheduler.dual_prices import DualPrices, overdrawn
+from collapipe_flwr.scheduler.dual_prices import DualPrices
 from collapipe_flwr.scheduler.local_search import Moves, every_batch
 from collapipe_flwr.scheduler.problem import RoundProblem
-from collapipe_flwr.scheduler.radio.interior_point import Allocation, allocate
+from collapipe_flwr.scheduler.radio.interior_point import Allocation, allocate, equal_shares
 from collapipe_flwr.scheduler.radio.problem import convex_latency_s
+from collapipe_flwr.scheduler.runners_up import runners_up
 from collapipe_flwr.scheduler.search import FEW_CLUSTERS, Search
 
-POLISHED_CLUSTERS = 5  # up to here time allows trying runners-up
+POLISHED_CLUSTERS = 5  # up to here time allows trying runners-up one by one
+JOINED_CLUSTERS = 8  # and up to here the best choice of all of them together
 POLISH_SOLVES = 32  # radio solves spent on runners-up
 POLISH_RIVALS = 8  # of them at a time, by either order
 WORTH_A_TRY = 0.15  # share of the objective by which a runner-up may seem worse
@@ -76,53 +79,54 @@ class Planner(RoundProblem):
         return self.polished(self.improve(best, search))
 
     def polished(self, best: Solution) -> Solution:
-        """Try the runners-up of every cluster with the radio re-optimised, while time allows.
+        """Try the runners-up of ``best`` with the radio re-optimised, while time allows.
 
         Dual prices value a cluster's alternatives at the bandwidth it has now; the radio solver
         knows what each is really worth.
         """
-        tries = POLISH_SOLVES if self.tables.num_clusters <= POLISHED_CLUSTERS else 0
-        tried: set[bytes] = set()
+        overlapped = self.settings.schedule == "1f1b"
+        most = JOINED_CLUSTERS if overlapped else POLISHED_CLUSTERS
+        tries = POLISH_SOLVES if self.tables.num_clusters <= most else 0
+        tried: set[bytes] = {key_of(best.rows)}
         while tries > 0:
-            rivals = [r for r in self._rivals(best) if key_of(r) not in tried][:tries]
-            tried |= {key_of(r) for r in rivals}
-            tries -= len(rivals)
-            solutions = [self.radio(rows) for rows in rivals]
-            better = min(solutions, key=lambda s: s.objective, default=best)
-            if not better.objective < best.objective * (1.0 - SAME):
+            before = best
+            for rivals in self._rivals(best):
+                fresh = [r for r in rivals if key_of(r) not in tried][:tries]
+                tried |= {key_of(r) for r in fresh}
+                tries -= len(fresh)
+                solutions = [self.radio(rows, before.allocation.edge_hz_r) for rows in fresh]
+                best = min([best, *solutions], key=lambda s: s.objective)
+                if best.objective < before.objective * (1.0 - SAME):
+                    break
+            else:
                 break
-            best = better
         return best
 
-    def _rivals(self, best: Solution) -> list[Layouts]:
-        """Plans that differ from ``best`` in one cluster, the most promising first.
+    def _rivals(self, best: Solution) -> Iterator[list[Layouts]]:
+        """Plans near ``best``: under 1F1B one that may differ in all clusters, then those in one.
 
-        By dual prices and, under 1F1B in turn, by what they cost as played where radio stays.
+        The latter, for few clusters, by dual prices and in turn by what they cost as played.
         """
+        near, values = self._promising(best)
+        orders = [np.argsort(values, kind="stable")[:POLISH_RIVALS]]
+        if self.settings.schedule == "1f1b" and len(near):
+            own, hz_m = self.estimates(best.chain, best.priced), best.allocation.edge_hz_r
+            found = runners_up(self, best.rows, own, hz_m, near)
+            yield [found.together()]
+            orders.append(np.argsort(found.alone(), kind="stable")[:POLISH_RIVALS])
+        if self.tables.num_clusters <= POLISHED_CLUSTERS:
+            first = dict.fromkeys(np.stack(orders, axis=1).ravel().tolist())
+            now = best.rows
+            yield [replaced(now, near.cluster_r[[r]], near.take(np.array([r]))) for r in first]
+
+    def _promising(self, best: Solution) -> tuple[Layouts, Array]:
+        """Rows near those of ``best`` that cost little more by dual prices, and how much, (R,)."""
         scorer = self.scorer(self.dual_prices(best), np.arange(self.tables.num_clusters))
         now = best.rows
         near = stack([self.neighbours(now), every_batch(now, self.batches())[1]])
         values = self.score(scorer, near, now) - self.score(scorer, now, now)[near.cluster_r]
-        near = near.take(promising := values < WORTH_A_TRY * best.objective)
-        orders = [np.argsort(values[promising], kind="stable")[:POLISH_RIVALS]]
-        if self.settings.schedule == "1f1b" and len(near):
-            orders.append(
-                np.argsort(self._at_full_power(near, best), kind="stable")[:POLISH_RIVALS]
-            )
-        first = dict.fromkeys(np.stack(orders, axis=1).ravel().tolist())
-        return [replaced(now, near.cluster_r[[r]], near.take(np.array([r]))) for r in first]
-
-    def _at_full_power(self, near: Layouts, best: Solution) -> Array:
-        """What a plan costs more with each row in it, bandwidth as in ``best``, (R,)."""
-        chain = chain_of(self.tables, near, self.settings)
-        hz = best.allocation.edge_hz_r[near.cluster_r]
-        times = full_power_times(chain, hz)
-        priced = played(chain, times, price_rows(chain, times, powers_for(chain, hz, times)))
-        others_s = others_max(best.priced.latency_s)[near.cluster_r]
-        late_s = self.learning.rho_rows(self.tables, near, best.rows)
-        late_s *= np.maximum(priced.latency_s, others_s)
-        more = self._worth(chain, priced) - self._worth(best.chain, best.priced)[near.cluster_r]
-        return np.asarray(self.latency_price * late_s + more)
+        promising = values < WORTH_A_TRY * best.objective
+        return near.take(promising), values[promising]
 
     def improve(self, best: Solution, search: Search | None = None) -> Solution:
         """Alternate segments and radio from ``best`` on while the objective falls."""
@@ -131,20 +135,26 @@ class Planner(RoundProblem):
             rows = search.choose(self.dual_prices(best), best.rows)
             if key_of(rows) == key_of(best.rows):
                 break
-            trial = self.radio(rows)
+            trial = self.radio(rows, best.allocation.edge_hz_r)
             gain = best.objective - trial.objective
             best = min(best, trial, key=lambda s: s.objective)
             if not gain > ENOUGH * best.objective:
                 break
         return best
 
-    def radio(self, rows: Layouts) -> Solution:
-        """The best bandwidth and powers for one row per cluster."""
+    def radio(self, rows: Layouts, hz_m: Array | None = None) -> Solution:
+        """The best bandwidth and powers for one row per cluster.
+
+        Where 1F1B is played, no worse than full power over equal bandwidth or over ``hz_m``: the
+        program's formula takes links for hidden that memory is too short to hide.
+        """
         chain = chain_of(self.tables, rows, self.settings)
         rho = self.learning.rho(self.tables, rows)
         best = now = self._allocated(chain, rho)
+        if self.settings.schedule != "1f1b":
+            return best
         excess_s = np.full(len(rows), np.inf)
-        for _ in range(CORRECTIONS if self.settings.schedule == "1f1b" else 0):
+        for _ in range(CORRECTIONS):
             said = convex_latency_s(chain, now.allocation.times)
             # The least seen: what is too much with slow links may not be with quicker ones.
             less = np.minimum(excess_s, said - now.priced.latency_s)
@@ -152,7 +162,16 @@ class Planner(RoundProblem):
                 break
             now, excess_s = self._allocated(chain, rho, less), less
             best = min(best, now, key=lambda s: s.objective)
-        return best
+        if self.tables.num_clusters > FEW_CLUSTERS:
+            return best
+        plain = [equal_shares(chain, self.tables.snapshot.radio.bandwidth_hz)]
+        if hz_m is not None:
+            times = full_power_times(chain, hz_m)
+            plain.append(replace(plain[0], edge_hz_r=hz_m, times=times))
+        prices = best.allocation.latency_price_r
+        others = [replace(each, latency_price_r=prices) for each in plain]
+        solutions = [self.priced(chain, each, rho) for each in others]
+        return min([best, *solutions], key=lambda s: s.objective)
 
     def _allocated(self, chain: Chain, rho: float, excess_s: Array | float = 0.0) -> Solution:
         """The radio's optimum if its formula says ``excess_s`` too much, or too little below 0."""
@@ -181,20 +200,8 @@ class Planner(RoundProblem):
             powers=powers,
             priced=priced,
             rho=rho,
-            objective=late + float(self._worth(chain, priced).sum()),
+            objective=late + float(self.worth(chain, priced).sum()),
         )
-
-    def _worth(self, chain: Chain, priced: RowPrices) -> Array:
-        """Priced energy of every row, with the surcharge on what overdraws an account."""
-        energy = (of_members(self.price_mi, chain.rows) * priced.energy_j).sum(1)
-        over = self.latency_price * self.overdrawn(chain) * priced.latency_s
-        return np.asarray(energy + over)
-
-    def overdrawn(self, chain: Chain) -> Array:
-        """The surcharge of every row's computing, in latencies of its cluster."""
-        room = of_members(self.room_mi, chain.rows, padding=np.inf)[:, 1:]
-        budget = of_members(self.tables.members.budget_mi, chain.rows, padding=1.0)[:, 1:]
-        return np.asarray(overdrawn(chain.computing_j[:, 1:], room, budget).sum(1))
 
     def opening_prices(self) -> DualPrices:
         """Equal bandwidth; a second of any cluster costs as much as one of the round."""

@@ -9,14 +9,15 @@ import numpy as np
 
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.costs.arrays import Array, Ints
+from collapipe_flwr.costs.chain import Chain, RowPrices
 from collapipe_flwr.costs.convergence import LearningConstants, NoiseScale, bound_sums, exchanged
-from collapipe_flwr.costs.layouts import Layouts
+from collapipe_flwr.costs.layouts import Layouts, of_members
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import local_steps, steps_of
-from collapipe_flwr.scheduler.dual_prices import DualPrices
+from collapipe_flwr.scheduler.dual_prices import DualPrices, overdrawn
 from collapipe_flwr.scheduler.protocol import Reference, SchedulerConfig
 from collapipe_flwr.scheduler.refusal import refusal
-from collapipe_flwr.scheduler.scorer import Scorer
+from collapipe_flwr.scheduler.scorer import Estimates, Scorer
 
 NEVER = 1e3  # stands for "does not reach the target": finite, so that searches can cross it
 TARGET_FACTOR = 1.25  # the target stays this factor above the reference plan's own floor
@@ -92,6 +93,22 @@ class RoundProblem:
     def score(self, scorer: Scorer, rows: Layouts, now: Layouts) -> Array:
         """The cluster-wise objective of every row, the other clusters as in ``now``."""
         return scorer.values(rows, self.learning.rho_rows(self.tables, rows, now))
+
+    def estimates(self, chain: Chain, priced: RowPrices) -> Estimates:
+        """What rows cost that have been priced with their hop times."""
+        return Estimates(priced.latency_s, priced.latency_s, self.worth(chain, priced))
+
+    def worth(self, chain: Chain, priced: RowPrices) -> Array:
+        """Priced energy of every row, with the surcharge on what overdraws an account."""
+        energy = (of_members(self.price_mi, chain.rows) * priced.energy_j).sum(1)
+        over = self.latency_price * self._overdrawn(chain) * priced.latency_s
+        return np.asarray(energy + over)
+
+    def _overdrawn(self, chain: Chain) -> Array:
+        """The surcharge of every row's computing, in latencies of its cluster."""
+        room = of_members(self.room_mi, chain.rows, padding=np.inf)[:, 1:]
+        budget = of_members(self.tables.members.budget_mi, chain.rows, padding=1.0)[:, 1:]
+        return np.asarray(overdrawn(chain.computing_j[:, 1:], room, budget).sum(1))
 
     def batches(self) -> Ints:
         """All (size, count) pairs."""

@@ -1,0 +1,64 @@
+"""Plans near the one in place, by what they cost as 1F1B is played while bandwidth stays.
+
+Every row is played at full power over the bandwidth that its cluster has. That can be had, so a
+plan that costs less in this way is a better one, whatever the radio program makes of it. A round
+lasts as long as its slowest cluster: where several are about as slow, none of them alone makes it
+shorter, so the rows of all clusters are also chosen together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from collapipe_flwr.costs.arrays import Array
+from collapipe_flwr.costs.chain import (
+    chain_of,
+    full_power_times,
+    played,
+    powers_for,
+    price_rows,
+)
+from collapipe_flwr.costs.convergence import others_max
+from collapipe_flwr.costs.layouts import Layouts, replaced, stack
+from collapipe_flwr.scheduler.pool import Picking, Pool
+from collapipe_flwr.scheduler.problem import RoundProblem
+from collapipe_flwr.scheduler.scorer import Estimates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnersUp:
+    """Rows that may each take the place of their cluster's row of a plan."""
+
+    problem: RoundProblem
+    now: Layouts  # the plan: one row per cluster
+    own: Estimates  # what its rows cost
+    near: Layouts
+    costs: Estimates  # what those cost
+
+    def alone(self) -> Array:
+        """What a plan costs with each row in it, less what the plan's energy does, (R,)."""
+        problem, owner = self.problem, self.near.cluster_r
+        late_s = problem.learning.rho_rows(problem.tables, self.near, self.now)
+        late_s *= np.maximum(self.costs.latency, others_max(self.own.latency)[owner])
+        more = self.costs.worth - self.own.worth[owner]
+        return np.asarray(problem.latency_price * late_s + more)
+
+    def together(self) -> Layouts:
+        """The best plan found with rows of any clusters in it; the plan itself if none is."""
+        rows = stack([self.now, self.near])
+        pool = Pool(rows, self.own.joined(self.costs), self.problem.pair_of(rows))
+        chosen = rows.take(Picking(self.problem, pool).best()[1])
+        return replaced(chosen, chosen.cluster_r, chosen)  # no wider than needed
+
+
+def runners_up(
+    problem: RoundProblem, now: Layouts, own: Estimates, edge_hz_m: Array, near: Layouts
+) -> RunnersUp:
+    """Play ``near`` over the bandwidth that each row's cluster has towards the edge."""
+    chain, hz = chain_of(problem.tables, near, problem.settings), edge_hz_m[near.cluster_r]
+    times = full_power_times(chain, hz)
+    priced = played(chain, times, price_rows(chain, times, powers_for(chain, hz, times)))
+    costs = problem.estimates(chain, priced)
+    return RunnersUp(problem=problem, now=now, own=own, near=near, costs=costs)
