@@ -13,7 +13,7 @@ from typing import Self
 _PROC = Path("/proc")
 _LOOK_S = 0.1
 _STOP_S = 10.0
-_APP = b"flwr-clientapp"
+_APPS = (b"flwr-clientapp", b"client_process.py")  # by itself where nothing forks
 _READY = b"client_process.py\0--forks-at"
 _UNIT = b"control-unit\0--socket"
 
@@ -78,15 +78,16 @@ class Watch:
         try:
             command = _command(pid)
             seen = Process(_cpu_s(pid), _peak_bytes(pid))
+            forked = _READY in command and _READY in _command(_parent(pid))
         except (OSError, ValueError, IndexError):  # it has ended
             return
         self._all[pid] = seen
-        if _APP in command:
-            self.apps[pid] = seen
-        elif _READY in command and _READY in _command(_parent(pid)):
+        if forked:
             self.forks[pid] = seen
         elif _READY in command:
             self.ready.peak_bytes = max(self.ready.peak_bytes, seen.peak_bytes)
+        elif any(name in command for name in _APPS):
+            self.apps[pid] = seen
         elif _UNIT in command and b"core.processes" not in command:
             self.unit.peak_bytes = max(self.unit.peak_bytes, seen.peak_bytes)
 

@@ -25,27 +25,34 @@ _INDEX = struct.Struct("!I")
 
 @dataclass(slots=True)
 class Bundles:
-    """Makes bundles; one of the same bytes is made once, and shared by all messages."""
+    """Makes bundles; one of the same arrays is made once, and shared by all messages."""
 
     _made: dict[tuple[object, ...], tuple[dict[str, Array], Array]] = field(default_factory=dict)
 
     def of(self, content: RecordDict) -> RecordDict:
         """A new content; ``content`` keeps its arrays."""
         found = RecordDict(dict(content))
-        for name, record in content.array_records.items():
+        for name in array_names(content):
+            record = arrays_of(content, name)
             found[name] = _bundled(record, record.__getitem__, self._once)
         return found
 
     def _once(self, members: dict[str, Array]) -> Array:
-        held = tuple((key, id(array.data)) for key, array in members.items())
+        held = tuple(
+            (key, id(a.data), a.dtype, tuple(a.shape), a.stype) for key, a in members.items()
+        )
         if held not in self._made:
             self._made[held] = members, _bundle(members)  # as long as they live, ids stay theirs
         return self._made[held][1]
 
 
 def bundle(content: RecordDict) -> None:
-    """Put bundles in the place of small arrays, none of which is there twice for long."""
-    for record in content.array_records.values():
+    """Put bundles in the place of small arrays, none of which is there twice for long.
+
+    An app that keeps a record that it replied keeps it as it was.
+    """
+    for name in array_names(content):
+        content[name] = record = arrays_of(content, name).copy()
         record.update(_bundled(record, record.pop, _bundle))
 
 
@@ -54,7 +61,8 @@ def unbundle(content: RecordDict) -> bool:
 
     Raises ProtocolError for a malformed bundle.
     """
-    records = [r for r in content.array_records.values() if any(map(_is_bundle, r.values()))]
+    records = [arrays_of(content, name) for name in array_names(content)]
+    records = [record for record in records if any(map(_is_bundle, record.values()))]
     for record in records:
         arrays = {name: record.pop(name) for name in list(record)}
         for name in list(arrays):
@@ -81,6 +89,21 @@ def accept_bundles(app: ClientApp) -> bool:
         return False
     app._mods = [unbundling, *app._mods]
     return True
+
+
+def array_names(content: RecordDict) -> list[str]:
+    """Of the records of arrays.
+
+    `RecordDict.array_records` keeps the records that it lists until the garbage collector runs.
+    """
+    return [name for name, record in content.items() if isinstance(record, ArrayRecord)]
+
+
+def arrays_of(content: RecordDict, name: str) -> ArrayRecord:
+    """One of those."""
+    record = content[name]
+    assert isinstance(record, ArrayRecord)
+    return record
 
 
 def _bundled(
@@ -127,9 +150,11 @@ def _members(joined: Array) -> Iterator[tuple[str, Array]]:
     try:
         begin = _INDEX.size + _INDEX.unpack_from(data)[0]
         for key, dtype, shape, stype, size in json.loads(bytes(data[_INDEX.size : begin])):
+            if not 0 <= size <= len(data) - begin:
+                raise ValueError(f"{key} has {size} bytes")
             yield str(key), Array(dtype, tuple(shape), stype, bytes(data[begin : begin + size]))
             begin += size
-    except (struct.error, ValueError, TypeError) as error:
+    except (struct.error, ValueError, TypeError, RecursionError) as error:
         raise ProtocolError(f"a bundle of arrays holds nonsense: {error!r}") from error
     if begin != len(data):
         raise ProtocolError(f"a bundle of arrays has {len(data)} bytes, its index says {begin}")

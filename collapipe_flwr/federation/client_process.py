@@ -31,10 +31,19 @@ from typing import Any
 
 _PROGRAM = "flwr-clientapp"
 _PACKAGE = "flwr.supernode.cli"
+_SCRIPT = """#!{python} -IS
+import sys
+sys.path.append({place!r})
+from client_program import main
+sys.exit(main({socket!r}, {alone!r}))
+"""
 _LONGEST = 120  # bytes of an interpreter's path in a script's first line, on every kernel
+_LONGEST_SOCKET = 107  # bytes of a socket's path
 _FORKS = "--forks-at"
 _LENGTH = 4  # bytes of an order's length
+_TOLD_S = 0.5  # within which whoever stops all processes has told a fork as well
 _GRACE_S = 5.0  # for a fork whose program was killed, to tell its SuperNode
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
@@ -45,35 +54,37 @@ def offered() -> Iterator[None]:
         yield  # a script cannot name it
         return
     before = os.environ.get("PATH", os.defpath)
-    with tempfile.TemporaryDirectory(prefix="collapipe-supernode-") as name, _forks(Path(name)):
-        folder = Path(name)
-        program = folder / _PROGRAM
-        code = Path(__file__).with_name("client_program.py").read_text(encoding="utf-8")
-        program.write_text(f"#!{python} -IS\n{code}", encoding="utf-8")
+    with tempfile.TemporaryDirectory(prefix="collapipe-supernode-") as folder:
+        program = Path(folder) / _PROGRAM
+        program.write_text(script(Path(folder) / "fork"), encoding="utf-8")
         program.chmod(0o700)
-        (folder / "alone").write_text(__file__, encoding="utf-8")
-        os.environ["PATH"] = f"{folder}{os.pathsep}{before}"
-        try:
-            yield
-        finally:
-            os.environ["PATH"] = before
+        with _forks(Path(folder) / "fork"):
+            os.environ["PATH"] = f"{folder}{os.pathsep}{before}"
+            try:
+                yield
+            finally:
+                os.environ["PATH"] = before
+
+
+def script(forks_at: Path) -> str:
+    """The program, to be done by forks made at this socket."""
+    place = str(Path(__file__).parent)
+    return _SCRIPT.format(python=sys.executable, place=place, socket=str(forks_at), alone=__file__)
 
 
 @contextmanager
-def _forks(folder: Path) -> Iterator[None]:
-    """In the body forks are made at a socket in ``folder``, on Linux.
+def _forks(path: Path) -> Iterator[None]:
+    """In the body forks are made at the socket ``path``, on Linux.
 
     Elsewhere the system's libraries may not be used after a fork.
     """
-    if sys.platform != "linux":
+    if sys.platform != "linux" or len(os.fsencode(path)) > _LONGEST_SOCKET:
         yield
         return
-    command = [sys.executable, "-P", __file__, _FORKS, str(folder / "fork")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as server:  # which ends with its stdin
-        try:
-            yield
-        finally:
-            server.terminate()
+    command = [sys.executable, "-P", __file__, _FORKS, str(path)]
+    # It ends with its stdin, and in a session of its own it outlives who is killed with a group.
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):
+        yield  # and then its stdin is closed
 
 
 def main() -> None:
@@ -95,13 +106,17 @@ def _fork(path: str) -> socket.socket | None:
     """A connection to serve in every fork; None in the process itself, when its stdin has ended."""
     gc.freeze()  # so that forks share what was imported
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for forks
+    before = [signal.signal(stop, signal.SIG_IGN) for stop in _STOPS]
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
+        listener.bind(f"{path}~")
         listener.listen()
+        os.rename(f"{path}~", path)  # who sees it is heard
         while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
             peer, _ = listener.accept()
             if not os.fork():
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for stop, handler in zip(_STOPS, before, strict=True):
+                    signal.signal(stop, handler)
                 return peer
             peer.close()
     shutil.rmtree(Path(path).parent, ignore_errors=True)  # a SuperNode that was killed left it
@@ -130,7 +145,7 @@ def _run(program: Callable[[], Any], peer: socket.socket) -> None:
         program()
         code = 0
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
+        code = end.code & 255 if isinstance(end.code, int) else int(end.code is not None)
         raise
     finally:
         over.set()
@@ -144,7 +159,9 @@ def _end_with(peer: socket.socket, over: threading.Event) -> None:
         peer.recv(1)
     if over.is_set():
         return
-    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_TOLD_S)
+    if callable(signal.getsignal(signal.SIGTERM)):  # not ending yet
+        os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_GRACE_S)
     os.kill(os.getpid(), signal.SIGKILL)
 

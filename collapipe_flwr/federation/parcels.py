@@ -18,6 +18,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.app.metadata import Metadata
 
 from collapipe_flwr.core.errors import LinkError, LinkTimeout, ProtocolError
+from collapipe_flwr.federation.bundles import array_names, arrays_of
 
 _LENGTH = struct.Struct("!Q")
 _MOST_HEAD_BYTES = 2**28
@@ -34,15 +35,16 @@ class Parcel:
 
 
 def write_parcel(peer: socket, head: Mapping[str, Any], *contents: RecordDict) -> None:
-    """Send both; the arrays in ``contents`` are used up. Raises LinkError for a lost peer."""
+    """Send both; ``contents`` are without arrays then. Raises LinkError for a lost peer."""
     told = {"head": head, "contents": [_describe(content) for content in contents]}
     data = json.dumps(told).encode()
     try:
         peer.sendall(_LENGTH.pack(len(data)) + data)
         for content in contents:
-            for record in content.array_records.values():
-                for name in list(record):
-                    if data := record.pop(name).data:  # a reader may be gone before an empty one
+            for name in array_names(content):
+                content[name] = record = arrays_of(content, name).copy()  # who keeps it has it all
+                for key in list(record):
+                    if data := record.pop(key).data:  # a reader may be gone before an empty one
                         peer.sendall(data)
     except OSError as error:
         raise LinkError(f"the other side of the local socket is gone: {error}") from error

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -139,6 +142,17 @@ def echo(message: Message, context: Context) -> Message:
     return Message(message.content, reply_to=message)
 
 
+def test_a_record_that_an_app_keeps_stays_as_it_was() -> None:
+    kept = encode_tensors(tensors())
+    weak = [weakref.ref(array) for array in kept.values()]
+    reply = RecordDict({ARRAYS: kept})
+    bundles.bundle(reply)
+    assert set(kept) == set(tensors()) and len(reply[ARRAYS]) == 3
+    del kept
+    bundled = [ref() for ref in weak]
+    assert sum(array is not None for array in bundled) == 1  # the large one, which is no bundle
+
+
 def test_an_app_whose_functions_are_there_already_takes_none() -> None:
     app = ClientApp()
     app.train()(echo)
@@ -155,7 +169,11 @@ def test_a_cluster_says_whether_it_takes_bundles() -> None:
     assert not second._profile(second._site_of(context), context).bundles
 
 
-@pytest.mark.parametrize("harm", ["short", "long", "index", "twice"])
+def indexed(index: bytes) -> bytes:
+    return len(index).to_bytes(4, "big") + index
+
+
+@pytest.mark.parametrize("harm", ["short", "long", "index", "deep", "back", "twice"])
 def test_a_malformed_bundle_is_refused(harm: str) -> None:
     sent = Bundles().of(content())
     name = next(iter(sent[ARRAYS]))
@@ -163,7 +181,14 @@ def test_a_malformed_bundle_is_refused(harm: str) -> None:
     if harm == "twice":
         sent[ARRAYS]["again"] = sent[ARRAYS][name]
     else:
-        bad = {"short": data[:-1], "long": data + b"0", "index": b"\xff" * 8 + data}[harm]
+        back = [["a", "uint8", [9], "x", 9], ["b", "uint8", [0], "x", -9]]
+        bad = {
+            "short": data[:-1],
+            "long": data + b"0",
+            "index": b"\xff" * 8 + data,
+            "deep": indexed(b"[" * 100_000),
+            "back": indexed(json.dumps(back).encode()) + bytes(9),
+        }[harm]
         sent[ARRAYS][name] = Array("uint8", (len(bad),), sent[ARRAYS][name].stype, bad)
     with pytest.raises(ProtocolError, match=r"bundle|twice"):
         unbundle(sent)

@@ -16,18 +16,28 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.federation import client_process
-from collapipe_flwr.federation.client_program import SOCKET
 
+SOCKET = "fork"
 END_S = 60.0
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="forks are made on Linux alone")
 NOWHERE = ("--runtime-api-address", "127.0.0.1:1", "--token", "x", "--insecure")
 # What answers in place of Flower's program.
 ECHO = """
-import os, random, signal, sys, threading
+import os, random, signal, sys, threading, time
 import numpy
 from collapipe_flwr.federation.client_process import _fork, _run
 
+def stop(number, frame):
+    signal.signal(number, signal.SIG_DFL)
+    time.sleep(1.0)
+    print("in good order", flush=True)
+    sys.exit(3)
+
 def program():
+    if sys.argv[1] == "stops":
+        signal.signal(signal.SIGTERM, stop)
+        print("ready", flush=True)
+        threading.Event().wait()
     if sys.argv[1] == "waits":
         threading.Timer(0.2, lambda: signal.raise_signal(signal.SIGINT)).start()
         threading.Event().wait()
@@ -140,45 +150,80 @@ def test_nothing_is_left_of_a_supernode_that_was_killed() -> None:
     until(lambda: not Path(f"/proc/{server}").exists(), "what forks is left")
 
 
-@LINUX
-def test_flower_s_threads_can_end_a_fork_that_waits(tmp_path: Path) -> None:
-    program = shutil.copy(Path(client_process.__file__).with_name("client_program.py"), tmp_path)
-    command = [sys.executable, "-c", ECHO, str(tmp_path / SOCKET)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as server:
-        until((tmp_path / SOCKET).exists, "nothing forks")
-        waits = [sys.executable, "-IS", str(program), "waits"]
-        done = subprocess.run(waits, capture_output=True, text=True, timeout=END_S, check=False)
-        assert "KeyboardInterrupt" in done.stderr and done.returncode == 1
-        assert server.stdin is not None
-        server.stdin.close()
+@pytest.fixture
+def echo(tmp_path: Path) -> Iterator[Path]:
+    """A program whose forks are ECHO's; their folder goes when what forks ends."""
+    folder = tmp_path / "forks"
+    folder.mkdir()
+    program = folder / "program"
+    program.write_text(client_process.script(folder / SOCKET))
+    program.chmod(0o700)
+    command = [sys.executable, "-c", ECHO, str(folder / SOCKET)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE):
+        ready(program)
+        yield program
+    assert not folder.exists()
 
 
 @LINUX
-def test_a_fork_has_the_program_s_place_and_chances_of_its_own(tmp_path: Path) -> None:
-    program = shutil.copy(Path(client_process.__file__).with_name("client_program.py"), tmp_path)
-    place = tmp_path / "place"
-    place.mkdir()
-    command = [sys.executable, "-c", ECHO, str(tmp_path / SOCKET)]
+def test_flower_s_threads_can_end_a_fork_that_waits(echo: Path) -> None:
+    done = subprocess.run(
+        [str(echo), "waits"], capture_output=True, text=True, timeout=END_S, check=False
+    )
+    assert "KeyboardInterrupt" in done.stderr and done.returncode == 1
+
+
+@LINUX
+@pytest.mark.parametrize("everyone", [False, True])
+def test_a_fork_ends_in_good_order_when_its_program_or_everyone_is_stopped(
+    echo: Path, *, everyone: bool
+) -> None:
+    server = serving(echo.parent)
+    with subprocess.Popen([str(echo), "stops"], stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "ready\n"
+        (fork,) = children(server)
+        for pid in (server, fork) if everyone else ():
+            os.kill(pid, signal.SIGTERM)
+        program.send_signal(signal.SIGTERM)
+        assert program.stdout.read() == "in good order\n"
+    assert Path(f"/proc/{server}").exists()  # it goes with its stdin
+
+
+@LINUX
+def test_a_program_without_stdin_ends(echo: Path) -> None:
+    command = ["sh", "-c", f"exec 0<&-; exec {echo} 4"]
+    done = subprocess.run(
+        command, capture_output=True, timeout=END_S, check=False, env={"SAID": "so"}
+    )
+    assert done.returncode == 4
+
+
+@LINUX
+def test_where_what_forks_has_died_the_program_is_flower_s(offered: Path) -> None:
+    ready(offered)
+    os.kill(serving(offered.parent), signal.SIGKILL)
+    done = subprocess.run([str(offered), "--help"], capture_output=True, text=True, check=True)
+    assert "Run a Flower ClientApp" in done.stdout
+
+
+@LINUX
+def test_a_fork_has_the_program_s_place_and_chances_of_its_own(echo: Path, tmp_path: Path) -> None:
     chances = []
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as server:
-        until((tmp_path / SOCKET).exists, "nothing forks")
-        for code in (0, 3):
-            done = subprocess.run(
-                [sys.executable, "-IS", str(program), str(code), "two words"],
-                cwd=place,
-                env={"SAID": "so"},
-                input="all of it",
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            assert done.returncode == code
-            assert done.stdout == f"{[str(code), 'two words']} {place} so all of it\n"
-            chances += done.stderr.split()
-        assert server.stdin is not None
-        server.stdin.close()
+    for code in (0, 3):
+        done = subprocess.run(
+            [str(echo), str(code), "two words"],
+            cwd=tmp_path,
+            env={"SAID": "so"},
+            input="all of it",
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == code
+        assert done.stdout == f"{[str(code), 'two words']} {tmp_path} so all of it\n"
+        chances += done.stderr.split()
     assert len(set(chances)) == 4
-    assert not tmp_path.exists()  # it takes its folder along
 
 
 def test_a_path_that_no_script_can_name_leaves_flower_s_program(
