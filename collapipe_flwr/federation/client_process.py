@@ -113,7 +113,11 @@ def _fork(path: str) -> socket.socket | None:
         os.rename(f"{path}~", path)  # who sees it is heard
         while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
             peer, _ = listener.accept()
-            if not os.fork():
+            try:
+                child = os.fork()
+            except OSError:  # memory or processes are used up: the program works by itself
+                child = -1
+            if not child:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for stop, handler in zip(_STOPS, before, strict=True):
                     signal.signal(stop, handler)
@@ -125,6 +129,7 @@ def _fork(path: str) -> socket.socket | None:
 
 def _run(program: Callable[[], Any], peer: socket.socket) -> None:
     """Flower's program in the place of ``client_program`` at the other end."""
+    peer.sendall(b"+")
     length, streams, *_ = socket.recv_fds(peer, _LENGTH, 3)
     with peer.makefile("rb") as file:
         sys.argv, folder, environment = marshal.loads(file.read(int.from_bytes(length, "big")))

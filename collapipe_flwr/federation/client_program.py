@@ -16,7 +16,7 @@ _LENGTH = 4  # bytes
 def main(forks_at: str, alone: str) -> int:
     """The exit code of the fork made at a socket, 1 where it ended without one.
 
-    ``alone`` is the file to become where nobody answers there.
+    ``alone`` is the file to become where none is made.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a word
     while (spare := os.open(os.devnull, os.O_RDWR)) < 3:  # a stream that was closed
@@ -25,7 +25,10 @@ def main(forks_at: str, alone: str) -> int:
     with socket.socket(socket.AF_UNIX) as peer:
         try:
             peer.connect(forks_at)
+            forked = peer.recv(1)
         except OSError:
+            forked = b""
+        if not forked:
             os.execv(sys.executable, [sys.executable, "-P", alone, *sys.argv[1:]])
         order = marshal.dumps((sys.argv, os.getcwd(), dict(os.environ)))
         socket.send_fds(peer, [len(order).to_bytes(_LENGTH, "big")], [0, 1, 2])
