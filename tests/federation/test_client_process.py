@@ -39,6 +39,7 @@ def program():
         print("ready", flush=True)
         threading.Event().wait()
     if sys.argv[1] == "waits":
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # it may come ignored
         threading.Timer(0.2, lambda: signal.raise_signal(signal.SIGINT)).start()
         threading.Event().wait()
     print(sys.argv[1:], os.getcwd(), os.environ["SAID"], sys.stdin.read(), flush=True)
