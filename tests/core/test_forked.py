@@ -16,7 +16,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract socket
 OWNER = """
 import os, signal
 from tests.forked import Forked
-print(Forked("tests.host.edge_process", env=os.environ).pid, flush=True)
+fork = Forked("tests.host.edge_process", env=os.environ)  # which ends when this goes
+print(fork.pid, flush=True)
 signal.pause()
 """
 
