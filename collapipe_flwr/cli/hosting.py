@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -67,7 +66,6 @@ class LogFormat(StrEnum):
     JSON = "json"
 
 
-_TAKEN_AS_THEY_ARE = ("insecure", "compute", "threads", "grace_s", "metrics")
 Logs = Annotated[LogFormat, typer.Option("--log-format", help="json: one object per line.")]
 
 
@@ -92,33 +90,41 @@ def tls_files(ca: Path | None, certificate: Path | None, key: Path | None) -> Tl
     return TlsFiles(ca=ca, certificate=certificate, key=key)
 
 
-def _settings(given: Mapping[str, Any], default: str, **own: Any) -> HostSettings:
-    """The host of a command's options as they were ``given``, and of what only this command has.
+def _settings(
+    listen: str,
+    name: str,
+    cluster: list[Path] | None,
+    allow: list[str] | None,
+    own_tls: TlsFiles | None,
+    memory_mb: float,
+    default: str,
+    imports: list[str] | None,
+    **options: Any,
+) -> HostSettings:
+    """The host called ``name``; options win over what its cluster files say.
 
-    Options win over what the cluster files say: files, and folders whose files count where they
-    list this member. Raises ConfigError.
+    Those are ``cluster``: files, and folders whose files count where they list this member. Raises
+    ConfigError.
     """
     from collapipe_flwr.config.cluster_file import clusters_in, read_cluster
     from collapipe_flwr.host.daemon import HostSettings
 
-    name, imports, paths = given["name"], given["imports"], given["cluster"] or []
-    own_tls = tls_files(given["ca"], given["certificate"], given["key"])
+    paths = cluster or []
     clusters = [read_cluster(path) for path in paths if not path.is_dir()]
     clusters += [c for path in paths if path.is_dir() for c in clusters_in(path, name)]
     address = next((a for c in clusters if (a := c.member(name).address)), default)
     tls = own_tls or next((c.tls_files(name) for c in clusters), None)
-    rosters = _rosters(name, clusters, tls, given["allow"])
+    rosters = _rosters(name, clusters, tls, allow)
     if imports:
         sys.path.insert(0, os.getcwd())  # modules may also stand where the command is given
     return HostSettings(
-        listen=given["listen"] or address,
+        listen=listen or address,
         name=name,
         tls=tls,
         rosters=rosters,
-        memory_bytes=int(given["memory_mb"] * 1e6),
+        memory_bytes=int(memory_mb * 1e6),
         imports=tuple(imports or ()),
-        **{option: given[option] for option in _TAKEN_AS_THEY_ARE},
-        **own,
+        **options,
     )
 
 
@@ -170,17 +176,27 @@ def device(
     ] = "auto",
 ) -> None:
     """Train the segments that a control unit places here until SIGTERM or Ctrl-C."""
-    given = dict(locals())  # by name
     from collapipe_flwr.host.daemon import serve
 
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     settings = _settings(
-        given,
+        listen,
+        name,
+        cluster,
+        allow,
+        tls_files(ca, certificate, key),
+        memory_mb,
         default="127.0.0.1:50071",
+        insecure=insecure,
         cache_dir=cache_dir or user_cache / "collapipe" / "frozen",
         cache_bytes=int(cache_mb * 1e6),
         radio_interface=radio_interface,
         energy_sensor=energy_sensor,
+        imports=imports,
+        compute=compute,
+        threads=threads,
+        grace_s=grace_s,
+        metrics=metrics,
     )
     _log_as(log_format, name)
     serve(settings, passes_on=True, announce=lambda a: typer.echo(f"{name} on {a}"))
@@ -210,10 +226,25 @@ def edge(
 
     Point a run at it with the run-config key `edge.address`.
     """
-    given = dict(locals())  # by name
     from collapipe_flwr.host.daemon import serve
 
-    settings = _settings(given, default="127.0.0.1:50061", state_dir=state_dir, cache_bytes=0)
+    settings = _settings(
+        listen,
+        name,
+        cluster,
+        allow,
+        tls_files(ca, certificate, key),
+        memory_mb,
+        default="127.0.0.1:50061",
+        insecure=insecure,
+        state_dir=state_dir,
+        cache_bytes=0,
+        imports=imports,
+        compute=compute,
+        threads=threads,
+        grace_s=grace_s,
+        metrics=metrics,
+    )
     _log_as(log_format, name)
     serve(settings, passes_on=False, announce=lambda a: typer.echo(f"edge server on {a}"))
 

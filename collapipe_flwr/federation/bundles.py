@@ -32,8 +32,7 @@ class Bundles:
     def of(self, content: RecordDict) -> RecordDict:
         """A new content; ``content`` keeps its arrays."""
         found = RecordDict(dict(content))
-        for name in array_names(content):
-            record = arrays_of(content, name)
+        for name, record in array_records(content).items():
             found[name] = _bundled(record, record.__getitem__, self._once)
         return found
 
@@ -51,8 +50,9 @@ def bundle(content: RecordDict) -> None:
 
     An app that keeps a record that it replied keeps it as it was.
     """
-    for name in array_names(content):
-        content[name] = record = arrays_of(content, name).copy()
+    records = array_records(content)
+    for name in list(records):
+        content[name] = record = records.pop(name).copy()
         record.update(_bundled(record, record.pop, _bundle))
 
 
@@ -61,8 +61,8 @@ def unbundle(content: RecordDict) -> bool:
 
     Raises ProtocolError for a malformed bundle.
     """
-    records = [arrays_of(content, name) for name in array_names(content)]
-    records = [record for record in records if any(map(_is_bundle, record.values()))]
+    found = array_records(content).values()
+    records = [record for record in found if any(map(_is_bundle, record.values()))]
     for record in records:
         arrays = {name: record.pop(name) for name in list(record)}
         for name in list(arrays):
@@ -91,19 +91,9 @@ def accept_bundles(app: ClientApp) -> bool:
     return True
 
 
-def array_names(content: RecordDict) -> list[str]:
-    """Of the records of arrays.
-
-    `RecordDict.array_records` keeps the records that it lists until the garbage collector runs.
-    """
-    return [name for name, record in content.items() if isinstance(record, ArrayRecord)]
-
-
-def arrays_of(content: RecordDict, name: str) -> ArrayRecord:
-    """One of those."""
-    record = content[name]
-    assert isinstance(record, ArrayRecord)
-    return record
+def array_records(content: RecordDict) -> dict[str, ArrayRecord]:
+    """As `RecordDict.array_records`, which keeps them until the garbage collector runs."""
+    return {name: record for name, record in content.items() if isinstance(record, ArrayRecord)}
 
 
 def _bundled(

@@ -40,7 +40,6 @@ sys.exit(main({socket!r}, {alone!r}))
 _LONGEST = 120  # bytes of an interpreter's path in a script's first line, on every kernel
 _LONGEST_SOCKET = 107  # bytes of a socket's path
 _FORKS = "--forks-at"
-_LENGTH = 4  # bytes of an order's length
 _TOLD_S = 0.5  # within which whoever stops all processes has told a fork as well
 _GRACE_S = 5.0  # for a fork whose program was killed, to tell its SuperNode
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -93,13 +92,11 @@ def main() -> None:
     package = ModuleType(_PACKAGE)
     package.__path__ = [f"{folder}/{name}" for folder in importlib.import_module(above).__path__]
     sys.modules[_PACKAGE] = package  # whose own code would import the other programs
-    program: Callable[[], Any] = importlib.import_module(
-        f"{_PACKAGE}.flwr_clientapp"
-    ).flwr_clientapp
+    module = importlib.import_module(f"{_PACKAGE}.flwr_clientapp")
     if sys.argv[1:2] != [_FORKS]:
-        program()
+        module.flwr_clientapp()
     elif (peer := _fork(sys.argv[2])) is not None:
-        _run(program, peer)
+        _run(module.flwr_clientapp, peer)
 
 
 def _fork(path: str) -> socket.socket | None:
@@ -129,10 +126,15 @@ def _fork(path: str) -> socket.socket | None:
 
 def _run(program: Callable[[], Any], peer: socket.socket) -> None:
     """Flower's program in the place of ``client_program`` at the other end."""
-    peer.sendall(b"+")
-    length, streams, *_ = socket.recv_fds(peer, _LENGTH, 3)
+    try:
+        peer.sendall(b"+")
+        begun, streams, *_ = socket.recv_fds(peer, 1, 3)
+    except OSError:
+        begun = b""
+    if not begun:  # it waits no longer
+        return
     with peer.makefile("rb") as file:
-        sys.argv, folder, environment = marshal.loads(file.read(int.from_bytes(length, "big")))
+        sys.argv, folder, environment = marshal.load(file)
     for place, stream in enumerate(streams):
         os.dup2(stream, place)
         os.close(stream)

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 
-_LENGTH = 4  # bytes
+_FORK_S = 20.0  # until a fork counts as not made
 
 
 def main(forks_at: str, alone: str) -> int:
@@ -23,6 +23,7 @@ def main(forks_at: str, alone: str) -> int:
         pass
     os.close(spare)
     with socket.socket(socket.AF_UNIX) as peer:
+        peer.settimeout(_FORK_S)
         try:
             peer.connect(forks_at)
             forked = peer.recv(1)
@@ -30,8 +31,8 @@ def main(forks_at: str, alone: str) -> int:
             forked = b""
         if not forked:
             os.execv(sys.executable, [sys.executable, "-P", alone, *sys.argv[1:]])
-        order = marshal.dumps((sys.argv, os.getcwd(), dict(os.environ)))
-        socket.send_fds(peer, [len(order).to_bytes(_LENGTH, "big")], [0, 1, 2])
-        peer.sendall(order)
+        peer.settimeout(None)  # as long as the work takes
+        socket.send_fds(peer, [b"."], [0, 1, 2])
+        peer.sendall(marshal.dumps((sys.argv, os.getcwd(), dict(os.environ))))
         code = peer.recv(1)
     return code[0] if code else 1

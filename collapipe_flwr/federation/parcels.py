@@ -18,7 +18,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.app.metadata import Metadata
 
 from collapipe_flwr.core.errors import LinkError, LinkTimeout, ProtocolError
-from collapipe_flwr.federation.bundles import array_names, arrays_of
+from collapipe_flwr.federation.bundles import array_records
 
 _LENGTH = struct.Struct("!Q")
 _MOST_HEAD_BYTES = 2**28
@@ -41,8 +41,9 @@ def write_parcel(peer: socket, head: Mapping[str, Any], *contents: RecordDict) -
     try:
         peer.sendall(_LENGTH.pack(len(data)) + data)
         for content in contents:
-            for name in array_names(content):
-                content[name] = record = arrays_of(content, name).copy()  # who keeps it has it all
+            records = array_records(content)
+            for name in list(records):
+                content[name] = record = records.pop(name).copy()  # who keeps it has it all
                 for key in list(record):
                     if data := record.pop(key).data:  # a reader may be gone before an empty one
                         peer.sendall(data)
