@@ -29,7 +29,7 @@ from collapipe_flwr.core.domain import (
     Snapshot,
 )
 from collapipe_flwr.core.replay import StepTimes
-from collapipe_flwr.costs.warm_up import choose_warm_ups
+from collapipe_flwr.costs.warm_up import choose_warm_up
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.transport.quantize import WIRE_CODECS
@@ -132,7 +132,7 @@ def with_planned_depths(site: Site, peer: Job) -> Job:
         hop_s=(hops, hops),
     )
     limit = (shape.micro_batches,) * peer.stages
-    return replace(peer, depths=choose_warm_ups([times], [limit], shape.micro_batches)[0].depths)
+    return replace(peer, depths=choose_warm_up(times, limit, shape.micro_batches).depths)
 
 
 def machine_flop_per_s(shape: Shape, blocks: Sequence[int] = (0, 2, 0), passes: int = 6) -> float:

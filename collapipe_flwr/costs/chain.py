@@ -19,12 +19,7 @@ from collapipe_flwr.costs.layouts import Hops, Layouts, hops_of
 from collapipe_flwr.costs.makespan import gpipe_makespan_s, step_makespan_s
 from collapipe_flwr.costs.radio import power_for_time_w, send_time_s
 from collapipe_flwr.costs.tables import Tables
-from collapipe_flwr.costs.warm_up import (
-    Depths,
-    WarmUp,
-    choose_warm_ups,
-    one_f_one_b_makespans_s,
-)
+from collapipe_flwr.costs.warm_up import Depths, WarmUp, choose_warm_up, one_f_one_b_makespan_s
 from collapipe_flwr.costs.work import (
     PricingOptions,
     bulk_of,
@@ -183,13 +178,8 @@ def deepest(chain: Chain) -> list[list[int]]:
 
 def choose_depths(chain: Chain, times: Array, rows: Sequence[int]) -> list[WarmUp]:
     """Depths of control unit, segments and edge of these rows."""
-    limits = deepest(chain)
-    found: dict[int, WarmUp] = {}
-    for count, equal in _by_micro_batches(chain, rows):
-        steps = [step_times(chain, times, row) for row in equal]
-        chosen = choose_warm_ups(steps, [limits[row] for row in equal], count)
-        found |= zip(equal, chosen, strict=True)
-    return [found[row] for row in rows]
+    limits, counts = deepest(chain), chain.rows.micro_batches_r.tolist()
+    return [choose_warm_up(step_times(chain, times, row), limits[row], counts[row]) for row in rows]
 
 
 def schedule_rows(chain: Chain, times: Array) -> tuple[list[Depths], Array]:
@@ -217,16 +207,10 @@ def flight_table(chain: Chain, depths: Sequence[Depths]) -> Array:
 def planned_makespan_s(chain: Chain, times: Array, depths: Sequence[Depths]) -> Array:
     """Makespans of given depths: the closed form where all are J, played elsewhere."""
     result = np.zeros(len(depths))
-    for count, rows in _by_micro_batches(chain, range(len(depths))):
-        steps = {row: step_times(chain, times, row) for row in rows}
-        for row in [row for row in rows if min(depths[row]) >= count]:
-            step = steps.pop(row)
+    for row, each in enumerate(depths):
+        count, step = int(chain.rows.micro_batches_r[row]), step_times(chain, times, row)
+        if min(each) >= count:
             result[row] = gpipe_makespan_s(step.stage_s, step.hop_s, count)
-        each = [depths[row] for row in steps]
-        result[list(steps)] = one_f_one_b_makespans_s(list(steps.values()), each, count)
+        else:
+            result[row] = one_f_one_b_makespan_s(step, each, count)
     return result
-
-
-def _by_micro_batches(chain: Chain, rows: Sequence[int]) -> list[tuple[int, list[int]]]:
-    counts = chain.rows.micro_batches_r[rows]
-    return [(int(n), np.asarray(rows)[counts == n].tolist()) for n in np.unique(counts)]

@@ -15,7 +15,7 @@ from collapipe_flwr.costs.bounds import EXACT, MOST_DEVICES, ClusterBound, short
 from collapipe_flwr.costs.chain import chain_of, full_power_times, price_rows, schedule_rows
 from collapipe_flwr.costs.makespan import step_makespan_s
 from collapipe_flwr.costs.tables import tabulate
-from collapipe_flwr.costs.warm_up import choose_warm_ups
+from collapipe_flwr.costs.warm_up import choose_warm_up
 from collapipe_flwr.costs.work import PricingOptions, fits
 from collapipe_flwr.scheduler.initial_layouts import all_layouts, rows_for
 from collapipe_flwr.scheduler.policies import make_scheduler
@@ -69,9 +69,7 @@ def test_the_bound_of_1f1b_is_nearly_met() -> None:
         step = StepTimes(stage_s=stage_s, hop_s=(hop, hop))
         options = PricingOptions(schedule="1f1b")
         bound_s = step_makespan_s(options, stage_s, (hop, hop), np.array(float(count)))
-        ratios.append(
-            float(bound_s) / choose_warm_ups([step], [[count] * stages], count)[0].makespan_s
-        )
+        ratios.append(float(bound_s) / choose_warm_up(step, [count] * stages, count).makespan_s)
     assert max(ratios) <= 1.0 + 1e-9
     assert np.median(ratios) > 0.999 and np.percentile(ratios, 5) > 0.95
 

@@ -10,18 +10,7 @@ import pytest
 
 from collapipe_flwr.core.replay import StepTimes, replay
 from collapipe_flwr.costs.makespan import gpipe_makespan_s
-from collapipe_flwr.costs.warm_up import (
-    AS_GOOD,
-    MANY,
-    WarmUp,
-    choose_warm_ups,
-    one_f_one_b_makespans_s,
-)
-
-
-def choose_warm_up(step: StepTimes, limit: list[int], micro_batches: int) -> WarmUp:
-    """Of one pipeline alone."""
-    return choose_warm_ups([step], [limit], micro_batches)[0]
+from collapipe_flwr.costs.warm_up import AS_GOOD, choose_warm_up, one_f_one_b_makespan_s
 
 
 def times(stage_s: tuple[float, ...], hop_s: float = 0.0) -> StepTimes:
@@ -79,17 +68,7 @@ def test_waves_end_exactly_when_a_replay_does() -> None:
         step, limit, micro_batches = drawn(seed)
         depths = tuple(sorted((rng.randint(1, most + 1) for most in limit), reverse=True))
         replayed_s = replay(step, depths, micro_batches).makespan_s
-        assert one_f_one_b_makespans_s([step], [depths], micro_batches) == [replayed_s]
-
-
-@pytest.mark.parametrize("micro_batches", [4, 6])
-def test_many_pipelines_side_by_side_get_what_each_gets_alone(micro_batches: int) -> None:
-    """To the bit, of two to four stages, limits and links of every kind."""
-    every = [drawn(seed) for seed in range(200)]
-    steps, limits, _ = zip(*(each for each in every if each[2] == micro_batches), strict=True)
-    assert len(steps) > MANY
-    alone = [choose_warm_up(*each, micro_batches) for each in zip(steps, limits, strict=True)]
-    assert choose_warm_ups(steps, limits, micro_batches) == alone
+        assert one_f_one_b_makespan_s(step, depths, micro_batches) == replayed_s
 
 
 def test_no_step_takes_longer_than_gpipe_where_that_fits() -> None:
