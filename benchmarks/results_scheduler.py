@@ -27,6 +27,7 @@ from scheduler_runs import (
     TABLES,
     WRONG,
     measure,
+    search_file,
 )
 from search_lines import search_lines
 
@@ -66,7 +67,7 @@ def lines(folder: Path) -> Iterator[str]:
     yield from wrong_lines(folder)
     if (bench := read(folder, "bench")) is not None:
         yield from bench_lines(bench)
-    searched = [run for size in SEARCHED if (run := read(folder, f"search-{size}")) is not None]
+    searched = [run for size in SEARCHED if (run := read(folder, search_file(size))) is not None]
     if searched:
         yield from search_lines(searched, SEARCH)
     tasks = [run for name in ABLATIONS if (run := read(folder, f"ablation-{name}")) is not None]

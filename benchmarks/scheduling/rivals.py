@@ -204,7 +204,8 @@ def promising(costs: PlainCosts, budget: Budget) -> Ints:
         share = costs.most_bytes(np.arange(costs.clusters), *pair.astype(float))
         room = np.where(costs.present, np.minimum(costs.room, share[:, None]), 0.0)[:, 1:]
         each = np.diff(costs.prefix.state_bytes_l).max()
-        each += pair.prod() * np.diff(costs.prefix.stash_bytes_l).max()
+        flight = 1 if costs.overlapped else pair[1]  # at least, as at the end of a pipeline
+        each += pair[0] * flight * np.diff(costs.kept_l).max()
         if (np.floor(room / each).sum(1) < costs.num_blocks).any():
             values[-1] = np.inf
     order = np.argsort(values, kind="stable")[: budget.pairs]
