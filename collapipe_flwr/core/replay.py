@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.schedule import Action, Op, Schedule, unchecked_schedule
@@ -32,8 +33,7 @@ class StepTimes:
         return len(self.hop_s[0]) + 1
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """One use of one resource: "stage 2" or "stage 2.1", "hop 1 forward" or "hop 1"."""
 
     resource: str
@@ -84,6 +84,7 @@ class _Replay:
     def __init__(self, times: StepTimes, schedule: Schedule) -> None:
         self.times, self.orders, self.workers = times, schedule.actions, schedule.workers
         self.last = times.stages - 1
+        self.names = [f"stage {place}" for place in self.workers.places]
         self.at = [0] * len(self.orders)
         self.busy = [False] * len(self.orders)
         self.arrived: set[tuple[int, Action]] = set()
@@ -125,7 +126,7 @@ class _Replay:
             return
         self.busy[worker] = True
         length = self.times.stage_s[action.op][worker]
-        self._use(f"stage {self.workers.places[worker]}", length, self._pass_done, worker, action)
+        self._use(self.names[worker], length, self._pass_done, worker, action)
 
     def _pass_done(self, worker: int, action: Action) -> None:
         stage = self.workers.places[worker].stage
@@ -136,8 +137,8 @@ class _Replay:
         elif stage > 0:
             self._request(stage - 1, action)
         if action.op is Op.BACKWARD and self.times.weights_s:
-            name, length = f"stage {self.workers.places[worker]}", self.times.weights_s[worker]
-            self._use(name, length, self._worker_done, worker, action)
+            length = self.times.weights_s[worker]
+            self._use(self.names[worker], length, self._worker_done, worker, action)
         else:
             self._worker_done(worker, action)
 

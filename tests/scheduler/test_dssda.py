@@ -76,9 +76,9 @@ def check_plan(plan: Plan, snapshot: Snapshot, options: SchedulerConfig) -> None
 @settings(max_examples=20)
 @given(
     st.integers(0, 10**6),
+    st.integers(1, 3),
     st.integers(1, 4),
-    st.integers(1, 4),
-    st.integers(1, 7),
+    st.integers(1, 6),
     st.sampled_from(["gpipe", "1f1b"]),
     st.booleans(),
 )
