@@ -24,6 +24,10 @@ TABLES = {
         f"--clusters 5 --devices 4 --blocks 12 {SEEDS} {RIVALS}",
         "Five clusters of four boards, everything else by default",
     ),
+    "paper-32": (
+        f"{PAPER} --micro-batches 1,2,4,8,16,32 {RIVALS}",
+        "The first of these with up to 32 micro-batches",
+    ),
     "one-strong": (
         f"--preset one-strong {SEEDS} {RIVALS}",
         "Some boards as fast as a whole cluster, no budgets",
@@ -33,6 +37,7 @@ TABLES = {
         "Eight moving clusters in a 5G cell, a larger model",
     ),
 }
+PRICED = {"paper": "prices-paper-1f1b", "neutral": "prices-neutral-1f1b"}  # tables and files
 SHARES = ("1", "0.5", "0.4", "0.3333", "0.25", "0.2")
 WRONG = {
     "noise": ("--profile-error 0.3", "speeds and energies off by up to 30 %, anew every round"),
@@ -56,6 +61,7 @@ BENCH = (
     "collapipe bench scheduler --clusters 10,100,1000,10000 --instances 500 "
     "--sections decisions,radio,optimality"
 )
+PRICES = "collapipe bench scheduler --sections prices --schedule 1f1b"
 SEARCHED = {
     "4x6x12": "60000-60199",
     "5x4x12": "60000-60199",
@@ -77,6 +83,8 @@ def commands() -> Iterator[tuple[str, str]]:
         yield f"share-{share}", f"collapipe simulate {SWEEP} --max-model-share {share}"
     for name, (options, _) in WRONG.items():
         yield f"wrong-{name}", f"collapipe simulate {ALONE} {options}"
+    for world, name in PRICED.items():
+        yield name, f"{PRICES} --worlds {world} {SEEDS}"
     yield "bench", BENCH
     for size, seeds in SEARCHED.items():
         yield search_file(size), f"{SEARCH} {size}={seeds}"
