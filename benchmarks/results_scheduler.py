@@ -217,8 +217,8 @@ def price_lines(folder: Path, table: str, run: Json) -> Iterator[str]:
     yield f"DSSDA's rho T is {100 * above:.2f} % (worst seed {100 * worst:.2f} %) above what no"
     yield "scheduler undercuts that keeps every budget on average, even if it knows all channels"
     yield "beforehand and mixes plans at will ([theory](theory.md#5-the-long-term-problem), 5.5)."
-    yield f"There, with the same batches, latency would be {possible:.2f} % below the best baseline's"
-    yield f"instead of {seen:.2f} %."
+    yield f"There, with the same batches, latency would be {possible:.2f} % below the best"
+    yield f"baseline's instead of {seen:.2f} %."
 
 
 def policy_line(name: str, policy: Json) -> str:
