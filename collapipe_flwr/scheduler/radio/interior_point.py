@@ -26,7 +26,7 @@ from collapipe_flwr.scheduler.radio.warm_start import warm_start
 MAX_STEPS = 80
 TOLERANCE = 1e-4  # relative distance from the optimum
 REACH = 0.995  # share of the way to the boundary that a step may take
-STRIDE = 3.0  # longest step in a logarithm
+STRIDE = 0.7  # longest step in a logarithm: about twofold, as energies grow exponentially
 FIRST_GAP = 0.01  # relative, of the duals that start beside the warm_start
 UNBOUND = 1e-100  # dual of an entry that takes no part
 
@@ -38,7 +38,7 @@ class Optimum:
     point: Point  # feasible
     latency_price_r: Array  # objective per second of each cluster's latency
     gap: float  # estimated distance from the optimum, relative to the objective at the start
-    steps: int
+    steps: int  # after which it was there
 
 
 class NewtonSystem:
@@ -157,7 +157,7 @@ class InteriorPoint:
         self.hops, self.index = self.terms.hops, self.terms.index
 
     def solve(self, tolerance: float = TOLERANCE) -> Optimum:
-        """Newton steps until the repaired point is good enough, or the step limit."""
+        """Newton steps until a repaired point is good enough, or the best of the step limit."""
         terms = self.terms
         point, price = warm_start(terms)
         terms.scale = 1.0 / terms.objective(point)
@@ -165,16 +165,21 @@ class InteriorPoint:
         duals = self._first_duals(value, price * np.exp(point.tau))
         slack = np.maximum(value.margin, FIRST_GAP / self.index.count / np.maximum(duals, 1e-300))
         slack[self.index.idle] = 1.0
-        settled, error, steps = point, 1.0, 0
-        while steps < MAX_STEPS and not error < tolerance:
+        best: Optimum | None = None
+        for steps in range(1, MAX_STEPS + 1):
             point, slack, duals = self._advance(point, value, slack, duals, 0.1 * tolerance)
-            value, steps = terms.evaluate(point), steps + 1
-            error = float(np.vdot(duals, slack) + np.vdot(duals, np.abs(slack - value.margin)))
-            if error < tolerance or steps == MAX_STEPS:
+            value = terms.evaluate(point)
+            gap = float(np.vdot(duals, slack) + np.vdot(duals, np.abs(slack - value.margin)))
+            if gap < tolerance or steps == MAX_STEPS:
                 settled = terms.settled(point)
-                error = self._error(point, settled, value, duals, error)
-        price = self.index.parts(duals).late / (terms.scale * np.exp(point.tau))
-        return Optimum(point=settled, latency_price_r=price, gap=error, steps=steps)
+                gap = self._error(point, settled, value, duals, gap)
+                if best is None or gap < best.gap:
+                    price = self.index.parts(duals).late / (terms.scale * np.exp(point.tau))
+                    best = Optimum(point=settled, latency_price_r=price, gap=gap, steps=steps)
+                if gap < tolerance:
+                    break
+        assert best is not None  # of the last step at the latest
+        return best
 
     def _error(
         self, point: Point, settled: Point, value: Evaluation, duals: Array, gap: float
