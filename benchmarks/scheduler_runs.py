@@ -63,14 +63,9 @@ BENCH = (
 )
 PRICES = "collapipe bench scheduler --sections prices --schedule 1f1b"
 SEARCHED = {
-    "4x6x12": "60000-60199",
-    "5x4x12": "60000-60199",
-    "8x5x24": "60000-60199",
-    "100x10x24": "60000-60009",
-    "4x6x12:1f1b": "63000-63199",
-    "5x4x12:1f1b": "63000-63199",
-    "8x5x24:1f1b": "63000-63199",
-    "100x10x24:1f1b": "63000-63009",
+    f"{shape}{schedule}": f"66000-{66199 if shape != '100x10x24' else 66009}"
+    for schedule in ("", ":1f1b")
+    for shape in ("4x6x12", "5x4x12", "8x5x24", "100x10x24")
 }
 SEARCH = "collapipe bench scheduler --sections search --search"
 

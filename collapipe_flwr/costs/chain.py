@@ -8,7 +8,7 @@ memory allows and no deeper than useful (`warm_up`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +19,13 @@ from collapipe_flwr.costs.layouts import Hops, Layouts, hops_of
 from collapipe_flwr.costs.makespan import gpipe_makespan_s, step_makespan_s
 from collapipe_flwr.costs.radio import power_for_time_w, send_time_s
 from collapipe_flwr.costs.tables import Tables
-from collapipe_flwr.costs.warm_up import Depths, WarmUp, choose_warm_up, one_f_one_b_makespan_s
+from collapipe_flwr.costs.warm_up import (
+    Depths,
+    WarmUp,
+    choose_warm_up,
+    one_f_one_b_makespan_s,
+    quickest_step_s,
+)
 from collapipe_flwr.costs.work import (
     PricingOptions,
     bulk_of,
@@ -127,11 +133,17 @@ def price_rows(chain: Chain, times: Array, powers: Array) -> RowPrices:
     )
 
 
-def played(chain: Chain, times: Array, bounded: RowPrices) -> RowPrices:
-    """What `price_rows` says of these times, with the makespan of 1F1B that a replay finds."""
+def played(
+    chain: Chain, times: Array, bounded: RowPrices, rows: Iterable[int] | None = None
+) -> RowPrices:
+    """What `price_rows` says of these times, with makespans of 1F1B as ``rows`` are played."""
     if chain.options.schedule == "gpipe":
         return bounded
-    _, makespan_s = schedule_rows(chain, times)
+    limits, counts = deepest(chain), chain.rows.micro_batches_r.tolist()
+    makespan_s = bounded.makespan_s.copy()
+    for row in range(len(chain.rows)) if rows is None else rows:
+        step, least_s = step_times(chain, times, row), float(makespan_s[row])
+        makespan_s[row] = quickest_step_s(step, limits[row], counts[row], least_s)
     latency_s = chain.fixed_s + chain.steps_r * makespan_s
     return replace(bounded, makespan_s=makespan_s, latency_s=latency_s)
 

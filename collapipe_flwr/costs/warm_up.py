@@ -25,6 +25,10 @@ class WarmUp(NamedTuple):
     depths: Depths
     makespan_s: float
 
+    def is_near(self, other_s: float) -> bool:
+        """Whether it takes no longer than another, a little aside."""
+        return other_s >= self.makespan_s * (1.0 - AS_GOOD)
+
 
 _Play = Callable[[Depths], float]  # the makespan of a step with these depths
 
@@ -34,22 +38,44 @@ def choose_warm_up(step: StepTimes, limit: Sequence[int], micro_batches: int) ->
 
     A few combinations are tried, which `tests/costs/test_warm_up.py` compares with all that exist.
     """
-    play = cache(lambda depths: one_f_one_b_makespan_s(step, depths, micro_batches))
+    play = _play(step, micro_batches)
+    return _trimmed(play, _quickest(play, limit, micro_batches, 0.0))
+
+
+def quickest_step_s(
+    step: StepTimes, limit: Sequence[int], micro_batches: int, least_s: float
+) -> float:
+    """How long a step takes with about such depths; none takes less than ``least_s``."""
+    play = _play(step, micro_batches)
+    found = _quickest(play, limit, micro_batches, least_s)
+    return (found if found.is_near(least_s) else _trimmed(play, found)).makespan_s
+
+
+def _play(step: StepTimes, micro_batches: int) -> _Play:
+    return cache(lambda depths: one_f_one_b_makespan_s(step, depths, micro_batches))
+
+
+def _quickest(play: _Play, limit: Sequence[int], micro_batches: int, least_s: float) -> WarmUp:
+    first = _deepened(play, limit, micro_batches, least_s)
+    if first.is_near(least_s):
+        return first
     # Where memory is short for some, forwards on the stages behind cost those the gradients they
     # wait for: the second look lets every stage have less in flight than the one ahead of it.
     falling = list(accumulate(limit, lambda ahead, here: max(min(here, ahead - 1), 1)))
-    first, second = (_deepened(play, most, micro_batches) for most in (limit, falling))
-    return _trimmed(play, min(first, second, key=lambda found: found.makespan_s))
+    second = _deepened(play, falling, micro_batches, least_s)
+    return min(first, second, key=lambda found: found.makespan_s)
 
 
-def _deepened(play: _Play, limit: Sequence[int], micro_batches: int) -> WarmUp:
+def _deepened(play: _Play, limit: Sequence[int], micro_batches: int, least_s: float) -> WarmUp:
     """From the textbook's depths on, one more in flight per hop as long as that pays."""
     depths = _with_slack(limit, 0)
     best = WarmUp(depths, play(depths))
     for slack in range(1, micro_batches):
+        if best.is_near(least_s):
+            break
         depths = _with_slack(limit, slack)
         deeper = WarmUp(depths, play(depths))
-        if deeper.makespan_s >= best.makespan_s * (1.0 - AS_GOOD):
+        if best.is_near(deeper.makespan_s):
             break
         best = deeper
     return best

@@ -32,6 +32,10 @@ JOINED_CLUSTERS = 8  # and up to here the best choice of all of them together
 POLISH_SOLVES = 32  # radio solves spent on runners-up
 POLISH_RIVALS = 8  # of them at a time, by either order
 WORTH_A_TRY = 0.15  # share of the objective by which a runner-up may seem worse
+SLOW = 0.98  # of a round's length: clusters that take longer are looked at two moves away
+FAR_ROWS = 200  # that are then played, those that promise most
+CLOSE = 1.015  # a plan for another length of a round is polished if it costs up to this factor
+ELSEWHERE = 0.02  # least relative difference of such lengths
 ENOUGH = 1e-4  # relative gain of an alternation that is worth another
 CORRECTIONS = 3  # of the radio's formula of 1F1B at most
 EXCESS = 1e-3  # of a round: what that formula may be wrong by
@@ -76,7 +80,15 @@ class Planner(RoundProblem):
         best = self.radio(rows)
         if stay is not None:
             best = min(stay, best, key=lambda s: s.objective)
-        return self.polished(self.improve(best, search))
+        best = self.polished(self.improve(best, search))
+        if self.tables.num_clusters > JOINED_CLUSTERS:
+            return best
+        for rows in search.elsewhere():
+            trial, length_s = self.radio(rows), best.priced.latency_s.max()
+            near = abs(trial.priced.latency_s.max() / length_s - 1.0) < ELSEWHERE
+            if not near and trial.objective < CLOSE * best.objective:
+                best = min(best, self.polished(trial), key=lambda s: s.objective)
+        return best
 
     def polished(self, best: Solution) -> Solution:
         """Try the runners-up of ``best`` with the radio re-optimised, while time allows.
@@ -107,7 +119,7 @@ class Planner(RoundProblem):
 
         The latter, for few clusters, by dual prices and in turn by what they cost as played.
         """
-        near, values = self._promising(best)
+        near, values = self._promising(best, best.rows)
         orders = [np.argsort(values, kind="stable")[:POLISH_RIVALS]]
         if self.settings.schedule == "1f1b" and len(near):
             own, hz_m = self.estimates(best.chain, best.priced), best.allocation.edge_hz_r
@@ -118,12 +130,25 @@ class Planner(RoundProblem):
             first = dict.fromkeys(np.stack(orders, axis=1).ravel().tolist())
             now = best.rows
             yield [replaced(now, near.cluster_r[[r]], near.take(np.array([r]))) for r in first]
+        if self.settings.schedule == "1f1b":
+            yield [self._far(best, near)]
 
-    def _promising(self, best: Solution) -> tuple[Layouts, Array]:
-        """Rows near those of ``best`` that cost little more by dual prices, and how much, (R,)."""
+    def _far(self, best: Solution, near: Layouts) -> Layouts:
+        """The best choice among ``near`` and rows two moves away of what the round waits for."""
+        slow = best.rows.take(best.priced.latency_s > SLOW * best.priced.latency_s.max())
+        moved = self.neighbours(slow)
+        if not len(moved):
+            return best.rows
+        far, values = self._promising(best, moved)
+        far = far.take(np.argsort(values, kind="stable")[:FAR_ROWS])
+        own, hz_m = self.estimates(best.chain, best.priced), best.allocation.edge_hz_r
+        return runners_up(self, best.rows, own, hz_m, stack([near, far])).together()
+
+    def _promising(self, best: Solution, rows: Layouts) -> tuple[Layouts, Array]:
+        """Rows a move away from ``rows`` that by dual prices cost little more than those of
+        ``best``, and how much, (R,)."""
         scorer = self.scorer(self.dual_prices(best), np.arange(self.tables.num_clusters))
-        now = best.rows
-        near = stack([self.neighbours(now), every_batch(now, self.batches())[1]])
+        near, now = stack([self.neighbours(rows), every_batch(rows, self.batches())[1]]), best.rows
         values = self.score(scorer, near, now) - self.score(scorer, now, now)[near.cluster_r]
         promising = values < WORTH_A_TRY * best.objective
         return near.take(promising), values[promising]

@@ -19,6 +19,10 @@ from collapipe_flwr.scheduler.problem import RoundProblem
 from collapipe_flwr.scheduler.scorer import Estimates, Scorer
 
 CHANGES = 60  # of single clusters that a pick tries after that
+SWEPT_CLUSTERS = 20  # up to here time allows picks for many lengths of a round
+SWEEPS = 3  # of them at most, each from what the one before found
+LENGTHS = 60
+CLOSE = 1.03  # picks for other lengths that cost up to this factor of the least are worth a look
 SAME = 1e-9  # relative differences below this count as none
 
 
@@ -87,7 +91,49 @@ class Picking:
     def best(self) -> tuple[float, Ints]:
         """The least objective found, and the row of every cluster."""
         starts = [self.common(int(pair)) for pair in np.unique(self.pool.pair_r)]
-        return self._changed(min(starts, key=lambda start: start[0])[1])
+        best = self._changed(min(starts, key=lambda start: start[0])[1])
+        if self.problem.tables.num_clusters > SWEPT_CLUSTERS:
+            return best
+        for _ in range(SWEEPS):
+            swept = self.by_length(best[1])
+            found = self._changed(min(swept, key=lambda pick: pick[0])[1])
+            if not found[0] < best[0] - SAME * abs(best[0]):
+                break
+            best = found
+        return best
+
+    def elsewhere(self) -> list[Ints]:
+        """Picks that cost little more than the best, for rounds of other lengths; best first."""
+        swept = self.by_length(self.best()[1])
+        values = np.array([value for value, _ in swept])
+        before, behind = np.append(np.inf, values[:-1]), np.append(values[1:], np.inf)
+        least = (values < before) & (values <= behind) & (values < CLOSE * values.min())
+        dips = np.flatnonzero(least)
+        return [swept[k][1] for k in dips[np.argsort(values[dips], kind="stable")]]
+
+    def by_length(self, near: Ints) -> list[tuple[float, Ints]]:
+        """For many lengths of a round the best rows that are no slower, and their objective.
+
+        Micro-batches may differ between clusters: seen from the rows ``near``, rounds to the target
+        are the sum of what every cluster's choice adds to them.
+        """
+        pool, problem = self.pool, self.problem
+        order = np.argsort(pool.rows.cluster_r, kind="stable")
+        owner, costs = pool.rows.cluster_r[order], pool.costs.take(order)
+        now = pool.rows.take(near)
+        rho = problem.learning.rho_rows(problem.tables, pool.rows.take(order), now)
+        added = problem.latency_price * (rho - problem.learning.rho(problem.tables, now))
+        starts = np.searchsorted(owner, np.arange(problem.tables.num_clusters))
+        shortest = np.minimum.reduceat(costs.latency, starts).max()
+        lengths = np.unique(costs.latency[costs.latency >= shortest])
+        places = np.unique(np.linspace(0, len(lengths) - 1, LENGTHS).astype(int))
+        found = []
+        for length in lengths[places]:
+            values = np.where(costs.latency <= length, length * added + costs.worth, np.inf)
+            least = np.flatnonzero(values == np.minimum.reduceat(values, starts)[owner])
+            choice = order[least[np.searchsorted(owner[least], np.arange(len(starts)))]]
+            found.append((self.value(choice), choice))
+        return found
 
     def value(self, choice: Ints) -> float:
         """The objective of one row per cluster."""
@@ -120,17 +166,21 @@ class Picking:
 
     def _changed(self, choice: Ints) -> tuple[float, Ints]:
         """Change one cluster's row at a time while that gains."""
-        pool, problem, owner = self.pool, self.problem, self.pool.rows.cluster_r
-        now = self.value(choice)
+        now, owner = self.value(choice), self.pool.rows.cluster_r
         for _ in range(CHANGES):
-            rho = problem.learning.rho_rows(problem.tables, pool.rows, pool.rows.take(choice))
-            others = others_max(pool.costs.latency[choice])[owner]
-            late = problem.latency_price * rho * np.maximum(pool.costs.latency, others)
-            rest = pool.costs.worth[choice].sum() - pool.costs.worth[choice]
-            values = late + pool.costs.worth + rest[owner]
+            values = self.exchanged(choice)
             best = int(np.argmin(values))
             if not values[best] < now - SAME * abs(now):
                 break
             choice, now = choice.copy(), float(values[best])
             choice[owner[best]] = best
         return now, choice
+
+    def exchanged(self, choice: Ints) -> Array:
+        """The objective with each row in the place of its cluster's row of ``choice``, (R,)."""
+        pool, problem, owner = self.pool, self.problem, self.pool.rows.cluster_r
+        rho = problem.learning.rho_rows(problem.tables, pool.rows, pool.rows.take(choice))
+        others = others_max(pool.costs.latency[choice])[owner]
+        late = problem.latency_price * rho * np.maximum(pool.costs.latency, others)
+        rest = pool.costs.worth[choice].sum() - pool.costs.worth[choice]
+        return np.asarray(late + pool.costs.worth + rest[owner])

@@ -56,9 +56,15 @@ class RunnersUp:
 def runners_up(
     problem: RoundProblem, now: Layouts, own: Estimates, edge_hz_m: Array, near: Layouts
 ) -> RunnersUp:
-    """Play ``near`` over the bandwidth that each row's cluster has towards the edge."""
-    chain, hz = chain_of(problem.tables, near, problem.settings), edge_hz_m[near.cluster_r]
+    """Play ``near`` over the bandwidth that each row's cluster has towards the edge.
+
+    Of rows that the plan's own beat in any case the lower bound will do.
+    """
+    hz, owner = edge_hz_m[near.cluster_r], near.cluster_r
+    chain = chain_of(problem.tables, near, problem.settings)
     times = full_power_times(chain, hz)
-    priced = played(chain, times, price_rows(chain, times, powers_for(chain, hz, times)))
-    costs = problem.estimates(chain, priced)
+    bounded = price_rows(chain, times, powers_for(chain, hz, times))
+    least = problem.estimates(chain, bounded)
+    good = (least.latency < own.latency[owner]) | (least.worth < own.worth[owner])
+    costs = problem.estimates(chain, played(chain, times, bounded, np.flatnonzero(good)))
     return RunnersUp(problem=problem, now=now, own=own, near=near, costs=costs)

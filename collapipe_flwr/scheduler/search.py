@@ -9,6 +9,7 @@ are enumerated.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -44,6 +45,7 @@ PRESSING = 0.9  # of the round's length: clusters that take longer are what it w
 PROMISING = 2.0  # pairs whose first plan costs up to this factor of the best one's are grown
 PROMISING_MANY = 1.2  # the same with more than a few clusters
 BAND = 1.3  # rows whose latency is worth within this factor of the pick's are told apart
+ELSEWHERE = 4  # plans for other lengths of a round at most
 COARSE = 1.12  # factor by which latencies out of the band must differ
 
 
@@ -81,6 +83,16 @@ class Search:
         self.pool, choice = self._grown(pool.take(keep), fresh[keep])
         rows = self.pool.rows.take(choice)
         return replaced(rows, self.clusters, rows)  # no wider than needed
+
+    def elsewhere(self) -> Iterator[Layouts]:
+        """Other plans from what was chosen from last that cost little more, best first.
+
+        Their rounds are shorter or longer, so that no single move leads from one to another.
+        """
+        assert self.pool is not None  # of the last choice
+        for choice in Picking(self.problem, self.pool).elsewhere()[:ELSEWHERE]:
+            rows = self.pool.rows.take(choice)
+            yield replaced(rows, self.clusters, rows)
 
     # -- where a search starts --------------------------------------------------------------
 
@@ -143,10 +155,13 @@ class Search:
     def _promising(self, pool: Pool) -> Mask:
         """Rows with pairs of which the first plan is not far from the best one."""
         picking = Picking(self.problem, pool)
-        values = {int(pair): picking.common(int(pair))[0] for pair in np.unique(pool.pair_r)}
-        factor = PROMISING if self.few else PROMISING_MANY
-        most = factor * min(values.values())
-        keep = np.isin(pool.pair_r, [pair for pair, value in values.items() if value <= most])
+        found = {int(pair): picking.common(int(pair)) for pair in np.unique(pool.pair_r)}
+        least, choice = min(found.values(), key=lambda one: one[0])
+        most = (PROMISING if self.few else PROMISING_MANY) * least
+        keep = np.isin(pool.pair_r, [pair for pair, (value, _) in found.items() if value <= most])
+        # A pair that is bad for all of them may be good for the one that the others wait for.
+        own = pool.rows.cluster_r * len(self.problem.batches()) + pool.pair_r
+        keep |= np.isin(own, own[picking.exchanged(choice) < least])
         served = np.isin(pool.rows.cluster_r, pool.rows.cluster_r[keep])
         return np.asarray(keep | ~served)
 

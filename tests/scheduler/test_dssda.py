@@ -204,7 +204,7 @@ def test_a_radio_solver_that_fails_is_a_recorded_fallback(
     scheduler = make_scheduler("dssda", FAST)
     plan, state = scheduler.step(scheduler.init(world.snapshot(1, model)), world.snapshot(1, model))
     with monkeypatch.context() as broken:
-        broken.setattr("collapipe_flwr.scheduler.radio.interior_point.MAX_STEPS", 0)
+        broken.setattr("collapipe_flwr.scheduler.radio.interior_point.MAX_STEPS", 1)
         kept, state = scheduler.step(state, world.snapshot(2, model))
         with pytest.raises(ScheduleError, match="radio solver stopped"):
             scheduler.step(scheduler.init(world.snapshot(2, model)), world.snapshot(2, model))

@@ -24,6 +24,8 @@ from collapipe_flwr.scheduler.scorer import Estimates
 from collapipe_flwr.scheduler.segment_dp import any_order, best_path, describe
 
 SIZE = SearchSize(clusters=4, devices=6, blocks=12, seeds=range(1000, 1010))
+EIGHT = SearchSize(clusters=8, devices=5, blocks=24, seeds=range(1))
+OVERLAPPED = replace(SIZE, schedule="1f1b")
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,24 @@ def test_no_rival_is_better_by_a_hundredth_where_moves_alone_get_stuck(
     case = search_case(SIZE, seed, queues)
     assert len(case.rivals) == 2 + (not queues)
     assert case.gap < 0.01
+
+
+@pytest.mark.parametrize(
+    ("size", "seed", "queues"),
+    [
+        # A slow cluster needs larger batches than the others, with and without a joint change.
+        (EIGHT, 60037, False),
+        (EIGHT, 60096, True),
+        # Two moves of the slowest cluster, neither of which is worth having alone.
+        (OVERLAPPED, 63054, False),
+        # A longer round that saves energy, far from a shorter one that is about as good.
+        (OVERLAPPED, 63140, True),
+    ],
+)
+def test_no_rival_is_better_by_a_hundredth_where_several_must_change(
+    size: SearchSize, seed: int, queues: bool
+) -> None:
+    assert search_case(size, seed, queues).gap < 0.01
 
 
 def test_links_are_not_slowed_for_time_that_1f1b_does_not_take() -> None:
