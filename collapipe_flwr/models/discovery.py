@@ -21,7 +21,7 @@ from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import is_within
 from collapipe_flwr.models import block_inputs
 from collapipe_flwr.models.families import FAMILIES, Family, base_path, stack_path
-from collapipe_flwr.models.module_call import arguments_of
+from collapipe_flwr.models.module_call import arguments_of, hidden_of
 from collapipe_flwr.models.skeleton import (
     build_skeleton,
     example_inputs,
@@ -30,7 +30,7 @@ from collapipe_flwr.models.skeleton import (
     shapes_only,
 )
 from collapipe_flwr.models.spec import ModelSpec
-from collapipe_flwr.models.stack import hidden_of, without_cache
+from collapipe_flwr.models.stack import without_cache
 from collapipe_flwr.models.tasks import TASKS, has_head, is_librarys
 from collapipe_flwr.models.validation import UNFIT, why_unfit
 

@@ -77,7 +77,7 @@ class ModuleSplitter(AnySplitter):
 
     def build_embedding(self, weights: Weights) -> ModuleEmbedding:
         holdings = self._layout.holdings(EMBEDDING)
-        return ModuleEmbedding(self._hollow(), self.spec, holdings, weights, self.ties)
+        return ModuleEmbedding(self._hollow(), self.spec, holdings, weights)
 
     def build_segment(self, first_block: int, stop_block: int, weights: Weights) -> ModuleSegment:
         self._check_range(first_block, stop_block)

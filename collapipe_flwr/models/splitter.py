@@ -155,13 +155,8 @@ class Splitter(AnySplitter):
     # Parts
 
     def build_embedding(self, weights: Weights) -> EmbeddingPart:
-        return EmbeddingPart(
-            self._stack(0, 0),
-            self._layout.holdings(EMBEDDING),
-            self._completed(weights),
-            self.ties,
-            unread=self._unread,
-        )
+        holdings = self._layout.holdings(EMBEDDING)
+        return EmbeddingPart(self._stack(0, 0), holdings, self._completed(weights), self._unread)
 
     def build_segment(self, first_block: int, stop_block: int, weights: Weights) -> SegmentPart:
         self._check_range(first_block, stop_block)
