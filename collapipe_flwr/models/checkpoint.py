@@ -8,7 +8,7 @@ they are touched. So a device that holds four of twelve blocks reads a third of 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -152,10 +152,15 @@ def _check_complete(
     for problem in _PROBLEMS:
         wrong = sorted(needed.intersection(_keys(report, problem)))
         if wrong:
-            raise ModelError(
-                f"the checkpoint {spec.pretrained!r} does not fit a {spec.model_type!r} model for "
-                f"{spec.task!r}: {len(wrong)} {problem.split('_')[0]} tensors, first {wrong[0]!r}"
-            )
+            raise not_fitting(spec, problem.split("_")[0], wrong)
+
+
+def not_fitting(spec: ModelSpec, problem: str, keys: Sequence[str]) -> ModelError:
+    """A checkpoint in which tensors of the body are ``missing`` or ``mismatched``."""
+    return ModelError(
+        f"the checkpoint {spec.pretrained!r} does not fit a {spec.model_type!r} model for "
+        f"{spec.task!r}: {len(keys)} {problem} tensors, first {keys[0]!r}"
+    )
 
 
 Piece = tuple[Path, str, str]  # file, name in it, the pattern by which a converter knows it

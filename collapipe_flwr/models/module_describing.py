@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import is_within
-from collapipe_flwr.models.module_build import build_module
 from collapipe_flwr.models.module_call import names_in
-from collapipe_flwr.models.module_spec import ModuleSpec
+from collapipe_flwr.models.module_spec import ModuleSpec, build_module
 from collapipe_flwr.models.module_splitter import block_index, block_names, tensors_by_key
 from collapipe_flwr.models.module_trace import ModuleTrace, trace_module
 from collapipe_flwr.models.part import normalises_batches
@@ -136,8 +135,8 @@ def _find_blocks(model: nn.Module) -> str:
     """The only list of two or more equal modules that stands in no other such list."""
     found: list[str] = []
     for path, module in model.named_modules():
-        kinds = [type(child) for child in module._modules.values()] if _is_list(module) else []
-        equal = len(kinds) > 1 and len(set(kinds)) == 1
+        kinds = [type(child) for child in module._modules.values()]
+        equal = isinstance(module, _LISTS) and len(kinds) > 1 and len(set(kinds)) == 1
         if equal and not is_within(path, found):
             found.append(path)
     if not found:
@@ -153,13 +152,9 @@ def _find_blocks(model: nn.Module) -> str:
     return found[0]
 
 
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, _LISTS)
-
-
 def _names_of_blocks(model: nn.Module, blocks: str) -> list[str]:
     names = block_names(model, blocks)
-    if not names or not _is_list(model.get_submodule(blocks)):
+    if not names or not isinstance(model.get_submodule(blocks), _LISTS):
         raise ModelError(f"blocks={blocks!r} is no list of blocks in it")
     return names
 
@@ -172,8 +167,7 @@ def _refuse_shared(model: nn.Module, names: Sequence[str]) -> None:
             raise ModelError(
                 f"{paths[0]!r} and {paths[-1]!r} are one parameter, and blocks may share none"
             )
-    blocks = [model.get_submodule(name) for name in names]
-    if len({id(block) for block in blocks}) < len(blocks):
+    if len({id(model.get_submodule(name)) for name in names}) < len(names):
         raise ModelError(
             "one of its blocks stands in the list twice: blocks may share no parameter"
         )

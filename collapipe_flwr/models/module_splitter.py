@@ -13,10 +13,9 @@ from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import is_within
 from collapipe_flwr.models.any_splitter import AnySplitter, shapes_of
 from collapipe_flwr.models.layout import EDGE, EMBEDDING, Holdings, Layout
-from collapipe_flwr.models.module_build import build_hollow, build_module
 from collapipe_flwr.models.module_call import SHAPE, as_in_training, call, shape_tensor
 from collapipe_flwr.models.module_parts import ModuleEdge, ModuleEmbedding, ModuleSegment
-from collapipe_flwr.models.module_spec import ModuleSpec
+from collapipe_flwr.models.module_spec import ModuleSpec, build_hollow, build_module
 from collapipe_flwr.models.objective import (
     EXAMPLES,
     LABELS,
@@ -129,11 +128,8 @@ def module_layout(model: nn.Module, spec: ModuleSpec) -> Layout:
         owners=owners,
         places=places,
         ties={key: _tables(model, places[key]) for key in tied},
-        shared_keys=(),
         constants=frozenset(places).difference(trainable, spec.updated),
         frozen=frozenset(spec.frozen),
-        resident=frozenset(),
-        frozen_dtype="float32",
     )
 
 

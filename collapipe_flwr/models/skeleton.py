@@ -245,8 +245,10 @@ class _WithoutValues(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def example_inputs(config: Any, input_name: str, length: int) -> dict[str, Tensor]:
-    """What the embedding reads for one example of ``length`` tokens.
+def example_inputs(
+    config: Any, input_name: str, length: int, examples: int = 1
+) -> dict[str, Tensor]:
+    """What the embedding reads for examples of ``length`` tokens.
 
     Images and sound have the size that ``config`` says, whatever ``length`` is.
     """
@@ -254,12 +256,12 @@ def example_inputs(config: Any, input_name: str, length: int) -> dict[str, Tenso
         _require(config, "image_size", "num_channels")
         size = config.image_size
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        return {input_name: torch.zeros(1, config.num_channels, height, width)}
+        return {input_name: torch.zeros(examples, config.num_channels, height, width)}
     if input_name == "input_features":
         _require(config, "max_source_positions", "num_mel_bins")
         frames = 2 * config.max_source_positions  # the second convolution halves them
-        return {input_name: torch.zeros(1, config.num_mel_bins, frames)}
-    ones = torch.ones(1, length, dtype=torch.long)
+        return {input_name: torch.zeros(examples, config.num_mel_bins, frames)}
+    ones = torch.ones(examples, length, dtype=torch.long)
     return {"input_ids": ones, "attention_mask": ones}
 
 
