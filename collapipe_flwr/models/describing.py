@@ -26,7 +26,6 @@ from collapipe_flwr.models.skeleton import build_skeleton
 from collapipe_flwr.models.spec import BatchShape, LoraConfig, ModelSpec
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.tasks import (
-    OWN_TASK,
     auto_class,
     built_class,
     find_task,
@@ -123,7 +122,7 @@ def describe_live(
     config: PreTrainedConfig = deepcopy(model.config)
     _set_exact_training(config, ties)
     task = known_task(kind)
-    own = task == OWN_TASK.name or not _is_tasks_own(kind, task, config)
+    own = not has_head(task, config) or built_class(auto_class(task, config), config) is not kind
     if own:
         allow_own(kind)
     spec = ModelSpec(
@@ -137,18 +136,12 @@ def describe_live(
         weight=weight,
     )
     splitter = Splitter(spec)
-    trained = {name for name, tensor in model.named_parameters() if tensor.requires_grad}
-    held = {name for name, _ in model.named_parameters()}
-    frozen = tuple(k for k in splitter.all_keys() if k in held and k not in trained)
-    spec = replace(spec, frozen=tuple(k for k in frozen if k not in splitter.constant_keys))
+    frozen = {name for name, tensor in model.named_parameters() if not tensor.requires_grad}
+    frozen -= splitter.constant_keys
+    spec = replace(spec, frozen=tuple(key for key in splitter.all_keys() if key in frozen))
     if own or not splitter.has_record:
         rehearse(splitter)
     return spec
-
-
-def _is_tasks_own(kind: type, task: str, config: PreTrainedConfig) -> bool:
-    """Whether the task's Auto class would build exactly this class."""
-    return has_head(task, config) and built_class(auto_class(task, config), config) is kind
 
 
 def _adapted(spec: ModelSpec, lora: LoraConfig) -> ModelSpec:

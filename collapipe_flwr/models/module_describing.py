@@ -49,8 +49,6 @@ def describe_module(
         raise ModelError(f"{type(model).__name__} cannot be split: {error}") from error
     tied = [key for key in keys if len(owners.get(key, ())) > 1]
     ids = {key: _ids_of(model, key, keys[key], trace) for key in tied}
-    trained = {key for key, tensor in model.named_parameters() if tensor.requires_grad}
-    parameters = dict(model.named_parameters())
     return ModuleSpec(
         build=build,
         arguments_json=arguments_json,
@@ -59,7 +57,7 @@ def describe_module(
         before=tuple(key for key in keys if owners.get(key) == {"embed"}),
         tied=tuple(ids.items()),
         updated=trace.updated,
-        frozen=tuple(key for key in keys if key in parameters and key not in trained),
+        frozen=tuple(key for key, p in model.named_parameters() if not p.requires_grad),
         inputs=inputs,
         tail=tuple(name for name in inputs if name in trace.tail),
         call_json=json.dumps(trace.template, sort_keys=True),

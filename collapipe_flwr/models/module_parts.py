@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.borrowed import Borrower
-from collapipe_flwr.models.layout import Holdings
+from collapipe_flwr.models.layout import EMBEDDING, Holdings
 from collapipe_flwr.models.module_call import (
     SHAPE,
     Left,
@@ -82,11 +82,11 @@ class ModuleSegment(Part):
         spec: ModuleSpec,
         holdings: Holdings,
         weights: Weights,
-        blocks: tuple[int, int],
+        blocks: slice,
     ) -> None:
         super().__init__(model, holdings, weights)
         self._template = json.loads(spec.call_json)
-        self._blocks = [*blocks_of(model, spec.blocks)[slice(*blocks)]]
+        self._blocks = blocks_of(model, spec.blocks)[blocks]
         self._updated = [p[0] for key, p in holdings.owned.items() if key in spec.updated]
         self._around: Around | None = None
 
@@ -124,7 +124,9 @@ class ModuleEdge(LossPart):
         weights: Weights,
         objective: Objective,
     ) -> None:
-        absent = {path: _zeros_like(t) for path, t in _ahead(model, holdings).items()}
+        layout = holdings.layout
+        ahead = [path for key in layout.keys_of(EMBEDDING) for path in layout.places[key]]
+        absent = {path: _zeros_like(read_tensor(model, path)) for path in ahead}
         super().__init__(model, holdings, weights, objective)
         for path, zeros in absent.items():
             place_tensor(model, path, zeros)
@@ -154,25 +156,16 @@ class ModuleEdge(LossPart):
 
     def _inputs(self, context: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those that came, and zeros in place of the others."""
-        with unset_fake_temporarily():
-            shapes = {
-                name: context[SHAPE + name].tolist()
-                for name in self._spec.inputs
-                if SHAPE + name in context
-            }
-        zeros = {
-            name: torch.zeros(shape, dtype=self._dtypes[name], device=context[SHAPE + name].device)
-            for name, shape in shapes.items()
-        }
-        return {**{name: context[name] for name in self._spec.inputs if name in context}, **zeros}
-
-
-def _ahead(model: nn.Module, holdings: Holdings) -> dict[str, Tensor]:
-    """What other parts hold and the forward reads ahead of the blocks."""
-    layout = holdings.layout
-    absent = set(layout.owners) - set(holdings.owned)
-    paths = [path for key in absent if layout.owners[key] < 0 for path in layout.places[key]]
-    return {path: read_tensor(model, path) for path in paths}
+        found: dict[str, Tensor] = {}
+        for name in self._spec.inputs:
+            if name in context:
+                found[name] = context[name]
+            elif SHAPE + name in context:
+                told = context[SHAPE + name]
+                with unset_fake_temporarily():
+                    shape = told.tolist()
+                found[name] = torch.zeros(shape, dtype=self._dtypes[name], device=told.device)
+        return found
 
 
 def _zeros_like(tensor: Tensor) -> Tensor:

@@ -62,11 +62,10 @@ class ModuleSplitter(AnySplitter):
         del shape
         size = self.spec.batch_size
         few = min(size, _COSTED)
-        shapes = {
-            name: (dtype, (few, *sizes[1:]) if size else sizes)
+        zeros = {
+            name: torch.zeros((few, *sizes[1:]) if size else sizes, dtype=getattr(torch, dtype))
             for name, dtype, sizes in self.spec.example
         }
-        zeros = {k: torch.zeros(s, dtype=getattr(torch, d)) for k, (d, s) in shapes.items()}
         return zeros, few or 1
 
     def first_weights(self, seed: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
@@ -81,7 +80,7 @@ class ModuleSplitter(AnySplitter):
     def build_segment(self, first_block: int, stop_block: int, weights: Weights) -> ModuleSegment:
         self._check_range(first_block, stop_block)
         holdings = self._layout.holdings(*range(first_block, stop_block))
-        blocks = first_block, stop_block
+        blocks = slice(first_block, stop_block)
         return ModuleSegment(self._hollow(), self.spec, holdings, weights, blocks)
 
     def build_edge(self, weights: Weights) -> ModuleEdge:

@@ -65,12 +65,8 @@ class SplitModel(DescribedModel):
         edge_blocks: int = 0,
         personal: Sequence[str] = (),
     ) -> None:
-        self._build, self._arguments = _builder(model, arguments)
-        self.model = (
-            model
-            if isinstance(model, nn.Module)
-            else build_module(self._path(), _as_json(self._arguments))
-        )
+        self._build, given = _builder(model, arguments)
+        self.model = model if isinstance(model, nn.Module) else build_module(self._path(), given)
         self._example = None if example is None else as_batch(example)
         loss_path = _loss_path(loss)
         if isinstance(self.model, PreTrainedModel):
@@ -87,7 +83,7 @@ class SplitModel(DescribedModel):
                 self.model,
                 example=self._batch(),
                 build=self._path(),
-                arguments_json=_as_json(self._arguments),
+                arguments_json=given,
                 blocks=blocks,
                 embed=embed,
                 head=head,
@@ -276,21 +272,20 @@ _WRAPPERS = {  # where torch's wrappers keep the module that they wrap
 }
 
 
-def _builder(
-    model: Any, arguments: Mapping[str, object] | None
-) -> tuple[Any, Mapping[str, object]]:
+def _builder(model: Any, arguments: Mapping[str, object] | None) -> tuple[Any, str]:
+    """What builds the model on other machines, and its arguments as JSON; raises ModelError."""
     if isinstance(model, nn.Module):
         _refuse_unfit(model)
         if arguments is not None:
             raise ModelError("arguments belong to what builds a model: SplitModel(Net, arguments=)")
-        return type(model), {}
+        return type(model), "{}"
     if isinstance(model, type) and issubclass(model, PreTrainedModel):
         raise ModelError(f"SplitModel needs a live {model.__name__}, not the class: load it first")
     if isinstance(model, type) and not issubclass(model, nn.Module):
         raise ModelError(f"SplitModel needs an nn.Module, got the class {model.__name__}")
     if not callable(model):
         raise ModelError(f"SplitModel needs an nn.Module, got {type(model).__name__}")
-    return model, arguments or {}
+    return model, _as_json(arguments or {})
 
 
 def _refuse_unfit(model: nn.Module) -> None:

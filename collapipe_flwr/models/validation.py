@@ -113,7 +113,8 @@ def misfit_of_labels(config: Any, task: Task, labels: Tensor | None) -> str | No
     if labels is None or labels.is_floating_point():
         return None
     known = labels[labels != IGNORED_LABEL]
-    classes = config.num_labels if task.labelled else _output_vocabulary(config)
+    vocabulary = getattr(config, "decoder_vocab_size", None) or getattr(config, "vocab_size", None)
+    classes = config.num_labels if task.labelled else vocabulary
     if classes is None or known.numel() == 0 or 0 <= int(known.min()) <= int(known.max()) < classes:
         return None
     wrong = int(known.min()) if int(known.min()) < 0 else int(known.max())
@@ -123,10 +124,6 @@ def misfit_of_labels(config: Any, task: Task, labels: Tensor | None) -> str | No
         else "use the tokenizer that belongs to the model"
     )
     return f"the batch holds the label {wrong}, but the model knows 0 to {classes - 1}: {way_out}"
-
-
-def _output_vocabulary(config: Any) -> int | None:
-    return getattr(config, "decoder_vocab_size", None) or getattr(config, "vocab_size", None)
 
 
 # What the library raises for settings that it, or torch below it, can do nothing with.
