@@ -34,7 +34,7 @@ from collapipe_flwr.core.errors import CheckpointMissing, ModelError
 from collapipe_flwr.core.hub import folder_only, unreachable
 from collapipe_flwr.models.skeleton import build_skeleton, builder_of, derive_constant, read_config
 from collapipe_flwr.models.spec import ModelSpec
-from collapipe_flwr.models.validation import first_lines
+from collapipe_flwr.models.validation import first_lines, refusing
 
 _PROBLEMS = ("missing_keys", "mismatched_keys")
 _TIE_FLAGS = ("tie_word_embeddings", "share_encoder_decoder_embeddings")
@@ -114,19 +114,16 @@ def find_untied(model: PreTrainedModel, places: Mapping[str, tuple[str, ...]]) -
 def _read_checkpoint(
     spec: ModelSpec, config: PreTrainedConfig
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    try:
-        with _without_report():
-            model, report = builder_of(spec, config).from_pretrained(
-                spec.pretrained,
-                config=config,
-                dtype=torch.float32,
-                ignore_mismatched_sizes=True,  # judged by _check_complete
-                output_loading_info=True,
-            )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as cause:
-        raise ModelError(
-            f"cannot load the checkpoint {spec.pretrained!r}: {first_lines(cause)}"
-        ) from cause
+    unread = f"cannot load the checkpoint {spec.pretrained!r}"
+    kinds = OSError, ValueError, RuntimeError, SafetensorError
+    with refusing(unread, kinds), _without_report():
+        model, report = builder_of(spec, config).from_pretrained(
+            spec.pretrained,
+            config=config,
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,  # judged by _check_complete
+            output_loading_info=True,
+        )
     return model, report
 
 
@@ -193,14 +190,9 @@ class CheckpointSource:
 
     def read(self, key: str) -> Tensor:
         """The tensor of one key as the checkpoint has it; raises ModelError if it has none."""
-        if key not in self._places:
-            return self._constant(key)
-        try:
-            return _read(self._places[key], key, self._skeleton)
-        except (OSError, SafetensorError) as cause:
-            raise _unreadable(self._pretrained, cause) from cause
-
-    def _constant(self, key: str) -> Tensor:
+        if key in self._places:
+            with refusing(_unreadable(self._pretrained), (OSError, SafetensorError)):
+                return _read(self._places[key], key, self._skeleton)
         constant = derive_constant(self._skeleton, key)
         if constant is None:
             raise ModelError(f"the checkpoint {self._pretrained!r} lacks the tensor {key!r}")
@@ -279,13 +271,11 @@ def _with_aliases(found: dict[str, _Stored], aliases: Mapping[str, str]) -> dict
 
 def _listing(pretrained: str) -> Iterator[tuple[Path, str]]:
     """File and name of every stored tensor; only headers are read."""
-    try:
+    with refusing(_unreadable(pretrained), (OSError, SafetensorError, ValueError)):
         for file in _files(pretrained):
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a mapping
                     yield file, name
-    except (OSError, SafetensorError, ValueError) as cause:
-        raise _unreadable(pretrained, cause) from cause
 
 
 def _files(pretrained: str) -> list[Path]:
@@ -303,5 +293,5 @@ def _files(pretrained: str) -> list[Path]:
     return [Path(str(cached_file(pretrained, shard))) for shard in shards]
 
 
-def _unreadable(pretrained: str, cause: BaseException) -> ModelError:
-    return ModelError(f"cannot read the checkpoint {pretrained!r}: {first_lines(cause)}")
+def _unreadable(pretrained: str) -> str:
+    return f"cannot read the checkpoint {pretrained!r}"

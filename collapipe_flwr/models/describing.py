@@ -32,7 +32,7 @@ from collapipe_flwr.models.tasks import (
     has_head,
     known_task,
 )
-from collapipe_flwr.models.validation import LAYERDROPS, UNFIT, first_lines, needs_token
+from collapipe_flwr.models.validation import LAYERDROPS, UNFIT, needs_token, refusing
 
 _SPECIAL_TOKENS = (
     "pad_token_id",
@@ -184,15 +184,12 @@ def _starting_config(
         near = _near(str(model_type), FAMILIES) or f"choose one of {', '.join(FAMILIES)}"
         raise ModelError(f"unknown model type {model_type!r}; {near}")
     config_class: Any = type(config) if config else CONFIG_MAPPING[str(model_type)]
-    try:
+    with refusing(f"model type {config.model_type if config else model_type!r}"):
         _check_keys(config_class, overrides)
         if config is None:
             return config_class(**overrides)  # type: ignore[no-any-return]
         for key, value in overrides.items():
             setattr(config, key, value)
-    except UNFIT as cause:
-        known_type = config.model_type if config else model_type
-        raise ModelError(f"model type {known_type!r}: {first_lines(cause)}") from cause
     return config
 
 

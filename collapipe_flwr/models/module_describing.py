@@ -15,7 +15,7 @@ from collapipe_flwr.models.module_spec import ModuleSpec, build_module
 from collapipe_flwr.models.module_splitter import block_index, block_names, tensors_by_key
 from collapipe_flwr.models.module_trace import ModuleTrace, trace_module
 from collapipe_flwr.models.part import normalises_batches
-from collapipe_flwr.models.validation import first_lines
+from collapipe_flwr.models.validation import refusing
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 _TRACED = 2  # examples
@@ -45,10 +45,10 @@ def describe_module(
         trace = trace_module(twin, blocks, inputs, few(example))
         keys = tensors_by_key(model)
         owners = _owners(model, keys, names, trace, embed, head)
+        tied = [key for key in keys if len(owners.get(key, ())) > 1]
+        ids = {key: _ids_of(model, key, keys[key], trace) for key in tied}
     except ModelError as error:
         raise ModelError(f"{type(model).__name__} cannot be split: {error}") from error
-    tied = [key for key in keys if len(owners.get(key, ())) > 1]
-    ids = {key: _ids_of(model, key, keys[key], trace) for key in tied}
     return ModuleSpec(
         build=build,
         arguments_json=arguments_json,
@@ -104,10 +104,8 @@ def _twin(model: nn.Module, build: str, arguments_json: str) -> nn.Module:
             f"{name} cannot be split: other machines build another one, in which {key!r} is "
             f"{_told(theirs.get(key))} instead of {_told(ours.get(key))}: {way_out}"
         )
-    try:
+    with refusing(f"{name} cannot be split", (RuntimeError,)):
         twin.load_state_dict(ours)
-    except RuntimeError as cause:
-        raise ModelError(f"{name} cannot be split: {first_lines(cause)}") from cause
     return twin
 
 
@@ -207,7 +205,7 @@ def _ids_of(model: nn.Module, key: str, paths: Sequence[str], trace: ModuleTrace
     (name,) = found if len(found) == 1 else {None}
     if name is None or not any(isinstance(holder, nn.Embedding) for holder in holders):
         raise ModelError(
-            f"{type(model).__name__} cannot be split: {key!r} is read both before and behind its "
-            "blocks, and is no nn.Embedding of an input's tokens: use two parameters"
+            f"{key!r} is read both before and behind its blocks, and is no nn.Embedding of an "
+            "input's tokens: use two parameters"
         )
     return name

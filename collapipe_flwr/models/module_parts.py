@@ -38,7 +38,7 @@ from collapipe_flwr.models.objective import LossPart, Objective
 from collapipe_flwr.models.part import Part, Weights
 from collapipe_flwr.models.skeleton import place_tensor, read_tensor
 from collapipe_flwr.models.stack import Around, run_block
-from collapipe_flwr.models.validation import UNFIT, first_lines
+from collapipe_flwr.models.validation import UNFIT, first_lines, refusing
 
 
 class ModuleEmbedding(Borrower):
@@ -145,11 +145,8 @@ class ModuleEdge(LossPart):
             try:
                 for block in self._blocks:
                     block.forward = stand_in
-                return call(self.model, self._spec.inputs, self._inputs(context))
-            except UNFIT as cause:
-                raise ModelError(
-                    f"the edge cannot compute its output: {first_lines(cause)}"
-                ) from cause
+                with refusing("the edge cannot compute its output"):
+                    return call(self.model, self._spec.inputs, self._inputs(context))
             finally:
                 for block in self._blocks:
                     del block.forward

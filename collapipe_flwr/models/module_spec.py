@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from collapipe_flwr.core.errors import CollaPipeError, ModelError, ProtocolError
+from collapipe_flwr.core.errors import ModelError, ProtocolError
 from collapipe_flwr.core.imports import load_builder
 from collapipe_flwr.core.json_codec import from_json
-from collapipe_flwr.models.validation import first_lines
+from collapipe_flwr.models.validation import refusing
 
 Example = tuple[str, str, tuple[int, ...]]  # tensor of a batch, dtype, shape
 _MOST_BLOCKS = 4096
@@ -112,12 +112,8 @@ def build_module(path: str, arguments_json: str, seed: int | None = None) -> nn.
     with unset_fake_temporarily(), torch.random.fork_rng(devices=(), enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
-        try:
+        with refusing(f"{path!r} cannot be built", (Exception,)):  # whatever the user's code does
             model = builder(**arguments)
-        except CollaPipeError:
-            raise
-        except Exception as cause:  # whatever the user's code does
-            raise ModelError(f"{path!r} cannot be built: {first_lines(cause)}") from cause
     if not isinstance(model, nn.Module):
         raise ModelError(f"{path!r} must return an nn.Module, got {type(model).__name__}")
     return model

@@ -26,7 +26,7 @@ from collapipe_flwr.models.module_call import (
     split_arguments,
 )
 from collapipe_flwr.models.module_splitter import block_index, block_names, tensors_by_key
-from collapipe_flwr.models.validation import UNFIT, first_lines
+from collapipe_flwr.models.validation import refusing
 
 _AHEAD, _BETWEEN, _BEHIND = -1, -2, -3  # where the pass is, or the number of a block
 _ASKS_VALUES = ("_local_scalar_dense", "is_nonzero", "equal")
@@ -44,10 +44,13 @@ def trace_module(
     before = {key: buffer.clone() for key, buffer in model.named_buffers()}
     hooks = [hook for i, b in enumerate(trace.blocks) for hook in trace.hooks(i, b)]
     try:
-        with torch.random.fork_rng(devices=()), torch.no_grad(), trace:
+        with (
+            refusing("it cannot read the example"),
+            torch.random.fork_rng(devices=()),
+            torch.no_grad(),
+            trace,
+        ):
             call(model, inputs, batch)
-    except UNFIT as cause:
-        raise ModelError(f"it cannot read the example: {first_lines(cause)}") from cause
     finally:
         for hook in hooks:
             hook.remove()

@@ -24,7 +24,7 @@ from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.lora import add_adapters
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.tasks import auto_class, model_class
-from collapipe_flwr.models.validation import UNFIT, first_lines, why_unfit
+from collapipe_flwr.models.validation import UNFIT, refusing, why_unfit
 
 # Building a transformers model patches library globals for a moment; devices may be threads.
 _BUILDING = threading.Lock()
@@ -40,10 +40,8 @@ def read_config(spec: ModelSpec) -> PreTrainedConfig:
         raise ModelError(f"config_json names the unknown model_type {model_type!r}")
     config_class: Any = (own and own.config_class) or CONFIG_MAPPING[model_type]
     _refuse_endless(values)
-    try:
+    with refusing(f"model type {model_type!r}"):
         config: PreTrainedConfig = config_class.from_dict(values)
-    except UNFIT as cause:
-        raise ModelError(f"model type {model_type!r}: {first_lines(cause)}") from cause
     config.architectures = config.architectures or []  # None breaks the choice of a head
     return config
 

@@ -25,7 +25,7 @@ from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.skeleton import example_inputs
 from collapipe_flwr.models.spec import BatchShape, ModelSpec
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.models.validation import UNFIT, first_lines
+from collapipe_flwr.models.validation import UNFIT, first_lines, refusing
 
 Batch = Mapping[str, Any] | tuple[Any, ...] | list[Any]
 _CLOSE = 1e-5  # of the largest number: sums may be added up in another order
@@ -211,13 +211,9 @@ def _not_apart(model: nn.Module, cause: BaseException) -> ModelError:
 def _check_exact(model: nn.Module, splitter: AnySplitter, batch: Mapping[str, Tensor]) -> None:
     """Raise ModelError unless all parts together compute the live model's scores."""
     weights = splitter.travelling(model.state_dict())
-    try:
-        with _evaluating(model), torch.no_grad():
-            expected = numbers_of(splitter.run_whole(model, batch))
-    except UNFIT as cause:
-        raise ModelError(
-            f"{type(model).__name__} cannot read the example: {first_lines(cause)}"
-        ) from cause
+    unread = f"{type(model).__name__} cannot read the example"
+    with refusing(unread), _evaluating(model), torch.no_grad():
+        expected = numbers_of(splitter.run_whole(model, batch))
     try:
         found = numbers_of(_through_parts(splitter, weights, batch))
     except CollaPipeError:

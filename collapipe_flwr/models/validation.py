@@ -6,14 +6,15 @@ the library has failed already.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.core.errors import CollaPipeError, ModelError
 from collapipe_flwr.models.families import Family
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.tasks import IGNORED_LABEL, Task
@@ -148,6 +149,17 @@ def first_lines(cause: BaseException) -> str:
         cause = cause.__cause__ or cause
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     return " ".join(lines[:2]).rstrip(".") if lines else type(cause).__name__
+
+
+@contextmanager
+def refusing(what: str, kinds: tuple[type[Exception], ...] = UNFIT) -> Iterator[None]:
+    """Raise ModelError for errors of these kinds: ``what`` fails, and what they say."""
+    try:
+        yield
+    except CollaPipeError:
+        raise
+    except kinds as cause:
+        raise ModelError(f"{what}: {first_lines(cause)}") from cause
 
 
 def why_unfit(cause: BaseException, config: PreTrainedConfig) -> str:
