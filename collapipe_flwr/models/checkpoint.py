@@ -100,17 +100,6 @@ def _checkpoint_config(spec: ModelSpec) -> PreTrainedConfig:
     return config
 
 
-def find_untied(model: PreTrainedModel, places: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Paths whose value differs from that of the key they belong to."""
-    found = model.state_dict()
-    return tuple(
-        path
-        for key, paths in places.items()
-        for path in paths
-        if not torch.equal(found[path], found[key])
-    )
-
-
 def _read_checkpoint(
     spec: ModelSpec, config: PreTrainedConfig
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:

@@ -182,8 +182,7 @@ def _check_chain(trace: _Trace, spec: ModelSpec) -> None:
             raise refusal(spec, f"something happens between its blocks {index - 1} and {index}")
         if args[0].shape != trace.arguments[0][0][0].shape:
             raise refusal(spec, f"its block {index - 1} changes the shape of hidden states")
-        others = {**{f"argument {place}": arg for place, arg in enumerate(args)}, **kwargs}
-        del others["argument 0"]
+        others = {**{f"argument {i}": arg for i, arg in enumerate(args[1:], 1)}, **kwargs}
         learned = [name for name, value in others.items() if _requires_grad(value)]
         if learned:
             raise refusal(

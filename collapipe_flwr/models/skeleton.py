@@ -260,7 +260,7 @@ def example_inputs(
         frames = 2 * config.max_source_positions  # the second convolution halves them
         return {input_name: torch.zeros(examples, config.num_mel_bins, frames)}
     ones = torch.ones(examples, length, dtype=torch.long)
-    return {"input_ids": ones, "attention_mask": ones}
+    return {"input_ids": ones, "attention_mask": ones.clone()}
 
 
 def blank_pixels(config: Any, hidden_BTD: Tensor) -> Tensor:
