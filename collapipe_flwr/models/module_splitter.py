@@ -41,7 +41,6 @@ class ModuleSplitter(AnySplitter):
         skeleton = self._hollow()
         self.num_blocks = spec.num_blocks - spec.edge_blocks
         self._layout = module_layout(skeleton, spec)
-        self.resident_keys: frozenset[str] = frozenset()
         self.shapes = shapes_of(skeleton.state_dict(), self._layout)
         self.state_keys = tuple(skeleton.state_dict())
         self.decodes = self.generates = False  # torch modules write nothing here

@@ -68,12 +68,12 @@ def _profile(splitter: AnySplitter, shape: BatchShape, optimizer_bytes: StateByt
         key: torch.zeros(size, dtype=dtype) for key, (size, dtype) in splitter.shapes.items()
     }
     batch, examples = splitter.example(shape)
-    embedding: Any = splitter.build_embedding(weights)
+    embedding = splitter.build_embedding(weights)
     for key in splitter.ties:
         embedding.load_rows(key, torch.arange(len(weights[key])), weights[key])
     hidden_BTD = embedding(batch)
     context = {**splitter.context(batch), **embedding.block_context()}
-    edge: Any = splitter.build_edge(weights)
+    edge = splitter.build_edge(weights)
     blocks, behind_BTD = _block_costs(splitter, weights, hidden_BTD, context, optimizer_bytes)
     costs = (
         _cost(embedding, lambda: embedding(batch), optimizer_bytes),

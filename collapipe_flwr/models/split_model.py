@@ -238,9 +238,9 @@ def _close(ours: Tensor, theirs: Tensor) -> bool:
 def _through_parts(
     splitter: AnySplitter, weights: Mapping[str, Tensor], batch: Mapping[str, Tensor]
 ) -> Any:
-    embedding: Any = splitter.build_embedding(weights).train(False)
+    embedding = splitter.build_embedding(weights).train(False)
     segment = splitter.build_segment(0, splitter.num_blocks, weights).train(False)
-    edge: Any = splitter.build_edge(weights).train(False)
+    edge = splitter.build_edge(weights).train(False)
     for key in splitter.ties:
         embedding.load_rows(key, torch.arange(len(weights[key])), weights[key])
     with torch.no_grad():

@@ -50,7 +50,6 @@ class Splitter(AnySplitter):
         total_blocks = len(find_blocks(skeleton, self._family))
         self.num_blocks = blocks_for_devices(total_blocks, spec, self._family)
         self._layout = make_layout(skeleton, self._family, spec)
-        self.resident_keys = self._layout.resident
         self.config = skeleton.config
         self.has_record = not self._family.replayed  # its type is known, not found by a trace
         self.most_tokens = most_positions(self.config)  # of a sequence; None: no limit
@@ -221,9 +220,9 @@ class Splitter(AnySplitter):
         )
 
     def _completed(self, weights: Weights) -> Weights:
-        if not self.resident_keys:
+        if not self._layout.resident:
             return weights
-        return Completed(weights, self.resident_keys, lambda key: self._source.read(key))
+        return Completed(weights, self._layout.resident, lambda key: self._source.read(key))
 
     @cached_property
     def _source(self) -> CheckpointSource:
