@@ -12,12 +12,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collapipe_flwr.models.described import splitter_of
     from collapipe_flwr.models.describing import make_spec
     from collapipe_flwr.models.parts import EdgePart, EmbeddingPart, SegmentPart
     from collapipe_flwr.models.profile import profile_model
     from collapipe_flwr.models.saving import save_adapter, save_whole
     from collapipe_flwr.models.spec import BatchShape, LoraConfig, ModelConfig, ModelSpec
-    from collapipe_flwr.models.specs import splitter_of
     from collapipe_flwr.models.split_model import SplitModel
     from collapipe_flwr.models.splitter import Splitter
 
@@ -42,7 +42,7 @@ _MODULES = {
     "parts": ("EdgePart", "EmbeddingPart", "SegmentPart"),
     "profile": ("profile_model",),
     "saving": ("save_adapter", "save_whole"),
-    "specs": ("splitter_of",),
+    "described": ("splitter_of",),
     "split_model": ("SplitModel",),
     "spec": ("BatchShape", "LoraConfig", "ModelConfig", "ModelSpec"),
     "splitter": ("Splitter",),

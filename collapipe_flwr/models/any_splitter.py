@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.models.borrowed import Borrower
 from collapipe_flwr.models.layout import EDGE, EMBEDDING, Layout
 from collapipe_flwr.models.lora import key_of
-from collapipe_flwr.models.objective import Batch, Objective
+from collapipe_flwr.models.objective import Batch, LossPart, Objective
 from collapipe_flwr.models.part import Part, Weights
 from collapipe_flwr.models.skeleton import read_tensor
 
@@ -35,7 +36,6 @@ class AnySplitter(ABC):
     num_blocks: int  # that devices may hold
     shapes: Mapping[str, TensorShape]
     objective: Objective
-    resident_keys: frozenset[str]  # read from a checkpoint on each machine
     state_keys: tuple[str, ...]
     decodes: bool  # a decoder, not just a head, stands at the edge
     generates: bool  # its parts can write a text token by token
@@ -153,7 +153,7 @@ class AnySplitter(ABC):
     def resident_keys_of_segment(self, first_block: int, stop_block: int) -> frozenset[str]:
         """What a device with these blocks reads from the checkpoint, if it has one."""
         holdings = self._layout.holdings(*range(first_block, stop_block), runs_blocks=True)
-        return self.resident_keys.intersection(holdings.all)
+        return self._layout.resident.intersection(holdings.all)
 
     def read_resident(self, keys: Iterable[str]) -> dict[str, Tensor]:
         """These frozen weights, for a member without the checkpoint; raises ModelError."""
@@ -162,7 +162,7 @@ class AnySplitter(ABC):
     # Parts
 
     @abstractmethod
-    def build_embedding(self, weights: Weights) -> Part:
+    def build_embedding(self, weights: Weights) -> Borrower:
         """The control unit's part; ``weights`` must hold ``embedding_keys``."""
 
     @abstractmethod
@@ -170,7 +170,7 @@ class AnySplitter(ABC):
         """A device's part; ``weights`` must hold its ``segment_keys`` and ``shared_keys``."""
 
     @abstractmethod
-    def build_edge(self, weights: Weights) -> Part:
+    def build_edge(self, weights: Weights) -> LossPart:
         """The edge's part; ``weights`` must hold ``edge_keys`` (and ``shared_keys``)."""
 
     @abstractmethod

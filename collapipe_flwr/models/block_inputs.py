@@ -11,7 +11,7 @@ Shape suffixes: B examples, T tokens, D hidden size.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,10 @@ from transformers.masking_utils import (
 Context = Mapping[str, Tensor]
 BlockArguments = Callable[[int], dict[str, Any]]
 InputsBuilder = Callable[..., BlockArguments]  # stack, hidden states, context, maybe a PartCache
+_CAUSAL: Mapping[str, Callable[..., Any]] = {
+    "full_attention": create_causal_mask,
+    "sliding_attention": create_sliding_window_causal_mask,
+}
 
 
 def no_inputs(stack: Any, hidden_BTD: Tensor, context: Context) -> BlockArguments:
@@ -57,59 +61,38 @@ def modernbert(stack: Any, hidden_BTD: Tensor, context: Context) -> BlockArgumen
     }
 
 
-def causal(stack: Any, hidden_BTD: Tensor, context: Context, cache: Any = None) -> BlockArguments:
-    """Decoder-only models whose positions are embedded (GPT-2)."""
-    positions = _positions(hidden_BTD, context, cache)
-    source = _mask_source(stack, hidden_BTD, context)
-    mask = create_causal_mask(**source, past_key_values=cache, position_ids=positions)
-    return lambda _: {"attention_mask": mask, "position_ids": positions, **_caching(cache)}
+def causal(kinds_of: Callable[[Any], Sequence[str]]) -> InputsBuilder:
+    """Decoder-only models, with rotary positions where their stack has them.
 
-
-def causal_rotary(
-    stack: Any, hidden_BTD: Tensor, context: Context, cache: Any = None
-) -> BlockArguments:
-    """Decoder-only models with rotary positions whose blocks see all that came before.
-
-    A window that their configuration may name is not theirs: the library ignores it.
+    ``kinds_of`` the configuration says of each block if it sees all that came before or a window.
     """
-    return _causal_rotary(stack, hidden_BTD, context, cache, ["full_attention"] * len(stack.layers))
+
+    def build(
+        stack: Any, hidden_BTD: Tensor, context: Context, cache: Any = None
+    ) -> BlockArguments:
+        positions, kinds = _positions(hidden_BTD, context, cache), kinds_of(stack.config)
+        source = _mask_source(stack, hidden_BTD, context)
+        masks = {
+            kind: _CAUSAL[kind](**source, past_key_values=cache, position_ids=positions)
+            for kind in set(kinds)
+        }
+        common = {"position_ids": positions, **_caching(cache)}
+        if hasattr(stack, "rotary_emb"):
+            common["position_embeddings"] = stack.rotary_emb(hidden_BTD, position_ids=positions)
+        return lambda index: {"attention_mask": masks[kinds[index]], **common}
+
+    return build
 
 
-def windowed_rotary(
-    stack: Any, hidden_BTD: Tensor, context: Context, cache: Any = None
-) -> BlockArguments:
-    """The same, but all blocks see the configuration's window, if it has one (Mistral)."""
-    kind = "full_attention" if stack.config.sliding_window is None else "sliding_attention"
-    return _causal_rotary(stack, hidden_BTD, context, cache, [kind] * len(stack.layers))
+def no_window(config: Any) -> list[str]:
+    """All blocks see all that came before; the library ignores a window in the configuration."""
+    return ["full_attention"] * config.num_hidden_layers
 
 
-def mixed_rotary(
-    stack: Any, hidden_BTD: Tensor, context: Context, cache: Any = None
-) -> BlockArguments:
-    """The same, but the configuration says of each block what it sees (Qwen)."""
-    return _causal_rotary(stack, hidden_BTD, context, cache, stack.config.layer_types)
-
-
-def _causal_rotary(
-    stack: Any, hidden_BTD: Tensor, context: Context, cache: Any, kinds: list[str]
-) -> BlockArguments:
-    positions = _positions(hidden_BTD, context, cache)
-    rotary = stack.rotary_emb(hidden_BTD, position_ids=positions)
-    source = _mask_source(stack, hidden_BTD, context)
-    builders = {
-        "full_attention": create_causal_mask,
-        "sliding_attention": create_sliding_window_causal_mask,
-    }
-    masks = {
-        kind: builders[kind](**source, past_key_values=cache, position_ids=positions)
-        for kind in set(kinds)
-    }
-    return lambda index: {
-        "attention_mask": masks[kinds[index]],
-        "position_ids": positions,
-        "position_embeddings": rotary,
-        **_caching(cache),
-    }
+def one_window(config: Any) -> list[str]:
+    """All blocks see the configuration's window, if it has one (Mistral)."""
+    kind = "full_attention" if config.sliding_window is None else "sliding_attention"
+    return [kind] * config.num_hidden_layers
 
 
 def t5(stack: Any, hidden_BTD: Tensor, context: Context) -> BlockArguments:

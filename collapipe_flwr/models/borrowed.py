@@ -17,21 +17,22 @@ import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.objective import LossPart
-from collapipe_flwr.models.part import Part
-
-Ties = Mapping[str, tuple[str, ...]]  # key of a table to the embedding's paths
+from collapipe_flwr.models.layout import Holdings
+from collapipe_flwr.models.part import Part, Weights
 
 
 class Borrower(Part):
     """A part that reads rows of tables at the edge, which hold none until ``load_rows``."""
 
-    def borrow(self, ties: Ties, ids_of: Mapping[str, str]) -> None:
-        """Empty these tables; ``ids_of`` names the input that holds the row numbers of each."""
+    def __init__(
+        self, model: nn.Module, holdings: Holdings, weights: Weights, ids_of: Mapping[str, str]
+    ) -> None:
+        """``ids_of`` names the input that holds the row numbers of each of these tables."""
+        super().__init__(model, holdings, weights)
         self._ids_of = ids_of
         self._borrowed = {
             key: [BorrowedTable(self.model.get_submodule(p.rpartition(".")[0])) for p in paths]
-            for key, paths in ties.items()
+            for key, paths in self._layout.ties.items()
         }
 
     @property
@@ -51,24 +52,6 @@ class Borrower(Part):
     def row_gradients(self, key: str) -> Tensor:
         """The gradients (U, D) of the loaded rows, for the edge's ``add_row_gradients``."""
         return torch.stack([table.gradients() for table in self._borrowed[key]]).sum(0)
-
-
-class Lender(LossPart):
-    """A last part, which may own such tables."""
-
-    def rows(self, key: str, ids: Tensor) -> Tensor:
-        """A copy of these rows (U, D) of a table that the embedding borrows."""
-        return self._table(key).detach()[ids].clone()
-
-    def add_row_gradients(self, key: str, ids: Tensor, gradients: Tensor) -> None:
-        """Add what the embedding's use of the rows contributes; call before the step."""
-        table = self._table(key)
-        if table.grad is None:
-            table.grad = torch.zeros_like(table)
-        table.grad.index_add_(0, ids, gradients.to(table.grad.dtype))
-
-    def _table(self, key: str) -> nn.Parameter:
-        return dict(self.named_parameters())[key]
 
 
 class BorrowedTable:

@@ -8,7 +8,7 @@ they are touched. So a device that holds four of twelve blocks reads a third of 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -34,7 +34,7 @@ from collapipe_flwr.core.errors import CheckpointMissing, ModelError
 from collapipe_flwr.core.hub import folder_only, unreachable
 from collapipe_flwr.models.skeleton import build_skeleton, builder_of, derive_constant, read_config
 from collapipe_flwr.models.spec import ModelSpec
-from collapipe_flwr.models.validation import first_lines
+from collapipe_flwr.models.validation import first_lines, refusing
 
 _PROBLEMS = ("missing_keys", "mismatched_keys")
 _TIE_FLAGS = ("tie_word_embeddings", "share_encoder_decoder_embeddings")
@@ -100,33 +100,19 @@ def _checkpoint_config(spec: ModelSpec) -> PreTrainedConfig:
     return config
 
 
-def find_untied(model: PreTrainedModel, places: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Paths whose value differs from that of the key they belong to."""
-    found = model.state_dict()
-    return tuple(
-        path
-        for key, paths in places.items()
-        for path in paths
-        if not torch.equal(found[path], found[key])
-    )
-
-
 def _read_checkpoint(
     spec: ModelSpec, config: PreTrainedConfig
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    try:
-        with _without_report():
-            model, report = builder_of(spec, config).from_pretrained(
-                spec.pretrained,
-                config=config,
-                dtype=torch.float32,
-                ignore_mismatched_sizes=True,  # judged by _check_complete
-                output_loading_info=True,
-            )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as cause:
-        raise ModelError(
-            f"cannot load the checkpoint {spec.pretrained!r}: {first_lines(cause)}"
-        ) from cause
+    unread = f"cannot load the checkpoint {spec.pretrained!r}"
+    kinds = OSError, ValueError, RuntimeError, SafetensorError
+    with refusing(unread, kinds), _without_report():
+        model, report = builder_of(spec, config).from_pretrained(
+            spec.pretrained,
+            config=config,
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,  # judged by _check_complete
+            output_loading_info=True,
+        )
     return model, report
 
 
@@ -152,10 +138,15 @@ def _check_complete(
     for problem in _PROBLEMS:
         wrong = sorted(needed.intersection(_keys(report, problem)))
         if wrong:
-            raise ModelError(
-                f"the checkpoint {spec.pretrained!r} does not fit a {spec.model_type!r} model for "
-                f"{spec.task!r}: {len(wrong)} {problem.split('_')[0]} tensors, first {wrong[0]!r}"
-            )
+            raise not_fitting(spec, problem.split("_")[0], wrong)
+
+
+def not_fitting(spec: ModelSpec, problem: str, keys: Sequence[str]) -> ModelError:
+    """A checkpoint in which tensors of the body are ``missing`` or ``mismatched``."""
+    return ModelError(
+        f"the checkpoint {spec.pretrained!r} does not fit a {spec.model_type!r} model for "
+        f"{spec.task!r}: {len(keys)} {problem} tensors, first {keys[0]!r}"
+    )
 
 
 Piece = tuple[Path, str, str]  # file, name in it, the pattern by which a converter knows it
@@ -188,14 +179,9 @@ class CheckpointSource:
 
     def read(self, key: str) -> Tensor:
         """The tensor of one key as the checkpoint has it; raises ModelError if it has none."""
-        if key not in self._places:
-            return self._constant(key)
-        try:
-            return _read(self._places[key], key, self._skeleton)
-        except (OSError, SafetensorError) as cause:
-            raise _unreadable(self._pretrained, cause) from cause
-
-    def _constant(self, key: str) -> Tensor:
+        if key in self._places:
+            with refusing(_unreadable(self._pretrained), (OSError, SafetensorError)):
+                return _read(self._places[key], key, self._skeleton)
         constant = derive_constant(self._skeleton, key)
         if constant is None:
             raise ModelError(f"the checkpoint {self._pretrained!r} lacks the tensor {key!r}")
@@ -274,13 +260,11 @@ def _with_aliases(found: dict[str, _Stored], aliases: Mapping[str, str]) -> dict
 
 def _listing(pretrained: str) -> Iterator[tuple[Path, str]]:
     """File and name of every stored tensor; only headers are read."""
-    try:
+    with refusing(_unreadable(pretrained), (OSError, SafetensorError, ValueError)):
         for file in _files(pretrained):
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a mapping
                     yield file, name
-    except (OSError, SafetensorError, ValueError) as cause:
-        raise _unreadable(pretrained, cause) from cause
 
 
 def _files(pretrained: str) -> list[Path]:
@@ -298,5 +282,5 @@ def _files(pretrained: str) -> list[Path]:
     return [Path(str(cached_file(pretrained, shard))) for shard in shards]
 
 
-def _unreadable(pretrained: str, cause: BaseException) -> ModelError:
-    return ModelError(f"cannot read the checkpoint {pretrained!r}: {first_lines(cause)}")
+def _unreadable(pretrained: str) -> str:
+    return f"cannot read the checkpoint {pretrained!r}"

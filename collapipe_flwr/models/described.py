@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from functools import cached_property
 
+from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import is_within
 from collapipe_flwr.models.any_splitter import AnySplitter
-from collapipe_flwr.models.spec import BatchShape
+from collapipe_flwr.models.module_spec import ModuleSpec
+from collapipe_flwr.models.module_splitter import ModuleSplitter
+from collapipe_flwr.models.spec import BatchShape, ModelSpec
+from collapipe_flwr.models.splitter import Splitter
 
 
 class DescribedModel:
     """A model that ``splitter`` cuts, for batches of ``shape``.
 
     Plans choose the size of batches where ``batch_size`` is None. ``personal`` parameters (modules
-    or tensors) are never averaged.
+    or tensors) are never averaged; raises ModelError for one that the model does not have.
     """
 
     def __init__(
@@ -28,6 +33,9 @@ class DescribedModel:
         self.shape = shape
         self.batch_size = batch_size
         self.personal = personal
+        for name in personal:
+            if not any(is_within(key, [name]) for key in splitter.all_keys()):
+                raise ModelError(f"personal names {name!r}, which is no part of the model")
 
     @property
     def spec_json(self) -> str:
@@ -64,3 +72,19 @@ class DescribedModel:
         """All keys of the ``state_dict`` that ``personal`` names, aliases included."""
         keys = self.splitter.state_keys if self.personal else ()
         return frozenset(key for key in keys if is_within(key, self.personal))
+
+
+def spec_of(spec_json: str) -> ModelSpec | ModuleSpec:
+    """The description that a string holds; raises ModelError."""
+    try:
+        values = json.loads(spec_json)
+    except (ValueError, RecursionError):
+        values = None  # told by the other kind
+    is_module = isinstance(values, dict) and "build" in values
+    return ModuleSpec.from_json(spec_json) if is_module else ModelSpec.from_json(spec_json)
+
+
+def splitter_of(spec_json: str) -> AnySplitter:
+    """The splitter of a model of any kind; raises ModelError."""
+    spec = spec_of(spec_json)
+    return ModuleSplitter(spec) if isinstance(spec, ModuleSpec) else Splitter(spec)

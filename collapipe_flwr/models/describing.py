@@ -13,7 +13,11 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import allow_own, path_of
-from collapipe_flwr.models.checkpoint import published_skeleton, read_pretrained_config
+from collapipe_flwr.models.checkpoint import (
+    not_fitting,
+    published_skeleton,
+    read_pretrained_config,
+)
 from collapipe_flwr.models.discovery import ON_VALUES, VALUES_ASKED, refusal
 from collapipe_flwr.models.families import FAMILIES
 from collapipe_flwr.models.lora import default_targets, head_modules
@@ -22,14 +26,13 @@ from collapipe_flwr.models.skeleton import build_skeleton
 from collapipe_flwr.models.spec import BatchShape, LoraConfig, ModelSpec
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.tasks import (
-    OWN_TASK,
     auto_class,
     built_class,
     find_task,
     has_head,
     known_task,
 )
-from collapipe_flwr.models.validation import LAYERDROPS, UNFIT, first_lines, needs_token
+from collapipe_flwr.models.validation import LAYERDROPS, UNFIT, needs_token, refusing
 
 _SPECIAL_TOKENS = (
     "pad_token_id",
@@ -40,8 +43,6 @@ _SPECIAL_TOKENS = (
     "decoder_start_token_id",
 )
 _NEVER_READ = ("cls_token_id", "sep_token_id")
-
-
 _NOT_APART = (
     "its parts do not run apart from each other, since its library computes with more than hidden "
     "states of one shape around its blocks"
@@ -76,7 +77,7 @@ def make_spec(
     key or value, and for a model that cannot be split.
     """
     labelled = find_task(task).labelled
-    config = _starting_config(model_type, pretrained, dict(overrides or {}))
+    config = _starting_config(model_type, pretrained, overrides or {})
     if vocab_size is not None:
         _set_vocabulary(config, vocab_size, pretrained)
     tokens = {
@@ -90,9 +91,10 @@ def make_spec(
         _forget_foreign_tokens(config)
     if labelled:
         _set_labels(config, num_labels, id2label)
-    _set_exact_training(config, overrides or {})
-    if ties == "untie":
-        _untie(config)
+    for key in LAYERDROPS:  # one that the user asks for is kept, and refused by the splitter
+        if hasattr(config, key) and key not in (overrides or {}):
+            setattr(config, key, 0.0)
+    _set_exact_training(config, ties)
     spec = ModelSpec(
         task=task,
         config_json=config.to_json_string(use_diff=False),
@@ -118,12 +120,9 @@ def describe_live(
     """
     kind = type(model)
     config: PreTrainedConfig = deepcopy(model.config)
-    config.dtype = "float32"
-    config.return_dict = True
-    if ties == "untie":
-        _untie(config)
+    _set_exact_training(config, ties)
     task = known_task(kind)
-    own = task == OWN_TASK.name or not _is_tasks_own(kind, task, config)
+    own = not has_head(task, config) or built_class(auto_class(task, config), config) is not kind
     if own:
         allow_own(kind)
     spec = ModelSpec(
@@ -137,18 +136,12 @@ def describe_live(
         weight=weight,
     )
     splitter = Splitter(spec)
-    trained = {name for name, tensor in model.named_parameters() if tensor.requires_grad}
-    held = {name for name, _ in model.named_parameters()}
-    frozen = tuple(k for k in splitter.all_keys() if k in held and k not in trained)
-    spec = replace(spec, frozen=tuple(k for k in frozen if k not in splitter.constant_keys))
+    frozen = {name for name, tensor in model.named_parameters() if not tensor.requires_grad}
+    frozen -= splitter.constant_keys
+    spec = replace(spec, frozen=tuple(key for key in splitter.all_keys() if key in frozen))
     if own or not splitter.has_record:
         rehearse(splitter)
     return spec
-
-
-def _is_tasks_own(kind: type, task: str, config: PreTrainedConfig) -> bool:
-    """Whether the task's Auto class would build exactly this class."""
-    return has_head(task, config) and built_class(auto_class(task, config), config) is kind
 
 
 def _adapted(spec: ModelSpec, lora: LoraConfig) -> ModelSpec:
@@ -165,10 +158,7 @@ def _adapted(spec: ModelSpec, lora: LoraConfig) -> ModelSpec:
     splitter = Splitter(spec)
     absent = splitter.absent_from_checkpoint()
     if lost := sorted(splitter.body_keys.intersection(absent)):
-        raise ModelError(
-            f"the checkpoint {spec.pretrained!r} does not fit a {spec.model_type!r} model for "
-            f"{spec.task!r}: {len(lost)} missing tensors, first {lost[0]!r}"
-        )
+        raise not_fitting(spec, "missing", lost)
     return replace(spec, absent=absent)
 
 
@@ -185,33 +175,21 @@ def _refuse_tied(model: PreTrainedModel, lora: LoraConfig) -> None:
 
 
 def _starting_config(
-    model_type: str | None, pretrained: str | None, overrides: dict[str, object]
+    model_type: str | None, pretrained: str | None, overrides: Mapping[str, object]
 ) -> PreTrainedConfig:
     if (model_type is None) == (pretrained is None):
         raise ModelError("name either a model_type (random weights) or a pretrained checkpoint")
-    if pretrained is not None:
-        started = read_pretrained_config(pretrained)
-        _check_keys(type(started), overrides)
-        return _apply(started, overrides)
-    assert model_type is not None
-    if model_type not in CONFIG_MAPPING:
-        near = _near(model_type, FAMILIES) or f"choose one of {', '.join(FAMILIES)}"
+    config = None if pretrained is None else read_pretrained_config(pretrained)
+    if config is None and model_type not in CONFIG_MAPPING:
+        near = _near(str(model_type), FAMILIES) or f"choose one of {', '.join(FAMILIES)}"
         raise ModelError(f"unknown model type {model_type!r}; {near}")
-    config_class: Any = CONFIG_MAPPING[model_type]
-    try:
+    config_class: Any = type(config) if config else CONFIG_MAPPING[str(model_type)]
+    with refusing(f"model type {config.model_type if config else model_type!r}"):
         _check_keys(config_class, overrides)
-        config: PreTrainedConfig = config_class(**overrides)
-    except UNFIT as cause:
-        raise ModelError(f"model type {model_type!r}: {first_lines(cause)}") from cause
-    return config
-
-
-def _apply(config: PreTrainedConfig, overrides: Mapping[str, object]) -> PreTrainedConfig:
-    try:
+        if config is None:
+            return config_class(**overrides)  # type: ignore[no-any-return]
         for key, value in overrides.items():
             setattr(config, key, value)
-    except UNFIT as cause:
-        raise ModelError(f"model type {config.model_type!r}: {first_lines(cause)}") from cause
     return config
 
 
@@ -292,20 +270,15 @@ def _set_labels(
         config.num_labels = num_labels
 
 
-def _set_exact_training(config: PreTrainedConfig, overrides: Mapping[str, object]) -> None:
-    """What a cut model needs: every block runs, single precision, outputs by name.
+def _set_exact_training(config: PreTrainedConfig, ties: str) -> None:
+    """What a cut model needs: single precision, outputs by name, and tables that are not tied.
 
-    A layerdrop that the user asks for is kept, and refused by the splitter.
+    The library's own switch unties where it has one; the splitter unties the rest.
     """
-    for key in LAYERDROPS:
-        if hasattr(config, key) and key not in overrides:
-            setattr(config, key, 0.0)
     config.dtype = "float32"
     config.return_dict = True
-
-
-def _untie(config: PreTrainedConfig) -> None:
-    """Use the library's own switch where it has one; the splitter unties the rest."""
+    if ties != "untie":
+        return
     if config.model_type == "marian":
         config.share_encoder_decoder_embeddings = False
     if not config.is_encoder_decoder:

@@ -6,9 +6,8 @@ it. The trace proves that or says what stands against it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import is_within
 from collapipe_flwr.models import block_inputs
 from collapipe_flwr.models.families import FAMILIES, Family, base_path, stack_path
-from collapipe_flwr.models.module_call import arguments_of
+from collapipe_flwr.models.module_call import arguments_of, hidden_of
 from collapipe_flwr.models.skeleton import (
     build_skeleton,
     example_inputs,
@@ -30,7 +29,7 @@ from collapipe_flwr.models.skeleton import (
     shapes_only,
 )
 from collapipe_flwr.models.spec import ModelSpec
-from collapipe_flwr.models.stack import hidden_of, without_cache
+from collapipe_flwr.models.stack import without_cache
 from collapipe_flwr.models.tasks import TASKS, has_head, is_librarys
 from collapipe_flwr.models.validation import UNFIT, why_unfit
 
@@ -120,16 +119,12 @@ def _find_stack(model: PreTrainedModel, blocks_path: str) -> tuple[str, PreTrain
     for depth in range(len(names) - 1, 0, -1):
         path = ".".join(names[:depth])
         module = model.get_submodule(path)
-        if isinstance(module, PreTrainedModel) and _reads_inputs(module):
+        if isinstance(module, PreTrainedModel) and module.main_input_name in arguments_of(module):
             return path, module
     raise ModelError(
         f"model type {model.config.model_type!r} cannot be split: nothing around its blocks "
         "reads input_ids, pixel_values or input_features"
     )
-
-
-def _reads_inputs(module: PreTrainedModel) -> bool:
-    return module.main_input_name in arguments_of(module)
 
 
 def _run(stack: PreTrainedModel, blocks_path: str, spec: ModelSpec) -> _Trace:
@@ -142,9 +137,10 @@ def _run(stack: PreTrainedModel, blocks_path: str, spec: ModelSpec) -> _Trace:
         )
         block.register_forward_hook(lambda _, __, result: trace.results.append(result))
     blocks[-1].register_forward_hook(lambda _, __, result: _without_history(result))
-    one = example_inputs(stack.config, stack.main_input_name, _LENGTH)
-    inputs = {key: torch.cat([value] * _EXAMPLES) for key, value in one.items()}
-    _require_inputs(stack, inputs, spec)
+    inputs = example_inputs(stack.config, stack.main_input_name, _LENGTH, _EXAMPLES)
+    for name in arguments_of(stack, needed=True):
+        if name not in inputs:
+            raise refusal(spec, f"it reads {name!r}, which examples of {spec.task} do not hold")
     try:
         trace.output = stack(**inputs, **without_cache(stack))
     except VALUES_ASKED as cause:
@@ -159,13 +155,6 @@ def _run(stack: PreTrainedModel, blocks_path: str, spec: ModelSpec) -> _Trace:
     return trace
 
 
-def _require_inputs(stack: PreTrainedModel, inputs: Mapping[str, Tensor], spec: ModelSpec) -> None:
-    """Raise ModelError where the stack must be given more than examples hold."""
-    for name in arguments_of(stack, needed=True):
-        if name not in inputs:
-            raise refusal(spec, f"it reads {name!r}, which examples of {spec.task} do not hold")
-
-
 def _watch_before(stack: nn.Module, blocks_path: str, trace: _Trace) -> None:
     """Note the outermost modules with parameters that run ahead of block 0."""
     for name, module in stack.named_modules():
@@ -174,15 +163,12 @@ def _watch_before(stack: nn.Module, blocks_path: str, trace: _Trace) -> None:
         parent = name.rpartition(".")[0]
         outermost = not parent or is_within(blocks_path, [parent])
         if outermost and next(module.parameters(), None) is not None:
-            module.register_forward_pre_hook(_noting(trace, name))
+            module.register_forward_pre_hook(partial(_note, trace, name))
 
 
-def _noting(trace: _Trace, name: str) -> Any:
-    def note(*_: object) -> None:
-        if not trace.arguments and name not in trace.before:
-            trace.before.append(name)
-
-    return note
+def _note(trace: _Trace, name: str, *_: object) -> None:
+    if not trace.arguments and name not in trace.before:
+        trace.before.append(name)
 
 
 def _check_chain(trace: _Trace, spec: ModelSpec) -> None:
@@ -196,8 +182,7 @@ def _check_chain(trace: _Trace, spec: ModelSpec) -> None:
             raise refusal(spec, f"something happens between its blocks {index - 1} and {index}")
         if args[0].shape != trace.arguments[0][0][0].shape:
             raise refusal(spec, f"its block {index - 1} changes the shape of hidden states")
-        others = {**{f"argument {place}": arg for place, arg in enumerate(args)}, **kwargs}
-        del others["argument 0"]
+        others = {**{f"argument {i}": arg for i, arg in enumerate(args[1:], 1)}, **kwargs}
         learned = [name for name, value in others.items() if _requires_grad(value)]
         if learned:
             raise refusal(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -141,7 +142,7 @@ _FAMILIES = (
         model_types=("gpt2",),
         blocks="h",
         before=("wte", "wpe"),
-        inputs=block_inputs.causal,
+        inputs=block_inputs.causal(block_inputs.no_window),
         caches=True,
         tasks=_GENERATING,
         after=("ln_f",),
@@ -151,15 +152,15 @@ _FAMILIES = (
             model_types=model_types,
             blocks="layers",
             before=("embed_tokens",),
-            inputs=inputs,
+            inputs=block_inputs.causal(kinds_of),
             caches=True,
             tasks=_GENERATING,
             after=("norm",),
         )
-        for model_types, inputs in (
-            (("llama", "gemma"), block_inputs.causal_rotary),
-            (("mistral",), block_inputs.windowed_rotary),
-            (("qwen2", "qwen3"), block_inputs.mixed_rotary),
+        for model_types, kinds_of in (
+            (("llama", "gemma"), block_inputs.no_window),
+            (("mistral",), block_inputs.one_window),
+            (("qwen2", "qwen3"), attrgetter("layer_types")),
         )
     ),
 )

@@ -27,7 +27,7 @@ from transformers.utils.generic import ModelOutput
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.block_inputs import TopCache
 from collapipe_flwr.models.stack import Stack
-from collapipe_flwr.models.validation import first_lines
+from collapipe_flwr.models.validation import refusing
 
 # Token ids (B, T) and the rows (B,) that they go on from -> hidden states (B, T, D) of the devices
 Ask = Callable[[Tensor, Tensor | None], Tensor]
@@ -128,12 +128,13 @@ def generate(model: Any, stack: Stack, prompt: Prompt, emit: Emit, ask: Ask) -> 
         if beams > 1:
             raise ModelError("num_beams must be 1 where texts are sampled: set one of the two")
         common["custom_generate"] = _sampling(seed)
-    try:
+    kinds = ValueError, IndexError, TypeError, RuntimeError
+    with refusing("the edge cannot generate", kinds):
         if stack.family.decodes:
-            return _decode(model, stack, prompt, common)
-        return _continue(model, stack, prompt, ask, common)
-    except (ValueError, IndexError, TypeError, RuntimeError) as cause:
-        raise ModelError(f"the edge cannot generate: {first_lines(cause)}") from cause
+            tokens = _decode(model, stack, prompt, common)
+        else:
+            tokens = _continue(model, stack, prompt, ask, common)
+    return tokens
 
 
 def _decode(model: Any, stack: Stack, prompt: Prompt, common: dict[str, Any]) -> Tensor:
@@ -165,12 +166,10 @@ def _continue(model: Any, stack: Stack, prompt: Prompt, ask: Ask, common: dict[s
 
 def _settings(model: Any, text: str) -> tuple[GenerationConfig, int]:
     """How to generate one text, and its seed; the model's own settings where none came."""
-    try:
+    with refusing("generation settings cannot be read", (ValueError, TypeError, AttributeError)):
         values = json.loads(text) if text else model.generation_config.to_dict()
         seed = int(values.pop(SEED, 0))
         settings = GenerationConfig.from_dict({**values, **_OWN_WAY})
-    except (ValueError, TypeError, AttributeError) as cause:
-        raise ModelError(f"generation settings cannot be read: {first_lines(cause)}") from cause
     for key in _FURTHER_PASSES:
         if getattr(settings, key, None) not in (None, 1):
             raise ModelError(

@@ -36,11 +36,11 @@ class Layout:
     owners: Mapping[str, Owner]
     places: Mapping[str, tuple[str, ...]]
     ties: Mapping[str, tuple[str, ...]]
-    shared_keys: tuple[str, ...]
+    shared_keys: tuple[str, ...] = ()
     constants: frozenset[str]
     frozen: frozenset[str]
-    resident: frozenset[str]
-    frozen_dtype: str
+    resident: frozenset[str] = frozenset()
+    frozen_dtype: str = "float32"
 
     def keys_of(self, *owners: Owner) -> tuple[str, ...]:
         """The keys of these owners, in the model's own order."""
@@ -103,7 +103,9 @@ def make_layout(model: PreTrainedModel, family: Family, spec: ModelSpec) -> Layo
             ties[source] = tuple(by_owner[EMBEDDING])
     shared = [join_path(stack, prefix) for prefix in family.shared]
     shared_keys = tuple(key for key in owners if is_within(key, shared))
-    constants = _constants(model, owners)
+    parameters = model.named_parameters(remove_duplicate=False)
+    trainable = {key_of(path) for path, parameter in parameters if parameter.requires_grad}
+    constants = frozenset(owners).difference(trainable)
     reads_checkpoint = spec.lora is not None and spec.pretrained is not None
     return Layout(
         owners=owners,
@@ -115,12 +117,6 @@ def make_layout(model: PreTrainedModel, family: Family, spec: ModelSpec) -> Layo
         resident=constants.difference(spec.absent) if reads_checkpoint else frozenset(),
         frozen_dtype=spec.lora.frozen_dtype if spec.lora else "float32",
     )
-
-
-def _constants(model: PreTrainedModel, keys: Iterable[str]) -> frozenset[str]:
-    parameters = model.named_parameters(remove_duplicate=False)
-    trainable = {key_of(path) for path, parameter in parameters if parameter.requires_grad}
-    return frozenset(keys).difference(trainable)
 
 
 def _tie_groups(model: PreTrainedModel) -> dict[str, list[str]]:

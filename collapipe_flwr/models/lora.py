@@ -59,11 +59,12 @@ def add_adapters(
     ``target_modules``, ConfigError where peft is not installed.
     """
     peft = _peft()
+    named = settings.target_modules
     config = peft.LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
-        target_modules=_targets(settings),
+        target_modules=ALL_LINEAR if named == (ALL_LINEAR,) else list(named),
         modules_to_save=list(settings.modules_to_save) or None,
         task_type=_TASK_TYPES.get(task),
         inference_mode=False,
@@ -114,22 +115,14 @@ def first_adapter(key: str, shape: torch.Size, seed: int) -> Tensor:
     return torch.empty(shape).uniform_(-bound, bound, generator=random)
 
 
-def _targets(settings: LoraConfig) -> list[str] | str:
-    names = settings.target_modules
-    return ALL_LINEAR if names == (ALL_LINEAR,) else list(names)
-
-
 def _refusal(model: PreTrainedModel, settings: LoraConfig) -> str:
-    linear = {name.rpartition(".")[2] for name, m in model.named_modules() if _is_linear(m)}
+    kinds = ("Linear", "Conv1D")
+    linear = {n.rpartition(".")[2] for n, m in model.named_modules() if type(m).__name__ in kinds}
     return (
         f"lora.target-modules {' '.join(settings.target_modules)!r} name no layer of a "
         f"{model.config.model_type!r} model that can be adapted; its linear layers are "
         f"{', '.join(sorted(linear))}"
     )
-
-
-def _is_linear(module: torch.nn.Module) -> bool:
-    return type(module).__name__ in ("Linear", "Conv1D")
 
 
 def _peft() -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import BaseTorchFunctionMode
+from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.errors import ModelError
 
@@ -115,9 +116,16 @@ def shape_tensor(tensor: Tensor) -> Tensor:
         return torch.tensor(tensor.shape, dtype=torch.int64)
 
 
-def output_of(result: Any) -> Any:
-    """The hidden states among what a block returns."""
-    return result[0] if isinstance(result, (tuple, list)) and result else result
+def blocks_of(model: nn.Module, path: str) -> list[nn.Module]:
+    """The blocks in order."""
+    return [block for block in model.get_submodule(path)._modules.values() if block is not None]
+
+
+def hidden_of(result: Any) -> Tensor:
+    """The hidden states among what a block or a stack returns."""
+    several = isinstance(result, (tuple, list, ModelOutput)) and result
+    hidden: Tensor = result[0] if several else result
+    return hidden
 
 
 def handing_on(hidden: Tensor, results: int) -> Callable[..., Any]:

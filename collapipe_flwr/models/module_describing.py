@@ -10,13 +10,12 @@ from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import is_within
-from collapipe_flwr.models.module_build import build_module
 from collapipe_flwr.models.module_call import names_in
-from collapipe_flwr.models.module_spec import ModuleSpec
+from collapipe_flwr.models.module_spec import ModuleSpec, build_module
 from collapipe_flwr.models.module_splitter import block_index, block_names, tensors_by_key
 from collapipe_flwr.models.module_trace import ModuleTrace, trace_module
 from collapipe_flwr.models.part import normalises_batches
-from collapipe_flwr.models.validation import first_lines
+from collapipe_flwr.models.validation import refusing
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 _TRACED = 2  # examples
@@ -46,12 +45,10 @@ def describe_module(
         trace = trace_module(twin, blocks, inputs, few(example))
         keys = tensors_by_key(model)
         owners = _owners(model, keys, names, trace, embed, head)
+        tied = [key for key in keys if len(owners.get(key, ())) > 1]
+        ids = {key: _ids_of(model, key, keys[key], trace) for key in tied}
     except ModelError as error:
         raise ModelError(f"{type(model).__name__} cannot be split: {error}") from error
-    tied = [key for key in keys if len(owners.get(key, ())) > 1]
-    ids = {key: _ids_of(model, key, keys[key], trace) for key in tied}
-    trained = {key for key, tensor in model.named_parameters() if tensor.requires_grad}
-    parameters = dict(model.named_parameters())
     return ModuleSpec(
         build=build,
         arguments_json=arguments_json,
@@ -60,7 +57,7 @@ def describe_module(
         before=tuple(key for key in keys if owners.get(key) == {"embed"}),
         tied=tuple(ids.items()),
         updated=trace.updated,
-        frozen=tuple(key for key in keys if key in parameters and key not in trained),
+        frozen=tuple(key for key, p in model.named_parameters() if not p.requires_grad),
         inputs=inputs,
         tail=tuple(name for name in inputs if name in trace.tail),
         call_json=json.dumps(trace.template, sort_keys=True),
@@ -107,10 +104,8 @@ def _twin(model: nn.Module, build: str, arguments_json: str) -> nn.Module:
             f"{name} cannot be split: other machines build another one, in which {key!r} is "
             f"{_told(theirs.get(key))} instead of {_told(ours.get(key))}: {way_out}"
         )
-    try:
+    with refusing(f"{name} cannot be split", (RuntimeError,)):
         twin.load_state_dict(ours)
-    except RuntimeError as cause:
-        raise ModelError(f"{name} cannot be split: {first_lines(cause)}") from cause
     return twin
 
 
@@ -136,8 +131,8 @@ def _find_blocks(model: nn.Module) -> str:
     """The only list of two or more equal modules that stands in no other such list."""
     found: list[str] = []
     for path, module in model.named_modules():
-        kinds = [type(child) for child in module._modules.values()] if _is_list(module) else []
-        equal = len(kinds) > 1 and len(set(kinds)) == 1
+        kinds = [type(child) for child in module._modules.values()]
+        equal = isinstance(module, _LISTS) and len(kinds) > 1 and len(set(kinds)) == 1
         if equal and not is_within(path, found):
             found.append(path)
     if not found:
@@ -153,13 +148,9 @@ def _find_blocks(model: nn.Module) -> str:
     return found[0]
 
 
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, _LISTS)
-
-
 def _names_of_blocks(model: nn.Module, blocks: str) -> list[str]:
     names = block_names(model, blocks)
-    if not names or not _is_list(model.get_submodule(blocks)):
+    if not names or not isinstance(model.get_submodule(blocks), _LISTS):
         raise ModelError(f"blocks={blocks!r} is no list of blocks in it")
     return names
 
@@ -172,8 +163,7 @@ def _refuse_shared(model: nn.Module, names: Sequence[str]) -> None:
             raise ModelError(
                 f"{paths[0]!r} and {paths[-1]!r} are one parameter, and blocks may share none"
             )
-    blocks = [model.get_submodule(name) for name in names]
-    if len({id(block) for block in blocks}) < len(blocks):
+    if len({id(model.get_submodule(name)) for name in names}) < len(names):
         raise ModelError(
             "one of its blocks stands in the list twice: blocks may share no parameter"
         )
@@ -215,7 +205,7 @@ def _ids_of(model: nn.Module, key: str, paths: Sequence[str], trace: ModuleTrace
     (name,) = found if len(found) == 1 else {None}
     if name is None or not any(isinstance(holder, nn.Embedding) for holder in holders):
         raise ModelError(
-            f"{type(model).__name__} cannot be split: {key!r} is read both before and behind its "
-            "blocks, and is no nn.Embedding of an input's tokens: use two parameters"
+            f"{key!r} is read both before and behind its blocks, and is no nn.Embedding of an "
+            "input's tokens: use two parameters"
         )
     return name

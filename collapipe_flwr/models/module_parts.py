@@ -18,45 +18,40 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.borrowed import Borrower, Lender, Ties
-from collapipe_flwr.models.layout import Holdings
+from collapipe_flwr.models.borrowed import Borrower
+from collapipe_flwr.models.layout import EMBEDDING, Holdings
 from collapipe_flwr.models.module_call import (
     SHAPE,
     Left,
     as_in_training,
+    blocks_of,
     call,
     handing_on,
+    hidden_of,
     leave,
-    output_of,
     pack,
     split_arguments,
     unpack,
 )
 from collapipe_flwr.models.module_spec import ModuleSpec
-from collapipe_flwr.models.objective import Objective
+from collapipe_flwr.models.objective import LossPart, Objective
 from collapipe_flwr.models.part import Part, Weights
 from collapipe_flwr.models.skeleton import place_tensor, read_tensor
-from collapipe_flwr.models.stack import Around, checkpointed
-from collapipe_flwr.models.validation import UNFIT, first_lines
-
-
-def blocks_of(model: nn.Module, path: str) -> list[nn.Module]:
-    """The blocks in order."""
-    return [block for block in model.get_submodule(path)._modules.values() if block is not None]
+from collapipe_flwr.models.stack import Around, run_block
+from collapipe_flwr.models.validation import UNFIT, first_lines, refusing
 
 
 class ModuleEmbedding(Borrower):
     """What runs ahead of the blocks."""
 
     def __init__(
-        self, model: nn.Module, spec: ModuleSpec, holdings: Holdings, weights: Weights, ties: Ties
+        self, model: nn.Module, spec: ModuleSpec, holdings: Holdings, weights: Weights
     ) -> None:
-        super().__init__(model, holdings, weights)
+        super().__init__(model, holdings, weights, dict(spec.tied))
         self._spec, self._template = spec, json.loads(spec.call_json)
         self._found: dict[str, Tensor] = {}
         self._first = blocks_of(model, spec.blocks)[0]
         self._first.forward = leave
-        self.borrow(ties, dict(spec.tied))
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Hidden states from the tensors of a batch; raises ModelError if they do not fit."""
@@ -87,11 +82,11 @@ class ModuleSegment(Part):
         spec: ModuleSpec,
         holdings: Holdings,
         weights: Weights,
-        blocks: tuple[int, int],
+        blocks: slice,
     ) -> None:
         super().__init__(model, holdings, weights)
         self._template = json.loads(spec.call_json)
-        self._blocks = [*blocks_of(model, spec.blocks)[slice(*blocks)]]
+        self._blocks = blocks_of(model, spec.blocks)[blocks]
         self._updated = [p[0] for key, p in holdings.owned.items() if key in spec.updated]
         self._around: Around | None = None
 
@@ -103,13 +98,10 @@ class ModuleSegment(Part):
     def forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Tensor:
         """Hidden states behind this segment's last block."""
         arguments = unpack(context, self._template)
+        again = self._around and partial(self._keeping, self._around)
         with as_in_training(self.model):
             for block in self._blocks:
-                if self._around is None:
-                    hidden = output_of(block(hidden, **arguments))
-                else:
-                    again = partial(self._keeping, self._around)
-                    hidden = checkpointed(block, again, hidden, arguments)
+                hidden = run_block(block, hidden, arguments, again)
         return hidden
 
     @contextmanager
@@ -121,7 +113,7 @@ class ModuleSegment(Part):
             read_tensor(self.model, path).copy_(value)
 
 
-class ModuleEdge(Lender):
+class ModuleEdge(LossPart):
     """What stands behind the devices: upper blocks, head and loss."""
 
     def __init__(
@@ -132,7 +124,9 @@ class ModuleEdge(Lender):
         weights: Weights,
         objective: Objective,
     ) -> None:
-        absent = {path: _zeros_like(t) for path, t in _ahead(model, holdings).items()}
+        layout = holdings.layout
+        ahead = [path for key in layout.keys_of(EMBEDDING) for path in layout.places[key]]
+        absent = {path: _zeros_like(read_tensor(model, path)) for path in ahead}
         super().__init__(model, holdings, weights, objective)
         for path, zeros in absent.items():
             place_tensor(model, path, zeros)
@@ -146,41 +140,29 @@ class ModuleEdge(Lender):
             if self._spec.edge_blocks:
                 arguments = unpack(context, self._template)
                 for block in self._blocks[-self._spec.edge_blocks :]:
-                    hidden = output_of(block(hidden, **arguments))
+                    hidden = hidden_of(block(hidden, **arguments))
             stand_in = handing_on(hidden, self._spec.results)
             try:
                 for block in self._blocks:
                     block.forward = stand_in
-                return call(self.model, self._spec.inputs, self._inputs(context))
-            except UNFIT as cause:
-                raise ModelError(
-                    f"the edge cannot compute its output: {first_lines(cause)}"
-                ) from cause
+                with refusing("the edge cannot compute its output"):
+                    return call(self.model, self._spec.inputs, self._inputs(context))
             finally:
                 for block in self._blocks:
                     del block.forward
 
     def _inputs(self, context: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those that came, and zeros in place of the others."""
-        with unset_fake_temporarily():
-            shapes = {
-                name: context[SHAPE + name].tolist()
-                for name in self._spec.inputs
-                if SHAPE + name in context
-            }
-        zeros = {
-            name: torch.zeros(shape, dtype=self._dtypes[name], device=context[SHAPE + name].device)
-            for name, shape in shapes.items()
-        }
-        return {**{name: context[name] for name in self._spec.inputs if name in context}, **zeros}
-
-
-def _ahead(model: nn.Module, holdings: Holdings) -> dict[str, Tensor]:
-    """What other parts hold and the forward reads ahead of the blocks."""
-    layout = holdings.layout
-    absent = set(layout.owners) - set(holdings.owned)
-    paths = [path for key in absent if layout.owners[key] < 0 for path in layout.places[key]]
-    return {path: read_tensor(model, path) for path in paths}
+        found: dict[str, Tensor] = {}
+        for name in self._spec.inputs:
+            if name in context:
+                found[name] = context[name]
+            elif SHAPE + name in context:
+                told = context[SHAPE + name]
+                with unset_fake_temporarily():
+                    shape = told.tolist()
+                found[name] = torch.zeros(shape, dtype=self._dtypes[name], device=told.device)
+        return found
 
 
 def _zeros_like(tensor: Tensor) -> Tensor:

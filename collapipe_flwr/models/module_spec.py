@@ -1,14 +1,25 @@
-"""What a torch module is that knows no library: how it is built, and where it may be cut."""
+"""What a torch module is that knows no library: how it is built, and where it may be cut.
+
+It is built by an import path, whole or without memory for its parameters.
+"""
 
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from collapipe_flwr.core.errors import ModelError, ProtocolError
+from collapipe_flwr.core.imports import load_builder
 from collapipe_flwr.core.json_codec import from_json
+from collapipe_flwr.models.validation import refusing
 
 Example = tuple[str, str, tuple[int, ...]]  # tensor of a batch, dtype, shape
 _MOST_BLOCKS = 4096
@@ -79,3 +90,58 @@ class ModuleSpec:
             return from_json(cls, text, "it")
         except (ProtocolError, ValueError) as cause:  # its arguments are JSON within
             raise ModelError(f"the description of a module cannot be read: {cause}") from cause
+
+
+_BUILDING = threading.Lock()  # torch is patched for a moment
+_register: Any = nn.Module.register_parameter
+
+
+class _Thread(threading.local):
+    hollow = False  # whether modules that this thread builds get parameters without memory
+
+
+_thread = _Thread()
+
+
+def build_module(path: str, arguments_json: str, seed: int | None = None) -> nn.Module:
+    """The module with the first weights that it draws itself; raises ModelError.
+
+    With a ``seed`` they are drawn from it, and chance outside stays as it was.
+    """
+    builder, arguments = load_builder(path, nn.Module), json.loads(arguments_json)
+    with unset_fake_temporarily(), torch.random.fork_rng(devices=(), enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        with refusing(f"{path!r} cannot be built", (Exception,)):  # whatever the user's code does
+            model = builder(**arguments)
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{path!r} must return an nn.Module, got {type(model).__name__}")
+    return model
+
+
+def build_hollow(path: str, arguments_json: str) -> nn.Module:
+    """The module with its parameters on the meta device, and with real buffers."""
+    try:
+        with _on_meta():
+            return build_module(path, arguments_json, seed=0)
+    except ModelError:
+        return build_module(path, arguments_json, seed=0)  # it reads what it draws
+
+
+@contextmanager
+def _on_meta() -> Iterator[None]:
+    kind: Any = nn.Module
+    with _BUILDING:
+        kind.register_parameter = _register_on_meta
+        _thread.hollow = True
+        try:
+            yield
+        finally:
+            _thread.hollow = False
+            kind.register_parameter = _register
+
+
+def _register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    if param is not None and _thread.hollow and param.device.type != "meta":
+        param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+    _register(module, name, param)

@@ -13,10 +13,9 @@ from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import is_within
 from collapipe_flwr.models.any_splitter import AnySplitter, shapes_of
 from collapipe_flwr.models.layout import EDGE, EMBEDDING, Holdings, Layout
-from collapipe_flwr.models.module_build import build_hollow, build_module
 from collapipe_flwr.models.module_call import SHAPE, as_in_training, call, shape_tensor
 from collapipe_flwr.models.module_parts import ModuleEdge, ModuleEmbedding, ModuleSegment
-from collapipe_flwr.models.module_spec import ModuleSpec
+from collapipe_flwr.models.module_spec import ModuleSpec, build_hollow, build_module
 from collapipe_flwr.models.objective import (
     EXAMPLES,
     LABELS,
@@ -42,7 +41,6 @@ class ModuleSplitter(AnySplitter):
         skeleton = self._hollow()
         self.num_blocks = spec.num_blocks - spec.edge_blocks
         self._layout = module_layout(skeleton, spec)
-        self.resident_keys: frozenset[str] = frozenset()
         self.shapes = shapes_of(skeleton.state_dict(), self._layout)
         self.state_keys = tuple(skeleton.state_dict())
         self.decodes = self.generates = False  # torch modules write nothing here
@@ -63,11 +61,10 @@ class ModuleSplitter(AnySplitter):
         del shape
         size = self.spec.batch_size
         few = min(size, _COSTED)
-        shapes = {
-            name: (dtype, (few, *sizes[1:]) if size else sizes)
+        zeros = {
+            name: torch.zeros((few, *sizes[1:]) if size else sizes, dtype=getattr(torch, dtype))
             for name, dtype, sizes in self.spec.example
         }
-        zeros = {k: torch.zeros(s, dtype=getattr(torch, d)) for k, (d, s) in shapes.items()}
         return zeros, few or 1
 
     def first_weights(self, seed: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
@@ -77,12 +74,12 @@ class ModuleSplitter(AnySplitter):
 
     def build_embedding(self, weights: Weights) -> ModuleEmbedding:
         holdings = self._layout.holdings(EMBEDDING)
-        return ModuleEmbedding(self._hollow(), self.spec, holdings, weights, self.ties)
+        return ModuleEmbedding(self._hollow(), self.spec, holdings, weights)
 
     def build_segment(self, first_block: int, stop_block: int, weights: Weights) -> ModuleSegment:
         self._check_range(first_block, stop_block)
         holdings = self._layout.holdings(*range(first_block, stop_block))
-        blocks = first_block, stop_block
+        blocks = slice(first_block, stop_block)
         return ModuleSegment(self._hollow(), self.spec, holdings, weights, blocks)
 
     def build_edge(self, weights: Weights) -> ModuleEdge:
@@ -129,11 +126,8 @@ def module_layout(model: nn.Module, spec: ModuleSpec) -> Layout:
         owners=owners,
         places=places,
         ties={key: _tables(model, places[key]) for key in tied},
-        shared_keys=(),
         constants=frozenset(places).difference(trainable, spec.updated),
         frozen=frozenset(spec.frozen),
-        resident=frozenset(),
-        frozen_dtype="float32",
     )
 
 

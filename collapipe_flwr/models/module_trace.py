@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,9 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.module_call import call, describe, output_of, split_arguments
+from collapipe_flwr.models.module_call import (
+    blocks_of,
+    call,
+    describe,
+    hidden_of,
+    split_arguments,
+)
 from collapipe_flwr.models.module_splitter import block_index, block_names, tensors_by_key
-from collapipe_flwr.models.validation import UNFIT, first_lines
+from collapipe_flwr.models.validation import refusing
 
 _AHEAD, _BETWEEN, _BEHIND = -1, -2, -3  # where the pass is, or the number of a block
 _ASKS_VALUES = ("_local_scalar_dense", "is_nonzero", "equal")
@@ -29,60 +34,57 @@ _READS_SHAPE = ("_like", "new_")  # in names of operations that read no values
 Label = tuple[str, str]  # "input" | "owned" | "block", and its name
 
 
-@dataclass(slots=True, kw_only=True)
-class ModuleTrace:
-    """What the pass showed.
-
-    ``ahead`` and ``behind`` are the keys read there, ``ids_of`` the inputs that tables ahead are
-    looked up with (None: something else), ``tail`` the inputs that are read behind the blocks.
-    """
-
-    ahead: set[str] = field(default_factory=set)
-    behind: set[str] = field(default_factory=set)
-    ids_of: dict[str, set[str | None]] = field(default_factory=dict)
-    tail: set[str] = field(default_factory=set)
-    template: dict[str, Any] = field(default_factory=dict)
-    results: int = 0
-    updated: tuple[str, ...] = ()
-    drops: bool = False
-    tokens: int = 1  # hidden states of an example
-
-
 def trace_module(
     model: nn.Module, blocks: str, inputs: Sequence[str], batch: Mapping[str, Tensor]
 ) -> ModuleTrace:
     """Watch one forward pass; buffers of ``model`` change. Raises ModelError if no cut is exact."""
     batch = {name: tensor.clone() for name, tensor in batch.items()}  # apart, not views of one
-    watch = _Watch(model, blocks, {name: batch[name] for name in inputs if name in batch})
+    trace = ModuleTrace(model, blocks, {name: batch[name] for name in inputs if name in batch})
     model.train()
     before = {key: buffer.clone() for key, buffer in model.named_buffers()}
-    hooks = [hook for i, b in enumerate(watch.blocks) for hook in watch.hooks(i, b)]
+    hooks = [hook for i, b in enumerate(trace.blocks) for hook in trace.hooks(i, b)]
     try:
-        with torch.random.fork_rng(devices=()), torch.no_grad(), watch:
+        with (
+            refusing("it cannot read the example"),
+            torch.random.fork_rng(devices=()),
+            torch.no_grad(),
+            trace,
+        ):
             call(model, inputs, batch)
-    except UNFIT as cause:
-        raise ModelError(f"it cannot read the example: {first_lines(cause)}") from cause
     finally:
         for hook in hooks:
             hook.remove()
-    watch.check_end()
-    keys = {path: key for key, paths in tensors_by_key(model).items() for path in paths}
-    watch.found.updated = tuple(
-        keys[path]
-        for path, buffer in model.named_buffers()
-        if path in keys and not torch.equal(buffer, before[path])
+    trace.check_end()
+    saved = tensors_by_key(model)
+    trace.updated = tuple(
+        key
+        for key, buffer in model.named_buffers()
+        if key in saved and not torch.equal(buffer, before[key])
     )
-    return watch.found
+    return trace
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows every tensor of a forward pass from where it comes to where it is read."""
+class ModuleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows every tensor of a forward pass from where it comes to where it is read.
+
+    ``ahead`` and ``behind`` are the keys read there, ``ids_of`` the inputs that tables ahead are
+    looked up with (None: something else), ``tail`` the inputs that are read behind the blocks.
+    ``template`` and ``results`` say how blocks are called and how long the tuple is that they
+    return, ``updated`` which buffers changed, ``drops`` whether random numbers were drawn.
+    """
 
     def __init__(self, model: nn.Module, blocks: str, inputs: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found = ModuleTrace()
+        self.ahead = set[str]()
+        self.behind = set[str]()
+        self.ids_of: dict[str, set[str | None]] = {}
+        self.tail = set[str]()
+        self.template: dict[str, Any] = {}
+        self.results = 0
+        self.updated: tuple[str, ...] = ()
+        self.drops = False
+        self.blocks = blocks_of(model, blocks)
         self._names = block_names(model, blocks)
-        self.blocks = [model.get_submodule(name) for name in self._names]
         self._place = _AHEAD
         self._calls: list[tuple[Tensor, dict[str, Any]]] = []
         self._hidden: Any = None  # that the last block returned
@@ -128,7 +130,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         labels = frozenset[Label]().union(*(self._labels.get(_storage(t), ()) for t in read))
         self._judge(name, read, labels)
-        self.found.drops |= _draws(func, args, kwargs or {})
+        self.drops |= _draws(func, args, kwargs or {})
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._alive.append(leaf)
@@ -147,7 +149,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         if name == "embedding" and self._place == _AHEAD and _storage(read[0]) in self._owned:
             table = self._owned[_storage(read[0])]
-            self.found.ids_of.setdefault(table, set()).add(self._inputs.get(_storage(read[1])))
+            self.ids_of.setdefault(table, set()).add(self._inputs.get(_storage(read[1])))
         for tensor in read:
             self._note_read(_storage(tensor))
 
@@ -176,7 +178,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "no parameters"
             )
         if holder is None:
-            (self.found.behind if self._place == _BEHIND else self.found.ahead).add(key)
+            (self.behind if self._place == _BEHIND else self.ahead).add(key)
 
     def _note_tail(self, labels: frozenset[Label]) -> None:
         for kind, name in sorted(labels):
@@ -186,7 +188,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     f"what stands behind its blocks reads {what}, which is on another machine: "
                     "only the result of the last block and inputs of the batch may be read there"
                 )
-            self.found.tail.add(name)
+            self.tail.add(name)
 
     def _begin(self, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         hidden, others = split_arguments(self.blocks[index], args, kwargs)
@@ -195,10 +197,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if index and hidden is not self._hidden:
             raise ModelError(f"something happens between its blocks {index - 1} and {index}")
         if index == 0:
-            self.found.template = describe(others)
-            shape = tuple(hidden.shape)
-            self.found.tokens = shape[1] if len(shape) > 2 else 1
-        self._refuse_other_arguments(index, hidden, others)
+            self.template = describe(others)
+        else:
+            self._refuse_other_arguments(index, others)
         tensors = [leaf for leaf in tree_leaves(others) if isinstance(leaf, Tensor)]
         for tensor in tensors:
             self._check_argument(tensor)
@@ -218,21 +219,13 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if at in self._owned:
             self._note_owned(self._owned[at])
 
-    def _refuse_other_arguments(
-        self, index: int, hidden: Tensor, others: Mapping[str, Any]
-    ) -> None:
-        first_hidden, first = self._calls[0] if self._calls else (hidden, others)
-        if hidden.shape != first_hidden.shape:
-            raise ModelError(
-                f"block {index - 1} changes the shape of hidden states from "
-                f"{tuple(first_hidden.shape)} to {tuple(hidden.shape)}"
-            )
-        ours, theirs = tree_leaves(dict(others)), tree_leaves(dict(first))
-        if describe(others) != self.found.template or not all(map(_same, ours, theirs)):
+    def _refuse_other_arguments(self, index: int, others: Mapping[str, Any]) -> None:
+        ours, theirs = tree_leaves(others), tree_leaves(self._calls[0][1])
+        if describe(others) != self.template or not all(map(_same, ours, theirs)):
             raise ModelError(f"block {index} is called with other arguments than block 0")
 
     def _end(self, index: int, result: Any) -> None:
-        hidden = output_of(result)
+        hidden: Any = hidden_of(result)
         given = self._calls[-1][0]
         if not isinstance(hidden, Tensor) or hidden.shape != given.shape:
             shape = tuple(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
@@ -240,7 +233,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"block {index} changes the shape of hidden states from {tuple(given.shape)} to "
                 f"{shape}"
             )
-        self.found.results = 0 if isinstance(result, Tensor) else len(result)
+        self.results = 0 if isinstance(result, Tensor) else len(result)
         self._hidden = hidden
         self._alive.append(hidden)
         is_last = index == len(self.blocks) - 1

@@ -67,7 +67,10 @@ class Objective:
 
 
 class LossPart(Part):
-    """The last part of a model, whose ``outputs`` have a loss."""
+    """The last part of a model, whose ``outputs`` have a loss.
+
+    It may own tables of which the embedding borrows rows (``borrowed``).
+    """
 
     def __init__(
         self, model: nn.Module, holdings: Holdings, weights: Batch, objective: Objective
@@ -104,6 +107,20 @@ class LossPart(Part):
     def weight_of(self, context: Batch) -> float:
         """What the loss is a mean over: examples, target tokens, or the sum of their weights."""
         return self._objective.weight_of(context)
+
+    def rows(self, key: str, ids: Tensor) -> Tensor:
+        """A copy of these rows (U, D) of a table that the embedding borrows."""
+        return self._table(key).detach()[ids].clone()
+
+    def add_row_gradients(self, key: str, ids: Tensor, gradients: Tensor) -> None:
+        """Add what the embedding's use of the rows contributes; call before the step."""
+        table = self._table(key)
+        if table.grad is None:
+            table.grad = torch.zeros_like(table)
+        table.grad.index_add_(0, ids, gradients.to(table.grad.dtype))
+
+    def _table(self, key: str) -> nn.Parameter:
+        return dict(self.named_parameters())[key]
 
 
 def _called(loss: Loss, outputs: Any, batch: Batch) -> Any:

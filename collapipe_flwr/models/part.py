@@ -32,7 +32,8 @@ class Part(nn.Module):
         self.model: Any = model
         self._holdings = holdings
         self._layout = holdings.layout
-        _drop_all_but(model, holdings)
+        kept = {path for paths in holdings.all.values() for path in paths}
+        leave_holes(model, [path for path in model.state_dict(keep_vars=True) if path not in kept])
         for key, paths in holdings.all.items():
             self._adopt(key, paths, _pick(weights, key))
 
@@ -109,11 +110,6 @@ class Part(nn.Module):
 def normalises_batches(model: nn.Module) -> bool:
     """Whether any layer computes with the mean of the whole batch."""
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-
-
-def _drop_all_but(model: nn.Module, holdings: Holdings) -> None:
-    kept = {path for paths in holdings.all.values() for path in paths}
-    leave_holes(model, (path for path in model.state_dict(keep_vars=True) if path not in kept))
 
 
 def _pick(weights: Weights, key: str) -> Tensor:

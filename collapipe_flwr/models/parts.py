@@ -13,11 +13,11 @@ from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.block_inputs import PartCache
-from collapipe_flwr.models.borrowed import Borrower, Lender, Ties
+from collapipe_flwr.models.borrowed import Borrower
 from collapipe_flwr.models.generation import FEEDING, Ask, Emit, Prompt, generate
 from collapipe_flwr.models.layout import Holdings
 from collapipe_flwr.models.module_call import Left, arguments_of, leave
-from collapipe_flwr.models.objective import LABELS, Objective
+from collapipe_flwr.models.objective import LABELS, LossPart, Objective
 from collapipe_flwr.models.part import Part, Weights
 from collapipe_flwr.models.skeleton import blank_pixels
 from collapipe_flwr.models.stack import Around, Stack, without_cache
@@ -30,22 +30,15 @@ _LIMITS = ("vocab_size", "max_position_embeddings", "image_size", "max_source_po
 class EmbeddingPart(Borrower):
     """Token, patch or audio embedding: the library's own forward, left at the first block.
 
-    Tables that the edge owns (``ties``) hold no rows until ``load_rows``. Inputs that an own head
-    does not pass on are ``unread``.
+    Inputs that an own head does not pass on are ``unread``.
     """
 
     def __init__(
-        self,
-        stack: Stack,
-        holdings: Holdings,
-        weights: Weights,
-        ties: Ties | None = None,
-        *,
-        unread: AbstractSet[str] = frozenset(),
+        self, stack: Stack, holdings: Holdings, weights: Weights, unread: AbstractSet[str]
     ) -> None:
-        super().__init__(stack.model, holdings, weights)
+        ids_of = dict.fromkeys(holdings.layout.ties, "input_ids")
+        super().__init__(stack.model, holdings, weights, ids_of)
         self._stack = stack.module
-        self.borrow(ties or {}, dict.fromkeys(ties or {}, "input_ids"))
         self._accepted = set(arguments_of(self._stack)) - unread
         stack.entrance.forward = leave
 
@@ -115,7 +108,7 @@ class SegmentPart(Part):
         return self._stack.run_blocks(hidden_BTD, {}, cache)
 
 
-class EdgePart(Lender):
+class EdgePart(LossPart):
     """What stands behind the devices: upper blocks and a head, or a whole decoder.
 
     A head that is no class of the library (``own_head``) may call its base model in any way, so it
@@ -130,7 +123,7 @@ class EdgePart(Lender):
         task: Task,
         objective: Objective,
         *,
-        own_head: bool = False,
+        own_head: bool,
     ) -> None:
         super().__init__(stack.model, holdings, weights, objective)
         self._stack = stack

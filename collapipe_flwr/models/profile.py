@@ -68,12 +68,12 @@ def _profile(splitter: AnySplitter, shape: BatchShape, optimizer_bytes: StateByt
         key: torch.zeros(size, dtype=dtype) for key, (size, dtype) in splitter.shapes.items()
     }
     batch, examples = splitter.example(shape)
-    embedding: Any = splitter.build_embedding(weights)
+    embedding = splitter.build_embedding(weights)
     for key in splitter.ties:
         embedding.load_rows(key, torch.arange(len(weights[key])), weights[key])
     hidden_BTD = embedding(batch)
     context = {**splitter.context(batch), **embedding.block_context()}
-    edge: Any = splitter.build_edge(weights)
+    edge = splitter.build_edge(weights)
     blocks, behind_BTD = _block_costs(splitter, weights, hidden_BTD, context, optimizer_bytes)
     costs = (
         _cost(embedding, lambda: embedding(batch), optimizer_bytes),
@@ -109,10 +109,6 @@ def _per_example(cost: BlockCost, examples: int) -> BlockCost:
     )
 
 
-def _learns(part: Part) -> bool:
-    return any(parameter.requires_grad for parameter in part.parameters())
-
-
 def _block_costs(
     splitter: AnySplitter,
     weights: Weights,
@@ -130,16 +126,17 @@ def _block_costs(
     for index in range(splitter.num_blocks):
         held = {key: splitter.shapes[key] for key in splitter.held_keys(index)}
         shapes = tuple(held.values())
-        changing = {k: kind for k, kind in held.items() if k not in splitter.constant_keys}
         trained = {
-            k: kind for k, kind in changing.items() if kind[1].is_floating_point
-        }  # no counter
+            key: (shape, dtype)
+            for key, (shape, dtype) in held.items()
+            if key not in splitter.constant_keys and dtype.is_floating_point  # no counter
+        }
         with unset_fake_temporarily():
             kind = (hidden_BTD.requires_grad, shapes, optimizer_bytes(trained))
         if kind not in known:
             block = splitter.build_segment(index, index + 1, weights)
             known[kind] = _cost(block, partial(block, _leaf(hidden_BTD), context), optimizer_bytes)
-            learns = hidden_BTD.requires_grad or _learns(block)
+            learns = hidden_BTD.requires_grad or any(p.requires_grad for p in block.parameters())
             hidden_BTD = hidden_BTD.detach().requires_grad_(learns)
         costs.append(known[kind])
     return tuple(costs), hidden_BTD

@@ -24,7 +24,7 @@ from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.lora import add_adapters
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.tasks import auto_class, model_class
-from collapipe_flwr.models.validation import UNFIT, first_lines, why_unfit
+from collapipe_flwr.models.validation import UNFIT, refusing, why_unfit
 
 # Building a transformers model patches library globals for a moment; devices may be threads.
 _BUILDING = threading.Lock()
@@ -40,10 +40,8 @@ def read_config(spec: ModelSpec) -> PreTrainedConfig:
         raise ModelError(f"config_json names the unknown model_type {model_type!r}")
     config_class: Any = (own and own.config_class) or CONFIG_MAPPING[model_type]
     _refuse_endless(values)
-    try:
+    with refusing(f"model type {model_type!r}"):
         config: PreTrainedConfig = config_class.from_dict(values)
-    except UNFIT as cause:
-        raise ModelError(f"model type {model_type!r}: {first_lines(cause)}") from cause
     config.architectures = config.architectures or []  # None breaks the choice of a head
     return config
 
@@ -245,8 +243,10 @@ class _WithoutValues(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def example_inputs(config: Any, input_name: str, length: int) -> dict[str, Tensor]:
-    """What the embedding reads for one example of ``length`` tokens.
+def example_inputs(
+    config: Any, input_name: str, length: int, examples: int = 1
+) -> dict[str, Tensor]:
+    """What the embedding reads for examples of ``length`` tokens.
 
     Images and sound have the size that ``config`` says, whatever ``length`` is.
     """
@@ -254,13 +254,13 @@ def example_inputs(config: Any, input_name: str, length: int) -> dict[str, Tenso
         _require(config, "image_size", "num_channels")
         size = config.image_size
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        return {input_name: torch.zeros(1, config.num_channels, height, width)}
+        return {input_name: torch.zeros(examples, config.num_channels, height, width)}
     if input_name == "input_features":
         _require(config, "max_source_positions", "num_mel_bins")
         frames = 2 * config.max_source_positions  # the second convolution halves them
-        return {input_name: torch.zeros(1, config.num_mel_bins, frames)}
-    ones = torch.ones(1, length, dtype=torch.long)
-    return {"input_ids": ones, "attention_mask": ones}
+        return {input_name: torch.zeros(examples, config.num_mel_bins, frames)}
+    ones = torch.ones(examples, length, dtype=torch.long)
+    return {"input_ids": ones, "attention_mask": ones.clone()}
 
 
 def blank_pixels(config: Any, hidden_BTD: Tensor) -> Tensor:

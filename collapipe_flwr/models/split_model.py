@@ -13,21 +13,19 @@ from torch.nn.parameter import is_lazy
 from transformers import PreTrainedModel
 
 from collapipe_flwr.core.errors import CollaPipeError, ModelError
-from collapipe_flwr.core.imports import allow_own, is_within, path_of
+from collapipe_flwr.core.imports import allow_own, path_of
 from collapipe_flwr.models.any_splitter import AnySplitter
-from collapipe_flwr.models.described import DescribedModel
+from collapipe_flwr.models.described import DescribedModel, splitter_of
 from collapipe_flwr.models.describing import describe_live
-from collapipe_flwr.models.module_build import build_module
 from collapipe_flwr.models.module_call import arguments_of
 from collapipe_flwr.models.module_describing import describe_module, few
-from collapipe_flwr.models.module_spec import ModuleSpec
+from collapipe_flwr.models.module_spec import ModuleSpec, build_module
 from collapipe_flwr.models.objective import numbers_of
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.skeleton import example_inputs
 from collapipe_flwr.models.spec import BatchShape, ModelSpec
-from collapipe_flwr.models.specs import splitter_of
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.models.validation import UNFIT, first_lines
+from collapipe_flwr.models.validation import UNFIT, first_lines, refusing
 
 Batch = Mapping[str, Any] | tuple[Any, ...] | list[Any]
 _CLOSE = 1e-5  # of the largest number: sums may be added up in another order
@@ -67,8 +65,8 @@ class SplitModel(DescribedModel):
         edge_blocks: int = 0,
         personal: Sequence[str] = (),
     ) -> None:
-        self._build, self._arguments = _builder(model, arguments)
-        self.model = model if isinstance(model, nn.Module) else self._built()
+        self._build, given = _builder(model, arguments)
+        self.model = model if isinstance(model, nn.Module) else build_module(self._path(), given)
         self._example = None if example is None else as_batch(example)
         loss_path = _loss_path(loss)
         if isinstance(self.model, PreTrainedModel):
@@ -85,7 +83,7 @@ class SplitModel(DescribedModel):
                 self.model,
                 example=self._batch(),
                 build=self._path(),
-                arguments_json=_as_json(self._arguments),
+                arguments_json=given,
                 blocks=blocks,
                 embed=embed,
                 head=head,
@@ -98,8 +96,8 @@ class SplitModel(DescribedModel):
             splitter_of(spec.to_json()),
             self._shape(spec, length),
             batch_size=self._batch_size(batch_size),
+            personal=tuple(personal),
         )
-        self.personal = self._personal(personal)
         self._check()
 
     @property
@@ -109,18 +107,12 @@ class SplitModel(DescribedModel):
 
     def weights(self) -> dict[str, Tensor]:
         """The live model's tensors that travel."""
-        return self.splitter.travelling({k: t.detach() for k, t in self._state().items()})
-
-    def _built(self) -> nn.Module:
-        return build_module(self._path(), _as_json(self._arguments))
+        return self.splitter.travelling({k: t.detach() for k, t in self.model.state_dict().items()})
 
     def _path(self) -> str:
         """By which every process that allows it builds the model."""
         allow_own(self._build)
         return path_of(self._build, "the model")
-
-    def _state(self) -> dict[str, Tensor]:
-        return self.model.state_dict()
 
     def _batch(self) -> dict[str, Tensor]:
         """The example that a module is traced with; raises ModelError where none was given."""
@@ -163,21 +155,19 @@ class SplitModel(DescribedModel):
             raise ModelError("SplitModel needs the length of texts in tokens: length=128, say")
         return BatchShape(source_length=length or 1, target_length=length or 1)
 
-    def _personal(self, names: Sequence[str]) -> tuple[str, ...]:
-        for name in names:
-            if not any(is_within(key, [name]) for key in self.splitter.all_keys()):
-                raise ModelError(f"personal names {name!r}, which is no part of the model")
-        return tuple(names)
-
     def _check(self) -> None:
         """Raise ModelError unless the parts compute what the model does."""
         batch, splitter = self._example, self.splitter
         if isinstance(self.spec, ModuleSpec):
-            _rehearse(self.model, splitter, self.shape)
+            try:
+                profile_model(splitter, self.shape)
+            except UNFIT as cause:
+                raise _not_apart(self.model, cause) from cause
         if batch is None and isinstance(splitter, Splitter) and splitter.spec.model_class:
-            batch = _drawn(splitter, self.shape)
+            length = min(self.shape.source_length, 8)
+            batch = example_inputs(splitter.input_config, splitter.input_name, length, examples=2)
         if batch is not None and not splitter.decodes:
-            check_exact(self.model, splitter, self._state(), few(batch))
+            _check_exact(self.model, splitter, few(batch))
         if self._example is not None:
             _check_loss(self.model, splitter, few(self._example))
 
@@ -211,14 +201,6 @@ def _check_loss(model: nn.Module, splitter: AnySplitter, batch: Mapping[str, Ten
         raise ModelError(f"the example weighs {weight:g}: {splitter.spec.weight!r} must be >= 0")
 
 
-def _rehearse(model: nn.Module, splitter: AnySplitter, shape: BatchShape) -> None:
-    """Raise ModelError unless each part can be measured by itself."""
-    try:
-        profile_model(splitter, shape)
-    except UNFIT as cause:
-        raise _not_apart(model, cause) from cause
-
-
 def _not_apart(model: nn.Module, cause: BaseException) -> ModelError:
     return ModelError(
         f"{type(model).__name__} cannot be split: its parts do not run apart from each other "
@@ -226,21 +208,12 @@ def _not_apart(model: nn.Module, cause: BaseException) -> ModelError:
     )
 
 
-def check_exact(
-    model: nn.Module,
-    splitter: AnySplitter,
-    state: Mapping[str, Tensor],
-    batch: Mapping[str, Tensor],
-) -> None:
+def _check_exact(model: nn.Module, splitter: AnySplitter, batch: Mapping[str, Tensor]) -> None:
     """Raise ModelError unless all parts together compute the live model's scores."""
-    weights = splitter.travelling(state)
-    try:
-        with _evaluating(model), torch.no_grad():
-            expected = numbers_of(splitter.run_whole(model, batch))
-    except UNFIT as cause:
-        raise ModelError(
-            f"{type(model).__name__} cannot read the example: {first_lines(cause)}"
-        ) from cause
+    weights = splitter.travelling(model.state_dict())
+    unread = f"{type(model).__name__} cannot read the example"
+    with refusing(unread), _evaluating(model), torch.no_grad():
+        expected = numbers_of(splitter.run_whole(model, batch))
     try:
         found = numbers_of(_through_parts(splitter, weights, batch))
     except CollaPipeError:
@@ -265,9 +238,9 @@ def _close(ours: Tensor, theirs: Tensor) -> bool:
 def _through_parts(
     splitter: AnySplitter, weights: Mapping[str, Tensor], batch: Mapping[str, Tensor]
 ) -> Any:
-    embedding: Any = splitter.build_embedding(weights).train(False)
+    embedding = splitter.build_embedding(weights).train(False)
     segment = splitter.build_segment(0, splitter.num_blocks, weights).train(False)
-    edge: Any = splitter.build_edge(weights).train(False)
+    edge = splitter.build_edge(weights).train(False)
     for key in splitter.ties:
         embedding.load_rows(key, torch.arange(len(weights[key])), weights[key])
     with torch.no_grad():
@@ -295,21 +268,20 @@ _WRAPPERS = {  # where torch's wrappers keep the module that they wrap
 }
 
 
-def _builder(
-    model: Any, arguments: Mapping[str, object] | None
-) -> tuple[Any, Mapping[str, object]]:
+def _builder(model: Any, arguments: Mapping[str, object] | None) -> tuple[Any, str]:
+    """What builds the model on other machines, and its arguments as JSON; raises ModelError."""
     if isinstance(model, nn.Module):
         _refuse_unfit(model)
         if arguments is not None:
             raise ModelError("arguments belong to what builds a model: SplitModel(Net, arguments=)")
-        return type(model), {}
+        return type(model), "{}"
     if isinstance(model, type) and issubclass(model, PreTrainedModel):
         raise ModelError(f"SplitModel needs a live {model.__name__}, not the class: load it first")
     if isinstance(model, type) and not issubclass(model, nn.Module):
         raise ModelError(f"SplitModel needs an nn.Module, got the class {model.__name__}")
     if not callable(model):
         raise ModelError(f"SplitModel needs an nn.Module, got {type(model).__name__}")
-    return model, arguments or {}
+    return model, _as_json(arguments or {})
 
 
 def _refuse_unfit(model: nn.Module) -> None:
@@ -348,9 +320,3 @@ def _loss_path(loss: Any) -> str:
     path = path_of(loss, "the loss")
     allow_own(loss)
     return path
-
-
-def _drawn(splitter: Splitter, shape: BatchShape) -> dict[str, Tensor]:
-    """A batch to try a transformers model with."""
-    one = example_inputs(splitter.input_config, splitter.input_name, min(shape.source_length, 8))
-    return {key: torch.cat([value, value]) for key, value in one.items()}

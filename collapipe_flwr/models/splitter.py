@@ -13,12 +13,7 @@ from transformers import PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.any_splitter import AnySplitter, shapes_of
-from collapipe_flwr.models.checkpoint import (
-    CheckpointSource,
-    Completed,
-    find_untied,
-    load_checkpoint,
-)
+from collapipe_flwr.models.checkpoint import CheckpointSource, Completed, load_checkpoint
 from collapipe_flwr.models.discovery import family_for
 from collapipe_flwr.models.families import Family, find_blocks, stack_path
 from collapipe_flwr.models.layout import EDGE, EMBEDDING, Holdings, make_layout
@@ -55,7 +50,6 @@ class Splitter(AnySplitter):
         total_blocks = len(find_blocks(skeleton, self._family))
         self.num_blocks = blocks_for_devices(total_blocks, spec, self._family)
         self._layout = make_layout(skeleton, self._family, spec)
-        self.resident_keys = self._layout.resident
         self.config = skeleton.config
         self.has_record = not self._family.replayed  # its type is known, not found by a trace
         self.most_tokens = most_positions(self.config)  # of a sequence; None: no limit
@@ -119,7 +113,7 @@ class Splitter(AnySplitter):
         ModelError if it cannot be read or lacks tensors of the model's body.
         """
         model, drawn = self._first_model(seed)
-        differing = find_untied(model, self._plain_places())
+        differing = self._untied_in(model)
         if differing:
             raise ModelError(
                 f"the checkpoint {self.spec.pretrained!r} holds an own {differing[0]!r}, which its "
@@ -136,7 +130,7 @@ class Splitter(AnySplitter):
 
     def untied_by_checkpoint(self) -> tuple[str, ...]:
         """Keys that the architecture ties and ``spec.pretrained`` holds with own values."""
-        return find_untied(self._first_model(seed=0)[0], self._plain_places())
+        return self._untied_in(self._first_model(seed=0)[0])
 
     def absent_from_checkpoint(self) -> tuple[str, ...]:
         """Frozen keys that cannot be read from ``spec.pretrained``: a head's lower layers, say."""
@@ -155,13 +149,8 @@ class Splitter(AnySplitter):
     # Parts
 
     def build_embedding(self, weights: Weights) -> EmbeddingPart:
-        return EmbeddingPart(
-            self._stack(0, 0),
-            self._layout.holdings(EMBEDDING),
-            self._completed(weights),
-            self.ties,
-            unread=self._unread,
-        )
+        holdings = self._layout.holdings(EMBEDDING)
+        return EmbeddingPart(self._stack(0, 0), holdings, self._completed(weights), self._unread)
 
     def build_segment(self, first_block: int, stop_block: int, weights: Weights) -> SegmentPart:
         self._check_range(first_block, stop_block)
@@ -198,13 +187,16 @@ class Splitter(AnySplitter):
             model.config.use_cache = False
         return model
 
-    def _plain_places(self) -> dict[str, tuple[str, ...]]:
-        """Every key of the model without adapters, with all paths that lead to it."""
-        return {
-            key: tuple(map(key_of, paths))
+    def _untied_in(self, model: PreTrainedModel) -> tuple[str, ...]:
+        """Paths of tied tables whose value in a model without adapters is not that of their key."""
+        found = model.state_dict()
+        return tuple(
+            path
             for key, paths in self._layout.all_places().items()
             if not is_adapter(key)
-        }
+            for path in map(key_of, paths)
+            if not torch.equal(found[path], found[key])
+        )
 
     def _first_model(self, seed: int) -> tuple[PreTrainedModel, tuple[str, ...]]:
         """The model, and what a checkpoint lacked of it."""
@@ -228,9 +220,9 @@ class Splitter(AnySplitter):
         )
 
     def _completed(self, weights: Weights) -> Weights:
-        if not self.resident_keys:
+        if not self._layout.resident:
             return weights
-        return Completed(weights, self.resident_keys, lambda key: self._source.read(key))
+        return Completed(weights, self._layout.resident, lambda key: self._source.read(key))
 
     @cached_property
     def _source(self) -> CheckpointSource:

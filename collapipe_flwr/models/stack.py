@@ -23,21 +23,24 @@ from transformers.utils.generic import ModelOutput
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.block_inputs import BlockArguments, PartCache, token_mask
 from collapipe_flwr.models.families import Family, find_blocks, stack_path
-from collapipe_flwr.models.module_call import Left, arguments_of, handing_on
+from collapipe_flwr.models.module_call import Left, arguments_of, handing_on, hidden_of
 from collapipe_flwr.models.skeleton import blank_pixels
 
 Forward = Callable[..., Any]
 Around = Callable[[], AbstractContextManager[object]]  # entered for every second computation
 
 
-def checkpointed(
-    block: nn.Module, around: Around, hidden_BTD: Tensor, arguments: Mapping[str, Any]
+def run_block(
+    block: nn.Module, hidden_BTD: Tensor, arguments: Mapping[str, Any], around: Around | None
 ) -> Tensor:
-    """What `block` makes of hidden states; gradients are those of a plain call.
+    """What `block` makes of hidden states, with `around` computed again in the backward pass.
 
-    They reach its parameters, `hidden_BTD` and tensors that are themselves `arguments`, not those
-    inside of one. Random numbers are drawn twice: `around` must see to it that they are the same.
+    Gradients are those of a plain call. They reach its parameters, `hidden_BTD` and tensors that
+    are themselves `arguments`, not those inside of one. Random numbers are drawn twice: `around`
+    must see to it that they are the same.
     """
+    if around is None:
+        return hidden_of(block(hidden_BTD, **arguments))
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     others = {name: value for name, value in arguments.items() if name not in tensors}
     names = tuple(tensors)
@@ -95,7 +98,7 @@ def _same(tensor: Tensor) -> Tensor:
 class Stack:
     """Blocks ``first_block .. stop_block - 1`` of a model and what stands around the list.
 
-    With ``again`` each block is computed a second time in its backward pass, see ``checkpointed``.
+    With ``again`` each block is computed a second time in its backward pass, see ``run_block``.
     """
 
     model: PreTrainedModel
@@ -150,16 +153,11 @@ class Stack:
     ) -> Tensor:
         blocks = self.blocks
         for index in range(self.first_block, self.stop_block):
-            output_BTD = self._call(blocks[index], hidden_BTD, arguments(index))
+            output_BTD = run_block(blocks[index], hidden_BTD, arguments(index), self.again)
             if index == 0 and self.family.joined:
                 output_BTD = self._join(hidden_BTD, output_BTD, context)
             hidden_BTD = output_BTD
         return hidden_BTD
-
-    def _call(self, block: nn.Module, hidden_BTD: Tensor, arguments: dict[str, Any]) -> Tensor:
-        if self.again is not None:
-            return checkpointed(block, self.again, hidden_BTD, arguments)
-        return hidden_of(block(hidden_BTD, **arguments))
 
     def finish(self, hidden_BTD: Tensor) -> ModelOutput:
         """What the library's stack returns, from hidden states behind the last block."""
@@ -184,12 +182,6 @@ class Stack:
 def without_cache(model: nn.Module) -> dict[str, bool]:
     """The argument that keeps a model from building a cache for generating, if it would."""
     return {"use_cache": False} if "use_cache" in arguments_of(model) else {}
-
-
-def hidden_of(result: Any) -> Tensor:
-    """The hidden states among what a block or a stack returns."""
-    hidden_BTD: Tensor = result if isinstance(result, Tensor) else result[0]
-    return hidden_BTD
 
 
 def passes_on(module: nn.Module) -> bool:

@@ -6,14 +6,15 @@ the library has failed already.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.core.errors import CollaPipeError, ModelError
 from collapipe_flwr.models.families import Family
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.tasks import IGNORED_LABEL, Task
@@ -113,7 +114,8 @@ def misfit_of_labels(config: Any, task: Task, labels: Tensor | None) -> str | No
     if labels is None or labels.is_floating_point():
         return None
     known = labels[labels != IGNORED_LABEL]
-    classes = config.num_labels if task.labelled else _output_vocabulary(config)
+    vocabulary = getattr(config, "decoder_vocab_size", None) or getattr(config, "vocab_size", None)
+    classes = config.num_labels if task.labelled else vocabulary
     if classes is None or known.numel() == 0 or 0 <= int(known.min()) <= int(known.max()) < classes:
         return None
     wrong = int(known.min()) if int(known.min()) < 0 else int(known.max())
@@ -123,10 +125,6 @@ def misfit_of_labels(config: Any, task: Task, labels: Tensor | None) -> str | No
         else "use the tokenizer that belongs to the model"
     )
     return f"the batch holds the label {wrong}, but the model knows 0 to {classes - 1}: {way_out}"
-
-
-def _output_vocabulary(config: Any) -> int | None:
-    return getattr(config, "decoder_vocab_size", None) or getattr(config, "vocab_size", None)
 
 
 # What the library raises for settings that it, or torch below it, can do nothing with.
@@ -151,6 +149,17 @@ def first_lines(cause: BaseException) -> str:
         cause = cause.__cause__ or cause
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     return " ".join(lines[:2]).rstrip(".") if lines else type(cause).__name__
+
+
+@contextmanager
+def refusing(what: str, kinds: tuple[type[Exception], ...] = UNFIT) -> Iterator[None]:
+    """Raise ModelError for errors of these kinds: ``what`` fails, and what they say."""
+    try:
+        yield
+    except CollaPipeError:
+        raise
+    except kinds as cause:
+        raise ModelError(f"{what}: {first_lines(cause)}") from cause
 
 
 def why_unfit(cause: BaseException, config: PreTrainedConfig) -> str:

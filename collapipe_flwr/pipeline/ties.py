@@ -21,7 +21,8 @@ from collapipe_flwr.core.errors import ProtocolError
 if TYPE_CHECKING:
     from torch import nn
 
-    from collapipe_flwr.models.borrowed import Borrower, Lender
+    from collapipe_flwr.models.borrowed import Borrower
+    from collapipe_flwr.models.objective import LossPart
     from collapipe_flwr.pipeline.optimizer import Optimizer
 
 _SHARED = "shared/"
@@ -83,7 +84,7 @@ def load_rows(part: nn.Module, ids: Mapping[str, Tensor], rows: Mapping[str, Ten
 
 def lend_rows(part: nn.Module, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The rows of the last part's tables. Raises ProtocolError for rows that do not exist."""
-    lender = cast("Lender", part)
+    lender = cast("LossPart", part)
     try:
         return {ROWS + key: lender.rows(key, which) for key, which in ids.items()}
     except (KeyError, IndexError, AttributeError) as error:
@@ -103,4 +104,4 @@ def add_row_gradients(
         gradient = gradients.get(ROWS + key)
         if gradient is None or len(gradient) != len(which):
             raise ProtocolError(f"the first stage returned no gradients of the table {key!r}")
-        cast("Lender", part).add_row_gradients(key, which, gradient)
+        cast("LossPart", part).add_row_gradients(key, which, gradient)
