@@ -38,6 +38,8 @@ CLOSE = 1.015  # a plan for another length of a round is polished if it costs up
 ELSEWHERE = 0.02  # least relative difference of such lengths
 ENOUGH = 1e-4  # relative gain of an alternation that is worth another
 CORRECTIONS = 3  # of the radio's formula of 1F1B at most
+EVENING = (0.5, 1.0, 2.0, 4.0, 8.0)  # of relative latencies, by which bandwidth is moved
+EVENINGS = 4  # times at most
 EXCESS = 1e-3  # of a round: what that formula may be wrong by
 SAME = 1e-9  # relative differences below this count as none
 
@@ -99,6 +101,8 @@ class Planner(RoundProblem):
         overlapped = self.settings.schedule == "1f1b"
         most = JOINED_CLUSTERS if overlapped else POLISHED_CLUSTERS
         tries = POLISH_SOLVES if self.tables.num_clusters <= most else 0
+        if overlapped and tries:
+            best = self.evened(best)
         tried: set[bytes] = {key_of(best.rows)}
         while tries > 0:
             before = best
@@ -131,18 +135,23 @@ class Planner(RoundProblem):
             now = best.rows
             yield [replaced(now, near.cluster_r[[r]], near.take(np.array([r]))) for r in first]
         if self.settings.schedule == "1f1b":
-            yield [self._far(best, near)]
+            for rows in self._far(best, near):
+                yield [rows]
 
-    def _far(self, best: Solution, near: Layouts) -> Layouts:
-        """The best choice among ``near`` and rows two moves away of what the round waits for."""
+    def _far(self, best: Solution, near: Layouts) -> Iterator[Layouts]:
+        """The best choices among ``near`` and rows two moves away of what the round waits for.
+
+        Over the bandwidth in place, and over equal bandwidth, which other rows may be best for.
+        """
         slow = best.rows.take(best.priced.latency_s > SLOW * best.priced.latency_s.max())
-        moved = self.neighbours(slow)
-        if not len(moved):
-            return best.rows
+        if not len(moved := self.neighbours(slow)):
+            return
         far, values = self._promising(best, moved)
-        far = far.take(np.argsort(values, kind="stable")[:FAR_ROWS])
-        own, hz_m = self.estimates(best.chain, best.priced), best.allocation.edge_hz_r
-        return runners_up(self, best.rows, own, hz_m, stack([near, far])).together()
+        rows = stack([near, far.take(np.argsort(values, kind="stable")[:FAR_ROWS])])
+        even = equal_shares(best.chain, self.tables.snapshot.radio.bandwidth_hz)
+        for now in (best, self.priced(best.chain, even, best.rho)):
+            own, hz_m = self.estimates(now.chain, now.priced), now.allocation.edge_hz_r
+            yield runners_up(self, now.rows, own, hz_m, rows).together()
 
     def _promising(self, best: Solution, rows: Layouts) -> tuple[Layouts, Array]:
         """Rows a move away from ``rows`` that by dual prices cost little more than those of
@@ -197,6 +206,23 @@ class Planner(RoundProblem):
         others = [replace(each, latency_price_r=prices) for each in plain]
         solutions = [self.priced(chain, each, rho) for each in others]
         return min([best, *solutions], key=lambda s: s.objective)
+
+    def evened(self, best: Solution) -> Solution:
+        """More bandwidth for slower clusters, all at full power, while the objective falls."""
+        band_hz = self.tables.snapshot.radio.bandwidth_hz
+        for _ in range(EVENINGS):
+            before, trials = best, [best]
+            for power in EVENING:
+                late = before.priced.latency_s / before.priced.latency_s.max()
+                hz_m = before.allocation.edge_hz_r * late**power
+                hz_m *= band_hz / hz_m.sum()
+                times = full_power_times(best.chain, hz_m)
+                allocation = replace(before.allocation, edge_hz_r=hz_m, times=times)
+                trials.append(self.priced(best.chain, allocation, best.rho))
+            best = min(trials, key=lambda s: s.objective)
+            if not best.objective < before.objective * (1.0 - ENOUGH):
+                break
+        return best
 
     def _allocated(self, chain: Chain, rho: float, excess_s: Array | float = 0.0) -> Solution:
         """The radio's optimum if its formula says ``excess_s`` too much, or too little below 0."""
