@@ -59,6 +59,10 @@ def test_no_rival_is_better_by_a_hundredth_where_moves_alone_get_stuck(
         (OVERLAPPED, 63054, False),
         # A longer round that saves energy, far from a shorter one that is about as good.
         (OVERLAPPED, 63140, True),
+        # Bandwidth that neither the radio's program gives nor equal shares do.
+        (replace(EIGHT, schedule="1f1b"), 66030, False),
+        # Rows that are good over equal bandwidth, while the plan in place has another.
+        (OVERLAPPED, 66149, True),
     ],
 )
 def test_no_rival_is_better_by_a_hundredth_where_several_must_change(
