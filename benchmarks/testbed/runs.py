@@ -16,7 +16,10 @@ from benchmarks.testbed.training import METRIC
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """One round of a run: by the server's clock, without the evaluation of the model."""
+    """One round of a run: by the server's clock, without the evaluation of the model.
+
+    Predicted is the slowest cluster, with what the server took besides in the rounds before.
+    """
 
     round_s: float
     predicted_s: float
@@ -95,7 +98,7 @@ def _round(event: Mapping[str, Any]) -> Round:
     clusters = event["clusters"].values()
     return Round(
         round_s=event["wall_s"] - event["evaluation_s"],
-        predicted_s=event["predicted_latency_s"],
+        predicted_s=event["predicted_wall_s"],
         clusters=tuple((c["predicted_s"], c["latency_s"]) for c in clusters),
         energy_j=event["energy_j"],
         busy_s=_busy_s(event),

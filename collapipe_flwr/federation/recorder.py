@@ -98,7 +98,8 @@ class RunRecorder:
         """Keep a round until it is evaluated."""
         links = record.links(paced=self._paced)
         event = round_event(record, time.monotonic() - self._round_started_s)
-        self._pending = replace(event, links=links, lost=self._names({*record.failures}))
+        lost, expected_s = self._names({*record.failures}), self.story.expected_wall_s(event)
+        self._pending = replace(event, links=links, lost=lost, predicted_wall_s=expected_s)
         self._directory.write_pending(self._pending.as_json())
         timelines = {name: told.timeline for name, told in record.telemetry.items()}
         if any(timelines.values()):

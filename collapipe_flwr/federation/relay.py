@@ -45,7 +45,7 @@ class Relay(ClientApp):
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer a message, see `ClientApp`; raises LinkError where the control unit is lost."""
         path = local_socket.path_for(context.node_config)
-        peer = None if path is None else _accepted(path, AppCode.here(self._app, context.run_id))
+        peer = None if path is None else _accepted(path, self._app, context.run_id)
         if peer is None:
             app: ClientApp = load_app(self._app)
             return app(message, context)
@@ -53,13 +53,15 @@ class Relay(ClientApp):
             return _answered(peer, message, context)
 
 
-def _accepted(path: Path, code: AppCode) -> socket.socket | None:
+def _accepted(path: Path, app: str, run_id: int) -> socket.socket | None:
     """A connection to a control unit that runs this very code; None where there is none."""
+    code = None  # its files are read only where somebody asks for them
     for _ in range(_MOST_STARTS):
         peer = local_socket.connected(path)
         if peer is None:
             log.info("no control unit listens at %s: the ClientApp works by itself", path)
             return None
+        code = code or AppCode.here(app, run_id)
         verdict, why = _introduced(peer, code)
         if verdict == READY:
             peer.settimeout(SILENCE_S)

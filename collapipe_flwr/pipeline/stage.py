@@ -87,6 +87,7 @@ class Stage(ABC):
         self._returning = Frame(kind=FrameKind.ACTIVATION)  # whose backward pass runs
         self._sent: list[object] = []  # see `_send`
         self._norms = GradientNorms()
+        self._mode: bool | None = None  # of the part: it trains, or not
         self._micro_batches = 0  # in training
         self._weights = tuple(part.parameters())
         self._learns = borrows(part) or any(weight.requires_grad for weight in self._weights)
@@ -126,7 +127,9 @@ class Stage(ABC):
 
     def run_step(self, step: Step) -> None:
         """Execute the actions of one step; in training, apply the optimizer once at the end."""
-        self.part.train(step.train)
+        if self._mode is not step.train:  # walking through all modules takes milliseconds
+            self.part.train(step.train)
+            self._mode = step.train
         self._stash.clear()
         self._randomness = self._choose_randomness(step)
         if step.train and self.siblings:

@@ -16,6 +16,8 @@ from typing import Any, cast
 from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan
 from collapipe_flwr.core.links import LinkConfig, LinkReport, LinkTraffic, totals
 
+_RECENT = 5  # rounds
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkBytes:
@@ -45,6 +47,7 @@ class RoundEvent:
     clusters_metrics: Mapping[str, float] = field(default_factory=dict)  # on all shares together
     plan: Mapping[str, Any] | None = None
     predicted_latency_s: float | None = None  # by the plan
+    predicted_wall_s: float | None = None  # see `RunStory.expected_wall_s`
     latency_s: float | None = None  # measured by machines; of simulated clusters, in the true world
     clusters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # see `cluster_json`
     energy_j: Mapping[str, float] = field(default_factory=dict)
@@ -57,6 +60,11 @@ class RoundEvent:
     lost: tuple[str, ...] = ()  # clusters that were away or whose round came to nothing
     fresh_examples: int = 0  # that arrived in data.stream
     prequential_loss: float | None = None  # on them, before training on them
+
+    @property
+    def was_timed(self) -> bool:
+        """Whether machines measured every cluster's seconds."""
+        return bool(self.clusters) and all(each["measured"] for each in self.clusters.values())
 
     def as_json(self) -> dict[str, Any]:
         """Plain data for the event log; JSON knows no NaN, so a diverged number becomes null."""
@@ -156,6 +164,18 @@ class RunStory:
             incidents=(),
         )
         return replace(self, events=(*self.events, curve), sums=self.sums.plus(event))
+
+    def expected_wall_s(self, event: RoundEvent) -> float | None:
+        """How long a round takes without its evaluation, told before it began.
+
+        It is what its plan says of the slowest cluster, and what the server, messages and
+        aggregation took besides in the last rounds. None where no machines are timed.
+        """
+        if event.predicted_latency_s is None or not event.was_timed:
+            return None
+        recent = [e for e in self.events[-_RECENT:] if e.latency_s is not None]
+        besides = [e.wall_s - e.evaluation_s - (e.latency_s or 0.0) for e in recent]
+        return event.predicted_latency_s + (median(besides) if besides else 0.0)
 
     def summary(self, *, status: str, wall_s: float, reason: str | None = None) -> dict[str, Any]:
         """The content of ``summary.json``, with the last of the plans (see `RunDirectory`)."""

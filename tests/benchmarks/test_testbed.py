@@ -129,7 +129,7 @@ def event(**more: object) -> dict[str, object]:
     return {
         "wall_s": 9.0,
         "evaluation_s": 1.0,
-        "predicted_latency_s": 7.0,
+        "predicted_wall_s": 7.0,
         "plan": {"clusters": [plan]},
         "clusters": {"c": {"predicted_s": 7.0, "latency_s": 6.0, "stages": stages}},
         "energy_j": {"c/a": 3.0, "c/b": 1.0},
