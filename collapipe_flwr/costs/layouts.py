@@ -122,6 +122,16 @@ def key_of(rows: Layouts) -> bytes:
     return b"|".join(np.ascontiguousarray(part, dtype=np.int64).tobytes() for part in parts)
 
 
+def keys_of(rows: Layouts) -> list[bytes]:
+    """The same for each row."""
+    width = 2 * rows.member_rs.shape[1]
+    pairs = np.stack([rows.member_rs, rows.stop_rs], axis=2).reshape(len(rows), width)
+    heads = [rows.cluster_r, rows.micro_batch_size_r, rows.micro_batches_r]
+    table = np.ascontiguousarray(np.column_stack([*heads, pairs]), dtype=np.int64)
+    widths = (len(heads) + 2 * rows.depth_r).tolist()
+    return [row[:width].tobytes() for row, width in zip(table, widths, strict=True)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hops:
     """Payload, parties and radio of every hop of every row; unused hops carry 0 bits."""

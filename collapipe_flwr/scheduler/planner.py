@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -19,12 +20,13 @@ from collapipe_flwr.costs.chain import (
 )
 from collapipe_flwr.costs.convergence import others_max
 from collapipe_flwr.costs.layouts import Layouts, by_member, key_of, of_members, replaced, stack
+from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.dual_prices import DualPrices
 from collapipe_flwr.scheduler.local_search import Moves, every_batch
 from collapipe_flwr.scheduler.problem import RoundProblem
 from collapipe_flwr.scheduler.radio.interior_point import Allocation, allocate, equal_shares
 from collapipe_flwr.scheduler.radio.problem import convex_latency_s
-from collapipe_flwr.scheduler.runners_up import runners_up
+from collapipe_flwr.scheduler.runners_up import RunnersUp, beam, runners_up
 from collapipe_flwr.scheduler.search import FEW_CLUSTERS, Search
 
 POLISHED_CLUSTERS = 5  # up to here time allows trying runners-up one by one
@@ -32,8 +34,7 @@ JOINED_CLUSTERS = 8  # and up to here the best choice of all of them together
 POLISH_SOLVES = 32  # radio solves spent on runners-up
 POLISH_RIVALS = 8  # of them at a time, by either order
 WORTH_A_TRY = 0.15  # share of the objective by which a runner-up may seem worse
-SLOW = 0.98  # of a round's length: clusters that take longer are looked at two moves away
-FAR_ROWS = 200  # that are then played, those that promise most
+SLOW = 0.98  # of a round's length: for clusters that take longer, rows far away are tried
 CLOSE = 1.015  # a plan for another length of a round is polished if it costs up to this factor
 ELSEWHERE = 0.02  # least relative difference of such lengths
 ENOUGH = 1e-4  # relative gain of an alternation that is worth another
@@ -90,13 +91,13 @@ class Planner(RoundProblem):
             near = abs(trial.priced.latency_s.max() / length_s - 1.0) < ELSEWHERE
             if not near and trial.objective < CLOSE * best.objective:
                 best = min(best, self.polished(trial), key=lambda s: s.objective)
-        return best
+        return self.polished(best, far=True) if self.settings.schedule == "1f1b" else best
 
-    def polished(self, best: Solution) -> Solution:
+    def polished(self, best: Solution, *, far: bool = False) -> Solution:
         """Try the runners-up of ``best`` with the radio re-optimised, while time allows.
 
         Dual prices value a cluster's alternatives at the bandwidth it has now; the radio solver
-        knows what each is really worth.
+        knows what each is really worth. Those ``far`` from ``best`` are the last that are tried.
         """
         overlapped = self.settings.schedule == "1f1b"
         most = JOINED_CLUSTERS if overlapped else POLISHED_CLUSTERS
@@ -106,7 +107,7 @@ class Planner(RoundProblem):
         tried: set[bytes] = {key_of(best.rows)}
         while tries > 0:
             before = best
-            for rivals in self._rivals(best):
+            for rivals in self._rivals(best, far=far):
                 fresh = [r for r in rivals if key_of(r) not in tried][:tries]
                 tried |= {key_of(r) for r in fresh}
                 tries -= len(fresh)
@@ -116,9 +117,9 @@ class Planner(RoundProblem):
                     break
             else:
                 break
-        return best
+        return self.evened(best) if overlapped else best
 
-    def _rivals(self, best: Solution) -> Iterator[list[Layouts]]:
+    def _rivals(self, best: Solution, *, far: bool) -> Iterator[list[Layouts]]:
         """Plans near ``best``: under 1F1B one that may differ in all clusters, then those in one.
 
         The latter, for few clusters, by dual prices and in turn by what they cost as played.
@@ -126,32 +127,34 @@ class Planner(RoundProblem):
         near, values = self._promising(best, best.rows)
         orders = [np.argsort(values, kind="stable")[:POLISH_RIVALS]]
         if self.settings.schedule == "1f1b" and len(near):
-            own, hz_m = self.estimates(best.chain, best.priced), best.allocation.edge_hz_r
-            found = runners_up(self, best.rows, own, hz_m, near)
+            found = self._played(best, near)
             yield [found.together()]
             orders.append(np.argsort(found.alone(), kind="stable")[:POLISH_RIVALS])
         if self.tables.num_clusters <= POLISHED_CLUSTERS:
             first = dict.fromkeys(np.stack(orders, axis=1).ravel().tolist())
             now = best.rows
             yield [replaced(now, near.cluster_r[[r]], near.take(np.array([r]))) for r in first]
-        if self.settings.schedule == "1f1b":
+        if far:
             for rows in self._far(best, near):
                 yield [rows]
 
     def _far(self, best: Solution, near: Layouts) -> Iterator[Layouts]:
-        """The best choices among ``near`` and rows two moves away of what the round waits for.
+        """The best choices among ``near`` and what a beam finds for the clusters that a round
+        waits for.
 
         Over the bandwidth in place, and over equal bandwidth, which other rows may be best for.
         """
         slow = best.rows.take(best.priced.latency_s > SLOW * best.priced.latency_s.max())
-        if not len(moved := self.neighbours(slow)):
-            return
-        far, values = self._promising(best, moved)
-        rows = stack([near, far.take(np.argsort(values, kind="stable")[:FAR_ROWS])])
         even = equal_shares(best.chain, self.tables.snapshot.radio.bandwidth_hz)
         for now in (best, self.priced(best.chain, even, best.rho)):
-            own, hz_m = self.estimates(now.chain, now.priced), now.allocation.edge_hz_r
-            yield runners_up(self, now.rows, own, hz_m, rows).together()
+            found = self._played(now, near)
+            for rows in beam(slow, self._fitting_neighbours, partial(self._played, now)):
+                found = found.joined(rows)
+            yield found.together()
+
+    def _played(self, now: Solution, rows: Layouts) -> RunnersUp:
+        own, hz_m = self.estimates(now.chain, now.priced), now.allocation.edge_hz_r
+        return runners_up(self, now.rows, own, hz_m, rows)
 
     def _promising(self, best: Solution, rows: Layouts) -> tuple[Layouts, Array]:
         """Rows a move away from ``rows`` that by dual prices cost little more than those of
@@ -280,6 +283,10 @@ class Planner(RoundProblem):
     def choose(self, prices: DualPrices, now: Layouts | None) -> Layouts:
         """The best row of every cluster at ``prices``; raises InfeasibleError."""
         return Search(self).choose(prices, now)
+
+    def _fitting_neighbours(self, rows: Layouts) -> Layouts:
+        moved = self.neighbours(rows)
+        return moved.take(fits(self.tables, moved, self.settings))
 
     def neighbours(self, rows: Layouts) -> Layouts:
         """Every single move from every row, any device of its cluster coming in."""

@@ -8,11 +8,12 @@ shorter, so the rows of all clusters are also chosen together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from collapipe_flwr.costs.arrays import Array
+from collapipe_flwr.costs.arrays import Array, Ints
 from collapipe_flwr.costs.chain import (
     chain_of,
     full_power_times,
@@ -21,10 +22,13 @@ from collapipe_flwr.costs.chain import (
     price_rows,
 )
 from collapipe_flwr.costs.convergence import others_max
-from collapipe_flwr.costs.layouts import Layouts, replaced, stack
+from collapipe_flwr.costs.layouts import Layouts, keys_of, replaced, stack
 from collapipe_flwr.scheduler.pool import Picking, Pool
 from collapipe_flwr.scheduler.problem import RoundProblem
 from collapipe_flwr.scheduler.scorer import Estimates
+
+WIDTH = 16  # rows of a cluster that a beam goes on from
+PATIENCE = 2  # moves in vain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,15 @@ class RunnersUp:
     own: Estimates  # what its rows cost
     near: Layouts
     costs: Estimates  # what those cost
+
+    def take(self, rows: Ints) -> RunnersUp:
+        """Only these rows."""
+        return replace(self, near=self.near.take(rows), costs=self.costs.take(rows))
+
+    def joined(self, more: RunnersUp) -> RunnersUp:
+        """Those of ``more`` behind these."""
+        costs = self.costs.joined(more.costs)
+        return replace(self, near=stack([self.near, more.near]), costs=costs)
 
     def alone(self) -> Array:
         """What a plan costs with each row in it, less what the plan's energy does, (R,)."""
@@ -68,3 +81,28 @@ def runners_up(
     good = (least.latency < own.latency[owner]) | (least.worth < own.worth[owner])
     costs = problem.estimates(chain, played(chain, times, bounded, np.flatnonzero(good)))
     return RunnersUp(problem=problem, now=now, own=own, near=near, costs=costs)
+
+
+def beam(
+    start: Layouts, neighbours: Callable[[Layouts], Layouts], play: Callable[[Layouts], RunnersUp]
+) -> Iterator[RunnersUp]:
+    """The best rows of every cluster one move from ``start``, then one move from those, and so on.
+
+    Ends when the best row of all has not become better for `PATIENCE` moves.
+    """
+    seen, best, vain = set(keys_of(start)), np.inf, 0
+    while vain < PATIENCE:
+        moved = neighbours(start)
+        new = {key: row for row, key in enumerate(keys_of(moved)) if key not in seen}
+        if not new:
+            return
+        seen |= new.keys()
+        found = play(moved.take(np.array(list(new.values()))))
+        values = found.alone()
+        vain = 0 if values.min() < best else vain + 1
+        best = min(best, values.min())
+        order = np.argsort(values, kind="stable")
+        owner = found.near.cluster_r[order]
+        kept = found.take(np.concatenate([order[owner == m][:WIDTH] for m in np.unique(owner)]))
+        start = kept.near
+        yield kept

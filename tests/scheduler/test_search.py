@@ -63,6 +63,11 @@ def test_no_rival_is_better_by_a_hundredth_where_moves_alone_get_stuck(
         (replace(EIGHT, schedule="1f1b"), 66030, False),
         # Rows that are good over equal bandwidth, while the plan in place has another.
         (OVERLAPPED, 66149, True),
+        # Many moves of the slowest cluster, and of all four, as a beam finds them.
+        (OVERLAPPED, 67027, False),
+        (OVERLAPPED, 66047, False),
+        # Bandwidth that is moved once more when the rows are known.
+        (replace(EIGHT, schedule="1f1b"), 67186, False),
     ],
 )
 def test_no_rival_is_better_by_a_hundredth_where_several_must_change(
