@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ Json = dict[str, Any]
 COMMAND = "collapipe bench testbed"
 WHOLE = ("fedavg", "splitfed")  # one device of a cluster holds all blocks
 RIVALS = ("fedavg", "splitfed", "uniform")
+BLOCKS = 6  # of the model, see `testbed.training`
 SATURATED = 0.9  # of the host's processors
 WIDTH = 100
 LATENCY, EFFICIENCY, MEMORY = 48.98, 15.09, 0.5
@@ -33,6 +35,7 @@ def lines(result: Json) -> Iterator[str]:
     yield from _setting(settings)
     yield from _table(policies, settings)
     yield from _claims(policies)
+    yield from _possible(settings)
     yield from _predictions(policies)
     yield from _boards(settings)
 
@@ -141,6 +144,34 @@ def _claims(policies: Mapping[str, Json]) -> Iterator[str]:
         yield f"| {rows} | {kept} |"
 
 
+def _possible(settings: Json) -> Iterator[str]:
+    """What cuts of whole blocks could gain over one device, did nothing but computing take time."""
+    if "useful_flop" not in settings:
+        return
+    flop = settings["useful_flop"] / len(settings["clusters"]) / BLOCKS
+    speeds = [
+        [board["flop_per_s"] for board in cluster["boards"][1:]] for cluster in settings["clusters"]
+    ]
+    alone_s = max(BLOCKS * flop / max(each) for each in speeds)
+    cut_s = max(flop * slowest_share(each) for each in speeds)
+    yield ""
+    yield from _paragraph(
+        f"Computing alone takes {alone_s:.1f} s on the fastest device of the slower cluster, and "
+        f"{cut_s:.1f} s on the slowest stage of its best cut into whole blocks, whatever memory "
+        "and budgets allow: with nothing but computing, no bubble and no message, a pipeline "
+        f"would be {100 * (1 - cut_s / alone_s):.0f} % below `fedavg` at most."
+    )
+
+
+def slowest_share(speeds: Sequence[float]) -> float:
+    """Blocks over speed of the slowest stage, where all blocks are shared out at best."""
+    return min(
+        max(count / speed for count, speed in zip(counts, speeds, strict=True))
+        for counts in product(range(BLOCKS + 1), repeat=len(speeds))
+        if sum(counts) == BLOCKS
+    )
+
+
 def _kept(seen: float, needed: float) -> str:
     return "kept" if seen >= needed else f"missed by {needed - seen:.1f}"
 
@@ -167,8 +198,7 @@ def _predictions(policies: Mapping[str, Json]) -> Iterator[str]:
 
 
 REASONS = (
-    "The server's planning and aggregation and the packing of messages are in no cluster's clock: "
-    "rounds are longer than their slowest cluster by about a fixed time.",
+    "What the server and messages take besides is expected to be what it was in the rounds before.",
     "Opening a session, taking weights and giving them back cost a device about a third of a "
     "second of a whole processor per round: seconds on the slowest boards. Plans know one overhead "
     "per cluster, not one per device: rounds with other devices than before are predicted badly.",

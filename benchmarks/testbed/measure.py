@@ -66,7 +66,8 @@ def measure(
             for policy, seed in turns(training)
         ]
         shaping = {"links": bed.links, "brake": brake}
-    settings = settings_json(clusters, measured, slow, figures) | {"shaping": shaping}
+    settings = settings_json(clusters, measured, slow, figures)
+    settings |= {"shaping": shaping, "useful_flop": runs[0].useful_flop}
     speeds = {
         f"{name}/{member.name}": member.speed_flop_per_s or 0.0
         for name, found in figures.items()

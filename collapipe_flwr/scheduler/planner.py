@@ -91,7 +91,9 @@ class Planner(RoundProblem):
             near = abs(trial.priced.latency_s.max() / length_s - 1.0) < ELSEWHERE
             if not near and trial.objective < CLOSE * best.objective:
                 best = min(best, self.polished(trial), key=lambda s: s.objective)
-        return self.polished(best, far=True) if self.settings.schedule == "1f1b" else best
+        # What is found far away once is near in the rounds that follow.
+        far = stay is None and self.settings.schedule == "1f1b"
+        return self.polished(best, far=True) if far else best
 
     def polished(self, best: Solution, *, far: bool = False) -> Solution:
         """Try the runners-up of ``best`` with the radio re-optimised, while time allows.

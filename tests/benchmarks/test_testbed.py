@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks import child_environment
 from benchmarks.data_plane.crew import BenchError
+from benchmarks.results_testbed import slowest_share
 from benchmarks.testbed.bed import Told
 from benchmarks.testbed.boards import boards, cluster_toml, read_clusters, slowness
 from benchmarks.testbed.brake import _duty_cycle, slowed
@@ -198,3 +199,10 @@ def test_policies_are_measured_on_real_daemons(tmp_path: Path) -> None:
         slowest = [max(s for _, s in done["clusters"]) for done in run["rounds"]]
         walls = [done["round_s"] for done in run["rounds"]]
         assert all(wall > 0.5 * cluster for wall, cluster in zip(walls, slowest, strict=True))
+
+
+def test_whole_blocks_are_shared_out_so_that_the_slowest_stage_is_quickest() -> None:
+    assert slowest_share([6.0]) == 1.0  # six blocks on one device
+    assert slowest_share([3.0, 3.0]) == 1.0
+    assert slowest_share([4.0, 1.0]) == 1.25  # five blocks and one
+    assert slowest_share([9.0, 1.0]) == 6 / 9  # the other device would only hold up
