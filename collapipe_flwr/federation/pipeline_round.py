@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from hashlib import sha256
 
 from flwr.app import RecordDict
@@ -52,7 +52,7 @@ class PipelineRound:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The largest tensors of an example that are planned for, without pictures."""
-        splitter = splitter_for(self.task.model_spec_json)
+        splitter = splitter_of(self.task.model_spec_json)
         if isinstance(splitter, ModuleSplitter):
             return {name: shape[1:] for name, _, shape in splitter.spec.example if shape[1:]}
         texts = isinstance(splitter, Splitter) and splitter.input_name == "input_ids"
@@ -82,7 +82,7 @@ class PipelineRound:
 
         The optimizer goes on from ``state``, or starts anew without one. Raises as `train_round`.
         """
-        splitter = splitter_for(self.task.model_spec_json)
+        splitter = splitter_of(self.task.model_spec_json)
         with site.devices(self.task, splitter) as devices:
             order = replace(
                 self._order(splitter, weights, site), batches=batches.num_batches(self.sizes[0])
@@ -108,7 +108,7 @@ class PipelineRound:
         """What the reply holds: what was trained, or all that was ``sent``, brought up to date."""
         if not self.task.whole:
             return trained
-        aliases = splitter_for(self.task.model_spec_json).aliases
+        aliases = splitter_of(self.task.model_spec_json).aliases
         changed = {key: name for key in sent if (name := aliases.get(key, key)) in trained}
         fresh = {key: partial(trained.__getitem__, name) for key, name in changed.items()}
         return Lookup.of(sent, Lookup(fresh))
@@ -124,7 +124,7 @@ class PipelineRound:
 
         A model whose embedding holds borrowed rows only cannot generate, so it predicts nothing.
         """
-        splitter = splitter_for(self.task.model_spec_json)
+        splitter = splitter_of(self.task.model_spec_json)
         if wanted is not None and wanted.generates(splitter.decodes) and splitter.ties:
             wanted = None
         with site.devices(self.task, splitter) as devices:
@@ -153,12 +153,6 @@ class PipelineRound:
             return None
         place = f"{self.task.learning.seed}/{self.plan.cluster_id}/{self.server_round}"
         return int.from_bytes(sha256(place.encode()).digest()[:6], "big")
-
-
-@lru_cache(maxsize=4)
-def splitter_for(model_spec_json: str) -> AnySplitter:
-    """The same splitter for the rounds of one run."""
-    return splitter_of(model_spec_json)
 
 
 def _micro_batches(splitter: AnySplitter, steps: Steps) -> Iterator[list[MicroBatch]]:

@@ -12,8 +12,8 @@ from collapipe_flwr.federation import records
 from collapipe_flwr.federation.arrays import take_record, take_tensors
 from collapipe_flwr.federation.node import Node
 from collapipe_flwr.federation.node_state import OPTIMIZER, recall_optimizer
-from collapipe_flwr.federation.pipeline_round import splitter_for
 from collapipe_flwr.federation.records import UnsplitTask
+from collapipe_flwr.models.described import splitter_of
 from collapipe_flwr.pipeline.compute import hold, home
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.state import between_rounds, load_optimizer_state, optimizer_state_of
@@ -43,7 +43,7 @@ class UnsplitRound:
         state = self.node.state(self.message)
         keeps = config.train.optimizer_state == "keep"
         examples = self.node.examples(self.message)
-        splitter = splitter_for(asked.model_spec_json)
+        splitter = splitter_of(asked.model_spec_json)
         weights = take_tensors(self.message.content.array_records[records.ARRAYS])
         model = hold(splitter.build_whole(weights, trains=True), self.node.site.place)
         optimizer = Optimizer(asked.optimizers[state.server_round - 1], model.named_parameters())
@@ -61,7 +61,7 @@ class UnsplitRound:
 
     def evaluate(self) -> Message:
         """A reply with loss and metric counts of the cluster's share of the test set."""
-        splitter = splitter_for(self.task.model_spec_json)
+        splitter = splitter_of(self.task.model_spec_json)
         test = self.node.test(self.message)
         batches = test.steps(self.task.batch_size, self.task.micro_batch_size)
         weights = take_tensors(self.message.content.array_records[records.ARRAYS])

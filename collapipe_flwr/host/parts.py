@@ -159,6 +159,19 @@ def tensors_of(session: Session, with_optimizer: bool) -> dict[str, Tensor]:
     return dict(home(PartState(weights=weights, optimizer=slots).tensors()))
 
 
+def trained_keys(session: Session) -> frozenset[str]:
+    """The keys of `tensors_of` whose tensors the session's steps have changed, slots included."""
+    if not session.steps:
+        return frozenset()
+    assert session.part is not None and session.optimizer is not None
+    names = [name for name, p in session.part.named_parameters() if p.requires_grad]
+    slots = session.optimizer.state_tensors()
+    of_them = PartState(
+        weights={}, optimizer={name: slots[name] for name in names if name in slots}
+    )
+    return frozenset(names) | of_them.tensors().keys()
+
+
 def _found_by_key(session: Session) -> dict[str, Tensor]:
     """What `missing` found: one tensor per key, also where several keys want the same content."""
     by_key: dict[str, Tensor] = {}

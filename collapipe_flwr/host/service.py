@@ -29,7 +29,7 @@ from collapipe_flwr.host.energy import EnergyMeter
 from collapipe_flwr.host.host_metrics import Tally
 from collapipe_flwr.host.lanes import ONLY, Lane
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
-from collapipe_flwr.host.parts import FOUND, SNAPSHOT, BuildPart, Parts, tensors_of
+from collapipe_flwr.host.parts import FOUND, SNAPSHOT, BuildPart, Parts, tensors_of, trained_keys
 from collapipe_flwr.host.session import Session, SessionRefused, Stream
 from collapipe_flwr.host.sessions import SessionTable
 from collapipe_flwr.host.snapshot_store import SnapshotStore
@@ -204,9 +204,14 @@ class EdgeService:
             return {key: tensor.detach().clone() for key, tensor in tensors.items()}
 
     def digests(self, key: SessionKey, *, with_optimizer: bool = False) -> dict[str, str]:
-        """The content digests of what `weights` would give."""
+        """The content digests of what `weights` would give, "" for what training has changed.
+
+        Reading all that again would cost a slow board more than to train it did.
+        """
         with self.reading(key, with_optimizer=with_optimizer) as tensors:
-            return digests_of(tensors)
+            changed = trained_keys(self.find(key))
+            still = {name: tensor for name, tensor in tensors.items() if name not in changed}
+            return {**dict.fromkeys(tensors, ""), **digests_of(still)}
 
     def snapshot(self, key: SessionKey, step: int) -> None:
         """Keep the state after `step` steps instead of the last one; twice is allowed.

@@ -8,6 +8,7 @@ they are touched. So a device that holds four of twelve blocks reads a third of 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -173,6 +174,7 @@ class CheckpointSource:
         self._pretrained = spec.pretrained
         self._skeleton = published_skeleton(spec)
         self._places = _places(spec.pretrained, self._skeleton)
+        self._computing = threading.Lock()  # a constant is computed inside of the skeleton
 
     def __contains__(self, key: object) -> bool:
         return key in self._places
@@ -182,7 +184,8 @@ class CheckpointSource:
         if key in self._places:
             with refusing(_unreadable(self._pretrained), (OSError, SafetensorError)):
                 return _read(self._places[key], key, self._skeleton)
-        constant = derive_constant(self._skeleton, key)
+        with self._computing:
+            constant = derive_constant(self._skeleton, key)
         if constant is None:
             raise ModelError(f"the checkpoint {self._pretrained!r} lacks the tensor {key!r}")
         return constant

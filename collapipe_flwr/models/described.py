@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import is_within
@@ -84,7 +84,8 @@ def spec_of(spec_json: str) -> ModelSpec | ModuleSpec:
     return ModuleSpec.from_json(spec_json) if is_module else ModelSpec.from_json(spec_json)
 
 
+@lru_cache(maxsize=4)
 def splitter_of(spec_json: str) -> AnySplitter:
-    """The splitter of a model of any kind; raises ModelError."""
+    """The splitter of a model of any kind, the same one in every round; raises ModelError."""
     spec = spec_of(spec_json)
     return ModuleSplitter(spec) if isinstance(spec, ModuleSpec) else Splitter(spec)

@@ -116,7 +116,7 @@ class Session:
         What travels, within ``turn``, lies in a file as soon as it is here.
         """
         theirs = self.digests(with_optimizer=with_optimizer)
-        ours = Lookup.of(known).only(key for key in theirs if key in known)
+        ours = Lookup.of(known).only(key for key in theirs if key in known and theirs[key])
         digests, sizes = _looked_at(ours)
         changed = tuple(key for key, digest in theirs.items() if digests.get(key) != digest)
         same = [key for key, digest in theirs.items() if digests.get(key) == digest]
@@ -146,7 +146,7 @@ class Session:
         return self._look(methods.MISSING, Digests(digests=digests), Keys).keys or ()
 
     def digests(self, *, with_optimizer: bool = False) -> dict[str, str]:
-        """The content digests of what `fetch_weights` would bring."""
+        """The content digests of what `fetch_weights` would bring, "" for what has changed."""
         return dict(self._look(methods.DIGESTS, None, Digests, with_optimizer).digests)
 
     def report(self) -> StageReport:

@@ -13,10 +13,11 @@ from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.weight_cache import TensorStore
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.state import PartState, digest_of
+from collapipe_flwr.pipeline.stowed import raw_bytes
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.weights import TransferStats
-from tests.host.chain_to_edge import build_head, request, session_key
-from tests.pipeline.chains import Head
+from tests.host.chain_to_edge import Cluster, build_head, request, session_key
+from tests.pipeline.chains import Head, make_batch, make_parts
 
 ADAMW = OptimizerConfig(name="adamw")
 
@@ -88,6 +89,31 @@ def test_a_fetch_brings_only_what_training_changed(client: EdgeClient) -> None:
     fetched, moved = client.session(session_key("a")).fetch_changed(known)
     assert torch.equal(fetched[key], weights[key])
     assert moved.received_bytes == weights[key].numel() * weights[key].element_size()
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_host_reads_nothing_again_that_training_has_changed(
+    client: EdgeClient, monkeypatch: pytest.MonkeyPatch, trains: bool
+) -> None:
+    read: list[Tensor] = []
+    monkeypatch.setattr(
+        "collapipe_flwr.pipeline.state.raw_bytes", lambda t: (read.append(t), raw_bytes(t))[1]
+    )
+    weights = _weights()
+    session = client.open_session(request("a", optimizer=ADAMW, keep_optimizer=True))
+    session.push_missing(weights)
+    with Cluster(make_parts((1,)), session.stream()).running() as first:
+        step = first.train_step if trains else first.evaluate
+        step(make_batch((2, 2)))
+    read.clear()
+    fetched, moved = session.fetch_changed(weights, with_optimizer=True)
+    assert bool(read) != trains
+    assert (moved.spared_bytes == 0) == trains
+    whole = session.fetch_weights(with_optimizer=True)
+    assert set(whole) == set(fetched) and any("/" in key for key in whole) == trains
+    assert all(torch.equal(fetched[key], whole[key]) for key in whole)
+    changed = {key for key in weights if not torch.equal(weights[key], whole[key])}
+    assert changed == (set(weights) if trains else set())
 
 
 def test_a_host_forgets_what_the_session_before_the_last_held(client: EdgeClient) -> None:
