@@ -78,18 +78,29 @@ class Watch:
         try:
             command = _command(pid)
             seen = Process(_cpu_s(pid), _peak_bytes(pid))
-            forked = _READY in command and _READY in _command(_parent(pid))
+            generation = _generation(pid)
         except (OSError, ValueError, IndexError):  # it has ended
             return
         self._all[pid] = seen
-        if forked:
+        if generation == 2:
             self.forks[pid] = seen
-        elif _READY in command:
+        elif generation == 1:
             self.ready.peak_bytes = max(self.ready.peak_bytes, seen.peak_bytes)
-        elif any(name in command for name in _APPS):
+        elif not generation and any(name in command for name in _APPS):
             self.apps[pid] = seen
         elif _UNIT in command and b"core.processes" not in command:
             self.unit.peak_bytes = max(self.unit.peak_bytes, seen.peak_bytes)
+
+
+def _generation(pid: int) -> int:
+    """1 for the process that forks, 2 for its forks, more for what they start, until it is named.
+
+    A process bears its parent's command line until it has its own. 0 for all others.
+    """
+    generation = 0
+    while _READY in _command(pid):
+        generation, pid = generation + 1, _parent(pid)
+    return generation
 
 
 def _command(pid: int) -> bytes:

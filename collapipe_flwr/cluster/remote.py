@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import TypeVar
 
 from torch import Tensor
@@ -38,6 +39,7 @@ from collapipe_flwr.transport.weights import TransferStats
 _log = logging.getLogger(__name__)
 _MEGA = 1e6
 PROBE_S = 2.0  # a device that does not answer within this time is lost
+PATIENT_PROBE_S = 10.0  # unless no other does
 CLOSE_S = 2.0  # for a device to free a session
 Answer = TypeVar("Answer")
 
@@ -88,12 +90,23 @@ class RemoteFleet:
                 raise
 
     def missing(self, device_ids: Collection[str]) -> frozenset[str]:
-        """See `Fleet.missing`; a device need not load its libraries to answer."""
-        hasty = replace(self, deadline_s=PROBE_S, heartbeat=None)
-        listed = self._listed_now()
+        """See `Fleet.missing`; a device need not load its libraries to answer.
+
+        Where none answers, this machine may be the one that was held up: all are asked once more,
+        with patience.
+        """
+        listed = self._listed_now().intersection(device_ids)
+        found = self._answering(listed, PROBE_S)
+        if listed and not found:
+            _log.warning("no device is there: asking all again")
+            found = self._answering(listed, PATIENT_PROBE_S)
+        return frozenset(device_ids) - found
+
+    def _answering(self, device_ids: Collection[str], within_s: float) -> frozenset[str]:
+        """Those that answer."""
+        asked = replace(self, deadline_s=within_s, heartbeat=None)
         with ThreadPoolExecutor(max(len(device_ids), 1), thread_name_prefix="probe") as pool:
-            answers = list(pool.map(lambda d: d in listed and hasty._answers(d), device_ids))
-        return frozenset(d for d, here in zip(device_ids, answers, strict=True) if not here)
+            return frozenset(compress(device_ids, pool.map(asked._answers, device_ids)))
 
     def _listed_now(self) -> frozenset[str]:
         """The devices of the cluster file as it is now: one may be removed within a round."""

@@ -25,6 +25,32 @@ MARKS = [
 ENDS_S = [0.0, 40.0, 60.0, 82.0]
 
 
+GENERATIONS = """
+import os, sys
+for _ in range(2):
+    print(os.getpid(), flush=True)
+    if os.fork():
+        os.wait()
+        break
+else:
+    print(os.getpid(), flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_what_a_fork_has_just_started_is_no_other_fork() -> None:
+    named = [sys.executable, "-c", GENERATIONS, "client_process.py", "--forks-at"]
+    with subprocess.Popen(named, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as ready:
+        assert ready.stdin is not None and ready.stdout is not None
+        pids = [int(ready.stdout.readline()) for _ in range(3)]
+        watch = Watch((ready.pid,))
+        for pid in pids:
+            watch._see(pid)
+        ready.stdin.close()
+    assert list(watch.forks) == [pids[1]] and not watch.apps
+    assert watch.ready.peak_bytes > 0
+
+
 def test_phases_add_up_to_the_round_and_the_first_round_does_not_count() -> None:
     watch = Watch(())
     watch.cpu_s = [(10.0, 5.0), (41.0, 9.0), (81.0, 11.0)]

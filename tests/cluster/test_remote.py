@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from pathlib import Path
 
@@ -37,6 +38,25 @@ def test_a_daemon_that_has_not_loaded_torch_is_there(tmp_path: Path) -> None:
         assert boards.missing(["shed/0", "shed/1"]) == {"shed/1"}
         with EdgeClient(daemon.address) as client:
             assert not client.status().awake
+
+
+def test_where_none_answers_all_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("collapipe_flwr.cluster.remote.PROBE_S", 0.5)
+    monkeypatch.setattr("collapipe_flwr.cluster.remote.PATIENT_PROBE_S", 60.0)
+    with running(Daemon("device")) as (daemon,):
+        boards = fleet(daemon.address, "127.0.0.1:1")
+        both = ["shed/0", "shed/1"]
+        daemon.process.send_signal(signal.SIGSTOP)
+
+        def go_on(message: str, *_: object) -> None:
+            if "asking all again" in message:
+                daemon.process.send_signal(signal.SIGCONT)
+
+        monkeypatch.setattr("collapipe_flwr.cluster.remote._log.warning", go_on)
+        assert boards.missing(both) == {"shed/1"}
+        daemon.process.send_signal(signal.SIGSTOP)
+        with EdgeServer("127.0.0.1:0", service()) as other:
+            assert fleet(daemon.address, other.address).missing(both) == {"shed/0"}  # not again
 
 
 def test_a_daemon_that_is_stopping_is_lost() -> None:
