@@ -199,9 +199,9 @@ def _predictions(policies: Mapping[str, Json]) -> Iterator[str]:
 
 REASONS = (
     "What the server and messages take besides is expected to be what it was in the rounds before.",
-    "Opening a session, taking weights and giving them back cost a device about a third of a "
-    "second of a whole processor per round: seconds on the slowest boards. Plans know one overhead "
-    "per cluster, not one per device: rounds with other devices than before are predicted badly.",
+    "Opening a session, taking weights and giving them back cost a device about a tenth of a "
+    "second of a whole processor per round: seconds on the slowest boards. How much is learnt from "
+    "the rounds themselves: the first ones with other devices than before are predicted worse.",
     "A cluster that is not the slowest gets less power and bandwidth. Cables do not slow down for "
     "that: such a cluster is faster than predicted, the round is not.",
 )

@@ -55,6 +55,7 @@ class DeviceProfile:
     energy_budget_j: float  # long-term average per round
     d2d_bandwidth_hz: float | None = None  # widest channel of its radio; None: the cluster's
     overhead_s: float = 0.0
+    round_s: float = 0.0  # to begin and end a round; devices do so at once, the slowest one counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

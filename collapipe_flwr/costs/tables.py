@@ -42,6 +42,7 @@ class MemberTable:
     present_mi: Mask
     speed_mi: Array
     overhead_mi: Array
+    round_mi: Array
     memory_mi: Array
     energy_per_flop_mi: Array
     power_max_mi: Array
@@ -145,6 +146,7 @@ def _members(clusters: tuple[ClusterSnapshot, ...]) -> MemberTable:
         present_mi=np.array([[i < len(row) for i in range(width)] for row in rows]),
         speed_mi=column("speed_flop_per_s", 1.0),
         overhead_mi=column("overhead_s", 0.0),
+        round_mi=column("round_s", 0.0),
         memory_mi=column("memory_bytes", 0.0),
         energy_per_flop_mi=column("energy_per_flop_j", 0.0),
         power_max_mi=column("tx_power_max_w", 1.0),
@@ -211,6 +213,7 @@ def _check_cluster(where: str, cluster: ClusterSnapshot) -> None:
             raise ScheduleError(f"{name} energy_budget_j must be > 0, got {member.energy_budget_j}")
         _not_negative(f"{name} energy_per_flop_j", member.energy_per_flop_j)
         _not_negative(f"{name} overhead_s", member.overhead_s)
+        _not_negative(f"{name} round_s", member.round_s)
     _check_channel(where, cluster, len(members))
 
 

@@ -117,15 +117,16 @@ def steps_of(tables: Tables, rows: Layouts) -> Array:
 
 
 def bulk_of(tables: Tables, rows: Layouts) -> tuple[Array, Array]:
-    """Transfers that happen once a round, at full power: seconds (R,) and joules (R, S + 1).
+    """What happens once a round: seconds (R,), and joules of transfers at full power, (R, S + 1).
 
     The control unit gets the weights from the Flower server, hands each device its segment,
-    collects the segments and returns the weights.
+    collects the segments and returns the weights. Devices begin and end their rounds at once.
     """
     out, back = hand_out_s(tables, rows)
     power = of_members(tables.members.power_max_mi, rows)
     sending = np.concatenate([out.sum(1)[:, None], back], axis=1)
-    return server_s(tables, rows) + out.sum(1) + back.sum(1), power * sending
+    slowest_s = of_members(tables.members.round_mi, rows)[:, 1:].max(1, initial=0.0)
+    return server_s(tables, rows) + out.sum(1) + back.sum(1) + slowest_s, power * sending
 
 
 def server_s(tables: Tables, rows: Layouts) -> Array:

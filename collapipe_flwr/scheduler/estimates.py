@@ -10,7 +10,11 @@ measurement of training than any benchmark before it. Four things are learnt, ea
     seconds of a micro-batch = passes x overhead + FLOP / speed       every member, and the edge
     watts while computing = claimed watts x share                     where a sensor showed them
     peak bytes = planned bytes x share                                every device
-    latency of a round = what the cost model explains + overhead      every cluster of machines
+    latency of a round = what the cost model explains
+        + the cluster's overhead + blocks x seconds of a block        every cluster of machines
+
+The last are those of the slowest device that works: to begin and to end a round takes a device as
+long as so many blocks with one example, whatever it does in between.
 
 While samples agree with the claims to within ``AGREES``, they make these only more certain, and
 plans are bit-equal to those without samples. Who did not work for ``PATIENCE`` rounds is planned
@@ -30,9 +34,11 @@ from typing import TypeVar
 
 from collapipe_flwr.core.domain import (
     ClusterOutcome,
+    ClusterProfile,
     ClusterSnapshot,
     DeviceProfile,
     EdgeProfile,
+    ModelProfile,
     RoundOutcome,
     Snapshot,
     StageSample,
@@ -52,7 +58,7 @@ USUAL_ROUND = 0.05  # overhead of a round, of what is explained, before anything
 STAGE = Prior(own=(1.5, 0.3), common=1.0)
 WATT = Prior(own=(1.0,))
 BYTES = Prior(own=(0.3,))
-ROUND = Prior(own=(0.0, 2.0))
+ROUND = Prior(own=(0.0, 2.0, 2.0))
 
 T = TypeVar("T")
 Claim = tuple[float, ...]
@@ -68,6 +74,8 @@ class ProfileEstimates:
     """What is known about devices besides today's profiles.
 
     ``shown`` are speeds and energies of checkpoints that know no filters; they count as claims.
+    ``block_s`` are the seconds that a block of the model takes the devices of machines with one
+    example, as far as is known: cluster -> device -> seconds.
     """
 
     claimed: Averages = field(default_factory=dict)
@@ -76,6 +84,7 @@ class ProfileEstimates:
     watts: Filters = field(default_factory=dict)
     memories: Filters = field(default_factory=dict)
     rounds: Mapping[str, LogFilter] = field(default_factory=dict)
+    block_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 def with_profiles(
@@ -90,6 +99,13 @@ def with_profiles(
         return snapshot, ProfileEstimates()
     after = _with_claims(snapshot, estimates, memory)
     clusters = tuple(_planned_cluster(cluster, after) for cluster in snapshot.clusters)
+    paces = {
+        c.profile.cluster_id: _block_s(c.profile, snapshot.model)
+        for c in clusters
+        if c.profile.real_links
+    }
+    after = replace(after, block_s=paces)
+    clusters = tuple(_with_rounds(cluster, after) for cluster in clusters)
     edge = _planned_edge(snapshot.edge, after)
     if edge is snapshot.edge and all(map(is_, clusters, snapshot.clusters)):
         return snapshot, after
@@ -132,12 +148,35 @@ def _claims(snapshot: Snapshot) -> Iterator[tuple[str, str, Claim]]:
 def _planned_cluster(cluster: ClusterSnapshot, estimates: ProfileEstimates) -> ClusterSnapshot:
     old = cluster.profile
     profile = old.with_members(partial(_planned, old.cluster_id, estimates))
-    known = estimates.rounds.get(old.cluster_id)
-    if known is not None:
-        profile = replace(profile, overhead_s=known.values[1])
-    elif all(map(is_, profile.members, old.members)):
+    same = all(map(is_, profile.members, old.members))
+    return cluster if same else replace(cluster, profile=profile)
+
+
+def _with_rounds(cluster: ClusterSnapshot, estimates: ProfileEstimates) -> ClusterSnapshot:
+    """The cluster with what rounds take besides, as far as that is known."""
+    known = _round(estimates, cluster.profile.cluster_id)
+    if known is None:
         return cluster
+    _, overhead_s, blocks = known.values
+    block_s = estimates.block_s.get(cluster.profile.cluster_id, {})
+    devices = tuple(
+        replace(device, round_s=blocks * block_s.get(device.device_id, 0.0))
+        for device in cluster.profile.devices
+    )
+    profile = replace(cluster.profile, devices=devices, overhead_s=overhead_s)
     return replace(cluster, profile=profile)
+
+
+def _round(estimates: ProfileEstimates, cluster_id: str) -> LogFilter | None:
+    """What is known of a cluster's rounds; that of older checkpoints is learnt again."""
+    known = estimates.rounds.get(cluster_id)
+    return known if known is not None and len(known.mean) == len(ROUND.own) else None
+
+
+def _block_s(profile: ClusterProfile, model: ModelProfile) -> dict[str, float]:
+    flop = max(block.forward_flop + block.backward_flop for block in model.blocks)
+    devices = (d for d in profile.devices if _usable(d.speed_flop_per_s))
+    return {d.device_id: d.overhead_s + flop / d.speed_flop_per_s for d in devices}
 
 
 def _planned(cluster_id: str, estimates: ProfileEstimates, device: DeviceProfile) -> DeviceProfile:
@@ -212,9 +251,10 @@ def profiles_learned(estimates: ProfileEstimates, outcome: RoundOutcome) -> Prof
             if sample.planned_bytes > 0:
                 seen = (float(sample.planned_bytes), float(sample.peak_bytes))
                 _learn_share(memories, place, sample, seen, BYTES)
-        if cluster.measured and cluster.explained_s and _are_known(cluster, estimates):
-            known = rounds.get(cluster.cluster_id) or _usual_round(cluster.explained_s)
-            parts = (cluster.explained_s, 1.0)
+        slowest_s = _slowest_block_s(cluster, estimates)
+        if cluster.measured and cluster.explained_s and slowest_s:
+            parts = (cluster.explained_s, 1.0, slowest_s)
+            known = _round(estimates, cluster.cluster_id) or _usual_round(parts)
             rounds[cluster.cluster_id] = known.seeing(parts, cluster.latency_s, ROUND)
     return replace(estimates, stages=stages, watts=watts, memories=memories, rounds=rounds)
 
@@ -305,14 +345,23 @@ def _learn_share(
         book[sample.device_id] = known.seeing((expected,), expected if agrees else value, prior)
 
 
-def _are_known(cluster: ClusterOutcome, estimates: ProfileEstimates) -> bool:
-    """Whether all who worked had worked before: a first round loads libraries and fills caches."""
+def _slowest_block_s(cluster: ClusterOutcome, estimates: ProfileEstimates) -> float:
+    """A block's seconds on the slowest device that worked; 0 where one had not worked before.
+
+    A first round loads libraries and fills caches, and is no measure.
+    """
     known = estimates.stages.get(cluster.cluster_id, {})
-    return all(s.device_id in known for s in cluster.stages if s.device_id != EDGE)
+    if not all(s.device_id in known for s in cluster.stages if s.device_id != EDGE):
+        return 0.0
+    block_s = estimates.block_s.get(cluster.cluster_id, {})
+    return max((block_s.get(sample.device_id, 0.0) for sample in cluster.stages), default=0.0)
 
 
-def _usual_round(explained_s: float) -> LogFilter:
-    return LogFilter(mean=(0.0, math.log(USUAL_ROUND * explained_s)))
+def _usual_round(parts: tuple[float, float, float]) -> LogFilter:
+    """Half of what a round usually takes besides is the cluster's, half its slowest device's."""
+    explained_s, _, slowest_s = parts
+    half = math.log(0.5 * USUAL_ROUND * explained_s)
+    return LogFilter(mean=(0.0, half, half - math.log(slowest_s)))
 
 
 def _blend(old: Claim, new: Claim, memory: float) -> Claim:

@@ -156,6 +156,8 @@ class Scorer:
         makespan = step_makespan_s(self.options, (forward, backward), hop_s, batch.count, axis=0)
         update = OPTIMISER_FLOP_PER_BYTE * weights
         fixed = (weights * members.bulk_seconds.take(at)).sum(0) + self.server_s_m[cluster]
+        if self.members.round_s.any():
+            fixed += (self.members.round_s.take(at) * slots.used).max(0)
         fixed += batch.steps * ((update * slowness).sum(0) + self.update_s_m[cluster])
         flop = batch.examples * (ahead + back) + update + batch.count * overhead_flop
         joule = batch.steps * flop * members.joule_per_flop.take(at)
@@ -288,6 +290,7 @@ class MemberPrices:
         self.width = int(price_ni.shape[1])
         self.slowness = 1.0 / members.speed_mi[clusters].ravel()
         self.overhead = members.overhead_mi[clusters].ravel()
+        self.round_s = members.round_mi[clusters].ravel()
         self.room = (1.0 - options.memory_margin) * members.memory_mi[clusters].ravel()
         self.flop_worth = (price_ni * members.energy_per_flop_mi[clusters]).ravel()
         self.joule_per_flop = members.energy_per_flop_mi[clusters].ravel()

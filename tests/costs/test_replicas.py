@@ -23,6 +23,7 @@ from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import make_world
+from tests.scheduler.test_overheads import beginning
 
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(lambda r: (1, *r, 1))
 
@@ -175,6 +176,7 @@ MIXED = [["raspberry-pi-5", "raspberry-pi-4", "jetson-nano"], ["phone", "phone",
 @pytest.mark.parametrize("recompute", [False, True])
 def test_without_replicas_it_is_the_price_of_any_plan(schedule: str, recompute: bool) -> None:
     plan, snapshot = planned(MIXED)
+    snapshot = beginning(snapshot, *np.random.default_rng(1).uniform(0.5, 2.0, 6))
     options = PricingOptions(schedule=schedule, recompute=recompute)
     if schedule == "gpipe":
         deep = tuple(replace(c, warmup_depth=(8,) * len(c.warmup_depth)) for c in plan.clusters)
@@ -223,6 +225,8 @@ def test_of_equal_replicas_each_does_its_share_and_all_of_the_optimiser() -> Non
         for c in (single, double)
     )
     cost = price_replicated(tabulate(snapshot), 0, double, PricingOptions())
+    late = price(replace(plan, clusters=(double,)), beginning(snapshot, 1.0, 3.0, 7.0, 9.0))
+    assert late.clusters[0].latency_s == pytest.approx(two.latency_s + 3.0)  # as of both at once
     device = snapshot.clusters[0].profile.devices[0]
     weights = sum(block.parameter_bytes for block in snapshot.model.blocks)
     profile, noise = snapshot.clusters[0].profile, snapshot.radio.noise_w_per_hz

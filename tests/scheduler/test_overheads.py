@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.oracles.brute_force import optimal_plan
 from collapipe_flwr.core.domain import DeviceProfile, ModelProfile, Snapshot
 from collapipe_flwr.costs.chain import chain_of
 from collapipe_flwr.costs.layouts import stack
@@ -17,6 +18,9 @@ from collapipe_flwr.scheduler.base import initial_state, planner_for
 from collapipe_flwr.scheduler.initial_layouts import all_layouts, rows_for
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
+from collapipe_flwr.simulation.models import ModelShape
+from collapipe_flwr.simulation.world import make_world
+from tests.scheduler.conftest import KINDS
 
 MakeSnapshot = Callable[..., Snapshot]
 SIZE, COUNT = 4, 8
@@ -125,3 +129,56 @@ def test_the_overhead_of_a_round_adds_to_its_latency(a_snapshot: MakeSnapshot) -
     behind = replace(quick, clusters=(replace(quick.clusters[0], profile=profile),))
     took = [price(plan, snapshot, SETTINGS).latency_s for snapshot in (quick, behind)]
     assert took[1] - took[0] == pytest.approx(3.0)
+
+
+def beginning(snapshot: Snapshot, *seconds: float) -> Snapshot:
+    """Devices, cluster by cluster, that take so long to begin and end a round."""
+    each, clusters = iter(seconds), []
+    for cluster in snapshot.clusters:
+        devices = tuple(replace(d, round_s=next(each)) for d in cluster.profile.devices)
+        clusters.append(replace(cluster, profile=replace(cluster.profile, devices=devices)))
+    return replace(snapshot, clusters=tuple(clusters))
+
+
+def test_a_round_begins_and_ends_with_the_slowest_device_that_works(
+    a_snapshot: MakeSnapshot,
+) -> None:
+    quick, seconds = a_snapshot(7, clusters=1, devices=3, blocks=5), (0.5, 2.0, 1.0)
+    late = beginning(quick, *seconds)
+    rows = rows_for(0, *all_layouts(3, 5), np.array([[SIZE, COUNT]]))
+    chains, scores = [], []
+    for snapshot in (quick, late):
+        tables = tabulate(snapshot)
+        planner = planner_for(tables, initial_state(quick, SETTINGS), SETTINGS)
+        chains.append(chain_of(tables, rows, SETTINGS).fixed_s)
+        scorer = planner.scorer(planner.opening_prices(), np.arange(1))
+        scores.append(scorer.estimates(rows).latency)
+    used = np.where(rows.used_rs, np.array([0.0, *seconds])[rows.member_rs], 0.0)
+    assert chains[1] - chains[0] == pytest.approx(used.max(1), abs=1e-9)
+    assert scores[1] - scores[0] == pytest.approx(used.max(1), abs=1e-9)
+
+
+def test_a_device_that_takes_too_long_to_begin_is_left_out(a_snapshot: MakeSnapshot) -> None:
+    quick = a_snapshot(7, clusters=1, devices=3, blocks=6)
+    scheduler = make_scheduler("dssda", SETTINGS)
+    plan, _ = scheduler.step(scheduler.init(quick), quick)
+    names = [device.device_id for device in quick.clusters[0].profile.devices]
+    victim = plan.clusters[0].segments[0].device_id
+    late = beginning(quick, *(1e4 * (name == victim) for name in names))
+    plan, _ = scheduler.step(scheduler.init(late), late)
+    assert victim not in plan.clusters[0].device_ids
+    assert plan.latency_s < 1e4
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_plans_are_optimal_where_devices_take_long_to_begin(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    kinds = [[KINDS[kind] for kind in rng.integers(0, len(KINDS), 3)] for _ in range(2)]
+    world = make_world(cluster_devices=kinds, examples=[40, 40], seed=seed)
+    shape = ModelShape(blocks=4, decoder_blocks=2, width=32, tokens=16, wire_bytes=4)
+    quick, scheduler = world.snapshot(1, shape.profile()), make_scheduler("dssda", SETTINGS)
+    usual_s = scheduler.step(scheduler.init(quick), quick)[0].latency_s
+    late = beginning(quick, *(usual_s * rng.uniform(0.0, 0.6, 6)))
+    plan, _ = scheduler.step(scheduler.init(late), late)
+    assert plan.latency_s > usual_s
+    assert plan.latency_s == pytest.approx(optimal_plan(late, SETTINGS).latency_s, rel=1e-3)

@@ -218,14 +218,56 @@ def test_unusable_samples_teach_nothing(a_snapshot: Callable[..., Snapshot], val
 def test_what_a_round_takes_besides_is_learnt_from_machines_only(
     a_snapshot: Callable[..., Snapshot],
 ) -> None:
-    truth = a_snapshot(0)
+    truth = machines(a_snapshot(0))
     one = sample(first(truth))
     slow = showing(one, latency_s=60.0, explained_s=3.0, measured=True)
     late = showing(one, latency_s=3.5, explained_s=3.0, measured=True)
     seen = planned(truth, slow, late)  # what a first round took is no measure
-    assert seen.clusters[0].profile.overhead_s == pytest.approx(0.5, rel=0.1)
+    besides_s = seen.clusters[0].profile.overhead_s + first(seen).round_s
+    assert besides_s == pytest.approx(0.5, rel=0.1)
     simulated = showing(one, latency_s=3.5, explained_s=3.0)
     assert planned(truth, simulated, simulated) is truth
+
+
+def machines(snapshot: Snapshot) -> Snapshot:
+    first, *others = snapshot.clusters
+    real = replace(first, profile=replace(first.profile, real_links=True))
+    return replace(snapshot, clusters=(real, *others))
+
+
+def test_a_round_with_slower_devices_is_expected_to_take_longer_besides(
+    a_snapshot: Callable[..., Snapshot],
+) -> None:
+    truth = with_speed(machines(a_snapshot(0)), 0.05)
+    slow, *_, last = truth.clusters[0].profile.devices
+    quick = replace(last, speed_flop_per_s=6 * slow.speed_flop_per_s)
+    (cluster, *others), devices = truth.clusters, (slow, quick)
+    cluster = replace(cluster, profile=replace(cluster.profile, devices=devices))
+    truth = replace(truth, clusters=(cluster, *others))
+    block = max(truth.model.blocks, key=lambda b: b.forward_flop)
+
+    def block_s(device: DeviceProfile) -> float:
+        return taken_s(device, 1.0, block.forward_flop + block.backward_flop)
+
+    def besides_s(seen: Snapshot, *names: str) -> float:
+        found = seen.clusters[0].profile
+        return found.overhead_s + max(d.round_s for d in found.devices if d.device_id in names)
+
+    def shown(*working: DeviceProfile) -> RoundOutcome:
+        took_s = 1.0 + 20 * max(map(block_s, working))
+        samples = map(sample, working)
+        return showing(*samples, latency_s=3.0 + took_s, explained_s=3.0, measured=True)
+
+    assert block_s(slow) > 3 * block_s(quick)
+    rounds = [shown(quick), shown(quick), shown(slow, quick), shown(slow), shown(quick)]
+    seen = planned(truth, *rounds)
+    for device in (slow, quick):
+        expected_s = 1.0 + 20 * block_s(device)
+        # as a share of the round: what plans are judged by
+        assert besides_s(seen, device.device_id) - expected_s == pytest.approx(
+            0.0, abs=0.1 * (3.0 + expected_s)
+        )
+    assert besides_s(seen, slow.device_id) > 1.5 * besides_s(seen, quick.device_id)
 
 
 def test_estimates_survive_a_checkpoint_and_old_checkpoints_are_read(
