@@ -1,9 +1,10 @@
 """Every way to spread a cluster's blocks over its devices, and what no plan with it undercuts.
 
-Blocks are equal here, so what computing takes depends on how many blocks each device holds, not on
-the order of the devices. The order decides over which links activations travel; ``least_s`` takes
-the fastest link into and out of every device and all of the edge's band. Formulas are those of
-docs/theory.md, written again: nothing here searches, and nothing is the scheduler's.
+Blocks are equal here, so what computing takes depends on how many blocks each device holds, under
+GPipe not on the order of the devices (under 1F1B see `orders`). The order decides over which links
+activations travel; ``least_s`` takes the fastest link into and out of every device and all of the
+edge's band. Formulas are those of docs/theory.md, written again: nothing here searches, and nothing
+is the scheduler's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from itertools import product
 
 import numpy as np
 
+from benchmarks.scheduling.orders import Way, least_step_s
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.convergence import bound_sums
@@ -33,15 +35,6 @@ def spreads(devices: int, blocks: int) -> Ints:
         rest = spreads(devices - 1, blocks - first)
         parts.append(np.concatenate([np.full((len(rest), 1), first), rest], axis=1))
     return np.concatenate(parts)
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """Seconds of one direction per micro-batch."""
-
-    stage_s: Array  # (A, N) of devices
-    hop_s: Array  # (A, N + 1) into devices, and to the edge
-    end_s: Array  # (2,) control unit and edge
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +68,18 @@ class Round:
         ends &= model.decoder.state_bytes + last * model.decoder.stash_bytes <= edge
         good = (need <= np.minimum(room[1:], share)) & (here | (spread == 0))
         return np.asarray(good.all(1) & ends)
+
+    def _flight(self, m: int, spread: Ints, size: int, count: int) -> Array:
+        """Micro-batches that fit on control unit and devices, (A, N + 1), infinite without work."""
+        model, margin = self.tables.snapshot.model, 1.0 - self.settings.memory_margin
+        block, first = model.blocks[0], model.embedding
+        room = margin * self.tables.members.memory_mi[m]
+        room[1:] = np.minimum(room[1:], share_bytes(self.tables, m, size, count, self.settings))
+        own = np.full(len(spread), (room[0] - first.state_bytes) / max(size * first.stash_bytes, 1))
+        free = room[1:] - spread * block.state_bytes
+        kept = np.maximum(size * spread * block.stash_bytes, 1)
+        devices = np.where(spread > 0, free / kept, np.inf)
+        return np.floor(np.column_stack([own, devices]) * (1.0 + 1e-9))
 
     def joule(self, m: int, batch: int) -> Array:
         """Joules of every device of cluster m per block it holds, transmissions of a step apart."""
@@ -123,8 +128,11 @@ class Round:
             ends = size * np.array([start / speed[0], end / edge])
             hops = np.concatenate([np.where(used, hop, 0.0), outer[:, None]], axis=1)
             ways.append(Way(size * flop * spread / speed[1:], hops, ends))
-        schedule = gpipe_s if self.settings.schedule == "gpipe" else least_step_s
-        step = schedule(ways[0], ways[1], count)
+        if self.settings.schedule == "gpipe":
+            step = gpipe_s(ways[0], ways[1], count)
+        else:
+            flight = self._flight(m, spread, size, count)
+            step = least_step_s(ways[0], ways[1], count, flight)
         update = spread * block.parameter_bytes / speed[1:]
         rest = first.parameter_bytes / speed[0] + last.parameter_bytes / edge
         step += UPDATE_FLOP_PER_BYTE * (update.sum(1) + rest)
@@ -142,24 +150,6 @@ def gpipe_s(ahead: Way, back: Way, count: int) -> Array:
         slowest = np.maximum(way.stage_s.max(1), way.hop_s.max(1))
         step += (count - 1) * np.maximum(slowest, way.end_s.max())
     return step
-
-
-def least_step_s(ahead: Way, back: Way, count: int) -> Array:
-    """What no order of actions and of devices undercuts, (A,).
-
-    A stage works for all micro-batches; the first has passed the stages ahead of it before, and the
-    last gradient passes them after. With y of a device and h of the hop into it, both ways, that is
-    ``sum of (y + h) up to it + (count - 1) y``: the largest is least where y falls along the
-    pipeline (Jackson's rule: the longest tail first).
-    """
-    stage, hop = ahead.stage_s + back.stage_s, ahead.hop_s + back.hop_s
-    order = np.argsort(-stage, axis=1, kind="stable")
-    stage = np.take_along_axis(stage, order, axis=1)
-    into = np.take_along_axis(hop[:, :-1], order, axis=1)
-    start, end = ahead.end_s + back.end_s
-    reached = start + np.cumsum(stage + into, axis=1)
-    last = reached[:, -1] + hop[:, -1] + count * end
-    return np.asarray(np.maximum((reached + (count - 1) * stage).max(1), last))
 
 
 def rho_of(learning: Learning, tables: Tables, batch_km: Ints) -> Array:

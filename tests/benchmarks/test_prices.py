@@ -14,6 +14,7 @@ from benchmarks.scheduling.prices import price_case
 from collapipe_flwr.costs.chain import chain_of, powers_for, price_rows, schedule_rows
 from collapipe_flwr.costs.layouts import Layouts, by_member
 from collapipe_flwr.costs.tables import tabulate
+from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.base import initial_state, learning_in
 from collapipe_flwr.scheduler.initial_layouts import all_layouts, rows_for
 from collapipe_flwr.scheduler.problem import Learning
@@ -86,6 +87,38 @@ def test_no_plan_undercuts_the_bound(schedule: str) -> None:
         assert bound <= best + 1e-9
         if not size:
             assert bound >= 0.85 * best  # and says something
+
+
+def spread_of(rows: Layouts, devices: int) -> np.ndarray:
+    """Blocks of every device, (R, N)."""
+    found = np.zeros((len(rows), devices + 1), int)
+    blocks = np.diff(rows.stop_rs, axis=1, prepend=0)
+    row, slot = np.nonzero(rows.used_rs)
+    found[row, rows.member_rs[row, slot]] = blocks[row, slot]
+    return found[:, 1:]
+
+
+def one_cluster(seed: int) -> Round:
+    """Of three devices, whose memories hold 1F1B back as in few worlds."""
+    margin = 1.0 - float(np.random.default_rng(seed).uniform(0.027, 0.06))
+    grid = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(8,))
+    settings = replace(grid, schedule="1f1b", memory_margin=margin)
+    setting, profile = replace(SETTING, clusters=1, settings=settings), SETTING.model.profile()
+    return Round(tabulate(setting.world(seed, profile).snapshot(1, profile)), settings)
+
+
+def test_no_order_of_devices_as_played_undercuts_what_orders_take_at_least() -> None:
+    """And the quickest plan of most clusters is little above it."""
+    above = []
+    for seed in range(100, 110):
+        one = one_cluster(seed)
+        ((rows, seconds, _),) = everything(one)
+        good = np.flatnonzero(fits(one.tables, rows, one.settings))
+        least = one.least_s(0, spread_of(rows.take(good), 3), (4, 8))
+        assert (least <= seconds[good] * (1.0 + 1e-9)).all()
+        above.append(seconds[good].min() / least.min() - 1.0)
+    assert sorted(above)[7] < 0.03
+    assert max(above) < 0.1
 
 
 def test_spreads_are_all_ways_to_share_blocks() -> None:
