@@ -6,10 +6,10 @@ python benchmarks/results_testbed.py docs/results/testbed.json > docs/results-te
 from __future__ import annotations
 
 import json
+import math
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ Json = dict[str, Any]
 COMMAND = "collapipe bench testbed"
 WHOLE = ("fedavg", "splitfed")  # one device of a cluster holds all blocks
 RIVALS = ("fedavg", "splitfed", "uniform")
-BLOCKS = 6  # of the model, see `testbed.training`
 SATURATED = 0.9  # of the host's processors
 WIDTH = 100
 LATENCY, EFFICIENCY, MEMORY = 48.98, 15.09, 0.5
@@ -57,7 +56,7 @@ def _command(settings: Json) -> Iterator[str]:
 
 def _setting(settings: Json) -> Iterator[str]:
     shaping, host = settings["shaping"], settings["host"]
-    federation = settings["federation"]
+    federation, share = settings["federation"], settings.get("budget_share", 0.5)
     yield from _paragraph(
         f"Everything that a board does per second is {settings['slow_down']:.2f} times slower "
         f"than its preset: operations ({shaping['brake']}), bits ({shaping['links']}, without a "
@@ -66,14 +65,15 @@ def _setting(settings: Json) -> Iterator[str]:
         f"{host['flop_per_s'] / 1e9:.0f} GFLOP/s on one thread. Data, first weights, schedule, "
         "memory cap and grid of micro-batches are the same for all policies, and every rule has "
         f"its best micro-batches. Seeds {', '.join(map(str, settings['seeds']))}; the task is to "
-        f"name the thousands of a number in words, {settings['examples']} examples per cluster "
-        "and round."
+        f"name the digit with which all numbers of a list in words begin, {settings['examples']} "
+        "examples per cluster and round."
     )
     yield ""
     yield from _paragraph(
         f"{federation[0].upper()}{federation[1:]}. Joules are modelled from measured times; a "
-        "budget is half of what a device spends on training all blocks alone, as measured on the "
-        "fastest. Senders are not paced: links carry what cables do, whatever power a plan gives."
+        f"budget is {100 * share:.0f} % of what a device spends on training all blocks alone, as "
+        "measured on the fastest. Senders are not paced: links carry what cables do, whatever "
+        "power a plan gives."
     )
 
 
@@ -145,31 +145,49 @@ def _claims(policies: Mapping[str, Json]) -> Iterator[str]:
 
 
 def _possible(settings: Json) -> Iterator[str]:
-    """What cuts of whole blocks could gain over one device, did nothing but computing take time."""
-    if "useful_flop" not in settings:
+    """What a pipeline could gain over one device if nothing but computing took time."""
+    if "blocks" not in settings:
         return
-    flop = settings["useful_flop"] / len(settings["clusters"]) / BLOCKS
+    blocks, share = settings["blocks"], settings["budget_share"]
+    flop = settings["useful_flop"] / len(settings["clusters"]) / blocks
     speeds = [
         [board["flop_per_s"] for board in cluster["boards"][1:]] for cluster in settings["clusters"]
     ]
-    alone_s = max(BLOCKS * flop / max(each) for each in speeds)
-    cut_s = max(flop * slowest_share(each) for each in speeds)
+    alone_s = max(blocks * flop / max(each) for each in speeds)
+    cut_s = max(flop * quickest_cut(each, blocks) for each in speeds)
+    kept_s = max(flop * least_within(each, blocks, share * blocks) for each in speeds)
     yield ""
     yield from _paragraph(
         f"Computing alone takes {alone_s:.1f} s on the fastest device of the slower cluster, and "
         f"{cut_s:.1f} s on the slowest stage of its best cut into whole blocks, whatever memory "
-        "and budgets allow: with nothing but computing, no bubble and no message, a pipeline "
-        f"would be {100 * (1 - cut_s / alone_s):.0f} % below `fedavg` at most."
+        f"and budgets allow. If every device computes at most {100 * share:.0f} % of the work, as "
+        f"budgets allow on average, it takes at least {kept_s:.1f} s. With no bubble, no overhead "
+        f"and no message, a pipeline would be {100 * (1 - cut_s / alone_s):.0f} % below `fedavg` "
+        f"at most, and one within budgets {100 * (1 - max(cut_s, kept_s) / alone_s):.0f} %."
     )
 
 
-def slowest_share(speeds: Sequence[float]) -> float:
-    """Blocks over speed of the slowest stage, where all blocks are shared out at best."""
-    return min(
-        max(count / speed for count, speed in zip(counts, speeds, strict=True))
-        for counts in product(range(BLOCKS + 1), repeat=len(speeds))
-        if sum(counts) == BLOCKS
-    )
+def quickest_cut(speeds: Sequence[float], blocks: int) -> float:
+    """Blocks over speed of the slowest stage in the best cut into whole blocks."""
+    counts = [0] * len(speeds)
+    for _ in range(blocks):
+        best = min(range(len(speeds)), key=lambda n: (counts[n] + 1) / speeds[n])
+        counts[best] += 1
+    return max(count / speed for count, speed in zip(counts, speeds, strict=True))
+
+
+def least_within(speeds: Sequence[float], blocks: float, most: float) -> float:
+    """Seconds in which devices compute all blocks, cut at will, none of them more than ``most``.
+
+    Infinite where that is not all.
+    """
+    left, free = blocks, sorted(speeds)
+    if left > most * len(free):
+        return math.inf
+    while len(free) > 1 and left * free[-1] > most * sum(free):
+        left -= most
+        free.pop()
+    return left / sum(free)
 
 
 def _kept(seen: float, needed: float) -> str:

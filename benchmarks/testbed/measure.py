@@ -22,7 +22,7 @@ from benchmarks.testbed.boards import (
 )
 from benchmarks.testbed.results import policy_json, run_json
 from benchmarks.testbed.runs import Run, read_run
-from benchmarks.testbed.training import METRIC, WIDTH, Training, turns, write_data
+from benchmarks.testbed.training import BLOCKS, METRIC, WIDTH, Training, turns, write_data
 from collapipe_flwr.cluster.profile import Measurements
 from collapipe_flwr.pipeline.benchmark import BenchmarkRequest, run_benchmark
 
@@ -67,7 +67,11 @@ def measure(
         ]
         shaping = {"links": bed.links, "brake": brake}
     settings = settings_json(clusters, measured, slow, figures)
-    settings |= {"shaping": shaping, "useful_flop": runs[0].useful_flop}
+    settings |= {
+        "shaping": shaping,
+        "useful_flop": runs[0].useful_flop,
+        "budget_share": training.energy_share,
+    }
     speeds = {
         f"{name}/{member.name}": member.speed_flop_per_s or 0.0
         for name, found in figures.items()
@@ -94,6 +98,7 @@ def settings_json(
         **asdict(training),
         "seeds": training.seeds,
         "metric": METRIC,
+        "blocks": BLOCKS,
         "clusters": [_cluster_json(cluster, slow, figures[cluster.name]) for cluster in clusters],
         "slow_down": slow.factor,
         "host": {

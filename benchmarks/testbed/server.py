@@ -14,6 +14,7 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
+from benchmarks.testbed.training import BATCH
 from benchmarks.testbed.wire import Node, Values, grid_of
 from collapipe_flwr.config.schema import AppConfig, parse
 from collapipe_flwr.core.errors import CollaPipeError
@@ -42,19 +43,19 @@ class Server:
         return [fault for node, *order in orders for fault in node.ask("check", *order, width)]
 
     def run(self, clusters: Sequence[str], run_config: Values) -> dict[str, float]:
-        """A whole run; every policy has its best fixed micro-batches."""
+        """A whole run: every policy cuts the same batch into the micro-batches best for it."""
         for place, (number, node) in enumerate(self._nodes.items()):
             node.ask(
                 "join", number, run_config, {"partition-id": place, "cluster": clusters[place]}
             )
-        config = _with_best_batches(parse(run_config))
+        config = _on_equal_terms(parse(run_config))
         server_app.run(grid_of(self._nodes), config)
         return {"useful_flop": _useful_flop(config)}
 
 
-def _with_best_batches(config: AppConfig) -> AppConfig:
-    """The one choice of equal terms that is no key of the run-config."""
-    settings = replace(config.scheduler.settings, best_batches=True)
+def _on_equal_terms(config: AppConfig) -> AppConfig:
+    """With the choices that are no keys of the run-config."""
+    settings = replace(config.scheduler.settings, best_batches=True, batch_size=BATCH)
     return replace(config, scheduler=replace(config.scheduler, settings=settings))
 
 

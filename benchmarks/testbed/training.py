@@ -1,22 +1,35 @@
-"""What is trained on the testbed: the same by every policy."""
+"""What is trained on the testbed: the same by every policy.
+
+Blocks, budgets and memory cap are those of preset `paper` of `collapipe simulate`; the width is
+smaller, since these boards are processes of one host. The batch is the same for all policies, so a
+step computes the same for all, and the time to a target differs by the length of rounds alone.
+"""
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.ablation_digits import leading_digits
 from benchmarks.testbed.bed import Values
 from collapipe_flwr.config.schema import AppConfig, flatten
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.data.seq2seq import spell
 from collapipe_flwr.scheduler.policies import POLICIES
 
 METRIC = "accuracy"
 WIDTH = 256
+BLOCKS = 12
+NUMBERS = 7  # in a text, about fifty tokens
+TRAIN_ROWS, TEST_ROWS = 4000, 128
+BATCH = 64  # examples of a step, by every policy: all take the same steps
+GRID = "1,2,4,8,16,32,64"  # how many of them in a micro-batch, and how many micro-batches
 MODEL = (
-    f"hidden_size={WIDTH} num_hidden_layers=6 num_attention_heads=4 intermediate_size={2 * WIDTH} "
-    "max_position_embeddings=64 hidden_dropout_prob=0.0 attention_probs_dropout_prob=0.0"
+    f"hidden_size={WIDTH} num_hidden_layers={BLOCKS} num_attention_heads=4 "
+    f"intermediate_size={2 * WIDTH} "
+    "max_position_embeddings=128 hidden_dropout_prob=0.0 attention_probs_dropout_prob=0.0"
 )
 
 
@@ -34,7 +47,7 @@ class Training:
     examples: int = 256  # of a cluster in a round
     target: float = 0.9  # of the metric
     learning_rate: float = 1e-3
-    energy_share: float = 0.5  # budget: of what a device spends on training all blocks alone
+    energy_share: float = 0.3  # budget: of what a device spends on training all blocks alone
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -62,7 +75,9 @@ class Training:
             "train.decay": "none",
             "train.examples-per-round": self.examples,
             "scheduler.policy": policy,
-            "scheduler.max-model-share": 1 / 3,  # as `collapipe simulate`
+            "scheduler.micro-batch-sizes": GRID,
+            "scheduler.micro-batches": GRID,
+            "scheduler.max-model-share": 1 / 3,
             "world.channel": "static",  # cables
             "world.energy-share": self.energy_share,
             "edge.timeout-s": 120.0,
@@ -95,7 +110,23 @@ def data_folder(folder: Path, seed: int) -> Path:
 
 
 def write_data(seeds: Sequence[int], folder: Path) -> None:
-    """The task of every seed: which digit a number in words begins with."""
+    """The task of every seed: lists of numbers in words, which all begin with the same digit."""
     for seed in seeds:
         data_folder(folder, seed).mkdir(parents=True)
-        leading_digits(data_folder(folder, seed), seed)
+        rng = random.Random(seed)
+        by_digit = [
+            rng.sample(range(first, first + 1000), 1000) for first in range(0, 10_000, 1000)
+        ]
+        held_out = slice(None, 100), slice(100, None)  # numbers of the test are in no training text
+        for name, count, part in zip(
+            ("test", "train"), (TEST_ROWS, TRAIN_ROWS), held_out, strict=True
+        ):
+            rows = [_row(rng, [numbers[part] for numbers in by_digit]) for _ in range(count)]
+            path = data_folder(folder, seed) / f"{name}.jsonl"
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _row(rng: random.Random, by_digit: Sequence[Sequence[int]]) -> dict[str, str]:
+    digit = rng.randrange(10)
+    numbers = rng.sample(by_digit[digit], NUMBERS)
+    return {"text": ", ".join(map(spell, numbers)), "label": f"d{digit}"}

@@ -51,7 +51,7 @@ class PricingOptions:
     recompute: bool = False  # forward again in the backward pass instead of keeping activations
     edge_shared: bool = False  # the edge divides its speed by the number of clusters
     memory_margin: float = 0.05  # share of every memory that plans leave free
-    schedule: str = key("gpipe", one_of(*SCHEDULES))
+    schedule: str = key("1f1b", one_of(*SCHEDULES))
     half_duplex: bool = False  # links carry one direction at a time; irrelevant to GPipe
 
 

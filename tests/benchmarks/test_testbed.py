@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 
 from benchmarks import child_environment
 from benchmarks.data_plane.crew import BenchError
-from benchmarks.results_testbed import slowest_share
+from benchmarks.results_testbed import least_within, quickest_cut
 from benchmarks.testbed.bed import Told
 from benchmarks.testbed.boards import boards, cluster_toml, read_clusters, slowness
 from benchmarks.testbed.brake import _duty_cycle, slowed
@@ -202,7 +203,14 @@ def test_policies_are_measured_on_real_daemons(tmp_path: Path) -> None:
 
 
 def test_whole_blocks_are_shared_out_so_that_the_slowest_stage_is_quickest() -> None:
-    assert slowest_share([6.0]) == 1.0  # six blocks on one device
-    assert slowest_share([3.0, 3.0]) == 1.0
-    assert slowest_share([4.0, 1.0]) == 1.25  # five blocks and one
-    assert slowest_share([9.0, 1.0]) == 6 / 9  # the other device would only hold up
+    assert quickest_cut([6.0], 6) == 1.0  # six blocks on one device
+    assert quickest_cut([3.0, 3.0], 6) == 1.0
+    assert quickest_cut([4.0, 1.0], 6) == 1.25  # five blocks and one
+    assert quickest_cut([9.0, 1.0], 6) == 6 / 9  # the other device would only hold up
+
+
+def test_budgets_bound_the_seconds_of_a_pipeline() -> None:
+    assert least_within([3.0, 1.0], 4.0, 4.0) == 1.0  # no budget binds
+    assert least_within([3.0, 1.0], 4.0, 2.0) == 2.0  # half of it each
+    assert least_within([8.0, 2.0, 1.0], 4.0, 2.5) == 0.5  # 2.5 on the first, the rest by speed
+    assert least_within([3.0, 1.0], 4.0, 1.9) == math.inf

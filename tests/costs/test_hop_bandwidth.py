@@ -22,7 +22,7 @@ from collapipe_flwr.simulation.setting import Setting
 from collapipe_flwr.simulation.world import make_world
 
 WIDE_HZ = 20e6  # of the preset
-ONE = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(4,), bound=False)
+ONE = SchedulerConfig(schedule="gpipe", micro_batch_sizes=(4,), micro_batches=(4,), bound=False)
 
 
 def narrowed(widths: tuple[float | None, ...]) -> Snapshot:

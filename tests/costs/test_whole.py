@@ -39,7 +39,7 @@ def test_one_block_takes_both_ends() -> None:
 
 def test_fedavg_of_the_whole_model_costs_its_device_everything() -> None:
     snapshot = a_snapshot()
-    settings = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(4,))
+    settings = SchedulerConfig(schedule="gpipe", micro_batch_sizes=(4,), micro_batches=(4,))
     scheduler = make_scheduler("fedavg", settings)
     plan, _ = scheduler.step(scheduler.init(snapshot), snapshot)
     priced = price(plan, snapshot, settings).clusters[0]

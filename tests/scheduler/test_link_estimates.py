@@ -33,7 +33,11 @@ from collapipe_flwr.simulation.world import World
 
 MakeWorld = Callable[..., tuple[World, ModelProfile]]
 SETTINGS = SchedulerConfig(
-    micro_batch_sizes=(4,), micro_batches=(4,), codecs=("fp32", "int8"), hysteresis=0.0
+    schedule="gpipe",
+    micro_batch_sizes=(4,),
+    micro_batches=(4,),
+    codecs=("fp32", "int8"),
+    hysteresis=0.0,
 )
 POLICY = "latency-only"  # what links are like alone decides, and no account of energy
 Measure = Callable[[tuple[str, str], float], float]

@@ -25,7 +25,9 @@ from collapipe_flwr.scheduler.replan import ReplanInput, replan
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import make_world
 
-FREE = SchedulerConfig(micro_batch_sizes=(2, 8), micro_batches=(2, 4), memory_margin=0.0)
+FREE = SchedulerConfig(
+    schedule="gpipe", micro_batch_sizes=(2, 8), micro_batches=(2, 4), memory_margin=0.0
+)
 
 
 def shape(blocks: int) -> ModelProfile:

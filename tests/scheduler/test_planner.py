@@ -20,7 +20,7 @@ from collapipe_flwr.scheduler.planner import Planner
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 
 MakeSnapshot = Callable[..., Snapshot]
-SMALL = SchedulerConfig(micro_batch_sizes=(2, 8), micro_batches=(2, 8))
+SMALL = SchedulerConfig(schedule="gpipe", micro_batch_sizes=(2, 8), micro_batches=(2, 8))
 
 
 def a_planner(

@@ -24,7 +24,9 @@ from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import make_world
 
 AUTO = ("fp32", "bf16", "int8")
-SETTINGS = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(4,), codecs=AUTO, bound=False)
+SETTINGS = SchedulerConfig(
+    schedule="gpipe", micro_batch_sizes=(4,), micro_batches=(4,), codecs=AUTO, bound=False
+)
 
 
 def _snapshot(link_factor: float, clusters: int = 1) -> Snapshot:

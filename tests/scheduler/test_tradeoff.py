@@ -26,7 +26,12 @@ from tests.scheduler.conftest import QueuesAlone
 ROUNDS = 60
 WEIGHTS = (0.1, 1.0, 3.0, 10.0)
 SETTINGS = SchedulerConfig(
-    micro_batch_sizes=(4,), micro_batches=(4,), bound=False, hysteresis=0.0, energy_advance=0.0
+    schedule="gpipe",
+    micro_batch_sizes=(4,),
+    micro_batches=(4,),
+    bound=False,
+    hysteresis=0.0,
+    energy_advance=0.0,
 )
 BOARDS = ["raspberry-pi-5", "raspberry-pi-4", "raspberry-pi-5", "jetson-nano"]
 

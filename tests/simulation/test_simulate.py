@@ -148,7 +148,7 @@ def test_rules_may_choose_batches_once_and_gain_by_it(small: Setting) -> None:
 def test_fedavg_trains_the_whole_model_on_its_device(small: Setting) -> None:
     score = simulate(replace(small, policies=("fedavg",))).policies[0].scores[0]
     plan = score.last_plan.clusters[0]
-    batch = plan.micro_batch_size * plan.micro_batches
+    batch = plan.micro_batch_size  # 1F1B keeps one micro-batch in flight
     model = small.model.profile()
     parts = (model.embedding, *model.blocks, model.decoder)
     held = sum(part.state_bytes + batch * part.stash_bytes for part in parts)
