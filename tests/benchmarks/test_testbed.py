@@ -68,7 +68,7 @@ def test_a_slowed_process_gets_its_share_and_no_more(brake) -> None:
 def test_boards_take_a_part_of_the_host_that_can_be_asked_for() -> None:
     clusters = read_clusters(SMALL)
     slow = slowness(clusters, 40e9, 2, 0.0)
-    assert sum(slow.share(b) for b in boards(clusters)) == pytest.approx(1.2)
+    assert sum(slow.share(b) for b in boards(clusters)) == pytest.approx(1.8)
     assert max(slow.share(b) for b in boards(clusters)) <= 0.9
     with pytest.raises(ConfigError, match="--slow-down 1: these boards need more"):
         slowness(clusters, 40e9, 2, 1.0)
