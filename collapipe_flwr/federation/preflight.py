@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from collapipe_flwr.cluster.profile import describe_cluster, profile_of
 from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
-from collapipe_flwr.config.overrides import declared_config, read_toml
-from collapipe_flwr.config.parsing import refuse_unknown
+from collapipe_flwr.config.parsing import declared_config, read_toml, refuse_unknown
 from collapipe_flwr.config.schema import AppConfig, known_keys, parse
 from collapipe_flwr.core.addresses import host_and_port
 from collapipe_flwr.core.domain import ClusterProfile, ModelProfile

@@ -14,7 +14,8 @@ from typing import Any
 import grpc
 from torch import Tensor
 
-from collapipe_flwr.config.access_control import Caller, Role
+from collapipe_flwr.config.access_control import Caller
+from collapipe_flwr.config.cluster_file import Role
 from collapipe_flwr.core.errors import CheckpointMissing, CollaPipeError, LinkError, ProtocolError
 from collapipe_flwr.core.json_log import logging_about
 from collapipe_flwr.host.allocator import give_back

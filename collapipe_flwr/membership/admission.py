@@ -14,8 +14,7 @@ from hashlib import sha256
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from collapipe_flwr.cluster.profile import Measured
-from collapipe_flwr.config.access_control import Role
-from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
+from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig, Role
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import check_keys
 from collapipe_flwr.membership.figures import note_figures

@@ -16,10 +16,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from collapipe_flwr.cluster.profile import Measured
-from collapipe_flwr.config.access_control import SERVICE_NAME, Role
+from collapipe_flwr.config.access_control import SERVICE_NAME
 from collapipe_flwr.config.cluster_file import (
     MEMBER_NAME,
     ClusterConfig,
+    Role,
     parse_cluster,
     read_cluster,
 )

@@ -18,15 +18,16 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from collapipe_flwr.config.access_control import SERVICE_NAME, Role
+from collapipe_flwr.config.access_control import SERVICE_NAME
 from collapipe_flwr.config.cluster_file import (
     ClusterConfig,
     MemberConfig,
+    Role,
     TlsConfig,
+    cluster_text,
     parse_cluster,
     read_cluster,
 )
-from collapipe_flwr.config.cluster_text import cluster_text
 from collapipe_flwr.core.durable import own_folder, write_file, write_private, write_text
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import TlsFiles

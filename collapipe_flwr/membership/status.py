@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from collapipe_flwr.cluster.profile import Measurements
-from collapipe_flwr.config.access_control import Role
-from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
+from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig, Role
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.membership.figures import figures_of
 from collapipe_flwr.membership.herald import connection_to

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from collapipe_flwr.cluster.profile import Measured
-from collapipe_flwr.config.access_control import Role
-from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
+from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig, Role
 from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import Listener
 from collapipe_flwr.membership.joining_service import JoiningService

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.cluster.profile import profile_of
-from collapipe_flwr.config.access_control import Role
-from collapipe_flwr.config.cluster_file import read_cluster
+from collapipe_flwr.config.cluster_file import Role, read_cluster
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import Listener

@@ -15,8 +15,8 @@ import pytest
 from cryptography import x509
 
 from collapipe_flwr.cluster.profile import profile_of
-from collapipe_flwr.config.access_control import Role, access_control
-from collapipe_flwr.config.cluster_file import MemberConfig
+from collapipe_flwr.config.access_control import access_control
+from collapipe_flwr.config.cluster_file import MemberConfig, Role
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.membership.admission import admit

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from collapipe_flwr.config.access_control import Role
-from collapipe_flwr.config.cluster_file import read_cluster
+from collapipe_flwr.config.cluster_file import Role, read_cluster
 from collapipe_flwr.core.errors import LinkError, ProtocolError
 from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import Listener
