@@ -1,8 +1,8 @@
-"""Joules that sessions use here, by the sensor that this machine has; modelled where it has none.
+"""Joules that sessions use, by this machine's power sensor; modelled where it has none.
 
-A sensor sees the whole machine. Sessions that run at the same time share what it counts.
-A sensor that fails, stands still, or tells what no board can use, loses the interval that it
-was to meter and nothing else: that energy is then modelled from measured times.
+A sensor sees the whole machine, so sessions that run at the same time share what it counts. A
+sensor that fails, stands still or reads an impossible value loses only the interval in which it
+does so: that energy is then modelled from measured times.
 """
 
 from __future__ import annotations
@@ -27,30 +27,24 @@ from collapipe_flwr.host.energy_sensors import (
 )
 
 AUTO, NONE = "auto", "none"
-SENSORS = {  # the first that answers is taken; what each needs
+SENSORS = {  # what each needs; in the order in which they are tried
     "ina3221": "a Jetson has it under /sys/class/hwmon",
     "pi5-pmic": "a Raspberry Pi 5 has it; put this user into the group video",
     "rapl": "let this user read energy_uj under /sys/class/powercap",
 }
-MOST_W = 2000.0  # of any machine that this is for
+MOST_W = 2000.0  # a machine that uses more is not one that this package is for
 _MOST_PERIODS = 6  # that a sensor may miss within an interval
 _LEAST_S = 0.005  # between two looks, for counters that advance every millisecond
 _LOOK_S = 0.05  # for one figure of power
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Interval:
-    """``joules`` of a stretch of time, from its end on; None if they were not metered."""
+    """A stretch of time; ``joules`` from its end on, None if they were not metered."""
 
     joules: float | None = None
-
-
-@dataclass(slots=True)
-class _Open:
-    """An interval that is being metered."""
-
-    joules: float = 0.0
-    lost: bool = False
+    so_far: float = 0.0
+    lost: bool = False  # the sensor failed within
 
 
 class EnergyMeter:
@@ -62,43 +56,45 @@ class EnergyMeter:
         self._sensor = sensor
         self._clock = clock
         self._lock = threading.Lock()
-        self._open: list[_Open] = []
+        self._open: list[Interval] = []
         self._last: tuple[float, Reading] | None = None
         self._idle = threading.Event()
 
     @property
     def name(self) -> str:
-        """Of the sensor; empty without one."""
+        """The sensor's; empty without one."""
         return "" if self._sensor is None else self._sensor.name
 
     @contextmanager
     def interval(self) -> Iterator[Interval]:
         """Meter the body."""
-        told = Interval()
-        if self._sensor is None:
-            yield told
+        mine, sensor = Interval(), self._sensor
+        if sensor is None:
+            yield mine
             return
-        mine = self._begin(self._sensor)
+        self._begin(mine, sensor)
         try:
-            yield told
+            yield mine
         finally:
-            told.joules = self._finish(mine, self._sensor)
+            with self._lock:
+                seen = self._look(sensor)
+                self._open.remove(mine)
+                if not self._open:
+                    self._idle.set()
+            mine.joules = mine.so_far if seen and not mine.lost else None
 
     def power_w(self) -> float | None:
         """Now; None where it cannot be read."""
-        if self._sensor is None:
+        if self._sensor is None or (before := self._read(self._sensor)) is None:
             return None
-        try:
-            before, start_s = self._sensor.read(), self._clock()
-            time.sleep(_LOOK_S)
-            after, elapsed_s = self._sensor.read(), self._clock() - start_s
-            joules = self._sensor.joules(before, after, elapsed_s)
-        except (OSError, ValueError):
+        time.sleep(_LOOK_S)
+        if (after := self._read(self._sensor)) is None:
             return None
-        return joules / elapsed_s if _is_believable(joules, elapsed_s) else None
+        elapsed_s = after[0] - before[0]
+        joules = _joules(self._sensor, before[1], after[1], elapsed_s)
+        return None if joules is None else joules / elapsed_s
 
-    def _begin(self, sensor: Sensor) -> _Open:
-        mine = _Open()
+    def _begin(self, mine: Interval, sensor: Sensor) -> None:
         with self._lock:
             if self._open:
                 mine.lost = not self._look(sensor)
@@ -110,15 +106,6 @@ class EnergyMeter:
                     target=self._watch, args=(sensor, self._idle), name="energy", daemon=True
                 ).start()
             self._open.append(mine)
-        return mine
-
-    def _finish(self, mine: _Open, sensor: Sensor) -> float | None:
-        with self._lock:
-            seen = self._look(sensor)
-            self._open.remove(mine)
-            if not self._open:
-                self._idle.set()
-        return mine.joules if seen and not mine.lost else None
 
     def _watch(self, sensor: Sensor, idle: threading.Event) -> None:
         """Look while any interval is open: power changes, and counters start again."""
@@ -128,7 +115,7 @@ class EnergyMeter:
                     self._look(sensor)
 
     def _look(self, sensor: Sensor) -> bool:
-        """Share what was used since the last look; False if the sensor cannot be believed."""
+        """Share what was used since the last look; False if the reading is not believable."""
         now, before = self._read(sensor), self._last
         if now is None:
             return False
@@ -139,13 +126,13 @@ class EnergyMeter:
         if elapsed_s < _LEAST_S:
             return True
         missed = elapsed_s > _MOST_PERIODS * sensor.period_s
-        joules = self._joules(sensor, before, now, elapsed_s)
+        joules = _joules(sensor, before[1], now[1], elapsed_s)
         if joules is None and not missed:
             return False  # the next look covers this one's time
         self._last = now
         for each in self._open:
             each.lost = each.lost or missed or joules is None
-            each.joules += (joules or 0.0) / len(self._open)
+            each.so_far += (joules or 0.0) / len(self._open)
         return joules is not None
 
     def _read(self, sensor: Sensor) -> tuple[float, Reading] | None:
@@ -154,37 +141,30 @@ class EnergyMeter:
         except (OSError, ValueError):
             return None
 
-    @staticmethod
-    def _joules(
-        sensor: Sensor, before: tuple[float, Reading], now: tuple[float, Reading], elapsed_s: float
-    ) -> float | None:
-        try:
-            joules = sensor.joules(before[1], now[1], elapsed_s)
-        except ValueError:
-            return None
-        return joules if _is_believable(joules, elapsed_s) else None
 
-
-def _is_believable(joules: float, elapsed_s: float) -> bool:
-    return 0 < joules <= MOST_W * elapsed_s < math.inf
+def _joules(sensor: Sensor, before: Reading, after: Reading, elapsed_s: float) -> float | None:
+    """Used in between; None where no machine could have used it."""
+    try:
+        joules = sensor.joules(before, after, elapsed_s)
+    except ValueError:
+        return None
+    return joules if 0 < joules <= MOST_W * elapsed_s < math.inf else None
 
 
 def energy_meter(name: str, *, root: Path = SYSFS, vcgencmd: str = VCGENCMD) -> EnergyMeter:
-    """By the sensor of that name, `AUTO` (the first that can be read, if any) or `NONE`.
+    """A meter by the named sensor, by `AUTO` (the first that can be read, if any) or `NONE`.
 
     Raises ConfigError for another name, and where the named sensor cannot be read.
     """
     if name not in (AUTO, NONE, *SENSORS):
         names = ", ".join((AUTO, NONE, *SENSORS))
         raise ConfigError(f"--energy-sensor must be one of {names}, got {name!r}")
-    if name == NONE:
-        return EnergyMeter()
     sensors: tuple[Sensor, ...] = (Ina3221(root), Pi5Pmic(vcgencmd), Rapl(root))
     for sensor in sensors:
         meter = EnergyMeter(sensor)
         if name in (AUTO, sensor.name) and meter.power_w() is not None:
             return meter
-    if name == AUTO:
+    if name in (AUTO, NONE):
         return EnergyMeter()
     raise ConfigError(
         f"--energy-sensor {name} tells no power here: {SENSORS[name]}, or leave the option out"

@@ -1,7 +1,6 @@
-"""What boards and PCs measure of their own power, and how it is found.
+"""Power sensors of boards and PCs. Each sees the whole machine: idle power and other programs too.
 
-Each sees the whole machine behind it: other programs and its idle power too. Roots are parameters,
-so that tests can make a sysfs up.
+Roots are parameters, so that tests can use a sysfs of their own.
 """
 
 from __future__ import annotations
@@ -15,40 +14,30 @@ from typing import Protocol
 
 SYSFS = Path("/sys")
 VCGENCMD = "vcgencmd"
-Reading = tuple[float, ...]
-"""What one look at a sensor gives; only that sensor knows what it means."""
+Reading = tuple[float, ...]  # of one sensor, which alone knows what it means
 _VCGENCMD_S = 2.0
 
 
 class Sensor(Protocol):
-    """``joules`` of the ``elapsed_s`` between two looks; looks further apart than a few times
-    ``period_s`` say nothing.
-
-    ``read`` raises OSError or ValueError where there is nothing to be read.
-    """
+    """A sensor to `read` every ``period_s``; readings much further apart than that are useless."""
 
     @property
     def name(self) -> str:
-        """As `--energy-sensor` knows it."""
-        ...
+        """The value of `--energy-sensor`."""
 
     @property
-    def period_s(self) -> float:
-        """How often to look."""
-        ...
+    def period_s(self) -> float: ...
 
     def read(self) -> Reading:
-        """One look."""
-        ...
+        """Raises OSError or ValueError where there is nothing to read."""
 
     def joules(self, before: Reading, after: Reading, elapsed_s: float) -> float:
-        """Used in between."""
-        ...
+        """Used between two readings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rapl:
-    """Processor packages and their memory, as Linux' powercap counts them, AMD's by the same names.
+    """Processor packages and their memory by Linux' powercap, which names AMD's the same.
 
     Each zone counts microjoules and starts again after its ``max_energy_range_uj``, on a large
     processor within minutes. The zone of the whole platform (psys) would count the packages twice.
@@ -59,7 +48,7 @@ class Rapl:
     period_s: float = 5.0
 
     def read(self) -> Reading:
-        """Counter and range of every zone in turn, in uJ."""
+        """Counter and range of every zone, in uJ."""
         found = [
             float(int((zone / file).read_text()))
             for zone in self._zones()
@@ -93,16 +82,14 @@ class Gauge:
 
 @dataclass(frozen=True, slots=True)
 class Ina3221(Gauge):
-    """The power monitors of a Jetson: the rail that feeds the module, else the sum of all rails
-    but those that another one feeds.
-    """
+    """A Jetson's monitors: the rail that feeds the module, else all rails not fed by another."""
 
     root: Path = SYSFS
     name: str = "ina3221"
     period_s: float = 0.5
 
     def read(self) -> Reading:
-        """Watts of each rail that counts."""
+        """Watts of each rail."""
         watts = dict(self._watts())
         total = [watts[label] for label in _TOTALS if label in watts]
         found = total[:1] or [value for label, value in watts.items() if label not in _FED]

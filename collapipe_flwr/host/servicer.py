@@ -29,10 +29,14 @@ from collapipe_flwr.pipeline.link import Frame, FrameKind, Link
 from collapipe_flwr.pipeline.meter import StageReport, Timeline
 from collapipe_flwr.pipeline.state import Digests, Keys
 from collapipe_flwr.transport import methods
-from collapipe_flwr.transport.codec import decode_frame, encode_frame
-from collapipe_flwr.transport.host_status import ProbeAnswer, ProbeRequest
-from collapipe_flwr.transport.methods import Method, decode_message, encode_message
-from collapipe_flwr.transport.quantize import WIRE_CODECS
+from collapipe_flwr.transport.codec import WIRE_CODECS, decode_frame, encode_frame
+from collapipe_flwr.transport.methods import (
+    Method,
+    ProbeAnswer,
+    ProbeRequest,
+    decode_message,
+    encode_message,
+)
 from collapipe_flwr.transport.server import call_deadline, end_threads
 from collapipe_flwr.transport.stream import StreamConfig, StreamLink
 from collapipe_flwr.transport.weights import gather_weights, weight_frames
@@ -42,20 +46,6 @@ _SETTLE_S = 5.0
 _LANE_DIGITS = 10
 _TRANSFER_S = 600.0  # from the first piece of a part's weights to the last
 _SHARE_OF_GUEST = 0.25
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServicerConfig:
-    """What callers may have.
-
-    With ``limits_guests`` control units are guests, who hold sessions here besides those of the
-    server: a few each, and a share of the memory. ``probe`` tries the way to another host; the
-    edge dials nobody.
-    """
-
-    limits_guests: bool = False
-    sessions_of_guest: int = 8
-    probe: Callable[[ProbeRequest], ProbeAnswer] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +74,25 @@ class Call:
 
 
 class Servicer:
-    """One method per RPC, called by the name in `transport.methods`."""
+    """One method per RPC, called by the name in `transport.methods`.
 
-    def __init__(self, service: EdgeService, config: ServicerConfig | None = None) -> None:
+    With ``limits_guests`` control units are guests, beside the server whose host this is: each may
+    hold ``sessions_of_guest`` sessions and a share of the memory. ``probe`` measures the way to
+    another host; the edge connects to none.
+    """
+
+    def __init__(
+        self,
+        service: EdgeService,
+        *,
+        limits_guests: bool = False,
+        sessions_of_guest: int = 8,
+        probe: Callable[[ProbeRequest], ProbeAnswer] | None = None,
+    ) -> None:
         self._service = service
-        self._config = config or ServicerConfig()
+        self._limits_guests = limits_guests
+        self._sessions_of_guest = sessions_of_guest
+        self._probe = probe
         self._workers = ThreadPoolExecutor(
             service.health().most_sessions, thread_name_prefix="edge-stage"
         )
@@ -129,14 +133,14 @@ class Servicer:
             yield from getattr(self, method.attribute)(message, _call(context, caller))
 
     def open_session(self, data: bytes, call: Call) -> None:
-        request, caller, config = decode_message(SessionRequest, data), call.caller, self._config
+        request, caller = decode_message(SessionRequest, data), call.caller
         opener = caller.name if caller else ""
         cluster_id = caller.cluster_of(request.cluster_id) if caller else request.cluster_id
         role = caller.role if caller else None
-        guest = config.limits_guests and role is Role.CONTROL_UNIT
+        guest = self._limits_guests and role is Role.CONTROL_UNIT
         self._service.open(
             replace(request, cluster_id=cluster_id, opener=opener),
-            most_of_opener=config.sessions_of_guest if guest else None,
+            most_of_opener=self._sessions_of_guest if guest else None,
             share_of_opener=_SHARE_OF_GUEST if guest else 1.0,
         )
 
@@ -205,9 +209,9 @@ class Servicer:
         return replace(found, memory_bytes=memory_bytes)
 
     def probe(self, data: bytes, _: Call) -> ProbeAnswer:
-        if self._config.probe is None:
+        if self._probe is None:
             raise SessionRefused("this host dials nobody")
-        return self._config.probe(decode_message(ProbeRequest, data))
+        return self._probe(decode_message(ProbeRequest, data))
 
     def stream(self, messages: Iterator[bytes], call: Call) -> Iterator[bytes]:
         """Three threads: this one sends, a reader receives, a worker computes.

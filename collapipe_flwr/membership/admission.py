@@ -21,8 +21,9 @@ from collapipe_flwr.membership.figures import note_figures
 from collapipe_flwr.membership.registry import Registry, hosts_of, member_in
 from collapipe_flwr.membership.tokens import JoinRefused, TokenUse
 from collapipe_flwr.simulation.devices import device_preset
-from collapipe_flwr.transport.joining import JoinAnswer, JoinRequest
-from collapipe_flwr.transport.signing_request import (
+from collapipe_flwr.transport.joining import (
+    JoinAnswer,
+    JoinRequest,
     key_in_certificate,
     key_in_request,
     public_bytes,

@@ -31,10 +31,16 @@ from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.membership.figures import add_figures
 from collapipe_flwr.membership.tokens import JoinToken
 from collapipe_flwr.transport.connection import Connection
-from collapipe_flwr.transport.joining import JOIN, JoinAnswer, JoinRequest
-from collapipe_flwr.transport.pinning import pinned_ca
+from collapipe_flwr.transport.joining import (
+    JOIN,
+    JoinAnswer,
+    JoinRequest,
+    check_signed,
+    own_key,
+    pinned_ca,
+    request_for,
+)
 from collapipe_flwr.transport.roster import check_roster
-from collapipe_flwr.transport.signing_request import check_signed, own_key, request_for
 from collapipe_flwr.transport.tls import check_validity, fingerprint
 
 DEVICE_PORT, EDGE_PORT, JOINING_PORT, SERVER_PORT = 50071, 50061, 50060, 8000

@@ -33,8 +33,8 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.membership.tokens import JoinToken, TokenBook, new_secret
 from collapipe_flwr.transport.certificates import Authority, check_names, names_in
+from collapipe_flwr.transport.joining import key_in_certificate
 from collapipe_flwr.transport.roster import Roster, signed_roster
-from collapipe_flwr.transport.signing_request import key_in_certificate
 from collapipe_flwr.transport.tls import fingerprint
 
 SHARED = (Role.EDGE, Role.SERVER)  # of all clusters of a folder

@@ -13,8 +13,7 @@ from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig, Role
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.membership.figures import figures_of
 from collapipe_flwr.membership.herald import connection_to
-from collapipe_flwr.transport.host_status import HostStatus
-from collapipe_flwr.transport.methods import STATUS
+from collapipe_flwr.transport.methods import STATUS, HostStatus
 
 _DEADLINE_S = 2.0
 _AT_ONCE = 32

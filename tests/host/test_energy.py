@@ -211,6 +211,13 @@ def test_intervals_at_the_same_time_share_and_the_next_one_begins_anew() -> None
     assert later.joules == pytest.approx(7.0)
 
 
+def test_of_two_intervals_that_began_together_one_goes_on_when_the_other_ends() -> None:
+    meter = Played((0, 5.0), (0, 5.0), (10, 5.0), (20, 5.0)).meter()
+    with meter.interval() as outer, meter.interval() as inner:
+        pass
+    assert (outer.joules, inner.joules) == (pytest.approx(75.0), pytest.approx(25.0))
+
+
 class Counter:
     """A counter of 6 bits that each look advances by 20 J, so that it soon starts again."""
 

@@ -13,8 +13,7 @@ from collapipe_flwr.host import session as sessions
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.servicer import Servicer
-from collapipe_flwr.host.snapshot_store import SnapshotStore
-from collapipe_flwr.host.weight_cache import TensorStore
+from collapipe_flwr.host.stores import SnapshotStore, TensorStore
 from collapipe_flwr.pipeline import benchmark
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest
 from collapipe_flwr.pipeline.link import Frame, FrameKind, memory_pair

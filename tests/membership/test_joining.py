@@ -24,9 +24,8 @@ from collapipe_flwr.membership.joining_service import MOST_REFUSALS, Attempts, J
 from collapipe_flwr.membership.newcomer import forget, join, membership_of
 from collapipe_flwr.membership.registry import NewCluster, Registry, new_token
 from collapipe_flwr.membership.tokens import JoinRefused, parse_token
-from collapipe_flwr.transport.joining import JOIN, JoinRequest
+from collapipe_flwr.transport.joining import JOIN, JoinRequest, own_key, request_for
 from collapipe_flwr.transport.server import Server
-from collapipe_flwr.transport.signing_request import own_key, request_for
 from tests.membership.clusters import (
     ID,
     board,
