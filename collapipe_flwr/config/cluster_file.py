@@ -1,25 +1,8 @@
 """One cluster of real machines as a TOML file: its members, where they are, and their figures.
 
-    id = "greenhouse"
-    measured = "greenhouse.json"        # optional: what `collapipe cluster check --json` wrote
-
-    [control-unit]
-    kind = "raspberry-pi-5"
-
-    [[device]]
-    name = "pi-1"                       # also the name in its certificate
-    address = "10.0.0.11:50071"
-    kind = "raspberry-pi-4"             # figures that nobody declared or measured
-    speed-gflop-per-s = 9.5             # optional, as memory-mb, energy-per-gflop-j, tx-power-w
-
-    [edge]
-    address = "10.0.0.2:50061"          # optional: how this cluster reaches it
-
-    [tls]                               # optional: mutual TLS on every link
-    ca = "certs/ca.pem"                 # beside this file; {name} is the member's
-
-The same file serves every member. Paths are relative to it. Megabytes, gigaflops and megabits
-end here: the rest of the package counts in bytes, operations, bits and seconds.
+`docs/reference/cluster-file.md` shows every key. All members have the same file, and paths are
+relative to it. Megabytes, gigaflops and megabits end here: the rest of the package counts in bytes,
+operations, bits and seconds.
 """
 
 from __future__ import annotations
@@ -32,12 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from collapipe_flwr.config.parsing import (
-    flatten_section,
-    parse_table,
-    read_toml,
-    refuse_unknown,
-)
+from collapipe_flwr.config.parsing import flatten_section, parse_table, read_toml, refuse_unknown
 from collapipe_flwr.core.addresses import is_address
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import Rule, Value, above, at_least, key, matches, one_of

@@ -120,10 +120,7 @@ class Deployment:
         """A token for so many members in a role of its cluster; None if that fails."""
         unit = self._inventory.registrar
         try:
-            text = self._ssh(unit).run(
-                roles.token_script(self._inventory, role, members),
-                deadline_s=self._settings.deadline_s,
-            )
+            text = self._run(unit, roles.token_script(self._inventory, role, members))
         except LinkError as error:
             self._fail(unit, f"token for {role.kind} of {role.cluster}", str(error))
             return None
@@ -133,9 +130,8 @@ class Deployment:
     def _check(self) -> None:
         inventory, unit = self._inventory, self._inventory.registrar
         try:
-            ssh, deadline_s = self._ssh(unit), self._settings.deadline_s
-            ssh.run(roles.settling_script(inventory), deadline_s=deadline_s)
-            self._deployed.ca_pem = ssh.run(roles.ca_script(inventory), deadline_s=deadline_s)
+            self._run(unit, roles.settling_script(inventory))
+            self._deployed.ca_pem = self._run(unit, roles.ca_script(inventory))
         except LinkError as error:
             self._fail(unit, "check", str(error))
             return
@@ -147,7 +143,7 @@ class Deployment:
     def _check_one(self, unit: Machine, role: Role, *, keep: bool) -> None:
         script = roles.check_script(self._inventory, role, keep=keep)
         try:
-            text = self._ssh(unit).run(script, deadline_s=self._settings.deadline_s)
+            text = self._run(unit, script)
             check = from_json(Measurements, text, "what the check measured")
         except CollaPipeError as error:
             self._fail(unit, "check", str(error))
@@ -178,8 +174,7 @@ class Deployment:
         if not steps:
             return []
         try:
-            script = script_of(steps, dry=dry)
-            text = self._ssh(machine).run(script, deadline_s=self._settings.deadline_s)
+            text = self._run(machine, script_of(steps, dry=dry))
             return results_in(text, machine.name, steps)
         except LinkError as error:
             why = str(error)
@@ -189,12 +184,11 @@ class Deployment:
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="deploy") as pool:
             return list(pool.map(do, machines))
 
-    def _ssh(self, machine: Machine) -> Ssh:
-        return Ssh(
-            machine=machine,
-            config=self._inventory.ssh_config,
-            accept_new=self._settings.accept_new,
-        )
+    def _run(self, machine: Machine, script: str) -> str:
+        """The output of a script there; raises LinkError."""
+        config, accept_new = self._inventory.ssh_config, self._settings.accept_new
+        ssh = Ssh(machine=machine, config=config, accept_new=accept_new)
+        return ssh.run(script, deadline_s=self._settings.deadline_s)
 
     def _well(self) -> list[Machine]:
         return [machine for machine in self._inventory.machines if not self._failed(machine)]

@@ -1,29 +1,9 @@
 """The machines of clusters as a TOML file: which to deploy to, as whom, and what to install.
 
-    cluster = "greenhouse"
-    wheel = "collapipe_flwr-0.1.0-py3-none-any.whl"   # beside this file
-    user = "pi"                 # such keys hold for all machines; a table may have its own
-
-    [control-unit]
-    host = "10.0.0.10"          # as ssh and the other machines know it
-
-    [edge]                      # left out: on the control unit, as [server]
-    host = "10.0.0.2"
-
-    [[device]]
-    name = "pi-1"
-    host = "10.0.0.11"
-
-A host in several tables is one machine with several roles. Several clusters share an edge and a
-server:
-
-    [[cluster]]
-    name = "greenhouse"
-    control-unit.host = "10.0.0.10"
-
-    [[cluster.device]]
-    name = "pi-1"
-    host = "10.0.0.11"
+`docs/deploy.md` shows the format: tables of the control unit, of edge and server (left out: on the
+control unit's machine) and of the devices. A host in several tables is one machine with several
+roles. Several clusters are tables ``[[cluster]]`` with their own control unit and devices; they
+share edge and server. `Access` holds for all machines, or for one table.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ as() {{
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """A unit, its settings and, if it listens, its address."""
+    """A unit, its settings (empty ones are left out) and, if it listens, its address."""
 
     unit: str
     settings: dict[str, str]
@@ -209,8 +209,7 @@ def _cluster(inventory: Inventory, role: Role, elsewhere: str, shared: str) -> S
 
 def _registrar(role: Role, options: str = "") -> Service:
     """The service that admits newcomers or, on another control unit, receives rosters."""
-    settings = {"COLLAPIPE_FOLDER": folder_of(role)}
-    settings |= {"COLLAPIPE_OPTIONS": options} if options else {}
+    settings = {"COLLAPIPE_FOLDER": folder_of(role), "COLLAPIPE_OPTIONS": options}
     return Service(unit=REGISTRAR, settings=settings, address=address_of(role))
 
 
@@ -244,7 +243,7 @@ def serving(inventory: Inventory, machine: Machine) -> Iterator[Step]:
 
 
 def _served(service: Service) -> Iterator[Step]:
-    text = "".join(f'{k}="{v}"\n' for k, v in service.settings.items())
+    text = "".join(f'{k}="{v}"\n' for k, v in service.settings.items() if v)
     yield _file(f"settings of {service.unit}", service.env_file, text)
     yield _service(service)
 
@@ -254,13 +253,13 @@ def _services(inventory: Inventory, role: Role) -> Iterator[Service]:
     if role.kind != CONTROL_UNIT:
         (unit,) = _UNITS[role.kind]
         settings = {"COLLAPIPE_FOLDER": folder, "COLLAPIPE_NAME": role.name}
-        settings |= {"COLLAPIPE_OPTIONS": role.options} if role.options else {}
+        settings["COLLAPIPE_OPTIONS"] = role.options
         yield Service(unit=unit, settings=settings, address=address_of(role))
         return
     if not inventory.keeps_ca(role):
         yield _registrar(role)
     _, unit, supernode = _UNITS[role.kind]
-    yield Service(unit=unit, settings={"COLLAPIPE_OPTIONS": role.options} if role.options else {})
+    yield Service(unit=unit, settings={"COLLAPIPE_OPTIONS": role.options})
     index, count = inventory.clusters.index(role.cluster), len(inventory.clusters)
     node = f"partition-id={index} num-partitions={count} cluster='{folder}/{role.cluster}.toml'"
     superlink = address_of(inventory.one(SERVER))

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar
 
 SYSFS = Path("/sys")
 VCGENCMD = "vcgencmd"
@@ -18,34 +18,35 @@ Reading = tuple[float, ...]  # of one sensor, which alone knows what it means
 _VCGENCMD_S = 2.0
 
 
-class Sensor(Protocol):
-    """A sensor to `read` every ``period_s``; readings much further apart than that are useless."""
+class Sensor:
+    """A sensor to `read` every ``period_s``; readings much further apart than that are useless.
 
-    @property
-    def name(self) -> str:
-        """The value of `--energy-sensor`."""
+    ``name`` is the value of `--energy-sensor`. Readings are in watts unless `joules` differs.
+    """
 
-    @property
-    def period_s(self) -> float: ...
+    name: ClassVar[str]
+    period_s: ClassVar[float]
 
     def read(self) -> Reading:
         """Raises OSError or ValueError where there is nothing to read."""
+        raise NotImplementedError
 
     def joules(self, before: Reading, after: Reading, elapsed_s: float) -> float:
-        """Used between two readings."""
+        """Used between two readings: their mean times the seconds."""
+        return (sum(before) + sum(after)) / 2 * elapsed_s
 
 
 @dataclass(frozen=True, slots=True)
-class Rapl:
+class Rapl(Sensor):
     """Processor packages and their memory by Linux' powercap, which names AMD's the same.
 
     Each zone counts microjoules and starts again after its ``max_energy_range_uj``, on a large
     processor within minutes. The zone of the whole platform (psys) would count the packages twice.
     """
 
+    name = "rapl"
+    period_s = 5.0
     root: Path = SYSFS
-    name: str = "rapl"
-    period_s: float = 5.0
 
     def read(self) -> Reading:
         """Counter and range of every zone, in uJ."""
@@ -73,20 +74,13 @@ class Rapl:
                 yield zone
 
 
-class Gauge:
-    """A sensor of power: joules are the mean of two looks times the seconds between them."""
-
-    def joules(self, before: Reading, after: Reading, elapsed_s: float) -> float:
-        return (sum(before) + sum(after)) / 2 * elapsed_s
-
-
 @dataclass(frozen=True, slots=True)
-class Ina3221(Gauge):
+class Ina3221(Sensor):
     """A Jetson's monitors: the rail that feeds the module, else all rails not fed by another."""
 
+    name = "ina3221"
+    period_s = 0.5
     root: Path = SYSFS
-    name: str = "ina3221"
-    period_s: float = 0.5
 
     def read(self) -> Reading:
         """Watts of each rail."""
@@ -116,12 +110,12 @@ _UNUSED = ("", "NC")
 
 
 @dataclass(frozen=True, slots=True)
-class Pi5Pmic(Gauge):
+class Pi5Pmic(Sensor):
     """The rails behind a Raspberry Pi 5's power chip, without what hangs on its USB ports."""
 
+    name = "pi5-pmic"
+    period_s = 1.0
     command: str = VCGENCMD
-    name: str = "pi5-pmic"
-    period_s: float = 1.0
 
     def read(self) -> Reading:
         """Watts of each rail."""

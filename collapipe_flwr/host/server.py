@@ -80,7 +80,7 @@ class Listener(Server):
         self._draining = False
         self._answered = threading.Condition()
         answers = {
-            method: partial(self._download if method.downloads else self._answer, method)
+            method: partial(self._answers if method.downloads else self._answer, method)
             for method in (METHODS if make_servicer else ())
         }
         threads = (_STREAMS * most_sessions if make_servicer else 0) + CONTROL_THREADS
@@ -114,18 +114,16 @@ class Listener(Server):
             self._servicer.close()
 
     def _answer(self, method: Method, messages: _Messages, context: grpc.ServicerContext) -> bytes:
-        with self._admitted(context, method) as caller:
-            servicer = self._servicer_for(caller, method, context)
-            message = messages if method.uploads else only_message(messages, context)
-            return servicer.answer(method, message, context, caller)
+        (answer,) = self._answers(method, messages, context)
+        return answer
 
-    def _download(
+    def _answers(
         self, method: Method, messages: _Messages, context: grpc.ServicerContext
     ) -> _Messages:
         with self._admitted(context, method) as caller:
             servicer = self._servicer_for(caller, method, context)
             message = messages if method.uploads else only_message(messages, context)
-            yield from servicer.download(method, message, context, caller)
+            yield from servicer.answers(method, message, context, caller)
 
     def _echo(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
         """Answer a payload of any size with nothing, so that callers can measure the link."""

@@ -117,20 +117,16 @@ class Servicer:
             readable=request.readable,
         )
 
-    def answer(
-        self, method: Method, message: Any, context: grpc.ServicerContext, caller: Caller | None
-    ) -> bytes:
-        """Answer `message` (or the stream of an upload) with one message."""
-        with _refusing(context):
-            answer = getattr(self, method.attribute)(message, _call(context, caller))
-            return b"" if answer is None else encode_message(answer)
-
-    def download(
+    def answers(
         self, method: Method, message: Any, context: grpc.ServicerContext, caller: Caller | None
     ) -> Iterator[bytes]:
-        """Answer with a stream."""
+        """The one answer to `message` (or to the stream of an upload), or those of a download."""
         with _refusing(context):
-            yield from getattr(self, method.attribute)(message, _call(context, caller))
+            answer = getattr(self, method.attribute)(message, _call(context, caller))
+            if method.downloads:
+                yield from answer
+            else:
+                yield b"" if answer is None else encode_message(answer)
 
     def open_session(self, data: bytes, call: Call) -> None:
         request, caller = decode_message(SessionRequest, data), call.caller

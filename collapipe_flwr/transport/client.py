@@ -21,13 +21,7 @@ from collapipe_flwr.pipeline.stowed import Lookup, Stow
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
 from collapipe_flwr.transport.connection import Answer, Connection
-from collapipe_flwr.transport.methods import (
-    HostStatus,
-    Metadata,
-    Method,
-    ProbeAnswer,
-    ProbeRequest,
-)
+from collapipe_flwr.transport.methods import HostStatus, Metadata, Method, ProbeAnswer, ProbeRequest
 from collapipe_flwr.transport.stream import StreamConfig, StreamLink
 from collapipe_flwr.transport.weights import (
     TransferStats,

@@ -247,7 +247,7 @@ def test_a_benchmark_tells_what_the_next_plan_may_have(
     monkeypatch.setattr("collapipe_flwr.host.servicer.run_benchmark", lambda *_: free)
     servicer = Servicer(_device(Ledger(most_bytes)))
     asked = encode_message(BenchmarkRequest())
-    answer = servicer.answer(methods.BENCHMARK, asked, FakeContext(), None)
+    (answer,) = servicer.answers(methods.BENCHMARK, asked, FakeContext(), None)
     assert decode_message(benchmark.BenchmarkAnswer, answer).memory_bytes == expected
     servicer.close()
 
