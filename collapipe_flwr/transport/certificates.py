@@ -43,20 +43,18 @@ class Authority:
 
     def __init__(self, folder: Path, *, days: int = 825, new_ca: bool = False) -> None:
         self.folder = own_folder(folder, "the folder")
-        self.ca = folder / f"{AUTHORITY}.pem"
+        self.ca, key_path = self.pair(AUTHORITY)
         self._days = days
-        self._ca_key_path = folder / f"{AUTHORITY}.key"
-        if new_ca or not (self.ca.exists() or self._ca_key_path.exists()):
+        if new_ca or not (self.ca.exists() or key_path.exists()):
             self._make_ca()
         else:
-            self._key, self._name = _read_ca(self.ca, self._ca_key_path)
+            self._key, self._name = _read_ca(self.ca, key_path)
 
     def member(self, name: str, hosts: Iterable[str] = ()) -> TlsFiles:
         """A new certificate for ``name``, valid for these host names and IP addresses too."""
-        certificate_path, key_path = self.pair(name)
         key = ec.generate_private_key(ec.SECP256R1())
-        builder = self._member(name, hosts, key.public_key())
-        self._write(builder, key, key_path, certificate_path)
+        self._write(name, self._member(name, hosts, key.public_key()), key)
+        certificate_path, key_path = self.pair(name)
         return TlsFiles(ca=self.ca, certificate=certificate_path, key=key_path)
 
     def answer(self, name: str, hosts: Iterable[str], key: ec.EllipticCurvePublicKey) -> bytes:
@@ -117,20 +115,17 @@ class Authority:
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(usage, critical=True)
         )
-        self._write(builder, self._key, self._ca_key_path, self.ca)
+        self._write(AUTHORITY, builder, self._key)
 
     def _write(
-        self,
-        builder: x509.CertificateBuilder,
-        key: ec.EllipticCurvePrivateKey,
-        key_path: Path,
-        certificate_path: Path,
+        self, name: str, builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey
     ) -> None:
         """Sign, and write the certificate and its key."""
         pem = serialization.Encoding.PEM
         private = serialization.PrivateFormat.PKCS8
         key_pem = key.private_bytes(pem, private, serialization.NoEncryption())
         signed = builder.sign(self._key, hashes.SHA256())
+        certificate_path, key_path = self.pair(name)
         replace_pair(key_path, key_pem, certificate_path, signed.public_bytes(pem))
 
     def _builder(
