@@ -35,7 +35,6 @@ _IMPORTED = (
     "collapipe_flwr.host.service",
     "collapipe_flwr.host.servicer",
     "collapipe_flwr.host.stores",
-    "collapipe_flwr.host.stores",
     "collapipe_flwr.models.splitter",
     "collapipe_flwr.pipeline.benchmark",
     "collapipe_flwr.transport.dialer",

@@ -10,8 +10,16 @@ import pytest
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.host import energy
-from collapipe_flwr.host.energy import AUTO, NONE, EnergyMeter, energy_meter
-from collapipe_flwr.host.energy_sensors import Ina3221, Pi5Pmic, Rapl, Reading
+from collapipe_flwr.host.energy import (
+    AUTO,
+    NONE,
+    EnergyMeter,
+    Ina3221,
+    Pi5Pmic,
+    Rapl,
+    Reading,
+    energy_meter,
+)
 
 NOWHERE = "/nowhere/vcgencmd"
 
