@@ -197,7 +197,7 @@ def remove(
     Its certificate is refused from now on by all that can be reached, what it has under way there
     is cut, and its daemon ends. `collapipe cluster serve` tells the others when they are back.
     """
-    from collapipe_flwr.membership.members import listeners, tell
+    from collapipe_flwr.membership.members import listeners, send_rosters
 
     registry = _registry(folder)
     with registry.changing():
@@ -205,7 +205,7 @@ def remove(
         after = registry.remove(before, member)
         roster = registry.roster(after)
     gone = [each for each in listeners(before) if each.name == member]
-    faults = tell(after, (*listeners(after), *gone), roster)
+    faults = send_rosters(after, (*listeners(after), *gone), roster)
     typer.echo(f"{member} is no member of {after.id} any more")
     for name, fault in faults.items():
         if fault and name != member:

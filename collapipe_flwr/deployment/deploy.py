@@ -107,9 +107,9 @@ class Deployment:
         def missing(machine: Machine) -> list[tuple[Machine, Role]]:
             others = [role for role in machine.roles if not self._inventory.keeps_ca(role)]
             steps = [roles.joining(role) for role in others]
-            told = self._tell(machine, steps, dry=True)
-            would = {result.step for result in told if result.outcome is Outcome.WOULD}
-            for result in told:
+            found = self._results(machine, steps, dry=True)
+            would = {result.step for result in found if result.outcome is Outcome.WOULD}
+            for result in found:
                 if result.outcome is not Outcome.WOULD:
                     self._note(result)
             return [(machine, r) for r, s in zip(others, steps, strict=True) if s.name in would]
@@ -164,12 +164,12 @@ class Deployment:
         self, machines: Iterable[Machine], steps: Callable[[Machine], Sequence[Step]]
     ) -> None:
         def one(machine: Machine) -> None:
-            for result in self._tell(machine, steps(machine), dry=self._settings.dry):
+            for result in self._results(machine, steps(machine), dry=self._settings.dry):
                 self._note(result)
 
         self._everywhere([m for m in machines if not self._failed(m)], one)
 
-    def _tell(self, machine: Machine, steps: Sequence[Step], *, dry: bool) -> list[Result]:
+    def _results(self, machine: Machine, steps: Sequence[Step], *, dry: bool) -> list[Result]:
         """The results of these steps there; a failed one if ssh fails."""
         if not steps:
             return []

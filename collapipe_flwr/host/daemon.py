@@ -99,7 +99,9 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
         hide_unused_libraries()
         allow(*settings.imports)
     if settings.tls is None:
-        _log.warning("plain text: whoever reaches %s can read and change all", settings.listen)
+        _log.warning(
+            "plain text: anybody who reaches %s can read and change everything", settings.listen
+        )
     meter = energy_meter(settings.energy_sensor)
     tally = Tally()
     make = partial(_servicer, settings, passes_on, meter, tally)

@@ -112,8 +112,8 @@ class Parts:
             session.lacks_checkpoint = True
             raise
         if session.lacks_checkpoint and self._cache is not None:
-            told = part.state_dict()
-            self._cache.keep({key: t for key, t in pushed.items() if key not in told})
+            reported = part.state_dict()
+            self._cache.keep({key: t for key, t in pushed.items() if key not in reported})
         return part
 
     def _saved(

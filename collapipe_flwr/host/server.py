@@ -67,7 +67,7 @@ class Listener(Server):
     ) -> None:
         if rosters is not None and (tls is None or tls.ca is None):
             raise ConfigError(
-                "only a peer with a certificate can be told apart: give TLS with a CA"
+                "only a peer with a certificate can be identified: give TLS with a CA"
             )
         self._make_servicer = make_servicer
         self._authorizer = Authorizer(rosters.access if rosters else None, on_edge=on_edge)

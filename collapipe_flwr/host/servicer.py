@@ -53,7 +53,7 @@ class Call:
     """An RPC that runs."""
 
     context: grpc.ServicerContext
-    caller: Caller | None  # nobody in particular
+    caller: Caller | None  # None: anonymous
     metadata: Mapping[str, str]
 
     @property
@@ -206,7 +206,7 @@ class Servicer:
 
     def probe(self, data: bytes, _: Call) -> ProbeAnswer:
         if self._probe is None:
-            raise SessionRefused("this host dials nobody")
+            raise SessionRefused("this host connects to no other")
         return self._probe(decode_message(ProbeRequest, data))
 
     def stream(self, messages: Iterator[bytes], call: Call) -> Iterator[bytes]:
@@ -226,7 +226,7 @@ class Servicer:
             yield from link.outgoing()
         finally:
             self._leave(stream)
-        stream.over.wait(_SETTLE_S)  # so that the session's fate is known when the call ends
+        stream.over.wait(_SETTLE_S)  # so that the session is settled when the call ends
 
     def _begun(self, stream: Stream, lane: Lane, config: StreamConfig, call: Call) -> StreamLink:
         peer = call.metadata.get(methods.NAME_KEY, call.context.peer())[:80]
@@ -236,7 +236,7 @@ class Servicer:
             link.broken(LinkError(f"{peer} broke off the stream"))
             self._leave(stream)
 
-        if not call.context.add_callback(gone):  # it is gone already
+        if not call.context.add_callback(gone):  # the call has ended already
             gone()
         link.send(Frame(kind=FrameKind.HELLO), deadline_s=1.0)
         if stream.session.enter(stream, lane, link):
@@ -250,13 +250,13 @@ class Servicer:
             self._service.serve(stream, upstream, behind)
 
     def _leave(self, stream: Stream) -> None:
-        """A lane has ended: its stage, which may wait for another one, must not go on."""
+        """A lane has ended: its stage, which may wait for another lane, must not go on."""
         if stream.lanes.are_several:
             self._service.release(stream, "another link of this stage broke off")
 
 
 def _stream_config(metadata: Mapping[str, str]) -> StreamConfig:
-    """What the other end asks of this one. Raises SessionRefused for what makes no sense."""
+    """The settings that the other end asks for. Raises SessionRefused for invalid ones."""
     codec = metadata.get(methods.CODEC_KEY, "fp32")
     rate, stream_id = metadata.get(methods.RATE_KEY, "0"), metadata.get(methods.STREAM_KEY, "0")
     if codec not in WIRE_CODECS:
@@ -275,7 +275,7 @@ def _stream_config(metadata: Mapping[str, str]) -> StreamConfig:
 
 
 def _lane(metadata: Mapping[str, str]) -> Lane:
-    """Which of the links of its stage a stream is. Raises SessionRefused for what is none."""
+    """The lane that a stream is. Raises SessionRefused for an invalid one."""
     text = metadata.get(methods.LANE_KEY, "0/1")
     number, _, of = text.partition("/")
     if not (number.isdecimal() and of.isdecimal() and len(text) < _LANE_DIGITS):
@@ -284,7 +284,7 @@ def _lane(metadata: Mapping[str, str]) -> Lane:
 
 
 def _finish(work: Future[None], stream: Stream) -> None:
-    """Close the links behind a stage; an error that is no peer's fault is logged with its trace."""
+    """Close the links of a stage; an unexpected error is logged with its trace."""
     request = stream.session.request
     for link in filter(None, stream.lanes.links.values()):
         link.close()
@@ -298,7 +298,7 @@ def _finish(work: Future[None], stream: Stream) -> None:
 
 @contextmanager
 def _refusing(context: grpc.ServicerContext) -> Iterator[None]:
-    """Turn our errors into one gRPC status with the sentence."""
+    """Turn our errors into a gRPC status with the sentence."""
     try:
         yield
     except (SessionRefused, NoRoom) as error:

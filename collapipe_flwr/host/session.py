@@ -240,7 +240,7 @@ class Session:
         with self._turn:
             if self._life is not Life.REST or self.closed:
                 return False
-            self.closed, self._life = "nobody used it", Life.GONE
+            self.closed, self._life = "it was not in use", Life.GONE
             self.empty()
             return True
 

@@ -38,9 +38,9 @@ def add_figures(config: ClusterConfig, roster: Roster) -> None:
     if not roster.figures:
         return
     try:
-        told = from_json(Measurements, roster.figures, "figures")
+        brought = from_json(Measurements, roster.figures, "figures")
     except ProtocolError as error:
         raise ProtocolError(f"the roster came with figures that are none: {error}") from error
     known = {member.name: member.address for member in figures_of(config).members}
-    new = (m for m in told.members if known.get(m.name, m.address + "?") not in ("", m.address))
+    new = (m for m in brought.members if known.get(m.name, m.address + "?") not in ("", m.address))
     note_figures(config, new)

@@ -51,15 +51,17 @@ def connection_to(config: ClusterConfig, member: MemberConfig, deadline_s: float
     )
 
 
-def tell(config: ClusterConfig, members: Iterable[MemberConfig], roster: Roster) -> dict[str, str]:
+def send_rosters(
+    config: ClusterConfig, members: Iterable[MemberConfig], roster: Roster
+) -> dict[str, str]:
     """Send these members the roster, side by side; return the failures by name, empty if none."""
-    told = list(members)
+    members = list(members)
     with ThreadPoolExecutor(_ROSTERS_AT_ONCE, thread_name_prefix="rosters") as pool:
-        faults = pool.map(lambda member: _told(config, member, roster), told)
-        return {member.name: fault for member, fault in zip(told, faults, strict=True)}
+        faults = pool.map(lambda member: _send(config, member, roster), members)
+        return {member.name: fault for member, fault in zip(members, faults, strict=True)}
 
 
-def _told(config: ClusterConfig, member: MemberConfig, roster: Roster) -> str:
+def _send(config: ClusterConfig, member: MemberConfig, roster: Roster) -> str:
     try:
         with connection_to(config, member, _ROSTER_S) as connection:
             version = send_roster(connection, roster)
@@ -87,7 +89,7 @@ class RosterSender:
             try:
                 self.look()
             except CollaPipeError as error:  # a file that somebody is editing
-                _log.error("members are not told: %s", error)
+                _log.error("rosters are not sent: %s", error)
                 stop.wait(_LONGEST_PAUSE_S)
 
     def look(self) -> None:
@@ -95,7 +97,7 @@ class RosterSender:
         for config in self._registry.clusters().values():
             due = [m for m in listeners(config) if self._is_due(config, m)]
             if due:
-                self._note(config, due, tell(config, due, self._registry.roster(config)))
+                self._note(config, due, send_rosters(config, due, self._registry.roster(config)))
 
     def _is_due(self, config: ClusterConfig, member: MemberConfig) -> bool:
         key = (config.id, member.name, member.fingerprint)
@@ -178,7 +180,7 @@ def _status(
     speed = member.speed_gflop_per_s * 1e9 or measured.speed_flop_per_s
     memory = int(member.memory_mb * 1e6) or measured.memory_bytes
 
-    def told(state: str, fault: str = "", found: HostStatus | None = None) -> MemberStatus:
+    def status(state: str, fault: str = "", found: HostStatus | None = None) -> MemberStatus:
         return MemberStatus(
             name=member.name,
             role=role.value,
@@ -193,11 +195,11 @@ def _status(
         )
 
     if not member.address or (config.version and not member.fingerprint):
-        return told(EXPECTED)
+        return status(EXPECTED)
     try:
         with connection_to(config, member, _STATUS_S) as connection:
             found = connection.call(STATUS, answer=HostStatus)
     except LinkError as error:
-        return told(AWAY, str(error))
+        return status(AWAY, str(error))
     behind = config.version > 0 and found.rosters.get(config.id) != config.version
-    return told(STOPPING if found.stopping else BEHIND if behind else READY, found=found)
+    return status(STOPPING if found.stopping else BEHIND if behind else READY, found=found)

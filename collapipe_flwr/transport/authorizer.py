@@ -96,7 +96,9 @@ class Authorizer:
     def _known(self, context: grpc.ServicerContext) -> Caller | None:
         name = peer_name(context)
         if name == "":
-            raise PeerRefused("the peer's certificate has no common name, so it is nobody's here")
+            raise PeerRefused(
+                "the peer's certificate has no common name, so it identifies no member"
+            )
         if self._access is None:
             return None if name is None else Caller(name=name)
         caller = None if name is None else self._access.callers.get(name)

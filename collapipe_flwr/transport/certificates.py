@@ -205,8 +205,8 @@ def check_names(members: Hosts, signed: Hosts) -> None:
             bearer = bearers.get(_compared(host), name)
             if bearer != name and bearer in members:
                 raise ConfigError(
-                    f"{name}.pem, which was signed here, is valid for the host {host!r}: whoever "
-                    f"has it would pass as {bearer}; call that member otherwise, or make a new CA "
+                    f"{name}.pem, which was signed here, is valid for the host {host!r}, so its "
+                    f"holder would pass as {bearer}; call that member otherwise, or make a new CA "
                     "with --new-ca"
                 )
 

@@ -137,7 +137,9 @@ class Connection:
         except grpc.RpcError as error:
             raise self.translate(error) from error
         except ProtocolError as error:
-            raise ProtocolError(f"{self.peer} answered nonsense: {error}") from error
+            raise ProtocolError(
+                f"{self.peer} sent an answer that cannot be read: {error}"
+            ) from error
         except ValueError as error:  # the channel was closed just before the call began
             raise Unreachable(f"{self.peer} broke off: {error}") from error
 

@@ -27,7 +27,7 @@ def keepalive_options(heartbeat: Heartbeat) -> Options:
     return [
         ("grpc.keepalive_time_ms", period_ms),
         ("grpc.keepalive_timeout_ms", period_ms),
-        ("grpc.http2.ping_timeout_ms", period_ms),  # the one that gRPC 1.85 goes by
+        ("grpc.http2.ping_timeout_ms", period_ms),  # the one that gRPC 1.85 obeys
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.client_idle_timeout_ms", 2**31 - 1),  # never: nothing but pings travels here

@@ -175,7 +175,7 @@ def channel_options() -> Options:
         ("grpc.http2.max_frame_size", HTTP2_FRAME_BYTES),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 20_000),
-        ("grpc.http2.ping_timeout_ms", 20_000),  # the one that gRPC 1.85 goes by
+        ("grpc.http2.ping_timeout_ms", 20_000),  # the one that gRPC 1.85 obeys
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.max_reconnect_backoff_ms", 1_000),  # find a peer that restarts soon
     ]

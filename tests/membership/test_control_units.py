@@ -21,7 +21,7 @@ from collapipe_flwr.membership.members import (
     RosterSender,
     cluster_status,
     listeners,
-    tell,
+    send_rosters,
 )
 from collapipe_flwr.membership.newcomer import Membership, Newcomer, default_name, forget
 from collapipe_flwr.membership.registry import Registry
@@ -90,7 +90,7 @@ def remove(registry: Registry, name: str) -> dict[str, str]:
         before = registry.cluster()
         after = registry.remove(before, name)
     gone = [m for m in listeners(before) if m.name == name]
-    return tell(after, (*listeners(after), *gone), registry.roster(after))
+    return send_rosters(after, (*listeners(after), *gone), registry.roster(after))
 
 
 def test_it_joins_once_and_its_key_stays_with_it(

@@ -21,7 +21,7 @@ from collapipe_flwr.membership.members import (
     RosterSender,
     cluster_status,
     listeners,
-    tell,
+    send_rosters,
 )
 from collapipe_flwr.membership.newcomer import Membership, forget
 from collapipe_flwr.membership.registry import Registry
@@ -66,7 +66,7 @@ def remove(registry: Registry, name: str) -> tuple[Roster, dict[str, str]]:
         before = registry.cluster()
         after = registry.remove(before, name)
         roster = registry.roster(after)
-    return roster, tell(after, (*listeners(after), before.member(name)), roster)
+    return roster, send_rosters(after, (*listeners(after), before.member(name)), roster)
 
 
 def client(member: Membership, of: str, caller: str | None = None) -> EdgeClient:
