@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 
-from collapipe_flwr.config.access_control import Role
+from collapipe_flwr.config.cluster_file import Role
 from collapipe_flwr.core.durable import write_private
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.json_codec import from_json, to_json

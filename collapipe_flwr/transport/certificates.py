@@ -54,8 +54,7 @@ class Authority:
         """A new certificate for ``name``, valid for these host names and IP addresses too."""
         key = ec.generate_private_key(ec.SECP256R1())
         self._write(name, self._member(name, hosts, key.public_key()), key)
-        certificate_path, key_path = self.pair(name)
-        return TlsFiles(ca=self.ca, certificate=certificate_path, key=key_path)
+        return self.files(name)
 
     def answer(self, name: str, hosts: Iterable[str], key: ec.EllipticCurvePublicKey) -> bytes:
         """A certificate in PEM for a key that stays where it was made; a copy is kept here."""
@@ -95,6 +94,11 @@ class Authority:
     def pair(self, name: str) -> tuple[Path, Path]:
         """The paths of a member's certificate and key."""
         return self.folder / f"{name}.pem", self.folder / f"{name}.key"
+
+    def files(self, name: str) -> TlsFiles:
+        """The paths of a member's files."""
+        certificate, key = self.pair(name)
+        return TlsFiles(ca=self.ca, certificate=certificate, key=key)
 
     def _make_ca(self) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
