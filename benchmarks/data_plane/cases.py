@@ -32,7 +32,7 @@ from collapipe_flwr.core.replay import StepTimes
 from collapipe_flwr.costs.warm_up import choose_warm_up
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.transport.quantize import WIRE_CODECS
+from collapipe_flwr.transport.codec import WIRE_CODECS
 
 CLUSTER, CONTROL = "bench", "control unit"
 _PLENTY = 1e15  # memory, energy, examples: the bench asks for speed alone

@@ -13,8 +13,8 @@ from collapipe_flwr.membership.systemd import Manager, Service, check_manager, i
 
 if TYPE_CHECKING:
     from collapipe_flwr.config.cluster_file import ClusterConfig
+    from collapipe_flwr.membership.members import ClusterStatus
     from collapipe_flwr.membership.registry import Registry
-    from collapipe_flwr.membership.status import ClusterStatus
 
 
 class TokenRole(StrEnum):
@@ -83,7 +83,6 @@ def init(
         own_host,
         with_port,
     )
-    from collapipe_flwr.membership.registry import NewCluster
     from collapipe_flwr.membership.tokens import role_named
 
     if service is not None:
@@ -91,16 +90,10 @@ def init(
     registry = _registry(folder)
     at = with_port(address or own_host(), JOINING_PORT)
     host = at.rpartition(":")[0]
-    wanted = NewCluster(
-        cluster_id=name,
-        control_unit=MemberConfig(
-            name=f"cu-{name}", address=at, kind=kind_here() or MemberConfig().kind
-        ),
-        edge_address=edge_address or f"{host}:{EDGE_PORT}",
-        elsewhere=frozenset(role_named(each.value) for each in elsewhere or ()),
-    )
+    unit = MemberConfig(name=f"cu-{name}", address=at, kind=kind_here() or MemberConfig().kind)
+    others = frozenset(role_named(each.value) for each in elsewhere or ())
     with registry.changing():
-        config = registry.create(wanted)
+        config = registry.create(name, unit, edge_address or f"{host}:{EDGE_PORT}", others)
     if measure and not config.joining:
         _note_own_speed(registry, config)
     typer.echo(f"cluster {config.id}: {config.path}")
@@ -133,14 +126,17 @@ def serve(
     """
     import logging
 
-    from collapipe_flwr.membership.serving import ServeSettings
     from collapipe_flwr.membership.serving import serve as stay
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    settings = ServeSettings(
-        listen=listen, edge=edge, edge_options=tuple(edge_options or ()), announce=announce
+    stay(
+        _registry(folder),
+        lambda text: typer.echo(text),
+        listen=listen,
+        edge=edge,
+        edge_options=edge_options or (),
+        announce=announce,
     )
-    stay(_registry(folder), settings, lambda text: typer.echo(text))
 
 
 def token(
@@ -171,7 +167,7 @@ def status(
     from rich.console import Console
 
     from collapipe_flwr.core.json_codec import to_json
-    from collapipe_flwr.membership.status import cluster_status
+    from collapipe_flwr.membership.members import cluster_status
     from collapipe_flwr.reporting.cluster_table import follow, status_lines, status_table
 
     registry, console = _registry(folder), Console()
@@ -201,7 +197,7 @@ def remove(
     Its certificate is refused from now on by all that can be reached, what it has under way there
     is cut, and its daemon ends. `collapipe cluster serve` tells the others when they are back.
     """
-    from collapipe_flwr.membership.herald import listeners, tell
+    from collapipe_flwr.membership.members import listeners, send_rosters
 
     registry = _registry(folder)
     with registry.changing():
@@ -209,7 +205,7 @@ def remove(
         after = registry.remove(before, member)
         roster = registry.roster(after)
     gone = [each for each in listeners(before) if each.name == member]
-    faults = tell(after, (*listeners(after), *gone), roster)
+    faults = send_rosters(after, (*listeners(after), *gone), roster)
     typer.echo(f"{member} is no member of {after.id} any more")
     for name, fault in faults.items():
         if fault and name != member:

@@ -9,7 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from collapipe_flwr.deployment.deploy import Deployed
-    from collapipe_flwr.deployment.steps import Result
+    from collapipe_flwr.deployment.ssh import Result
 
 
 def deploy(
@@ -32,10 +32,9 @@ def deploy(
     """
     from rich.console import Console
 
-    from collapipe_flwr.deployment.deploy import Deployment, DeploySettings
+    from collapipe_flwr.deployment.deploy import Deployment, DeploySettings, next_steps, show
     from collapipe_flwr.deployment.inventory import read_inventory
-    from collapipe_flwr.deployment.report import next_steps, show
-    from collapipe_flwr.deployment.steps import Outcome
+    from collapipe_flwr.deployment.ssh import Outcome
 
     wanted, console = read_inventory(inventory), Console()
     settings = DeploySettings(dry=dry_run, accept_new=accept_new, deadline_s=deadline_s)

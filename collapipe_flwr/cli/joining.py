@@ -83,7 +83,7 @@ def join(
 
 
 def _join(token: JoinToken, newcomer: Newcomer, discover: bool) -> Membership:
-    from collapipe_flwr.config.access_control import Role
+    from collapipe_flwr.config.cluster_file import Role
     from collapipe_flwr.membership import newcomer as here
 
     unit = token.address
@@ -100,7 +100,7 @@ def _join(token: JoinToken, newcomer: Newcomer, discover: bool) -> Membership:
 
 def _start(found: Membership, folder: Path, options: list[str]) -> None:
     """Become the daemon, in the same process; libraries that measured are not in the new one."""
-    from collapipe_flwr.config.access_control import Role
+    from collapipe_flwr.config.cluster_file import Role
 
     path = found.cluster.path
     assert path is not None

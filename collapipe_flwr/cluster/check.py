@@ -17,7 +17,7 @@ from collapipe_flwr.pipeline.compute import resolve
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.diagnosis import diagnosis
 from collapipe_flwr.transport.dialer import measure_way
-from collapipe_flwr.transport.host_status import HostStatus, ProbeRequest
+from collapipe_flwr.transport.methods import HostStatus, ProbeRequest
 
 _MEGA = 1e6
 CLOCKS_DIFFER_S = 60.0

@@ -6,32 +6,20 @@
 | device | stream into a session that it has the token of | the same | - |
 | server | ask how it is | everything | - |
 | edge | ask how it is | - | - |
-| registrar (who lets newcomers in) | ask how it is | the same | - |
+| registrar (admits newcomers) | ask how it is | the same | - |
 
-Rosters may be brought by anybody who has a certificate: what counts is that the CA signed them.
+Anybody with a certificate may bring a roster, because the CA has signed it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import dataclass, replace
 
-from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
+from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig, Role
 from collapipe_flwr.core.errors import ConfigError
 
-
-class Role(Enum):
-    """What a member is in its cluster."""
-
-    CONTROL_UNIT = "control unit"
-    DEVICE = "device"
-    EDGE = "edge"
-    SERVER = "server"
-    REGISTRAR = "registrar"
-
-
-SERVICE_NAME = "collapipe-joining"  # in the certificate of who lets newcomers in; no member's
+SERVICE_NAME = "collapipe-joining"  # in the registrar's certificate; no member has this name
 ASK = frozenset({"Echo", "Status"})
 _STREAM = ASK | {"Stream"}
 _USE = frozenset({"Stream", "Snapshot", "Rollback", "Report", "Timeline"})
@@ -86,13 +74,13 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class AccessControl:
-    """All who may call, by the common name of their certificates."""
+    """The callers by the common names of their certificates."""
 
     callers: Mapping[str, Caller]
 
 
 def access_control(clusters: Iterable[ClusterConfig], allow: Iterable[str] = ()) -> AccessControl:
-    """Everybody in these files, and whoever is allowed besides.
+    """The members in these files, and the names in ``allow``.
 
     Edge and server may serve several clusters; raises ConfigError when another member is named in
     two files, because its certificate would open both.
@@ -100,15 +88,9 @@ def access_control(clusters: Iterable[ClusterConfig], allow: Iterable[str] = ())
     callers = {name: Caller(name=name) for name in allow}
     named: dict[str, Caller] = {}
     for config in clusters:
-        members = [
-            (config.control_unit, Role.CONTROL_UNIT),
-            *((device, Role.DEVICE) for device in config.devices),
-            (config.edge, Role.EDGE),
-            (config.server, Role.SERVER),
-        ]
         if config.version:
             named[SERVICE_NAME] = Caller(name=SERVICE_NAME, role=Role.REGISTRAR)
-        for member, role in members:
+        for member, role in config.roles:
             named[member.name] = _joined(named.get(member.name), member, role, config)
     return AccessControl({**callers, **named})
 
@@ -116,23 +98,21 @@ def access_control(clusters: Iterable[ClusterConfig], allow: Iterable[str] = ())
 def _joined(
     known: Caller | None, member: MemberConfig, role: Role, config: ClusterConfig
 ) -> Caller:
-    name, cluster_id = member.name, config.id
+    """The caller as one file lists it, added to what earlier files said of it."""
     shown = frozenset(filter(None, [member.fingerprint])) if config.version else None
+    clusters = frozenset({config.id})
     if known is None:
-        clusters = frozenset({cluster_id})
-        return Caller(name=name, role=role, clusters=clusters, fingerprints=shown)
-    shared = role in (Role.EDGE, Role.SERVER)
-    if cluster_id in known.clusters:
-        raise ConfigError(f"two cluster files have the id {cluster_id!r}: give each its own")
-    if not shared or known.role is not role:
+        return Caller(name=member.name, role=role, clusters=clusters, fingerprints=shown)
+    if clusters <= known.clusters:
+        raise ConfigError(f"two cluster files have the id {config.id!r}: give each its own")
+    if role not in (Role.EDGE, Role.SERVER) or known.role is not role:
         raise ConfigError(
-            f"{name!r} is a member of {min(known.clusters)} and of {cluster_id}: names must "
+            f"{member.name!r} is a member of {min(known.clusters)} and of {config.id}: names must "
             "differ, because they are what certificates prove"
         )
-    kept = known.fingerprints
-    return Caller(
-        name=name,
-        role=role,
-        clusters=known.clusters | {cluster_id},
-        fingerprints=None if kept is None or shown is None else kept | shown,
+    before = known.fingerprints
+    return replace(
+        known,
+        clusters=known.clusters | clusters,
+        fingerprints=None if before is None or shown is None else before | shown,
     )

@@ -1,50 +1,45 @@
-"""One cluster of real machines as a TOML file: who belongs to it, where, and with which figures.
+"""One cluster of real machines as a TOML file: its members, where they are, and their figures.
 
-    id = "greenhouse"
-    measured = "greenhouse.json"        # optional: what `collapipe cluster check --json` wrote
-
-    [control-unit]
-    kind = "raspberry-pi-5"
-
-    [[device]]
-    name = "pi-1"                       # also the name in its certificate
-    address = "10.0.0.11:50071"
-    kind = "raspberry-pi-4"             # figures that nobody declared or measured
-    speed-gflop-per-s = 9.5             # optional, as memory-mb, energy-per-gflop-j, tx-power-w
-
-    [edge]
-    address = "10.0.0.2:50061"          # optional: how this cluster reaches it
-
-    [tls]                               # optional: mutual TLS on every link
-    ca = "certs/ca.pem"                 # beside this file; {name} is the member's
-
-The same file serves every member. Paths are relative to it. Megabytes, gigaflops and megabits
-end here: everything behind this module counts in bytes, operations, bits and seconds.
+`docs/reference/cluster-file.md` shows every key. All members have the same file, and paths are
+relative to it. Megabytes, gigaflops and megabits end here: the rest of the package counts in bytes,
+operations, bits and seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from collapipe_flwr.config.overrides import read_toml
-from collapipe_flwr.config.parsing import flatten_section, parse_section, refuse_unknown
+from collapipe_flwr.config.parsing import flatten_section, parse_table, read_toml, refuse_unknown
 from collapipe_flwr.core.addresses import is_address
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.keys import Rule, above, at_least, key, matches, one_of
+from collapipe_flwr.core.keys import Rule, Value, above, at_least, key, matches, one_of
 from collapipe_flwr.core.links import CODECS, TlsFiles
 
-T = TypeVar("T")
 MEMBER_NAME = matches(
     r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", "must be a name of letters, digits, dots and dashes"
 )
 _FINGERPRINT = matches(r"([0-9a-f]{64})?", "must be a SHA-256, 64 hexadecimal digits")
-_ADDRESS = Rule(
-    lambda text: not text or is_address(text),
-    'must read like "10.0.0.11:50071"',
-)
+_ADDRESS = Rule(lambda text: not text or is_address(text), 'must read like "10.0.0.11:50071"')
+_HEAD = """\
+# Kept by `collapipe cluster` where it was made, and written anew when a member joins or is removed.
+# Figures and [links] may be edited there; comments are lost.
+"""
+
+
+class Role(Enum):
+    """What a member is in its cluster."""
+
+    CONTROL_UNIT = "control unit"
+    DEVICE = "device"
+    EDGE = "edge"
+    SERVER = "server"
+    REGISTRAR = "registrar"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +54,11 @@ class MemberConfig:
     energy_per_gflop_j: float = key(0.0, at_least(0))
     tx_power_w: float = key(0.0, at_least(0))
     fingerprint: str = key("", _FINGERPRINT)  # of the only certificate that it may show
+
+    @property
+    def host(self) -> str:
+        """The host in its address; empty without an address."""
+        return self.address.rpartition(":")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +84,9 @@ class TlsConfig:
 class ClusterConfig:
     """The whole file; ``tls`` is None where links are plain text.
 
-    A ``version`` above 0 says that `collapipe cluster` keeps the file: then it is a roster, which
-    members replace by newer ones, and a member without a fingerprint has not joined yet.
-    ``joining`` is where newcomers are let in, if that is not the control unit's machine.
+    A file with a ``version`` above 0 is a roster, kept by `collapipe cluster`: members replace it
+    by newer ones, and a member without a fingerprint has not joined yet. Newcomers are admitted at
+    ``joining``, or by the control unit's machine if that is empty.
     """
 
     id: str
@@ -103,9 +103,19 @@ class ClusterConfig:
     path: Path | None = None  # where it was read
 
     @property
+    def roles(self) -> tuple[tuple[MemberConfig, Role], ...]:
+        """Everybody who has a certificate, with its role."""
+        return (
+            (self.control_unit, Role.CONTROL_UNIT),
+            *((device, Role.DEVICE) for device in self.devices),
+            (self.edge, Role.EDGE),
+            (self.server, Role.SERVER),
+        )
+
+    @property
     def members(self) -> tuple[MemberConfig, ...]:
         """Everybody who has a certificate."""
-        return (self.control_unit, *self.devices, self.edge, self.server)
+        return tuple(member for member, _ in self.roles)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -114,15 +124,19 @@ class ClusterConfig:
 
     @property
     def joining_address(self) -> str:
-        """Where newcomers are let in; empty where nobody is."""
+        """Where newcomers are admitted; empty where nobody is."""
         return self.joining or self.control_unit.address
+
+    def having(self, role: Role) -> tuple[MemberConfig, ...]:
+        """The members in a role: any number of devices, one of every other."""
+        return tuple(member for member, its in self.roles if its is role)
 
     def has_joined(self, name: str) -> bool:
         """Whether it is a member; of a roster, one who has a certificate."""
         return any(m.name == name and (m.fingerprint or not self.version) for m in self.members)
 
     def device_id(self, member: MemberConfig) -> str:
-        """How plans and reports call a device."""
+        """A device's name in plans and reports."""
         return f"{self.id}/{member.name}"
 
     def certificate_name(self, member: MemberConfig) -> str:
@@ -172,7 +186,7 @@ def parse_cluster(values: Mapping[str, Any], folder: Path) -> ClusterConfig:
     tables = ("control-unit", "edge", "server", "links", "tls")
     plain = ("id", "measured", "version", "joining")
     refuse_unknown(values, {*plain, "device", *tables}, "key")
-    top = _section(_Top(), "", {k: values[k] for k in plain if k in values})
+    top = parse_table(_Top(), "", {k: values[k] for k in plain if k in values})
     devices = values.get("device", ())
     if not _are_tables(devices) or not (devices or top.version):
         raise ConfigError("at least one [[device]] table with a name and an address is needed")
@@ -181,12 +195,12 @@ def parse_cluster(values: Mapping[str, Any], folder: Path) -> ClusterConfig:
         folder=folder,
         control_unit=_member(values, "control-unit"),
         devices=tuple(
-            _section(MemberConfig(), f"device[{i}]", table) for i, table in enumerate(devices, 1)
+            parse_table(MemberConfig(), f"device[{i}]", table) for i, table in enumerate(devices, 1)
         ),
         edge=_member(values, "edge"),
         server=_member(values, "server"),
-        links=_section(ClusterLinks(), "links", values.get("links", {})),
-        tls=_section(TlsConfig(), "tls", values["tls"]) if "tls" in values else None,
+        links=parse_table(ClusterLinks(), "links", values.get("links", {})),
+        tls=parse_table(TlsConfig(), "tls", values["tls"]) if "tls" in values else None,
         measured=folder / top.measured if top.measured else None,
         version=top.version,
         joining=top.joining,
@@ -210,18 +224,7 @@ def _are_tables(devices: object) -> bool:
 
 def _member(values: Mapping[str, Any], name: str) -> MemberConfig:
     """A member that needs no table; its name is that of its role unless the file says another."""
-    return _section(MemberConfig(name=name), name, values.get(name, {}))
-
-
-def _section(default: T, name: str, table: object) -> T:
-    """One table as one dataclass: `parse_section` on keys with the table's name in front."""
-    if not isinstance(table, Mapping):
-        raise ConfigError(f"{name} must be a table, [{name}], got {table!r}")
-    prefix = f"{name}." if name else ""
-    known = flatten_section(default, prefix)
-    named = {prefix + k: value for k, value in table.items()}
-    refuse_unknown(named, known, "key")
-    return parse_section(default, prefix, {**known, **named})
+    return parse_table(MemberConfig(name=name), name, values.get(name, {}))
 
 
 def _check_members(config: ClusterConfig) -> None:
@@ -242,6 +245,37 @@ def certificate_hosts(clusters: Iterable[ClusterConfig]) -> dict[str, tuple[str,
     """Every member's name with the hosts it listens on; an edge may belong to several clusters."""
     hosts: dict[str, tuple[str, ...]] = {}
     for member in (m for cluster in clusters for m in cluster.members):
-        host = member.address.rpartition(":")[0]
-        hosts[member.name] = (*hosts.get(member.name, ()), *([host] if host else []))
+        hosts[member.name] = (*hosts.get(member.name, ()), *filter(None, [member.host]))
     return hosts
+
+
+def cluster_text(config: ClusterConfig) -> str:
+    """The TOML that `parse_cluster` reads as ``config``; keys with their defaults are left out."""
+    top: dict[str, Value] = {"id": config.id, "version": config.version}
+    if config.joining:
+        top["joining"] = config.joining
+    if config.measured is not None:
+        top["measured"] = os.path.relpath(config.measured, config.folder)
+    tables = [
+        ("[control-unit]", _changed(config.control_unit, MemberConfig(name="control-unit"))),
+        *(("[[device]]", _changed(device, MemberConfig())) for device in config.devices),
+        ("[edge]", _changed(config.edge, MemberConfig(name="edge"))),
+        ("[server]", _changed(config.server, MemberConfig(name="server"))),
+        ("[links]", _changed(config.links, ClusterLinks())),
+    ]
+    lines = list(_lines(top))
+    for head, keys in tables:
+        lines += ["", head, *_lines(keys)] if keys else []
+    if config.tls is not None:
+        lines += ["", "[tls]", *_lines(_changed(config.tls, TlsConfig()))]
+    return _HEAD + "\n".join(lines) + "\n"
+
+
+def _changed(section: object, default: object) -> dict[str, Value]:
+    usual = flatten_section(default, "")
+    return {k: value for k, value in flatten_section(section, "").items() if value != usual[k]}
+
+
+def _lines(keys: Mapping[str, Value]) -> Iterator[str]:
+    """JSON's strings, numbers and booleans are TOML's, too."""
+    return (f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in keys.items())

@@ -1,16 +1,30 @@
-"""From flat values to dataclasses and back, by the keys that their fields declare."""
+"""Configuration values: from files and the command line to dataclasses, and back.
+
+The fields of the dataclasses declare the keys (`core.keys`). Overrides of an app's run-config are
+merged into one flat file for Flower: ``flwr run --run-config a.b=1 --run-config a.c=2`` keeps only
+``a.c``, because each flag replaces the whole table ``a``.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import json
+import re
+import tomllib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, fields, replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import Value, check, is_inline, is_key, name_of, rule_of
 
 T = TypeVar("T")
+_PAIR = re.compile(r"""(\S+?)=('[^']*'|"[^"]*"|\S+)""")  # Flower's
+
+# The launcher sets these itself, to find the run again.
+_OPTIONS = {"output-dir": "output-dir", "run-name": "output-dir", "resume": "resume"}
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 
 
@@ -29,6 +43,20 @@ def parse_section(default: T, prefix: str, values: Mapping[str, Value]) -> T:
         if str(error).startswith(prefix):
             raise
         raise ConfigError(f"{prefix}{error}") from error
+
+
+def parse_table(default: T, name: str, table: object) -> T:
+    """One TOML table as a dataclass, by keys with the table's ``name`` in front.
+
+    Defaults are checked as well. Raises ConfigError, also for a key that is unknown.
+    """
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{name} must be a table, [{name}], got {table!r}")
+    prefix = f"{name}." if name else ""
+    known = flatten_section(default, prefix)
+    named = {prefix + k: value for k, value in table.items()}
+    refuse_unknown(named, known, "key")
+    return parse_section(default, prefix, {**known, **named})
 
 
 def flatten_section(section: Any, prefix: str) -> dict[str, Value]:
@@ -84,3 +112,96 @@ def _typed(name: str, value: Value, wanted: str) -> Value:
     if type(value).__name__ != wanted:
         raise ConfigError(f"{name} must be {_WORDS.get(wanted, 'a string')}, got {value!r}")
     return value
+
+
+def read_overrides(
+    sources: Sequence[str], declared: Mapping[str, Value] = MappingProxyType({})
+) -> dict[str, Value]:
+    """Merge ``KEY=VALUE`` pairs and ``.toml`` files; later ones win.
+
+    A value that is not TOML is a string, so quotes are optional. A source may hold several pairs,
+    as for `flwr run`, with keys that the app has ``declared``. Raises ConfigError.
+    """
+    merged: dict[str, Value] = {}
+    for source in sources:
+        if is_file(source):
+            merged |= _flat(read_toml(Path(source), f"--run-config {source}"))
+        else:
+            for pair in _pairs(source, declared):
+                merged |= _read_pair(pair)
+    for key, option in _OPTIONS.items():
+        if key in merged:
+            raise ConfigError(f"--run-config {key} cannot be set here: use --{option}")
+    return merged
+
+
+def declared_config(project: Path) -> dict[str, Value]:
+    """The flat run-config in an app's ``pyproject.toml``; raises ConfigError where it is no app."""
+    path = project / "pyproject.toml"
+    if not path.exists():
+        raise ConfigError(
+            f"{project} is no Flower app: it has no pyproject.toml; name the folder of the app"
+        )
+    tables = read_toml(path, str(path))
+    return _flat(tables.get("tool", {}).get("flwr", {}).get("app", {}).get("config", {}))
+
+
+def overridden(declared: Mapping[str, Value], overrides: Mapping[str, Value]) -> dict[str, Value]:
+    """The whole run-config; raises ConfigError naming a key that the app does not declare."""
+    refuse_unknown(overrides, set(declared))
+    return {**declared, **overrides}
+
+
+def write_overrides(overrides: Mapping[str, Value], path: Path) -> None:
+    """Write a flat TOML file; JSON's strings, numbers and booleans are TOML's, too."""
+    lines = [f"{json.dumps(key)} = {json.dumps(value)}\n" for key, value in overrides.items()]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """The tables of a file; raises ConfigError, which begins with ``what``."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{what} cannot be read ({error.strerror}): correct its path") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{what} is not TOML: {error}; correct the file") from error
+
+
+def is_file(source: str) -> bool:
+    """Whether an override is the path of a file, not ``KEY=VALUE``."""
+    return source.endswith(".toml") and "=" not in source
+
+
+def _pairs(source: str, declared: Mapping[str, Value]) -> list[str]:
+    """The pairs in a string.
+
+    Text with an equals sign may be the value of a single pair, so there are several only if all
+    keys are declared, or the value of the first one is no text.
+    """
+    found = list(_PAIR.finditer(source))
+    keys = [pair[1] for pair in found]
+    if len(found) < 2 or _PAIR.sub("", source).strip():
+        return [source]
+    known = all(key in declared for key in keys)
+    several = known or not isinstance(declared.get(keys[0], ""), str)
+    return [pair[0] for pair in found] if several else [source]
+
+
+def _read_pair(source: str) -> dict[str, Value]:
+    key, equals, text = source.partition("=")
+    if not key.strip() or not equals:
+        raise ConfigError(f"--run-config {source!r} is neither KEY=VALUE nor a .toml file")
+    try:
+        value: Value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    return {key.strip(): value}
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
+    flat: dict[str, Value] = {}
+    for key, value in table.items():
+        name = prefix + key
+        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return flat

@@ -1,12 +1,12 @@
-"""The run-config as one frozen tree, composed of the dataclasses of those who use its parts.
+"""The run-config as one frozen tree, composed of the dataclasses of the modules that use them.
 
-Flower hands an app a flat mapping such as ``{"train.learning-rate": 0.002}``; :func:`parse`
-turns it into an :class:`AppConfig`. What a key means stands beside the field that it sets. The
-defaults of :class:`AppConfig` are the demo, and ``pyproject.toml`` repeats them because Flower only
-lets users override keys that it finds there (a test keeps both equal).
+Flower hands an app a flat mapping such as ``{"train.learning-rate": 0.002}``; :func:`parse` turns
+it into an :class:`AppConfig`. A comment beside each field explains its key. The defaults of
+:class:`AppConfig` are the demo, and ``pyproject.toml`` repeats them because Flower only lets users
+override keys that it finds there (a test keeps both equal).
 
-A new key is a field declared by ``key`` in the class whose code obeys it, and a line in
-``pyproject.toml``; sections that ``inline`` that class, and whatever carries it, stay as they are.
+A new key is a field declared by ``key`` in the class whose code uses it, and a line in
+``pyproject.toml``; sections that ``inline`` that class, and what carries it, stay as they are.
 """
 
 from __future__ import annotations

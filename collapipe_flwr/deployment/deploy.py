@@ -1,4 +1,4 @@
-"""All machines of an inventory, side by side: from what ssh reaches to a checked cluster."""
+"""Deploys to all machines of an inventory side by side, up to a checked cluster, and reports it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
+from rich.console import Console
+
 from collapipe_flwr.cluster.profile import Measurements
+from collapipe_flwr.core.durable import write_text
 from collapipe_flwr.core.errors import CollaPipeError, LinkError
 from collapipe_flwr.core.json_codec import from_json
 from collapipe_flwr.deployment import roles
-from collapipe_flwr.deployment.inventory import DEVICE, Inventory, Machine, Role
-from collapipe_flwr.deployment.ssh import Ssh
-from collapipe_flwr.deployment.steps import Outcome, Result, Step, results_in, script_of
+from collapipe_flwr.deployment.inventory import DEVICE, EDGE, SERVER, Inventory, Machine, Role
+from collapipe_flwr.deployment.ssh import Outcome, Result, Ssh, Step, results_in, script_of
+from collapipe_flwr.reporting.cost_tables import show_measurements
+from collapipe_flwr.reporting.output import number_table
 
 T = TypeVar("T")
 _AT_ONCE = 32
@@ -34,7 +39,7 @@ class DeploySettings:
 
 @dataclass(kw_only=True)
 class Deployed:
-    """What became of it: of every step, and of the check of each cluster that had one."""
+    """The results of all steps, and of the check of each cluster that had one."""
 
     results: list[Result] = field(default_factory=list)
     checks: list[Measurements] = field(default_factory=list)
@@ -51,7 +56,7 @@ class Deployed:
 
 
 class Deployment:
-    """Carries an inventory out; ``on_result`` is told each step when it ends."""
+    """Deploys an inventory; ``on_result`` is called with each step when it ends."""
 
     def __init__(
         self,
@@ -65,7 +70,7 @@ class Deployment:
         self._deployed = Deployed()
 
     def run(self) -> Deployed:
-        """All phases; a machine that fails is left out of the next ones."""
+        """Run all phases; a machine that fails is left out of the next ones."""
         inventory, unit = self._inventory, self._inventory.registrar
         self._phase(inventory.machines, lambda m: list(roles.preparing(inventory, m)))
         self._phase([unit], lambda _: list(roles.founding(inventory)))
@@ -79,9 +84,9 @@ class Deployment:
         return self._deployed
 
     def _join(self) -> None:
-        """Let those in that have not joined yet, each by a token of its role."""
+        """Admit the machines that have not joined yet, each by a token of its role."""
         newcomers = self._newcomers()
-        if self._settings.dry or not newcomers:
+        if self._settings.dry:
             for machine, role in newcomers:
                 name = roles.joining(role).name
                 self._note(Result(machine=machine.name, step=name, outcome=Outcome.WOULD))
@@ -97,14 +102,14 @@ class Deployment:
         self._phase([m for m in self._inventory.machines if steps(m)], steps)
 
     def _newcomers(self) -> list[tuple[Machine, Role]]:
-        """Roles without the files of a member, on the machines that are well."""
+        """Roles without the files of a member, on the machines that have not failed."""
 
         def missing(machine: Machine) -> list[tuple[Machine, Role]]:
             others = [role for role in machine.roles if not self._inventory.keeps_ca(role)]
             steps = [roles.joining(role) for role in others]
-            told = self._tell(machine, steps, dry=True)
-            would = {result.step for result in told if result.outcome is Outcome.WOULD}
-            for result in told:
+            found = self._results(machine, steps, dry=True)
+            would = {result.step for result in found if result.outcome is Outcome.WOULD}
+            for result in found:
                 if result.outcome is not Outcome.WOULD:
                     self._note(result)
             return [(machine, r) for r, s in zip(others, steps, strict=True) if s.name in would]
@@ -112,13 +117,10 @@ class Deployment:
         return [pair for found in self._everywhere(self._well(), missing) for pair in found]
 
     def _token(self, role: Role, members: int) -> str | None:
-        """For so many members in a role of its cluster; None if there is none to have."""
+        """A token for so many members in a role of its cluster; None if that fails."""
         unit = self._inventory.registrar
         try:
-            text = self._ssh(unit).run(
-                roles.token_script(self._inventory, role, members),
-                deadline_s=self._settings.deadline_s,
-            )
+            text = self._run(unit, roles.token_script(self._inventory, role, members))
         except LinkError as error:
             self._fail(unit, f"token for {role.kind} of {role.cluster}", str(error))
             return None
@@ -128,9 +130,8 @@ class Deployment:
     def _check(self) -> None:
         inventory, unit = self._inventory, self._inventory.registrar
         try:
-            ssh, deadline_s = self._ssh(unit), self._settings.deadline_s
-            ssh.run(roles.settling_script(inventory), deadline_s=deadline_s)
-            self._deployed.ca_pem = ssh.run(roles.ca_script(inventory), deadline_s=deadline_s)
+            self._run(unit, roles.settling_script(inventory))
+            self._deployed.ca_pem = self._run(unit, roles.ca_script(inventory))
         except LinkError as error:
             self._fail(unit, "check", str(error))
             return
@@ -142,7 +143,7 @@ class Deployment:
     def _check_one(self, unit: Machine, role: Role, *, keep: bool) -> None:
         script = roles.check_script(self._inventory, role, keep=keep)
         try:
-            text = self._ssh(unit).run(script, deadline_s=self._settings.deadline_s)
+            text = self._run(unit, script)
             check = from_json(Measurements, text, "what the check measured")
         except CollaPipeError as error:
             self._fail(unit, "check", str(error))
@@ -163,18 +164,17 @@ class Deployment:
         self, machines: Iterable[Machine], steps: Callable[[Machine], Sequence[Step]]
     ) -> None:
         def one(machine: Machine) -> None:
-            for result in self._tell(machine, steps(machine), dry=self._settings.dry):
+            for result in self._results(machine, steps(machine), dry=self._settings.dry):
                 self._note(result)
 
         self._everywhere([m for m in machines if not self._failed(m)], one)
 
-    def _tell(self, machine: Machine, steps: Sequence[Step], *, dry: bool) -> list[Result]:
-        """The results of these steps there; of one that failed, if there was no answer."""
+    def _results(self, machine: Machine, steps: Sequence[Step], *, dry: bool) -> list[Result]:
+        """The results of these steps there; a failed one if ssh fails."""
         if not steps:
             return []
         try:
-            script = script_of(steps, dry=dry)
-            text = self._ssh(machine).run(script, deadline_s=self._settings.deadline_s)
+            text = self._run(machine, script_of(steps, dry=dry))
             return results_in(text, machine.name, steps)
         except LinkError as error:
             why = str(error)
@@ -184,12 +184,11 @@ class Deployment:
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="deploy") as pool:
             return list(pool.map(do, machines))
 
-    def _ssh(self, machine: Machine) -> Ssh:
-        return Ssh(
-            machine=machine,
-            config=self._inventory.ssh_config,
-            accept_new=self._settings.accept_new,
-        )
+    def _run(self, machine: Machine, script: str) -> str:
+        """The output of a script there; raises LinkError."""
+        config, accept_new = self._inventory.ssh_config, self._settings.accept_new
+        ssh = Ssh(machine=machine, config=config, accept_new=accept_new)
+        return ssh.run(script, deadline_s=self._settings.deadline_s)
 
     def _well(self) -> list[Machine]:
         return [machine for machine in self._inventory.machines if not self._failed(machine)]
@@ -208,3 +207,68 @@ class Deployment:
     def _note(self, result: Result) -> None:
         self._deployed.results.append(result)
         self._on_result(result)
+
+
+def show(inventory: Inventory, deployed: Deployed, console: Console) -> None:
+    """Print the tables of the checks and of the deployment, and one sentence per failure."""
+    for check in deployed.checks:
+        show_measurements(check, console)
+    table = number_table(
+        f"deployment of {', '.join(inventory.clusters)}", ("machine", "host", "came to"), ()
+    )
+    for machine in inventory.machines:
+        table.add_row(machine.name, machine.host, summary_of(deployed, machine))
+    console.print(table)
+    for failure in deployed.failures:
+        sentence = f"{failure.machine}: {failure.step}: {failure.why}"
+        console.print(sentence, style="red", highlight=False, markup=False, soft_wrap=True)
+    outcomes = {result.outcome for result in deployed.results}
+    if outcomes <= {Outcome.KEPT}:
+        console.print("nothing was changed: all of it was done already", style="green")
+
+
+def summary_of(deployed: Deployed, machine: Machine) -> str:
+    """A few words about one machine."""
+    if failed := deployed.of(machine, Outcome.FAILED):
+        return f"[red]failed at {failed[0].step}[/red]"
+    did = deployed.of(machine, Outcome.DID)
+    would = deployed.of(machine, Outcome.WOULD)
+    if would:
+        return f"{len(would)} steps to do"
+    return f"[green]{len(did)} steps done[/green]" if did else "[green]nothing to do[/green]"
+
+
+def next_steps(inventory: Inventory, deployed: Deployed, path: Path, console: Console) -> None:
+    """Write the files that a run needs beside the inventory, and print how to start one."""
+    folder = path.parent / f"{inventory.name}-run"
+    folder.mkdir(exist_ok=True)
+    for name, text in (("ca.pem", deployed.ca_pem), ("boards.toml", run_config(inventory))):
+        file = folder / name
+        if not file.exists() or file.read_text() != text:
+            write_text(file, text)
+    superlink = roles.address_of(inventory.one(SERVER))
+    console.print(
+        f"to train, in the sources: flwr run . {inventory.name} --stream --run-config "
+        f"{folder / 'boards.toml'}\nwith this in ~/.flwr/config.toml:\n"
+        f'[superlink.{inventory.name}]\naddress = "{superlink}"\n'
+        f'root-certificates = "{(folder / "ca.pem").resolve()}"',
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def run_config(inventory: Inventory) -> str:
+    """The keys that all runs on this cluster share; files are those of the server."""
+    certs = f"{roles.folder_of(inventory.one(SERVER))}/certs"
+    values = {
+        "clusters": len(inventory.clusters),
+        "edge.address": f'"{roles.address_of(inventory.one(EDGE))}"',
+        "edge.certificate-name": '"edge"',
+        "edge.tls-ca": f'"{certs}/ca.pem"',
+        "edge.tls-cert": f'"{certs}/server.pem"',
+        "edge.tls-key": f'"{certs}/server.key"',
+        "world.channel": '"static"',
+        "output-dir": '"/var/lib/collapipe/runs"',
+    }
+    return "".join(f"{name} = {value}\n" for name, value in values.items())

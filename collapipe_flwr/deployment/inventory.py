@@ -1,45 +1,29 @@
 """The machines of clusters as a TOML file: which to deploy to, as whom, and what to install.
 
-    cluster = "greenhouse"
-    wheel = "collapipe_flwr-0.1.0-py3-none-any.whl"   # beside this file
-    user = "pi"                 # such keys hold for all machines; a table may have its own
-
-    [control-unit]
-    host = "10.0.0.10"          # as ssh and the other machines know it
-
-    [edge]                      # left out: on the control unit, as [server]
-    host = "10.0.0.2"
-
-    [[device]]
-    name = "pi-1"
-    host = "10.0.0.11"
-
-Machines that several tables name are one machine with several roles. Several clusters that share an
-edge and a server are tables of their own:
-
-    [[cluster]]
-    name = "greenhouse"
-    control-unit.host = "10.0.0.10"
-
-    [[cluster.device]]
-    name = "pi-1"
-    host = "10.0.0.11"
+`docs/deploy.md` shows the format: tables of the control unit, of edge and server (left out: on the
+control unit's machine) and of the devices. A host in several tables is one machine with several
+roles. Several clusters are tables ``[[cluster]]`` with their own control unit and devices; they
+share edge and server. `Access` holds for all machines, or for one table.
 """
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from collapipe_flwr.config.cluster_file import MEMBER_NAME
-from collapipe_flwr.config.parsing import flatten_section, parse_section, refuse_unknown
+from collapipe_flwr.config.parsing import (
+    flatten_section,
+    parse_section,
+    parse_table,
+    read_toml,
+    refuse_unknown,
+)
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import between, inline, key, matches
 
-T = TypeVar("T")
 CONTROL_UNIT, EDGE, SERVER, DEVICE = "control-unit", "edge", "server", "device"
 _CLUSTER = "cluster"
 _HOST = matches(r"([A-Za-z0-9_\[][^\s/@'\"]*)?", "must be a host name or address")
@@ -49,12 +33,11 @@ _WORD = matches(r"([A-Za-z0-9/._][^\s'\"]*)?", "must be a word")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """How a machine is reached and what it runs; paths of wheels and ssh are on this machine.
+    """How a machine is reached and what it runs; paths are on the machine that deploys.
 
-    A ``wheel`` is installed into an environment of its own, what it needs from the package index
-    ``index`` if there is one, and from ``extra_index``; an ``environment`` that is on the machine
-    already is taken as it is. ``find_links`` is a page or folder of wheels; without an ``index``,
-    nothing comes from elsewhere.
+    A ``wheel`` is installed into an environment of its own, and its requirements from the package
+    indexes ``index`` and ``extra_index``, or the page or folder of wheels ``find_links`` (without
+    an ``index``: from nowhere else). An existing ``environment`` on the machine is used unchanged.
     """
 
     user: str = key("", _WORD)  # empty: ssh's choice
@@ -70,7 +53,7 @@ class Access:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A role's table, or one of a device; ``address`` is how other machines reach it."""
+    """A role's table, or one of a device; other machines reach it at ``address``."""
 
     name: str = key("", matches(r"([A-Za-z0-9][A-Za-z0-9._-]{0,62})?", MEMBER_NAME.says))
     host: str = key("", _HOST)
@@ -81,9 +64,9 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """What a machine does, under which ``name`` in which cluster, where others reach it.
+    """What a machine does, as the member ``name`` of a cluster, which others reach at ``address``.
 
-    Edge and server are those of all clusters, and join the first one.
+    All clusters share edge and server, which join the first one.
     """
 
     kind: str
@@ -95,7 +78,7 @@ class Role:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Everything that one host does."""
+    """One host with all its roles."""
 
     host: str
     access: Access
@@ -103,7 +86,7 @@ class Machine:
 
     @property
     def name(self) -> str:
-        """How its results are called."""
+        """Its name in results."""
         return " + ".join(role.name for role in self.roles)
 
     def role(self, kind: str) -> Role | None:
@@ -112,13 +95,13 @@ class Machine:
 
     @property
     def with_flower(self) -> bool:
-        """Whether Flower's programs run here, which devices and the edge do without."""
+        """Whether Flower's programs run here; devices and the edge do not need them."""
         return bool(self.role(CONTROL_UNIT) or self.role(SERVER))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
-    """All machines of ``clusters``; the first one has the control unit of the first, and the CA."""
+    """All machines of ``clusters``; the first one has the first control unit, and the CA."""
 
     clusters: tuple[str, ...]
     machines: tuple[Machine, ...]
@@ -126,12 +109,12 @@ class Inventory:
 
     @property
     def name(self) -> str:
-        """How all of it is called."""
+        """The name of the deployment."""
         return "-".join(self.clusters)
 
     @property
     def registrar(self) -> Machine:
-        """Where the clusters are made."""
+        """The machine on which the clusters are made."""
         return self.machines[0]
 
     @property
@@ -151,17 +134,13 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Top:
+    cluster: str = key("", MEMBER_NAME)
     ssh_config: str = key("")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Cluster:
-    cluster: str = key("", MEMBER_NAME)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Named:
-    """A table of an inventory, and whose it is."""
+    """A table of an inventory, with its role and cluster."""
 
     kind: str
     cluster: str
@@ -170,12 +149,7 @@ class _Named:
 
 def read_inventory(path: Path) -> Inventory:
     """The inventory in a TOML file; raises ConfigError that names file, key and value."""
-    try:
-        values = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"inventory {path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"inventory {path} is not TOML: {error}") from error
+    values = read_toml(path, f"inventory {path}")
     try:
         return _parsed(values, path.resolve().parent)
     except ConfigError as error:
@@ -184,7 +158,7 @@ def read_inventory(path: Path) -> Inventory:
 
 def _parsed(values: Mapping[str, Any], folder: Path) -> Inventory:
     plain = {k: v for k, v in values.items() if not isinstance(v, dict | list) and k != _CLUSTER}
-    shared = {*flatten_section(_Top(), ""), *flatten_section(Access(), ""), _CLUSTER}
+    shared = {*flatten_section(_Top(), ""), *flatten_section(Access(), "")}
     refuse_unknown(values, {*shared, CONTROL_UNIT, EDGE, SERVER, DEVICE}, "key")
     top = parse_section(_Top(), "", plain)
     common = parse_section(Access(), "", plain)
@@ -198,16 +172,16 @@ def _parsed(values: Mapping[str, Any], folder: Path) -> Inventory:
 
 
 def _tables(values: Mapping[str, Any]) -> Iterable[_Named]:
-    """The table of the first control unit, and with it those that clusters share, come first."""
+    """The first control unit comes first, followed by edge and server, which clusters share."""
     first: Table | None = None
     for cluster, prefix, own in _clusters(values):
-        name = f"cu-{cluster}"
-        unit = _table(prefix + CONTROL_UNIT, own.get(CONTROL_UNIT, {}), Table(name=name))
+        unit = parse_table(Table(), prefix + CONTROL_UNIT, own.get(CONTROL_UNIT, {}))
         if not unit.host:
             raise ConfigError(f"{prefix}{CONTROL_UNIT}.host is missing: say where ssh finds it")
-        yield _Named(kind=CONTROL_UNIT, cluster=cluster, table=replace(unit, name=name))
+        named = replace(unit, name=f"cu-{cluster}")
+        yield _Named(kind=CONTROL_UNIT, cluster=cluster, table=named)
         for kind in () if first else (EDGE, SERVER):
-            found = _table(kind, values.get(kind, {}), Table())
+            found = parse_table(Table(), kind, values.get(kind, {}))
             shared = replace(found, name=kind, host=found.host or unit.host)
             yield _Named(kind=kind, cluster=cluster, table=shared)
         first = unit
@@ -216,10 +190,10 @@ def _tables(values: Mapping[str, Any]) -> Iterable[_Named]:
 
 
 def _clusters(values: Mapping[str, Any]) -> Iterable[tuple[str, str, Mapping[str, Any]]]:
-    """Name, where its tables stand, and its tables, of each cluster."""
+    """Name, prefix of its keys, and tables of each cluster."""
     several = values.get(_CLUSTER, "")
     if not isinstance(several, list):
-        yield parse_section(_Cluster(), "", {_CLUSTER: several}).cluster, "", values
+        yield parse_section(_Top(), "", {_CLUSTER: several}).cluster, "", values
         return
     for kind in (CONTROL_UNIT, DEVICE):
         if kind in values:
@@ -230,7 +204,7 @@ def _clusters(values: Mapping[str, Any]) -> Iterable[tuple[str, str, Mapping[str
         if not isinstance(own, Mapping):
             raise ConfigError(f"{_CLUSTER}[{number}] must be a table, [[cluster]], got {own!r}")
         refuse_unknown(own, {"name", CONTROL_UNIT, DEVICE}, f"key of {_CLUSTER}[{number}]")
-        name = parse_section(_Cluster(), prefix, {f"{prefix}{_CLUSTER}": own.get("name", "")})
+        name = parse_section(_Top(), prefix, {f"{prefix}{_CLUSTER}": own.get("name", "")})
         if name.cluster.casefold() in seen:
             raise ConfigError(f"two clusters are called {name.cluster!r}: names must differ")
         seen.add(name.cluster.casefold())
@@ -246,20 +220,11 @@ def _devices(values: Mapping[str, Any], prefix: str) -> Iterable[Table]:
         raise ConfigError(f"at least one {head} table with a name and a host is needed")
     for number, table in enumerate(devices, start=1):
         where = f"{prefix}{DEVICE}[{number}]"
-        device = _table(where, table, Table())
+        device = parse_table(Table(), where, table)
         for what in ("name", "host"):
             if not getattr(device, what):
                 raise ConfigError(f"{where}.{what} is missing")
         yield device
-
-
-def _table(name: str, values: object, default: Table) -> Table:
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{name} must be a table, [{name}], got {values!r}")
-    prefix = f"{name}."
-    named = {prefix + k: value for k, value in values.items()}
-    refuse_unknown(named, flatten_section(default, prefix), "key")
-    return parse_section(default, prefix, named)
 
 
 def _machines(tables: list[_Named], common: Access, folder: Path) -> Iterable[Machine]:
@@ -289,7 +254,7 @@ def _machines(tables: list[_Named], common: Access, folder: Path) -> Iterable[Ma
 
 
 def _access(tables: list[Table], common: Access, folder: Path) -> Access:
-    """What the first of a machine's tables says that says something, else what holds for all."""
+    """Each setting from the first of a machine's tables that has it, else the common one."""
     found: dict[str, Any] = {}
     for name in (field.name for field in fields(Access)):
         said = [value for table in tables if (value := getattr(table.access, name))]

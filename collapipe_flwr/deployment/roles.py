@@ -23,10 +23,10 @@ from collapipe_flwr.deployment.inventory import (
     Machine,
     Role,
 )
-from collapipe_flwr.deployment.steps import Step
+from collapipe_flwr.deployment.ssh import Step
 
 OPT, ETC = "/opt/collapipe", "/etc/collapipe"
-USER, KEEPER = "collapipe", "collapipe-registrar"  # who trains; who has the key of the CA
+USER, KEEPER = "collapipe", "collapipe-registrar"  # the one that trains; the one with the CA's key
 PORTS = {CONTROL_UNIT: 50060, DEVICE: 50071, EDGE: 50061, SERVER: 8000}
 REGISTRAR = "collapipe-cluster"
 _UNITS = {
@@ -46,7 +46,7 @@ as() {{
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """A unit, its settings and, if it listens, where."""
+    """A unit, its settings (empty ones are left out) and, if it listens, its address."""
 
     unit: str
     settings: dict[str, str]
@@ -54,17 +54,17 @@ class Service:
 
     @property
     def env_file(self) -> str:
-        """Where its settings are."""
+        """The file of its settings."""
         return f"{ETC}/{self.unit.removeprefix('collapipe-')}.env"
 
 
 def folder_of(role: Role) -> str:
-    """Where the files of a cluster's member are."""
+    """The folder of a member's files."""
     return f"{ETC}/{role.kind}"
 
 
 def address_of(role: Role) -> str:
-    """Where others reach its daemon."""
+    """The address of its daemon."""
     return f"{role.address}:{PORTS[role.kind]}"
 
 
@@ -122,7 +122,7 @@ def _programs(machine: Machine) -> Iterator[Step]:
 
 
 def _wheel(machine: Machine) -> Step:
-    """pip runs again, in the same environment, if it was interrupted or the wheel differs."""
+    """Run pip again, in the same environment, if it was interrupted or the wheel differs."""
     access, name = machine.access, Path(machine.access.wheel).name
     wheel = Path(access.wheel).read_bytes()
     constraints = _constraints(Path(access.constraints)).encode() if access.constraints else b""
@@ -159,7 +159,7 @@ echo {mark} > {OPT}/installed""",
 
 
 def _plain_hosts(access: Access) -> list[str]:
-    """Of indexes that the inventory names by http, which pip would leave aside."""
+    """The hosts of indexes with http URLs, which pip does not trust otherwise."""
     urls = (urlsplit(url) for url in (access.index, access.extra_index, access.find_links))
     return sorted({url.netloc for url in urls if url.scheme == "http"})
 
@@ -178,7 +178,7 @@ def _constraints(path: Path) -> str:
 
 
 def founding(inventory: Inventory) -> Iterator[Step]:
-    """The clusters, made on the machine of the first one's control unit, and who lets others in."""
+    """The clusters, on the machine of the first one's control unit, and the joining service."""
     role = inventory.one(CONTROL_UNIT)
     folder = folder_of(role)
     yield _cluster(inventory, role, "", f"{folder}/certs/{role.name}.key {folder}/certs/*.pem")
@@ -188,7 +188,7 @@ def founding(inventory: Inventory) -> Iterator[Step]:
 
 
 def _cluster(inventory: Inventory, role: Role, elsewhere: str, shared: str) -> Step:
-    """Made where ``role`` is; ``shared`` are files of it that the user of runs may read."""
+    """Make a cluster in the folder of ``role``; the training user may read the files ``shared``."""
     folder, file = folder_of(role), f"{folder_of(role)}/{role.cluster}"
     mark = f"{folder}/.shared" if shared else f"{file}.toml"
     init = (
@@ -208,9 +208,8 @@ def _cluster(inventory: Inventory, role: Role, elsewhere: str, shared: str) -> S
 
 
 def _registrar(role: Role, options: str = "") -> Service:
-    """What lets newcomers in or, beside another control unit, takes what is told there."""
-    settings = {"COLLAPIPE_FOLDER": folder_of(role)}
-    settings |= {"COLLAPIPE_OPTIONS": options} if options else {}
+    """The service that admits newcomers or, on another control unit, receives rosters."""
+    settings = {"COLLAPIPE_FOLDER": folder_of(role), "COLLAPIPE_OPTIONS": options}
     return Service(unit=REGISTRAR, settings=settings, address=address_of(role))
 
 
@@ -229,7 +228,7 @@ def joining(role: Role, token: str = "") -> Step:
 
 
 def token_script(inventory: Inventory, role: Role, members: int) -> str:
-    """Prints a line with a token for so many of this kind, on the machine with the CA."""
+    """Prints a line with a token for so many members of this kind, on the machine with the CA."""
     folder = folder_of(inventory.one(CONTROL_UNIT))
     return (
         f"{_AS.format(user=USER)}\nas {KEEPER} {OPT}/venv/bin/collapipe cluster token "
@@ -238,13 +237,13 @@ def token_script(inventory: Inventory, role: Role, members: int) -> str:
 
 
 def serving(inventory: Inventory, machine: Machine) -> Iterator[Step]:
-    """Settings and services of a machine's roles, but for who lets newcomers in."""
+    """Settings and services of a machine's roles, without the service that admits newcomers."""
     for service in (s for role in machine.roles for s in _services(inventory, role)):
         yield from _served(service)
 
 
 def _served(service: Service) -> Iterator[Step]:
-    text = "".join(f'{k}="{v}"\n' for k, v in service.settings.items())
+    text = "".join(f'{k}="{v}"\n' for k, v in service.settings.items() if v)
     yield _file(f"settings of {service.unit}", service.env_file, text)
     yield _service(service)
 
@@ -254,13 +253,13 @@ def _services(inventory: Inventory, role: Role) -> Iterator[Service]:
     if role.kind != CONTROL_UNIT:
         (unit,) = _UNITS[role.kind]
         settings = {"COLLAPIPE_FOLDER": folder, "COLLAPIPE_NAME": role.name}
-        settings |= {"COLLAPIPE_OPTIONS": role.options} if role.options else {}
+        settings["COLLAPIPE_OPTIONS"] = role.options
         yield Service(unit=unit, settings=settings, address=address_of(role))
         return
     if not inventory.keeps_ca(role):
         yield _registrar(role)
     _, unit, supernode = _UNITS[role.kind]
-    yield Service(unit=unit, settings={"COLLAPIPE_OPTIONS": role.options} if role.options else {})
+    yield Service(unit=unit, settings={"COLLAPIPE_OPTIONS": role.options})
     index, count = inventory.clusters.index(role.cluster), len(inventory.clusters)
     node = f"partition-id={index} num-partitions={count} cluster='{folder}/{role.cluster}.toml'"
     superlink = address_of(inventory.one(SERVER))
@@ -269,7 +268,7 @@ def _services(inventory: Inventory, role: Role) -> Iterator[Service]:
 
 
 def _service(service: Service) -> Step:
-    """Started anew where the environment, the unit or its settings are not those it runs with."""
+    """Restart a service if it runs with another environment, unit or settings."""
     unit, stamp = service.unit, f"{OPT}/started/{service.unit}"
     state = (
         f"state() {{ cat {OPT}/installed /etc/systemd/system/{unit}.service {service.env_file} "
@@ -312,7 +311,7 @@ done"""
 
 
 def check_script(inventory: Inventory, role: Role, *, keep: bool) -> str:
-    """Prints what `collapipe cluster check` measures, as JSON; plans go by it if it is kept."""
+    """Prints what `collapipe cluster check` measures, as JSON; with ``keep``, plans use it."""
     file, owner = f"{folder_of(role)}/{role.cluster}", KEEPER if inventory.keeps_ca(role) else USER
     keeping = f"install -o {owner} -g {USER} -m 640 $found/found.json {file}.json" if keep else ":"
     return f"""{_AS.format(user=USER)}
@@ -346,9 +345,9 @@ def _base64(data: bytes, path: str) -> str:
 
 
 def unit_text(unit: str, *, keeps_ca: bool) -> str:
-    """A service as systemd reads it; that of the CA's key is a user's of its own.
+    """The file of a systemd unit; the service with the CA's key has a user of its own.
 
-    Apps of runs, which are whoever's starts a run, are executed as the user of the other services.
+    The apps of runs, which may be anybody's, are executed as the user of the other services.
     """
     text = (files("collapipe_flwr") / "systemd" / f"{unit}.service").read_text(encoding="utf-8")
     if unit != REGISTRAR or not keeps_ca:

@@ -1,10 +1,17 @@
-"""Scripts on other machines, by the system's own `ssh`: what they say, or one clear sentence."""
+"""Steps as bash scripts, and running them on other machines by the system's `ssh`.
+
+Each step tests whether it is done already, so that repeating all of them is safe. A failure of ssh
+is one sentence with the way out.
+"""
 
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+from shlex import quote
 
 from collapipe_flwr.core.errors import LinkError, LinkTimeout
 from collapipe_flwr.deployment.inventory import Machine
@@ -12,20 +19,100 @@ from collapipe_flwr.deployment.inventory import Machine
 _CONNECT_S = 10
 _AS_ROOT = """sh -c 'if [ "$(id -u)" = 0 ]; then exec bash -s; else exec sudo -n bash -s; fi'"""
 _LOST = 255  # ssh's own exit status
+_LOCK_S = 60
+
+
+class Outcome(StrEnum):
+    """The outcome of a step."""
+
+    KEPT = "kept"  # was done before
+    DID = "did"
+    WOULD = "would"  # in a dry run
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """``action`` is run if ``test`` fails; it ends at its first failing command, and its last
+    output is then the reason.
+    """
+
+    name: str
+    test: str
+    action: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The outcome of a step on a machine."""
+
+    machine: str
+    step: str
+    outcome: Outcome
+    why: str = ""
+
+
+_PRELUDE = """
+exec 9< /opt
+flock -w {lock_s} 9 || {{
+  printf 'failed\\tlock\\tanother deployment is at work there: wait until it has ended\\n'
+  exit 0
+}}
+export LC_ALL=C DEBIAN_FRONTEND=noninteractive
+step() {{
+  if ( "test_$1" ) > /dev/null 2>&1 < /dev/null 9>&-; then
+    printf 'kept\\t%s\\t\\n' "$2"
+  elif [ -n '{dry}' ]; then
+    printf 'would\\t%s\\t\\n' "$2"
+  else
+    said=$( set -e; "do_$1" 2>&1 < /dev/null 9>&- )
+    if [ $? -ne 0 ]; then
+      said=$(printf '%s' "$said" | grep -v '^ *$' | tail -n 3 | cut -c 1-300 | tr '\\t\\n' '  ')
+      printf 'failed\\t%s\\t%s\\n' "$2" "$said"
+      exit 0
+    fi
+    printf 'did\\t%s\\t\\n' "$2"
+  fi
+}}
+"""
+
+
+def script_of(steps: Sequence[Step], *, dry: bool) -> str:
+    """The bash script of these steps, whose output `results_in` reads."""
+    parts = [_PRELUDE.format(lock_s=_LOCK_S, dry="dry" if dry else "")]
+    for number, each in enumerate(steps):
+        parts.append(f"test_{number}() {{\n{each.test}\n}}")
+        parts.append(f"do_{number}() {{\n{each.action}\n}}")
+    parts += [f"step {number} {quote(each.name)}" for number, each in enumerate(steps)]
+    return "\n".join(parts)
+
+
+def results_in(text: str, machine: str, steps: Sequence[Step]) -> list[Result]:
+    """The results in a script's output; raises LinkError if it ended early without a failure."""
+    lines = [line.split("\t", 2) for line in text.splitlines() if line.count("\t") >= 2]
+    found = [
+        Result(machine=machine, step=name, outcome=Outcome(word), why=why.strip())
+        for word, name, why in lines
+    ]
+    failed = any(result.outcome is Outcome.FAILED for result in found)
+    if not failed and len(found) < len(steps):
+        missing = steps[len(found)].name
+        raise LinkError(f"it broke off at {missing!r}: deploy again, which goes on from there")
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ssh:
-    """How to reach a machine; ``accept_new`` believes the key of a host that was never seen."""
+    """How to reach a machine; with ``accept_new`` ssh accepts the key of a new host."""
 
     machine: Machine
     config: Path | None = None
     accept_new: bool = False
 
     def run(self, script: str, *, deadline_s: float) -> str:
-        """The output of a bash script, run there as root.
+        """The output of a bash script, run there as root once all of it has arrived.
 
-        The script does not begin before all of it is there. Raises LinkError.
+        Raises LinkError.
         """
         whole = f"main() {{\n{script}\n}}\nmain\n"
         try:
@@ -69,7 +156,7 @@ class Ssh:
         return ["ssh", *words, "--", self.machine.host]
 
     def _why(self, code: int, said: str) -> str:
-        """One sentence with the way out, from what ssh or sudo said."""
+        """One sentence with the way out, from the output of ssh or sudo."""
         last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
         where, host = self._where, self.machine.host
         if "IDENTIFICATION HAS CHANGED" in said:

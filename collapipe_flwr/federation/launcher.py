@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from collapipe_flwr.config.overrides import write_overrides
+from collapipe_flwr.config.parsing import write_overrides
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.core.processes import keeping

@@ -15,7 +15,7 @@ from typing import Any
 
 from flwr.app import Context, RecordDict
 
-from collapipe_flwr.config.overrides import declared_config, overridden, read_toml
+from collapipe_flwr.config.parsing import declared_config, overridden, read_toml
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError
 from collapipe_flwr.federation.app_code import load_app
 from collapipe_flwr.federation.local_grid import SERVER_NODE, LocalGrid

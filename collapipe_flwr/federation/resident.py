@@ -51,7 +51,7 @@ from collapipe_flwr.federation.resident_metrics import (
     message_about,
 )
 from collapipe_flwr.host.allocator import configure_malloc, give_back
-from collapipe_flwr.host.metrics_server import serving_metrics
+from collapipe_flwr.host.metrics import serving_metrics
 
 log = logging.getLogger("flwr.collapipe")
 _LOOK_S = 0.1

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
-from collapipe_flwr.config.overrides import (
+from collapipe_flwr.config.parsing import (
     declared_config,
     is_file,
     overridden,

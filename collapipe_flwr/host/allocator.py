@@ -1,16 +1,14 @@
-"""The C library's heap, set up for a process of few big tensors that come and go.
+"""glibc's heap, configured for a process of few big tensors that come and go.
 
-glibc gives every thread a heap of its own, and memory freed in one cannot serve another; a host
-receives, computes and sends in different threads. It also returns tensors to the system as soon as
-they are freed, to ask for the same pages again with the next micro-batch. One heap for all threads
-that keeps what is free while steps run costs no memory at the peak and saves that work; what lies
-free when a session begins or ends goes back.
+glibc gives every thread a heap of its own, and memory freed in one cannot serve another, while a
+host receives, computes and sends in different threads. It also returns freed tensors to the system
+at once, only to ask for the same pages again with the next micro-batch. One heap for all threads
+that keeps free memory while steps run costs nothing at the peak and saves that work; free memory is
+given back when a session begins or ends.
 
-The heap asks for large pages, too. Weights, gradients and activations of a stage are many times
-what a processor's table of page addresses covers, so with pages of 4 KiB matrix products wait for
-addresses; most of all in virtual machines. Kernels give large pages to whoever asks (`madvise` in
-/sys/kernel/mm/transparent_hugepage/enabled), to all or to none; the last two are not changed by
-asking.
+The heap asks for large pages as well: with pages of 4 KiB, matrix products wait for the processor's
+table of page addresses, most of all in virtual machines. That changes something where the kernel
+gives large pages on request (`madvise` in /sys/kernel/mm/transparent_hugepage/enabled).
 """
 
 from __future__ import annotations
@@ -29,19 +27,18 @@ _M_TOP_PAD = -2
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 
-_OWN_PAGES_BYTES = 32 * 2**20  # tensors from here on do not live in the heap; glibc allows no more
+_OWN_PAGES_BYTES = 32 * 2**20  # larger tensors do not live in the heap; glibc allows no more
 _SLACK_BYTES = 64 * 2**20  # free memory kept at the heap's end between micro-batches, at least
 _AHEAD_BYTES = 2**30  # addresses, not memory: the heap grows into what has asked for large pages
 _MAPS = Path("/proc/self/maps")
 _OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
-_COUNTED = "2"  # there: addresses are promised memory
+_COUNTED = "2"  # in that file: the system counts reserved addresses as memory
 
 
 def configure_malloc() -> bool:
-    """Set up the heap of this process; whether the C library agreed.
+    """Configure the heap of this process; return whether the C library accepted it.
 
-    Threads that exist keep the heaps that they have. Other systems than Linux with glibc are left
-    alone.
+    Does nothing but on Linux with glibc. Existing threads keep the heaps that they have.
     """
     mallopt = _function("mallopt")
     if mallopt is None:
@@ -60,7 +57,7 @@ def configure_malloc() -> bool:
 
 @contextmanager
 def configured_malloc() -> Iterator[None]:
-    """Set the heap up for the body, and give back what is free after it."""
+    """Configure the heap for the body, and give back free memory after it."""
     configure_malloc()
     try:
         yield
@@ -69,7 +66,7 @@ def configured_malloc() -> Iterator[None]:
 
 
 def give_back() -> None:
-    """Return all free memory to the system, also from between what is in use."""
+    """Return all free memory to the system, also from between allocations."""
     trim = _function("malloc_trim")
     if trim is not None:
         trim(0)
@@ -77,7 +74,7 @@ def give_back() -> None:
 
 
 def _ahead_bytes() -> int:
-    """How far the heap may grow at once; not at all where addresses are counted as memory."""
+    """How far the heap may grow at once; 0 where addresses are counted as memory."""
     import resource  # which other systems do not have
 
     limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
@@ -90,7 +87,7 @@ def _ahead_bytes() -> int:
 
 
 def _ask_for_large_pages() -> None:
-    """For the heap as it is, and for what it will grow into."""
+    """Request them for the heap, and for the addresses into which it will grow."""
     malloc, free, madvise = _function("malloc"), _function("free"), _function("madvise")
     if not (malloc and free and madvise and hasattr(mmap, "MADV_HUGEPAGE")):
         return

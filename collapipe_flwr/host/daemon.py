@@ -1,9 +1,11 @@
-"""A host as a long-lived process: listens, serves, and stops in good order on SIGTERM."""
+"""A host as a process: it listens, serves, and stops in good order on SIGTERM."""
 
 from __future__ import annotations
 
 import faulthandler
 import logging
+import math
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,9 +21,7 @@ from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.core.processes import stopping
 from collapipe_flwr.host.allocator import configure_malloc
 from collapipe_flwr.host.energy import NONE, EnergyMeter, energy_meter
-from collapipe_flwr.host.host_metrics import HostMetrics, Tally
-from collapipe_flwr.host.metrics_server import serving_metrics
-from collapipe_flwr.host.power import IwPower
+from collapipe_flwr.host.metrics import HostMetrics, Tally, serving_metrics
 from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import Listener
 
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _BREAK_OFF_S = 1.0  # for peers to hear it
 _LEAVE_S = 30.0  # from the end of the grace until the process is ended by force
+_IW_S = 5.0
+_LEAST_W = 1e-3  # 0 dBm, the least that `iw` and most radios take
 _COMPUTE = "--compute"
 UNUSED_LIBRARIES = ("scipy", "sklearn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSettings:
-    """One daemon; `name` is how its neighbours call it, `rosters` say who may call what (None:
-    whoever the CA signed may all).
+    """One daemon; neighbours call it `name`, and `rosters` say who may call what (None: all whom
+    the CA signed).
 
-    On a stop, sessions that are open get `grace_s` to be closed; new ones are refused at once.
-    Snapshots of recoverable sessions are kept in `state_dir`, from where the next process takes
-    them up; frozen weights that were sent here in `cache_dir`, up to `cache_bytes`.
-    It computes where `compute` says, and holds up to `memory_bytes` of models there, see `ledger`
-    (0: as much as is free when the first caller comes). Planned transmit power is applied to
-    `radio_interface` (empty: to none), and energy is metered by `energy_sensor`, see `energy`.
-    Tensors are computed on `threads` (0: torch's own choice).
-    Own models and losses may come from the modules in `imports`. A Prometheus server finds numbers
-    at the address `metrics` (empty: nowhere).
+    On a stop, open sessions get `grace_s` to be closed; new ones are refused at once. Snapshots of
+    recoverable sessions are kept in `state_dir`, for the next process; frozen weights in
+    `cache_dir`, up to `cache_bytes`. It computes on `compute`, with `threads` (0: torch's choice),
+    and holds up to `memory_bytes` of models there, see `ledger` (0: as much as is free when the
+    first caller comes). Planned transmit power is set on `radio_interface` (empty: on none), and
+    energy metered by `energy_sensor`, see `energy`. Own models and losses may come from the modules
+    in `imports`. Prometheus scrapes the address `metrics` (empty: nothing is served).
     """
 
     listen: str
@@ -84,12 +84,12 @@ class HostSettings:
 
     @property
     def set_power(self) -> Callable[[float], None] | None:
-        """How `radio_interface` is told its power in W, if one is set; raises ConfigError."""
+        """Sets the power of `radio_interface` in W; None without one. Raises ConfigError."""
         return IwPower(self.radio_interface).apply if self.radio_interface else None
 
 
 def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], None]) -> None:
-    """Host parts until SIGTERM or SIGINT; `announce` is told the address once it listens.
+    """Host parts until SIGTERM or SIGINT; `announce` gets the address once it listens.
 
     A device `passes_on` to the next host, the edge does not. Raises ConfigError when it cannot
     listen.
@@ -99,7 +99,9 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
         hide_unused_libraries()
         allow(*settings.imports)
     if settings.tls is None:
-        _log.warning("plain text: whoever reaches %s can read and change all", settings.listen)
+        _log.warning(
+            "plain text: anybody who reaches %s can read and change everything", settings.listen
+        )
     meter = energy_meter(settings.energy_sensor)
     tally = Tally()
     make = partial(_servicer, settings, passes_on, meter, tally)
@@ -125,7 +127,7 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
             settings.rosters.on_removed = leave
         announce(listener.address)
         stop.wait()
-        # Nothing may keep the process: what still does is written to stderr, and it ends with 1.
+        # Nothing may keep the process: past this time it ends with 1, and stderr shows why.
         faulthandler.dump_traceback_later(settings.grace_s + _LEAVE_S, exit=True)
         for why in removed:
             _log.warning("%s: it stops, and what it was at is broken off", why)
@@ -134,11 +136,10 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
 
 
 def hide_unused_libraries() -> None:
-    """Have this process do without libraries that no host has a use for, unless one is loaded.
+    """Make libraries that no host uses impossible to import, unless one is loaded already.
 
-    transformers loads them wherever they are installed, to match boxes and score text; a device
-    that does so holds some 40 MB more for as long as it lives. A name without a module in
-    `sys.modules` is how Python says that there is none to import.
+    transformers loads them wherever they are installed, to match boxes and score text, which costs
+    a device some 40 MB. Python cannot import a name that is None in `sys.modules`.
     """
     modules = cast("dict[str, object]", sys.modules)
     for name in UNUSED_LIBRARIES:
@@ -153,9 +154,8 @@ def _servicer(
 
     from collapipe_flwr.host.ledger import Ledger
     from collapipe_flwr.host.service import EdgeService, refuse_next_hop
-    from collapipe_flwr.host.servicer import Servicer, ServicerConfig
-    from collapipe_flwr.host.snapshot_store import SnapshotStore
-    from collapipe_flwr.host.weight_cache import TensorStore, WeightCache
+    from collapipe_flwr.host.servicer import Servicer
+    from collapipe_flwr.host.stores import SnapshotStore, TensorStore, WeightCache
     from collapipe_flwr.pipeline.compute import describe, free_bytes, resolve
     from collapipe_flwr.transport.dialer import Dialer
 
@@ -177,7 +177,37 @@ def _servicer(
         tally=tally,
         compute=place,
     )
-    return Servicer(
-        service,
-        ServicerConfig(limits_guests=not passes_on, probe=dialer.probe if dialer else None),
-    )
+    probe = dialer.probe if dialer else None
+    return Servicer(service, limits_guests=not passes_on, probe=probe)
+
+
+@dataclass(frozen=True, slots=True)
+class IwPower:
+    """Sets a Wi-Fi interface's transmit power by ``iw``, which needs CAP_NET_ADMIN."""
+
+    interface: str
+
+    def __post_init__(self) -> None:
+        if not self.interface.isalnum() or len(self.interface) > 15:
+            raise ConfigError(
+                f"--radio-interface must be the name of an interface, as wlan0, got "
+                f"{self.interface!r}"
+            )
+
+    def apply(self, tx_power_w: float) -> None:
+        """Send with this power from now on; a failure is logged, and training goes on."""
+        command = ["iw", "dev", self.interface, "set", "txpower", "fixed", str(mbm(tx_power_w))]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=_IW_S, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            _log.warning("planned power not applied: %s", error)
+            return
+        if done.returncode != 0:
+            _log.warning("planned power not applied: `%s`: %s", " ".join(command), done.stderr)
+
+
+def mbm(tx_power_w: float) -> int:
+    """Hundredths of dBm, the unit of ``iw``."""
+    return round(100 * 10 * math.log10(max(tx_power_w, _LEAST_W) / 1e-3))

@@ -1,56 +1,175 @@
-"""Joules that sessions use here, by the sensor that this machine has; modelled where it has none.
+"""Joules that sessions use, by this machine's power sensor; modelled where it has none.
 
-A sensor sees the whole machine. Sessions that run at the same time share what it counts.
-A sensor that fails, stands still, or tells what no board can use, loses the interval that it
-was to meter and nothing else: that energy is then modelled from measured times.
+A sensor sees the whole machine, with its idle power and other programs. Sessions that run at the
+same time share what it counts. A sensor that fails, stands still or reads an impossible value loses
+only the interval in which it does so: that energy is then modelled from measured times.
+
+Roots and commands are parameters, so that tests can use a sysfs of their own.
 """
 
 from __future__ import annotations
 
 import math
+import re
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.host.energy_sensors import (
-    SYSFS,
-    VCGENCMD,
-    Ina3221,
-    Pi5Pmic,
-    Rapl,
-    Reading,
-    Sensor,
-)
 
 AUTO, NONE = "auto", "none"
-SENSORS = {  # the first that answers is taken; what each needs
+SENSORS = {  # what each needs; in the order in which they are tried
     "ina3221": "a Jetson has it under /sys/class/hwmon",
     "pi5-pmic": "a Raspberry Pi 5 has it; put this user into the group video",
     "rapl": "let this user read energy_uj under /sys/class/powercap",
 }
-MOST_W = 2000.0  # of any machine that this is for
+MOST_W = 2000.0  # a machine that uses more is not one that this package is for
 _MOST_PERIODS = 6  # that a sensor may miss within an interval
 _LEAST_S = 0.005  # between two looks, for counters that advance every millisecond
 _LOOK_S = 0.05  # for one figure of power
+SYSFS = Path("/sys")
+VCGENCMD = "vcgencmd"
+_VCGENCMD_S = 2.0
+_TOTALS = ("VDD_IN", "POM_5V_IN")  # of Orin NX and Nano, Xavier NX; of the first Nano
+_FED = ("VDDQ_VDD2_1V8AO",)  # of AGX Orin: fed by VIN_SYS_5V0
+_UNUSED = ("", "NC")
+_RAIL = re.compile(r"^\s*(\w+)_[AV] (?:current|volt)\(\d+\)=([-.\w]+)([AV])\s*$", re.MULTILINE)
+Reading = tuple[float, ...]  # of one sensor, which alone knows what it means
 
 
-@dataclass(slots=True)
+class Sensor:
+    """A sensor to `read` every ``period_s``; readings much further apart than that are useless.
+
+    ``name`` is the value of `--energy-sensor`. Readings are in watts unless `joules` differs.
+    """
+
+    name: ClassVar[str]
+    period_s: ClassVar[float]
+
+    def read(self) -> Reading:
+        """Raises OSError or ValueError where there is nothing to read."""
+        raise NotImplementedError
+
+    def joules(self, before: Reading, after: Reading, elapsed_s: float) -> float:
+        """Used between two readings: their mean times the seconds."""
+        return (sum(before) + sum(after)) / 2 * elapsed_s
+
+
+@dataclass(frozen=True, slots=True)
+class Rapl(Sensor):
+    """Processor packages and their memory by Linux' powercap, which names AMD's the same.
+
+    Each zone counts microjoules and starts again after its ``max_energy_range_uj``, on a large
+    processor within minutes. The zone of the whole platform (psys) would count the packages twice.
+    """
+
+    name = "rapl"
+    period_s = 5.0
+    root: Path = SYSFS
+
+    def read(self) -> Reading:
+        """Counter and range of every zone, in uJ."""
+        found = [
+            float(int((zone / file).read_text()))
+            for zone in self._zones()
+            for file in ("energy_uj", "max_energy_range_uj")
+        ]
+        if not found:
+            raise OSError("no zone of a processor package")
+        return tuple(found)
+
+    def joules(self, before: Reading, after: Reading, elapsed_s: float) -> float:
+        del elapsed_s
+        if len(before) != len(after):
+            raise ValueError("a zone came or went")
+        counters = zip(before[::2], after[::2], after[1::2], strict=True)
+        return sum((now - then) % (most + 1) for then, now, most in counters) / 1e6
+
+    def _zones(self) -> Iterator[Path]:
+        for zone in sorted((self.root / "class/powercap").glob("intel-rapl:*")):
+            label = _text(zone / "name")
+            is_package = zone.name.count(":") == 1 and label != "psys"
+            if is_package or label == "dram":
+                yield zone
+
+
+@dataclass(frozen=True, slots=True)
+class Ina3221(Sensor):
+    """A Jetson's monitors: the rail that feeds the module, else all rails not fed by another."""
+
+    name = "ina3221"
+    period_s = 0.5
+    root: Path = SYSFS
+
+    def read(self) -> Reading:
+        """Watts of each rail."""
+        watts = dict(self._watts())
+        total = [watts[label] for label in _TOTALS if label in watts]
+        found = total[:1] or [value for label, value in watts.items() if label not in _FED]
+        if not found:
+            raise OSError("no rail of an INA3221")
+        return tuple(found)
+
+    def _watts(self) -> Iterator[tuple[str, float]]:
+        for monitor in sorted((self.root / "class/hwmon").glob("hwmon*")):
+            if _text(monitor / "name") != "ina3221":
+                continue
+            for label in sorted(monitor.glob("in[0-9]_label")):
+                rail, number = _text(label), label.name[2]
+                current = monitor / f"curr{number}_input"
+                if rail in _UNUSED or not current.exists():  # unused, or the sum of shunt voltages
+                    continue
+                millivolt = int((monitor / f"in{number}_input").read_text())
+                yield rail, millivolt * int(current.read_text()) / 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Pi5Pmic(Sensor):
+    """The rails behind a Raspberry Pi 5's power chip, without what hangs on its USB ports."""
+
+    name = "pi5-pmic"
+    period_s = 1.0
+    command: str = VCGENCMD
+
+    def read(self) -> Reading:
+        """Watts of each rail."""
+        try:
+            text = subprocess.run(
+                [self.command, "pmic_read_adc"],
+                capture_output=True,
+                text=True,
+                timeout=_VCGENCMD_S,
+                check=True,
+            ).stdout
+        except subprocess.SubprocessError as error:
+            raise OSError(f"{self.command}: {error}") from error
+        found = {(rail, unit): float(value) for rail, value, unit in _RAIL.findall(text)}
+        rails = [rail for rail, unit in found if unit == "A" and (rail, "V") in found]
+        watts = [found[rail, "A"] * found[rail, "V"] for rail in rails]
+        if not watts:
+            raise ValueError(f"{self.command} pmic_read_adc says no currents")
+        return tuple(watts)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+@dataclass(slots=True, eq=False)
 class Interval:
-    """``joules`` of a stretch of time, from its end on; None if they were not metered."""
+    """A stretch of time; ``joules`` from its end on, None if they were not metered."""
 
     joules: float | None = None
-
-
-@dataclass(slots=True)
-class _Open:
-    """An interval that is being metered."""
-
-    joules: float = 0.0
-    lost: bool = False
+    so_far: float = 0.0
+    lost: bool = False  # the sensor failed within
 
 
 class EnergyMeter:
@@ -62,43 +181,45 @@ class EnergyMeter:
         self._sensor = sensor
         self._clock = clock
         self._lock = threading.Lock()
-        self._open: list[_Open] = []
+        self._open: list[Interval] = []
         self._last: tuple[float, Reading] | None = None
         self._idle = threading.Event()
 
     @property
     def name(self) -> str:
-        """Of the sensor; empty without one."""
+        """The sensor's; empty without one."""
         return "" if self._sensor is None else self._sensor.name
 
     @contextmanager
     def interval(self) -> Iterator[Interval]:
         """Meter the body."""
-        told = Interval()
-        if self._sensor is None:
-            yield told
+        mine, sensor = Interval(), self._sensor
+        if sensor is None:
+            yield mine
             return
-        mine = self._begin(self._sensor)
+        self._begin(mine, sensor)
         try:
-            yield told
+            yield mine
         finally:
-            told.joules = self._finish(mine, self._sensor)
+            with self._lock:
+                seen = self._look(sensor)
+                self._open.remove(mine)
+                if not self._open:
+                    self._idle.set()
+            mine.joules = mine.so_far if seen and not mine.lost else None
 
     def power_w(self) -> float | None:
         """Now; None where it cannot be read."""
-        if self._sensor is None:
+        if self._sensor is None or (before := self._read(self._sensor)) is None:
             return None
-        try:
-            before, start_s = self._sensor.read(), self._clock()
-            time.sleep(_LOOK_S)
-            after, elapsed_s = self._sensor.read(), self._clock() - start_s
-            joules = self._sensor.joules(before, after, elapsed_s)
-        except (OSError, ValueError):
+        time.sleep(_LOOK_S)
+        if (after := self._read(self._sensor)) is None:
             return None
-        return joules / elapsed_s if _is_believable(joules, elapsed_s) else None
+        elapsed_s = after[0] - before[0]
+        joules = _joules(self._sensor, before[1], after[1], elapsed_s)
+        return None if joules is None else joules / elapsed_s
 
-    def _begin(self, sensor: Sensor) -> _Open:
-        mine = _Open()
+    def _begin(self, mine: Interval, sensor: Sensor) -> None:
         with self._lock:
             if self._open:
                 mine.lost = not self._look(sensor)
@@ -110,15 +231,6 @@ class EnergyMeter:
                     target=self._watch, args=(sensor, self._idle), name="energy", daemon=True
                 ).start()
             self._open.append(mine)
-        return mine
-
-    def _finish(self, mine: _Open, sensor: Sensor) -> float | None:
-        with self._lock:
-            seen = self._look(sensor)
-            self._open.remove(mine)
-            if not self._open:
-                self._idle.set()
-        return mine.joules if seen and not mine.lost else None
 
     def _watch(self, sensor: Sensor, idle: threading.Event) -> None:
         """Look while any interval is open: power changes, and counters start again."""
@@ -128,7 +240,7 @@ class EnergyMeter:
                     self._look(sensor)
 
     def _look(self, sensor: Sensor) -> bool:
-        """Share what was used since the last look; False if the sensor cannot be believed."""
+        """Share what was used since the last look; False if the reading is not believable."""
         now, before = self._read(sensor), self._last
         if now is None:
             return False
@@ -139,13 +251,13 @@ class EnergyMeter:
         if elapsed_s < _LEAST_S:
             return True
         missed = elapsed_s > _MOST_PERIODS * sensor.period_s
-        joules = self._joules(sensor, before, now, elapsed_s)
+        joules = _joules(sensor, before[1], now[1], elapsed_s)
         if joules is None and not missed:
             return False  # the next look covers this one's time
         self._last = now
         for each in self._open:
             each.lost = each.lost or missed or joules is None
-            each.joules += (joules or 0.0) / len(self._open)
+            each.so_far += (joules or 0.0) / len(self._open)
         return joules is not None
 
     def _read(self, sensor: Sensor) -> tuple[float, Reading] | None:
@@ -154,37 +266,30 @@ class EnergyMeter:
         except (OSError, ValueError):
             return None
 
-    @staticmethod
-    def _joules(
-        sensor: Sensor, before: tuple[float, Reading], now: tuple[float, Reading], elapsed_s: float
-    ) -> float | None:
-        try:
-            joules = sensor.joules(before[1], now[1], elapsed_s)
-        except ValueError:
-            return None
-        return joules if _is_believable(joules, elapsed_s) else None
 
-
-def _is_believable(joules: float, elapsed_s: float) -> bool:
-    return 0 < joules <= MOST_W * elapsed_s < math.inf
+def _joules(sensor: Sensor, before: Reading, after: Reading, elapsed_s: float) -> float | None:
+    """Used in between; None where no machine could have used it."""
+    try:
+        joules = sensor.joules(before, after, elapsed_s)
+    except ValueError:
+        return None
+    return joules if 0 < joules <= MOST_W * elapsed_s < math.inf else None
 
 
 def energy_meter(name: str, *, root: Path = SYSFS, vcgencmd: str = VCGENCMD) -> EnergyMeter:
-    """By the sensor of that name, `AUTO` (the first that can be read, if any) or `NONE`.
+    """A meter by the named sensor, by `AUTO` (the first that can be read, if any) or `NONE`.
 
     Raises ConfigError for another name, and where the named sensor cannot be read.
     """
     if name not in (AUTO, NONE, *SENSORS):
         names = ", ".join((AUTO, NONE, *SENSORS))
         raise ConfigError(f"--energy-sensor must be one of {names}, got {name!r}")
-    if name == NONE:
-        return EnergyMeter()
     sensors: tuple[Sensor, ...] = (Ina3221(root), Pi5Pmic(vcgencmd), Rapl(root))
     for sensor in sensors:
         meter = EnergyMeter(sensor)
         if name in (AUTO, sensor.name) and meter.power_w() is not None:
             return meter
-    if name == AUTO:
+    if name in (AUTO, NONE):
         return EnergyMeter()
     raise ConfigError(
         f"--energy-sensor {name} tells no power here: {SENSORS[name]}, or leave the option out"

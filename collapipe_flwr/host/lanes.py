@@ -1,4 +1,4 @@
-"""The links that a session's stage takes its work from, while they arrive one by one."""
+"""The links from which a session's stage takes its work, as they are established one by one."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ ONLY, SIBLING = Lane(), Lane(0, 0)
 
 @dataclass(slots=True)
 class Lanes:
-    """What has been announced, and what is there; `turn` is that of the stage."""
+    """The lanes that were claimed, with their links once they are there; `turn` is the stage's."""
 
     turn: Turn = ALONE
     links: dict[Lane, Link | None] = field(default_factory=dict)
 
     def accepts(self, lane: Lane) -> bool:
-        """Whether this one is missing. Lanes agree on how many they are."""
+        """Whether this one is missing. All lanes must give the same number of lanes."""
         if lane == SIBLING:
             return self._has_next and lane not in self.links
         fits = 0 <= lane.number < lane.of

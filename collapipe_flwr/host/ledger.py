@@ -1,9 +1,9 @@
 """How many bytes of models a host holds, and whether there is room for more.
 
-Whatever a host keeps in memory for longer than one micro-batch is reserved here before it is
-there: weights that arrive, the state of a part (weights, gradients and optimiser slots: what
-`costs.work` prices besides activations), snapshots, and what is kept for the next round.
-Activations, frames in a link and the libraries are not counted.
+Memory that is needed for longer than one micro-batch is reserved here before it is taken: weights
+that arrive, the state of a part (weights, gradients and optimizer slots, which `costs.work` prices
+besides activations), snapshots, and what is kept for the next round. Activations, frames in a link
+and the libraries are not counted.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ class NoRoom(LinkError):
 
 
 class Ledger:
-    """The reservations of one host, `most_bytes` in all; every method is safe in any thread.
-
-    Without `most_bytes` as much as is free now.
-    """
+    """The reservations of one host, up to `most_bytes` (None: what is free now); thread-safe."""
 
     def __init__(self, most_bytes: int | None = None) -> None:
         self.most_bytes = available_memory_bytes() if most_bytes is None else most_bytes
@@ -36,18 +33,18 @@ class Ledger:
 
     @property
     def held_bytes(self) -> int:
-        """What is reserved now."""
+        """Bytes that are reserved now."""
         with self.lock:
             return self.sum_of(None)
 
     def sum_of(self, owner: str | None) -> int:
-        """What is reserved by one owner (None: by all); the caller holds the lock."""
+        """Bytes reserved by one owner (None: by all); the caller holds the lock."""
         accounts = (a for a in self.accounts if owner in (None, a.owner))
         return sum(sum(account.entries.values()) for account in accounts)
 
 
 class Account:
-    """What one session, or the store, has reserved, by name.
+    """Reservations of one session, or of the store, by name.
 
     Sessions of one `owner` may reserve `most_bytes` together (None: as much as there is).
     """
@@ -61,11 +58,11 @@ class Account:
         self._arrivals = 0
 
     def size(self, name: str) -> int:
-        """What is reserved under one name."""
+        """Bytes reserved under one name."""
         return self.entries.get(name, 0)
 
     def reserve(self, sizes: Mapping[str, int]) -> None:
-        """Set what is reserved under these names, all or none; 0 gives it back.
+        """Set the reservations under these names, all or none; 0 gives one back.
 
         Raises NoRoom when the sum would grow beyond what the host, or the owner, may hold. A sum
         that does not grow is never refused.
@@ -80,7 +77,7 @@ class Account:
 
     @contextmanager
     def passing(self, *names: str) -> Iterator[None]:
-        """What the body reserves under these names is given back after it."""
+        """Give back after the body what it reserves under these names."""
         try:
             yield
         finally:
@@ -88,7 +85,7 @@ class Account:
 
     @contextmanager
     def arriving(self) -> Iterator[str]:
-        """A name of its own for what arrives in the body; see `passing`."""
+        """A new name for what arrives in the body; see `passing`."""
         with self._ledger.lock:
             self._arrivals += 1
             name = f"arrival {self._arrivals}"
@@ -96,7 +93,7 @@ class Account:
             yield name
 
     def close(self) -> None:
-        """Give everything back; nothing is reserved here any more."""
+        """Give everything back; nothing can be reserved here any more."""
         with self._ledger.lock:
             self._closed = True
             self._book({})

@@ -1,7 +1,7 @@
 """The parts of sessions: built, replaced as a whole, and kept in snapshots.
 
-Whoever calls has the session at rest. What is raised leaves it as it was, and memory is reserved
-in the session's account before it is taken.
+Callers have the session at rest. An error leaves it as it was. Memory is reserved in the session's
+account before it is taken.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import CheckpointMissing
 from collapipe_flwr.host.session import Session, SessionRefused, Snapshot
-from collapipe_flwr.host.snapshot_store import SnapshotStore
-from collapipe_flwr.host.weight_cache import WeightCache
+from collapipe_flwr.host.stores import SnapshotStore, WeightCache
 from collapipe_flwr.pipeline.compute import CPU, hold, home
 from collapipe_flwr.pipeline.config import SessionRequest
 from collapipe_flwr.pipeline.meter import StageReport, bytes_of
@@ -24,8 +23,8 @@ from collapipe_flwr.pipeline.state import PartState, live_state, load_optimizer_
 
 BuildPart = Callable[[SessionRequest, Mapping[str, Tensor]], nn.Module]
 
-# What the account of a session has reserved, besides what arrives.
-PART = "part"  # weights, gradients and optimiser slots
+# Names in the account of a session, besides those for what arrives.
+PART = "part"  # weights, gradients and optimizer slots
 SNAPSHOT = "snapshot"
 FOUND = "found"  # for the next push
 _NEW, _SAVING = "new part", "new snapshot"
@@ -50,10 +49,10 @@ class Parts:
         self._cache = cache
 
     def replace(self, session: Session, tensors: Mapping[str, Tensor], arrived: str) -> None:
-        """Make a part of what was found here and what came, and let the session have it.
+        """Build the session's part from `tensors`, reserved as `arrived`, and what it has found.
 
-        The latter is reserved under the name `arrived`. Optimiser slots are taken over and not
-        copied, and gradients are yet to come: so a part comes to be within what it takes later.
+        Optimizer slots are taken over, not copied, and there are no gradients yet, so that a part
+        is built within the memory that it needs later.
         """
         with session.account.passing(_NEW, _SAVING):
             brought = {**_found_by_key(session), **tensors}
@@ -75,7 +74,7 @@ class Parts:
             _adopt(session, saved, {PART: needed, FOUND: 0, _NEW: 0, arrived: 0})
 
     def part(self, session: Session) -> tuple[nn.Module, Optimizer]:
-        """The part and its optimiser, built from the snapshot after a failure or a restart."""
+        """The part and its optimizer, built from the snapshot after a failure or a restart."""
         if session.part is None and session.saved is not None:
             state, account = session.saved.state, session.account
             with account.passing(_NEW):
@@ -91,7 +90,7 @@ class Parts:
         return session.part, session.optimizer
 
     def save(self, session: Session) -> None:
-        """Take a snapshot instead of the last one, which is in force until this one is on disk."""
+        """Replace the snapshot; the last one stays in force until the new one is on disk."""
         assert session.saved is not None
         part, optimizer = self.part(session)
         with session.account.passing(_SAVING):
@@ -106,15 +105,15 @@ class Parts:
     def _first_part(
         self, session: Session, weights: Mapping[str, Tensor], pushed: Mapping[str, Tensor]
     ) -> nn.Module:
-        """Build the part; frozen weights that had to be pushed need not come again."""
+        """Build the part, and cache frozen weights that had to be pushed."""
         try:
             part = self._build(session.request, weights)
         except CheckpointMissing:
             session.lacks_checkpoint = True
             raise
         if session.lacks_checkpoint and self._cache is not None:
-            told = part.state_dict()
-            self._cache.keep({key: t for key, t in pushed.items() if key not in told})
+            reported = part.state_dict()
+            self._cache.keep({key: t for key, t in pushed.items() if key not in reported})
         return part
 
     def _saved(
@@ -127,7 +126,7 @@ class Parts:
         step: int = 0,
         report: StageReport | None = None,
     ) -> Snapshot:
-        """A snapshot, on disk too if there is a store; `first` fills in what no part reports."""
+        """A snapshot, on disk too if there is a store; `first` has weights that no part reports."""
         live = live_state(part, optimizer)
         whole = replace(live, weights={**first, **live.weights})
         session.account.reserve({_SAVING: whole.num_bytes})
@@ -140,17 +139,14 @@ class Parts:
 
 
 def _adopt(session: Session, saved: Snapshot | None, sizes: Mapping[str, int]) -> None:
-    """The session stands on this snapshot from now on."""
+    """Make this the session's snapshot."""
     session.saved = saved
     kept = saved.state.num_bytes if saved is not None else 0
     session.account.reserve({**sizes, SNAPSHOT: kept, _SAVING: 0})
 
 
 def tensors_of(session: Session, with_optimizer: bool) -> dict[str, Tensor]:
-    """What a part reports, with its optimiser's slots where asked for.
-
-    As it is and not copied, or home from an accelerator.
-    """
+    """A part's tensors, with optimizer slots where asked for; copied only from accelerators."""
     assert session.part is not None and session.optimizer is not None
     weights = session.part.state_dict()
     if not with_optimizer:
@@ -173,7 +169,7 @@ def trained_keys(session: Session) -> frozenset[str]:
 
 
 def _found_by_key(session: Session) -> dict[str, Tensor]:
-    """What `missing` found: one tensor per key, also where several keys want the same content."""
+    """A tensor for every key that `missing` found, also where several want the same content."""
     by_key: dict[str, Tensor] = {}
     used: set[str] = set()
     for key, digest in session.wanted.items():

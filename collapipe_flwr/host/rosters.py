@@ -1,7 +1,7 @@
-"""The cluster files of a host that runs: newer ones that the CA signed replace them, on disk first.
+"""The cluster files of a running host, replaced by newer ones that the CA signed, on disk first.
 
-Whoever is not in the newer file is refused from then on, also after a restart, and what it has
-under way here is cut. A host that is in none of its files any more has been removed, and stops.
+A caller that the newer file does not list is refused from then on, also after a restart, and its
+calls are cut. A host that none of its files lists has been removed, and stops.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Rosters:
 
     @property
     def versions(self) -> dict[str, int]:
-        """Of the files in force, by cluster id."""
+        """The versions of the files in force, by cluster id."""
         return {name: config.version for name, config in self._clusters.items()}
 
     def accept(self, roster: Roster) -> int:
-        """Go by a roster that is newer; the version that is in force now.
+        """Apply a roster if it is newer; return the version that is in force now.
 
-        Raises ProtocolError for one that this CA did not sign or that is none, and LinkError where
-        it cannot be kept.
+        Raises ProtocolError for one that this CA did not sign or that cannot be read, and LinkError
+        where it cannot be written.
         """
         if not self._clusters:
             raise ProtocolError(f"{self._name} was started without a cluster file")
@@ -70,7 +70,7 @@ class Rosters:
         return config.version
 
     def _parsed(self, text: str) -> ClusterConfig:
-        """The roster as the file that it becomes."""
+        """The roster, with the path of the file that it replaces."""
         beside = next(iter(self._clusters.values())).path
         assert beside is not None
         try:

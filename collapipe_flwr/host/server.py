@@ -6,10 +6,11 @@ The servicer, and torch with it, is created with the first call of a member that
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -17,13 +18,14 @@ import grpc
 from collapipe_flwr.config.access_control import Caller
 from collapipe_flwr.core.errors import ConfigError, LinkError, ProtocolError
 from collapipe_flwr.core.links import TlsFiles
+from collapipe_flwr.core.versions import version_of
 from collapipe_flwr.host.energy import EnergyMeter
 from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.authorizer import Authorizer
-from collapipe_flwr.transport.host_status import status_here
 from collapipe_flwr.transport.methods import (
     METHODS,
+    HostStatus,
     Method,
     decode_message,
     encode_message,
@@ -43,13 +45,13 @@ _NOT_WHILE_DRAINING = (methods.OPEN_SESSION, methods.HEALTH)
 
 
 class Listener(Server):
-    """A host; `make_servicer` is called once. See `Server` for how it listens.
+    """A host; see `Server` for how it listens. `make_servicer` is called once.
 
-    A member that hosts nothing (None) tells how it is, and takes rosters.
+    A member that hosts nothing (None) answers only echoes, status and rosters.
 
-    `rosters`, which may be replaced while it listens, say who may call what (None: whoever the CA
-    signed may all). Raises ConfigError when they are given without TLS that asks callers for a
-    certificate.
+    `rosters`, which may be replaced while it listens, say who may call what (None: all whom the CA
+    signed may call everything). Raises ConfigError when they are given without TLS that asks
+    callers for a certificate.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class Listener(Server):
     ) -> None:
         if rosters is not None and (tls is None or tls.ca is None):
             raise ConfigError(
-                "only a peer with a certificate can be told apart: give TLS with a CA"
+                "only a peer with a certificate can be identified: give TLS with a CA"
             )
         self._make_servicer = make_servicer
         self._authorizer = Authorizer(rosters.access if rosters else None, on_edge=on_edge)
@@ -78,7 +80,7 @@ class Listener(Server):
         self._draining = False
         self._answered = threading.Condition()
         answers = {
-            method: partial(self._download if method.downloads else self._answer, method)
+            method: partial(self._answers if method.downloads else self._answer, method)
             for method in (METHODS if make_servicer else ())
         }
         threads = (_STREAMS * most_sessions if make_servicer else 0) + CONTROL_THREADS
@@ -96,11 +98,11 @@ class Listener(Server):
         )
 
     def load(self) -> Health | None:
-        """How busy the host is; None as long as nobody needed it."""
+        """The load of the host; None before a first call needs the servicer."""
         return None if self._servicer is None else self._servicer.load()
 
     def drain(self, grace_s: float) -> None:
-        """Refuse new sessions and give those that there are ``grace_s`` to be closed."""
+        """Refuse new sessions and give open ones ``grace_s`` to be closed."""
         self._draining = True
         with self._answered:
             self._answered.wait_for(
@@ -112,37 +114,41 @@ class Listener(Server):
             self._servicer.close()
 
     def _answer(self, method: Method, messages: _Messages, context: grpc.ServicerContext) -> bytes:
-        with self._admitted(context, method) as caller:
-            servicer = self._servicer_for(caller, method, context)
-            message = messages if method.uploads else only_message(messages, context)
-            return servicer.answer(method, message, context, caller)
+        (answer,) = self._answers(method, messages, context)
+        return answer
 
-    def _download(
+    def _answers(
         self, method: Method, messages: _Messages, context: grpc.ServicerContext
     ) -> _Messages:
         with self._admitted(context, method) as caller:
             servicer = self._servicer_for(caller, method, context)
             message = messages if method.uploads else only_message(messages, context)
-            yield from servicer.download(method, message, context, caller)
+            yield from servicer.answers(method, message, context, caller)
 
     def _echo(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
-        """Answer a payload of any size with nothing: for the rate and delay of the way here."""
+        """Answer a payload of any size with nothing, so that callers can measure the link."""
         with self._admitted(context, methods.ECHO):
             only_message(messages, context)
             return b""
 
     def _status(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
-        """What a check wants to know of a host that may not have loaded torch yet."""
+        """Answer without a servicer, so that nothing loads torch for it."""
         with self._admitted(context, methods.STATUS):
             only_message(messages, context)
-            awake = self._servicer is not None
-            versions = self._rosters.versions if self._rosters else None
-            status = status_here(awake=awake, stopping=self._draining, rosters=versions)
-            sensor, power_w = self._meter.name, self._meter.power_w()
-            return encode_message(replace(status, energy_sensor=sensor, power_w=power_w))
+            status = HostStatus(
+                resident_bytes=_resident_bytes(),
+                awake=self._servicer is not None,
+                stopping=self._draining,
+                unix_s=time.time(),
+                version=version_of("collapipe-flwr"),
+                energy_sensor=self._meter.name,
+                power_w=self._meter.power_w(),
+                rosters=self._rosters.versions if self._rosters else {},
+            )
+            return encode_message(status)
 
     def _roster(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
-        """Whoever has a certificate may bring one: what counts is that the CA signed it."""
+        """Take a roster from any holder of a certificate, because the CA has signed it."""
         message = only_message(messages, context)
         if self._rosters is None:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this host has no cluster file")
@@ -171,7 +177,7 @@ class Listener(Server):
     ) -> Servicer:
         """The servicer, for a caller that may do this to the session that it names, if any."""
         if self._draining and method in _NOT_WHILE_DRAINING:
-            # As if nobody listened: whoever asks takes this host for lost and does without.
+            # As if nothing listened: the caller counts this host as lost and goes on without it.
             context.abort(grpc.StatusCode.UNAVAILABLE, "the host is stopping")
         with self._lock:
             if self._servicer is None:
@@ -185,7 +191,7 @@ class Listener(Server):
 
 
 class EdgeServer(Listener):
-    """A host that serves at once: an `EdgeService` to which whoever the CA signed may talk."""
+    """A host with an `EdgeService` that is there from the beginning, open to all the CA signed."""
 
     def __init__(self, listen: str, service: EdgeService, *, tls: TlsFiles | None = None) -> None:
         from collapipe_flwr.host.servicer import Servicer
@@ -193,3 +199,11 @@ class EdgeServer(Listener):
         servicer = Servicer(service)
         most_sessions = service.health().most_sessions
         super().__init__(listen, lambda: servicer, tls=tls, most_sessions=most_sessions)
+
+
+def _resident_bytes() -> int:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((1024 * int(li.split()[1]) for li in lines if li.startswith("VmRSS:")), 0)

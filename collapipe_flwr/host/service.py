@@ -1,14 +1,12 @@
 """A host of model parts: one replica per session, trained by one stream at a time.
 
-The edge server is such a host: its sessions hold the last part of the model, one per cluster. A
-device is one too: a session with a placement holds a segment and passes activations on. Knows no
-transport.
+The sessions of the edge server hold the last part of the model, one per cluster. Those of a device
+have a placement: they hold a segment and pass activations on. Knows no transport.
 
 A session is opened with a model and a token, gets weights, and then runs streams of steps of one
-cluster. When a stream fails the replica may stand in the middle of a step: a recoverable session
-goes back to its last snapshot, any other is gone; the round's first weights are still where they
-came from. With a snapshot store they survive a restart of the host. What may happen to a session
-when is in `session`, what it may hold in `ledger`.
+cluster. A stream that fails may leave the replica in the middle of a step: a recoverable session
+returns to its last snapshot, any other ends. With a snapshot store snapshots survive a restart of
+the host. `session` defines the life of a session, `ledger` what it may hold.
 """
 
 from __future__ import annotations
@@ -26,14 +24,13 @@ from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.json_log import logging_about
 from collapipe_flwr.core.schedule import stage_actions
 from collapipe_flwr.host.energy import EnergyMeter
-from collapipe_flwr.host.host_metrics import Tally
 from collapipe_flwr.host.lanes import ONLY, Lane
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
+from collapipe_flwr.host.metrics import Tally
 from collapipe_flwr.host.parts import FOUND, SNAPSHOT, BuildPart, Parts, tensors_of, trained_keys
 from collapipe_flwr.host.session import Session, SessionRefused, Stream
 from collapipe_flwr.host.sessions import SessionTable
-from collapipe_flwr.host.snapshot_store import SnapshotStore
-from collapipe_flwr.host.weight_cache import TensorStore, WeightCache
+from collapipe_flwr.host.stores import SnapshotStore, TensorStore, WeightCache
 from collapipe_flwr.pipeline.compute import CPU, AllocatorPeak
 from collapipe_flwr.pipeline.config import Health, NextHop, PassesDone, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.fan import fan_of
@@ -62,15 +59,15 @@ def build_transformers_part(request: SessionRequest, weights: Mapping[str, Tenso
 
 
 def refuse_next_hop(hop: NextHop) -> AbstractContextManager[Link]:
-    """How a host connects that is always last."""
+    """How a host connects that is always the last one."""
     raise ConfigError(f"this host passes nothing on, so it cannot connect to {hop.address}")
 
 
 class EdgeService:
     """Holds up to `most_sessions` sessions; every method may be called from any thread.
 
-    What they hold is reserved in `ledger`; see there for what counts. Parts `compute` on one
-    device; weights and snapshots come and go as CPU tensors.
+    Their memory is reserved in `ledger`. Parts `compute` on one device; weights and snapshots come
+    and go as CPU tensors.
     """
 
     def __init__(
@@ -105,7 +102,7 @@ class EdgeService:
             self._restore(snapshots)
 
     def _restore(self, snapshots: SnapshotStore) -> None:
-        """Take up the sessions on disk that there is room for, and forget the others."""
+        """Restore the sessions on disk that there is room for, and forget the others."""
         for snapshot in snapshots.read():
             account = Account(self._ledger, snapshot.request.opener)
             try:
@@ -126,9 +123,9 @@ class EdgeService:
         most_of_opener: int | None = None,
         share_of_opener: float = 1.0,
     ) -> None:
-        """Make a session. Raises SessionRefused when the id is taken or the host is full.
+        """Open a session. Raises SessionRefused when the id is taken or the host is full.
 
-        See `SessionTable.add` for `most_of_opener`. Its opener's sessions may hold
+        See `SessionTable.add` for `most_of_opener`. All sessions of its opener together may hold
         `share_of_opener` of the memory.
         """
         stage_actions(request.stage.schedule, request.stage.depth, 1)
@@ -139,7 +136,7 @@ class EdgeService:
             _log.info("session opened for %s", request.part)
 
     def missing(self, key: SessionKey, digests: Mapping[str, str]) -> tuple[str, ...]:
-        """Which of these weights the next push must bring; the others are here.
+        """The keys of the weights that the next push must bring; the host has the others.
 
         The store hands over what is wanted and forgets the rest, so that nothing of an earlier
         round stays beside the part.
@@ -161,7 +158,7 @@ class EdgeService:
             return tuple(key for key, digest in digests.items() if digest not in found)
 
     def push_weights(self, key: SessionKey, tensors: Mapping[str, Tensor]) -> None:
-        """`receive_weights` of tensors that are here; optimiser slots among them are not copied."""
+        """`receive_weights` of local tensors; optimizer slots among them are not copied."""
 
         def receive(reserve: Reserve) -> Mapping[str, Tensor]:
             reserve(bytes_of(tensors.values()))
@@ -170,14 +167,13 @@ class EdgeService:
         self.receive_weights(key, receive)
 
     def receive_weights(self, key: SessionKey, receive: Receive) -> None:
-        """Set the weights of a session's part, and the optimiser's slots that are among them.
+        """Set the weights of a session's part, and the optimizer's slots that are among them.
 
-        `receive` brings them (`PartState.tensors`) and reserves the bytes of each before it is
-        there; what `missing` found here is added. The part and its optimiser are built anew, and
-        take the place of what the session had when all is checked, and for a recoverable session
-        when the snapshot is on disk: whatever is raised before leaves the session as it was.
-        Raises ModelError when keys or shapes are not those of the part, NoRoom when the host may
-        not hold so much.
+        `receive` returns them (`PartState.tensors`) and reserves the bytes of each before it
+        arrives; the tensors that `missing` found here are added. The new part and optimizer
+        replace those of the session once all is checked and a recoverable session's snapshot is on
+        disk: an error before that leaves the session as it was. Raises ModelError when keys or
+        shapes are not those of the part, NoRoom when the host may not hold so much.
         """
         session = self.find(key)
         with session.account.arriving() as arrived:
@@ -189,10 +185,7 @@ class EdgeService:
     def reading(
         self, key: SessionKey, *, with_optimizer: bool = False
     ) -> Iterator[dict[str, Tensor]]:
-        """The weights of a session's part, with optimiser slots where asked for.
-
-        They are the part's own tensors and not copies; the part does not change meanwhile.
-        """
+        """The tensors of a session's part, not copied; the part does not change in the body."""
         session = self.find(key)
         with session.at_rest():
             self._parts.part(session)
@@ -206,7 +199,7 @@ class EdgeService:
     def digests(self, key: SessionKey, *, with_optimizer: bool = False) -> dict[str, str]:
         """The content digests of what `weights` would give, "" for what training has changed.
 
-        Reading all that again would cost a slow board more than to train it did.
+        Digests of all that would cost a slow board more time than training it did.
         """
         with self.reading(key, with_optimizer=with_optimizer) as tensors:
             changed = trained_keys(self.find(key))
@@ -214,21 +207,21 @@ class EdgeService:
             return {**dict.fromkeys(tensors, ""), **digests_of(still)}
 
     def snapshot(self, key: SessionKey, step: int) -> None:
-        """Keep the state after `step` steps instead of the last one; twice is allowed.
+        """Replace the snapshot by the state after `step` steps; a second call does nothing.
 
-        Raises SessionRefused when the session does not stand there. When the snapshot cannot be
-        written, the last one stays in force.
+        Raises SessionRefused when the session has done another number of steps. If the snapshot
+        cannot be written, the last one stays in force.
         """
         session = self.find(key)
         with session.at_rest():
             self._parts.part(session)
             if session.saved is None or session.steps != step:
-                raise SessionRefused(f"the session stands after step {session.steps}, not {step}")
+                raise SessionRefused(f"the session is after step {session.steps}, not {step}")
             if session.saved.step != step:
                 self._parts.save(session)
 
     def rollback(self, key: SessionKey, step: int) -> None:
-        """Go back to the snapshot after `step` steps, ending a stream that still runs.
+        """Return to the snapshot after `step` steps, ending a stream that still runs.
 
         Raises SessionRefused when the last snapshot is another.
         """
@@ -240,11 +233,10 @@ class EdgeService:
             session.go_back()
 
     def report(self, key: SessionKey) -> StageReport:
-        """What a session measured since its weights were set, over all steps that count.
+        """What a session measured since its weights were set, snapshots included as memory.
 
-        Streams that ended in good order add up. A step that was not kept does not count: a stream
-        that failed, or one that was rolled back, is replayed, so its bytes, seconds and gradients
-        would be those of the same work twice. A snapshot counts as memory.
+        Streams that ended in good order add up. One that failed or was rolled back does not count,
+        because its steps are replayed.
         """
         session = self.find(key)
         report, saved = session.report, session.saved
@@ -258,16 +250,16 @@ class EdgeService:
         return self.find(key).passes
 
     def timeline(self, key: SessionKey) -> Timeline:
-        """What a session did when, over the same steps as its report."""
+        """The spans of a session's work, over the same steps as its report."""
         report = self.find(key).report
         return Timeline(spans=report.spans if report is not None else ())
 
     def close(self, key: SessionKey) -> None:
         """Forget a session, ending a stream that still runs; returns when nothing uses its part.
 
-        With a store its weights, and slots where asked for, are kept for the next session, unless
-        a stream was broken off. Raises SessionRefused when a step does not end in time; then the
-        session is forgotten when it does.
+        A store keeps its weights, and slots where asked for, for the next session, unless a stream
+        was broken off. Raises SessionRefused when a step does not end in time; the session is
+        forgotten when it does.
         """
         session = self.find(key)
         whole = session.close("the session was closed")
@@ -276,12 +268,12 @@ class EdgeService:
         session.empty()
 
     def break_off(self, why: str) -> None:
-        """End all streams; one waits neither for its neighbours nor here."""
+        """End all streams, without waiting for them."""
         for session in self._sessions.all():
             session.cut(why)
 
     def health(self) -> Health:
-        """How many sessions there are, and what they hold."""
+        """The number of sessions, and what they hold."""
         sessions = self._sessions.all()
         return Health(
             sessions=len(sessions),
@@ -292,12 +284,12 @@ class EdgeService:
         )
 
     def spare_bytes(self) -> int:
-        """What the next session may have of the memory that is in use now, where parts are."""
+        """Bytes in use now that the next session can have."""
         here = self._store if self.compute == CPU else None
         return here.held_bytes if here is not None else 0
 
     def request(self, session_id: str) -> SessionRequest | None:
-        """What a session was opened with."""
+        """The request that opened a session."""
         return self._sessions.request(session_id)
 
     def find(self, key: SessionKey) -> Session:
@@ -309,7 +301,7 @@ class EdgeService:
         self.serve(self.claim(key), upstream)
 
     def claim(self, key: SessionKey, lane: Lane = ONLY) -> Stream:
-        """Reserve a session for one stream, which `serve` then runs, or `release` gives up.
+        """Reserve a session for one stream, for `serve` to run or `release` to give up.
 
         The lanes of one stream claim it one after the other, in any order.
         """
@@ -322,14 +314,14 @@ class EdgeService:
                 return session.claim(lane)
 
     def release(self, stream: Stream, why: str = "the stream was given up") -> None:
-        """Give a stream up that is not over; all its lanes hear why."""
+        """Give up a stream that is not over; the peers of all its lanes hear why."""
         stream.session.give_up(stream, why)
 
     def serve(self, stream: Stream, upstream: Link, behind: Link | None = None) -> None:
         """Run a claimed stream; `behind` is the link from the next replica of its stage.
 
-        When it fails its session is gone or goes back, and it raises. Raises SessionRefused when
-        it was broken off since: it does not run then.
+        A failure ends the session, or returns it to its snapshot, and is raised. Raises
+        SessionRefused, without running, for a stream that was broken off since.
         """
         session = stream.session
         try:
@@ -373,7 +365,7 @@ class EdgeService:
     def _stage(
         self, stream: Stream, upstream: Link, behind: Link | None
     ) -> Iterator[LastStage | MiddleStage]:
-        """The stage of a session, with its links to the hosts that it passes work on to."""
+        """The stage of a session, with its links to the hosts behind it."""
         session = stream.session
         assert session.part is not None and session.optimizer is not None
         part, optimizer = session.part, session.optimizer

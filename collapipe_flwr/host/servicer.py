@@ -14,7 +14,8 @@ from typing import Any
 import grpc
 from torch import Tensor
 
-from collapipe_flwr.config.access_control import Caller, Role
+from collapipe_flwr.config.access_control import Caller
+from collapipe_flwr.config.cluster_file import Role
 from collapipe_flwr.core.errors import CheckpointMissing, CollaPipeError, LinkError, ProtocolError
 from collapipe_flwr.core.json_log import logging_about
 from collapipe_flwr.host.allocator import give_back
@@ -28,10 +29,14 @@ from collapipe_flwr.pipeline.link import Frame, FrameKind, Link
 from collapipe_flwr.pipeline.meter import StageReport, Timeline
 from collapipe_flwr.pipeline.state import Digests, Keys
 from collapipe_flwr.transport import methods
-from collapipe_flwr.transport.codec import decode_frame, encode_frame
-from collapipe_flwr.transport.host_status import ProbeAnswer, ProbeRequest
-from collapipe_flwr.transport.methods import Method, decode_message, encode_message
-from collapipe_flwr.transport.quantize import WIRE_CODECS
+from collapipe_flwr.transport.codec import WIRE_CODECS, decode_frame, encode_frame
+from collapipe_flwr.transport.methods import (
+    Method,
+    ProbeAnswer,
+    ProbeRequest,
+    decode_message,
+    encode_message,
+)
 from collapipe_flwr.transport.server import call_deadline, end_threads
 from collapipe_flwr.transport.stream import StreamConfig, StreamLink
 from collapipe_flwr.transport.weights import gather_weights, weight_frames
@@ -43,26 +48,12 @@ _TRANSFER_S = 600.0  # from the first piece of a part's weights to the last
 _SHARE_OF_GUEST = 0.25
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServicerConfig:
-    """What callers may have.
-
-    With ``limits_guests`` control units are guests, who hold sessions here besides those of the
-    server: a few each, and a share of the memory. ``probe`` tries the way to another host; the
-    edge dials nobody.
-    """
-
-    limits_guests: bool = False
-    sessions_of_guest: int = 8
-    probe: Callable[[ProbeRequest], ProbeAnswer] | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Call:
     """An RPC that runs."""
 
     context: grpc.ServicerContext
-    caller: Caller | None  # nobody in particular
+    caller: Caller | None  # None: anonymous
     metadata: Mapping[str, str]
 
     @property
@@ -83,11 +74,25 @@ class Call:
 
 
 class Servicer:
-    """One method per RPC, called by the name in `transport.methods`."""
+    """One method per RPC, called by the name in `transport.methods`.
 
-    def __init__(self, service: EdgeService, config: ServicerConfig | None = None) -> None:
+    With ``limits_guests`` control units are guests, beside the server whose host this is: each may
+    hold ``sessions_of_guest`` sessions and a share of the memory. ``probe`` measures the way to
+    another host; the edge connects to none.
+    """
+
+    def __init__(
+        self,
+        service: EdgeService,
+        *,
+        limits_guests: bool = False,
+        sessions_of_guest: int = 8,
+        probe: Callable[[ProbeRequest], ProbeAnswer] | None = None,
+    ) -> None:
         self._service = service
-        self._config = config or ServicerConfig()
+        self._limits_guests = limits_guests
+        self._sessions_of_guest = sessions_of_guest
+        self._probe = probe
         self._workers = ThreadPoolExecutor(
             service.health().most_sessions, thread_name_prefix="edge-stage"
         )
@@ -112,30 +117,26 @@ class Servicer:
             readable=request.readable,
         )
 
-    def answer(
-        self, method: Method, message: Any, context: grpc.ServicerContext, caller: Caller | None
-    ) -> bytes:
-        """Answer `message` (or the stream of an upload) with one message."""
-        with _refusing(context):
-            answer = getattr(self, method.attribute)(message, _call(context, caller))
-            return b"" if answer is None else encode_message(answer)
-
-    def download(
+    def answers(
         self, method: Method, message: Any, context: grpc.ServicerContext, caller: Caller | None
     ) -> Iterator[bytes]:
-        """Answer with a stream."""
+        """The one answer to `message` (or to the stream of an upload), or those of a download."""
         with _refusing(context):
-            yield from getattr(self, method.attribute)(message, _call(context, caller))
+            answer = getattr(self, method.attribute)(message, _call(context, caller))
+            if method.downloads:
+                yield from answer
+            else:
+                yield b"" if answer is None else encode_message(answer)
 
     def open_session(self, data: bytes, call: Call) -> None:
-        request, caller, config = decode_message(SessionRequest, data), call.caller, self._config
+        request, caller = decode_message(SessionRequest, data), call.caller
         opener = caller.name if caller else ""
         cluster_id = caller.cluster_of(request.cluster_id) if caller else request.cluster_id
         role = caller.role if caller else None
-        guest = config.limits_guests and role is Role.CONTROL_UNIT
+        guest = self._limits_guests and role is Role.CONTROL_UNIT
         self._service.open(
             replace(request, cluster_id=cluster_id, opener=opener),
-            most_of_opener=config.sessions_of_guest if guest else None,
+            most_of_opener=self._sessions_of_guest if guest else None,
             share_of_opener=_SHARE_OF_GUEST if guest else 1.0,
         )
 
@@ -204,9 +205,9 @@ class Servicer:
         return replace(found, memory_bytes=memory_bytes)
 
     def probe(self, data: bytes, _: Call) -> ProbeAnswer:
-        if self._config.probe is None:
-            raise SessionRefused("this host dials nobody")
-        return self._config.probe(decode_message(ProbeRequest, data))
+        if self._probe is None:
+            raise SessionRefused("this host connects to no other")
+        return self._probe(decode_message(ProbeRequest, data))
 
     def stream(self, messages: Iterator[bytes], call: Call) -> Iterator[bytes]:
         """Three threads: this one sends, a reader receives, a worker computes.
@@ -225,7 +226,7 @@ class Servicer:
             yield from link.outgoing()
         finally:
             self._leave(stream)
-        stream.over.wait(_SETTLE_S)  # so that the session's fate is known when the call ends
+        stream.over.wait(_SETTLE_S)  # so that the session is settled when the call ends
 
     def _begun(self, stream: Stream, lane: Lane, config: StreamConfig, call: Call) -> StreamLink:
         peer = call.metadata.get(methods.NAME_KEY, call.context.peer())[:80]
@@ -235,7 +236,7 @@ class Servicer:
             link.broken(LinkError(f"{peer} broke off the stream"))
             self._leave(stream)
 
-        if not call.context.add_callback(gone):  # it is gone already
+        if not call.context.add_callback(gone):  # the call has ended already
             gone()
         link.send(Frame(kind=FrameKind.HELLO), deadline_s=1.0)
         if stream.session.enter(stream, lane, link):
@@ -249,13 +250,13 @@ class Servicer:
             self._service.serve(stream, upstream, behind)
 
     def _leave(self, stream: Stream) -> None:
-        """A lane has ended: its stage, which may wait for another one, must not go on."""
+        """A lane has ended: its stage, which may wait for another lane, must not go on."""
         if stream.lanes.are_several:
             self._service.release(stream, "another link of this stage broke off")
 
 
 def _stream_config(metadata: Mapping[str, str]) -> StreamConfig:
-    """What the other end asks of this one. Raises SessionRefused for what makes no sense."""
+    """The settings that the other end asks for. Raises SessionRefused for invalid ones."""
     codec = metadata.get(methods.CODEC_KEY, "fp32")
     rate, stream_id = metadata.get(methods.RATE_KEY, "0"), metadata.get(methods.STREAM_KEY, "0")
     if codec not in WIRE_CODECS:
@@ -274,7 +275,7 @@ def _stream_config(metadata: Mapping[str, str]) -> StreamConfig:
 
 
 def _lane(metadata: Mapping[str, str]) -> Lane:
-    """Which of the links of its stage a stream is. Raises SessionRefused for what is none."""
+    """The lane that a stream is. Raises SessionRefused for an invalid one."""
     text = metadata.get(methods.LANE_KEY, "0/1")
     number, _, of = text.partition("/")
     if not (number.isdecimal() and of.isdecimal() and len(text) < _LANE_DIGITS):
@@ -283,7 +284,7 @@ def _lane(metadata: Mapping[str, str]) -> Lane:
 
 
 def _finish(work: Future[None], stream: Stream) -> None:
-    """Close the links behind a stage; an error that is no peer's fault is logged with its trace."""
+    """Close the links of a stage; an unexpected error is logged with its trace."""
     request = stream.session.request
     for link in filter(None, stream.lanes.links.values()):
         link.close()
@@ -297,7 +298,7 @@ def _finish(work: Future[None], stream: Stream) -> None:
 
 @contextmanager
 def _refusing(context: grpc.ServicerContext) -> Iterator[None]:
-    """Turn our errors into one gRPC status with the sentence."""
+    """Turn our errors into a gRPC status with the sentence."""
     try:
         yield
     except (SessionRefused, NoRoom) as error:

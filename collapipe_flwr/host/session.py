@@ -1,4 +1,4 @@
-"""One cluster's part on a host, and who may use it now.
+"""One cluster's part on a host, and what may use it now.
 
 A session is at rest, in use by one call, claimed by a stream, running one, or gone:
 
@@ -7,9 +7,9 @@ A session is at rest, in use by one call, claimed by a stream, running one, or g
     CLAIMED -> REST                               one that is broken off before never runs
     any but GONE -> GONE                        closed; where the part is in use, at the end of that
 
-All changes happen under one lock, and every use has a number of its own, its epoch, so that what
-is over can neither end nor disturb what came after it. A session that is closed begins no use any
-more, and the last use of it drops what it held.
+All changes happen under one lock. Every use has a number, its epoch, so that a use that is over
+cannot end or disturb a later one. A closed session begins no new use, and its last use frees what
+it held.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from collapipe_flwr.pipeline.meter import Recorder, StageReport
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.state import PartState
 
-BUSY_S = 60.0  # for whoever uses a part before us
-LEAVING_S = 1.0  # in which a call that has been answered ends
+BUSY_S = 60.0  # for the current use of a part to end
+LEAVING_S = 1.0  # for a call to end that has been answered
 
 
 class SessionRefused(LinkError):
@@ -41,7 +41,7 @@ class SessionRefused(LinkError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A session after `step` steps, and what those measured."""
+    """A session after `step` steps, with the report on them."""
 
     request: SessionRequest
     step: int
@@ -50,7 +50,7 @@ class Snapshot:
 
 
 class Life(Enum):
-    """What happens to a part just now."""
+    """The state of a session; see above."""
 
     REST = auto()
     BUSY = auto()
@@ -75,24 +75,24 @@ class Stream:
 class Session:
     """A part, what trains it, and its life.
 
-    `drop` is called once, by whoever uses the session last, and makes the host forget it.
+    `drop` makes the host forget the session; its last use calls it, once.
     """
 
     request: SessionRequest
     account: Account
     drop: Callable[[Session], None]
-    used_s: float  # when somebody last asked for it
+    used_s: float  # when it was last asked for
     part: nn.Module | None = None
     optimizer: Optimizer | None = None
     report: StageReport | None = None  # of all that was done since the weights were set
     steps: int = 0  # done since then
     recorder: Recorder | None = None  # of the stream that runs
     lacks_checkpoint: bool = False  # its frozen weights come from its control unit
-    saved: Snapshot | None = None  # where a recoverable session goes back to
+    saved: Snapshot | None = None  # to which a recoverable session returns
     found: dict[str, Tensor] = field(default_factory=dict)  # here, for the next push, by digest
     wanted: Mapping[str, str] = field(default_factory=dict)  # digests that `missing` was asked for
     claiming: threading.Lock = field(default_factory=threading.Lock)  # one lane at a time
-    closed: str = ""  # why no use begins any more; one may still be about to end
+    closed: str = ""  # why no use begins any more; the last one may not have ended yet
     _life: Life = Life.REST
     _epoch: int = 0
     _stream: Stream | None = None
@@ -122,7 +122,7 @@ class Session:
     def claim(self, lane: Lane) -> Stream:
         """Give the part to a stream; the caller has it at rest.
 
-        Raises SessionRefused for a lane that its stage has no use for.
+        Raises SessionRefused for a lane that the stage does not have.
         """
         with self._turn:
             self._refuse_if_closed()
@@ -135,7 +135,7 @@ class Session:
             return self._stream
 
     def joined(self, lane: Lane) -> Stream | None:
-        """The claimed stream that waits for this lane, if there is one; it is taken then."""
+        """Reserve this lane of a claimed stream that waits for it; None if there is none."""
         with self._turn:
             stream = self._stream
             if stream is None or self._life is not Life.CLAIMED or not stream.lanes.accepts(lane):
@@ -144,7 +144,7 @@ class Session:
             return stream
 
     def enter(self, stream: Stream, lane: Lane, link: Link) -> bool:
-        """A lane's link is there; whether it was the last one.
+        """Add a lane's link; return whether it was the last one.
 
         Raises SessionRefused when the stream was broken off.
         """
@@ -154,14 +154,14 @@ class Session:
             return stream.lanes.complete
 
     def begin(self, stream: Stream, upstream: Link) -> None:
-        """A claimed stream begins. Raises SessionRefused when it was broken off before."""
+        """Begin a claimed stream. Raises SessionRefused when it was broken off before."""
         with self._turn:
             self.add_link(stream, upstream)
             assert (self._life, self._epoch) == (Life.CLAIMED, stream.epoch)
             self._life = Life.RUNNING
 
     def add_link(self, stream: Stream, link: Link) -> None:
-        """What a stream that is broken off must close besides.
+        """Add a link that is closed when the stream is broken off.
 
         Raises SessionRefused when it is broken off already.
         """
@@ -171,26 +171,26 @@ class Session:
             stream.links.append(link)
 
     def give_up(self, stream: Stream, why: str) -> None:
-        """End a stream, unless it is over: one that has begun ends as its links are closed."""
+        """Close the links of a stream, unless it is over, so that it ends."""
         with self._turn:
             links = self._end_stream(why) if self._stream is stream else ()
         for link in links:
             link.close(why)
 
     def end(self, stream: Stream) -> None:
-        """The stream is over; twice is fine."""
+        """The stream is over; may be called twice."""
         self._leave(stream.epoch)
         stream.over.set()
 
     def fail(self, why: str) -> None:
-        """Close the session from within its stream, which drops it when it ends."""
+        """Close the session from within its stream, at whose end it is dropped."""
         with self._turn:
             self.closed = self.closed or why
 
     def break_off(self, why: str) -> None:
-        """End a stream that has the part; a step in progress is not applied.
+        """End a stream that has the part, and wait for it; a step in progress is not applied.
 
-        Returns when the stream is over. Raises SessionRefused when its step does not end in time.
+        Raises SessionRefused when the step does not end in time.
         """
         stream = self.cut(why)
         with self._turn:
@@ -200,7 +200,7 @@ class Session:
                 )
 
     def cut(self, why: str) -> Stream | None:
-        """Close the links of a stream that has the part, so that it ends; it may take a while."""
+        """Close the links of a stream that has the part, so that it ends; do not wait for it."""
         with self._turn:
             stream, links = self._stream, self._end_stream(why)
         for link in links:
@@ -210,12 +210,12 @@ class Session:
     def close(self, why: str) -> bool:
         """Begin no use any more, end a stream, and drop the session.
 
-        Returns whether the part was at rest, so that its weights are those after a whole step; they
-        are still here then, see `empty`. Raises SessionRefused when it is closed already, and when
-        what uses the part does not end in time: then the session is dropped when that ends.
+        Returns whether the part was at rest: then its weights are those after a whole step, and
+        still here, see `empty`. Raises SessionRefused when it is closed already, and when the use
+        of the part does not end in time; the session is dropped at that end.
         """
         with self._turn:
-            # The caller may know the end of its last call before this host has left it.
+            # The caller may see the end of its last call before this host has left that call.
             self._turn.wait_for(lambda: self._life is not Life.BUSY, LEAVING_S)
             self._refuse_if_closed()
             self.closed = why
@@ -236,17 +236,17 @@ class Session:
         return False
 
     def retire(self) -> bool:
-        """Close a session that nobody uses, without `drop`; whether nobody did."""
+        """Close a session that is not in use, without `drop`; return whether it was not."""
         with self._turn:
             if self._life is not Life.REST or self.closed:
                 return False
-            self.closed, self._life = "nobody used it", Life.GONE
+            self.closed, self._life = "it was not in use", Life.GONE
             self.empty()
             return True
 
     @property
     def passes(self) -> PassesDone:
-        """What it has done since the weights were set, in a stream that still runs, too."""
+        """Its work since the weights were set, also in a stream that still runs."""
         report, running = self.report, self.recorder
         return PassesDone(
             trained=(report.micro_batches if report else 0)
@@ -255,23 +255,23 @@ class Session:
         )
 
     def count(self, stream: StageReport) -> None:
-        """A stream ended in good order."""
+        """Add the report of a stream that ended in good order."""
         self.report = stream if self.report is None else self.report + stream
         self.steps += stream.steps
 
     def empty(self) -> None:
-        """Free what it held, however long others know it."""
+        """Free what it held, even if others still refer to it."""
         self.part = self.optimizer = self.saved = None
         self.found, self.wanted = {}, {}
 
     def go_back(self) -> None:
-        """Stand where the last snapshot was taken; the part is built again when it is needed."""
+        """Return to the last snapshot; the part is built again when it is needed."""
         assert self.saved is not None
         self.part = self.optimizer = None
         self.steps, self.report = self.saved.step, self.saved.report
 
     def _end_stream(self, why: str) -> tuple[Link, ...]:
-        """Break the stream off, if there is one; one that has not begun is over at once."""
+        """Break off the stream, if any; one that has not begun is over at once. Its links."""
         if self._stream is None:
             return ()
         self._stream.broken = self._stream.broken or why
@@ -288,7 +288,7 @@ class Session:
         return self._epoch
 
     def _leave(self, epoch: int) -> None:
-        """A use is over, unless that is known or another one has begun since."""
+        """End a use, unless it has ended already or another one has begun since."""
         with self._turn:
             if epoch != self._epoch or self._life in (Life.REST, Life.GONE):
                 return

@@ -14,9 +14,9 @@ from collapipe_flwr.pipeline.config import SessionKey, SessionRequest
 class SessionTable:
     """Up to `most_sessions` sessions by id; every method may be called from any thread.
 
-    When it is full, sessions that nobody used for `forget_after_s` make room: their cluster or
-    server is gone. A session that is in use never does, and leaves the table only when its last
-    use has ended: `let_go` is called then, before its id can be taken again.
+    When it is full, sessions unused for `forget_after_s` make room, as their cluster or server is
+    gone. A session in use leaves the table only when its last use has ended: `let_go` is called
+    then, before its id can be taken again.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class SessionTable:
     def add(
         self, request: SessionRequest, account: Account, *, most_of_opener: int | None = None
     ) -> Session:
-        """Make a session. Raises SessionRefused when the id is taken or the table is full.
+        """Add a session. Raises SessionRefused when the id is taken or the table is full.
 
-        With `most_of_opener` its opener's longest unused session goes when it has that many.
+        An opener with `most_of_opener` sessions loses the one that was unused for longest.
         """
         if not request.key.session_id or len(request.key.token) < 16:
             raise SessionRefused("a session needs an id and a token of 16 characters or more")
@@ -54,13 +54,13 @@ class SessionTable:
             return session
 
     def request(self, session_id: str) -> SessionRequest | None:
-        """What a session was opened with, for whoever decides who may use it."""
+        """The request that opened a session."""
         with self._lock:
             session = self._sessions.get(session_id)
         return session.request if session else None
 
     def all(self) -> tuple[Session, ...]:
-        """Those that there are now."""
+        """The sessions now."""
         with self._lock:
             return tuple(self._sessions.values())
 
@@ -85,7 +85,7 @@ class SessionTable:
         self._let_go(session)
 
     def _retire(self, session: Session) -> bool:
-        """Remove a session that nobody uses; whether nobody did."""
+        """Remove a session that is not in use; return whether it was not."""
         retired = session.retire()
         if retired:
             self._remove(session)
@@ -99,9 +99,9 @@ class SessionTable:
             raise SessionRefused(f"{opener} runs {most} sessions, its limit here")
 
     def _drop_left_by(self, request: SessionRequest) -> None:
-        """A device has one segment of a cluster: what an earlier round left here is of no use.
+        """Remove the device's segment of an earlier round of this cluster.
 
-        That is so when the device, or its control unit, was away when the round ended.
+        It is still here if the device, or its control unit, was away when that round ended.
         """
         for session in tuple(self._sessions.values()):
             before = session.request

@@ -1,35 +1,48 @@
-"""Letting newcomers in: the token, the name, the certificate, the roster, in an order that holds.
+"""Admitting newcomers that have a token, over TLS that they can verify.
 
-A token's use is noted first, so that whatever ends this process no token lets in more members than
-it was made for. A newcomer that did not hear the answer asks again with the same key, and gets it.
+The use of a token is recorded first, so that a crash never lets one admit more members than it was
+made for. A newcomer that did not get the answer asks again with the same key, and gets it. Callers
+are not authenticated yet, so the service accepts few calls at once and short messages, and makes an
+address wait after a few refusals.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from hashlib import sha256
 
+import grpc
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from collapipe_flwr.cluster.profile import Measured
-from collapipe_flwr.config.access_control import Role
-from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig, Role
+from collapipe_flwr.core.errors import CollaPipeError, ConfigError, ProtocolError
 from collapipe_flwr.core.keys import check_keys
 from collapipe_flwr.membership.figures import note_figures
 from collapipe_flwr.membership.registry import Registry, hosts_of, member_in
 from collapipe_flwr.membership.tokens import JoinRefused, TokenUse
 from collapipe_flwr.simulation.devices import device_preset
-from collapipe_flwr.transport.joining import JoinAnswer, JoinRequest
-from collapipe_flwr.transport.signing_request import (
+from collapipe_flwr.transport.joining import (
+    JOIN,
+    JoinAnswer,
+    JoinRequest,
     key_in_certificate,
     key_in_request,
     public_bytes,
 )
+from collapipe_flwr.transport.methods import decode_message, encode_message
+from collapipe_flwr.transport.server import Server, only_message
 from collapipe_flwr.transport.tls import fingerprint
 
+_log = logging.getLogger(__name__)
+_AT_ONCE = 8
+MOST_REFUSALS, MOST_OF_ALL, WITHIN_S = 5, 50, 60.0
+MESSAGE_BYTES = 16 * 2**10
 CLOCKS_DIFFER_S = 12 * 3600.0  # certificates hold from a day before they were made
 
 
@@ -46,14 +59,21 @@ def admit(
             "the control unit's: set both (`timedatectl`)"
         )
     with registry.changing():
-        member = _member(request)  # what is malformed must not use up a token
+        member = _member(request)  # a malformed request must not use up a token
         token = registry.tokens.redeem(_secret(request), use, now_s)
         config = registry.cluster(token.cluster_id)
         try:
             certificate = _certificate(registry, config, token.role, member, key)
             member = replace(member, fingerprint=fingerprint(certificate))
-            if request.speed_flop_per_s > 0:  # before a roster can tell of it
-                note_figures(config, [_measured(request)])
+            if request.speed_flop_per_s > 0:  # before a roster with the member is sent
+                measured = Measured(
+                    name=request.name,
+                    address=request.address,
+                    speed_flop_per_s=request.speed_flop_per_s,
+                    overhead_s=max(request.overhead_s, 0.0),
+                    memory_bytes=request.memory_bytes or None,
+                )
+                note_figures(config, [measured])
             if _registered(config, token.role, member.name) != member:
                 config = registry.admit(config, token.role, member)
         except ConfigError as error:
@@ -74,7 +94,7 @@ def _secret(request: JoinRequest) -> bytes:
 
 
 def _member(request: JoinRequest) -> MemberConfig:
-    """As it will stand in the roster."""
+    """The newcomer as the roster will list it."""
     kind = request.kind or MemberConfig().kind
     member = MemberConfig(name=request.name, address=request.address, kind=kind)
     try:
@@ -86,8 +106,7 @@ def _member(request: JoinRequest) -> MemberConfig:
 
 
 def _registered(config: ClusterConfig, role: Role, name: str) -> MemberConfig | None:
-    members = config.devices if role is Role.DEVICE else (member_in(config, role),)
-    return next((m for m in members if m.name == name), None)
+    return next((m for m in config.having(role) if m.name == name), None)
 
 
 def _certificate(
@@ -97,9 +116,9 @@ def _certificate(
     member: MemberConfig,
     key: ec.EllipticCurvePublicKey,
 ) -> bytes:
-    """The one that it has already, where it asks again; else a new one.
+    """The certificate that it has already, if it asks again; else a new one.
 
-    Raises JoinRefused where somebody else has the name, the role or the address.
+    Raises JoinRefused if another member has the name, the role or the address.
     """
     before, key_bytes = _registered(config, role, member.name), public_bytes(key)
     kept = registry.certified(member.name)
@@ -123,7 +142,7 @@ def _certificate(
 def _check_free(
     registry: Registry, config: ClusterConfig, role: Role, member: MemberConfig
 ) -> None:
-    """Raise JoinRefused where somebody else has the role, the name or the address."""
+    """Raise JoinRefused if another member has the role, the name or the address."""
     before = _registered(config, role, member.name)
     others = [m for c in registry.clusters().values() for m in c.members if m != before]
     if role is not Role.DEVICE:
@@ -148,11 +167,83 @@ def _one(role: Role) -> str:
     return f"{'an' if role is Role.EDGE else 'a'} {role.value}"
 
 
-def _measured(request: JoinRequest) -> Measured:
-    return Measured(
-        name=request.name,
-        address=request.address,
-        speed_flop_per_s=request.speed_flop_per_s,
-        overhead_s=max(request.overhead_s, 0.0),
-        memory_bytes=request.memory_bytes or None,
-    )
+class Attempts:
+    """Counts recent refusals: by address, and of all callers together."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._refused: deque[tuple[float, str]] = deque()
+        self._lock = threading.Lock()
+
+    def too_many(self, host: str) -> bool:
+        """Whether this caller has to wait."""
+        with self._lock:
+            while self._refused and self._refused[0][0] <= self._clock() - WITHIN_S:
+                self._refused.popleft()
+            own = sum(who == host for _, who in self._refused)
+            return own >= MOST_REFUSALS or len(self._refused) >= MOST_OF_ALL
+
+    def note(self, host: str) -> None:
+        """Count a refusal."""
+        with self._lock:
+            self._refused.append((self._clock(), host))
+
+
+class JoiningService(Server):
+    """Listens for newcomers of the clusters of a registry; calls ``on_joined`` with their names.
+
+    Raises ConfigError where it cannot listen, or the folder has no CA.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        listen: str,
+        *,
+        on_joined: Callable[[str], object] = lambda _: None,
+    ) -> None:
+        self._registry, self._on_joined = registry, on_joined
+        self._attempts = Attempts()
+        super().__init__(
+            listen,
+            {JOIN: self._join},
+            threads=_AT_ONCE,
+            most_calls=2 * _AT_ONCE,
+            tls=registry.service_files(),
+        )
+
+    def _join(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        host = context.peer().partition(":")[2].rpartition(":")[0]  # of ipv4:10.0.0.11:4711
+        if self._attempts.too_many(host):
+            context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"too many attempts were refused: try again in {WITHIN_S:g} s",
+            )
+        try:
+            data = only_message(messages, context)
+            if len(data) > MESSAGE_BYTES:
+                raise ProtocolError(f"a request of {len(data)} bytes is too long")
+            request = decode_message(JoinRequest, data)
+            answer = admit(self._registry, request)
+        except JoinRefused as error:
+            self._refuse(context, host, grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except ProtocolError as error:
+            self._refuse(context, host, grpc.StatusCode.INVALID_ARGUMENT, _without_values(error))
+        except CollaPipeError as error:
+            _log.error("nobody can join: %s", error)
+            context.abort(grpc.StatusCode.INTERNAL, "the control unit cannot do it: see its log")
+        _log.info("%s joined %s as %s", request.name, answer.cluster_id, answer.role)
+        self._on_joined(request.name)
+        return encode_message(answer)
+
+    def _refuse(
+        self, context: grpc.ServicerContext, host: str, code: grpc.StatusCode, why: str
+    ) -> None:
+        self._attempts.note(host)
+        _log.warning("a newcomer at %s was refused: %s", host, why)
+        context.abort(code, why)
+
+
+def _without_values(error: ProtocolError) -> str:
+    """The sentence without the value, which may be a secret in the wrong field."""
+    return str(error).partition(", got ")[0]

@@ -1,7 +1,6 @@
 """Control units on the local network by mDNS (RFC 6762, 6763), where it is asked for.
 
-What is announced is no secret, and anybody can announce anything: a board believes the CA that its
-token names, wherever it was found.
+An announcement is neither secret nor trusted: a board trusts the CA that its token names.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ FIND_S = 10.0
 
 @contextmanager
 def announced(config: ClusterConfig, address: str, pin: bytes) -> Iterator[None]:
-    """Tell the network of a joining service in the body; raises ConfigError without zeroconf."""
+    """Announce a joining service during the body; raises ConfigError without zeroconf."""
     host, _, port = address.rpartition(":")
     with _zeroconf(host) as network:
         from zeroconf import ServiceInfo
@@ -42,7 +41,7 @@ def announced(config: ClusterConfig, address: str, pin: bytes) -> Iterator[None]
 
 
 def found(pin: bytes, *, interface: str = "", deadline_s: float = FIND_S) -> str:
-    """HOST:PORT of the joining service of that CA; raises LinkError when none is heard in time."""
+    """HOST:PORT of the joining service of that CA; raises LinkError if none is found in time."""
     heard, answer = threading.Event(), []
 
     def look(zeroconf: Any, service_type: str, name: str, state_change: Any) -> None:
@@ -68,7 +67,7 @@ def found(pin: bytes, *, interface: str = "", deadline_s: float = FIND_S) -> str
 
 @contextmanager
 def _zeroconf(host: str) -> Iterator[Any]:
-    """On the interface of that address; on all of them where it is none."""
+    """On loopback if ``host`` is there, else on all interfaces."""
     with extra("discovery"):
         from zeroconf import InterfaceChoice, Zeroconf
     plain = host.strip("[]")
@@ -81,7 +80,7 @@ def _zeroconf(host: str) -> Iterator[Any]:
 
 
 def _packed(host: str) -> bytes:
-    """Of an IP address, or of the first one of a name."""
+    """The bytes of an IP address, or of a name's first one."""
     try:
         return ipaddress.ip_address(host.strip("[]")).packed
     except ValueError:

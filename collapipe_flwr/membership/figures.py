@@ -1,4 +1,4 @@
-"""What members measured of themselves when they joined, in the file that plans go by."""
+"""Figures that members measured when they joined, in the file that plans use."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from collapipe_flwr.transport.roster import Roster
 
 
 def figures_of(config: ClusterConfig) -> Measurements:
-    """What is known of a cluster; raises ConfigError for a file that cannot be read."""
+    """The figures of a cluster; raises ConfigError for a file that cannot be read."""
     if config.measured is None or not config.measured.exists():
         return Measurements(cluster_id=config.id, members=())
     return read_measurements(config.measured)
 
 
 def note_figures(config: ClusterConfig, found: Iterable[Measured]) -> None:
-    """Keep these, in the place of earlier ones, until a check measures again."""
+    """Replace the figures of these members, until a check measures again."""
     assert config.measured is not None
     before, new = figures_of(config), {member.name: member for member in found}
     others = (member for member in before.members if member.name not in new)
@@ -31,16 +31,16 @@ def note_figures(config: ClusterConfig, found: Iterable[Measured]) -> None:
 
 
 def add_figures(config: ClusterConfig, roster: Roster) -> None:
-    """Keep what came with a roster of members that nothing is known of here, where they are.
+    """Add the figures that came with a roster, of members at an address without figures here.
 
-    What a check found here counts more. Raises ProtocolError for figures that are none.
+    What a check measured here takes precedence. Raises ProtocolError for malformed figures.
     """
     if not roster.figures:
         return
     try:
-        told = from_json(Measurements, roster.figures, "figures")
+        brought = from_json(Measurements, roster.figures, "figures")
     except ProtocolError as error:
         raise ProtocolError(f"the roster came with figures that are none: {error}") from error
     known = {member.name: member.address for member in figures_of(config).members}
-    new = (m for m in told.members if known.get(m.name, m.address + "?") not in ("", m.address))
+    new = (m for m in brought.members if known.get(m.name, m.address + "?") not in ("", m.address))
     note_figures(config, new)

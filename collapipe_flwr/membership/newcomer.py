@@ -1,7 +1,7 @@
 """Joining a cluster, on the machine that joins: a key of its own, a token, and files at the end.
 
-The last file to be written is the cluster file. Until then nothing here makes a member of this
-machine, and whatever ended an attempt, the next one goes on with the same key.
+The cluster file is written last: without it this machine is no member, and the next attempt goes on
+with the same key.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from collapipe_flwr.cluster.profile import Measured
-from collapipe_flwr.config.access_control import SERVICE_NAME, Role
+from collapipe_flwr.config.access_control import SERVICE_NAME
 from collapipe_flwr.config.cluster_file import (
     MEMBER_NAME,
     ClusterConfig,
+    Role,
     parse_cluster,
     read_cluster,
 )
@@ -30,10 +31,16 @@ from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.membership.figures import add_figures
 from collapipe_flwr.membership.tokens import JoinToken
 from collapipe_flwr.transport.connection import Connection
-from collapipe_flwr.transport.joining import JOIN, JoinAnswer, JoinRequest
-from collapipe_flwr.transport.pinning import pinned_ca
+from collapipe_flwr.transport.joining import (
+    JOIN,
+    JoinAnswer,
+    JoinRequest,
+    check_signed,
+    own_key,
+    pinned_ca,
+    request_for,
+)
 from collapipe_flwr.transport.roster import check_roster
-from collapipe_flwr.transport.signing_request import check_signed, own_key, request_for
 from collapipe_flwr.transport.tls import check_validity, fingerprint
 
 DEVICE_PORT, EDGE_PORT, JOINING_PORT, SERVER_PORT = 50071, 50061, 50060, 8000
@@ -55,7 +62,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Newcomer:
-    """This machine as it asks to be let in; ``address`` is where its daemon will listen."""
+    """This machine as it asks to join; its daemon will listen at ``address``."""
 
     folder: Path
     name: str
@@ -64,7 +71,7 @@ class Newcomer:
 
     @property
     def files(self) -> TlsFiles:
-        """Where its certificate and key are, once it has them."""
+        """The paths of its certificate and key."""
         certs = self.folder / "certs"
         return TlsFiles(
             ca=certs / "ca.pem",
@@ -75,7 +82,7 @@ class Newcomer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """What a machine is since it joined."""
+    """The role of a machine that has joined."""
 
     cluster: ClusterConfig
     name: str
@@ -83,7 +90,7 @@ class Membership:
 
 
 def default_name(role: Role, cluster_id: str) -> str:
-    """That of the role, or of a device its machine's own, as far as it can be called so."""
+    """The name of the role, or of a device its host name in allowed characters."""
     if role is Role.CONTROL_UNIT:
         return f"cu-{cluster_id}"
     if role is not Role.DEVICE:
@@ -93,7 +100,7 @@ def default_name(role: Role, cluster_id: str) -> str:
 
 
 def host_towards(address: str) -> str:
-    """By which of its addresses this machine reaches another; nothing is sent."""
+    """The address of this machine on the way to another; nothing is sent."""
     host, port = host_and_port(address)
     try:
         ((family, *_, target), *_) = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
@@ -106,15 +113,15 @@ def host_towards(address: str) -> str:
 
 
 def own_host() -> str:
-    """The address by which others reach this machine; that of loopback where it has no other."""
+    """The address by which others reach this machine; loopback without another one."""
     try:
-        return host_towards("192.0.2.1:9")  # RFC 5737: nobody's, so the way is the default one
+        return host_towards("192.0.2.1:9")  # RFC 5737: nobody's, so by the default route
     except ConfigError:
         return "127.0.0.1"
 
 
 def with_port(address: str, port: int) -> str:
-    """HOST:PORT of HOST, or of HOST:PORT as it is."""
+    """HOST:PORT of HOST; an address with a port stays as it is."""
     return address if re.search(r":[0-9]{1,5}$", address) else f"{address}:{port}"
 
 
@@ -126,7 +133,7 @@ def measured(name: str) -> Measured:
 
 
 def kind_here() -> str:
-    """The preset of this board by its own description; empty where it has none."""
+    """The preset of this board by its device tree; empty if it is unknown."""
     try:
         model = _BOARD.read_text(errors="replace").casefold()
     except OSError:
@@ -135,7 +142,7 @@ def kind_here() -> str:
 
 
 def membership_of(newcomer: Newcomer, pin: bytes) -> Membership | None:
-    """What this machine is already by its files; raises ConfigError for those of another CA."""
+    """The membership that its files show, if any; raises ConfigError for files of another CA."""
     files = newcomer.files
     assert files.ca is not None and files.certificate is not None
     if not files.ca.exists():
@@ -149,21 +156,10 @@ def membership_of(newcomer: Newcomer, pin: bytes) -> Membership | None:
         return None
     shown = fingerprint(files.certificate.read_bytes())
     for path in sorted(newcomer.folder.glob("*.toml")):
-        if found := _listed(read_cluster(path), newcomer.name, shown):
-            return found
-    return None
-
-
-def _listed(config: ClusterConfig, name: str, shown: str) -> Membership | None:
-    roles = [
-        *((device, Role.DEVICE) for device in config.devices),
-        (config.edge, Role.EDGE),
-        (config.server, Role.SERVER),
-        (config.control_unit, Role.CONTROL_UNIT),
-    ]
-    for member, role in roles:
-        if member.name == name and member.fingerprint == shown:
-            return Membership(cluster=config, name=name, role=role)
+        config = read_cluster(path)
+        for member, role in config.roles:
+            if (member.name, member.fingerprint) == (newcomer.name, shown):
+                return Membership(cluster=config, name=newcomer.name, role=role)
     return None
 
 
@@ -175,9 +171,9 @@ def join(
     address: str = "",
     clock: Callable[[], float] = time.time,
 ) -> Membership:
-    """Become a member. Raises LinkError when the control unit refuses, is away or is not it.
+    """Become a member. Raises LinkError when the control unit refuses, is away or is another one.
 
-    ``address`` is where the control unit was found, if not where the token says.
+    ``address`` is that of the control unit, if not where the token says.
     """
     if not MEMBER_NAME.holds(newcomer.name):
         raise ConfigError(f"--name {MEMBER_NAME.says}, got {newcomer.name[:80]!r}")
@@ -202,34 +198,29 @@ def join(
         overhead_s=measured.overhead_s or 0.0,
         memory_bytes=measured.memory_bytes or 0,
     )
-    answer = _asked(address, TlsFiles(ca=files.ca), request)
+    with Connection(
+        address,
+        what="control unit",
+        tls=TlsFiles(ca=files.ca),
+        certificate_name=SERVICE_NAME,  # proved under the pinned CA
+        deadline_s=_DEADLINE_S,
+    ) as connection:
+        answer = connection.call(JOIN, request, JoinAnswer)
     check_signed(answer.certificate_pem, newcomer.name, key, ca_pem)
     check_roster(answer.roster, files.ca)
     return _settle(newcomer, answer)
 
 
 def forget(newcomer: Newcomer) -> None:
-    """Let go of certificate and key, so that the machine joins as one that was never there."""
+    """Delete certificate and key, so that the machine joins as a new one."""
     for path in (newcomer.files.certificate, newcomer.files.key):
         assert path is not None
         if path.parent.is_dir():
             remove(path)
 
 
-def _asked(address: str, tls: TlsFiles, request: JoinRequest) -> JoinAnswer:
-    """The answer of who proves that the pinned CA lets it answer."""
-    with Connection(
-        address,
-        what="control unit",
-        tls=tls,
-        certificate_name=SERVICE_NAME,
-        deadline_s=_DEADLINE_S,
-    ) as connection:
-        return connection.call(JOIN, request, JoinAnswer)
-
-
 def _settle(newcomer: Newcomer, answer: JoinAnswer) -> Membership:
-    """Write what came back; the cluster file last."""
+    """Write the files that came back; the cluster file last."""
     path = newcomer.folder / f"{answer.cluster_id}.toml"
     certificate = newcomer.files.certificate
     assert certificate is not None

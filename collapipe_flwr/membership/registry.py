@@ -1,8 +1,8 @@
 """The folder in which clusters are kept: CA, cluster files, tokens.
 
-Every change is made under the folder's lock, so that commands and the joining service, which are
-processes of their own, may run side by side; every file is replaced as a whole. A cluster file has
-a version that grows with each change of its members.
+Every change is made under the folder's lock, because commands and the joining service are separate
+processes; every file is replaced as a whole. The version of a cluster file grows with each change
+of its members.
 """
 
 from __future__ import annotations
@@ -13,27 +13,28 @@ import time
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from collapipe_flwr.config.access_control import SERVICE_NAME, Role
+from collapipe_flwr.config.access_control import SERVICE_NAME
 from collapipe_flwr.config.cluster_file import (
     ClusterConfig,
     MemberConfig,
+    Role,
     TlsConfig,
+    cluster_text,
     parse_cluster,
     read_cluster,
 )
-from collapipe_flwr.config.cluster_text import cluster_text
 from collapipe_flwr.core.durable import own_folder, write_file, write_private, write_text
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.membership.tokens import JoinToken, TokenBook, new_secret
 from collapipe_flwr.transport.certificates import Authority, check_names, names_in
+from collapipe_flwr.transport.joining import key_in_certificate
 from collapipe_flwr.transport.roster import Roster, signed_roster
-from collapipe_flwr.transport.signing_request import key_in_certificate
 from collapipe_flwr.transport.tls import fingerprint
 
 SHARED = (Role.EDGE, Role.SERVER)  # of all clusters of a folder
@@ -42,23 +43,13 @@ _CERTS, _LOCK, _TOKENS = "certs", ".lock", "tokens.json"
 
 
 def default_folder() -> Path:
-    """Where the files of a cluster lie: /etc/collapipe for root, else in the user's own."""
+    """The folder of a cluster's files: /etc/collapipe for root, else in the user's own."""
     if (named := os.environ.get("COLLAPIPE_FOLDER", "")) != "":
         return Path(named)
     if os.geteuid() == 0:
         return Path("/etc/collapipe")
     home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(home) / "collapipe"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewCluster:
-    """What `collapipe cluster init` makes; ``elsewhere`` are roles on other machines."""
-
-    cluster_id: str
-    control_unit: MemberConfig
-    edge_address: str
-    elsewhere: frozenset[Role] = frozenset()
 
 
 class Registry:
@@ -71,7 +62,7 @@ class Registry:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Nobody else changes the folder in the body; raises ConfigError where it is not ours."""
+        """Lock the folder for the body; raises ConfigError where it is not ours."""
         own_folder(self.folder, "--folder")
         with _as_owner(self.folder), self._locked():
             yield
@@ -89,12 +80,12 @@ class Registry:
             os.close(descriptor)
 
     def clusters(self) -> dict[str, ClusterConfig]:
-        """Those that `collapipe cluster` keeps here, by id."""
+        """The clusters that `collapipe cluster` keeps here, by id."""
         found = (read_cluster(path) for path in sorted(self.folder.glob("*.toml")))
         return {config.id: config for config in found if config.version}
 
     def cluster(self, cluster_id: str = "") -> ClusterConfig:
-        """The cluster of that id, or the only one; raises ConfigError with those there are."""
+        """The cluster of that id, or the only one; raises ConfigError naming those there are."""
         known = self.clusters()
         if not known:
             raise ConfigError(
@@ -118,44 +109,50 @@ class Registry:
             raise ConfigError(f"{path} is missing: only the machine of `cluster init` has the CA")
         return path
 
-    def create(self, wanted: NewCluster) -> ClusterConfig:
+    def create(
+        self,
+        cluster_id: str,
+        control_unit: MemberConfig,
+        edge_address: str,
+        elsewhere: frozenset[Role] = frozenset(),
+    ) -> ClusterConfig:
         """Make the cluster, and the certificates of members that are here; under the lock.
 
-        A cluster that is there already stays as it is.
+        Members in the roles ``elsewhere`` are on other machines. An existing cluster stays as it
+        is.
         """
         known = self.clusters()
-        if wanted.cluster_id in known:
-            return known[wanted.cluster_id]
-        path = self.folder / f"{wanted.cluster_id}.toml"
+        if cluster_id in known:
+            return known[cluster_id]
+        path = self.folder / f"{cluster_id}.toml"
         if path.exists():
             raise ConfigError(
                 f"{path} is there already, and was written by hand: choose another name or folder"
             )
-        values = {"id": wanted.cluster_id, "version": 1}
         config = replace(
-            parse_cluster(values, self.folder),
-            control_unit=wanted.control_unit,
-            edge=MemberConfig(name="edge", address=wanted.edge_address),
+            parse_cluster({"id": cluster_id, "version": 1}, self.folder),
+            control_unit=control_unit,
+            edge=MemberConfig(name="edge", address=edge_address),
             tls=TlsConfig(),
-            joining=wanted.control_unit.address if Role.CONTROL_UNIT in wanted.elsewhere else "",
-            measured=self.folder / f"{wanted.cluster_id}.json",
+            joining=control_unit.address if Role.CONTROL_UNIT in elsewhere else "",
+            measured=self.folder / f"{cluster_id}.json",
             path=path,
         )
         for role in _SINGLE:
-            config = self._settled(config, role, known, wanted.elsewhere)
+            config = self._settled(config, role, known, elsewhere)
         if config.joining:
             Authority(self.certs).member(SERVICE_NAME)
         config = self._write(config)
-        if Role.EDGE not in wanted.elsewhere and not self.edge_folder.exists():
-            self._house_edge(config)
+        if Role.EDGE not in elsewhere and not self.edge_folder.exists():
+            self._keep_edge(config)
         return config
 
     @property
     def edge_folder(self) -> Path:
-        """The files of an edge on this machine, which are kept apart: it replaces its roster."""
+        """The files of an edge on this machine: its own, because it replaces its roster."""
         return self.folder / "edge"
 
-    def _house_edge(self, config: ClusterConfig) -> None:
+    def _keep_edge(self, config: ClusterConfig) -> None:
         name = config.edge.name
         own_folder(self.edge_folder / _CERTS, "--folder")
         for file in ("ca.pem", f"{name}.pem", f"{name}.key"):
@@ -171,11 +168,10 @@ class Registry:
         known: Mapping[str, ClusterConfig],
         elsewhere: frozenset[Role],
     ) -> ClusterConfig:
-        """With a member that other clusters have too, has its certificate here, or will join."""
+        """With the member of a role: other clusters' too, one that will join, or a new one here."""
+        if role in SHARED and known:
+            return _with(config, role, member_in(next(iter(known.values())), role))
         member = member_in(config, role)
-        before = [member_in(c, role) for c in known.values()] if role in SHARED else []
-        if before:
-            return _with(config, role, before[0])
         if role in elsewhere:
             return _with(config, role, replace(member, address="", fingerprint=""))
         hosts = hosts_of(member, role)
@@ -186,12 +182,12 @@ class Registry:
         return _with(config, role, replace(member, fingerprint=shown))
 
     def certified(self, name: str) -> bytes | None:
-        """The certificate that a member got here, in PEM."""
+        """The certificate that was signed here for a member, in PEM; None without one."""
         path = self.certs / f"{name}.pem"
         return path.read_bytes() if path.exists() else None
 
     def certify(self, name: str, hosts: tuple[str, ...], key: ec.EllipticCurvePublicKey) -> bytes:
-        """Sign for a key that is elsewhere; raises ConfigError for names that could mislead."""
+        """Sign for a key on another machine; raises ConfigError as `check_names`."""
         self._check_names(name, hosts)
         return Authority(self.certs).answer(name, hosts, key)
 
@@ -202,7 +198,7 @@ class Registry:
         check_names({name: hosts}, {n: h for n, h in signed.items() if n != name})
 
     def admit(self, config: ClusterConfig, role: Role, member: MemberConfig) -> ClusterConfig:
-        """The cluster with a member in its role; an edge or server joins all clusters here."""
+        """Add a member in its role; an edge or server joins all clusters here."""
         changed = self._write(_with(config, role, member))
         for other in self.clusters().values() if role in SHARED else ():
             if other.id != config.id and member_in(other, role) != member:
@@ -210,7 +206,7 @@ class Registry:
         return changed
 
     def remove(self, config: ClusterConfig, name: str) -> ClusterConfig:
-        """The cluster without a member; its certificate and its token are worthless from now on.
+        """Remove a member, whose certificate and token are worthless from now on.
 
         Raises ConfigError for one whose key is in this folder.
         """
@@ -230,7 +226,7 @@ class Registry:
         return self.admit(config, role, replace(member, address="", fingerprint=""))
 
     def was_removed(self, name: str, key_bytes: bytes) -> bool:
-        """Whether a key was the last one of a member of that name that was removed."""
+        """Whether this is the key with which a member of that name was removed last."""
         path = self._removed(name)
         return path.exists() and key_in_certificate(path.read_bytes()) == key_bytes
 
@@ -238,21 +234,20 @@ class Registry:
         return self.certs / f"{name}.removed"
 
     def roster(self, config: ClusterConfig) -> Roster:
-        """What its members are sent."""
+        """The roster to send to its members."""
         elsewhere, measured = bool(config.joining), config.measured
         figures = measured.read_text() if elsewhere and measured and measured.exists() else ""
         return signed_roster(cluster_text(config), Authority(self.certs).sign, figures)
 
     @property
     def has_authority(self) -> bool:
-        """Whether newcomers can be let in from here."""
+        """Whether newcomers can be admitted from here."""
         return (self.certs / "ca.key").exists()
 
     def service_files(self) -> TlsFiles:
-        """How who lets newcomers in shows itself: with its CA, which they know by its pin.
+        """A new certificate of the joining service, with its CA, which newcomers know by its pin.
 
-        Made anew every time: nobody needs to know this certificate beforehand. By it members tell
-        how they are, and nothing else.
+        With it one can ask members for their status, and nothing else.
         """
         with self.changing():
             files = Authority(self.certs).member(SERVICE_NAME)
@@ -267,7 +262,7 @@ class Registry:
         if path.exists():
             config = replace(config, version=config.version + 1)
         text = cluster_text(config)
-        parse_cluster(tomllib.loads(text), self.folder)  # refuses what members could not read
+        parse_cluster(tomllib.loads(text), self.folder)  # members must be able to read it
         write_text(path, text)
         return read_cluster(path)
 
@@ -277,7 +272,7 @@ def new_token(
 ) -> JoinToken:
     """A token by which so many members may join in a role; under the registry's lock.
 
-    Raises ConfigError where the cluster file does not say where newcomers are let in.
+    Raises ConfigError where the cluster file has no address for newcomers.
     """
     if not config.joining_address:
         raise ConfigError(
@@ -312,20 +307,15 @@ def _as_owner(folder: Path) -> Iterator[None]:
 
 
 def member_in(config: ClusterConfig, role: Role) -> MemberConfig:
-    """The one member of a role that only one can have."""
-    members = {
-        Role.CONTROL_UNIT: config.control_unit,
-        Role.EDGE: config.edge,
-        Role.SERVER: config.server,
-    }
-    return members[role]
+    """The member of a role that only one has."""
+    (member,) = config.having(role)
+    return member
 
 
 def hosts_of(member: MemberConfig, role: Role = Role.DEVICE) -> tuple[str, ...]:
-    """Where it is reached, for its certificate; a server's own programs reach it by loopback."""
-    host = member.address.rpartition(":")[0]
-    loopback = ("127.0.0.1",) if role is Role.SERVER else ()
-    return (*([host] if host else []), *loopback)
+    """Its hosts in its certificate; a server's own programs reach it by loopback."""
+    loopback = "127.0.0.1" if role is Role.SERVER else ""
+    return tuple(filter(None, (member.host, loopback)))
 
 
 def _with(config: ClusterConfig, role: Role, member: MemberConfig) -> ClusterConfig:

@@ -1,4 +1,4 @@
-"""Services of systemd for members: the units of `systemd/`, with the paths of this machine."""
+"""Services of systemd for members: the units in `systemd/`, with the paths of this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNITS = Path(__file__).parents[1] / "systemd"
 _BIN, _FOLDER, _USER = "/opt/collapipe/venv/bin", "/etc/collapipe", "collapipe"
 _GROUPS = {"video", "render"}
 _SYSTEM_UNITS = Path("/etc/systemd/system")
-# What the manager of a user can do for a service; its files are its user's own anyway.
+# Settings that the manager of a user supports; the service's files are its user's own anyway.
 _OF_A_USER = (
     "EnvironmentFile",
     "ExecStart",
@@ -35,7 +35,7 @@ _COMMAND_S = 90.0
 
 
 class Manager(StrEnum):
-    """Whose systemd starts a service."""
+    """The systemd that starts a service."""
 
     system = "system"
     user = "user"
@@ -52,11 +52,11 @@ class Service:
 
     @property
     def service(self) -> str:
-        """How systemd calls it."""
+        """Its name in systemd."""
         return f"collapipe-{self.unit}"
 
     def environment(self) -> str:
-        """What the unit reads from UNIT.env."""
+        """The content of UNIT.env."""
         options = list(self.options)
         if self.unit == "edge" and self.name:
             options = ["--name", self.name, *options]
@@ -64,7 +64,7 @@ class Service:
         return "".join(f"{key}={value}\n" for key, value in values.items() if value)
 
     def text(self, manager: Manager) -> str:
-        """The unit."""
+        """The content of the unit."""
         template = (_UNITS / f"{self.service}.service").read_text()
         text = template.replace(_BIN, str(Path(sys.executable).parent))
         text = text.replace(_FOLDER, str(self.folder.resolve()))
@@ -97,9 +97,9 @@ def check_manager(manager: Manager) -> None:
 
 
 def install(service: Service, manager: Manager, units: Path | None = None) -> Path:
-    """Write the unit, and have systemd start it now and whenever the machine does; the unit.
+    """Write the unit, have systemd start it now and at every boot, and return its path.
 
-    A system service runs as the user ``collapipe``, who is made, and gets the folder. Raises
+    A system service runs as the user ``collapipe``, which is created and gets the folder. Raises
     RunError where systemd refuses.
     """
     home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
@@ -118,7 +118,7 @@ def install(service: Service, manager: Manager, units: Path | None = None) -> Pa
 
 
 def _give_to_user(folder: Path) -> None:
-    """Accelerators and a Raspberry Pi 5's sensor of energy are for members of two groups."""
+    """Create the user, in the groups for accelerators and power sensors; chown the folder."""
     import grp
     import pwd
 

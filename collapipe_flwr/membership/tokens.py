@@ -1,11 +1,11 @@
-"""Join tokens: what a board types once, and the book in which the control unit keeps them.
+"""Join tokens: what a board is given once, and the book in which the control unit keeps them.
 
     greenhouse@10.0.0.10:50060/BASE64            of a device
     greenhouse@10.0.0.10:50060/edge/BASE64       of another role
 
-A token says which cluster it is for, where that lets newcomers in, by which CA (the SHA-256 of the
-CA's certificate), and a secret of 128 random bits. The book knows the
-secret's SHA-256 only, what it is good for, until when, and who has used it.
+A token holds the cluster, the address of its joining service, the SHA-256 of the CA's certificate
+and a secret of 128 random bits. The book has the secret's SHA-256 only, with the role, the validity
+and the uses of the token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 
-from collapipe_flwr.config.access_control import Role
+from collapipe_flwr.config.cluster_file import Role
 from collapipe_flwr.core.durable import write_private
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.json_codec import from_json, to_json
@@ -31,18 +31,18 @@ _FORM = re.compile(
 )
 _ROLES = {role.value.replace(" ", "-"): role for role in Role if role is not Role.REGISTRAR}
 _CLOCK_S = 60.0  # by which a clock may be put back
-_KEPT_S = 7 * 86400.0  # so that a token that is over is told from one that never was
+_KEPT_S = 7 * 86400.0  # to tell an expired token from one that never was
 
 
 class JoinRefused(LinkError):
-    """Who asks to join is not let in; the sentence says why, and may be shown to anybody."""
+    """A machine is not admitted; the sentence says why, and may be shown to anybody."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinToken:
-    """``pin`` is the SHA-256 of the CA's certificate, under which who listens must prove itself.
+    """``pin`` is the SHA-256 of the CA's certificate, by which the joining service is verified.
 
-    ``role`` is what the bearer expects to become; what counts stands in the book.
+    ``role`` is what the bearer expects; the role in the book counts.
     """
 
     cluster_id: str
@@ -91,7 +91,7 @@ def parse_token(text: str) -> JoinToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenUse:
-    """Who joined by a token: the member's name, and the SHA-256 of its public key."""
+    """A member that joined by a token: its name, and the SHA-256 of its public key."""
 
     name: str
     key: str
@@ -118,14 +118,14 @@ class _Kept:
 class TokenBook:
     """The tokens of a folder, in a file that only its owner can read.
 
-    Whoever changes it holds the lock of the folder. Raises ConfigError for a file that is no book.
+    Callers that change it hold the folder's lock. Raises ConfigError for a file that is no book.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def add(self, token: JoinToken, members: int, *, now_s: float, valid_s: float) -> None:
-        """Keep a new token, of whose secret only the digest is written."""
+        """Add a new token; only the digest of its secret is written."""
         known = [t for t in self._read() if now_s - t.ends_s < _KEPT_S]
         made = KnownToken(
             digest=_digest(token.secret),
@@ -138,7 +138,7 @@ class TokenBook:
         self._write((*known, made))
 
     def redeem(self, secret: bytes, use: TokenUse, now_s: float) -> KnownToken:
-        """Note that a member joins by a token; the same one may do so again.
+        """Record that a member joins by a token; the same member may do so again.
 
         Raises JoinRefused when the token is not known, not valid now, or used up.
         """
@@ -151,9 +151,13 @@ class TokenBook:
         return used
 
     def revoke(self, name: str) -> None:
-        """Let nobody join again by the use that a member made of a token; its place stays used."""
+        """Void a member's use of a token, so that it cannot join again; the use stays counted."""
         known = self._read()
-        after = [replace(t, uses=tuple(_without_key(use, name) for use in t.uses)) for t in known]
+        void = TokenUse(name=name, key="")
+        after = [
+            replace(t, uses=tuple(void if use.name == name else use for use in t.uses))
+            for t in known
+        ]
         if after != known:
             self._write(after)
 
@@ -201,7 +205,3 @@ def _check(token: KnownToken, use: TokenUse, now_s: float) -> None:
             f"the token is used up (it was made for {token.members}): print another one with "
             "`collapipe cluster token`"
         )
-
-
-def _without_key(use: TokenUse, name: str) -> TokenUse:
-    return replace(use, key="") if use.name == name else use

@@ -14,7 +14,7 @@ from rich.table import Table
 from collapipe_flwr.reporting.output import number, number_table
 
 if TYPE_CHECKING:
-    from collapipe_flwr.membership.status import ClusterStatus, MemberStatus
+    from collapipe_flwr.membership.members import ClusterStatus, MemberStatus
 
 _GIGA, _MEGA = 1e9, 1e6
 _LOOK_S = 1.0

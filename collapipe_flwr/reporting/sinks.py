@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from collapipe_flwr.config.schema import METRICS_ADDRESS
 from collapipe_flwr.core.errors import ConfigError, require
-from collapipe_flwr.host.metrics_server import MetricsServer
+from collapipe_flwr.host.metrics import MetricsServer
 from collapipe_flwr.reporting.scalars import Scalar
 
 PROJECT = "collapipe"  # in W&B, and as experiment in MLflow, unless the environment names another

@@ -1,6 +1,6 @@
-"""Who calls: the name that a certificate proves, what it may do, and how much of it at once.
+"""Authorizes calls: the name that a certificate proves, its role, and its calls at once.
 
-All of this is known before a byte of the call's messages is read.
+All of this is checked before a byte of the call's messages is read.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class PeerBusy(LinkError):
 
 
 def peer_name(context: grpc.ServicerContext) -> str | None:
-    """Who the caller's certificate says it is; None without a certificate.
+    """The common name of the caller's certificate; None without a certificate.
 
-    That is its common name alone. The alternative names beside it are where its bearer is reached,
-    and a machine's address or host name may once have been, or be called like, another member.
+    Alternative names do not count: they say where its bearer is reached, and an address or host
+    name may once have been, or be called like, another member.
     """
     found = tuple(context.auth_context().get(_COMMON_NAME, ()))
     return found[0].decode("utf-8", "replace") if found else None
 
 
 def peer_fingerprint(context: grpc.ServicerContext) -> str:
-    """The SHA-256 of the certificate that the caller showed; empty without one."""
+    """The SHA-256 of the caller's certificate; empty without one."""
     found = tuple(context.auth_context().get(_CERTIFICATE, ()))
     return _fingerprint(found[0]) if found else ""
 
@@ -51,24 +51,24 @@ _fingerprint = lru_cache(maxsize=256)(fingerprint)
 
 
 class Authorizer:
-    """Lets the members of an access control in, each in its role, with so many calls at once.
+    """Admits calls of the members of an access control, by their roles and up to so many at once.
 
-    Without one, whoever the CA signed may do everything, and on plain text everybody.
+    Without one, all whom the CA signed may do everything, and on plain text everybody.
     """
 
     def __init__(self, access: AccessControl | None, *, on_edge: bool) -> None:
         self._access = access
         self._on_edge = on_edge
-        self._under_way: Counter[tuple[str, str]] = Counter()
+        self._counts: Counter[tuple[str, str]] = Counter()  # by name and kind
         self._calls: dict[grpc.ServicerContext, tuple[str, str]] = {}  # name and fingerprint
         self._lock = threading.Lock()
 
     @contextmanager
     def admitted(self, context: grpc.ServicerContext, method: Method) -> Iterator[Caller | None]:
-        """The caller (None: nobody in particular) while its call runs.
+        """The caller (None: anonymous) while its call runs.
 
         Ends the call as UNAUTHENTICATED for a stranger or a wrong role, as RESOURCE_EXHAUSTED
-        beyond what the caller may have at once.
+        for one call too many at once.
         """
         try:
             caller = self._known(context)
@@ -77,7 +77,7 @@ class Authorizer:
                 raise PeerRefused(
                     f"{caller.name} is a {caller.role.value}: it may not call {method.name}"
                 )
-            with self._counted(caller, method.counts_as), self._cut_short(caller, context):
+            with self._under_way(caller, context, method.counts_as):
                 yield caller
         except PeerRefused as error:
             context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
@@ -85,7 +85,7 @@ class Authorizer:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
 
     def replace(self, access: AccessControl) -> None:
-        """Go by another access control, and cut the calls of whoever is not in it."""
+        """Apply another access control, and cut the calls of callers that are not in it."""
         with self._lock:
             self._access = access
             calls = list(self._calls.items())
@@ -93,25 +93,12 @@ class Authorizer:
             if (caller := access.callers.get(name)) is None or not caller.may_show(shown):
                 context.cancel()
 
-    @contextmanager
-    def _cut_short(self, caller: Caller | None, context: grpc.ServicerContext) -> Iterator[None]:
-        """Let `replace` cut the call; one that began by an older roster is refused here."""
-        if self._access is None or caller is None:
-            yield
-            return
-        with self._lock:
-            self._calls[context] = (caller.name, peer_fingerprint(context))
-        try:
-            self._known(context)
-            yield
-        finally:
-            with self._lock:
-                del self._calls[context]
-
     def _known(self, context: grpc.ServicerContext) -> Caller | None:
         name = peer_name(context)
         if name == "":
-            raise PeerRefused("the peer's certificate has no common name, so it is nobody's here")
+            raise PeerRefused(
+                "the peer's certificate has no common name, so it identifies no member"
+            )
         if self._access is None:
             return None if name is None else Caller(name=name)
         caller = None if name is None else self._access.callers.get(name)
@@ -126,17 +113,23 @@ class Authorizer:
         return caller
 
     @contextmanager
-    def _counted(self, caller: Caller | None, kind: str) -> Iterator[None]:
+    def _under_way(
+        self, caller: Caller | None, context: grpc.ServicerContext, kind: str
+    ) -> Iterator[None]:
+        """Count the call, and let `replace` cut it."""
         if caller is None:
             yield
             return
-        name = caller.name
+        name, shown = caller.name, peer_fingerprint(context)
         with self._lock:
-            if self._under_way[name, kind] >= MOST_AT_ONCE[kind]:
+            if self._counts[name, kind] >= MOST_AT_ONCE[kind]:
                 raise PeerBusy(f"{name} has {MOST_AT_ONCE[kind]} {kind} under way, its limit here")
-            self._under_way[name, kind] += 1
+            self._counts[name, kind] += 1
+            self._calls[context] = (name, shown)
         try:
+            self._known(context)  # an access control that was replaced meanwhile counts
             yield
         finally:
             with self._lock:
-                self._under_way[name, kind] -= 1
+                self._counts[name, kind] -= 1
+                del self._calls[context]

@@ -1,10 +1,9 @@
 """A private certificate authority for one cluster: `ca.pem`, and a certificate per member.
 
-A member's certificate bears its name as common name, by which hosts know a caller (`authorizer`),
-and among its alternative names with its hosts, where clients look. A client cannot ask for the
-common name: it looks for the host that it wants among all names of the certificate that it is
-shown, without regard to case or a dot at the end. So no machine's host may be called like another
-member. Keys are readable by their owner only.
+A certificate has its member's name as common name, which identifies a caller (`authorizer`), and
+again among its alternative names with its hosts, which identify a server: a client looks for the
+host that it wants among all names of the certificate, ignoring case and a final dot. So no
+machine's host may have the name of another member. Keys are readable by their owner only.
 """
 
 from __future__ import annotations
@@ -36,41 +35,36 @@ Hosts = Mapping[str, Iterable[str]]
 
 
 class Authority:
-    """Signs into ``folder``.
+    """Signs into ``folder``, by the CA there; without one, or for a ``new_ca``, it makes one.
 
-    A CA that lies in the folder already goes on signing, so that a new member can join; a
-    ``new_ca`` replaces it, and every older certificate is worthless. Raises ConfigError when the
-    CA's key is not there.
+    A new CA makes all older certificates worthless. Raises ConfigError when the CA's key is not
+    there.
     """
 
     def __init__(self, folder: Path, *, days: int = 825, new_ca: bool = False) -> None:
         self.folder = own_folder(folder, "the folder")
-        self.ca = folder / f"{AUTHORITY}.pem"
+        self.ca, key_path = self.pair(AUTHORITY)
         self._days = days
-        self._ca_key_path = folder / f"{AUTHORITY}.key"
-        if new_ca or not (self.ca.exists() or self._ca_key_path.exists()):
+        if new_ca or not (self.ca.exists() or key_path.exists()):
             self._make_ca()
         else:
-            self._key, self._name = _read_ca(self.ca, self._ca_key_path)
+            self._key, self._name = _read_ca(self.ca, key_path)
 
     def member(self, name: str, hosts: Iterable[str] = ()) -> TlsFiles:
         """A new certificate for ``name``, valid for these host names and IP addresses too."""
-        files = self.files(name)
-        certificate_path, key_path = _pair(files)
         key = ec.generate_private_key(ec.SECP256R1())
-        builder = self._member(name, hosts, key.public_key())
-        self._write(builder, key, key_path, certificate_path)
-        return files
+        self._write(name, self._member(name, hosts, key.public_key()), key)
+        return self.files(name)
 
     def answer(self, name: str, hosts: Iterable[str], key: ec.EllipticCurvePublicKey) -> bytes:
         """A certificate in PEM for a key that stays where it was made; a copy is kept here."""
         signed = self._member(name, hosts, key).sign(self._key, hashes.SHA256())
         pem = signed.public_bytes(serialization.Encoding.PEM)
-        write_file(_pair(self.files(name))[0], lambda path: path.write_bytes(pem))
+        write_file(self.pair(name)[0], lambda path: path.write_bytes(pem))
         return pem
 
     def sign(self, data: bytes) -> bytes:
-        """The CA's signature of what members are to believe."""
+        """The CA's signature, which members verify."""
         return self._key.sign(data, ec.ECDSA(hashes.SHA256()))
 
     def _member(
@@ -86,7 +80,7 @@ class Authority:
 
     def check(self, name: str) -> None:
         """Raise ConfigError when a member's files are not a pair that this CA signed."""
-        path, key = _pair(self.files(name))
+        path, key = self.pair(name)
         way_out = f"make both anew with --renew, and bring them to {name}"
         check_pair(path, key, way_out)
         try:
@@ -97,11 +91,14 @@ class Authority:
         except (ValueError, TypeError, InvalidSignature) as error:
             raise ConfigError(f"{path} was not signed by {self.ca}: {way_out}") from error
 
+    def pair(self, name: str) -> tuple[Path, Path]:
+        """The paths of a member's certificate and key."""
+        return self.folder / f"{name}.pem", self.folder / f"{name}.key"
+
     def files(self, name: str) -> TlsFiles:
-        """Where those of a member are."""
-        return TlsFiles(
-            ca=self.ca, certificate=self.folder / f"{name}.pem", key=self.folder / f"{name}.key"
-        )
+        """The paths of a member's files."""
+        certificate, key = self.pair(name)
+        return TlsFiles(ca=self.ca, certificate=certificate, key=key)
 
     def _make_ca(self) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
@@ -122,20 +119,17 @@ class Authority:
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(usage, critical=True)
         )
-        self._write(builder, self._key, self._ca_key_path, self.ca)
+        self._write(AUTHORITY, builder, self._key)
 
     def _write(
-        self,
-        builder: x509.CertificateBuilder,
-        key: ec.EllipticCurvePrivateKey,
-        key_path: Path,
-        certificate_path: Path,
+        self, name: str, builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey
     ) -> None:
-        """Sign, and put the certificate and its key in their places."""
+        """Sign, and write the certificate and its key."""
         pem = serialization.Encoding.PEM
         private = serialization.PrivateFormat.PKCS8
         key_pem = key.private_bytes(pem, private, serialization.NoEncryption())
         signed = builder.sign(self._key, hashes.SHA256())
+        certificate_path, key_path = self.pair(name)
         replace_pair(key_path, key_pem, certificate_path, signed.public_bytes(pem))
 
     def _builder(
@@ -161,11 +155,10 @@ def sign_all(
     renew: bool = False,
     new_ca: bool = False,
 ) -> dict[str, TlsFiles]:
-    """Certificates for ``members`` (name to hosts); the answer names those that were made.
+    """Make the missing certificates of ``members`` (name to hosts), and return those.
 
-    Who has one keeps it, unless it is to ``renew``, or a ``new_ca`` makes the old ones worthless.
-    Raises ConfigError for names that would let one pass as another, and for files that a run
-    which broke off, or somebody's hand, left unfit.
+    With ``renew``, or a ``new_ca``, all are made anew. Raises ConfigError for names by which one
+    member could pass as another, and for files that are no pair, or not of this CA.
     """
     anew = renew or new_ca
     signed = {} if new_ca else names_in(folder)
@@ -174,7 +167,7 @@ def sign_all(
     wanted = {
         name: hosts
         for name, hosts in members.items()
-        if anew or not all(path.exists() for path in _pair(authority.files(name)))
+        if anew or not all(path.exists() for path in authority.pair(name))
     }
     for name in members.keys() - wanted.keys():
         authority.check(name)
@@ -182,12 +175,14 @@ def sign_all(
 
 
 def check_names(members: Hosts, signed: Hosts) -> None:
-    """Check ``members`` (name to hosts), who are about to be signed, among those who are.
+    """Check ``members`` (name to hosts), which are to be signed, against those that are.
 
     Raises ConfigError when two cannot be told apart, or when one could pass as another.
     """
     for name, hosts in members.items():
-        _check_name(name)
+        if not MEMBER_NAME.holds(name) or name.casefold() == AUTHORITY:
+            what = f"{MEMBER_NAME.says}, and not {AUTHORITY!r}, whose files are the CA's own"
+            raise ConfigError(f"a member cannot be called {name[:80]!r}: its name {what}")
         for host in hosts:
             if _address(host) is None and not _HOST.fullmatch(host):
                 raise ConfigError(
@@ -201,30 +196,36 @@ def check_names(members: Hosts, signed: Hosts) -> None:
                 f"the names {other!r} and {name!r} cannot be told apart in certificates and on "
                 "every disk: call one of these members otherwise"
             )
-    _check_no_host_is_a_member(members, bearers)
+    for name, hosts in members.items():
+        for host in hosts:
+            if bearers.get(_compared(host), name) != name:
+                raise ConfigError(
+                    f"{name} is reached at {host!r}, and another member is called so, as whom it "
+                    f"would pass: reach {name} by its IP address or another host name, or call "
+                    "that member otherwise"
+                )
     for name, hosts in signed.items():
         for host in hosts:
             bearer = bearers.get(_compared(host), name)
             if bearer != name and bearer in members:
                 raise ConfigError(
-                    f"{name}.pem, which was signed here, is valid for the host {host!r}: whoever "
-                    f"has it would pass as {bearer}; call that member otherwise, or make a new CA "
+                    f"{name}.pem, which was signed here, is valid for the host {host!r}, so its "
+                    f"holder would pass as {bearer}; call that member otherwise, or make a new CA "
                     "with --new-ca"
                 )
 
 
 def names_in(folder: Path) -> dict[str, tuple[str, ...]]:
-    """Who has a certificate in a folder, with the hosts that it is valid for."""
+    """The members with a certificate in a folder, and the hosts that it is valid for."""
     paths = (path for path in sorted(folder.glob("*.pem")) if path.stem != AUTHORITY)
     return {path.stem: hosts for path in paths if (hosts := _hosts_in(path)) is not None}
 
 
 def replace_pair(key: Path, key_pem: bytes, certificate: Path, certificate_pem: bytes) -> None:
-    """Put both in their places; nobody but its owner can ever read the key. Raises OSError.
+    """Replace both files; only its owner can ever read the key. Raises OSError.
 
-    Two files cannot be renamed at one moment. Both are complete on disk before the first of them
-    takes its place, so that a crash leaves the old pair, the new pair, or two halves that do not
-    fit, which `check_pair` finds.
+    Both are complete on disk before the first of them is renamed, so that a crash leaves the old
+    pair, the new pair, or two halves that do not fit, which `check_pair` finds.
     """
     with draft(key) as new_key, draft(certificate) as new_certificate:
         new_key.touch(0o600)
@@ -234,11 +235,6 @@ def replace_pair(key: Path, key_pem: bytes, certificate: Path, certificate_pem: 
         sync(new_certificate)
         publish(new_key, key)
         publish(new_certificate, certificate)
-
-
-def _pair(files: TlsFiles) -> tuple[Path, Path]:
-    assert files.certificate is not None and files.key is not None
-    return files.certificate, files.key
 
 
 def _subject(name: str) -> x509.Name:
@@ -269,26 +265,8 @@ def _general_name(host: str) -> x509.GeneralName:
     return x509.DNSName(host) if address is None else x509.IPAddress(address)
 
 
-def _check_name(name: str) -> None:
-    if MEMBER_NAME.holds(name) and name.casefold() != AUTHORITY:
-        return
-    what = f"{MEMBER_NAME.says}, and not {AUTHORITY!r}, whose files are the CA's own"
-    raise ConfigError(f"a member cannot be called {name[:80]!r}: its name {what}")
-
-
-def _check_no_host_is_a_member(members: Hosts, bearers: Mapping[str, str]) -> None:
-    for name, hosts in members.items():
-        for host in hosts:
-            if bearers.get(_compared(host), name) != name:
-                raise ConfigError(
-                    f"{name} is reached at {host!r}, and another member is called so, as whom it "
-                    f"would pass: reach {name} by its IP address or another host name, or call "
-                    "that member otherwise"
-                )
-
-
 def _compared(host: str) -> str:
-    """Equal for what a client takes for the same."""
+    """A form that is equal for hosts that are the same for a client."""
     address = _address(host)
     return host.casefold().rstrip(".") if address is None else str(address)
 

@@ -21,8 +21,7 @@ from collapipe_flwr.pipeline.stowed import Lookup, Stow
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
 from collapipe_flwr.transport.connection import Answer, Connection
-from collapipe_flwr.transport.host_status import HostStatus, ProbeAnswer, ProbeRequest
-from collapipe_flwr.transport.methods import Metadata, Method
+from collapipe_flwr.transport.methods import HostStatus, Metadata, Method, ProbeAnswer, ProbeRequest
 from collapipe_flwr.transport.stream import StreamConfig, StreamLink
 from collapipe_flwr.transport.weights import (
     TransferStats,
@@ -42,25 +41,25 @@ class EdgeClient(Connection):
     """What a host does besides its sessions; see `Connection` for deadlines and errors."""
 
     def open_session(self, request: SessionRequest) -> Session:
-        """Make a session; it needs weights before it can run."""
+        """Open a session; it needs weights before it can run."""
         within_s = max(self.deadline_s, _WAKE_S)
         self.call(methods.OPEN_SESSION, request, within_s=within_s)
         return self.session(request.key)
 
     def session(self, key: SessionKey) -> Session:
-        """The session with this key, which somebody opened."""
+        """The session with this key, which is open already."""
         return Session(self, key)
 
     def health(self) -> Health:
-        """How many sessions the host holds; it may load its libraries first."""
+        """The load of the host; it may load its libraries first."""
         return self.call(methods.HEALTH, answer=Health)
 
     def status(self) -> HostStatus:
-        """Memory and clock of the host, which loads nothing to answer: whether it is there."""
+        """Memory and clock of the host, which loads nothing to answer."""
         return self.call(methods.STATUS, answer=HostStatus)
 
     def probe(self, request: ProbeRequest) -> ProbeAnswer:
-        """Have the host measure its own way to another; it may load its libraries first."""
+        """Have the host measure its link to another; it may load its libraries first."""
         return self.call(methods.PROBE, request, ProbeAnswer, within_s=self.transfer_s)
 
     def benchmark(self, request: BenchmarkRequest) -> BenchmarkAnswer:
@@ -68,7 +67,7 @@ class EdgeClient(Connection):
         return self.call(methods.BENCHMARK, request, BenchmarkAnswer, within_s=self.transfer_s)
 
     def echo(self, payload: bytes = b"") -> None:
-        """Send bytes there and hear that they came."""
+        """Send bytes, and wait for the empty answer."""
         self.translated(lambda: methods.ECHO.on(self.channel)(payload, timeout=self.deadline_s))
 
 
@@ -80,7 +79,7 @@ class Session:
     key: SessionKey
 
     def push_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Set the weights of the session's part; the optimiser starts anew, or from its slots."""
+        """Set the weights of the session's part; the optimizer starts anew, or from its slots."""
         client, frames = self.client, (encode_frame(frame) for frame in weight_frames(weights))
         client.translated(
             lambda: methods.PUSH_WEIGHTS.on(client.channel)(
@@ -97,7 +96,7 @@ class Session:
         return TransferStats(sent_bytes=sent_bytes, spared_bytes=sum(sizes.values()) - sent_bytes)
 
     def fetch_weights(self, *, with_optimizer: bool = False) -> dict[str, Tensor]:
-        """The weights that the session's part has now, with optimiser slots where asked for."""
+        """The weights of the session's part now, with optimizer slots where asked for."""
 
         def fetch() -> dict[str, Tensor]:
             return gather_weights(self._answers(with_optimizer, None), _MOST_BYTES)
@@ -111,9 +110,9 @@ class Session:
         with_optimizer: bool = False,
         turn: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - it holds nothing
     ) -> tuple[Lookup[Tensor], TransferStats]:
-        """The weights: those equal to ``known`` are taken from there, the others travel.
+        """The weights: those equal to ``known`` are taken from there, the others are fetched.
 
-        What travels, within ``turn``, lies in a file as soon as it is here.
+        The latter, within ``turn``, are stored in a file as soon as they arrive.
         """
         theirs = self.digests(with_optimizer=with_optimizer)
         ours = Lookup.of(known).only(key for key in theirs if key in known and theirs[key])
@@ -142,7 +141,7 @@ class Session:
         return Lookup.of(ours.only(same), fetched).only(theirs), stats
 
     def missing(self, digests: Mapping[str, str]) -> tuple[str, ...]:
-        """Which of these weights a push must bring; the host kept the others."""
+        """The keys of the weights that a push must bring; the host kept the others."""
         return self._look(methods.MISSING, Digests(digests=digests), Keys).keys or ()
 
     def digests(self, *, with_optimizer: bool = False) -> dict[str, str]:
@@ -160,15 +159,15 @@ class Session:
         )
 
     def timeline(self) -> Timeline:
-        """What the session did when, by the host's clock, over all steps that count."""
+        """The spans of the session's work by the host's clock, over all steps that count."""
         return self._again(methods.TIMELINE, answer=Timeline)
 
     def snapshot(self, step: int) -> None:
-        """Let a recoverable session keep its state after `step` steps."""
+        """Have a recoverable session keep its state after `step` steps."""
         self._again(methods.SNAPSHOT, StepMark(step=step))
 
     def rollback(self, step: int) -> None:
-        """Let a recoverable session go back to its snapshot after `step` steps."""
+        """Have a recoverable session return to its snapshot after `step` steps."""
         self._again(methods.ROLLBACK, StepMark(step=step))
 
     def close(self, *, within_s: float | None = None) -> None:
@@ -185,10 +184,9 @@ class Session:
             stream.close()
 
     def stream(self, *, name: str = "control unit", config: LinkConfig | None = None) -> Link:
-        """The link to the session's stage; `name` is how the host calls this side in errors.
+        """The link to the session's stage, once the host has accepted it; close it when done.
 
-        This side sends forward. Returns after the host accepted the stream. Close the link when
-        done.
+        This side sends forward. The host's errors call it `name`.
         """
         config, client = config or LinkConfig(), self.client
         stream_id = secrets.randbits(_STREAM_BITS)
@@ -198,7 +196,7 @@ class Session:
             stream.stop_sending()
 
         def hang_up(in_order: bool) -> None:
-            """Let the stream end, then cancel what is left of it."""
+            """Let the stream end, then cancel the rest of it."""
             reader.join(_DRAIN_S if in_order else _ABORT_S)
             call.cancel()
 
@@ -239,7 +237,7 @@ class Session:
     def _again(
         self, method: Method, message: object = None, answer: type[Answer] | None = None
     ) -> Answer:
-        """A call that may be made twice: it outlives a restart of the host."""
+        """A call that may be made twice, so that it survives a restart of the host."""
         return self.client.call(method, message, answer, metadata=self._metadata(), patiently=True)
 
     def _await_hello(self, stream: StreamLink) -> None:

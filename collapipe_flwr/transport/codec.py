@@ -1,12 +1,12 @@
-"""Frames as bytes: a small header, then the raw bytes of the tensors.
+"""Frames as bytes: a small header, then the tensors: exact, in half precision, or in 8-bit blocks.
 
     "CPF1" | header length (uint32, little endian) | header | padding to 16 | tensor | padding ...
 
 The header is two lines of JSON: what differs from frame to frame, and which tensors follow. The
-second is the same in every micro-batch, so it is written and read once and then remembered.
+second is the same in every micro-batch, so its encoding and decoding are cached.
 
-No pickle and no protobuf around tensors. Whatever a stranger sends is checked against the
-header, and the header against the limits, before anything is allocated.
+No pickle and no protobuf around tensors. What a peer sends is checked against the header, and the
+header against the limits, before anything is allocated.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -23,16 +23,121 @@ from torch import Tensor
 
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, FrameKind
+from collapipe_flwr.pipeline.stowed import raw_bytes
 from collapipe_flwr.transport.methods import LIMITS, FrameLimits
-from collapipe_flwr.transport.quantize import WIRE_CODECS, WireCodec
 
 _MAGIC = b"CPF1"
 _PREFIX = struct.Struct("<4sI")
 _ALIGN = 16
-_REMEMBERED = 32  # lists of tensors, of at most ``FrameLimits.header_bytes`` each
+_REMEMBERED = 32  # lists of tensors, each of at most ``FrameLimits.header_bytes`` each
 _NAMES = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_BLOCK = 128  # elements that share one scale
+_HALF_TOP = 15  # scaled numbers stay below 2 to the power of this, well within half precision
+_LEAST_UNIT = -126  # its power of two is the smallest normal number of single precision
+_SMALLEST = 1e-38  # blocks below are sent as zeros: the inverse of their scale would overflow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireCodec:
+    """A way to write the elements of a tensor.
+
+    ``pack`` returns the bytes of a tensor of any shape, ``unpack`` the flat tensor of a dtype that
+    they hold, which may share their memory. ``wire_bytes`` is the number of bytes for so many
+    elements of a dtype.
+    """
+
+    pack: Callable[[Tensor], memoryview]
+    unpack: Callable[[bytearray, torch.dtype], Tensor]
+    wire_bytes: Callable[[int, torch.dtype], int]
+
+
+def _pack_halves(tensor: Tensor) -> memoryview:
+    """Half precision, scaled per tensor by a power of two so that its largest number is on top.
+
+    Half precision alone ends at 65504 and loses what is below 6e-8, and gradients of a mean over
+    many labels are that small. Scaled, a number keeps its 11 bits down to 2^-28 of the largest one
+    and vanishes below 2^-39 of it. A tensor with an infinity or NaN is written as it is, so that an
+    overflow stays visible.
+    """
+    flat = tensor.reshape(-1).to(torch.float32)
+    if not flat.numel():
+        return memoryview(b"")
+    low, high = torch.aminmax(flat)
+    unit = torch.tensor([_unit_of(float(torch.maximum(high, -low)))])
+    return memoryview(b"".join((raw_bytes(unit), raw_bytes((flat / unit).to(torch.float16)))))
+
+
+def _unpack_halves(raw: bytearray, dtype: torch.dtype) -> Tensor:
+    unit, halves = _flat(raw[:4], torch.float32), _flat(raw[4:], torch.float16)
+    return (halves.to(torch.float32) * unit).to(dtype)
+
+
+def _pack_int8(tensor: Tensor) -> memoryview:
+    """127 steps each way, scaled per block of 128 elements by its largest magnitude.
+
+    The error of an element is at most 1/254 of the largest magnitude in its block. A block with
+    an infinity or NaN arrives as NaN, so that an overflow stays visible.
+    """
+    flat = tensor.reshape(-1).to(torch.float32)
+    blocks = _blocks(flat)
+    largest = torch.maximum(blocks.amax(1, keepdim=True), -blocks.amin(1, keepdim=True))
+    scale = largest / 127
+    inverse = torch.where(scale > _SMALLEST, 1 / scale, 0.0)  # NaN and infinity give NaN or 0
+    steps = (blocks * inverse).round_().to(torch.int8).reshape(-1)[: flat.numel()]
+    return memoryview(b"".join((raw_bytes(scale), raw_bytes(steps))))
+
+
+def _unpack_int8(raw: bytearray, dtype: torch.dtype) -> Tensor:
+    blocks = -(-len(raw) // (_BLOCK + 4))
+    scale, steps = _flat(raw[: 4 * blocks], torch.float32), _flat(raw[4 * blocks :], torch.int8)
+    scale = torch.where(scale.isfinite(), scale, torch.nan)
+    values = _blocks(steps) * scale.view(-1, 1)
+    return values.reshape(-1)[: steps.numel()].to(dtype)
+
+
+def _unit_of(largest: float) -> float:
+    """The power of two by which a tensor with this largest magnitude is divided."""
+    if not math.isfinite(largest):
+        return 1.0
+    _, exponent = math.frexp(largest)
+    return math.ldexp(1.0, max(exponent - _HALF_TOP, _LEAST_UNIT))
+
+
+def _blocks(flat: Tensor) -> Tensor:
+    """One block per row; the last one is padded with zeros."""
+    missing = -flat.numel() % _BLOCK
+    full = torch.nn.functional.pad(flat, (0, missing)) if missing else flat
+    return full.view(-1, _BLOCK)
+
+
+def _flat(raw: bytearray, dtype: torch.dtype) -> Tensor:
+    if dtype is torch.bool:  # a peer's byte may be neither 0 nor 1
+        return _flat(raw, torch.uint8) != 0
+    return torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+
+
+WIRE_CODECS: Mapping[str, WireCodec] = {
+    "fp32": WireCodec(  # the tensor's own type, bit by bit
+        pack=raw_bytes, unpack=_flat, wire_bytes=lambda count, dtype: count * dtype.itemsize
+    ),
+    "fp16": WireCodec(
+        pack=_pack_halves,
+        unpack=_unpack_halves,
+        wire_bytes=lambda count, _: 2 * count + 4 if count else 0,
+    ),
+    "bf16": WireCodec(
+        pack=lambda tensor: raw_bytes(tensor.to(torch.bfloat16)),
+        unpack=lambda raw, dtype: _flat(raw, torch.bfloat16).to(dtype),
+        wire_bytes=lambda count, _: 2 * count,
+    ),
+    "int8": WireCodec(
+        pack=_pack_int8,
+        unpack=_unpack_int8,
+        wire_bytes=lambda count, _: count + 4 * -(-count // _BLOCK),
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +197,7 @@ def _tensors_line(described: tuple[_Described, ...]) -> bytes:
 
 @lru_cache(_REMEMBERED)
 def _entries(line: bytes, limits: FrameLimits) -> tuple[_Entry, ...]:
-    """What the second line of a header says. Raises ProtocolError on anything odd."""
+    """The tensors that a header's second line lists. Raises ProtocolError on anything odd."""
     raw_entries = _parsed(line)
     if not isinstance(raw_entries, list):
         raise ProtocolError("a frame whose tensors are no list")
@@ -107,7 +212,7 @@ def _entries(line: bytes, limits: FrameLimits) -> tuple[_Entry, ...]:
 
 
 def _header(data: bytes, limits: FrameLimits) -> tuple[bytes, int]:
-    """Its bytes and where the tensors start."""
+    """The header's bytes, and where the tensors start."""
     if len(data) > limits.frame_bytes:
         raise ProtocolError(f"a frame of {len(data)} bytes; {limits.frame_bytes} are allowed")
     if len(data) < _PREFIX.size:

@@ -1,4 +1,4 @@
-"""A client's connection to one host: calls that end in time, repeated while the host is away."""
+"""A client's connection to one host: calls with deadlines, repeated while the host is away."""
 
 from __future__ import annotations
 
@@ -49,8 +49,7 @@ class Connection:
     be made twice are repeated for `patience_s` while the host is away, as when it restarts. Every
     call raises LinkError with one sentence "edge at ADDRESS ..." when the host cannot be reached,
     refuses or breaks off, and LinkTimeout when it does not answer in time. With a `heartbeat` calls
-    and streams also break when the host has shown no life for so long, however long it may take to
-    answer.
+    and streams also break when the host has missed it, however long they may take.
     """
 
     def __init__(
@@ -94,10 +93,7 @@ class Connection:
         within_s: float | None = None,
         patiently: bool = False,
     ) -> Answer:
-        """Send one message (None: an empty one) and return the `answer` to it.
-
-        Made again while the host is away, if `patiently`.
-        """
+        """Send one message (None: an empty one) and return the `answer`; see `patiently`."""
         data = b"" if message is None else methods.encode_message(message)
 
         def once() -> Answer:
@@ -108,11 +104,11 @@ class Connection:
         return self.patiently(once) if patiently else self.translated(once)
 
     def patiently(self, call: Callable[[], Answer]) -> Answer:
-        """Repeat what may be done twice while the host is away.
+        """Make a call, repeatedly while the host is away.
 
-        All calls together wait for `patience_s` from the first one that missed the host: those of
-        many sessions, one after the other, do not add up. One that a host breaks off although it
-        answers is made again at once, then ever more rarely.
+        All calls together wait for `patience_s` from the first one that missed the host, so those
+        of many sessions, one after the other, do not add up. One that a host breaks off although
+        it answers others is repeated at once, then ever more rarely.
         """
         start_s, pause_s = time.monotonic(), 0.0
         while True:
@@ -133,7 +129,7 @@ class Connection:
             pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
 
     def translated(self, call: Callable[[], Answer]) -> Answer:
-        """The call's answer; what gRPC raises becomes a LinkError."""
+        """Make a call; an error of gRPC becomes a LinkError."""
         if self.silent and not self._patience_s:
             raise self._lifeless()
         try:
@@ -141,12 +137,14 @@ class Connection:
         except grpc.RpcError as error:
             raise self.translate(error) from error
         except ProtocolError as error:
-            raise ProtocolError(f"{self.peer} answered nonsense: {error}") from error
+            raise ProtocolError(
+                f"{self.peer} sent an answer that cannot be read: {error}"
+            ) from error
         except ValueError as error:  # the channel was closed just before the call began
             raise Unreachable(f"{self.peer} broke off: {error}") from error
 
     def translate(self, error: grpc.RpcError) -> LinkError:
-        """What a failed call means, as one sentence."""
+        """The error of a failed call as one sentence."""
         code, details = error.code(), error.details()
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return LinkTimeout(f"{self.peer} did not answer in time")
@@ -179,15 +177,15 @@ class Connection:
         return self._keepalive is not None and self._keepalive.lost
 
     def _break(self) -> None:
-        """Break all that waits for a peer that fell silent."""
+        """Break all calls and streams to a peer that missed its heartbeat."""
         silent, self._was_silent = self.channel, True
         self.channel = self._connect()
         silent.close()
 
     def _connected_before(self, until_s: float) -> bool:
-        """Wait for the host to listen again; whether it did in time.
+        """Wait for the host to listen again; return whether it did in time.
 
-        A missed heartbeat replaces the channel meanwhile, so none is waited for to the end.
+        A missed heartbeat replaces the channel meanwhile, hence the short calls.
         """
         while (now_s := time.monotonic()) < until_s and not self._closed.is_set():
             look_s = min(until_s - now_s, _LOOK_S)

@@ -1,4 +1,4 @@
-"""Why a host that listens does not talk to us: its certificate, and what it thinks of ours."""
+"""Why a host that listens does not accept our calls: its certificate, or ours."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _SILENT = "it listens, but does not answer: see its log"
 
 
 def diagnosis(address: str, name: str, tls: TlsFiles | None) -> str:
-    """One sentence on what to mend; empty where nobody listens at ``address``.
+    """One sentence on what to fix; empty where nobody listens at ``address``.
 
-    ``name`` is what the host's certificate must bear, ``tls`` what we show it.
+    The host's certificate must bear ``name``; it is shown that of ``tls``.
     """
     try:
         with socket.create_connection(host_and_port(address), _CONNECT_S) as peer:
@@ -42,7 +42,7 @@ def _plain(peer: socket.socket) -> str:
 
 
 def _shaken(peer: socket.socket, name: str, tls: TlsFiles) -> str:
-    """Shake hands without judging, then judge what was shown."""
+    """Shake hands with any certificate, then check it."""
     assert tls.ca is not None and tls.certificate is not None and tls.key is not None
     context = unverified()
     try:
@@ -82,7 +82,7 @@ def _judged(certificate: x509.Certificate, name: str, ca: x509.Certificate) -> s
 
 
 def _their_view(shaken: ssl.SSLSocket) -> str:
-    """With TLS 1.3 a host tells after the handshake that it refuses our certificate."""
+    """With TLS 1.3 a host refuses a certificate only after the handshake."""
     try:
         shaken.recv(1)
     except ssl.SSLError as error:

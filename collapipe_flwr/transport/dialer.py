@@ -1,4 +1,4 @@
-"""How a device reaches other hosts: the next one of its chain, and those that it probes."""
+"""How a device connects to other hosts: to the next one of its chain, and to measure the link."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.pipeline.config import NextHop
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.transport.client import EdgeClient
-from collapipe_flwr.transport.host_status import ProbeAnswer, ProbeRequest
+from collapipe_flwr.transport.methods import ProbeAnswer, ProbeRequest
 
 _ECHOES = 5
 _SAMPLE_BYTES = 2**17
@@ -21,14 +21,14 @@ _LONG_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialer:
-    """Connects with this member's certificate; `name` is how the other host calls it."""
+    """Connects to hosts with this member's certificate, as `name`."""
 
     name: str
     tls: TlsFiles | None = None
 
     @contextmanager
     def __call__(self, hop: NextHop) -> Iterator[Link]:
-        """The link to the next host while the body runs. Raises LinkError when it refuses."""
+        """The link to the next host, for the body. Raises LinkError when it refuses."""
         with EdgeClient(
             hop.address,
             what=hop.name,
@@ -39,13 +39,13 @@ class Dialer:
             link = client.session(hop.key).stream(name=self.name, config=hop.link)
             try:
                 yield link
-            except BaseException as error:  # the next host is not waited for
+            except BaseException as error:  # do not wait for the next host
                 link.close(str(error) or type(error).__name__)
                 raise
             link.close()
 
     def probe(self, request: ProbeRequest) -> ProbeAnswer:
-        """Measure the way from here; raises LinkError when the other host does not answer."""
+        """Measure the link to a host; raises LinkError when it does not answer."""
         with EdgeClient(
             request.address,
             what=request.name,
@@ -57,7 +57,7 @@ class Dialer:
 
 
 def measure_way(client: EdgeClient, payload_bytes: int) -> ProbeAnswer:
-    """The median of a few echoes, after one that connects; of fewer bytes where they take long."""
+    """Rate and delay by the median of a few echoes; with fewer bytes where those take long."""
 
     def seconds(size_bytes: int, echoes: int = _ECHOES) -> float:
         payload, took_s = bytes(size_bytes), []

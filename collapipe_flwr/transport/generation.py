@@ -1,4 +1,4 @@
-"""Text in, text out over gRPC: whoever drives a cluster that generates serves many clients."""
+"""Text in, text out over gRPC: a cluster that generates serves many clients."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from collapipe_flwr.transport.methods import Method, decode_message, encode_mess
 from collapipe_flwr.transport.server import Server, call_deadline, only_message
 
 WRITE = Method("Write", "texts", downloads=True, service="collapipe.Texts")
-_WAITING = 16  # calls in line for a free place; more are refused at once
+_WAITING = 16  # calls that wait for a free place; more are refused at once
 _LONGEST_S = 3600.0  # from a call to the end of its text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One text to continue, translate or sum up; 0 leaves a number to the model's settings.
+    """One text to continue, translate or summarize; 0 leaves a number to the model's settings.
 
-    ``sound`` is a .wav or .npy file in base64, for a model of speech. ``sample`` None leaves
-    that to the settings too, unless a number asks for chance. A text ends behind one of ``stop``.
+    ``sound`` is a .wav or .npy file in base64, for a model of speech. ``sample`` None is left to
+    the settings too, unless a sampling number is set. A text ends after one of ``stop``.
     """
 
     text: str = ""
@@ -58,7 +58,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """What was written since the last chunk."""
+    """The text since the last chunk."""
 
     text: str
 
@@ -69,8 +69,8 @@ Write = Callable[[GenerateRequest], Iterator[str]]
 class TextServer(Server):
     """Serves ``write`` to ``most`` clients at once; see `Server` for how it listens.
 
-    A client that hangs up stops its text; one that falls silent, or reads nothing, is cut off.
-    ``access`` says who may ask (None: all that the CA signed, or everybody on plain text).
+    A client that hangs up stops its text; one that sends or reads nothing is cut off. ``access``
+    says who may call (None: all whom the CA signed, or everybody on plain text).
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class TextServer(Server):
 
 
 class TextClient(Connection):
-    """Asks a `TextServer`; use as a context manager."""
+    """Client of a `TextServer`; use as a context manager."""
 
     def __init__(
         self,

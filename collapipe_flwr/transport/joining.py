@@ -1,18 +1,38 @@
-"""The one call of a machine that has no certificate yet."""
+"""How a machine without a certificate joins: its messages, the CA that it trusts, and its key.
+
+It trusts only the CA whose fingerprint its token has. Its key never leaves it: it sends a signing
+request, and checks the certificate that comes back.
+"""
 
 from __future__ import annotations
 
+import hmac
+import socket
+import ssl
 from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
 
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from collapipe_flwr.core.addresses import host_and_port
+from collapipe_flwr.core.durable import write_private
+from collapipe_flwr.core.errors import ConfigError, LinkError, ProtocolError, Unreachable
 from collapipe_flwr.transport.methods import Method
 from collapipe_flwr.transport.roster import Roster
+from collapipe_flwr.transport.tls import unverified
 
 JOIN = Method("Join", service="collapipe.Joining")
+_PEM = serialization.Encoding.PEM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinRequest:
-    """Who asks to be let in; figures of 0 were not measured, ``kind`` may be empty.
+    """A machine that asks to join; figures of 0 were not measured, ``kind`` may be empty.
 
     ``address`` is where it listens (empty: nowhere), ``unix_s`` its clock.
     """
@@ -30,9 +50,116 @@ class JoinRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinAnswer:
-    """The newcomer's certificate, and the roster of the cluster that it is a member of now."""
+    """The newcomer's certificate, and the roster of the cluster that it has joined."""
 
     cluster_id: str
     role: str
     certificate_pem: str
     roster: Roster
+
+
+def pinned_ca(address: str, pin: bytes, deadline_s: float) -> bytes:
+    """The CA certificate in PEM with SHA-256 ``pin``, from the chain that a server shows.
+
+    Nothing is sent, because anybody can show that certificate; TLS verified by it comes next.
+    Raises LinkError when nobody answers, or the CA is another one.
+    """
+    place = host_and_port(address)
+    try:
+        with (
+            socket.create_connection(place, deadline_s) as peer,
+            unverified().wrap_socket(peer) as shaken,
+        ):
+            chain = _chain(shaken)
+    except (OSError, OverflowError) as error:
+        raise Unreachable(
+            f"no control unit answers at {address} ({error}): see that `collapipe cluster serve` "
+            "runs there and that the firewall lets the port through"
+        ) from error
+    for der in chain:
+        if hmac.compare_digest(sha256(der).digest(), pin):
+            return ssl.DER_cert_to_PEM_cert(der).encode()
+    raise LinkError(
+        f"who answers at {address} is not of the CA that the token names, so nothing was sent: "
+        "print a token on the control unit of today, or find out who sits in between"
+    )
+
+
+def _chain(shaken: ssl.SSLSocket) -> list[bytes]:
+    """The chain that was shown, in DER. `SSLSocket` has a method for it from Python 3.13 on."""
+    if hasattr(shaken, "get_unverified_chain"):
+        return list(shaken.get_unverified_chain())
+    inner: Any = shaken._sslobj  # type: ignore[attr-defined]
+    return [
+        ssl.PEM_cert_to_DER_cert(shown.public_bytes()) for shown in inner.get_unverified_chain()
+    ]
+
+
+def own_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """The key in ``path``; a new one that only its owner can read where there is none.
+
+    Raises ConfigError for a file that holds no such key.
+    """
+    if not path.exists():
+        made = ec.generate_private_key(ec.SECP256R1())
+        plain = serialization.NoEncryption()
+        write_private(path, made.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, plain))
+        return made
+    try:
+        key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"the key {path} cannot be read: delete it to make another") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ConfigError(f"{path} is no key of `collapipe`: choose another folder")
+    return key
+
+
+def request_for(name: str, key: ec.EllipticCurvePrivateKey) -> str:
+    """A certificate signing request in PEM, which proves possession of ``key``."""
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    request = x509.CertificateSigningRequestBuilder().subject_name(subject)
+    return request.sign(key, hashes.SHA256()).public_bytes(_PEM).decode()
+
+
+def key_in_request(pem: str) -> ec.EllipticCurvePublicKey:
+    """The key in a signing request; raises ProtocolError if it did not sign the request itself.
+
+    Names in the request are ignored: the signer decides them.
+    """
+    try:
+        request = x509.load_pem_x509_csr(pem.encode())
+        key = request.public_key()
+        sound = request.is_signature_valid
+    except (ValueError, TypeError) as error:
+        raise ProtocolError("the signing request cannot be read") from error
+    if not sound or not isinstance(key, ec.EllipticCurvePublicKey):
+        raise ProtocolError("the signing request was not signed by its own key on a P-256 curve")
+    if not isinstance(key.curve, ec.SECP256R1):
+        raise ProtocolError("the signing request has a key of another curve than P-256")
+    return key
+
+
+def key_in_certificate(pem: bytes) -> bytes:
+    """The public key in a certificate, as `public_bytes` gives it."""
+    return public_bytes(x509.load_pem_x509_certificate(pem).public_key())
+
+
+def public_bytes(key: object) -> bytes:
+    """A public key as bytes that can be compared."""
+    assert isinstance(key, ec.EllipticCurvePublicKey)
+    return key.public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+
+
+def check_signed(pem: str, name: str, key: ec.EllipticCurvePrivateKey, ca_pem: bytes) -> None:
+    """Raise ProtocolError unless ``pem`` certifies this name and key under this CA."""
+    try:
+        found = x509.load_pem_x509_certificate(pem.encode())
+        found.verify_directly_issued_by(x509.load_pem_x509_certificate(ca_pem))
+        (shown,) = found.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
+        fits = public_bytes(found.public_key()) == public_bytes(key.public_key())
+    except (ValueError, TypeError, AssertionError, InvalidSignature) as error:
+        raise ProtocolError("the certificate that came back is none of this CA") from error
+    if not fits or shown.value != name:
+        raise ProtocolError("the certificate that came back is for another name or key")

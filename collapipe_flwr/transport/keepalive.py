@@ -1,9 +1,8 @@
-"""Whether a peer lives, asked beside its work: pings on a connection of their own.
+"""Pings that tell whether a peer is alive, on a connection of their own.
 
-The pings are HTTP/2's. gRPC's C core answers them in threads of its own, so a host answers whatever
-its Python threads do, and however long one of them keeps the interpreter's lock; a host that is
-suspended, or behind a link that swallows packets, does not. Being on a connection of their own they
-do not stand in line behind tensors.
+They are HTTP/2's, which gRPC's C core answers in threads of its own, however long a Python thread
+keeps the interpreter's lock; a host that is suspended, or behind a link that loses packets, does
+not answer. On a connection of their own they do not queue behind tensors.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from collapipe_flwr.core.links import LEAST_PERIOD_S, Heartbeat
 from collapipe_flwr.transport.methods import Options
 
 _RECONNECT_MS = 100
-_UNWATCHED_S = 10.0  # gRPC looks five times a second who still listens, unless it is starved of CPU
+_UNWATCHED_S = 10.0  # gRPC polls five times a second who still watches, unless starved of CPU
 
 
 def keepalive_options(heartbeat: Heartbeat) -> Options:
-    """Of the connection that is pinged: a ping a period, which has a period to be answered."""
+    """Options of the pinged connection: a ping per period, with a period to answer it."""
     period_ms = round(1000 * heartbeat.period_s)
     return [
         ("grpc.keepalive_time_ms", period_ms),
         ("grpc.keepalive_timeout_ms", period_ms),
-        ("grpc.http2.ping_timeout_ms", period_ms),  # the one that gRPC 1.85 goes by
+        ("grpc.http2.ping_timeout_ms", period_ms),  # the one that gRPC 1.85 obeys
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.client_idle_timeout_ms", 2**31 - 1),  # never: nothing but pings travels here
@@ -39,7 +38,7 @@ def keepalive_options(heartbeat: Heartbeat) -> Options:
 
 
 def server_keepalive_options() -> Options:
-    """Of a server that lets itself be pinged."""
+    """Options of a server that accepts such pings."""
     return [
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", round(1000 * LEAST_PERIOD_S)),
@@ -47,10 +46,10 @@ def server_keepalive_options() -> Options:
 
 
 class Keepalive:
-    """Watches one peer and calls ``on_lost`` when it falls silent; use as a context manager.
+    """Watches one peer and calls ``on_lost`` when it is lost; use as a context manager.
 
-    It is lost when no ping was answered and no connection made for as long as ``heartbeat`` says,
-    and then again only after it was back. ``connect`` makes a channel with `keepalive_options`.
+    It is lost after ``heartbeat`` without an answered ping or a new connection, and again only
+    after it was back. ``connect`` makes a channel with `keepalive_options`.
     """
 
     def __init__(
@@ -92,14 +91,14 @@ class Keepalive:
             if not (back or self.lost):
                 self.lost = True
                 self._on_lost()
-            # What was pinged in vain was silent for up to two periods already.
+            # A connection whose ping failed has been silent for up to two periods already.
             patience_s = self._heartbeat.lost_after_s - 2 * self._heartbeat.period_s
 
     @contextmanager
     def _connection(self) -> Iterator[None]:
-        """A fresh connection, closed when gRPC has ceased to watch it: closed before, it trips.
+        """A new connection, closed when gRPC has ceased to watch it: closing it earlier fails.
 
-        The one before it is not heard any more.
+        Events of the one before are ignored.
         """
         life, channel = object(), self._connect()
 
@@ -119,7 +118,7 @@ class Keepalive:
         closing.start()
 
     def _wait(self, *, beating: bool, limit_s: float | None) -> bool:
-        """Until the peer beats, or does not; whether it came to that in time."""
+        """Wait until the peer beats, or does not; return whether that came in time."""
         with self._changed:
             self._changed.wait_for(lambda: self._over or self._beats is beating, limit_s)
             return not self._over and self._beats is beating

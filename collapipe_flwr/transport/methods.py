@@ -1,20 +1,20 @@
 """The RPCs of a host: one table for clients, servicer and authorizer, and what both ends agree on.
 
-Control messages are frozen dataclasses as JSON, checked field by field when they come in: they are
-small and rare, so they need no generated code. Tensors never travel in them but in frames
-(`codec`). Nothing here loads torch.
+Control messages are frozen dataclasses as JSON, checked field by field when they arrive: they are
+small and rare, so they need no generated code. Tensors travel in frames (`codec`). Nothing here
+loads torch.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import grpc
 
-from collapipe_flwr.core.errors import ProtocolError
+from collapipe_flwr.core.errors import ConfigError, ProtocolError
 from collapipe_flwr.core.json_codec import from_json, to_json
 
 SERVICE = "collapipe.Edge"
@@ -50,7 +50,7 @@ class Method:
 
     @property
     def path(self) -> str:
-        """As gRPC spells it."""
+        """The name of the RPC for gRPC."""
         return f"/{self.service}/{self.name}"
 
     @property
@@ -59,12 +59,12 @@ class Method:
         return re.sub(r"(?<!^)(?=[A-Z])", "_", self.name).lower()
 
     def on(self, channel: grpc.Channel) -> Any:
-        """What makes the call over a channel; bytes in, bytes out."""
+        """The callable of this RPC on a channel; bytes in, bytes out."""
         sent, answered = ("stream" if many else "unary" for many in (self.uploads, self.downloads))
         return getattr(channel, f"{sent}_{answered}")(self.path, None, None)
 
     def handler(self, answer: Callable[..., Any]) -> grpc.RpcMethodHandler:
-        """What a server calls. Messages come as a stream, so that a stranger's is never read."""
+        """The handler of a server. It gets all messages as a stream, to read a stranger's never."""
         if self.downloads:
             return grpc.stream_stream_rpc_method_handler(answer)
         return grpc.stream_unary_rpc_method_handler(answer)
@@ -93,7 +93,7 @@ METHODS = tuple(found for found in vars().copy().values() if isinstance(found, M
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameLimits:
-    """What a receiver accepts of a stranger in one frame, before anything is allocated."""
+    """What a receiver accepts in one frame, checked before anything is allocated."""
 
     frame_bytes: int = 256 * 2**20
     header_bytes: int = 256 * 2**10
@@ -102,6 +102,49 @@ class FrameLimits:
 
 
 LIMITS = FrameLimits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostStatus:
+    """``resident_bytes`` is the daemon's own memory (0: unknown), ``unix_s`` its clock.
+
+    An ``awake`` host has loaded the libraries of models; one that is ``stopping`` opens no session.
+    ``energy_sensor`` (empty: none) measured ``power_w``. ``rosters`` are the versions of its
+    cluster files by cluster id.
+    """
+
+    resident_bytes: int
+    awake: bool
+    stopping: bool
+    unix_s: float
+    version: str
+    energy_sensor: str = ""
+    power_w: float | None = None
+    rosters: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeRequest:
+    """The host to connect to; it must prove `certificate_name` under TLS (empty: its address)."""
+
+    name: str
+    address: str
+    certificate_name: str = ""
+    payload_bytes: int = 4 * 2**20
+    deadline_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name, most in (("payload_bytes", 16 * 2**20), ("deadline_s", 60)):
+            if not 0 < (value := getattr(self, name)) <= most:
+                raise ConfigError(f"{name} of a probe must be > 0 and <= {most}, got {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeAnswer:
+    """Of the link in one direction; `delay_s` is half a round trip of an empty message."""
+
+    rate_bit_per_s: float
+    delay_s: float
 
 
 def encode_message(message: object) -> bytes:
@@ -121,10 +164,10 @@ def decode_message(kind: type[Message], data: bytes) -> Message:
 
 
 def channel_options() -> Options:
-    """Both sides: message limits, and pings that notice a machine that vanished.
+    """Message limits of both sides, and pings that notice a machine that vanished.
 
-    The pings stand in line behind tensors, so they are given much time; see `keepalive` for quick
-    ones. A message in frames of the usual 16 KiB costs about an eighth more CPU time.
+    The pings queue behind tensors, so they get much time; see `keepalive` for quick ones. HTTP/2
+    frames of the usual 16 KiB cost about an eighth more CPU time.
     """
     return [
         ("grpc.max_receive_message_length", LIMITS.frame_bytes),
@@ -132,12 +175,12 @@ def channel_options() -> Options:
         ("grpc.http2.max_frame_size", HTTP2_FRAME_BYTES),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 20_000),
-        ("grpc.http2.ping_timeout_ms", 20_000),  # the one that gRPC 1.85 goes by
+        ("grpc.http2.ping_timeout_ms", 20_000),  # the one that gRPC 1.85 obeys
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.max_reconnect_backoff_ms", 1_000),  # a peer that restarts is found soon
+        ("grpc.max_reconnect_backoff_ms", 1_000),  # find a peer that restarts soon
     ]
 
 
 def name_options(certificate_name: str) -> Options:
-    """A client that gives ``certificate_name`` expects that name instead of the peer's address."""
+    """A client's option to expect ``certificate_name`` (empty: the peer's address) under TLS."""
     return [("grpc.ssl_target_name_override", certificate_name)] if certificate_name else []

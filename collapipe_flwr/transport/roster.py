@@ -1,4 +1,4 @@
-"""A cluster file as the CA signed it: members believe it whoever brings it, if it is newer."""
+"""A cluster file signed by the CA: members accept a newer one from anybody."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _CONTEXT = b"collapipe roster\0"  # what else this CA signs cannot pass as a ros
 class Roster:
     """The text of a cluster file with a version, and the CA's signature in base64.
 
-    ``figures`` are what members measured of themselves when they joined (JSON of `Measurements`),
-    for a control unit that is on another machine than the CA; empty elsewhere.
+    ``figures`` (JSON of `Measurements`) are what members measured when they joined, for a control
+    unit on another machine than the CA; empty elsewhere.
     """
 
     text: str
@@ -29,27 +29,27 @@ class Roster:
 
     @property
     def signed(self) -> bytes:
-        """What the CA signs; there is no NUL in TOML."""
+        """The signed bytes; there is no NUL in TOML."""
         figures = f"\0{self.figures}" if self.figures else ""
         return _CONTEXT + (self.text + figures).encode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RosterAnswer:
-    """The version that a member has now, and goes by after a restart, too."""
+    """The version that a member applies now, and after a restart."""
 
     version: int
 
 
 def signed_roster(text: str, sign: Callable[[bytes], bytes], figures: str = "") -> Roster:
-    """The roster that members accept."""
+    """A roster that members accept."""
     roster = Roster(text=text, signature="", figures=figures)
     return replace(roster, signature=base64.b64encode(sign(roster.signed)).decode())
 
 
 def check_roster(roster: Roster, ca: Path) -> None:
     """Raise ProtocolError when the CA in ``ca`` did not sign this text."""
-    # Loaded when there is something to check: a daemon that waits should hold little memory.
+    # Imported here, because a daemon that waits should hold little memory.
     from cryptography import x509
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives import hashes
@@ -66,5 +66,5 @@ def check_roster(roster: Roster, ca: Path) -> None:
 
 
 def send_roster(connection: Connection, roster: Roster) -> int:
-    """Bring a member its roster; the version that it has then. Raises LinkError."""
+    """Send a member its roster; return the version that it has then. Raises LinkError."""
     return connection.call(ROSTER, roster, RosterAnswer).version

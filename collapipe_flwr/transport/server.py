@@ -1,4 +1,4 @@
-"""What all gRPC servers share: how they listen and stop, and calls that end in time."""
+"""What all gRPC servers share: how they listen and stop, and deadlines of calls."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _END_S = 10.0
 class Server:
     """Listens on HOST:PORT; port 0 takes a free one, which `address` then names.
 
-    Use as a context manager. `answers`, by the methods of one service, are called with the stream
-    of a call's messages and its context, in one of `threads`; calls beyond `most_calls` are refused
-    at once. Raises ConfigError when it cannot be bound.
+    Use as a context manager. `answers`, by the methods of one service, are called in one of
+    `threads` with the stream of a call's messages and its context; calls beyond `most_calls` are
+    refused at once. Raises ConfigError when it cannot be bound.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Server:
                 *channel_options(),
                 *server_keepalive_options(),
                 ("grpc.so_reuseport", 0),
-                # One peer, or many who never say a word, must not fill this server's memory.
+                # One peer, or many that send nothing, must not fill this server's memory.
                 ("grpc.server_handshake_timeout_ms", 10_000),
                 ("grpc.max_allowed_incoming_connections", MOST_CONNECTIONS),
                 ("grpc.max_concurrent_streams", most_calls),  # of one connection
@@ -73,11 +73,11 @@ class Server:
         end_threads(self._callers, "calls")
 
     def _let_go(self) -> None:
-        """End what calls that are broken off may wait for."""
+        """End what broken-off calls may wait for."""
 
 
 def end_threads(pool: ThreadPoolExecutor, what: str) -> None:
-    """Wait for the threads of a pool; the log says when some do not end in time."""
+    """Wait for the threads of a pool; those that do not end in time are logged."""
     waiting = threading.Thread(target=pool.shutdown, name="end-threads", daemon=True)
     waiting.start()
     waiting.join(_END_S)

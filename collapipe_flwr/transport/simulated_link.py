@@ -1,8 +1,7 @@
-"""Links that move no bytes and behave as a wire: a simulated cluster loses and waits as a real one.
+"""In-memory links that round and delay frames as a real link would.
 
-A codec rounds what is sent as it would be on the wire. A rate never holds the sender up: what it
-sends arrives when a wire of the planned rate would have carried it, and the receiver waits for
-that.
+The codec rounds what is sent. The rate never blocks the sender: a frame arrives when a wire of the
+planned rate would have carried it, and the receiver waits for that.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from torch import Tensor
 from collapipe_flwr.core.errors import LinkError, LinkTimeout
 from collapipe_flwr.core.links import LinkConfig, LinkTraffic
 from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, Link, memory_pair
-from collapipe_flwr.transport.quantize import WIRE_CODECS
+from collapipe_flwr.transport.codec import WIRE_CODECS
 from collapipe_flwr.transport.stream import RateLimiter
 
 
 def simulated_pair(left: str, right: str, link: LinkConfig) -> tuple[Link, Link]:
-    """Two joined ends that behave as ``link``; the first is held by ``left``, and sends forward."""
+    """Two joined ends that behave as ``link``; ``left`` holds the first, which sends forward."""
     return simulated(*memory_pair(left, right), link)
 
 
 def simulated(left: Link, right: Link, link: LinkConfig) -> tuple[Link, Link]:
-    """The same two joined ends, as they are where ``link`` is exact and without a rate."""
+    """The same two joined ends, unchanged where ``link`` is exact and without a rate."""
     if link.codec == "fp32" and link == link.unpaced:
         return left, right
     ahead, back = Wire(link.forward_bit_per_s), Wire(link.backward_bit_per_s)
@@ -38,10 +37,10 @@ def simulated(left: Link, right: Link, link: LinkConfig) -> tuple[Link, Link]:
 
 
 class Wire:
-    """One direction: when each frame in flight arrives; without a rate that is at once."""
+    """One direction: when each frame in flight arrives; at once without a rate."""
 
     def __init__(self, rate_bit_per_s: float | None) -> None:
-        self.busy_s = 0.0  # of carrying
+        self.busy_s = 0.0  # carrying frames
         self.cut = threading.Event()  # nothing arrives any more
         self._is_limited = rate_bit_per_s is not None
         self._limiter = RateLimiter(rate_bit_per_s)
@@ -55,7 +54,7 @@ class Wire:
             self.busy_s += self._limiter.carrying_s(size_bytes)
 
     def await_frame(self, peer: str, deadline_s: float) -> None:
-        """Wait until the next frame is there, or the wire is cut; raises LinkTimeout."""
+        """Wait until the next frame arrives, or the wire is cut; raises LinkTimeout."""
         if not self._is_limited:
             return
         try:
@@ -70,8 +69,8 @@ class Wire:
 class SimulatedLink:
     """One end of `simulated`: a `Link` around another one.
 
-    Hidden states and gradients are written as ``codec`` would, and read back. What was sent is
-    counted as on a wire, without the headers; the other end has coded and delayed what is received.
+    Hidden states and gradients are rounded by ``codec`` when they are sent, and counted at their
+    size on a wire, without headers.
     """
 
     def __init__(self, link: Link, codec: str, there: Wire, back: Wire) -> None:
@@ -98,7 +97,7 @@ class SimulatedLink:
         self._there.put(self.sent.bytes - before)
 
     def receive(self, *, deadline_s: float) -> Frame:
-        """The time that the wire takes is no silence of the peer."""
+        """``deadline_s`` does not count the time that the wire takes."""
         frame = self._link.receive(deadline_s=deadline_s)
         self._back.await_frame(self.peer, deadline_s)
         return frame

@@ -2,10 +2,10 @@
 
 Sending and receiving never wait for each other: gRPC pulls encoded frames from `outgoing` in a
 thread of its own, and a reader thread runs `feed`. Both queues are bounded, so a slow peer slows
-the sender down (through HTTP/2 flow control) and does not fill its memory.
+the sender down (through HTTP/2 flow control) instead of filling its memory.
 
-A link sets no limit to silence. The stage that uses it does, and closes it when it gives up; a peer
-that vanishes is noticed by the pings of its connection.
+A link has no deadline of its own. The stage that uses it has, and closes it when it gives up; the
+pings of the connection notice a peer that vanishes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _QUEUE_BYTES = 512 * 2**20  # of each direction
 class StreamConfig:
     """How one end of a stream behaves.
 
-    `rate_bit_per_s` limits what this end sends (None: as fast as it goes): a frame leaves when a
-    wire of that rate would have carried it. Both ends note frames under `stream_id`.
+    `rate_bit_per_s` limits what this end sends (None: no limit): a frame leaves when a wire of that
+    rate would have carried it. Both ends note frames under `stream_id`.
     """
 
     codec: str = "fp32"
@@ -40,10 +40,10 @@ class StreamConfig:
 
 
 class RateLimiter:
-    """Says how long to hold each message back; the clock is the caller's.
+    """Computes the delay of each message, by the caller's clock.
 
-    Messages leave one after the other, each taking its size over the rate, and time in which
-    nothing was sent is not saved up.
+    Messages leave one after the other, each taking its size over the rate; idle time is not saved
+    up.
     """
 
     def __init__(self, rate_bit_per_s: float | None) -> None:
@@ -65,7 +65,7 @@ class RateLimiter:
 
 
 class StreamLink:
-    """One end of a stream; whoever made it drives `outgoing` and `feed`."""
+    """One end of a stream; its maker drives `outgoing` and `feed`."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class StreamLink:
         self._hang_up(not error)
 
     def broken(self, error: LinkError) -> None:
-        """The stream is gone: whoever waits on this link raises `error`."""
+        """The stream is gone: all that wait on this link raise `error`."""
         self._over.set()
         self._inbox.fail(error)
         self._outbox.fail(error)
@@ -113,8 +113,8 @@ class StreamLink:
     def outgoing(self) -> Iterator[bytes]:
         """Encoded frames until the link ends; gRPC consumes it.
 
-        A frame is held back from when it was put: what the transport took for the one before it
-        counts, or a link as fast as its rate would carry half of it.
+        A frame's delay begins when it was put. If it began after the transport took the frame
+        before, a link as fast as its rate would carry half of that.
         """
         while True:
             try:
@@ -131,7 +131,7 @@ class StreamLink:
             self.sent.sending_s += max(taken_s, self._limiter.carrying_s(len(data)))
 
     def feed(self, messages: Iterable[bytes]) -> None:
-        """Read the stream until it ends. Errors end the link and reach whoever receives."""
+        """Read the stream until it ends. Errors end the link and reach its receiver."""
         try:
             for data in messages:
                 self._accept(data)
@@ -155,6 +155,6 @@ class StreamLink:
             self._inbox.put(frame, None, size_bytes=len(data))
 
     def _give_up(self, told: LinkError, error: LinkError | None = None) -> None:
-        """Tell the peer, as the last frame; whoever still sends raises `error`, or the same."""
+        """Send the peer a last frame with the error; senders here raise `error`, or the same."""
         last = encode_frame(error_frame(told))
         self._outbox.end_with((time.monotonic(), last), error or told)

@@ -1,9 +1,9 @@
 """gRPC credentials from PEM files: TLS, and mutual TLS where both sides show certificates.
 
-From when to when a certificate holds is read here without a library of cryptography: a daemon that
-waits should hold little memory, and all it asks of its own certificate are two dates. They stand in
-ASN.1 (X.690): a tag, a length, the content; the certificate's first element holds, after an
-optional version, serial number, algorithm and issuer, the two times.
+The validity of a certificate is parsed here, without the package `cryptography`, because a daemon
+that waits should hold little memory and needs just two dates. They are in ASN.1 (X.690): a tag, a
+length, the content; the certificate's first element has an optional version, serial number,
+algorithm, issuer and then the two times.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def client_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
 
 
 def bind(server: grpc.Server, listen: str, tls: TlsFiles | None) -> str:
-    """Have ``server`` listen, in plain text without ``tls``; the address with the real port.
+    """Bind ``server``, in plain text without ``tls``; return the address with the real port.
 
     Raises ConfigError when the port is taken or the host is not ours.
     """
@@ -83,7 +83,7 @@ def open_channel(
 
 
 def unverified() -> ssl.SSLContext:
-    """The side of a client that accepts whatever certificate it is shown, to judge it itself."""
+    """A client's context that accepts any certificate, for the caller to judge."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
@@ -91,9 +91,9 @@ def unverified() -> ssl.SSLContext:
 
 
 def check_pair(certificate: Path, key: Path, way_out: str) -> None:
-    """Raise ConfigError, which ends with the ``way_out``, when they do not belong together."""
+    """Raise ConfigError, which ends with the ``way_out``, when the two are no pair."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.set_ciphers("ALL:@SECLEVEL=0")  # how strong a key must be is not the question here
+    context.set_ciphers("ALL:@SECLEVEL=0")  # the strength of the key is not checked here
     try:
         context.load_cert_chain(certificate, key, password="")  # never ask at the terminal
     except ssl.SSLError as error:
@@ -111,7 +111,7 @@ class Validity:
 
 
 def validity_of(pem: bytes) -> Validity:
-    """Of the first certificate in a PEM file; raises ConfigError when there is none."""
+    """The dates of the first certificate in a PEM file; raises ConfigError without one."""
     der = _der(pem)
     try:
         ((_, certificate),) = _elements(der)
@@ -134,12 +134,12 @@ def _der(pem: bytes) -> bytes:
 
 
 def fingerprint(pem: bytes) -> str:
-    """The SHA-256 of the first certificate in a PEM text; raises ConfigError when there is none."""
+    """The SHA-256 of the first certificate in a PEM text; raises ConfigError without one."""
     return sha256(_der(pem)).hexdigest()
 
 
 def check_validity(path: str, pem: bytes, now: datetime) -> None:
-    """Raise ConfigError with the way out when a certificate does not hold now."""
+    """Raise ConfigError with the way out when a certificate is not valid now."""
     try:
         found = validity_of(pem)
     except ConfigError as error:
@@ -157,7 +157,7 @@ def check_validity(path: str, pem: bytes, now: datetime) -> None:
 
 
 def _pair(certificate: Path, key: Path) -> tuple[bytes, bytes]:
-    """Key and certificate, as gRPC orders them."""
+    """Key and certificate, in gRPC's order."""
     pair = (_read(key), _certificate(certificate))
     check_pair(certificate, key, _ANEW)
     return pair
@@ -181,7 +181,7 @@ def _read(path: Path) -> bytes:
 
 
 def _elements(der: bytes) -> Iterator[tuple[int, bytes]]:
-    """Tag and content of what stands side by side."""
+    """Tag and content of each element in a row."""
     at = 0
     while at < len(der):
         tag, length, at = der[at], der[at + 1], at + 2

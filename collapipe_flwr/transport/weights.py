@@ -63,11 +63,10 @@ def gather_each(
     take: Callable[[str, Tensor], object],
     reserve: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """`take` every tensor behind the frames when it is complete; what is taken is not held here.
+    """`take` every tensor behind the frames when it is complete, and hold it no longer.
 
-    `reserve` is told of the bytes of each tensor before. Raises ProtocolError when pieces are
-    missing or out of order, or when the tensors announced are more than `MOST_TENSORS` or take more
-    than `most_bytes`.
+    `reserve` is called with the bytes of each tensor before. Raises ProtocolError when pieces are
+    missing or out of order, or when there are more than `MOST_TENSORS` tensors or `most_bytes`.
     """
     begun: dict[str, Tensor] = {}
     filled: dict[str, int] = {}

@@ -23,7 +23,7 @@ from collapipe_flwr.config.cluster_file import ClusterConfig, parse_cluster
 from collapipe_flwr.host.ledger import Ledger
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.host.weight_cache import TensorStore
+from collapipe_flwr.host.stores import TensorStore
 from collapipe_flwr.models import Splitter, make_spec
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.spec import BatchShape

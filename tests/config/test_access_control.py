@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from collapipe_flwr.config.access_control import AccessControl, Caller, Role, access_control
-from collapipe_flwr.config.cluster_file import ClusterConfig, parse_cluster
+from collapipe_flwr.config.access_control import AccessControl, Caller, access_control
+from collapipe_flwr.config.cluster_file import ClusterConfig, Role, parse_cluster
 from collapipe_flwr.core.errors import ConfigError
 
 

@@ -10,9 +10,9 @@ from collapipe_flwr.config.cluster_file import (
     ClusterLinks,
     MemberConfig,
     TlsConfig,
+    cluster_text,
     parse_cluster,
 )
-from collapipe_flwr.config.cluster_text import cluster_text
 
 DEVICES = (
     MemberConfig(name="pi-1", address="[::1]:50071", memory_mb=1500.5, fingerprint="0" * 64),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from flwr.common.config import parse_config_args
 
-from collapipe_flwr.config.overrides import declared_config, read_overrides
+from collapipe_flwr.config.parsing import declared_config, read_overrides
 
 DECLARED = declared_config(Path(__file__).parents[2])
 

@@ -15,7 +15,7 @@ from collapipe_flwr.costs.radio import ROUNDING, WIRE_SHARE, ladder
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import make_world
-from collapipe_flwr.transport.quantize import WIRE_CODECS
+from collapipe_flwr.transport.codec import WIRE_CODECS
 
 ELEMENTS = 128 * 1000
 

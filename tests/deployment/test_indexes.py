@@ -14,7 +14,7 @@ import pytest
 
 from collapipe_flwr.deployment import roles
 from collapipe_flwr.deployment.inventory import Access, Machine, Role, read_inventory
-from collapipe_flwr.deployment.steps import Outcome, Result, results_in, script_of
+from collapipe_flwr.deployment.ssh import Outcome, Result, results_in, script_of
 from tests.testbed.ssh_site import pack_wheel
 
 NEEDED, OURS = "shed_tools-0.1.0-py3-none-any.whl", "collapipe_flwr-0.1.0-py3-none-any.whl"

@@ -10,8 +10,7 @@ import pytest
 
 from collapipe_flwr.core.errors import LinkError, LinkTimeout
 from collapipe_flwr.deployment.inventory import Access, Machine, Role
-from collapipe_flwr.deployment.ssh import Ssh
-from collapipe_flwr.deployment.steps import Step, results_in, script_of
+from collapipe_flwr.deployment.ssh import Ssh, Step, results_in, script_of
 
 MACHINE = Machine(
     host="10.0.0.11",

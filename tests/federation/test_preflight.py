@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from collapipe_flwr.config.overrides import declared_config
+from collapipe_flwr.config.parsing import declared_config
 from collapipe_flwr.config.schema import parse
 from collapipe_flwr.core import errors, hub
 from collapipe_flwr.core.errors import CollaPipeError

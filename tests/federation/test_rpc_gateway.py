@@ -16,7 +16,7 @@ from collapipe_flwr.federation.rpc_gateway import RpcEdgeGateway
 from collapipe_flwr.federation.split import DecoderOrder, EdgeGateway
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.host.snapshot_store import SnapshotStore
+from collapipe_flwr.host.stores import SnapshotStore
 from collapipe_flwr.pipeline.config import SessionKey
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.state import PartState

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from collapipe_flwr.host.server import EdgeServer
-from collapipe_flwr.host.snapshot_store import SnapshotStore
+from collapipe_flwr.host.stores import SnapshotStore
 from tests.host.chain_to_edge import service
 
 if __name__ == "__main__":

@@ -10,8 +10,16 @@ import pytest
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.host import energy
-from collapipe_flwr.host.energy import AUTO, NONE, EnergyMeter, energy_meter
-from collapipe_flwr.host.energy_sensors import Ina3221, Pi5Pmic, Rapl, Reading
+from collapipe_flwr.host.energy import (
+    AUTO,
+    NONE,
+    EnergyMeter,
+    Ina3221,
+    Pi5Pmic,
+    Rapl,
+    Reading,
+    energy_meter,
+)
 
 NOWHERE = "/nowhere/vcgencmd"
 
@@ -209,6 +217,13 @@ def test_intervals_at_the_same_time_share_and_the_next_one_begins_anew() -> None
     with meter.interval() as later:
         pass
     assert later.joules == pytest.approx(7.0)
+
+
+def test_of_two_intervals_that_began_together_one_goes_on_when_the_other_ends() -> None:
+    meter = Played((0, 5.0), (0, 5.0), (10, 5.0), (20, 5.0)).meter()
+    with meter.interval() as outer, meter.interval() as inner:
+        pass
+    assert (outer.joules, inner.joules) == (pytest.approx(75.0), pytest.approx(25.0))
 
 
 class Counter:

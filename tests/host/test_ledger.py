@@ -13,8 +13,7 @@ from collapipe_flwr.host import session as sessions
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.servicer import Servicer
-from collapipe_flwr.host.snapshot_store import SnapshotStore
-from collapipe_flwr.host.weight_cache import TensorStore
+from collapipe_flwr.host.stores import SnapshotStore, TensorStore
 from collapipe_flwr.pipeline import benchmark
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest
 from collapipe_flwr.pipeline.link import Frame, FrameKind, memory_pair
@@ -248,7 +247,7 @@ def test_a_benchmark_tells_what_the_next_plan_may_have(
     monkeypatch.setattr("collapipe_flwr.host.servicer.run_benchmark", lambda *_: free)
     servicer = Servicer(_device(Ledger(most_bytes)))
     asked = encode_message(BenchmarkRequest())
-    answer = servicer.answer(methods.BENCHMARK, asked, FakeContext(), None)
+    (answer,) = servicer.answers(methods.BENCHMARK, asked, FakeContext(), None)
     assert decode_message(benchmark.BenchmarkAnswer, answer).memory_bytes == expected
     servicer.close()
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.core.errors import ConfigError, LinkError
-from collapipe_flwr.host.daemon import HostSettings
-from collapipe_flwr.host.power import IwPower, mbm
+from collapipe_flwr.host.daemon import HostSettings, IwPower, mbm
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.pipeline.config import NextHop

@@ -15,12 +15,12 @@ from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.host.ledger import Ledger
 from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import Listener
-from collapipe_flwr.host.servicer import Servicer, ServicerConfig
+from collapipe_flwr.host.servicer import Servicer
 from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
 from collapipe_flwr.pipeline.config import SessionKey
 from collapipe_flwr.transport.certificates import Authority, sign_all
 from collapipe_flwr.transport.client import EdgeClient
-from collapipe_flwr.transport.host_status import ProbeRequest
+from collapipe_flwr.transport.methods import ProbeRequest
 from tests.host.chain_to_edge import request, service, session_key
 from tests.pipeline.chains import Head
 
@@ -71,8 +71,8 @@ def certificates(tmp_path_factory):
 def host(name: str, certificates, *, on_edge: bool) -> Iterator[Host]:
     tls = certificates[name]
     rosters = Rosters(name, CONFIGS if on_edge else CONFIGS[:1], tls.ca)
-    servicing = ServicerConfig(limits_guests=on_edge, sessions_of_guest=2)
-    servicer = Servicer(service(ledger=Ledger(12 * HEAD_BYTES)), servicing)
+    held = service(ledger=Ledger(12 * HEAD_BYTES))
+    servicer = Servicer(held, limits_guests=on_edge, sessions_of_guest=2)
     with Listener(
         "127.0.0.1:0", lambda: servicer, tls=tls, rosters=rosters, on_edge=on_edge
     ) as listener:

@@ -24,7 +24,7 @@ from collapipe_flwr.core.errors import CollaPipeError, LinkError
 from collapipe_flwr.host.ledger import Ledger
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.session import Snapshot, Stream
-from collapipe_flwr.host.weight_cache import TensorStore
+from collapipe_flwr.host.stores import TensorStore
 from collapipe_flwr.pipeline.config import SessionKey, SessionRequest
 from collapipe_flwr.pipeline.link import Frame, MemoryLink, memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig

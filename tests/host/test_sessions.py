@@ -17,7 +17,7 @@ import torch
 from collapipe_flwr.core.errors import LinkError, ModelError
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.session import Snapshot
-from collapipe_flwr.host.snapshot_store import SnapshotStore
+from collapipe_flwr.host.stores import SnapshotStore
 from collapipe_flwr.pipeline.link import Frame, FrameKind, MemoryLink, memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.state import PartState

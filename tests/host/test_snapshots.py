@@ -13,7 +13,7 @@ import torch
 from collapipe_flwr.core.errors import ConfigError, LinkError, ModelError, Unreachable
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.session import SessionRefused, Snapshot
-from collapipe_flwr.host.snapshot_store import SnapshotStore
+from collapipe_flwr.host.stores import SnapshotStore
 from collapipe_flwr.pipeline.config import SessionKey
 from collapipe_flwr.pipeline.link import memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig

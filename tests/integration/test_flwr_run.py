@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from collapipe_flwr.cli import app
-from collapipe_flwr.config.overrides import write_overrides
+from collapipe_flwr.config.parsing import write_overrides
 from collapipe_flwr.core.errors import ConfigError
 from tests.core.process_trees import ended, watched
 from tests.integration.conftest import TINY

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from collapipe_flwr.config.cluster_text import cluster_text
-from collapipe_flwr.config.overrides import declared_config
+from collapipe_flwr.config.cluster_file import cluster_text
+from collapipe_flwr.config.parsing import declared_config
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.federation.local_run import run_locally
 from collapipe_flwr.federation.running import Order, edge_of

@@ -7,13 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from collapipe_flwr.cluster.profile import Measured
-from collapipe_flwr.config.access_control import Role
-from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
+from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig, Role
 from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import Listener
-from collapipe_flwr.membership.joining_service import JoiningService
+from collapipe_flwr.membership.admission import JoiningService
 from collapipe_flwr.membership.newcomer import Membership, Newcomer, join
-from collapipe_flwr.membership.registry import NewCluster, Registry, new_token
+from collapipe_flwr.membership.registry import Registry, new_token
 from collapipe_flwr.membership.tokens import JoinToken
 
 ID, UNIT = "shed", "cu-shed"
@@ -24,14 +23,8 @@ def new_registry(
 ) -> Registry:
     registry = Registry(folder)
     with registry.changing():
-        registry.create(
-            NewCluster(
-                cluster_id=ID,
-                control_unit=MemberConfig(name=UNIT, address="127.0.0.1:50060"),
-                edge_address=edge_address,
-                elsewhere=elsewhere,
-            )
-        )
+        unit = MemberConfig(name=UNIT, address="127.0.0.1:50060")
+        registry.create(ID, unit, edge_address, elsewhere)
     return registry
 
 

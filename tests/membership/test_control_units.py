@@ -9,18 +9,23 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.cluster.profile import profile_of
-from collapipe_flwr.config.access_control import Role
-from collapipe_flwr.config.cluster_file import read_cluster
+from collapipe_flwr.config.cluster_file import Role, read_cluster
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import Listener
+from collapipe_flwr.membership.admission import JoiningService
 from collapipe_flwr.membership.figures import add_figures, figures_of, note_figures
-from collapipe_flwr.membership.herald import Herald, listeners, tell
-from collapipe_flwr.membership.joining_service import JoiningService
+from collapipe_flwr.membership.members import (
+    BEHIND,
+    READY,
+    RosterSender,
+    cluster_status,
+    listeners,
+    send_rosters,
+)
 from collapipe_flwr.membership.newcomer import Membership, Newcomer, default_name, forget
 from collapipe_flwr.membership.registry import Registry
 from collapipe_flwr.membership.serving import follow
-from collapipe_flwr.membership.status import BEHIND, READY, cluster_status
 from collapipe_flwr.transport.client import EdgeClient
 from tests.membership.clusters import (
     ID,
@@ -85,7 +90,7 @@ def remove(registry: Registry, name: str) -> dict[str, str]:
         before = registry.cluster()
         after = registry.remove(before, name)
     gone = [m for m in listeners(before) if m.name == name]
-    return tell(after, (*listeners(after), *gone), registry.roster(after))
+    return send_rosters(after, (*listeners(after), *gone), registry.roster(after))
 
 
 def test_it_joins_once_and_its_key_stays_with_it(
@@ -115,12 +120,12 @@ def test_rosters_and_figures_of_newcomers_reach_it_while_it_runs(
     assert path is not None and not config.devices
     with following(unit):
         first = joined(joining, print_token(registry), board(tmp_path, "pi-1", free_port()))
-        Herald(registry).look()
+        RosterSender(registry).look()
         assert names(read_cluster(path)) == {"pi-1"}
         checked = [measured("pi-1")]
         note_figures(config, [*checked, measured("cu-shed")])  # a check here, which counts more
         joined(joining, print_token(registry), board(tmp_path, "pi-2", free_port()))
-        Herald(registry).look()
+        RosterSender(registry).look()
         with daemon(first), of_unit(unit, first) as client:
             client.echo()
             states = {m.name: m.state for m in cluster_status(registry.cluster()).members}
@@ -149,7 +154,7 @@ def test_one_that_was_removed_is_refused_at_once_and_another_takes_its_place(
             unit_joined(registry, joining, newcomer)
         forget(newcomer)
         again = unit_joined(registry, joining, newcomer)
-        Herald(registry).look()
+        RosterSender(registry).look()
         with of_unit(again, device) as client:
             client.echo()
 

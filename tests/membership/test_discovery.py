@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.membership.admission import JoiningService
 from collapipe_flwr.membership.discovery import announced, found
-from collapipe_flwr.membership.joining_service import JoiningService
 from tests.membership.clusters import board, joined, new_registry, print_token
 
 pytest.importorskip("zeroconf")

@@ -15,18 +15,16 @@ import pytest
 from cryptography import x509
 
 from collapipe_flwr.cluster.profile import profile_of
-from collapipe_flwr.config.access_control import Role, access_control
-from collapipe_flwr.config.cluster_file import MemberConfig
+from collapipe_flwr.config.access_control import access_control
+from collapipe_flwr.config.cluster_file import MemberConfig, Role
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.links import TlsFiles
-from collapipe_flwr.membership.admission import admit
-from collapipe_flwr.membership.joining_service import MOST_REFUSALS, Attempts, JoiningService
+from collapipe_flwr.membership.admission import MOST_REFUSALS, Attempts, JoiningService, admit
 from collapipe_flwr.membership.newcomer import forget, join, membership_of
-from collapipe_flwr.membership.registry import NewCluster, Registry, new_token
+from collapipe_flwr.membership.registry import Registry, new_token
 from collapipe_flwr.membership.tokens import JoinRefused, parse_token
-from collapipe_flwr.transport.joining import JOIN, JoinRequest
+from collapipe_flwr.transport.joining import JOIN, JoinRequest, own_key, request_for
 from collapipe_flwr.transport.server import Server
-from collapipe_flwr.transport.signing_request import own_key, request_for
 from tests.membership.clusters import (
     ID,
     board,
@@ -148,9 +146,7 @@ def test_clusters_of_one_folder_share_edge_and_server_and_who_lets_newcomers_in(
 ) -> None:
     unit = MemberConfig(name="cu-barn", address="127.0.0.1:50060")
     with registry.changing():
-        barn = registry.create(
-            NewCluster(cluster_id="barn", control_unit=unit, edge_address="127.0.0.1:2")
-        )
+        barn = registry.create("barn", unit, "127.0.0.1:2")
         token = new_token(registry, barn, Role.DEVICE, members=1, minutes=60.0)
     shed = registry.cluster(ID)
     assert (barn.edge, barn.server) == (shed.edge, shed.server)

@@ -8,17 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from collapipe_flwr.config.access_control import Role
-from collapipe_flwr.config.cluster_file import read_cluster
+from collapipe_flwr.config.cluster_file import Role, read_cluster
 from collapipe_flwr.core.errors import LinkError, ProtocolError
 from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import Listener
 from collapipe_flwr.host.servicer import Servicer
-from collapipe_flwr.membership.herald import Herald, listeners, tell
-from collapipe_flwr.membership.joining_service import JoiningService
+from collapipe_flwr.membership.admission import JoiningService
+from collapipe_flwr.membership.members import (
+    AWAY,
+    EXPECTED,
+    READY,
+    RosterSender,
+    cluster_status,
+    listeners,
+    send_rosters,
+)
 from collapipe_flwr.membership.newcomer import Membership, forget
 from collapipe_flwr.membership.registry import Registry
-from collapipe_flwr.membership.status import AWAY, EXPECTED, READY, cluster_status
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.roster import Roster
 from tests.host.chain_to_edge import request, service, session_key
@@ -60,7 +66,7 @@ def remove(registry: Registry, name: str) -> tuple[Roster, dict[str, str]]:
         before = registry.cluster()
         after = registry.remove(before, name)
         roster = registry.roster(after)
-    return roster, tell(after, (*listeners(after), before.member(name)), roster)
+    return roster, send_rosters(after, (*listeners(after), before.member(name)), roster)
 
 
 def client(member: Membership, of: str, caller: str | None = None) -> EdgeClient:
@@ -86,7 +92,7 @@ def test_members_that_run_hear_of_a_newcomer_and_let_it_in(
     with daemon(first):
         with client(second, "pi-1") as stranger, pytest.raises(LinkError, match="no member here"):
             stranger.echo()
-        Herald(registry).look()
+        RosterSender(registry).look()
         with client(second, "pi-1") as member:
             member.echo()
 
@@ -117,13 +123,13 @@ def test_a_member_that_was_down_hears_of_it_when_it_is_back(
     registry: Registry, pair: list[Membership]
 ) -> None:
     now_s = [0.0]
-    herald = Herald(registry, clock=lambda: now_s[0])
-    herald.look()  # nobody is there
+    sender = RosterSender(registry, clock=lambda: now_s[0])
+    sender.look()  # nobody is there
     remove(registry, "pi-2")
-    herald.look()
+    sender.look()
     with daemon(pair[0]) as listener:
         now_s[0] = 10.0
-        herald.look()
+        sender.look()
         assert listener._rosters is not None
         assert listener._rosters.versions == {ID: 4}
     with (
@@ -149,7 +155,7 @@ def test_what_a_removed_device_has_under_way_is_cut(
     rosters = Rosters("edge", [read_cluster(path)], files.ca)
     servicer = Servicer(service())
     with Listener(config.edge.address, lambda: servicer, tls=files, rosters=rosters, on_edge=True):
-        Herald(registry).look()
+        RosterSender(registry).look()
         with client(unit(registry), "edge", "server") as server, client(pair[0], "edge") as device:
             server.open_session(request("s", cluster_id=ID))
             server.session(session_key("s")).push_weights(Head().state_dict())
@@ -188,7 +194,7 @@ def test_an_old_certificate_is_worthless_though_its_name_is_back(
         newcomer = board(tmp_path, "pi-2", free_port())
         forget(newcomer)
         again = joined(joining, print_token(registry), newcomer)
-        Herald(registry).look()
+        RosterSender(registry).look()
         with client(again, "pi-1") as member:
             member.echo()
         with (
@@ -209,7 +215,7 @@ def test_the_status_says_who_is_there(registry: Registry, pair: list[Membership]
             registry.cluster(), Role.EDGE, replace(registry.cluster().edge, fingerprint="")
         )
     with daemon(pair[1]):
-        Herald(registry).look()
+        RosterSender(registry).look()
         found = cluster_status(registry.cluster())
     states = {member.name: member.state for member in found.members}
     assert states == {"pi-1": AWAY, "pi-2": READY, "edge": EXPECTED}

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.pipeline.link import Frame, FrameKind
-from collapipe_flwr.transport.codec import decode_frame, encode_frame
+from collapipe_flwr.transport.codec import WIRE_CODECS, decode_frame, encode_frame
 from collapipe_flwr.transport.methods import FrameLimits
-from collapipe_flwr.transport.quantize import WIRE_CODECS
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32]
 DTYPES += [torch.int16, torch.int8, torch.uint8, torch.bool]

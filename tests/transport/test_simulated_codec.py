@@ -7,8 +7,7 @@ import torch
 
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, FrameKind, memory_pair
-from collapipe_flwr.transport.codec import decode_frame, encode_frame
-from collapipe_flwr.transport.quantize import WIRE_CODECS
+from collapipe_flwr.transport.codec import WIRE_CODECS, decode_frame, encode_frame
 from collapipe_flwr.transport.simulated_link import simulated
 
 

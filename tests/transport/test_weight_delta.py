@@ -10,7 +10,7 @@ from torch import Tensor
 
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.host.weight_cache import TensorStore
+from collapipe_flwr.host.stores import TensorStore
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.state import PartState, digest_of
 from collapipe_flwr.pipeline.stowed import raw_bytes

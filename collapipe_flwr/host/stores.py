@@ -1,0 +1,194 @@
+"""What outlives a session: its snapshot and its tensors, and weights that other sessions want too.
+
+`SnapshotStore` keeps sessions on disk, so that a host that restarts goes on where its clusters can
+follow. One safetensors file per session holds weights and optimizer slots, and as metadata in JSON
+the request, the number of steps done and their report; no pickle. It also holds the session's
+token, so only the owner can read the folder.
+
+`TensorStore` keeps the last segment in memory, and `WeightCache` frozen weights on disk: a board
+without the checkpoint gets those of its segment from its control unit once, for all rounds,
+segments and processes. A file of one tensor is named by its digest and checked against it when it
+is read, so nothing has to wait until it is on disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from collapipe_flwr.core.durable import draft, own_folder, remove, write_file
+from collapipe_flwr.core.errors import CollaPipeError, ConfigError
+from collapipe_flwr.core.json_codec import from_json, to_json
+from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
+from collapipe_flwr.host.session import Snapshot
+from collapipe_flwr.pipeline.config import SessionRequest
+from collapipe_flwr.pipeline.meter import StageReport, bytes_of
+from collapipe_flwr.pipeline.state import PartState, digest_of
+
+_log = logging.getLogger(__name__)
+_SUFFIX, _NAME = ".safetensors", "tensor"
+_STORED = "last session"
+_DIGEST = re.compile("[0-9a-f]{32}")  # as `digest_of` writes it
+
+
+class SnapshotStore:
+    """A folder of sessions. Raises ConfigError when it cannot be made."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = own_folder(folder, "--state-dir")
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Replace the file of this session; raises ConfigError when it cannot be written."""
+        metadata = {"request": to_json(snapshot.request), "step": str(snapshot.step)}
+        if snapshot.report is not None:
+            metadata["report"] = to_json(snapshot.report)
+        save = partial(save_file, dict(snapshot.state.tensors()), metadata=metadata)
+        try:
+            write_file(self._path(snapshot.request.key.session_id), save)
+        except OSError as error:
+            raise ConfigError(f'--state-dir "{self._folder}" cannot be written: {error}') from error
+
+    def forget(self, session_id: str) -> None:
+        """Delete the file of a session, if there is one."""
+        remove(self._path(session_id))
+
+    def keep_only(self, session_ids: Iterable[str]) -> None:
+        """Delete the files of all other sessions."""
+        wanted = {self._path(session_id) for session_id in session_ids}
+        for path in set(self._folder.glob(f"*{_SUFFIX}")) - wanted:
+            path.unlink(missing_ok=True)
+
+    def read(self) -> Iterator[Snapshot]:
+        """All sessions; a file that cannot be read is named in the log and left out."""
+        for path in sorted(self._folder.glob(f"*{_SUFFIX}")):
+            try:
+                yield _read(path)
+            except (OSError, ValueError, TypeError, SafetensorError, CollaPipeError) as error:
+                _log.error("%s cannot be read, so its session is lost: %s", path, error)
+
+    def _path(self, session_id: str) -> Path:
+        """Ids may hold any printable character."""
+        return self._folder / f"{sha256(session_id.encode()).hexdigest()[:32]}{_SUFFIX}"
+
+
+def _read(path: Path) -> Snapshot:
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 not a mapping
+    report = metadata.get("report")
+    return Snapshot(
+        request=from_json(SessionRequest, metadata.get("request", ""), str(path)),
+        step=int(metadata.get("step", "")),
+        state=PartState.of_tensors(tensors),
+        report=None if report is None else from_json(StageReport, report, str(path)),
+    )
+
+
+class TensorStore:
+    """Keeps one closed session's tensors for the next session, if `ledger` has room for them.
+
+    Digests are computed when the next session asks, not while the last one closes.
+    """
+
+    def __init__(self, ledger: Ledger | None = None) -> None:
+        self._account = Account(ledger or Ledger())
+        self._tensors: tuple[Tensor, ...] = ()
+        self._lock = threading.Lock()
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Keep these in place of the last ones."""
+        kept = tuple(tensor.detach() for tensor in tensors)
+        with self._lock:
+            self._tensors = ()
+            try:
+                self._account.reserve({_STORED: bytes_of(kept)})
+            except NoRoom:
+                self._account.reserve({_STORED: 0})
+            else:
+                self._tensors = kept
+
+    def take(self, digests: Collection[str]) -> dict[str, Tensor]:
+        """Hand over the tensors with these digests and forget the others."""
+        with self._lock:
+            tensors, self._tensors = self._tensors, ()
+            self._account.reserve({_STORED: 0})
+        held = {digest_of(tensor): tensor for tensor in tensors}
+        return {digest: held[digest] for digest in digests if digest in held}
+
+    @property
+    def held_bytes(self) -> int:
+        """The size of what is kept now."""
+        return self._account.size(_STORED)
+
+
+class WeightCache:
+    """A folder with up to ``most_bytes`` of tensors; the least recently used ones make room.
+
+    Raises ConfigError when the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path, most_bytes: int) -> None:
+        self._folder = own_folder(folder, "--cache-dir")
+        self._most_bytes = most_bytes
+        self._lock = threading.Lock()
+
+    def find(self, digests: Mapping[str, str]) -> dict[str, Tensor]:
+        """The tensors with these digests, under the keys that they are wanted for."""
+        asked = {k: d for k, d in digests.items() if _DIGEST.fullmatch(d)}  # a peer wrote them
+        found = {key: self._read(digest) for key, digest in asked.items()}
+        return {key: tensor for key, tensor in found.items() if tensor is not None}
+
+    def keep(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write the missing ones; a full disk is a warning, not a failure."""
+        with self._lock:
+            try:
+                with draft(self._folder / _NAME) as written:
+                    for tensor in tensors.values():
+                        self._write(tensor, written)
+                self._make_room()
+            except OSError as error:
+                _log.warning("frozen weights cannot be kept in %s: %s", self._folder, error)
+
+    def _read(self, digest: str) -> Tensor | None:
+        path = self._path(digest)
+        if not path.is_file():
+            return None
+        try:
+            tensor: Tensor | None = load_file(path).get(_NAME)
+            os.utime(path)
+        except (OSError, SafetensorError) as error:
+            _log.warning("%s cannot be read: %s", path, error)
+            tensor = None
+        if tensor is None or digest_of(tensor) != digest:
+            _log.warning("%s does not hold what its name says: it is removed", path)
+            path.unlink(missing_ok=True)
+            return None
+        return tensor
+
+    def _write(self, tensor: Tensor, written: Path) -> None:
+        path = self._path(digest_of(tensor))
+        if not path.is_file():
+            save_file({_NAME: tensor.detach().contiguous()}, written)
+            written.replace(path)
+
+    def _make_room(self) -> None:
+        files = [(path, path.stat()) for path in self._folder.glob(f"*{_SUFFIX}")]
+        left = sum(stat.st_size for _, stat in files)
+        for path, stat in sorted(files, key=lambda file: file[1].st_mtime):
+            if left <= self._most_bytes:
+                return
+            path.unlink(missing_ok=True)
+            left -= stat.st_size
+
+    def _path(self, digest: str) -> Path:
+        return self._folder / f"{digest}{_SUFFIX}"

@@ -1,0 +1,205 @@
+"""Calls from a control unit to the members of its clusters: rosters to them, their status back.
+
+A member that does not have the newest roster gets it again and again until it has.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from collapipe_flwr.cluster.profile import Measurements
+from collapipe_flwr.config.access_control import SERVICE_NAME
+from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig, Role
+from collapipe_flwr.core.errors import CollaPipeError, LinkError
+from collapipe_flwr.membership.figures import figures_of
+from collapipe_flwr.membership.registry import Registry
+from collapipe_flwr.transport.connection import Connection
+from collapipe_flwr.transport.methods import STATUS, HostStatus
+from collapipe_flwr.transport.roster import Roster, send_roster
+
+_log = logging.getLogger(__name__)
+_ROSTER_S, _STATUS_S = 3.0, 2.0  # deadlines
+_LOOK_S = 0.25
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 4.0
+_ROSTERS_AT_ONCE, _STATUS_AT_ONCE = 16, 32
+READY, STOPPING, AWAY, EXPECTED = "ready", "stopping", "away", "has not joined"
+BEHIND = "behind"  # it has an older roster, for another moment
+
+
+def listeners(config: ClusterConfig) -> tuple[MemberConfig, ...]:
+    """The members that have joined and can be called."""
+    members = (*config.devices, config.edge, *([config.control_unit] if config.joining else []))
+    return tuple(m for m in members if m.address and m.fingerprint)
+
+
+def connection_to(config: ClusterConfig, member: MemberConfig, deadline_s: float) -> Connection:
+    """To a member, with the control unit's certificate if its key is here, else the registrar's."""
+    own = config.tls_files(config.control_unit.name)
+    here = own is None or own.key is None or own.key.exists()
+    return Connection(
+        member.address,
+        what=member.name,
+        tls=own if here else config.tls_files(SERVICE_NAME),
+        certificate_name=config.certificate_name(member),
+        deadline_s=deadline_s,
+    )
+
+
+def send_rosters(
+    config: ClusterConfig, members: Iterable[MemberConfig], roster: Roster
+) -> dict[str, str]:
+    """Send these members the roster, side by side; return the failures by name, empty if none."""
+    members = list(members)
+    with ThreadPoolExecutor(_ROSTERS_AT_ONCE, thread_name_prefix="rosters") as pool:
+        faults = pool.map(lambda member: _send(config, member, roster), members)
+        return {member.name: fault for member, fault in zip(members, faults, strict=True)}
+
+
+def _send(config: ClusterConfig, member: MemberConfig, roster: Roster) -> str:
+    try:
+        with connection_to(config, member, _ROSTER_S) as connection:
+            version = send_roster(connection, roster)
+    except LinkError as error:
+        return str(error)
+    if version > config.version:
+        return (
+            f"{member.name} has version {version} of the roster, and {config.path} is of version "
+            f"{config.version}: bring back the newer file"
+        )
+    return ""
+
+
+class RosterSender:
+    """Watches the clusters of a registry, and sends their members every new roster."""
+
+    def __init__(self, registry: Registry, clock: Callable[[], float] = time.monotonic) -> None:
+        self._registry, self._clock = registry, clock
+        self._sent: dict[tuple[str, str, str], int] = {}  # cluster, member, fingerprint: version
+        self._pauses: dict[tuple[str, str, str], tuple[float, float]] = {}  # until, length
+
+    def watch(self, stop: threading.Event) -> None:
+        """Send rosters until ``stop``."""
+        while not stop.wait(_LOOK_S):
+            try:
+                self.look()
+            except CollaPipeError as error:  # a file that somebody is editing
+                _log.error("rosters are not sent: %s", error)
+                stop.wait(_LONGEST_PAUSE_S)
+
+    def look(self) -> None:
+        """Send the newest roster to members that lack it, with a pause after each failure."""
+        for config in self._registry.clusters().values():
+            due = [m for m in listeners(config) if self._is_due(config, m)]
+            if due:
+                self._note(config, due, send_rosters(config, due, self._registry.roster(config)))
+
+    def _is_due(self, config: ClusterConfig, member: MemberConfig) -> bool:
+        key = (config.id, member.name, member.fingerprint)
+        until_s, _ = self._pauses.get(key, (0.0, 0.0))
+        return self._sent.get(key) != config.version and self._clock() >= until_s
+
+    def _note(
+        self, config: ClusterConfig, members: list[MemberConfig], faults: Mapping[str, str]
+    ) -> None:
+        for member in members:
+            key = (config.id, member.name, member.fingerprint)
+            if fault := faults[member.name]:
+                _, before_s = self._pauses.get(key, (0.0, 0.0))
+                pause_s = min(max(2 * before_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+                self._pauses[key] = (self._clock() + pause_s, pause_s)
+                if before_s < pause_s == _LONGEST_PAUSE_S:  # it is not just about to start
+                    _log.warning("%s does not have the newest roster yet: %s", member.name, fault)
+            else:
+                self._pauses.pop(key, None)
+                self._sent[key] = config.version
+                _log.info("%s has version %d of the roster", member.name, config.version)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberStatus:
+    """``state`` is READY, STOPPING, AWAY (with the ``fault``), EXPECTED or BEHIND.
+
+    ``roster`` is the version in force there (None: unknown), ``resident_bytes`` its daemon's
+    memory; speed and memory are those that plans use, None where it was not measured.
+    """
+
+    name: str
+    role: str
+    address: str
+    state: str
+    roster: int | None = None
+    speed_flop_per_s: float | None = None
+    memory_bytes: int | None = None
+    resident_bytes: int | None = None
+    clock_ahead_s: float | None = None
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterStatus:
+    """A cluster at one moment; ``version`` is that of its file here."""
+
+    cluster_id: str
+    version: int
+    members: tuple[MemberStatus, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Whether all members are ready, with the newest roster."""
+        return all(member.state == READY for member in self.members)
+
+
+def cluster_status(config: ClusterConfig, clock: Callable[[], float] = time.time) -> ClusterStatus:
+    """Ask all at once: devices, edge, and a control unit on another machine than the CA."""
+    members = [(device, Role.DEVICE) for device in config.devices]
+    if config.edge.address or config.version:
+        members.append((config.edge, Role.EDGE))
+    if config.joining:
+        members.append((config.control_unit, Role.CONTROL_UNIT))
+    known = figures_of(config)
+    with ThreadPoolExecutor(_STATUS_AT_ONCE, thread_name_prefix="status") as pool:
+        ask = partial(_status, config, known, clock)
+        found = tuple(pool.map(ask, *zip(*members, strict=True))) if members else ()
+    return ClusterStatus(cluster_id=config.id, version=config.version, members=found)
+
+
+def _status(
+    config: ClusterConfig,
+    known: Measurements,
+    clock: Callable[[], float],
+    member: MemberConfig,
+    role: Role,
+) -> MemberStatus:
+    measured = known.of(member.name)
+    speed = member.speed_gflop_per_s * 1e9 or measured.speed_flop_per_s
+    memory = int(member.memory_mb * 1e6) or measured.memory_bytes
+
+    def status(state: str, fault: str = "", found: HostStatus | None = None) -> MemberStatus:
+        return MemberStatus(
+            name=member.name,
+            role=role.value,
+            address=member.address,
+            state=state,
+            roster=found.rosters.get(config.id) if found else None,
+            speed_flop_per_s=speed,
+            memory_bytes=memory,
+            resident_bytes=found.resident_bytes if found else None,
+            clock_ahead_s=found.unix_s - clock() if found else None,
+            fault=fault,
+        )
+
+    if not member.address or (config.version and not member.fingerprint):
+        return status(EXPECTED)
+    try:
+        with connection_to(config, member, _STATUS_S) as connection:
+            found = connection.call(STATUS, answer=HostStatus)
+    except LinkError as error:
+        return status(AWAY, str(error))
+    behind = config.version > 0 and found.rosters.get(config.id) != config.version
+    return status(STOPPING if found.stopping else BEHIND if behind else READY, found=found)
