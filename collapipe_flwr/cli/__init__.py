@@ -9,17 +9,13 @@ from typing import Annotated
 
 import typer
 
-from collapipe_flwr.cli.bench import bench
-from collapipe_flwr.cli.cluster import certs, clusters
-from collapipe_flwr.cli.deploy import deploy
+from collapipe_flwr.cli.cluster import clusters
+from collapipe_flwr.cli.estimates import bench, profile, simulate
 from collapipe_flwr.cli.generate import generate
 from collapipe_flwr.cli.hosting import control_unit, device, edge, supernode
-from collapipe_flwr.cli.joining import join
-from collapipe_flwr.cli.profile import profile
-from collapipe_flwr.cli.report import report
-from collapipe_flwr.cli.run import check_config, compare, run
-from collapipe_flwr.cli.simulate import simulate
-from collapipe_flwr.cli.watch import watch
+from collapipe_flwr.cli.joining import certs, deploy, join
+from collapipe_flwr.cli.report import compare, report, watch
+from collapipe_flwr.cli.run import check_config, run
 from collapipe_flwr.core.errors import CollaPipeError
 from collapipe_flwr.core.versions import installed_versions
 

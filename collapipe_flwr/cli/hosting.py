@@ -11,11 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from collapipe_flwr.config.cluster_file import ClusterConfig
     from collapipe_flwr.core.links import TlsFiles
     from collapipe_flwr.host.daemon import HostSettings
-    from collapipe_flwr.host.rosters import Rosters
-
 
 Listen = Annotated[
     str, typer.Option(help="HOST:PORT; port 0 takes a free one. Default: that of --cluster.")
@@ -90,58 +87,40 @@ def tls_files(ca: Path | None, certificate: Path | None, key: Path | None) -> Tl
     return TlsFiles(ca=ca, certificate=certificate, key=key)
 
 
-def _settings(
-    listen: str,
-    name: str,
-    cluster: list[Path] | None,
-    allow: list[str] | None,
-    own_tls: TlsFiles | None,
-    memory_mb: float,
-    default: str,
-    imports: list[str] | None,
-    **options: Any,
-) -> HostSettings:
-    """The host called ``name``; options win over what its cluster files say.
+def _settings(default: str, options: dict[str, Any], **more: Any) -> HostSettings:
+    """The host that ``options`` of a command describe; they win over what its cluster files say.
 
-    Those are ``cluster``: files, and folders whose files count where they list this member. Raises
-    ConfigError.
+    Of a folder in ``cluster``, the files that list this member count. ``default`` is where it
+    listens when nothing says so. Raises ConfigError.
     """
+    from collapipe_flwr.config.access_control import access_control
     from collapipe_flwr.config.cluster_file import clusters_in, read_cluster
     from collapipe_flwr.host.daemon import HostSettings
+    from collapipe_flwr.host.rosters import Rosters
 
-    paths = cluster or []
+    name, paths = options["name"], options["cluster"] or []
+    own_tls = tls_files(options["ca"], options["certificate"], options["key"])
     clusters = [read_cluster(path) for path in paths if not path.is_dir()]
     clusters += [c for path in paths if path.is_dir() for c in clusters_in(path, name)]
     address = next((a for c in clusters if (a := c.member(name).address)), default)
     tls = own_tls or next((c.tls_files(name) for c in clusters), None)
-    rosters = _rosters(name, clusters, tls, allow)
-    if imports:
+    access_control(clusters)  # refuses a name that two clusters would share
+    rosters, allow = None, options["allow"] or ()
+    if tls is not None and tls.ca is not None and (clusters or allow):
+        rosters = Rosters(name, clusters, tls.ca, allow)
+    if options["imports"]:
         sys.path.insert(0, os.getcwd())  # modules may also stand where the command is given
+    same = ("insecure", "compute", "threads", "grace_s", "metrics")
     return HostSettings(
-        listen=listen or address,
+        listen=options["listen"] or address,
         name=name,
         tls=tls,
         rosters=rosters,
-        memory_bytes=int(memory_mb * 1e6),
-        imports=tuple(imports or ()),
-        **options,
+        memory_bytes=int(options["memory_mb"] * 1e6),
+        imports=tuple(options["imports"] or ()),
+        **{key: options[key] for key in same},
+        **more,
     )
-
-
-def _rosters(
-    name: str,
-    clusters: list[ClusterConfig],
-    tls: TlsFiles | None,
-    allow: list[str] | None,
-) -> Rosters | None:
-    """Who may call; None where nobody is named, or nobody can prove a name."""
-    from collapipe_flwr.config.access_control import access_control
-    from collapipe_flwr.host.rosters import Rosters
-
-    access_control(clusters)  # refuses a name that two clusters would share
-    if tls is None or tls.ca is None or not (clusters or allow):
-        return None
-    return Rosters(name, clusters, tls.ca, allow or ())
 
 
 def device(
@@ -176,27 +155,17 @@ def device(
     ] = "auto",
 ) -> None:
     """Train the segments that a control unit places here until SIGTERM or Ctrl-C."""
+    options = dict(locals())  # by name, as they were given
     from collapipe_flwr.host.daemon import serve
 
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     settings = _settings(
-        listen,
-        name,
-        cluster,
-        allow,
-        tls_files(ca, certificate, key),
-        memory_mb,
-        default="127.0.0.1:50071",
-        insecure=insecure,
+        "127.0.0.1:50071",
+        options,
         cache_dir=cache_dir or user_cache / "collapipe" / "frozen",
         cache_bytes=int(cache_mb * 1e6),
         radio_interface=radio_interface,
         energy_sensor=energy_sensor,
-        imports=imports,
-        compute=compute,
-        threads=threads,
-        grace_s=grace_s,
-        metrics=metrics,
     )
     _log_as(log_format, name)
     serve(settings, passes_on=True, announce=lambda a: typer.echo(f"{name} on {a}"))
@@ -226,25 +195,10 @@ def edge(
 
     Point a run at it with the run-config key `edge.address`.
     """
+    options = dict(locals())  # by name, as they were given
     from collapipe_flwr.host.daemon import serve
 
-    settings = _settings(
-        listen,
-        name,
-        cluster,
-        allow,
-        tls_files(ca, certificate, key),
-        memory_mb,
-        default="127.0.0.1:50061",
-        insecure=insecure,
-        state_dir=state_dir,
-        cache_bytes=0,
-        imports=imports,
-        compute=compute,
-        threads=threads,
-        grace_s=grace_s,
-        metrics=metrics,
-    )
+    settings = _settings("127.0.0.1:50061", options, state_dir=state_dir, cache_bytes=0)
     _log_as(log_format, name)
     serve(settings, passes_on=False, announce=lambda a: typer.echo(f"edge server on {a}"))
 

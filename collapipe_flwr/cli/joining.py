@@ -1,4 +1,4 @@
-"""``collapipe join``: a machine becomes a member of a cluster by a token, and runs its daemon."""
+"""``collapipe join``, ``deploy`` and ``certs``: machines become members of a cluster."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from collapipe_flwr.cli.cluster import AsService, Folder, install_service
 from collapipe_flwr.membership.systemd import check_manager
 
 if TYPE_CHECKING:
+    from collapipe_flwr.deployment.steps import Result
     from collapipe_flwr.membership.newcomer import Membership, Newcomer
     from collapipe_flwr.membership.tokens import JoinToken
 
@@ -116,3 +117,80 @@ def _start(found: Membership, folder: Path, options: list[str]) -> None:
     sys.stdout.flush()
     python = [sys.executable, "-m", "collapipe_flwr.cli"]
     os.execv(sys.executable, [*python, *command, *options])
+
+
+def deploy(
+    inventory: Annotated[Path, typer.Argument(help="The machines and their roles (TOML).")],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Look at the machines, and print what would be done.")
+    ] = False,
+    accept_new: Annotated[
+        bool,
+        typer.Option("--accept-new", help="Believe host keys of machines that ssh never met."),
+    ] = False,
+    deadline_s: Annotated[
+        float, typer.Option(help="Seconds for each phase on a machine.", min=1)
+    ] = 1800.0,
+) -> None:
+    """Install, join, start services and check, on all machines over ssh.
+
+    What is done already is left alone, so deploy again after a failure, or with more machines.
+    Exit code 1 if something needs fixing.
+    """
+    from rich.console import Console
+
+    from collapipe_flwr.deployment.deploy import Deployment, DeploySettings
+    from collapipe_flwr.deployment.inventory import read_inventory
+    from collapipe_flwr.deployment.report import next_steps, show
+    from collapipe_flwr.deployment.steps import Outcome
+
+    wanted, console = read_inventory(inventory), Console()
+    settings = DeploySettings(dry=dry_run, accept_new=accept_new, deadline_s=deadline_s)
+
+    def told(result: Result) -> None:
+        if result.outcome is not Outcome.KEPT:
+            line = f"{result.machine}: {result.outcome.value} {result.step}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    deployed = Deployment(wanted, settings, told).run()
+    show(wanted, deployed, console)
+    if not dry_run and not deployed.failures:
+        next_steps(wanted, deployed, inventory, console)
+    needs_fixing = deployed.failures or any(check.faults for check in deployed.checks)
+    raise typer.Exit(1 if needs_fixing else 0)
+
+
+def certs(
+    folder: Annotated[Path, typer.Argument(help="Folder for the PEM files.")],
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="NAME or NAME=HOST of members without a cluster file."),
+    ] = None,
+    cluster: Annotated[list[Path] | None, typer.Option(help="Cluster files (TOML).")] = None,
+    days: Annotated[int, typer.Option(help="Validity in days.", min=1)] = 825,
+    renew: Annotated[bool, typer.Option(help="Replace these members' certificates.")] = False,
+    new_ca: Annotated[
+        bool, typer.Option("--new-ca", help="Replace the CA, which invalidates all certificates.")
+    ] = False,
+) -> None:
+    """Create a CA and sign a certificate for every member that has none.
+
+    Give every member `ca.pem`, its own NAME.pem and its own NAME.key. Keep `ca.key` here: anyone
+    who has it can sign members.
+    """
+    from collapipe_flwr.config.access_control import access_control
+    from collapipe_flwr.config.cluster_file import certificate_hosts, read_cluster
+    from collapipe_flwr.core.errors import ConfigError
+    from collapipe_flwr.transport.certificates import sign_all
+
+    clusters = [read_cluster(path) for path in cluster or ()]
+    access_control(clusters)  # refuses a name that two clusters would share
+    members = certificate_hosts(clusters)
+    for text in names or ():
+        name, _, host = text.partition("=")
+        members[name] = (*members.get(name, ()), *([host] if host else []))
+    if not members:
+        raise ConfigError("nobody to sign for: name members, or a cluster file with --cluster")
+    made = sign_all(folder, members, days=days, renew=renew, new_ca=new_ca)
+    for name in members:
+        typer.echo(f"{name}: {folder / name}.pem, .key" if name in made else f"{name}: kept")

@@ -1,4 +1,4 @@
-"""``collapipe run``, ``check-config`` and ``compare``: run the app, and show runs side by side."""
+"""``collapipe run`` and ``check-config``."""
 
 from __future__ import annotations
 
@@ -116,23 +116,3 @@ def _order(
         resume=resume,
         clusters=tuple(clusters or ()),
     )
-
-
-def compare(
-    runs: Annotated[list[str], typer.Argument(help="RUN_DIRECTORY or LABEL=RUN_DIRECTORY.")],
-    metrics: Annotated[
-        str, typer.Option(help="Metrics to show, such as loss,accuracy. Default: all.")
-    ] = "",
-    plot: Annotated[Path | None, typer.Option(help="Draw the curves to this file.")] = None,
-) -> None:
-    """Print learning curves and costs of several runs side by side, as Markdown."""
-    from collapipe_flwr.core.errors import require
-    from collapipe_flwr.reporting.comparison import draw, markdown, read_curves
-
-    if plot is not None:
-        require("matplotlib", "plot")
-    curves = read_curves(runs)
-    chosen = [m.strip() for m in metrics.split(",") if m.strip()]
-    if plot is not None:
-        draw(curves, plot, chosen)
-    typer.echo(markdown(curves, chosen), nl=False)
