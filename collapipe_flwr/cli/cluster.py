@@ -173,7 +173,7 @@ def status(
 
     from collapipe_flwr.core.json_codec import to_json
     from collapipe_flwr.membership.status import cluster_status
-    from collapipe_flwr.reporting.cluster_table import follow, status_lines, status_table
+    from collapipe_flwr.reporting.tables import follow, status_lines, status_table
 
     registry, console = _registry(folder), Console()
 
@@ -243,8 +243,8 @@ def check(
     from collapipe_flwr.config.cluster_file import read_cluster
     from collapipe_flwr.core.json_codec import plain
     from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
-    from collapipe_flwr.reporting.cost_tables import show_measurements
     from collapipe_flwr.reporting.output import prepare, progress, write_json
+    from collapipe_flwr.reporting.tables import show_measurements
 
     config = read_cluster(file)
     prepare("--json", json_file)

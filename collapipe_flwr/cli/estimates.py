@@ -68,8 +68,8 @@ def profile(
     from collapipe_flwr.cluster.forecast import ModelChoice, build_model, forecast
     from collapipe_flwr.core.keys import assignments, read_assignments
     from collapipe_flwr.models import BatchShape
-    from collapipe_flwr.reporting.cost_tables import as_json, show_forecast
     from collapipe_flwr.reporting.output import prepare, write_json
+    from collapipe_flwr.reporting.tables import as_json, show_forecast
     from collapipe_flwr.scheduler.protocol import SchedulerConfig
     from collapipe_flwr.simulation.setting import whole_numbers
 

@@ -11,8 +11,8 @@ from collapipe_flwr.deployment import roles
 from collapipe_flwr.deployment.deploy import Deployed
 from collapipe_flwr.deployment.inventory import EDGE, SERVER, Inventory, Machine
 from collapipe_flwr.deployment.steps import Outcome
-from collapipe_flwr.reporting.cost_tables import show_measurements
 from collapipe_flwr.reporting.output import number_table
+from collapipe_flwr.reporting.tables import show_measurements
 
 
 def show(inventory: Inventory, deployed: Deployed, console: Console) -> None:

@@ -28,8 +28,7 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting.live.feed import Feed
 from collapipe_flwr.reporting.live.state import Place
 from collapipe_flwr.reporting.report.page import plotly_js
-from collapipe_flwr.reporting.report.script import SCRIPT
-from collapipe_flwr.reporting.report.template import CSS
+from collapipe_flwr.reporting.report.template import CSS, SCRIPT
 
 _REQUEST_S = 10.0  # that a client has to say what it wants
 _SEND_S = 10.0  # that it may take to accept what is sent

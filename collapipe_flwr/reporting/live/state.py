@@ -1,21 +1,25 @@
-"""What a page shows of a run, kept up round by round, and what a page lacks of it.
+"""What a page shows of a run, kept up to date round by round, and what a page lacks of it.
 
 A page that knows the state up to a :class:`Place` is sent what came since. One that knows rounds of
-another file, or nothing, is sent everything.
+another file, or nothing, is sent everything. A cluster in a round is drawn as a chain of stages and
+the hops between them: plain data, small enough to send for a thousand devices after every round.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from collapipe_flwr.reporting.live.picture import round_picture
+from collapipe_flwr.reporting.events import finite, holders
 from collapipe_flwr.reporting.report.run_data import Incident, incidents_of
 
-Json = dict[str, Any]
 _MOST_INCIDENTS = 50  # that are sent at once: the newest
+Json = dict[str, Any]
+CONTROL_UNIT, EDGE = "control unit", "edge"
+_DIGITS = 4  # more than a page shows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,3 +128,168 @@ def _numbers(event: Mapping[str, Any], budget_j: Mapping[str, float | None]) -> 
         "predicted_s": event.get("predicted_latency_s"),
         **{key: event.get(key) for key in ("wall_s", "loss", "metrics", "latency_s", "bytes")},
     }
+
+
+def round_picture(event: Mapping[str, Any], budget_j: Mapping[str, float | None]) -> list[Json]:
+    """All clusters that a round of ``events.jsonl`` tells of; ``budget_j`` is by device."""
+    plans = {plan["cluster_id"]: plan for plan in (event.get("plan") or {}).get("clusters", ())}
+    found = {**dict.fromkeys(plans), **event.get("clusters", {})}
+    names = {*found, *event.get("lost", ())}
+    links: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for link in event.get("links", ()):
+        links[link["cluster"]].append(link)
+    queues: defaultdict[str, Json] = defaultdict(dict)
+    for device, queue_j in event.get("queues_j", {}).items():
+        queues[device.rpartition("/")[0]][device] = queue_j
+    memory = event.get("memory_bytes", {})
+    pictures = [
+        _cluster(
+            name,
+            plans.get(name),
+            found.get(name) or {},
+            links[name],
+            _members(name, found.get(name) or {}, queues[name], budget_j, memory),
+            lost=name in event.get("lost", ()),
+        )
+        for name in sorted(names)
+    ]
+    return [_rounded(picture) for picture in pictures]
+
+
+def _cluster(
+    name: str,
+    plan: Mapping[str, Any] | None,
+    outcome: Mapping[str, Any],
+    links: Iterable[Mapping[str, Any]],
+    members: Mapping[str, Json],
+    *,
+    lost: bool,
+) -> Json:
+    latency_s = outcome.get("latency_s")
+    picture: Json = {
+        "id": name,
+        "lost": lost,
+        "latency_s": latency_s,
+        "predicted_s": outcome.get("predicted_s", plan and plan["latency_s"]),
+        "measured": outcome.get("measured", False),
+        "stages": [],
+        "hops": [],
+        "idle": list(members.values()),
+    }
+    if plan is None:
+        return picture
+    passes = plan["local_steps"] * plan["micro_batches"]
+    stages = _stages(name, plan, members)
+    busy = [name for stage in stages for name in stage["ids"]]
+    return picture | {
+        "micro_batch_size": plan["micro_batch_size"],
+        "micro_batches": plan["micro_batches"],
+        "local_steps": plan["local_steps"],
+        "per_s": passes / latency_s if latency_s else None,
+        "stages": [_with_shares(stage, passes, latency_s) for stage in stages],
+        "hops": _hops(stages, plan.get("hops", ()), links),
+        "idle": [member for device, member in members.items() if device not in busy],
+    }
+
+
+def _members(
+    cluster: str,
+    outcome: Mapping[str, Any],
+    queues: Mapping[str, float],
+    budget_j: Mapping[str, float | None],
+    memory: Mapping[str, int],
+) -> dict[str, Json]:
+    """By device id, the control unit and the edge included: what the round showed of it."""
+    stages, energy = outcome.get("stages", {}), outcome.get("energy", {})
+    names = [device for device in {**queues, **energy, **stages} if device != EDGE]
+    found = {device: stages.get(device, {}) for device in (*names, EDGE)}
+    return {
+        device: {
+            "name": device.removeprefix(f"{cluster}/"),
+            "busy_s": stage.get("measured_s"),
+            "expected_s": stage.get("predicted_s"),
+            "peak_bytes": memory.get(_role(cluster, device), stage.get("peak_bytes")),
+            "planned_bytes": stage.get("planned_bytes"),
+            "energy_j": energy.get(device, {}).get("energy_j"),
+            "metered": energy.get(device, {}).get("source") == "metered",
+            "queue_j": queues.get(device),
+            "budget_j": budget_j.get(device),
+        }
+        for device, stage in found.items()
+    }
+
+
+def _role(cluster: str, device: str) -> str:
+    """The key of ``memory_bytes``: the edge keeps a replica for each cluster."""
+    return f"{cluster}/{EDGE}" if device == EDGE else device
+
+
+def _stages(cluster: str, plan: Mapping[str, Any], members: Mapping[str, Json]) -> list[Json]:
+    """Control unit, segments and edge in pipeline order; ``ids`` names who holds a stage."""
+    held = [(holders(s), (s["first_block"], s["stop_block"])) for s in plan["segments"]]
+    busy = {device for devices, _ in held for device in devices}
+    control_unit = next((d for d in plan["tx_power_w"] if d not in busy), CONTROL_UNIT)
+    rows = [((control_unit,), None), *held, ((EDGE,), None)]
+    return [
+        {
+            "ids": list(ids),
+            "blocks": blocks,
+            "devices": [members.get(d, {"name": d.removeprefix(f"{cluster}/")}) for d in ids],
+        }
+        for ids, blocks in rows
+    ]
+
+
+def _with_shares(stage: Json, passes: int, latency_s: float | None) -> Json:
+    """How much of the round each device of a stage was computing; replicas take turns."""
+    turns = passes / len(stage["devices"])
+    devices = [
+        {**device, "share": busy_s * turns / latency_s}
+        if latency_s and (busy_s := device.get("busy_s")) is not None
+        else device
+        for device in stage["devices"]
+    ]
+    return {"blocks": stage["blocks"], "devices": devices}
+
+
+def _hops(
+    stages: list[Json], planned: Iterable[Mapping[str, Any]], links: Iterable[Mapping[str, Any]]
+) -> list[Json]:
+    """From each stage to the next one; between replicas there are several links."""
+    place = {name: index for index, stage in enumerate(stages) for name in stage["ids"]}
+    place["control-unit"] = 0
+    carried: list[list[Mapping[str, Any]]] = [[] for _ in stages[1:]]
+    for link in links:
+        sender, receiver = place.get(link["sender"]), place.get(link["receiver"])
+        if sender is not None and receiver == sender + 1:
+            carried[sender].append(link)
+    plans = list(planned)
+    return [
+        _hop(plans[index] if index < len(plans) else {}, found)
+        for index, found in enumerate(carried)
+    ]
+
+
+def _hop(plan: Mapping[str, Any], links: list[Mapping[str, Any]]) -> Json:
+    return {
+        "codec": plan.get("codec") or (links[0]["codec"] if links else None),
+        "bytes": sum(link[way]["bytes"] for link in links for way in ("forward", "backward")),
+        **{way: _rate(way, plan, links) for way in ("forward", "backward")},
+    }
+
+
+def _rate(way: str, plan: Mapping[str, Any], links: list[Mapping[str, Any]]) -> Json:
+    """Bits per second of the slowest link, and as planned; None where nobody knows."""
+    measured = [rate for link in links if (rate := link[way]["bit_per_s"]) is not None]
+    return {"bit_per_s": min(measured, default=None), "planned": plan.get(f"{way}_bit_per_s")}
+
+
+def _rounded(value: Any) -> Any:
+    """Numbers to four digits, which is more than a page shows; None where they are not finite."""
+    if isinstance(value, float):
+        return None if finite(value) is None else float(f"{value:.{_DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return value

@@ -25,13 +25,18 @@ from collapipe_flwr.reporting.report.incidents import incidents
 from collapipe_flwr.reporting.report.learning import compared_learning, learning
 from collapipe_flwr.reporting.report.links import compared_links, links
 from collapipe_flwr.reporting.report.memory import memory
-from collapipe_flwr.reporting.report.overview import Tile, compared_overview, notes, tiles
+from collapipe_flwr.reporting.report.overview import (
+    Tile,
+    compared_overview,
+    compared_settings,
+    notes,
+    settings,
+    tiles,
+)
 from collapipe_flwr.reporting.report.placement import placement
 from collapipe_flwr.reporting.report.run_data import RunData, read_run
-from collapipe_flwr.reporting.report.script import SCRIPT
-from collapipe_flwr.reporting.report.settings import compared_settings, settings
 from collapipe_flwr.reporting.report.steps import steps
-from collapipe_flwr.reporting.report.template import CSS, PAGE, SECTION
+from collapipe_flwr.reporting.report.template import CSS, PAGE, SCRIPT, SECTION
 from collapipe_flwr.reporting.report.times import compared_times, times
 from collapipe_flwr.reporting.run_directory import (
     MANY_BYTES,
