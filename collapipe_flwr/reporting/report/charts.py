@@ -170,35 +170,37 @@ def band(name: str, x: Sequence[float], low: Sequence[Any], high: Sequence[Any])
 
 
 def bars(
-    name: str, labels: Sequence[str], values: Sequence[float | None], colour: str, **more: Any
+    name: str,
+    labels: Sequence[str],
+    values: Sequence[float | None],
+    colour: str = FIRST,
+    **more: Any,
 ) -> Json:
-    """Horizontal bars, the first on top."""
+    """Horizontal bars, the first on top; ``labels`` may come from outside."""
     return {
         "type": "bar",
         "orientation": "h",
         "name": plain(name),
-        "y": list(labels),
+        "y": [plain(label) for label in labels],
         "x": [rounded(value) for value in values],
         "marker": {"color": colour},
         **more,
     }
 
 
-def marks(
-    name: str, labels: Sequence[str], values: Sequence[float | None], colour: str, **more: Any
-) -> Json:
+def marks(name: str, labels: Sequence[str], values: Sequence[float | None], **more: Any) -> Json:
     """A short upright line in each row of horizontal bars, such as what was planned."""
     return {
         "type": "scatter",
         "mode": "markers",
         "name": plain(name),
-        "y": list(labels),
+        "y": [plain(label) for label in labels],
         "x": [rounded(value) for value in values],
         "marker": {
             "symbol": "line-ns-open",
             "size": 13,
-            "color": colour,
-            "line": {"width": 3, "color": colour},
+            "color": SECOND,
+            "line": {"width": 3, "color": SECOND},
         },
         **more,
     }
@@ -237,15 +239,18 @@ def row_names(names: Sequence[str], named: Callable[[str], str] = label) -> Json
 
 def by_row(
     traces: Sequence[Json],
-    rows: int,
     unit: str,
     *,
+    bars: int = 0,
     named: Callable[[str], str] = label,
     **layout: Any,
 ) -> Json:
-    """A figure of horizontal bars, as high as its rows need; see `row_names`."""
-    height = max(_LEAST_PIXELS, _FRAME_PIXELS + _BAR_PIXELS * rows)
+    """A figure of horizontal bars, as high as so many ``bars`` need (0: one in each row).
+
+    ``named`` makes the texts of its rows, see `row_names`.
+    """
     names = list(dict.fromkeys(row for trace in traces for row in trace["y"]))
+    height = max(_LEAST_PIXELS, _FRAME_PIXELS + _BAR_PIXELS * (bars or len(names)))
     axes = {
         "xaxis": {"title": {"text": unit}, "rangemode": "tozero"},
         "yaxis": {"range": [len(names) - 0.5, -0.5], **row_names(names, named)},
@@ -256,12 +261,23 @@ def by_row(
     }
 
 
+def per_run(key: str, title: str, name: str, values: Mapping[str, float], unit: str) -> Chart:
+    """A chart with one horizontal bar for each of several runs."""
+    traces = [bars(name, list(values), list(values.values()))]
+    return Chart(key=key, title=title, figure=by_row(traces, unit, showlegend=False))
+
+
+def colour_of(place: int) -> str:
+    """The colour of the curve or bars at this place."""
+    return COLOURS[place % len(COLOURS)]
+
+
 def limited(figure: Json) -> Json:
     """A figure of horizontal bars in percent with a line at 100."""
     line = {"color": MUTED, "dash": "dash", "width": 2}
     ends = {"type": "line", "x0": 100, "x1": 100, "y0": 0, "y1": 1, "yref": "paper"}
-    figure["layout"]["shapes"] = [{**ends, "line": line}]
-    return figure
+    layout = {**figure["layout"], "shapes": [{**ends, "line": line}]}
+    return {**figure, "layout": layout}
 
 
 def rounded(value: float | None) -> float | None:

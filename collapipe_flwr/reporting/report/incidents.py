@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from collapipe_flwr.reporting.report.charts import (
-    COLOURS,
-    Chart,
-    Section,
-    Table,
-    columns,
-    long_table,
-    stacked,
-)
+from collapipe_flwr.reporting.report import charts
+from collapipe_flwr.reporting.report.charts import Chart, Section, Table
 from collapipe_flwr.reporting.report.run_data import RunData
 from collapipe_flwr.reporting.report.series import MOST_COLUMNS, stride_of, thinned
 
@@ -29,15 +22,13 @@ KINDS = {
 
 def incidents(run: RunData) -> Section:
     """Counts by round and kind, and the newest sentences."""
-    if not run.incidents:
-        text = "None: every cluster replied in every round."
-        return Section(key="incidents", title="Incidents", empty=text)
     return Section(
         key="incidents",
         title="Incidents",
         text=counts_text(run),
-        charts=[_chart(run)],
-        tables=[_table(run)],
+        charts=[_chart(run)] if run.incidents else [],
+        tables=[_table(run)] if run.incidents else [],
+        empty="None: every cluster replied in every round.",
     )
 
 
@@ -55,8 +46,8 @@ def _chart(run: RunData) -> Chart:
     for place, kind in enumerate(kinds):
         values = [float(counts[kind, index]) for index in run.rounds]
         x, y = thinned(run.rounds, values, MOST_COLUMNS, of=sum)
-        traces.append(columns(KINDS.get(kind, kind), x, y, COLOURS[place % len(COLOURS)]))
-    figure = stacked(traces)
+        traces.append(charts.columns(KINDS.get(kind, kind), x, y, charts.colour_of(place)))
+    figure = charts.stacked(traces)
     figure["layout"]["xaxis"] |= {"range": [run.rounds[0] - 0.6, run.rounds[-1] + 0.6]}
     if max(Counter(each.round_index for each in run.incidents).values()) <= 6:
         figure["layout"]["yaxis"] |= {"dtick": 1}
@@ -72,4 +63,4 @@ def _table(run: RunData) -> Table:
         for each in reversed(run.incidents)
     ]
     rest = "before these in events.jsonl"
-    return long_table("What happened, newest first", head, rows, "incident", rest)
+    return charts.long_table("What happened, newest first", head, rows, "incident", rest)

@@ -42,16 +42,6 @@ class Incident:
 
 
 @dataclass(slots=True)
-class Planned:
-    """How one cluster was to work in a round."""
-
-    segments: tuple[Placed, ...]
-    micro_batch_size: int
-    micro_batches: int
-    codecs: tuple[str, ...]
-
-
-@dataclass(slots=True)
 class ClusterData:
     """One cluster by round."""
 
@@ -59,7 +49,7 @@ class ClusterData:
     predicted_s: Series = field(default_factory=Series)
     latency_s: Series = field(default_factory=Series)
     placed: dict[int, tuple[Placed, ...]] = field(default_factory=dict)  # by place of the round
-    last_plan: Planned | None = None
+    last_plan: Json = field(default_factory=dict)  # as in the event
     measured: bool = False  # by machines
 
 
@@ -190,12 +180,7 @@ class RunData:
             self.control_units |= powers - set(cluster.get("gradient_power_w", powers))
             data = self.clusters[cluster["cluster_id"]]
             data.placed[place] = placed
-            data.last_plan = Planned(
-                placed,
-                cluster["micro_batch_size"],
-                cluster["micro_batches"],
-                tuple(hop["codec"] for hop in cluster.get("hops", ())),
-            )
+            data.last_plan = cluster
 
     def _add_cluster(self, place: int, name: str, told: Json) -> None:
         data = self.clusters[name]
