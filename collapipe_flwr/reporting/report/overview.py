@@ -1,15 +1,27 @@
-"""A run at a glance, how it was started, and by which versions."""
+"""A run at a glance: its tiles, its incidents, its settings and versions."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from collapipe_flwr.reporting.report.charts import Section, Table, number, seconds, size
+from collapipe_flwr.reporting.report import charts
+from collapipe_flwr.reporting.report.charts import Chart, Section, Table, number, seconds, size
 from collapipe_flwr.reporting.report.energy import spent
-from collapipe_flwr.reporting.report.incidents import counts_text
 from collapipe_flwr.reporting.report.memory import peaks
 from collapipe_flwr.reporting.report.run_data import KINDS, RunData
+from collapipe_flwr.reporting.report.series import MOST_COLUMNS, stride_of, thinned
+
+_INCIDENTS = {  # by kind
+    "lost": "cluster lost",
+    "recovered": "device lost, replayed",
+    "quarantined": "device quarantined",
+    "retry": "round repeated",
+    "late": "late update",
+    "remark": "remark",
+    "failure": "failure",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +37,9 @@ class Tile:
 def tiles(run: RunData) -> list[Tile]:
     """What somebody wants to know first."""
     found = [_status(run), _metric(run), _time(run), _traffic(run), _clusters(run)]
-    found += [_energy(run), _memory(run), _prediction(run), _incidents(run)]
-    return [tile for tile in found if tile is not None]
-
-
-def notes(run: RunData) -> list[str]:
-    """What the run said about itself."""
-    return [str(note) for note in run.summary.get("notes", ())]
+    found += [_energy(run), _memory(run), _prediction(run)]
+    incidents = Tile(title="Incidents", value=str(len(run.incidents)), note=counts_text(run))
+    return [*(tile for tile in found if tile is not None), incidents]
 
 
 def _status(run: RunData) -> Tile:
@@ -112,13 +120,8 @@ def _prediction(run: RunData) -> Tile | None:
     error = run.summary.get("prediction_error")
     if error is None:
         return None
-    return Tile(
-        title="Prediction error", value=f"{100 * error:.1f} %", note="of a round, in the median"
-    )
-
-
-def _incidents(run: RunData) -> Tile:
-    return Tile(title="Incidents", value=str(len(run.incidents)), note=counts_text(run))
+    value = f"{100 * error:.1f} %"
+    return Tile(title="Prediction error", value=value, note="of a round, in the median")
 
 
 def compared_overview(runs: Sequence[RunData]) -> Section:
@@ -138,22 +141,14 @@ def _cell(tile: Tile | None) -> str:
 
 def settings(run: RunData) -> Section:
     """Two tables of keys and values."""
+    versions, config = _rows(run.summary.get("versions") or {}), _rows(run.config)
+    title = f"Run-config, {len(config)} keys"
     tables = [
-        Table(
-            title="Versions",
-            head=["package", "version"],
-            rows=_rows(run.summary.get("versions") or {}),
-        ),
-        Table(
-            title=f"Run-config, {len(run.config)} keys",
-            head=["key", "value"],
-            rows=_rows(run.config),
-            folded=True,
-        ),
+        Table(title="Versions", head=["package", "version"], rows=versions),
+        Table(title=title, head=["key", "value"], rows=config, folded=True),
     ]
-    return Section(
-        key="settings", title="Settings and versions", tables=[t for t in tables if t.rows]
-    )
+    kept = [table for table in tables if table.rows]
+    return Section(key="settings", title="Settings and versions", tables=kept)
 
 
 def _rows(values: Mapping[str, object]) -> list[list[str]]:
@@ -168,15 +163,12 @@ def _text(value: object) -> str:
 
 def compared_settings(runs: Sequence[RunData]) -> Section:
     """What differs."""
-    return Section(
-        key="settings",
-        title="What differs",
-        tables=[
-            *_differing("Run-config", runs, [run.config for run in runs]),
-            *_differing("Versions", runs, [run.summary.get("versions") or {} for run in runs]),
-        ],
-        empty="Nothing: all runs have the same settings and versions, or recorded none.",
-    )
+    tables = [
+        *_differing("Run-config", runs, [run.config for run in runs]),
+        *_differing("Versions", runs, [run.summary.get("versions") or {} for run in runs]),
+    ]
+    empty = "Nothing: all runs have the same settings and versions, or recorded none."
+    return Section(key="settings", title="What differs", tables=tables, empty=empty)
 
 
 def _differing(
@@ -184,10 +176,55 @@ def _differing(
 ) -> list[Table]:
     own = ("run-name", "output-dir", "resume", "train.state-dir")
     keys = dict.fromkeys(key for each in values for key in each if key not in own)
-    rows = [
-        [key, *(_text(each.get(key, "-")) for each in values)]
-        for key in keys
-        if len({_text(each.get(key, "-")) for each in values}) > 1
-    ]
+    found = [[key, *(_text(each.get(key, "-")) for each in values)] for key in keys]
+    rows = [row for row in found if len(set(row[1:])) > 1]
     head = ["key", *(run.name for run in runs)]
     return [Table(title=title, head=head, rows=rows)] if rows else []
+
+
+def incidents(run: RunData) -> Section:
+    """Counts by round and kind, and the newest sentences."""
+    if not run.incidents:
+        empty = "None: every cluster replied in every round."
+        return Section(key="incidents", title="Incidents", empty=empty)
+    head = ["round", "kind", "cluster", "what"]
+    rows = [
+        [str(each.round_index), _label(each.kind), each.cluster, each.text]
+        for each in reversed(run.incidents)
+    ]
+    title, rest = "What happened, newest first", "before these in events.jsonl"
+    return Section(
+        key="incidents",
+        title="Incidents",
+        text=counts_text(run),
+        charts=[_incidents_by_round(run)],
+        tables=[charts.long_table(title, head, rows, "incident", rest)],
+    )
+
+
+def _label(kind: str) -> str:
+    return _INCIDENTS.get(kind, kind)
+
+
+def counts_text(run: RunData) -> str:
+    """``cluster lost: 2, late update: 1``."""
+    counts = Counter(incident.kind for incident in run.incidents)
+    return ", ".join(f"{_label(kind)}: {count}" for kind, count in counts.most_common())
+
+
+def _incidents_by_round(run: RunData) -> Chart:
+    counts = Counter((incident.kind, incident.round_index) for incident in run.incidents)
+    kinds = [kind for kind in _INCIDENTS if any(kind == found for found, _ in counts)]
+    kinds += sorted({kind for kind, _ in counts} - set(kinds))
+    traces = []
+    for place, kind in enumerate(kinds):
+        values = [float(counts[kind, index]) for index in run.rounds]
+        x, y = thinned(run.rounds, values, MOST_COLUMNS, of=sum)
+        traces.append(charts.columns(_label(kind), x, y, charts.colour_of(place)))
+    figure = charts.stacked(traces)
+    figure["layout"]["xaxis"] |= {"range": [run.rounds[0] - 0.6, run.rounds[-1] + 0.6]}
+    if max(Counter(each.round_index for each in run.incidents).values()) <= 6:
+        figure["layout"]["yaxis"] |= {"dtick": 1}
+    stride = stride_of(len(run.rounds), MOST_COLUMNS)
+    note = f"Each bar counts {stride} rounds." if stride > 1 else ""
+    return Chart(key="incidents", title="Incidents by round", note=note, figure=figure)

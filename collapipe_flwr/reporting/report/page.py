@@ -21,7 +21,6 @@ from collapipe_flwr.core.errors import (
 )
 from collapipe_flwr.reporting.report.charts import Section, counted
 from collapipe_flwr.reporting.report.energy import compared_energy, energy
-from collapipe_flwr.reporting.report.incidents import incidents
 from collapipe_flwr.reporting.report.learning import compared_learning, learning
 from collapipe_flwr.reporting.report.links import compared_links, links
 from collapipe_flwr.reporting.report.memory import memory
@@ -29,7 +28,7 @@ from collapipe_flwr.reporting.report.overview import (
     Tile,
     compared_overview,
     compared_settings,
-    notes,
+    incidents,
     settings,
     tiles,
 )
@@ -121,7 +120,7 @@ def run_page(run: RunData, run_dir: Path | None = None) -> Page:
         made=_made(run.summary, f"{counted(len(run.rounds), 'round')} in events.jsonl"),
         sections=run_sections(run, run_dir),
         tiles=tiles(run),
-        notes=notes(run),
+        notes=[str(note) for note in run.summary.get("notes", ())],
         reason=f"{status}: {reason}" if reason else "",
     )
 
