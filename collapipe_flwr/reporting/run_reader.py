@@ -12,6 +12,7 @@ from collapipe_flwr.core.json_codec import plain
 from collapipe_flwr.reporting.progress import read_progress
 from collapipe_flwr.reporting.run_directory import (
     EVENTS,
+    events_bytes,
     parse_event,
     read_config,
     read_summary_head,
@@ -142,13 +143,8 @@ class RunReader:
             self._broken = str(error)
         anew = self._tail.generation != self._generation
         self._generation = self._tail.generation
-        return News(
-            head=self._head(),
-            summary=self._summary,
-            anew=anew,
-            events=events,
-            newest=newest,
-        )
+        head, summary = self._head(), self._summary
+        return News(head=head, summary=summary, anew=anew, events=events, newest=newest)
 
     def _read_summary(self) -> None:
         stamp = summary_stamp(self.run_dir)
@@ -159,8 +155,7 @@ class RunReader:
 
     def _newest(self) -> Json | None:
         """The last round where much is left to read before it, each time that it is another."""
-        path = self.run_dir / EVENTS
-        size = path.stat().st_size if path.exists() else 0
+        size = events_bytes(self.run_dir)
         grown, self._size = size != self._size, size
         behind = size - self._tail.read_bytes > _ABOUT_BYTES
         return newest_event(self.run_dir) if grown and behind else None
@@ -170,6 +165,7 @@ class RunReader:
         before = "starting" if self.run_dir.is_dir() else "waiting"
         summary = self._summary or {"status": before}
         told = as_it_is({key: summary.get(key) for key in _TOLD}, self.run_dir)
+        running = told["status"] in ("starting", "running")
         return {
             **told,
             "name": self.run_dir.name,
@@ -177,10 +173,5 @@ class RunReader:
             "broken": self._broken,
             "config": self._config or {},
             "changed_s": self._stamp[1] / 1e9 if self._stamp else None,
-            "progress": self._progress() if told["status"] in ("starting", "running") else None,
+            "progress": plain(read_progress(self.run_dir)) if running else None,
         }
-
-    def _progress(self) -> Json | None:
-        """The phase, and how far clusters are in a round; None where nobody says it."""
-        progress = read_progress(self.run_dir)
-        return None if progress is None else plain(progress)

@@ -16,7 +16,6 @@ from typing import Any
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting.live.state import Place, RunState
-from collapipe_flwr.reporting.report.charts import Section
 from collapipe_flwr.reporting.report.overview import tiles
 from collapipe_flwr.reporting.report.page import require_report, run_sections, section_html
 from collapipe_flwr.reporting.report.run_data import RunData
@@ -43,7 +42,7 @@ class Feed:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Look again and again while the body runs; afterwards pages are told that it is over."""
+        """Follow the run while the body runs; afterwards pages are told that it is over."""
         stop = threading.Event()
         thread = threading.Thread(target=self._follow, args=(stop,), name="watch", daemon=True)
         thread.start()
@@ -57,10 +56,9 @@ class Feed:
             thread.join()
 
     def next(self, known: Place, timeout_s: float) -> tuple[Place, str] | None:
-        """What somebody at ``known`` lacks, as JSON, and the place that this leads to.
+        """What a page at ``known`` lacks, as JSON, and the place that this leads to.
 
-        None if nothing is new within the time; raises EOFError when nobody follows the run any
-        more.
+        None if nothing is new within the time; raises EOFError when the run is no longer followed.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._over or self._state.place != known, timeout_s)
@@ -80,7 +78,13 @@ class Feed:
         news = self._reader.look()
         with self._changed:
             before = self._state.place
-            self._take(news)
+            if news.anew:
+                self._files += 1
+                self._state.begin(f"{self._server}-{self._files}")
+            self._state.set_head(news.head, news.summary.get("energy", {}).get("budget_j", {}))
+            if news.newest is not None:
+                self._state.show(news.newest)
+            self._state.add(news.events)
             if self._state.place != before:
                 self._changed.notify_all()
         self.figures.take(news)
@@ -91,18 +95,9 @@ class Feed:
             if not self.look():
                 stop.wait(_LOOK_S)
 
-    def _take(self, news: News) -> None:
-        if news.anew:
-            self._files += 1
-            self._state.begin(f"{self._server}-{self._files}")
-        self._state.set_head(news.head, news.summary.get("energy", {}).get("budget_j", {}))
-        if news.newest is not None:
-            self._state.show(news.newest)
-        self._state.add(news.events)
-
 
 def run_finder(run: Path | None, output_dir: Path) -> Find:
-    """Names the run to show, again and again; raises ConfigError for what cannot become one."""
+    """Return a function that names the run to show; raises ConfigError where none can be there."""
     if run is None:
         _check_folder(output_dir, "--output-dir")
         return lambda: newest_run(output_dir)
@@ -120,14 +115,9 @@ def run_finder(run: Path | None, output_dir: Path) -> Find:
 
 def newest_run(folder: Path) -> Path | None:
     """The run directory that began last; None while there is none."""
-    found = [(began_s, path) for path in _folders(folder) if (began_s := _began_s(path))]
+    paths = folder.iterdir() if folder.is_dir() else ()
+    found = [(began_s, path) for path in paths if (began_s := _began_s(path))]
     return max(found)[1] if found else None
-
-
-def _folders(folder: Path) -> list[Path]:
-    with suppress(FileNotFoundError):
-        return list(folder.iterdir())
-    return []
 
 
 def _began_s(run: Path) -> float | None:
@@ -176,17 +166,16 @@ class Figures:
             return {"sections": []}
         try:
             require_report()
-            sections = [_section(section) for section in run_sections(self._data)]
+            sections = [
+                {
+                    "key": section.key,
+                    "title": section.title,
+                    "html": section_html(section),
+                    "charts": section.figures,
+                }
+                for section in run_sections(self._data)
+            ]
         except ConfigError as error:
             return {"sections": [], "missing": str(error)}
         found = [[t.title, t.value, t.note, t.warning] for t in tiles(self._data)]
         return {"sections": sections, "tiles": found}
-
-
-def _section(section: Section) -> dict[str, Any]:
-    return {
-        "key": section.key,
-        "title": section.title,
-        "html": section_html(section),
-        "charts": section.figures,
-    }

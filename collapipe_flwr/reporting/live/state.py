@@ -18,13 +18,14 @@ from collapipe_flwr.reporting.report.run_data import Incident, incidents_of
 
 _MOST_INCIDENTS = 50  # that are sent at once: the newest
 Json = dict[str, Any]
+Event = Mapping[str, Any]  # or a part of one
 CONTROL_UNIT, EDGE = "control unit", "edge"
 _DIGITS = 4  # more than a page shows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """How far somebody knows a run.
+    """How much of a run a page knows.
 
     ``file`` names the events that were read and ``rounds`` counts them; ``picture`` is the round
     that the clusters are drawn of. ``head`` counts changes of the rest.
@@ -40,7 +41,7 @@ class Place:
 
     @staticmethod
     def of_text(text: str) -> Place:
-        """What ``str`` made of a place; that of somebody who knows nothing for any other text."""
+        """What ``str`` made of a place; of any other text, the place of a new page."""
         file, *numbers = text.split("/")
         if len(numbers) != 2 or not all(n.isascii() and n.isdigit() for n in numbers):
             return Place()
@@ -58,7 +59,7 @@ class RunState:
         self.begin("")
 
     def begin(self, file: str) -> None:
-        """Forget the rounds: they are read anew from a file that took the place of the last."""
+        """Forget the rounds: they are read again from a file that replaced the last one."""
         self._incidents: list[Incident] = []
         self._told: list[int] = []  # incidents up to each round
         self._clusters: dict[str, Json] = {}
@@ -72,7 +73,7 @@ class RunState:
             self._head = head
             self.place = replace(self.place, head=self.place.head + 1)
 
-    def add(self, events: Iterable[Mapping[str, Any]]) -> None:
+    def add(self, events: Iterable[Event]) -> None:
         """Rounds that ended, oldest first."""
         newest = None
         for newest in events:
@@ -82,7 +83,7 @@ class RunState:
             self.place = replace(self.place, rounds=len(self._told))
             self.show(newest)
 
-    def show(self, event: Mapping[str, Any]) -> None:
+    def show(self, event: Event) -> None:
         """Draw a round, unless a later one is drawn already."""
         if event["round_index"] <= self.place.picture:
             return
@@ -96,7 +97,7 @@ class RunState:
         self.place = replace(self.place, picture=event["round_index"])
 
     def since(self, known: Place) -> Json:
-        """What somebody lacks; ``anew`` tells to forget what was known."""
+        """What a page at ``known`` lacks; ``anew`` tells it to forget what it knew."""
         anew = known.file != self.place.file or known.rounds > self.place.rounds
         known = Place() if anew else known
         fresh = known.picture != self.place.picture
@@ -115,7 +116,7 @@ class RunState:
         }
 
 
-def _numbers(event: Mapping[str, Any], budget_j: Mapping[str, float | None]) -> Json:
+def _numbers(event: Event, budget_j: Mapping[str, float | None]) -> Json:
     """A round as a whole; ``queue`` is the longest energy queue, in budgets of a round."""
     queues = (
         max(0.0, queue_j / budget)
@@ -130,12 +131,12 @@ def _numbers(event: Mapping[str, Any], budget_j: Mapping[str, float | None]) -> 
     }
 
 
-def round_picture(event: Mapping[str, Any], budget_j: Mapping[str, float | None]) -> list[Json]:
+def round_picture(event: Event, budget_j: Mapping[str, float | None]) -> list[Json]:
     """All clusters that a round of ``events.jsonl`` tells of; ``budget_j`` is by device."""
     plans = {plan["cluster_id"]: plan for plan in (event.get("plan") or {}).get("clusters", ())}
     found = {**dict.fromkeys(plans), **event.get("clusters", {})}
     names = {*found, *event.get("lost", ())}
-    links: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    links: defaultdict[str, list[Event]] = defaultdict(list)
     for link in event.get("links", ()):
         links[link["cluster"]].append(link)
     queues: defaultdict[str, Json] = defaultdict(dict)
@@ -158,9 +159,9 @@ def round_picture(event: Mapping[str, Any], budget_j: Mapping[str, float | None]
 
 def _cluster(
     name: str,
-    plan: Mapping[str, Any] | None,
-    outcome: Mapping[str, Any],
-    links: Iterable[Mapping[str, Any]],
+    plan: Event | None,
+    outcome: Event,
+    links: Iterable[Event],
     members: Mapping[str, Json],
     *,
     lost: bool,
@@ -194,7 +195,7 @@ def _cluster(
 
 def _members(
     cluster: str,
-    outcome: Mapping[str, Any],
+    outcome: Event,
     queues: Mapping[str, float],
     budget_j: Mapping[str, float | None],
     memory: Mapping[str, int],
@@ -203,12 +204,13 @@ def _members(
     stages, energy = outcome.get("stages", {}), outcome.get("energy", {})
     names = [device for device in {**queues, **energy, **stages} if device != EDGE]
     found = {device: stages.get(device, {}) for device in (*names, EDGE)}
+    roles = {EDGE: f"{cluster}/{EDGE}"}  # the edge keeps a replica for each cluster
     return {
         device: {
             "name": device.removeprefix(f"{cluster}/"),
             "busy_s": stage.get("measured_s"),
             "expected_s": stage.get("predicted_s"),
-            "peak_bytes": memory.get(_role(cluster, device), stage.get("peak_bytes")),
+            "peak_bytes": memory.get(roles.get(device, device), stage.get("peak_bytes")),
             "planned_bytes": stage.get("planned_bytes"),
             "energy_j": energy.get(device, {}).get("energy_j"),
             "metered": energy.get(device, {}).get("source") == "metered",
@@ -219,12 +221,7 @@ def _members(
     }
 
 
-def _role(cluster: str, device: str) -> str:
-    """The key of ``memory_bytes``: the edge keeps a replica for each cluster."""
-    return f"{cluster}/{EDGE}" if device == EDGE else device
-
-
-def _stages(cluster: str, plan: Mapping[str, Any], members: Mapping[str, Json]) -> list[Json]:
+def _stages(cluster: str, plan: Event, members: Mapping[str, Json]) -> list[Json]:
     """Control unit, segments and edge in pipeline order; ``ids`` names who holds a stage."""
     held = [(holders(s), (s["first_block"], s["stop_block"])) for s in plan["segments"]]
     busy = {device for devices, _ in held for device in devices}
@@ -252,36 +249,30 @@ def _with_shares(stage: Json, passes: int, latency_s: float | None) -> Json:
     return {"blocks": stage["blocks"], "devices": devices}
 
 
-def _hops(
-    stages: list[Json], planned: Iterable[Mapping[str, Any]], links: Iterable[Mapping[str, Any]]
-) -> list[Json]:
+def _hops(stages: list[Json], planned: Iterable[Event], links: Iterable[Event]) -> list[Json]:
     """From each stage to the next one; between replicas there are several links."""
     place = {name: index for index, stage in enumerate(stages) for name in stage["ids"]}
     place["control-unit"] = 0
-    carried: list[list[Mapping[str, Any]]] = [[] for _ in stages[1:]]
+    carried: list[list[Event]] = [[] for _ in stages[1:]]
     for link in links:
         sender, receiver = place.get(link["sender"]), place.get(link["receiver"])
         if sender is not None and receiver == sender + 1:
             carried[sender].append(link)
-    plans = list(planned)
-    return [
-        _hop(plans[index] if index < len(plans) else {}, found)
-        for index, found in enumerate(carried)
-    ]
+    plans = [*planned, *({} for _ in carried)]
+    return [_hop(plan, found) for plan, found in zip(plans, carried, strict=False)]
 
 
-def _hop(plan: Mapping[str, Any], links: list[Mapping[str, Any]]) -> Json:
-    return {
+def _hop(plan: Event, links: list[Event]) -> Json:
+    """Rates are those of the slowest link, and as planned; None where they are unknown."""
+    hop = {
         "codec": plan.get("codec") or (links[0]["codec"] if links else None),
         "bytes": sum(link[way]["bytes"] for link in links for way in ("forward", "backward")),
-        **{way: _rate(way, plan, links) for way in ("forward", "backward")},
     }
-
-
-def _rate(way: str, plan: Mapping[str, Any], links: list[Mapping[str, Any]]) -> Json:
-    """Bits per second of the slowest link, and as planned; None where nobody knows."""
-    measured = [rate for link in links if (rate := link[way]["bit_per_s"]) is not None]
-    return {"bit_per_s": min(measured, default=None), "planned": plan.get(f"{way}_bit_per_s")}
+    for way in ("forward", "backward"):
+        rates = [rate for link in links if (rate := link[way]["bit_per_s"]) is not None]
+        planned = plan.get(f"{way}_bit_per_s")
+        hop[way] = {"bit_per_s": min(rates, default=None), "planned": planned}
+    return hop
 
 
 def _rounded(value: Any) -> Any:
