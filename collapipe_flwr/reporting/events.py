@@ -29,10 +29,6 @@ class LinkBytes:
     weights: int = 0  # segments, control unit <-> devices that are machines of their own
     spared: int = 0  # of those, what did not travel because both sides had it
 
-    def __add__(self, other: LinkBytes) -> LinkBytes:
-        names = [f.name for f in fields(self)]
-        return LinkBytes(**{name: getattr(self, name) + getattr(other, name) for name in names})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundEvent:
@@ -74,17 +70,15 @@ class RoundEvent:
     @staticmethod
     def of_json(data: Mapping[str, Any]) -> RoundEvent:
         """What :meth:`as_json` wrote; a metric that was no number is NaN again."""
-        metrics = {k: nan if v is None else v for k, v in data["metrics"].items()}
-        asked = {k: nan if v is None else v for k, v in data.get("clusters_metrics", {}).items()}
-        more = {
-            "clusters_metrics": asked,
-            "bytes": LinkBytes(**data["bytes"]),
-            "links": tuple(link_of_json(link) for link in data.get("links", ())),
-            "failures": tuple(data["failures"]),
-            "lost": tuple(data.get("lost", ())),
-            "incidents": tuple(data.get("incidents", ())),
-        }
-        return RoundEvent(**{**data, "metrics": metrics, **more})
+        values: dict[str, Any] = dict(data)
+        for name in ("metrics", "clusters_metrics"):
+            scores = data.get(name, {}).items()
+            values[name] = {key: nan if score is None else score for key, score in scores}
+        for name in ("failures", "lost", "incidents"):
+            values[name] = tuple(data.get(name, ()))
+        values["bytes"] = LinkBytes(**data["bytes"])
+        values["links"] = tuple(link_of_json(link) for link in data.get("links", ()))
+        return RoundEvent(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,10 +120,8 @@ class RunSums:
         if self.model_share is None:
             return None
         caps = [cap for cap in self.share_caps if cap is not None]
-        return {
-            "most": self.model_share,
-            "cap": max(caps) if len(caps) == len(self.share_caps) else None,
-        }
+        cap = max(caps) if len(caps) == len(self.share_caps) else None
+        return {"most": self.model_share, "cap": cap}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,17 +144,11 @@ class RunStory:
 
     def grown(self, event: RoundEvent) -> RunStory:
         """With one round more."""
+        none: dict[str, Any] = {}
         curve = replace(
-            event,
-            plan=None,
-            clusters={},
-            energy_j={},
-            queues_j={},
-            links=(),
-            memory_bytes={},
-            failures=(),
-            incidents=(),
+            event, plan=None, clusters=none, energy_j=none, queues_j=none, memory_bytes=none
         )
+        curve = replace(curve, links=(), failures=(), incidents=())
         return replace(self, events=(*self.events, curve), sums=self.sums.plus(event))
 
     def expected_wall_s(self, event: RoundEvent) -> float | None:
@@ -180,12 +166,16 @@ class RunStory:
     def summary(self, *, status: str, wall_s: float, reason: str | None = None) -> dict[str, Any]:
         """The content of ``summary.json``, with the last of the plans (see `RunDirectory`)."""
         sums = reduce(RunSums.plus, self.events, self.sums)
-        total = sum((e.bytes for e in self.events), LinkBytes())
+        total = {
+            f.name: sum(getattr(e.bytes, f.name) for e in self.events) for f in fields(LinkBytes)
+        }
         asked = [e for e in self.events if e.clusters_loss is not None]
-        # loss and metrics on the clusters' shares of the test set
-        clusters = (
+        on_shares = (
             {"loss": asked[-1].clusters_loss, **asked[-1].clusters_metrics} if asked else None
         )
+        lost = sorted({name for event in self.events for name in event.lost})
+        joules = {**dict.fromkeys(self.energy_budget_j, 0.0), **sums.energy_j}
+        mean_j = {device: j / max(len(self.events), 1) for device, j in joules.items()}
         scored = [e.metrics[self.metric_name] for e in self.events if e.metrics]
         summary = {
             "status": status,
@@ -194,21 +184,21 @@ class RunStory:
             "rounds_asked": self.rounds_asked,
             "notes": list(self.notes),
             "untrained": dict(self.initial),
-            "lost": self._lost_rounds(),
+            "lost": {n: [e.round_index for e in self.events if n in e.lost] for n in lost},
             "metric": {
                 "name": self.metric_name,
                 "initial": self.initial.get(self.metric_name),
                 "final": scored[-1] if scored else None,
                 "curve": scored,
             },
-            "clusters": clusters,
+            "clusters": on_shares,  # of the test set
             "loss": [e.loss for e in self.events],
             "wall_s": round(wall_s, 3),
             "predicted_latency_s": [e.predicted_latency_s for e in self.events],
             "latency_s": [e.latency_s for e in self.events],
             "prediction_error": median(sums.errors) if sums.errors else None,
-            "energy": {"budget_j": dict(self.energy_budget_j), "mean_j": self._mean_energy_j(sums)},
-            "bytes": asdict(total),
+            "energy": {"budget_j": dict(self.energy_budget_j), "mean_j": mean_j},
+            "bytes": total,
             "links": [link_json(link) for link in sums.links],
             "peak_memory_bytes": dict(sums.memory_bytes),
             "memory_limit_bytes": dict(self.memory_limit_bytes),
@@ -217,16 +207,6 @@ class RunStory:
             "plans": [] if sums.plan is None else [sums.plan],
         }
         return cast("dict[str, Any]", finite(summary))
-
-    def _lost_rounds(self) -> dict[str, list[int]]:
-        """The rounds that went on without a cluster, by cluster."""
-        names = sorted({name for event in self.events for name in event.lost})
-        return {name: [e.round_index for e in self.events if name in e.lost] for name in names}
-
-    def _mean_energy_j(self, sums: RunSums) -> dict[str, float]:
-        """Per device: joules per round, rounds without work counted as zero."""
-        joules = {**dict.fromkeys(self.energy_budget_j, 0.0), **sums.energy_j}
-        return {device: j / max(len(self.events), 1) for device, j in joules.items()}
 
 
 def holders(segment: Mapping[str, Any]) -> tuple[str, ...]:

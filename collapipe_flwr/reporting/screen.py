@@ -37,12 +37,10 @@ _ENDING = "stopping Flower"
 class Screen:
     """The terminal of `collapipe run`: ``quiet`` shows nothing, ``verbose`` the log itself."""
 
-    def __init__(
-        self, *, quiet: bool = False, verbose: bool = False, console: Console | None = None
-    ) -> None:
+    def __init__(self, *, quiet: bool = False, verbose: bool = False) -> None:
         self.verbose = verbose
-        self._console = console or Console(quiet=quiet, highlight=False)
-        if console is None and not self._console.is_terminal:
+        self._console = Console(quiet=quiet, highlight=False)
+        if not self._console.is_terminal:
             self._console.width = _PLAIN
         self._draws = self._console.is_terminal and not verbose and not quiet
         self._bars = Bars()
@@ -76,11 +74,6 @@ class Screen:
             self._said = progress.phase
             self.say(progress.phase)
 
-    def pass_on(self, log: str) -> None:
-        """A piece of the log as it is."""
-        sys.stdout.write(log)
-        sys.stdout.flush()
-
     def show_summary(self, summary: Mapping[str, Any]) -> None:
         """The end of a run at a glance."""
         folds = self._console.is_terminal and self._console.width < _SCREEN
@@ -111,9 +104,11 @@ class Follower:
     def look(self) -> None:
         """Show what is new."""
         if self._screen.verbose:
-            self._pass_on()
+            self._pass_on_log()
             return
-        self._look_for_rounds()
+        if (stamp := summary_stamp(self._run_dir)) != self._stamp:
+            self._stamp = stamp
+            self._show_rounds()
         progress = read_progress(self._run_dir)
         if progress is not None and progress.since_s >= self._began_s:
             self._shown = progress
@@ -123,11 +118,7 @@ class Follower:
         if self._shown is not None:
             self._screen.show(self._shown)
 
-    def _look_for_rounds(self) -> None:
-        stamp = summary_stamp(self._run_dir)
-        if stamp == self._stamp:
-            return
-        self._stamp = stamp
+    def _show_rounds(self) -> None:
         summary = read_summary(self._run_dir) or {}
         self._printer.rounds = summary.get("rounds_asked")
         for note in summary.get("notes", ()):
@@ -142,12 +133,12 @@ class Follower:
                 self._last = event["round_index"]
                 self._printer.show(RoundEvent.of_json(event))
 
-    def _pass_on(self) -> None:
+    def _pass_on_log(self) -> None:
         log = self._run_dir / LOG
-        if not log.exists():
-            return
-        with log.open("rb") as file:
-            file.seek(self._log_place)
-            new = file.read()
-        self._log_place += len(new)
-        self._screen.pass_on(new.decode(errors="replace"))
+        if log.exists():
+            with log.open("rb") as file:
+                file.seek(self._log_place)
+                new = file.read()
+            self._log_place += len(new)
+            sys.stdout.write(new.decode(errors="replace"))
+            sys.stdout.flush()

@@ -5,7 +5,7 @@ It is of one run, or of several side by side.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,9 +115,11 @@ def run_sections(run: RunData, run_dir: Path | None = None) -> list[Section]:
 def run_page(run: RunData, run_dir: Path | None = None) -> Page:
     """The page of one run."""
     status, reason = run.summary.get("status"), run.summary.get("reason")
+    versions = run.summary.get("versions") or {}
+    ours = [f"{name} {versions[name]}" for name in ("collapipe-flwr", "flwr") if name in versions]
     return Page(
         title=f"Run {run.name}",
-        made=_made(run.summary, f"{counted(len(run.rounds), 'round')} in events.jsonl"),
+        made=", ".join((f"{counted(len(run.rounds), 'round')} in events.jsonl", *ours)),
         sections=run_sections(run, run_dir),
         tiles=tiles(run),
         notes=[str(note) for note in run.summary.get("notes", ())],
@@ -139,12 +141,6 @@ def compared_page(runs: Sequence[RunData]) -> Page:
         made=", ".join(names),
         sections=[section(runs) for section in _COMPARED],
     )
-
-
-def _made(summary: Mapping[str, Any], text: str) -> str:
-    versions = summary.get("versions") or {}
-    named = [f"{name} {versions[name]}" for name in ("collapipe-flwr", "flwr") if name in versions]
-    return ", ".join((text, *named))
 
 
 def require_report() -> None:
