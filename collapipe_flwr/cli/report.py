@@ -106,12 +106,12 @@ def watch(
 def _serve(find: Find, host: str, port: int) -> None:
     from collapipe_flwr.core.processes import stopping
     from collapipe_flwr.reporting.live.feed import Feed
-    from collapipe_flwr.reporting.live.server import Bind, LiveServer
+    from collapipe_flwr.reporting.live.server import LiveServer
 
     feed = Feed(find)
     with wrong_input():
-        server = LiveServer(feed, Bind.at(host, port))
-    if server.bind.token:
+        server = LiveServer(feed, host, port)
+    if server.token:
         typer.echo(
             f"{host} can be reached from other machines: whoever has this URL sees the run, and it "
             "is not encrypted.",

@@ -34,19 +34,18 @@ class RoundPrinter:
 
     def say(self, text: str) -> None:
         """One plain line, folded where a terminal ends."""
-        if not self._console.is_terminal:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-            return
-        indent = " " * (len(text) - len(text.lstrip()))
-        folded = wrap(
-            text.strip(),
-            max(self._console.width, _LEAST_WIDTH),
-            initial_indent=indent,
-            subsequent_indent=f"{indent}    ",
-            max_lines=_MOST_LINES,
-            placeholder=_MORE if self._console.width > len(_MORE) + len(indent) + 4 else " ...",
-        )
-        self._console.print("\n".join(folded), markup=False, highlight=False, soft_wrap=True)
+        if self._console.is_terminal:
+            indent, width = " " * (len(text) - len(text.lstrip())), self._console.width
+            folded = wrap(
+                text.strip(),
+                max(width, _LEAST_WIDTH),
+                initial_indent=indent,
+                subsequent_indent=f"{indent}    ",
+                max_lines=_MOST_LINES,
+                placeholder=_MORE if width > len(_MORE) + len(indent) + 4 else " ...",
+            )
+            text = "\n".join(folded)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def show_untrained(self, metrics: Mapping[str, float]) -> None:
         """What the model scores before the first round."""
@@ -172,12 +171,11 @@ def _machine_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
 
 def _energy_rows(energy: Mapping[str, Any]) -> list[Row]:
     """Devices by how much of their budget they spent, those that overran it in red."""
-    shares, rows = {}, []
-    for device, budget_j in energy["budget_j"].items():
-        used_j = energy["mean_j"].get(device, 0.0)
-        shares[device] = used_j / budget_j if budget_j else 0.0  # None: without a limit
+    budgets, used = energy["budget_j"], energy["mean_j"]  # a budget of None: without a limit
+    shares = {name: used.get(name, 0.0) / b if b else 0.0 for name, b in budgets.items()}
+    rows = []
     for device in sorted(shares, key=lambda name: -shares[name]):
-        used_j, budget_j = energy["mean_j"].get(device, 0.0), energy["budget_j"][device]
+        used_j, budget_j = used.get(device, 0.0), budgets[device]
         limit = "" if budget_j is None else f" of {budget_j:.3g}"
         text = f"{used_j:.3g}{limit} J per round"
         over = shares[device] > 1.0

@@ -73,14 +73,14 @@ class ProgressFile:
         self._rounds = rounds
         self._say = say
         self._lock = threading.Lock()
-        self._look: Look = _nothing
+        self._look: Look = dict
         self._now = RunProgress(phase="", since_s=time.time())
 
     def enter(self, phase: str, *, round_index: int = 0, look: Look | None = None) -> None:
         """A phase begins, in which ``look`` says how far the clusters are."""
         now_s = time.time()
         with self._lock:
-            self._look = look or _nothing
+            self._look = look or dict
             self._now = RunProgress(
                 phase=phase,
                 since_s=now_s,
@@ -128,10 +128,6 @@ class ProgressFile:
                 draft = self.folder / f"{PROGRESS}.partial"
                 draft.write_text(to_json(self._now), encoding="utf-8")
                 os.replace(draft, self.folder / PROGRESS)
-
-
-def _nothing() -> dict[str, ClusterProgress]:
-    return {}
 
 
 def read_progress(folder: Path) -> RunProgress | None:

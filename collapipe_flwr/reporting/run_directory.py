@@ -44,23 +44,16 @@ MANY_BYTES = 50_000_000  # of events, which take about a second to read
 _ROUND = re.compile(r"round-(\d{6,})")
 
 
-def _nobody(kind: str, value: Json) -> None:
-    """Is told of writes and does nothing."""
-
-
 class RunDirectory:
     """Owns the folder of one run; every write is complete, or absent and a RunError.
 
-    ``tell`` is called with what was written, for whoever cannot see the folder (`log_lines`).
+    ``tell`` is called with what was written, for those who cannot see the folder (`log_lines`).
     """
 
-    tell: Callable[[str, Json], None] = staticmethod(_nobody)
+    tell: Callable[[str, Json], object] = staticmethod(lambda _kind, _value: None)
 
     def __init__(self, path: Path) -> None:
-        """Create the folder; raises ConfigError when it exists or cannot be made.
-
-        One that holds nothing but a log was made for this run, by whoever keeps its log.
-        """
+        """Create the folder; raises ConfigError when it exists (see `is_new`) or cannot be made."""
         check_new(path)
         try:
             make_folder(path)
@@ -81,7 +74,7 @@ class RunDirectory:
 
     @property
     def run_id(self) -> str:
-        """By which clusters know the run again; drawn once, the first time that it is asked for."""
+        """The id by which clusters recognise the run; drawn on first use."""
         if not (self.path / _RUN_ID).exists():
             self._replace(_RUN_ID, secrets.token_hex(16))
         return run_id_of(self.path)
@@ -129,8 +122,8 @@ class RunDirectory:
         """Replace ``summary.json``.
 
         When the run has ended, ``plans`` are those of all rounds, from their events. While it goes
-        on they are as given: to write all of them anew in every round is too much in a long run,
-        and to read all events where somebody stops it (`MANY_BYTES`) takes too long.
+        on, or where it is stopped after many events (`MANY_BYTES`), they are as given: to collect
+        them takes too long.
         """
         self._write(write_file, _SUMMARY, lambda path: self._save_summary(summary, path))
         self.tell("summary", {**summary, "plans": []})
@@ -138,7 +131,7 @@ class RunDirectory:
     def _save_summary(self, summary: Json, path: Path) -> None:
         hasty = summary["status"] == "stopped" and events_bytes(self.path) > MANY_BYTES
         if "plans" in summary and summary["status"] != RUNNING and not hasty:
-            with suppress(RunError):  # of a damaged event: how the run ended is said all the same
+            with suppress(RunError):  # an event is damaged: write how the run ended all the same
                 self._save_with_plans(summary, path)
                 return
         path.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
@@ -178,7 +171,7 @@ def is_new(path: Path) -> bool:
 
 
 def check_new(path: Path) -> None:
-    """Raise ConfigError where the folder of a new run exists, but for one with a log alone."""
+    """Raise ConfigError where the folder of a new run exists already; see `is_new`."""
     if path.exists() and not (path.is_dir() and is_new(path)):
         raise ConfigError(
             f'output-dir: "{path}" exists already; choose another, or go on with it by resume'
@@ -246,7 +239,7 @@ def resumed_config(run_dir: Path, overrides: Json) -> dict[str, Any]:
 
 
 def run_id_of(folder: Path) -> str:
-    """By which a run is known again that lies in this folder; drawn once. Raises OSError."""
+    """The id by which sinks recognise the run of this folder; drawn once. Raises OSError."""
     path = folder / _RUN_ID
     if not path.exists():
         write_text(path, secrets.token_hex(16))
@@ -351,14 +344,13 @@ def read_past(run_dir: Path, done: int) -> Past:
     if not done:
         return Past()
     events = [RoundEvent.of_json(e) for e in read_events(run_dir) if e["round_index"] <= done]
-    pending, summary = read_pending(run_dir), read_summary(run_dir) or {}
+    pending, summary = read_pending(run_dir) or {}, read_summary(run_dir) or {}
     missing = not events or events[-1].round_index < done
+    was_pending = missing and pending.get("round_index") == done
     return Past(
         initial=untrained_metrics(summary),
         notes=tuple(summary.get("notes", ())),
         events=tuple(events),
-        pending=RoundEvent.of_json(pending)
-        if missing and pending is not None and pending["round_index"] == done
-        else None,
+        pending=RoundEvent.of_json(pending) if was_pending else None,
         wall_s=summary.get("wall_s", 0.0),
     )

@@ -15,7 +15,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -39,34 +38,9 @@ _RETRY_MS = 1000  # after which a page whose stream broke off connects again
 _SCRIPTS = ("numbers.js", "clusters.js", "figures.js", "live.js")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bind:
-    """Where to listen; ``token`` is empty on loopback alone."""
-
-    host: str = "127.0.0.1"
-    port: int = 0
-    token: str = field(default="", repr=False)
-
-    @staticmethod
-    def at(host: str, port: int) -> Bind:
-        """With a token unless only this machine can connect."""
-        return Bind(
-            host=host, port=port, token="" if is_loopback(host) else secrets.token_urlsafe(16)
-        )
-
-    def url(self, port: int) -> str:
-        """What to open in a browser."""
-        anywhere = self.host in ("", "0.0.0.0", "::")
-        host = socket.gethostname() if anywhere else self.host
-        shown = f"[{host}]" if ":" in host else host
-        return f"http://{shown}:{port}/" + (f"?token={self.token}" if self.token else "")
-
-
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(host)
-    except ValueError:
-        return None
+def token_for(host: str) -> str:
+    """What requests to a server at ``host`` must hold; empty where it is on loopback."""
+    return "" if is_loopback(host) else secrets.token_urlsafe(16)
 
 
 class LiveServer(ThreadingHTTPServer):
@@ -76,23 +50,26 @@ class LiveServer(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = _MOST_CLIENTS
 
-    def __init__(self, feed: Feed, bind: Bind) -> None:
+    def __init__(self, feed: Feed, host: str = "127.0.0.1", port: int = 0) -> None:
         """Raises ConfigError where it cannot listen."""
-        self.feed, self.bind = feed, bind
+        self.feed, self.host, self.token = feed, host, token_for(host)
         self.clients = threading.BoundedSemaphore(_MOST_CLIENTS)
-        self.address_family = socket.AF_INET6 if ":" in bind.host else socket.AF_INET
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            super().__init__((bind.host, bind.port), _Handler)
+            super().__init__((host, port), _Handler)
         except OSError as error:
             raise ConfigError(
-                f"--host {bind.host} --port {bind.port}: cannot listen there ({error.strerror}); "
+                f"--host {host} --port {port}: cannot listen there ({error.strerror}); "
                 "choose another, or port 0 for a free one"
             ) from error
 
     @property
     def url(self) -> str:
         """What to open in a browser."""
-        return self.bind.url(self.server_port)
+        host = socket.gethostname() if self.host in ("", "0.0.0.0", "::") else self.host
+        shown = f"[{host}]" if ":" in host else host
+        query = f"?token={self.token}" if self.token else ""
+        return f"http://{shown}:{self.server_port}/{query}"
 
     def server_bind(self) -> None:
         """Without the look-up of this machine's name that the base class makes."""
@@ -162,7 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
         token = query.get("token", "").encode()
         if not self._is_for_us():
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST, "Unknown host name")
-        elif not secrets.compare_digest(token, self.server.bind.token.encode()):
+        elif not secrets.compare_digest(token, self.server.token.encode()):
             self.send_error(HTTPStatus.FORBIDDEN, "Open the URL that `collapipe watch` printed")
         elif answer is None:
             self.send_error(HTTPStatus.NOT_FOUND)
@@ -174,10 +151,12 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing: URLs hold the token."""
 
     def _is_for_us(self) -> bool:
-        """Whether it was sent to an address, which nobody can redirect, or to a name of ours."""
+        """Whether it was sent to an address, which cannot be redirected, or to a name of ours."""
         name = _PORT.sub("", self.headers.get("Host", "")).strip("[]").lower()
-        ours = ("localhost", self.server.bind.host.lower(), socket.gethostname().lower())
-        return name in ours or _address(name) is not None
+        with suppress(ValueError):
+            ipaddress.ip_address(name)
+            return True
+        return name in ("localhost", self.server.host.lower(), socket.gethostname().lower())
 
     @property
     def _answers(self) -> Mapping[str, Callable[[Mapping[str, str]], None]]:
