@@ -33,41 +33,36 @@ def _text(run: RunData) -> str:
 
 
 def _loss(run: RunData) -> Chart | None:
-    named = (
-        ("training, all clusters", run.numbers["loss"], charts.FIRST, "solid"),
-        ("test, by the server", run.metrics.get("loss"), charts.SECOND, "solid"),
-        ("test, by the clusters", run.numbers["clusters_loss"], charts.THIRD, "dot"),
-    )
     traces = _each_cluster(run)
-    traces += [
-        charts.curve(name, run.rounds, series, colour, dash)
-        for name, series, colour, dash in named
-        if series is not None and series.known
-    ]
-    if not traces:
-        return None
-    return Chart(
-        key="loss", title="Loss", figure=charts.by_round(_with_untrained(run, traces, "loss"))
-    )
+    training, on_shares = run.numbers["loss"], run.numbers["clusters_loss"]
+    if training.known:
+        traces.append(charts.curve("training, all clusters", run.rounds, training, charts.FIRST))
+    if "loss" in run.metrics and run.metrics["loss"].known:
+        traces.append(_by_server(run, "loss"))
+    if on_shares.known:
+        traces.append(_by_clusters(run, on_shares))
+    return Chart(key="loss", title="Loss", figure=charts.by_round(traces)) if traces else None
 
 
 def _metric(run: RunData, name: str) -> Chart:
-    traces = []
-    if name in run.metrics:
-        traces.append(
-            charts.curve("test, by the server", run.rounds, run.metrics[name], charts.SECOND)
-        )
-        traces = _with_untrained(run, traces, name)
+    traces = [_by_server(run, name)] if name in run.metrics else []
     if name in run.clusters_metrics:
-        series = run.clusters_metrics[name]
-        traces.append(
-            charts.curve("test, by the clusters", run.rounds, series, charts.THIRD, "dot")
-        )
-    return Chart(
-        key=f"metric-{name}",
-        title=f"{name} on unseen examples",
-        figure=charts.by_round(traces, log=name == "perplexity"),
-    )
+        traces.append(_by_clusters(run, run.clusters_metrics[name]))
+    figure = charts.by_round(traces, log=name == "perplexity")
+    return Chart(key=f"metric-{name}", title=f"{name} on unseen examples", figure=figure)
+
+
+def _by_server(run: RunData, name: str) -> Json:
+    """The server's curve of a metric; at round 0, the score of the untrained model."""
+    curve = charts.curve("test, by the server", run.rounds, run.metrics[name], charts.SECOND)
+    untrained = run.untrained.get(name)
+    if untrained is not None:
+        curve |= {"x": [0, *curve["x"]], "y": [untrained, *curve["y"]]}
+    return curve
+
+
+def _by_clusters(run: RunData, series: Series) -> Json:
+    return charts.curve("test, by the clusters", run.rounds, series, charts.THIRD, "dot")
 
 
 def _stream(run: RunData) -> Chart | None:
@@ -100,15 +95,6 @@ def _each_cluster(run: RunData) -> list[Json]:
     return charts.band(
         f"training, range of {charts.counted(len(series), 'cluster')}", x, lows, highs
     )
-
-
-def _with_untrained(run: RunData, traces: list[Json], name: str) -> list[Json]:
-    """Begin the server's curve at round 0, with what the untrained model scores."""
-    value = run.untrained.get(name)
-    for trace in traces:
-        if value is not None and trace["name"] == "test, by the server":
-            trace["x"], trace["y"] = [0, *trace["x"]], [value, *trace["y"]]
-    return traces
 
 
 def compared_learning(runs: Sequence[RunData]) -> Section:
