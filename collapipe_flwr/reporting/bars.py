@@ -1,7 +1,7 @@
-"""What happens in a run just now, as bars: one for all clusters together, and one for each.
+"""Progress bars of a run: one for all clusters together, and one for each.
 
-A phase that nobody can measure has a clock. Where an edge does not count, a round of machines has a
-bar of the plan's prediction, which says so. No line is wider than the terminal.
+A phase whose progress is unknown has a clock. If no edge counts micro-batches, the bar of a round
+on real machines follows the plan's prediction and says so. No line is wider than the terminal.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _WIDE, _NARROW = 70, 50  # columns of a terminal, from which on there is room fo
 
 
 class Bars:
-    """Renders the newest `RunProgress`; rates are those since a cluster had nothing yet."""
+    """Renders the newest `RunProgress`; a rate counts from when its cluster had done nothing."""
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self._now = now
         self._spinner = Spinner("dots")
         self._progress: RunProgress | None = None
-        self._begun_s: dict[str, float] = {}  # the last look at which a cluster had nothing yet
+        self._begun_s: dict[str, float] = {}  # when a cluster was last seen idle
 
     def show(self, progress: RunProgress | None) -> None:
-        """What to render from now on; None: nothing."""
+        """Render this from now on; None: nothing."""
         before = self._progress
         if progress is None or before is None or progress.since_s != before.since_s:
             self._begun_s = {}
@@ -90,13 +90,13 @@ class Bars:
         grid.add_row(title, bar, "  ".join(filter(None, cells)))
 
     def _rate(self, name: str, progress: RunProgress) -> float:
-        """Micro-batches per second of a cluster that is at work; 0 of any other."""
+        """Micro-batches per second of a cluster that is working, else 0."""
         done, of = _done(progress.clusters[name]), progress.clusters[name].of
         passed_s = progress.at_s - self._begun_s.get(name, progress.since_s)
         return done / passed_s if passed_s > 0.0 and done < of else 0.0
 
     def _left_s(self, names: list[str], progress: RunProgress) -> float | None:
-        """Seconds to the end of all; clusters that have not begun go as fast as the others."""
+        """Seconds until all have finished; clusters that have not begun count at the mean rate."""
         clusters = {name: progress.clusters[name] for name in names}
         left = {name: max(each.of - _done(each), 0) for name, each in clusters.items()}
         rates = {name: rate for name in names if (rate := self._rate(name, progress))}

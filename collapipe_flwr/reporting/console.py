@@ -23,17 +23,14 @@ Row = tuple[str, str]
 
 
 class RoundPrinter:
-    """Prints two lines per finished round: numbers and plan.
-
-    On a terminal no line is wider than it; elsewhere lines are as long as they are.
-    """
+    """Prints two lines per finished round, numbers and plan, wrapped on a terminal."""
 
     def __init__(self, rounds: int | None = None, console: Console | None = None) -> None:
         self.rounds = rounds
         self._console = console or Console(width=_WIDTH, highlight=False, soft_wrap=True)
 
     def say(self, text: str) -> None:
-        """One plain line, folded where a terminal ends."""
+        """Print one line, wrapped on a terminal."""
         if self._console.is_terminal:
             indent, width = " " * (len(text) - len(text.lstrip())), self._console.width
             folded = wrap(
@@ -48,12 +45,12 @@ class RoundPrinter:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def show_untrained(self, metrics: Mapping[str, float]) -> None:
-        """What the model scores before the first round."""
+        """Print the scores of the untrained model."""
         words = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         self.say(f"untrained: {words}")
 
     def show(self, event: RoundEvent) -> None:
-        """One round: what was learned, then where."""
+        """Print one round."""
         loss = "-" if event.loss is None else f"{event.loss:.4f}"
         scores = "  ".join(f"test {name} {value:.4g}" for name, value in event.metrics.items())
         numbers = f"round {event.round_index:>3}/{self.rounds or '?'}  {event.wall_s:5.1f} s"
@@ -118,7 +115,7 @@ def _codecs_text(cluster: Mapping[str, Any]) -> str:
 
 
 def summary_table(summary: Mapping[str, Any], *, folds: bool = False) -> Table:
-    """The end of a run at a glance: lines that fit a screen of 24, or are folded (``folds``)."""
+    """The table at the end of a run; fits 24 lines, unless cells wrap (``folds``)."""
     table = Table(title=f"run {summary['status']}", show_header=False, title_justify="left")
     table.box, table.padding = None, (0, 2, 0, 0)
     for _ in range(2):
@@ -150,7 +147,7 @@ def _outcome_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _machine_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
-    """Of links, energy and memory those rows that say most, and how many there are besides."""
+    """The most telling rows of links, energy and memory, and the number of the others."""
     if share := summary.get("model_share"):
         cap = "" if share["cap"] is None else f", {100 * share['cap']:.3g} % allowed"
         yield "memory share", f"{100 * share['most']:.3g} % of the whole model at most{cap}"
@@ -170,7 +167,7 @@ def _machine_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _energy_rows(energy: Mapping[str, Any]) -> list[Row]:
-    """Devices by how much of their budget they spent, those that overran it in red."""
+    """Devices by the share of their budget that they spent; red above it."""
     budgets, used = energy["budget_j"], energy["mean_j"]  # a budget of None: without a limit
     shares = {name: used.get(name, 0.0) / b if b else 0.0 for name, b in budgets.items()}
     rows = []

@@ -1,18 +1,16 @@
 """The folder of a run: ``summary.json``, ``events.jsonl`` and the trained model.
 
-``run-config.json`` says how the run was started. ``events.jsonl`` gets one line per round as soon
-as the round ends. ``summary.json`` is replaced as a whole, so a reader never sees half of it, and
-its ``status`` says ``running``, ``completed``, ``failed`` or ``stopped``; where it says that the
-run goes on and nobody writes it, it is read as ``interrupted`` (`run_lock`). A resumed run reopens
-its folder and goes on writing. What was written is on disk: after a kill or a power cut at most the
-end of the last line of ``events.jsonl`` is missing, which readers pass over and a resumed run
-removes; that round is pending or is trained again. ``run.log`` is what `collapipe run` keeps of
-Flower's log.
+``run-config.json`` is how the run was started. ``events.jsonl`` gets one line per round as soon as
+the round ends. ``summary.json`` is replaced as a whole; its ``status`` is ``running``,
+``completed``, ``failed`` or ``stopped``, and ``running`` is read as ``interrupted`` if no process
+writes the directory (`run_lock`). A resumed run reopens its folder. Writes are flushed to disk:
+after a kill or a power cut at most the end of the last line of ``events.jsonl`` is missing, which
+readers skip and a resumed run removes; that round is pending or is trained again. ``run.log`` is
+Flower's log as `collapipe run` keeps it.
 
-:class:`Past` is what an earlier process of a run left, as far as its newest checkpoint goes. A
-process may die between the checkpoint of a round and its evaluation, or after rounds that no
-checkpoint covers. The first is why a round is kept as *pending* before it is evaluated; the others
-will be trained again, so their events are dropped.
+:class:`Past` is what an earlier process of a run left, up to its newest checkpoint. A process may
+die between the checkpoint of a round and its evaluation, so a round is kept as *pending* before it
+is evaluated. Rounds after the checkpoint are trained again, so their events are dropped.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ class RunDirectory:
 
     @classmethod
     def reopen(cls, path: Path) -> RunDirectory:
-        """The folder of an earlier run, to go on with it; raises ConfigError if it is none."""
+        """The folder of an earlier run, to resume it; raises ConfigError if it is none."""
         if not (path / CONFIG).is_file():
             raise ConfigError(f'resume: "{path}" is not the folder of a run')
         directory = cls.__new__(cls)
@@ -95,7 +93,7 @@ class RunDirectory:
         return self.path / "adapter"
 
     def timeline_path(self, server_round: int) -> Path:
-        """Where the timeline of a round goes, if one was asked for."""
+        """Where the timeline of a round goes (``train.timeline``)."""
         return self.path / f"timeline-round{server_round}.json"
 
     def append_event(self, event: Json) -> None:
@@ -115,7 +113,7 @@ class RunDirectory:
             self.tell("event", event)
 
     def write_pending(self, event: Json) -> None:
-        """Keep a round that is not evaluated yet, in case this process dies before it is."""
+        """Keep a round that is not evaluated yet, in case this process ends before it is."""
         self._replace(_PENDING, _line(event))
 
     def write_summary(self, summary: Json) -> None:
@@ -228,7 +226,7 @@ def read_config(run_dir: Path) -> dict[str, Any] | None:
 
 
 def resumed_config(run_dir: Path, overrides: Json) -> dict[str, Any]:
-    """The run-config that goes on with a run: its own, ``overrides`` first in rank.
+    """The run-config that resumes a run: its own, with ``overrides`` in front.
 
     Raises ConfigError if the folder is not that of a run.
     """
@@ -247,7 +245,7 @@ def run_id_of(folder: Path) -> str:
 
 
 def summary_stamp(run_dir: Path) -> tuple[int, int] | None:
-    """What changes whenever the summary is replaced; None where there is none."""
+    """Changes whenever the summary is replaced; None where there is none."""
     try:
         found = (run_dir / _SUMMARY).stat()
     except FileNotFoundError:
@@ -256,7 +254,7 @@ def summary_stamp(run_dir: Path) -> tuple[int, int] | None:
 
 
 def events_bytes(run_dir: Path) -> int:
-    """How much the events of all rounds are; 0 before the first."""
+    """Size of the events of all rounds; 0 before the first."""
     path = run_dir / EVENTS
     return path.stat().st_size if path.exists() else 0
 
@@ -269,7 +267,7 @@ def newest_checkpoint(run_dir: Path) -> int:
 
 
 def rounds_done(run_dir: Path) -> int:
-    """The last round that a run directory tells of; 0 before the first."""
+    """The last round in a run directory; 0 before the first."""
     return max((event["round_index"] for event in read_events(run_dir)[-1:]), default=0)
 
 
@@ -286,7 +284,7 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
 def iter_events(run_dir: Path) -> Iterator[dict[str, Any]]:
     """The same, one by one: a long run on many devices writes more than memory holds.
 
-    A last line that a crash left is passed over; raises RunError for any other that is damaged.
+    A damaged last line is skipped; raises RunError for any other that is damaged.
     """
     path = run_dir / EVENTS
     if not path.exists():

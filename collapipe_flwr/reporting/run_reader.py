@@ -28,10 +28,10 @@ _TOLD = ("status", "reason", "rounds_asked", "notes", "untrained", "wall_s")
 
 
 class EventTail:
-    """Reads each line of ``events.jsonl`` once, and a file that took its place from its start.
+    """Reads each line of ``events.jsonl`` once, and a file that replaced it from its start.
 
-    A last line without its newline is left until it is complete. ``generation`` counts the files:
-    with a new one, rounds may come again that were read before.
+    A last line is read when its newline is there. ``generation`` counts the files: a new one may
+    repeat rounds that were read before.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -46,10 +46,9 @@ class EventTail:
         return self._place
 
     def new(self, about_bytes: int = -1) -> list[dict[str, Any]]:
-        """The rounds that were written since the last call, oldest first.
+        """The rounds written since the last call, oldest first, about ``about_bytes`` of them.
 
-        With ``about_bytes``, only so much and to the end of the line; -1: all there is. Raises
-        RunError for a damaged line.
+        -1: all. Raises RunError for a damaged line.
         """
         try:
             file = self._path.open("rb")
@@ -73,7 +72,7 @@ class EventTail:
         return events
 
     def _continues(self, file: BinaryIO) -> bool:
-        """Whether what was read is still there: an inode may be given to another file."""
+        """Whether this is still the file that was read, also where an inode was used again."""
         if self._inode and os.fstat(file.fileno()).st_ino != self._inode:
             return False
         file.seek(self._place - len(self._mark))
@@ -101,10 +100,10 @@ def newest_event(run_dir: Path) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class News:
-    """What a look found: the head, rounds, and whether these are of a file that was begun anew.
+    """What one look found: the head, the summary without plans, and rounds.
 
-    The ``summary`` is without plans. ``newest`` is the last round of a file so long that it takes
-    a while to read.
+    ``anew``: the rounds are of a new file. ``newest`` is the last round of a long file, of which
+    much is still to be read.
     """
 
     head: Json
@@ -115,7 +114,7 @@ class News:
 
 
 class RunReader:
-    """Reads a run directory, which may come to be later."""
+    """Reads a run directory, which may not exist yet."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -128,10 +127,7 @@ class RunReader:
         self._broken: str | None = None
 
     def look(self) -> News:
-        """What came since the last look.
-
-        Where a file is damaged, the head says so and nothing more is read.
-        """
+        """Return what is new; a damaged file sets ``broken`` of the head and ends the reading."""
         events: list[Json] = []
         newest = None
         try:
@@ -154,14 +150,14 @@ class RunReader:
             self._config = read_config(self.run_dir)
 
     def _newest(self) -> Json | None:
-        """The last round where much is left to read before it, each time that it is another."""
+        """The last round if much is left to read before it and it has changed."""
         size = events_bytes(self.run_dir)
         grown, self._size = size != self._size, size
         behind = size - self._tail.read_bytes > _ABOUT_BYTES
         return newest_event(self.run_dir) if grown and behind else None
 
     def _head(self) -> Json:
-        """The summary's short values, or what there is before a run writes one."""
+        """Short values of the summary, or their defaults before there is one."""
         before = "starting" if self.run_dir.is_dir() else "waiting"
         summary = self._summary or {"status": before}
         told = as_it_is({key: summary.get(key) for key in _TOLD}, self.run_dir)

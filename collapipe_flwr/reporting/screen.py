@@ -1,4 +1,4 @@
-"""The terminal of `collapipe run`: phases, rounds and the end, as much as was asked for.
+"""The terminal of `collapipe run`: phases, rounds and the final summary.
 
 On a terminal the last lines say what happens now (`bars`); elsewhere each phase is a plain line.
 The ServerApp is a process without a terminal, so what is shown is read from the run directory.
@@ -30,7 +30,7 @@ from collapipe_flwr.reporting.run_reader import EventTail
 
 _SCREEN = 80  # columns
 _PLAIN = 200  # of lines that no terminal folds
-_PER_S = 2.0  # that the bars are drawn anew: a run needs the processor more
+_PER_S = 2.0  # redraws of the bars: the processor is for the run
 _ENDING = "stopping Flower"
 
 
@@ -53,7 +53,7 @@ class Screen:
 
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
-        """Show what takes a while, in the body, unless :meth:`show` knows better."""
+        """Show ``text`` while the body runs, until :meth:`show` replaces it."""
         if not self._draws:
             self.say(text)
             yield
@@ -67,7 +67,7 @@ class Screen:
             self._bars.show(None)
 
     def show(self, progress: RunProgress) -> None:
-        """Where the run is; without a terminal each phase outside of rounds is said once."""
+        """Show the progress; without a terminal, each phase outside of rounds is printed once."""
         if self._draws:
             self._bars.show(progress)
         elif not (self.verbose or progress.round_index) and progress.phase != self._said:
@@ -75,7 +75,7 @@ class Screen:
             self.say(progress.phase)
 
     def show_summary(self, summary: Mapping[str, Any]) -> None:
-        """The end of a run at a glance."""
+        """Print the table at the end of a run."""
         folds = self._console.is_terminal and self._console.width < _SCREEN
         width = None if self._console.is_terminal else _PLAIN
         self._console.print(summary_table(summary, folds=folds), width=width)
@@ -84,19 +84,19 @@ class Screen:
 class Follower:
     """Shows each new note and round of one attempt at a run, exactly once.
 
-    Rounds up to the newest checkpoint that was there before are those of earlier attempts. On a
-    verbose screen the log is passed on instead, which has these lines as well.
+    Rounds up to the checkpoint from which it resumes were shown by earlier attempts. A verbose
+    screen copies the log instead, which contains the same lines.
     """
 
     def __init__(self, run_dir: Path, screen: Screen) -> None:
         self._run_dir = run_dir
         self._screen, self._printer = screen, screen.printer
-        self._began_s = time.time()  # what an earlier attempt left says nothing
+        self._began_s = time.time()  # older progress is of an earlier attempt
         self._last = newest_checkpoint(run_dir)
         self._stamp = summary_stamp(run_dir)
         self._events = EventTail(run_dir)
         self._notes = set((read_summary(run_dir) or {}).get("notes", ()))  # of earlier attempts
-        self._untrained = bool(self._last)  # resumed: it was said before
+        self._untrained = bool(self._last)  # resumed: it was shown before
         self._shown: RunProgress | None = None
         log = run_dir / LOG
         self._log_place = log.stat().st_size if log.exists() else 0
@@ -113,7 +113,7 @@ class Follower:
         if progress is not None and progress.since_s >= self._began_s:
             self._shown = progress
         elif self._shown is not None and self._shown.phase != _ENDING:
-            # The ServerApp takes its file away as the last it does; what runs on is Flower.
+            # The ServerApp removes its progress file last; what still runs is Flower.
             self._shown = RunProgress(phase=_ENDING, since_s=time.time())
         if self._shown is not None:
             self._screen.show(self._shown)

@@ -32,7 +32,7 @@ _NOT_IN_PROMETHEUS = re.compile(r"\W")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedRun:
-    """What a sink is told of a run: its folder, by which id it is known again, its settings."""
+    """A run as sinks know it: its folder, the id by which they recognise it, its settings."""
 
     folder: Path
     run_id: str
@@ -41,18 +41,18 @@ class WatchedRun:
 
     @property
     def name(self) -> str:
-        """How people call it."""
+        """The name shown for it."""
         return self.folder.name
 
 
 class Sink(Protocol):
-    """An open way to a tool."""
+    """An open connection to a tool."""
 
     def write(self, step: int, values: Sequence[Scalar]) -> None:
-        """Keep the numbers of a round; they are there when it returns."""
+        """Store the numbers of a round; they are stored when this returns."""
 
     def close(self, status: str, artefacts: Iterable[Path]) -> None:
-        """The run has ended, "completed" or otherwise, and left files."""
+        """End the run with a status, "completed" or another, and its files."""
 
 
 class TensorBoard:
@@ -168,7 +168,7 @@ class MLflow:
 
 
 class Prometheus:
-    """The last round, for as long as the run lasts, to whoever scrapes its address."""
+    """Serves the last round to scrapes while the run lasts."""
 
     def __init__(self, run: WatchedRun, first: int) -> None:
         self._run, self._round = run, first
@@ -218,7 +218,7 @@ KINDS = {
 
 
 def check_sinks(names: Iterable[str]) -> None:
-    """Raise ConfigError for a sink that there is none of, or whose package is not installed."""
+    """Raise ConfigError for an unknown sink, or one whose package is not installed."""
     for name in names:
         if name not in KINDS:
             raise ConfigError(f"no sink is called {name!r}; there are {', '.join(KINDS)}")
@@ -226,9 +226,9 @@ def check_sinks(names: Iterable[str]) -> None:
 
 
 class Feeder:
-    """Hands rounds to one sink in their order; what fails is tried again with the next round.
+    """Writes rounds to one sink in order; those that failed are retried with the next round.
 
-    ``open_`` gets the first round that the sink is to hold.
+    ``open_`` is called with the first round that the sink is to hold.
     """
 
     def __init__(self, name: str, open_: Callable[[int], Sink]) -> None:
@@ -243,22 +243,22 @@ class Feeder:
         self._thread.start()
 
     def write(self, step: int, values: Sequence[Scalar]) -> None:
-        """Hand over a round; returns at once."""
+        """Queue a round; returns at once."""
         self._inbox.put((step, values))
 
     def end(self, status: str, artefacts: Sequence[Path]) -> None:
-        """Hand over the end of the run."""
+        """Queue the end of the run."""
         self._end = status, artefacts
         self._inbox.put(None)
 
     def wait(self, within_s: float) -> None:
-        """After the end, wait so long for the sink to have everything."""
+        """After :meth:`end`, wait until the sink has everything, at most this long."""
         self._thread.join(within_s)
         if self._thread.is_alive():
             self._blame("it took too long")
 
     def take_problem(self) -> str:
-        """The first failure, once: a sentence for whoever watches the run; empty if none is new."""
+        """The first failure as a sentence, once; empty if none is new."""
         if self._told or not self._problem:
             return ""
         self._told = True
@@ -267,7 +267,7 @@ class Feeder:
     def _feed(self) -> None:
         while True:
             item = self._inbox.get()
-            # Tools of others raise what they like, and the run is worth more than what they show.
+            # Third-party tools may raise anything, which must not end the run.
             try:
                 self._take(item)
             except Exception as error:

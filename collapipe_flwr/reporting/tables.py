@@ -35,7 +35,7 @@ _COLOURS = {"ready": "green", "stopping": "yellow", "away": "red"}
 
 
 def show_measurements(found: Measurements, console: Console) -> None:
-    """Print the tables and one sentence per member or link that needs mending."""
+    """Print the tables and one sentence per fault."""
     console.print(measurements_table(found))
     console.print(f"compute: {computing(found)}", highlight=False, markup=False)
     console.print(f"energy: {meters(found)}", highlight=False, markup=False)
@@ -71,7 +71,7 @@ def measurements_table(found: Measurements) -> Table:
 
 
 def computing(found: Measurements) -> str:
-    """On what the benchmark ran, by which torch; members that are alike together."""
+    """The processor and torch version of the benchmark; equal members are grouped."""
     alike: dict[str, list[str]] = {}
     for member in found.members:
         if member.computes:
@@ -80,7 +80,7 @@ def computing(found: Measurements) -> str:
 
 
 def meters(found: Measurements) -> str:
-    """Which sensor meters each device, with its one reading; all others are modelled."""
+    """The sensor and one reading of each metered device, then the devices that are modelled."""
 
     def meter(member: Measured) -> str:
         tells = "tells no power now" if member.power_w is None else f"{member.power_w:.1f} W"
@@ -162,7 +162,7 @@ def _cost_cells(cost: BlockCost) -> tuple[str, ...]:
 def follow(
     console: Console, first: ClusterStatus, look: Callable[[], ClusterStatus]
 ) -> ClusterStatus:
-    """Show the table, anew every second, until Ctrl-C; the last status."""
+    """Show the table, updated every second, until Ctrl-C; returns the last status."""
     found = first
     try:
         with Live(status_table(found), console=console, auto_refresh=False) as live:
@@ -187,7 +187,7 @@ def status_table(found: ClusterStatus) -> Table:
 
 
 def status_lines(found: ClusterStatus) -> Iterator[str]:
-    """The same as text, with why somebody is away."""
+    """The same as text, with the reason why a member is away."""
     yield f"cluster {found.cluster_id}, roster {found.version}, {len(found.members)} members"
     for member in found.members:
         where = f" at {member.address}" if member.address else ""

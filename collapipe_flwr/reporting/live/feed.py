@@ -1,7 +1,7 @@
-"""Follows a run in a thread, and tells pages what is new as soon as it is.
+"""Follows a run in a thread and notifies pages of changes.
 
-What a slow page lacks is computed when it asks, so it gets more at a time. The report of the run is
-made anew when rounds have ended and somebody asks, however many ask.
+What a page lacks is computed when it asks, so a slow page gets more at a time. The report is made
+again when it is requested after new rounds, once for all pages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Find = Callable[[], Path | None]
 
 
 class Feed:
-    """The run that ``find`` names: its folder may come to be later, and be another one later."""
+    """The run that ``find`` returns, which may not exist yet and may change."""
 
     def __init__(self, find: Find) -> None:
         self.figures = Figures()
@@ -69,7 +69,7 @@ class Feed:
         return None if news is None else (place, json.dumps(news, separators=(",", ":")))
 
     def look(self) -> bool:
-        """Take in what is new, or some of it where it is much; whether it was rounds."""
+        """Read what is new, or a part of it if it is much; returns whether rounds were read."""
         run_dir = self._find()
         if run_dir is None:
             return False
@@ -121,7 +121,7 @@ def newest_run(folder: Path) -> Path | None:
 
 
 def _began_s(run: Path) -> float | None:
-    """When the run-config was written, or the log was, before it; None for no run."""
+    """When the run-config, or the log before it, was written; None for no run."""
     for name in (CONFIG, LOG):
         with suppress(FileNotFoundError, NotADirectoryError):
             return (run / name).stat().st_mtime
@@ -134,7 +134,7 @@ def _check_folder(path: Path, what: str) -> None:
 
 
 class Figures:
-    """Folds rounds, and makes the report's sections of them."""
+    """The sections of the report, made from the rounds so far."""
 
     def __init__(self) -> None:
         self._data = RunData("")
@@ -143,7 +143,7 @@ class Figures:
         self._text = "{}"
 
     def take(self, news: News) -> None:
-        """Rounds that ended, and what the summary says by now."""
+        """Add rounds and replace the summary."""
         with self._lock:
             if news.anew:
                 self._data = RunData(news.head["name"])
@@ -154,7 +154,7 @@ class Figures:
                 self._changed = True
 
     def text(self) -> str:
-        """Tiles and sections as JSON, or why there are none."""
+        """Tiles and sections as JSON, or the reason why there are none."""
         with self._lock:
             if self._changed:
                 self._text = json.dumps(self._made(), separators=(",", ":"), allow_nan=False)

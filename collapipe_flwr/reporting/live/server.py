@@ -1,8 +1,8 @@
-"""Serves the page of a run, and what is new on it as Server-Sent Events.
+"""Serves the page of a run, and its updates as Server-Sent Events.
 
-Nothing else can be asked for, and nothing can be changed. Requests under a foreign name are refused
-(a page from elsewhere whose name was made to mean this machine: DNS rebinding), and no other site
-may read answers, as none allows it (CORS). Beyond loopback, every request needs the token.
+There is nothing else to request, and nothing to change. Requests with a foreign host name are
+refused (DNS rebinding), and other sites may not read answers (no CORS headers). Beyond loopback,
+every request needs the token.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from collapipe_flwr.reporting.live.state import Place
 from collapipe_flwr.reporting.report.page import plotly_js
 from collapipe_flwr.reporting.report.template import CSS, SCRIPT
 
-_REQUEST_S = 10.0  # that a client has to say what it wants
-_SEND_S = 10.0  # that it may take to accept what is sent
-_PING_S = 5.0  # a page that hears less connects again
+_REQUEST_S = 10.0  # within which a client must send its request
+_SEND_S = 10.0  # within which it must accept an answer
+_PING_S = 5.0  # a page without pings connects again
 _MOST_CLIENTS = 32
 _PORT = re.compile(r":\d*$")
 _RETRY_MS = 1000  # after which a page whose stream broke off connects again
@@ -44,7 +44,7 @@ def token_for(host: str) -> str:
 
 
 class LiveServer(ThreadingHTTPServer):
-    """One thread per page that is open, and a bound on them."""
+    """One thread per open page, up to a limit."""
 
     daemon_threads = True
     block_on_close = False
@@ -72,7 +72,7 @@ class LiveServer(ThreadingHTTPServer):
         return f"http://{shown}:{self.server_port}/{query}"
 
     def server_bind(self) -> None:
-        """Without the look-up of this machine's name that the base class makes."""
+        """Bind without the base class's look-up of this machine's name."""
         super(ThreadingHTTPServer, self).server_bind()
 
     @contextmanager
@@ -88,7 +88,7 @@ class LiveServer(ThreadingHTTPServer):
             thread.join()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """A thread for a client, or an answer that says that too many are connected."""
+        """Start a thread for a client, or answer that too many are connected."""
         if self.clients.acquire(blocking=False):
             super().process_request(request, client_address)
             return
@@ -105,7 +105,7 @@ class LiveServer(ThreadingHTTPServer):
             self.clients.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A page that was closed, or that took nothing for long, is no error."""
+        """Ignore pages that were closed or stopped reading."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
@@ -118,7 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "collapipe", ""
 
     def setup(self) -> None:
-        """A client that says too slowly what it wants is cut off."""
+        """Start the clock within which the request must be there."""
         super().setup()
         self._late = threading.Timer(_REQUEST_S, self._cut_off)
         self._late.daemon = True
@@ -132,7 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._late.cancel()
 
     def do_GET(self) -> None:
-        """Answer what a page asks for."""
+        """Check the host name and the token, then answer."""
         path, _, text = self.path.partition("?")
         query = {key: values[-1] for key, values in parse_qs(text).items()}
         answer = self._answers.get(path)
@@ -168,7 +168,7 @@ class _Handler(BaseHTTPRequestHandler):
         }
 
     def _page(self) -> None:
-        """The page, whose scripts run under a policy that names them by a nonce."""
+        """Send the page; its policy allows scripts with its nonce only."""
         nonce = secrets.token_urlsafe(16)
         self._send("text/html", _page().replace("<script>", f'<script nonce="{nonce}">'), nonce)
 
@@ -178,7 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def _events(self, query: Mapping[str, str]) -> None:
-        """Tell all that the page lacks, then what is new, until it goes away."""
+        """Send all that the page lacks, then updates, until it disconnects."""
         known = Place.of_text(self.headers.get("Last-Event-ID") or query.get("last", ""))
         self._begin("text/event-stream; charset=utf-8")
         self.wfile.write(f"retry: {_RETRY_MS}\n\n".encode())
@@ -192,7 +192,7 @@ class _Handler(BaseHTTPRequestHandler):
                     self.wfile.write(f"id: {known}\ndata: {text}\n\n".encode())
 
     def _begin(self, kind: str, nonce: str = "", length: int | None = None) -> None:
-        """Headers: the page runs its own script alone, talks to us alone, and is framed nowhere."""
+        """Send headers: the page runs only its own script, connects only here, and is not framed."""
         own = f"script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; " if nonce else ""
         policy = f"default-src 'none'; {own}connect-src 'self'; img-src data:"
         self.send_response(HTTPStatus.OK)
@@ -212,7 +212,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @cache
 def _page() -> str:
-    """The report's style and script, with what keeps them up to date; loads nothing else."""
+    """The page with the report's style and script and its own; it loads nothing else."""
     text = _part("live.html")
     text = text.replace("<!-- style -->", f"<style>{CSS}{_part('live.css')}</style>")
     script = SCRIPT + "".join(map(_part, _SCRIPTS))

@@ -54,7 +54,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """One part of the page; ``empty`` is what it says where a run has nothing to show for it."""
+    """One part of the page; ``empty`` is its text where the run has no such data."""
 
     key: str
     title: str
@@ -77,7 +77,7 @@ def present(*charts: Chart | None) -> list[Chart]:
 def long_table(
     title: str, head: Sequence[str], rows: Sequence[Sequence[str]], noun: str, rest: str
 ) -> Table:
-    """As many rows as a page bears; of ``noun`` that are left out, a note says ``rest``."""
+    """A table of limited length; a note counts the ``noun`` left out and says ``rest``."""
     shown = rows[:_MOST_ROWS]
     note = left_out(rows, shown, noun, rest)
     return Table(title=title, head=head, rows=shown, note=note, folded=folds(rows))
@@ -90,17 +90,17 @@ def left_out(all_of: Sequence[Any], shown: Sequence[Any], noun: str, rest: str) 
 
 
 def folds(rows: Sequence[Sequence[str]]) -> bool:
-    """Whether a table is shown only to those who open it."""
+    """Whether a table is so long that it is shown folded."""
     return len(rows) > _FOLDED_ROWS
 
 
 def plain(name: str) -> str:
-    """Text from outside, in which plotly.js finds no tags."""
+    """Escape text from outside, as plotly.js interprets tags."""
     return escape(name, quote=False)
 
 
 def label(name: str) -> str:
-    """A name that is short enough to stand beside a chart; its end says most."""
+    """A name shortened for an axis; its end is kept, which says most."""
     return plain(name if len(name) <= _NAME else f"…{name[1 - _NAME :]}")
 
 
@@ -232,7 +232,7 @@ def round_axis(rounds: Sequence[int]) -> Json:
 
 
 def row_names(names: Sequence[str], named: Callable[[str], str] = label) -> Json:
-    """An axis of rows, which are apart by their whole :func:`plain` names, under short ones."""
+    """An axis of rows with whole :func:`plain` names as keys and short ones as labels."""
     texts = [named(unescape(name)) for name in names]
     return {"type": "category", "tickvals": list(names), "ticktext": texts}
 

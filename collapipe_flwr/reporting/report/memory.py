@@ -12,7 +12,7 @@ from collapipe_flwr.reporting.report.run_data import RunData
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The most that one member held, in bytes; 0 and None where nobody knows."""
+    """Peak memory of one member in bytes; 0 and None: unknown."""
 
     name: str
     measured: int
@@ -48,7 +48,7 @@ def peaks(run: RunData) -> list[Peak]:
 
 
 def _role(run: RunData, name: str) -> str:
-    """Memory of a control unit is recorded under its role, not under its name."""
+    """The key of a member in ``memory_bytes``: a control unit is recorded by its role."""
     if name not in run.control_units:
         return name
     cluster = run.devices[name].cluster if name in run.devices else name.rpartition("/")[0]

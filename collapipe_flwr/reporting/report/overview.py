@@ -35,7 +35,7 @@ class Tile:
 
 
 def tiles(run: RunData) -> list[Tile]:
-    """What somebody wants to know first."""
+    """The most important numbers of a run."""
     found = [_status(run), _metric(run), _time(run), _traffic(run), _clusters(run)]
     found += [_energy(run), _memory(run), _prediction(run)]
     incidents = Tile(title="Incidents", value=str(len(run.incidents)), note=counts_text(run))

@@ -164,7 +164,7 @@ def write_reports(sources: Sequence[str], output: Path | None) -> Path:
 
 
 def write_run_report(run_dir: Path, path: Path | None = None, name: str = "") -> Path:
-    """Make the report of a run anew; raises ConfigError, RunError."""
+    """Write the report of a run; raises ConfigError, RunError."""
     require_report()
     return write_page(run_page(read_run(run_dir, name), run_dir), path or run_dir / REPORT)
 
@@ -179,11 +179,10 @@ def write_page(page: Page, path: Path) -> Path:
 
 
 def closing_report(run_dir: Path, name: str = "", *, hasty: bool = False) -> str:
-    """Make the report of a run that has ended, unless it is there; a sentence that says where.
+    """Make the report of a run that has ended, unless it is there; returns a sentence.
 
-    A run is what it is: whatever keeps its report from being made is said, and nothing else.
-    ``name`` is what the sentence calls the run directory. Where somebody waits for the end
-    (``hasty``), a run of many events gets none.
+    An error does not fail the run, it becomes the sentence. ``name`` is the run directory in it. A
+    ``hasty`` end makes no report of many events.
     """
     name = name or str(run_dir)
     if hasty and events_bytes(run_dir) > MANY_BYTES:
@@ -198,6 +197,6 @@ def closing_report(run_dir: Path, name: str = "", *, hasty: bool = False) -> str
 
 
 def has_report(run_dir: Path) -> bool:
-    """Whether there is one that was made after the summary's last change."""
+    """Whether there is one newer than the summary."""
     path, stamp = run_dir / REPORT, summary_stamp(run_dir)
     return stamp is not None and path.exists() and path.stat().st_mtime_ns >= stamp[1]
