@@ -192,7 +192,7 @@ class _Handler(BaseHTTPRequestHandler):
                     self.wfile.write(f"id: {known}\ndata: {text}\n\n".encode())
 
     def _begin(self, kind: str, nonce: str = "", length: int | None = None) -> None:
-        """Send headers: the page runs only its own script, connects only here, and is not framed."""
+        """Headers: the page runs only its own script, connects only here, and is not framed."""
         own = f"script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; " if nonce else ""
         policy = f"default-src 'none'; {own}connect-src 'self'; img-src data:"
         self.send_response(HTTPStatus.OK)
