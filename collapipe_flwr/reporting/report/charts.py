@@ -1,8 +1,8 @@
 """Charts, tables and sections as plain data, and the traces that charts consist of.
 
 A figure is what plotly.js draws: ``{"data": [...], "layout": {...}}``. Colours are words that begin
-with ``@``; the page puts those of its light or dark theme in their place (`script.py`). plotly.js
-reads tags in text, so names from outside pass :func:`plain` before they enter a figure.
+with ``@``; the page replaces them by those of its light or dark theme (`template.SCRIPT`).
+plotly.js interprets tags in text, so names from outside pass :func:`plain` on their way in.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ Json = dict[str, Any]
 FIRST, SECOND, THIRD, FOURTH, FIFTH, SIXTH = (f"@c{number}" for number in range(6))
 COLOURS = (FIRST, SECOND, THIRD, FOURTH, FIFTH, SIXTH)
 MUTED, WARNING = "@muted", "@warning"
-MOST_BARS = 24  # of a chart: those that say most
-_MOST_ROWS, _FOLDED_ROWS = 200, 12  # of a table: those that are shown, and at once
+MOST_BARS = 24  # of a chart
+_MOST_ROWS, _FOLDED_ROWS = 200, 12  # of a table: shown in all, and without a click
 _NAME = 30  # letters of a label
 _BAR_PIXELS, _FRAME_PIXELS, _LEAST_PIXELS = 24, 96, 150
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A picture under its title; one of ``choices`` (by cluster) where it has several."""
+    """A figure under its title, or one of several ``choices`` (by cluster)."""
 
     key: str
     title: str
@@ -281,7 +281,7 @@ def limited(figure: Json) -> Json:
 
 
 def rounded(value: float | None) -> float | None:
-    """Five digits: more than a screen shows, and a fraction of the bytes."""
+    """Round to five digits: more than a screen shows, in fewer bytes."""
     return float(f"{value:.5g}") if value is not None and isfinite(value) else None
 
 
