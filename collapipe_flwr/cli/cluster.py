@@ -80,6 +80,7 @@ def init(
         EDGE_PORT,
         JOINING_PORT,
         kind_here,
+        measured,
         own_host,
         with_port,
     )
@@ -102,7 +103,11 @@ def init(
     with registry.changing():
         config = registry.create(wanted)
     if measure and not config.joining:
-        _note_own_speed(registry, config)
+        from collapipe_flwr.membership.figures import note_figures
+
+        figures = measured(config.control_unit.name)
+        with registry.changing():
+            note_figures(config, [figures])
     typer.echo(f"cluster {config.id}: {config.path}")
     _print_token(registry, config, TokenRole.device, members, minutes)
     for role in elsewhere or ():
@@ -281,15 +286,6 @@ def _print_token(
     where = who if role is TokenRole.device else f"on the {role.value.replace('-', ' ')}'s machine"
     typer.echo(f"{where}, within {minutes:g} minutes:")
     typer.echo(f"collapipe join {made}")
-
-
-def _note_own_speed(registry: Registry, config: ClusterConfig) -> None:
-    from collapipe_flwr.membership.figures import note_figures
-    from collapipe_flwr.membership.newcomer import measured
-
-    found = measured(config.control_unit.name)
-    with registry.changing():
-        note_figures(config, [found])
 
 
 def install_service(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collapipe_flwr.config.access_control import AccessControl
     from collapipe_flwr.config.cluster_file import ClusterConfig
     from collapipe_flwr.core.links import TlsFiles
-    from collapipe_flwr.transport.generation import GenerateRequest, TextServer, Write
+    from collapipe_flwr.transport.generation import GenerateRequest, Write
 
 
 def generate(
@@ -95,6 +95,7 @@ def generate(
         raise ConfigError("--run is missing: name a run directory, or a server with --at")
 
     from collapipe_flwr.config.cluster_file import read_cluster
+    from collapipe_flwr.core.processes import stopping
     from collapipe_flwr.generation.text_generator import cluster_generator, local_generator
     from collapipe_flwr.generation.text_model import TextModel
 
@@ -109,7 +110,10 @@ def generate(
     with place as writer:
         _print(writer.write, requests, stream, slots)
         if listen:
-            _serve(TextServer(listen, writer.write, most=slots, tls=tls, access=access))
+            server = TextServer(listen, writer.write, most=slots, tls=tls, access=access)
+            with stopping() as stop, server:
+                typer.echo(f"text server on {server.address}")
+                stop.wait()
 
 
 def _print(write: Write, requests: list[GenerateRequest], stream: bool, slots: int) -> None:
@@ -150,12 +154,3 @@ def _sound(path: Path) -> str:
         return base64.b64encode(path.read_bytes()).decode()
     except OSError as error:
         raise ConfigError(f"--audio {path} cannot be read: {error.strerror}") from error
-
-
-def _serve(server: TextServer) -> None:
-    """Until SIGTERM or Ctrl-C."""
-    from collapipe_flwr.core.processes import stopping
-
-    with stopping() as stop, server:
-        typer.echo(f"text server on {server.address}")
-        stop.wait()

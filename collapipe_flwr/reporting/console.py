@@ -77,25 +77,21 @@ def _clusters_text(event: RoundEvent) -> str:
 
 
 def _plan_text(plan: Mapping[str, Any] | None) -> str:
-    """``plan A pi5:0-3 nano:4-5 8x4 | B ...``: blocks, micro-batches."""
+    """``plan A pi5+pi4:0-3 nano:4-5 8x4 fp32-int8 | B ...``: blocks, micro-batches, codecs."""
     if plan is None:
         return ""
     clusters = []
     for cluster in plan["clusters"]:
-        segments = " ".join(
-            f"{_devices_text(s)}:{s['first_block']}-{s['stop_block'] - 1}"
-            for s in cluster["segments"]
-        )
-        clusters.append(
-            f"{cluster['cluster_id']} {segments} "
-            f"{cluster['micro_batch_size']}x{cluster['micro_batches']}{_codecs_text(cluster)}"
-        )
+        words = [cluster["cluster_id"]]
+        for segment in cluster["segments"]:
+            devices = "+".join(name.rpartition("/")[2] for name in holders(segment))
+            words.append(f"{devices}:{segment['first_block']}-{segment['stop_block'] - 1}")
+        words.append(f"{cluster['micro_batch_size']}x{cluster['micro_batches']}")
+        codecs = [hop["codec"] for hop in cluster.get("hops", ())]
+        if not set(codecs) <= {"fp32"}:
+            words.append("-".join(codecs))
+        clusters.append(" ".join(words))
     return "plan " + " | ".join(clusters)
-
-
-def _devices_text(segment: Mapping[str, Any]) -> str:
-    """``pi5``, or ``pi5+nano`` where they are replicas."""
-    return "+".join(name.rpartition("/")[2] for name in holders(segment))
 
 
 def _took_text(event: RoundEvent) -> str:
@@ -106,12 +102,6 @@ def _took_text(event: RoundEvent) -> str:
     shown = (f"{name} {s:.2f}" for name, s in numbers.items() if s is not None)
     timed = any(cluster["measured"] for cluster in event.clusters.values())
     return f"{', '.join(shown)} {'seconds' if timed else 'simulated seconds'}"
-
-
-def _codecs_text(cluster: Mapping[str, Any]) -> str:
-    """`` fp32-int8-int8``, hop by hop; nothing where all are exact."""
-    codecs = [hop["codec"] for hop in cluster.get("hops", ())]
-    return "" if set(codecs) <= {"fp32"} else " " + "-".join(codecs)
 
 
 def summary_table(summary: Mapping[str, Any], *, folds: bool = False) -> Table:

@@ -25,7 +25,9 @@ def writing(run_dir: Path) -> Iterator[None]:
     """Hold the lock while the body runs; raises ConfigError if another process holds it."""
     descriptor = os.open(run_dir / CONFIG, os.O_RDONLY)
     try:
-        if not _locks(descriptor):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
             check_not_written(run_dir)
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(descriptor, fcntl.LOCK_EX)  # `is_written` holds it for a moment
@@ -64,11 +66,3 @@ def as_it_is(summary: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
     if summary.get("status") == RUNNING and is_written(run_dir) is False:
         return {**summary, "status": INTERRUPTED, "reason": _WHY}
     return dict(summary)
-
-
-def _locks(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collapipe_flwr.cluster.forecast import Forecast
     from collapipe_flwr.cluster.profile import Measured, Measurements
     from collapipe_flwr.core.domain import BlockCost
-    from collapipe_flwr.membership.status import ClusterStatus, MemberStatus
+    from collapipe_flwr.membership.status import ClusterStatus
 
 _GIGA, _MEGA, _MILLI = 1e9, 1e6, 1e-3
 _COLUMNS = (
@@ -182,7 +182,17 @@ def status_table(found: ClusterStatus) -> Table:
     for member in found.members:
         colour = _COLOURS.get(member.state, "")
         state = f"[{colour}]{member.state}[/]" if colour else member.state
-        table.add_row(member.name, member.role, escape(member.address), state, *_figures(member))
+        table.add_row(
+            member.name,
+            member.role,
+            escape(member.address),
+            state,
+            number(member.speed_flop_per_s, _GIGA, 1),
+            number(member.memory_bytes, _GIGA, 1),
+            number(member.resident_bytes, _MEGA, 0),
+            number(member.clock_ahead_s, 1.0, 1),
+            number(member.roster, 1, 0),
+        )
     return table
 
 
@@ -193,13 +203,3 @@ def status_lines(found: ClusterStatus) -> Iterator[str]:
         where = f" at {member.address}" if member.address else ""
         fault = f": {member.fault}" if member.fault else ""
         yield f"{member.role} {member.name}{where} {member.state}{fault}"
-
-
-def _figures(member: MemberStatus) -> tuple[str, ...]:
-    return (
-        number(member.speed_flop_per_s, _GIGA, 1),
-        number(member.memory_bytes, _GIGA, 1),
-        number(member.resident_bytes, _MEGA, 0),
-        number(member.clock_ahead_s, 1.0, 1),
-        "" if member.roster is None else str(member.roster),
-    )

@@ -13,7 +13,7 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from http import HTTPStatus
@@ -135,17 +135,13 @@ class _Handler(BaseHTTPRequestHandler):
         """Check the host name and the token, then answer."""
         path, _, text = self.path.partition("?")
         query = {key: values[-1] for key, values in parse_qs(text).items()}
-        answer = self._answers.get(path)
         token = query.get("token", "").encode()
         if not self._is_for_us():
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST, "Unknown host name")
         elif not secrets.compare_digest(token, self.server.token.encode()):
             self.send_error(HTTPStatus.FORBIDDEN, "Open the URL that `collapipe watch` printed")
-        elif answer is None:
-            self.send_error(HTTPStatus.NOT_FOUND)
         else:
-            with suppress(ConfigError):  # an extra that is not installed: `/report` says it
-                answer(query)
+            self._answer(path, query)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: URLs hold the token."""
@@ -158,19 +154,21 @@ class _Handler(BaseHTTPRequestHandler):
             return True
         return name in ("localhost", self.server.host.lower(), socket.gethostname().lower())
 
-    @property
-    def _answers(self) -> Mapping[str, Callable[[Mapping[str, str]], None]]:
-        return {
-            "/": lambda _: self._page(),
-            "/events": self._events,
-            "/report": lambda _: self._send("application/json", self.server.feed.figures.text()),
-            "/plotly.js": lambda _: self._send("text/javascript", plotly_js()),
-        }
-
-    def _page(self) -> None:
-        """Send the page; its policy allows scripts with its nonce only."""
-        nonce = secrets.token_urlsafe(16)
-        self._send("text/html", _page().replace("<script>", f'<script nonce="{nonce}">'), nonce)
+    def _answer(self, path: str, query: Mapping[str, str]) -> None:
+        match path:
+            case "/":  # the policy of the page allows scripts with its nonce only
+                nonce = secrets.token_urlsafe(16)
+                page = _page().replace("<script>", f'<script nonce="{nonce}">')
+                self._send("text/html", page, nonce)
+            case "/events":
+                self._events(query)
+            case "/report":
+                self._send("application/json", self.server.feed.figures.text())
+            case "/plotly.js":
+                with suppress(ConfigError):  # plotly is not installed: `/report` says it
+                    self._send("text/javascript", plotly_js())
+            case _:
+                self.send_error(HTTPStatus.NOT_FOUND)
 
     def _send(self, kind: str, text: str, nonce: str = "") -> None:
         content = text.encode()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from collapipe_flwr.reporting.report import charts
 from collapipe_flwr.reporting.report.charts import Chart, Section, Table, number, seconds, size
@@ -12,6 +13,7 @@ from collapipe_flwr.reporting.report.energy import spent
 from collapipe_flwr.reporting.report.memory import peaks
 from collapipe_flwr.reporting.report.run_data import KINDS, RunData
 from collapipe_flwr.reporting.report.series import MOST_COLUMNS, stride_of, thinned
+from collapipe_flwr.reporting.report.times import real
 
 _INCIDENTS = {  # by kind
     "lost": "cluster lost",
@@ -36,92 +38,49 @@ class Tile:
 
 def tiles(run: RunData) -> list[Tile]:
     """The most important numbers of a run."""
-    found = [_status(run), _metric(run), _time(run), _traffic(run), _clusters(run)]
-    found += [_energy(run), _memory(run), _prediction(run)]
-    incidents = Tile(title="Incidents", value=str(len(run.incidents)), note=counts_text(run))
-    return [*(tile for tile in found if tile is not None), incidents]
+    return [*_outcome(run), *_machines(run)]
 
 
-def _status(run: RunData) -> Tile:
-    status = str(run.summary.get("status", "unknown"))
-    done, asked = len(run.rounds), run.summary.get("rounds_asked")
-    return Tile(
-        title="Run",
-        value=status,
-        note=f"{done} of {asked} rounds" if asked else f"{done} rounds",
-        warning=status not in ("completed", "running"),
-    )
+def _outcome(run: RunData) -> Iterator[Tile]:
+    summary, done = run.summary, len(run.rounds)
+    status, asked = str(summary.get("status", "unknown")), summary.get("rounds_asked")
+    note = f"{done} of {asked} rounds" if asked else f"{done} rounds"
+    failed = status not in ("completed", "running")
+    yield Tile(title="Run", value=status, note=note, warning=failed)
+    if metric := summary.get("metric"):
+        note = f"untrained {number(metric.get('initial'), 3)}, on unseen examples"
+        yield Tile(title=str(metric["name"]), value=number(metric.get("final"), 3), note=note)
+    if (wall_s := summary.get("wall_s")) is not None:
+        kind, rounds = real(run), run.numbers["latency_s"].known
+        note = f"{kind}: {seconds(fmean(rounds))} a round" if rounds else ""
+        yield Tile(title="Wall-clock time", value=seconds(wall_s), note=note)
+    if traffic := sum(sum(run.bytes[kind].known) for kind in KINDS if kind != "spared"):
+        note = f"{size(sum(run.bytes['flower'].known))} of it through Flower"
+        yield Tile(title="Traffic", value=size(traffic), note=note)
 
 
-def _metric(run: RunData) -> Tile | None:
-    metric = run.summary.get("metric")
-    if not metric:
-        return None
-    before = f"untrained {number(metric.get('initial'), 3)}, on unseen examples"
-    return Tile(title=str(metric["name"]), value=number(metric.get("final"), 3), note=before)
-
-
-def _time(run: RunData) -> Tile | None:
-    wall = run.summary.get("wall_s")
-    if wall is None:
-        return None
-    rounds = run.numbers["latency_s"].known
-    kind = "measured" if run.measured else "simulated"
-    mean = f"{kind}: {seconds(sum(rounds) / len(rounds))} a round" if rounds else ""
-    return Tile(title="Wall-clock time", value=seconds(wall), note=mean)
-
-
-def _traffic(run: RunData) -> Tile | None:
-    total = sum(sum(run.bytes[kind].known) for kind in KINDS if kind != "spared")
-    if not total:
-        return None
-    flower = size(sum(run.bytes["flower"].known))
-    return Tile(title="Traffic", value=size(total), note=f"{flower} of it through Flower")
-
-
-def _clusters(run: RunData) -> Tile | None:
-    if not run.clusters:
-        return None
-    members = [name for name in run.devices if not name.endswith("/edge")]
-    devices = len([name for name in members if name not in run.control_units])
-    note = f"{devices} devices, {len(run.control_units)} control units"
-    return Tile(title="Clusters", value=str(len(run.clusters)), note=note)
-
-
-def _energy(run: RunData) -> Tile | None:
-    limited = [each for each in spent(run) if each.share is not None]
-    if not limited:
-        return None
-    worst = limited[0]
-    over = sum(each.over for each in limited)
-    return Tile(
-        title="Energy, worst device",
-        value=f"{100 * (worst.share or 0):.0f} % of budget",
-        note=f"{over} of {len(limited)} devices over budget",
-        warning=over > 0,
-    )
-
-
-def _memory(run: RunData) -> Tile | None:
-    fullest = next(iter(peaks(run)), None)
-    if fullest is None:
-        return None
-    if fullest.share is None:
-        return Tile(title="Memory, largest peak", value=size(fullest.most), note=fullest.name)
-    return Tile(
-        title="Memory, fullest device",
-        value=f"{100 * fullest.share:.0f} % of limit",
-        note=f"{fullest.name}, {size(fullest.most)}",
-        warning=fullest.share > 1,
-    )
-
-
-def _prediction(run: RunData) -> Tile | None:
-    error = run.summary.get("prediction_error")
-    if error is None:
-        return None
-    value = f"{100 * error:.1f} %"
-    return Tile(title="Prediction error", value=value, note="of a round, in the median")
+def _machines(run: RunData) -> Iterator[Tile]:
+    if run.clusters:
+        members = [name for name in run.devices if not name.endswith("/edge")]
+        devices = len([name for name in members if name not in run.control_units])
+        note = f"{devices} devices, {len(run.control_units)} control units"
+        yield Tile(title="Clusters", value=str(len(run.clusters)), note=note)
+    if shares := [each.share for each in spent(run) if each.share is not None]:
+        over = sum(share > 1 for share in shares)
+        value = f"{100 * shares[0]:.0f} % of budget"
+        note = f"{over} of {len(shares)} devices over budget"
+        yield Tile(title="Energy, worst device", value=value, note=note, warning=over > 0)
+    for fullest in peaks(run)[:1]:
+        most, share = size(fullest.most), fullest.share
+        if share is None:
+            yield Tile(title="Memory, largest peak", value=most, note=fullest.name)
+        else:
+            value, note = f"{100 * share:.0f} % of limit", f"{fullest.name}, {most}"
+            yield Tile(title="Memory, fullest device", value=value, note=note, warning=share > 1)
+    if (error := run.summary.get("prediction_error")) is not None:
+        value, note = f"{100 * error:.1f} %", "of a round, in the median"
+        yield Tile(title="Prediction error", value=value, note=note)
+    yield Tile(title="Incidents", value=str(len(run.incidents)), note=counts_text(run))
 
 
 def compared_overview(runs: Sequence[RunData]) -> Section:
