@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from collapipe_flwr.cli.cluster import clusters
 from collapipe_flwr.cli.estimates import bench, profile, simulate
@@ -60,9 +61,7 @@ def _show_version(wanted: bool) -> None:
 def _main(
     version: Annotated[
         bool,
-        typer.Option(
-            "--version", help="Show versions and exit.", callback=_show_version, is_eager=True
-        ),
+        Option("--version", help="Show versions and exit.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
     """Clusters of weak devices train one transformer as a single Flower client."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from collapipe_flwr.membership.systemd import Manager, Service, check_manager, install
 
@@ -36,38 +37,38 @@ class Elsewhere(StrEnum):
 
 Folder = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         help="Where the cluster's files are. Default: $COLLAPIPE_FOLDER, else /etc/collapipe for "
         "root, else ~/.config/collapipe."
     ),
 ]
 AsService = Annotated[
     Manager | None,
-    typer.Option("--service", help="Install and start a service of systemd, and return."),
+    Option("--service", help="Install and start a service of systemd, and return."),
 ]
-Minutes = Annotated[float, typer.Option(help="For how long the token is valid.", min=1)]
+Minutes = Annotated[float, Option(help="For how long the token is valid.", min=1)]
 
 
 def init(
-    name: Annotated[str, typer.Argument(help="How the cluster is called.")],
+    name: Annotated[str, Argument(help="How the cluster is called.")],
     address: Annotated[
         str,
-        typer.Option(help="HOST or HOST:PORT where boards reach this machine. Default: found."),
+        Option(help="HOST or HOST:PORT where boards reach this machine. Default: found."),
     ] = "",
     edge_address: Annotated[
-        str, typer.Option(help="HOST:PORT of the edge. Default: this host, port 50061.")
+        str, Option(help="HOST:PORT of the edge. Default: this host, port 50061.")
     ] = "",
     elsewhere: Annotated[
         list[Elsewhere] | None,
-        typer.Option(help="Members on other machines, which join by a token of their own."),
+        Option(help="Members on other machines, which join by a token of their own."),
     ] = None,
     members: Annotated[
-        int, typer.Option(help="Number of boards that may join by the printed token.", min=1)
+        int, Option(help="Number of boards that may join by the printed token.", min=1)
     ] = 8,
     minutes: Minutes = 60.0,
     folder: Folder = None,
     service: AsService = None,
-    measure: Annotated[bool, typer.Option(help="Measure this machine for plans.")] = True,
+    measure: Annotated[bool, Option(help="Measure this machine for plans.")] = True,
 ) -> None:
     """Make a cluster; run it on its control unit. Print a token by which boards join.
 
@@ -122,14 +123,14 @@ def init(
 def serve(
     folder: Folder = None,
     listen: Annotated[
-        str, typer.Option(help="HOST:PORT for newcomers. Default: the control unit's address.")
+        str, Option(help="HOST:PORT for newcomers. Default: the control unit's address.")
     ] = "",
     announce: Annotated[
-        bool, typer.Option("--announce", help="Tell the local network where it is, by mDNS.")
+        bool, Option("--announce", help="Tell the local network where it is, by mDNS.")
     ] = False,
-    edge: Annotated[bool, typer.Option(help="Run the edge, too, where its files are here.")] = True,
+    edge: Annotated[bool, Option(help="Run the edge, too, where its files are here.")] = True,
     edge_options: Annotated[
-        list[str] | None, typer.Argument(help="Behind --: options of `collapipe edge`.")
+        list[str] | None, Argument(help="Behind --: options of `collapipe edge`.")
     ] = None,
 ) -> None:
     """Let newcomers in and tell members of each other, until SIGTERM or Ctrl-C.
@@ -150,11 +151,11 @@ def serve(
 
 
 def token(
-    cluster: Annotated[str, typer.Argument(help="Its name, if there are several here.")] = "",
-    role: Annotated[TokenRole, typer.Option(help="What the token makes its bearer.")] = (
+    cluster: Annotated[str, Argument(help="Its name, if there are several here.")] = "",
+    role: Annotated[TokenRole, Option(help="What the token makes its bearer.")] = (
         TokenRole.device
     ),
-    members: Annotated[int, typer.Option(help="How many may join by it.", min=1)] = 1,
+    members: Annotated[int, Option(help="How many may join by it.", min=1)] = 1,
     minutes: Minutes = 60.0,
     folder: Folder = None,
 ) -> None:
@@ -164,10 +165,10 @@ def token(
 
 
 def status(
-    cluster: Annotated[str, typer.Argument(help="Its name, if there are several here.")] = "",
+    cluster: Annotated[str, Argument(help="Its name, if there are several here.")] = "",
     folder: Folder = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, once.")] = False,
-    once: Annotated[bool, typer.Option("--once", help="Print once on a terminal, too.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print JSON, once.")] = False,
+    once: Annotated[bool, Option("--once", help="Print once on a terminal, too.")] = False,
 ) -> None:
     """Show who is in a cluster, and who is there; run it where it was made or on a control unit.
 
@@ -198,8 +199,8 @@ def status(
 
 
 def remove(
-    member: Annotated[str, typer.Argument(help="Its name.")],
-    cluster: Annotated[str, typer.Option(help="Its cluster, if there are several here.")] = "",
+    member: Annotated[str, Argument(help="Its name.")],
+    cluster: Annotated[str, Option(help="Its cluster, if there are several here.")] = "",
     folder: Folder = None,
 ) -> None:
     """Remove a member that joined by a token; run it where the cluster was made.
@@ -223,18 +224,16 @@ def remove(
 
 
 def check(
-    file: Annotated[Path, typer.Argument(help="The cluster file (TOML).")],
+    file: Annotated[Path, Argument(help="The cluster file (TOML).")],
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures to this file.")
+        Path | None, Option("--json", help="Write the figures to this file.")
     ] = None,
-    width: Annotated[int, typer.Option(help="Width of the timed block.")] = 256,
-    seconds: Annotated[float, typer.Option(help="Seconds to time it.")] = 1.0,
+    width: Annotated[int, Option(help="Width of the timed block.")] = 256,
+    seconds: Annotated[float, Option(help="Seconds to time it.")] = 1.0,
     deadline_s: Annotated[
-        float, typer.Option(help="Seconds to wait for a member's answer.", min=0.1)
+        float, Option(help="Seconds to wait for a member's answer.", min=0.1)
     ] = 10.0,
-    most_links: Annotated[
-        int, typer.Option(help="Number of links to measure; 0: all.", min=0)
-    ] = 64,
+    most_links: Annotated[int, Option(help="Number of links to measure; 0: all.", min=0)] = 64,
 ) -> None:
     """Reach every member and measure it; run it on the control unit.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 import collapipe_flwr
 from collapipe_flwr.core.errors import ConfigError
@@ -17,46 +18,38 @@ if TYPE_CHECKING:
 
 
 def profile(
-    model: Annotated[str, typer.Argument(help="Folder, hub name, or model type such as bert.")],
-    task: Annotated[
-        str, typer.Option(help="Task. Default: that of the model's architecture.")
-    ] = "",
-    overrides: Annotated[
-        str, typer.Option(help='As model.overrides: "n_layer=6 n_embd=128".')
-    ] = "",
-    length: Annotated[int, typer.Option(help="Tokens per example.", min=1)] = 64,
-    target_length: Annotated[int, typer.Option(help="Tokens per target.", min=1)] = 64,
-    edge_blocks: Annotated[int, typer.Option(help="Upper blocks at the edge.", min=0)] = 0,
+    model: Annotated[str, Argument(help="Folder, hub name, or model type such as bert.")],
+    task: Annotated[str, Option(help="Task. Default: that of the model's architecture.")] = "",
+    overrides: Annotated[str, Option(help='As model.overrides: "n_layer=6 n_embd=128".')] = "",
+    length: Annotated[int, Option(help="Tokens per example.", min=1)] = 64,
+    target_length: Annotated[int, Option(help="Tokens per target.", min=1)] = 64,
+    edge_blocks: Annotated[int, Option(help="Upper blocks at the edge.", min=0)] = 0,
     ties: Annotated[
-        str, typer.Option(help="As model.ties: untie counts a tied table twice, rows once.")
+        str, Option(help="As model.ties: untie counts a tied table twice, rows once.")
     ] = "untie",
     lora_rank: Annotated[
-        int, typer.Option(help="Rank of LoRA adapters; 0: train all weights.", min=0)
+        int, Option(help="Rank of LoRA adapters; 0: train all weights.", min=0)
     ] = 0,
-    cluster: Annotated[Path | None, typer.Option(help="Cluster file (TOML).")] = None,
-    devices: Annotated[
-        str, typer.Option(help="Device presets: raspberry-pi-4,jetson-nano,...")
-    ] = "",
+    cluster: Annotated[Path | None, Option(help="Cluster file (TOML).")] = None,
+    devices: Annotated[str, Option(help="Device presets: raspberry-pi-4,jetson-nano,...")] = "",
     control_unit: Annotated[
-        str, typer.Option(help="Preset of the control unit, with --devices.")
+        str, Option(help="Preset of the control unit, with --devices.")
     ] = "raspberry-pi-5",
-    examples: Annotated[int, typer.Option(help="Examples per round.", min=1)] = 256,
+    examples: Annotated[int, Option(help="Examples per round.", min=1)] = 256,
     micro_batch_sizes: Annotated[
-        str, typer.Option(help="Micro-batch sizes to choose from.")
+        str, Option(help="Micro-batch sizes to choose from.")
     ] = "1,2,4,8,16",
     micro_batches: Annotated[
-        str, typer.Option(help="Numbers of micro-batches to choose from.")
+        str, Option(help="Numbers of micro-batches to choose from.")
     ] = "1,2,4,8",
-    schedule: Annotated[str, typer.Option(help="As scheduler.schedule: gpipe or 1f1b.")] = "gpipe",
+    schedule: Annotated[str, Option(help="As scheduler.schedule: gpipe or 1f1b.")] = "gpipe",
     max_model_share: Annotated[
-        float, typer.Option(help="As scheduler.max-model-share; 1: no cap on a device's share.")
+        float, Option(help="As scheduler.max-model-share; 1: no cap on a device's share.")
     ] = 1.0,
-    batch: Annotated[int, typer.Option(help="Examples per batch of the timed block.", min=1)] = 8,
-    seconds: Annotated[
-        float, typer.Option(help="Seconds to time a block; 0: do not.", min=0)
-    ] = 1.0,
+    batch: Annotated[int, Option(help="Examples per batch of the timed block.", min=1)] = 8,
+    seconds: Annotated[float, Option(help="Seconds to time a block; 0: do not.", min=0)] = 1.0,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures to this file.")
+        Path | None, Option("--json", help="Write the figures to this file.")
     ] = None,
 ) -> None:
     """Print the costs of every block, this machine's speed, and the plan for a cluster.
@@ -121,95 +114,89 @@ def _cluster(
 
 def simulate(
     preset: Annotated[
-        str | None, typer.Option(help="paper, one-strong or cellular; other options override it.")
+        str | None, Option(help="paper, one-strong or cellular; other options override it.")
     ] = None,
-    clusters: Annotated[int | None, typer.Option(help="Number of clusters.")] = None,
+    clusters: Annotated[int | None, Option(help="Number of clusters.")] = None,
     devices: Annotated[
-        int | None, typer.Option(help="Devices per cluster, besides the control unit.")
+        int | None, Option(help="Devices per cluster, besides the control unit.")
     ] = None,
-    blocks: Annotated[int | None, typer.Option(help="Encoder blocks of the model.")] = None,
-    width: Annotated[int | None, typer.Option(help="Width of the model.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens per example.")] = None,
-    examples: Annotated[int | None, typer.Option(help="Examples per cluster.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Rounds per episode.")] = None,
+    blocks: Annotated[int | None, Option(help="Encoder blocks of the model.")] = None,
+    width: Annotated[int | None, Option(help="Width of the model.")] = None,
+    tokens: Annotated[int | None, Option(help="Tokens per example.")] = None,
+    examples: Annotated[int | None, Option(help="Examples per cluster.")] = None,
+    rounds: Annotated[int | None, Option(help="Rounds per episode.")] = None,
     seeds: Annotated[
         list[str] | None,
-        typer.Option("--seeds", "--seed", help="0,1,2 or 100-119; may be repeated."),
+        Option("--seeds", "--seed", help="0,1,2 or 100-119; may be repeated."),
     ] = None,
-    policies: Annotated[
-        str | None, typer.Option(help="Policies to compare: dssda,fedavg,...")
-    ] = None,
+    policies: Annotated[str | None, Option(help="Policies to compare: dssda,fedavg,...")] = None,
     penalty_weight: Annotated[
-        float | None, typer.Option(help="V of DSSDA: latency against energy queues.")
+        float | None, Option(help="V of DSSDA: latency against energy queues.")
     ] = None,
     energy_budget: Annotated[
         str | None,
-        typer.Option(
-            help="1.8x an equal share of work, 30% of training alone, 500 joules, or none."
-        ),
+        Option(help="1.8x an equal share of work, 30% of training alone, 500 joules, or none."),
     ] = None,
     channel: Annotated[
-        str | None, typer.Option(help="static, block-fading, mobility or trace:FILE.")
+        str | None, Option(help="static, block-fading, mobility or trace:FILE.")
     ] = None,
-    radio: Annotated[str | None, typer.Option(help="wifi or 5g.")] = None,
-    kinds: Annotated[str | None, typer.Option(help="Device kinds to draw from.")] = None,
+    radio: Annotated[str | None, Option(help="wifi or 5g.")] = None,
+    kinds: Annotated[str | None, Option(help="Device kinds to draw from.")] = None,
     devices_from: Annotated[
-        Path | None, typer.Option(help="JSON or TOML file of clusters and device kinds.")
+        Path | None, Option(help="JSON or TOML file of clusters and device kinds.")
     ] = None,
-    micro_batch_sizes: Annotated[str | None, typer.Option(help="Sizes to choose from.")] = None,
-    micro_batches: Annotated[str | None, typer.Option(help="Counts to choose from.")] = None,
+    micro_batch_sizes: Annotated[str | None, Option(help="Sizes to choose from.")] = None,
+    micro_batches: Annotated[str | None, Option(help="Counts to choose from.")] = None,
     codecs: Annotated[
-        str | None, typer.Option(help="fp32,bf16,int8: DSSDA chooses hop by hop; else fp16.")
+        str | None, Option(help="fp32,bf16,int8: DSSDA chooses hop by hop; else fp16.")
     ] = None,
-    schedule: Annotated[str | None, typer.Option(help="gpipe or 1f1b.")] = None,
+    schedule: Annotated[str | None, Option(help="gpipe or 1f1b.")] = None,
     memory_margin: Annotated[
-        float | None, typer.Option(help="Share of each device's memory that plans leave free.")
+        float | None, Option(help="Share of each device's memory that plans leave free.")
     ] = None,
     max_model_share: Annotated[
-        float | None, typer.Option(help="Largest share of the model's memory on one device.")
+        float | None, Option(help="Largest share of the model's memory on one device.")
     ] = None,
     best_batches: Annotated[
         bool | None,
-        typer.Option(
+        Option(
             "--best-batches/--middle-batches",
             help="Fixed rules take the best micro-batches, or the middle of the grid.",
         ),
     ] = None,
     half_duplex: Annotated[
-        bool | None, typer.Option("--half-duplex", help="Links carry one direction at a time.")
+        bool | None, Option("--half-duplex", help="Links carry one direction at a time.")
     ] = None,
     edge_shared: Annotated[
         bool | None,
-        typer.Option("--edge-shared", help="Clusters share the edge's computing power."),
+        Option("--edge-shared", help="Clusters share the edge's computing power."),
     ] = None,
     recompute: Annotated[
         bool | None,
-        typer.Option("--recompute", help="Recompute activations instead of keeping them."),
+        Option("--recompute", help="Recompute activations instead of keeping them."),
     ] = None,
     replicas: Annotated[
         bool | None,
-        typer.Option(
+        Option(
             "--replicas",
             help="DSSDA lets devices share a stage; what is possible is without replicas.",
         ),
     ] = None,
     profile_error: Annotated[
-        float | None, typer.Option(help="Largest relative error of the profiles schedulers see.")
+        float | None, Option(help="Largest relative error of the profiles schedulers see.")
     ] = None,
     profile_error_kind: Annotated[
-        str | None, typer.Option(help="noise: new every round; bias: fixed per device.")
+        str | None, Option(help="noise: new every round; bias: fixed per device.")
     ] = None,
     profile_delay: Annotated[
-        int | None, typer.Option(help="Age in rounds of the snapshots schedulers see.")
+        int | None, Option(help="Age in rounds of the snapshots schedulers see.")
     ] = None,
     truth_error: Annotated[
         float | None,
-        typer.Option(help="Standard deviation of ln(true / believed) speed and power of devices."),
+        Option(help="Standard deviation of ln(true / believed) speed and power of devices."),
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write results to this file.")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Folder for plots (needs matplotlib).")] = None,
+    json_file: Annotated[Path | None, Option("--json", help="Write results to this file.")] = None,
+    plot: Annotated[Path | None, Option(help="Folder for plots (needs matplotlib).")] = None,
 ) -> None:
     """Let scheduling policies plan rounds in a simulated world; nothing is trained."""
     options = dict(locals())  # by name, as they were given

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from collapipe_flwr.cli.hosting import Allow, Ca, Certificate, Compute, Key, tls_files
 from collapipe_flwr.core.errors import ConfigError, blaming
@@ -22,43 +23,35 @@ if TYPE_CHECKING:
 
 def generate(
     run: Annotated[
-        Path | None, typer.Option(help="Run directory, or a folder with a transformers model.")
+        Path | None, Option(help="Run directory, or a folder with a transformers model.")
     ] = None,
-    text: Annotated[list[str] | None, typer.Option(help="Prompt; may be repeated.")] = None,
+    text: Annotated[list[str] | None, Option(help="Prompt; may be repeated.")] = None,
     audio: Annotated[
-        list[Path] | None, typer.Option(help="Sound (.wav, .npy) for a speech model.")
+        list[Path] | None, Option(help="Sound (.wav, .npy) for a speech model.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="0: the model's default.", min=0)] = 0,
-    num_beams: Annotated[int, typer.Option(help="0: the model's default.", min=0)] = 0,
+    max_new_tokens: Annotated[int, Option(help="0: the model's default.", min=0)] = 0,
+    num_beams: Annotated[int, Option(help="0: the model's default.", min=0)] = 0,
     sample: Annotated[
-        bool | None, typer.Option("--sample/--greedy", help="Default: the model's setting.")
+        bool | None, Option("--sample/--greedy", help="Default: the model's setting.")
     ] = None,
-    temperature: Annotated[
-        float, typer.Option(help="Sampling temperature; 0: the model's.", min=0)
-    ] = 0,
-    top_k: Annotated[int, typer.Option(help="Sample from the K most likely tokens.", min=0)] = 0,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from this probability mass.", min=0, max=1)
-    ] = 0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling reproducible.", min=0)] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
-    stream: Annotated[bool, typer.Option(help="Print pieces as they are generated.")] = False,
-    devices: Annotated[int, typer.Option(help="Number of threads that act as devices.", min=1)] = 2,
+    temperature: Annotated[float, Option(help="Sampling temperature; 0: the model's.", min=0)] = 0,
+    top_k: Annotated[int, Option(help="Sample from the K most likely tokens.", min=0)] = 0,
+    top_p: Annotated[float, Option(help="Sample from this probability mass.", min=0, max=1)] = 0,
+    seed: Annotated[int | None, Option(help="Makes sampling reproducible.", min=0)] = None,
+    stop: Annotated[list[str] | None, Option(help="Stop string; may be repeated.")] = None,
+    stream: Annotated[bool, Option(help="Print pieces as they are generated.")] = False,
+    devices: Annotated[int, Option(help="Number of threads that act as devices.", min=1)] = 2,
     compute: Compute = "auto",
     edge_blocks: Annotated[
-        int, typer.Option(help="Upper blocks at the edge (decoder-only models).", min=0)
+        int, Option(help="Upper blocks at the edge (decoder-only models).", min=0)
     ] = 0,
-    cluster: Annotated[
-        Path | None, typer.Option(help="Cluster file; generate on its daemons.")
-    ] = None,
-    edge: Annotated[str, typer.Option(help="HOST:PORT of the edge. Default: --cluster's.")] = "",
-    slots: Annotated[
-        int, typer.Option(help="Texts generated at the same time.", min=1, max=64)
-    ] = 4,
-    listen: Annotated[str, typer.Option(help="HOST:PORT to serve clients on.")] = "",
-    at: Annotated[str, typer.Option(help="HOST:PORT of a server started with --listen.")] = "",
+    cluster: Annotated[Path | None, Option(help="Cluster file; generate on its daemons.")] = None,
+    edge: Annotated[str, Option(help="HOST:PORT of the edge. Default: --cluster's.")] = "",
+    slots: Annotated[int, Option(help="Texts generated at the same time.", min=1, max=64)] = 4,
+    listen: Annotated[str, Option(help="HOST:PORT to serve clients on.")] = "",
+    at: Annotated[str, Option(help="HOST:PORT of a server started with --listen.")] = "",
     certificate_name: Annotated[
-        str, typer.Option(help="Name in the certificate of --at's server. Default: its host.")
+        str, Option(help="Name in the certificate of --at's server. Default: its host.")
     ] = "",
     allow: Allow = None,
     ca: Ca = None,

@@ -9,50 +9,51 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 if TYPE_CHECKING:
     from collapipe_flwr.core.links import TlsFiles
     from collapipe_flwr.host.daemon import HostSettings
 
 Listen = Annotated[
-    str, typer.Option(help="HOST:PORT; port 0 takes a free one. Default: that of --cluster.")
+    str, Option(help="HOST:PORT; port 0 takes a free one. Default: that of --cluster.")
 ]
 Cluster = Annotated[
     list[Path] | None,
-    typer.Option(help="Cluster files (TOML), or a folder of them: address, TLS, who may call."),
+    Option(help="Cluster files (TOML), or a folder of them: address, TLS, who may call."),
 ]
 Allow = Annotated[
     list[str] | None,
-    typer.Option(help="Common names of certificates that may call, besides the clusters'."),
+    Option(help="Common names of certificates that may call, besides the clusters'."),
 ]
-Ca = Annotated[Path | None, typer.Option("--tls-ca", help="PEM: who signs the peers.")]
-Certificate = Annotated[Path | None, typer.Option("--tls-cert", help="PEM: our certificate.")]
-Key = Annotated[Path | None, typer.Option("--tls-key", help="PEM: its private key.")]
+Ca = Annotated[Path | None, Option("--tls-ca", help="PEM: who signs the peers.")]
+Certificate = Annotated[Path | None, Option("--tls-cert", help="PEM: our certificate.")]
+Key = Annotated[Path | None, Option("--tls-key", help="PEM: its private key.")]
 MemoryMb = Annotated[
     float,
-    typer.Option(
+    Option(
         help="For models in all, without activations; 0: as much as is free where it computes.",
         min=0,
     ),
 ]
-Threads = Annotated[int, typer.Option(help="To compute on; 0: one per core.", min=0)]
+Threads = Annotated[int, Option(help="To compute on; 0: one per core.", min=0)]
 Compute = Annotated[
     str,
-    typer.Option(help="Where: cpu, cuda, cuda:N, mps, xpu; auto: cuda or xpu if there, else cpu."),
+    Option(help="Where: cpu, cuda, cuda:N, mps, xpu; auto: cuda or xpu if there, else cpu."),
 ]
-Insecure = Annotated[bool, typer.Option(help="Plain text beyond loopback, knowing what it means.")]
+Insecure = Annotated[bool, Option(help="Plain text beyond loopback, knowing what it means.")]
 Imports = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--import",
         metavar="MODULE",
         help="Own models and losses may come from this module or package; may be repeated.",
     ),
 ]
-Grace = Annotated[float, typer.Option(help="Seconds that open sessions get on a stop.", min=0)]
+Grace = Annotated[float, Option(help="Seconds that open sessions get on a stop.", min=0)]
 Metrics = Annotated[
     str,
-    typer.Option(help="HOST:PORT, or a port on loopback, where Prometheus scrapes /metrics."),
+    Option(help="HOST:PORT, or a port on loopback, where Prometheus scrapes /metrics."),
 ]
 
 
@@ -63,7 +64,7 @@ class LogFormat(StrEnum):
     JSON = "json"
 
 
-Logs = Annotated[LogFormat, typer.Option("--log-format", help="json: one object per line.")]
+Logs = Annotated[LogFormat, Option("--log-format", help="json: one object per line.")]
 
 
 def _log_as(log_format: LogFormat, name: str) -> None:
@@ -125,7 +126,7 @@ def _settings(default: str, options: dict[str, Any], **more: Any) -> HostSetting
 
 def device(
     listen: Listen = "",
-    name: Annotated[str, typer.Option(help="This board in certificates and errors.")] = "device",
+    name: Annotated[str, Option(help="This board in certificates and errors.")] = "device",
     cluster: Cluster = None,
     allow: Allow = None,
     ca: Ca = None,
@@ -140,15 +141,15 @@ def device(
     metrics: Metrics = "",
     log_format: Logs = LogFormat.TEXT,
     cache_dir: Annotated[
-        Path | None, typer.Option(help="For frozen weights. Default: in the user's cache folder.")
+        Path | None, Option(help="For frozen weights. Default: in the user's cache folder.")
     ] = None,
-    cache_mb: Annotated[float, typer.Option(help="At most; 0: keep none.", min=0)] = 8000.0,
+    cache_mb: Annotated[float, Option(help="At most; 0: keep none.", min=0)] = 8000.0,
     radio_interface: Annotated[
-        str, typer.Option(help="Apply planned transmit power here by `iw`, as wlan0.")
+        str, Option(help="Apply planned transmit power here by `iw`, as wlan0.")
     ] = "",
     energy_sensor: Annotated[
         str,
-        typer.Option(
+        Option(
             help="Meter joules by ina3221 (Jetson), pi5-pmic or rapl (PC); auto: by the first that "
             "can be read; none: model them from times."
         ),
@@ -173,7 +174,7 @@ def device(
 
 def edge(
     listen: Listen = "",
-    name: Annotated[str, typer.Option(help="Its name in certificates.")] = "edge",
+    name: Annotated[str, Option(help="Its name in certificates.")] = "edge",
     cluster: Cluster = None,
     allow: Allow = None,
     ca: Ca = None,
@@ -188,7 +189,7 @@ def edge(
     metrics: Metrics = "",
     log_format: Logs = LogFormat.TEXT,
     state_dir: Annotated[
-        Path | None, typer.Option(help="Keep sessions here, so that a restart goes on with them.")
+        Path | None, Option(help="Keep sessions here, so that a restart goes on with them.")
     ] = None,
 ) -> None:
     """Serve decoders (or heads) to clusters until SIGTERM or Ctrl-C.
@@ -206,20 +207,16 @@ def edge(
 def control_unit(
     socket: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help="Where ClientApps of this user find it. Default: $COLLAPIPE_CONTROL_UNIT, else "
             "in $XDG_RUNTIME_DIR/collapipe, else in /var/lib/collapipe-control-unit."
         ),
     ] = None,
     state_dir: Annotated[
         Path | None,
-        typer.Option(
-            help="Keep what lasts longer than a round here, unless node or run say where."
-        ),
+        Option(help="Keep what lasts longer than a round here, unless node or run say where."),
     ] = None,
-    grace_s: Annotated[
-        float, typer.Option(help="Seconds that a round gets on a stop.", min=0)
-    ] = 10.0,
+    grace_s: Annotated[float, Option(help="Seconds that a round gets on a stop.", min=0)] = 10.0,
     metrics: Metrics = "",
     log_format: Logs = LogFormat.TEXT,
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from collapipe_flwr.cli.cluster import AsService, Folder, install_service
 from collapipe_flwr.membership.systemd import check_manager
@@ -20,29 +21,27 @@ if TYPE_CHECKING:
 
 
 def join(
-    token: Annotated[str, typer.Argument(help="The token; - reads it from the standard input.")],
-    name: Annotated[str, typer.Option(help="Its name in the cluster. Default: the host's.")] = "",
+    token: Annotated[str, Argument(help="The token; - reads it from the standard input.")],
+    name: Annotated[str, Option(help="Its name in the cluster. Default: the host's.")] = "",
     address: Annotated[
         str,
-        typer.Option(
+        Option(
             help="HOST:PORT where its daemon listens. Default: how this machine reaches the "
             "control unit, port 50071 (an edge: 50061)."
         ),
     ] = "",
-    kind: Annotated[str, typer.Option(help="Board preset. Default: by its own description.")] = "",
+    kind: Annotated[str, Option(help="Board preset. Default: by its own description.")] = "",
     folder: Folder = None,
     service: AsService = None,
-    start: Annotated[bool, typer.Option(help="Then run its daemon until SIGTERM.")] = True,
+    start: Annotated[bool, Option(help="Then run its daemon until SIGTERM.")] = True,
     discover: Annotated[
         bool,
-        typer.Option("--discover", help="Look for the control unit by mDNS, not at its address."),
+        Option("--discover", help="Look for the control unit by mDNS, not at its address."),
     ] = False,
     again: Annotated[
-        bool, typer.Option("--again", help="Join anew with another key, as after a removal.")
+        bool, Option("--again", help="Join anew with another key, as after a removal.")
     ] = False,
-    options: Annotated[
-        list[str] | None, typer.Argument(help="Behind --: options of the daemon.")
-    ] = None,
+    options: Annotated[list[str] | None, Argument(help="Behind --: options of the daemon.")] = None,
 ) -> None:
     """Join a cluster by a token, and run the member's daemon.
 
@@ -120,16 +119,16 @@ def _start(found: Membership, folder: Path, options: list[str]) -> None:
 
 
 def deploy(
-    inventory: Annotated[Path, typer.Argument(help="The machines and their roles (TOML).")],
+    inventory: Annotated[Path, Argument(help="The machines and their roles (TOML).")],
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Look at the machines, and print what would be done.")
+        bool, Option("--dry-run", help="Look at the machines, and print what would be done.")
     ] = False,
     accept_new: Annotated[
         bool,
-        typer.Option("--accept-new", help="Believe host keys of machines that ssh never met."),
+        Option("--accept-new", help="Believe host keys of machines that ssh never met."),
     ] = False,
     deadline_s: Annotated[
-        float, typer.Option(help="Seconds for each phase on a machine.", min=1)
+        float, Option(help="Seconds for each phase on a machine.", min=1)
     ] = 1800.0,
 ) -> None:
     """Install, join, start services and check, on all machines over ssh.
@@ -161,16 +160,16 @@ def deploy(
 
 
 def certs(
-    folder: Annotated[Path, typer.Argument(help="Folder for the PEM files.")],
+    folder: Annotated[Path, Argument(help="Folder for the PEM files.")],
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="NAME or NAME=HOST of members without a cluster file."),
+        Argument(help="NAME or NAME=HOST of members without a cluster file."),
     ] = None,
-    cluster: Annotated[list[Path] | None, typer.Option(help="Cluster files (TOML).")] = None,
-    days: Annotated[int, typer.Option(help="Validity in days.", min=1)] = 825,
-    renew: Annotated[bool, typer.Option(help="Replace these members' certificates.")] = False,
+    cluster: Annotated[list[Path] | None, Option(help="Cluster files (TOML).")] = None,
+    days: Annotated[int, Option(help="Validity in days.", min=1)] = 825,
+    renew: Annotated[bool, Option(help="Replace these members' certificates.")] = False,
     new_ca: Annotated[
-        bool, typer.Option("--new-ca", help="Replace the CA, which invalidates all certificates.")
+        bool, Option("--new-ca", help="Replace the CA, which invalidates all certificates.")
     ] = False,
 ) -> None:
     """Create a CA and sign a certificate for every member that has none.

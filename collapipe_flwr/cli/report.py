@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from collapipe_flwr.core.errors import require, wrong_input
 
@@ -16,11 +17,11 @@ if TYPE_CHECKING:
 
 def report(
     runs: Annotated[
-        list[str], typer.Argument(help="RUN_DIRECTORY or LABEL=RUN_DIRECTORY; may be repeated.")
+        list[str], Argument(help="RUN_DIRECTORY or LABEL=RUN_DIRECTORY; may be repeated.")
     ],
     output: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--output",
             "-o",
             help="File to write. Default: report.html in the run directory; of several runs, here.",
@@ -40,11 +41,11 @@ def report(
 
 
 def compare(
-    runs: Annotated[list[str], typer.Argument(help="RUN_DIRECTORY or LABEL=RUN_DIRECTORY.")],
+    runs: Annotated[list[str], Argument(help="RUN_DIRECTORY or LABEL=RUN_DIRECTORY.")],
     metrics: Annotated[
-        str, typer.Option(help="Metrics to show, such as loss,accuracy. Default: all.")
+        str, Option(help="Metrics to show, such as loss,accuracy. Default: all.")
     ] = "",
-    plot: Annotated[Path | None, typer.Option(help="Draw the curves to this file.")] = None,
+    plot: Annotated[Path | None, Option(help="Draw the curves to this file.")] = None,
 ) -> None:
     """Print learning curves and costs of several runs side by side, as Markdown."""
     from collapipe_flwr.reporting.comparison import draw, markdown, read_curves
@@ -61,21 +62,19 @@ def compare(
 def watch(
     run: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             help="Run directory, which may come to be later; with --superlink, a run id. Default: "
             "the newest."
         ),
     ] = None,
     output_dir: Annotated[
-        Path, typer.Option(help="Folder of run directories, for the newest of them.")
+        Path, Option(help="Folder of run directories, for the newest of them.")
     ] = Path("runs"),
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(help="Port to listen at; 0: a free one.", min=0, max=65535)
-    ] = 0,
+    host: Annotated[str, Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="Port to listen at; 0: a free one.", min=0, max=65535)] = 0,
     superlink: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="NAME",
             help="Follow a run on this SuperLink, a connection that `flwr` knows, through its log. "
             "The run needs reporting.log-lines=true.",

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 if TYPE_CHECKING:
     from collapipe_flwr.federation.running import Order
 
-Project = Annotated[Path, typer.Argument(help="Folder of the Flower app.")]
+Project = Annotated[Path, Argument(help="Folder of the Flower app.")]
 RunConfig = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--run-config",
         "-c",
         help="KEY=VALUE, several of them in one string, or a .toml file; may be repeated.",
@@ -23,20 +24,18 @@ RunConfig = Annotated[
 ]
 FederationConfig = Annotated[
     Path | None,
-    typer.Option(help="TOML file with num-supernodes, client-resources-num-cpus, ..."),
+    Option(help="TOML file with num-supernodes, client-resources-num-cpus, ..."),
 ]
-OutputDir = Annotated[Path, typer.Option(help="Folder for run directories.")]
+OutputDir = Annotated[Path, Option(help="Folder for run directories.")]
 Clusters = Annotated[
     list[Path] | None,
-    typer.Option(
+    Option(
         "--cluster",
         help="Train on the boards of this cluster file, from here and without Flower's simulation; "
         "one for each cluster.",
     ),
 ]
-Resume = Annotated[
-    Path | None, typer.Option(help="Run directory to resume from its newest checkpoint.")
-]
+Resume = Annotated[Path | None, Option(help="Run directory to resume from its newest checkpoint.")]
 
 
 def run(
@@ -47,10 +46,10 @@ def run(
     resume: Resume = None,
     cluster: Clusters = None,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print the run directory and errors only.")
+        bool, Option("--quiet", "-q", help="Print the run directory and errors only.")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Print the whole log, tracebacks included.")
+        bool, Option("--verbose", "-v", help="Print the whole log, tracebacks included.")
     ] = False,
 ) -> None:
     """Check the run, then run the app with `flwr run . --stream` on a private SuperLink.
