@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
+from collapipe_flwr.core.json_codec import plain, to_json
 from collapipe_flwr.membership.systemd import Manager, Service, check_manager, install
 
 if TYPE_CHECKING:
@@ -177,7 +178,6 @@ def status(
     """
     from rich.console import Console
 
-    from collapipe_flwr.core.json_codec import to_json
     from collapipe_flwr.membership.status import cluster_status
     from collapipe_flwr.reporting.tables import follow, status_lines, status_table
 
@@ -245,7 +245,6 @@ def check(
 
     from collapipe_flwr.cluster.check import CheckSettings, check_cluster, measured_ways
     from collapipe_flwr.config.cluster_file import read_cluster
-    from collapipe_flwr.core.json_codec import plain
     from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
     from collapipe_flwr.reporting.output import prepare, progress, write_json
     from collapipe_flwr.reporting.tables import show_measurements

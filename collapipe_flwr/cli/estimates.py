@@ -5,16 +5,15 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from typer import Argument, Option
 
 import collapipe_flwr
+from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collapipe_flwr.core.domain import ClusterProfile
+from collapipe_flwr.core.keys import assignments, read_assignments
 
 
 def profile(
@@ -59,7 +58,6 @@ def profile(
     from rich.console import Console
 
     from collapipe_flwr.cluster.forecast import ModelChoice, build_model, forecast
-    from collapipe_flwr.core.keys import assignments, read_assignments
     from collapipe_flwr.models import BatchShape
     from collapipe_flwr.reporting.output import prepare, write_json
     from collapipe_flwr.reporting.tables import as_json, show_forecast

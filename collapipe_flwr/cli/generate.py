@@ -12,12 +12,14 @@ import typer
 from typer import Option
 
 from collapipe_flwr.cli.hosting import Allow, Ca, Certificate, Compute, Key, tls_files
+from collapipe_flwr.core.addresses import host_and_port, is_loopback
 from collapipe_flwr.core.errors import ConfigError, blaming
+from collapipe_flwr.core.links import TlsFiles
+from collapipe_flwr.core.processes import stopping
 
 if TYPE_CHECKING:
     from collapipe_flwr.config.access_control import AccessControl
     from collapipe_flwr.config.cluster_file import ClusterConfig
-    from collapipe_flwr.core.links import TlsFiles
     from collapipe_flwr.transport.generation import GenerateRequest, Write
 
 
@@ -88,7 +90,6 @@ def generate(
         raise ConfigError("--run is missing: name a run directory, or a server with --at")
 
     from collapipe_flwr.config.cluster_file import read_cluster
-    from collapipe_flwr.core.processes import stopping
     from collapipe_flwr.generation.text_generator import cluster_generator, local_generator
     from collapipe_flwr.generation.text_model import TextModel
 
@@ -126,7 +127,6 @@ def _access(
 ) -> AccessControl | None:
     """Who may ask a server for texts; None: whoever the CA signed. Raises ConfigError."""
     from collapipe_flwr.config.access_control import access_control
-    from collapipe_flwr.core.addresses import host_and_port, is_loopback
 
     access = access_control([] if config is None else [config], allow or ())
     if allow and tls is None:

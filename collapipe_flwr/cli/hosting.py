@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.json_log import log_json
+from collapipe_flwr.core.links import TlsFiles
+
 if TYPE_CHECKING:
-    from collapipe_flwr.core.links import TlsFiles
     from collapipe_flwr.host.daemon import HostSettings
 
 Listen = Annotated[
@@ -68,7 +71,6 @@ Logs = Annotated[LogFormat, Option("--log-format", help="json: one object per li
 
 
 def _log_as(log_format: LogFormat, name: str) -> None:
-    from collapipe_flwr.core.json_log import log_json
 
     if log_format is LogFormat.JSON:
         log_json(name)
@@ -76,8 +78,6 @@ def _log_as(log_format: LogFormat, name: str) -> None:
 
 def tls_files(ca: Path | None, certificate: Path | None, key: Path | None) -> TlsFiles | None:
     """All three files or none; raises ConfigError for less, so that TLS is always mutual."""
-    from collapipe_flwr.core.errors import ConfigError
-    from collapipe_flwr.core.links import TlsFiles
 
     given = {"--tls-ca": ca, "--tls-cert": certificate, "--tls-key": key}
     missing = [name for name, path in given.items() if path is None]

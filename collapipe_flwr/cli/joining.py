@@ -12,6 +12,7 @@ import typer
 from typer import Argument, Option
 
 from collapipe_flwr.cli.cluster import AsService, Folder, install_service
+from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.membership.systemd import check_manager
 
 if TYPE_CHECKING:
@@ -179,7 +180,6 @@ def certs(
     """
     from collapipe_flwr.config.access_control import access_control
     from collapipe_flwr.config.cluster_file import certificate_hosts, read_cluster
-    from collapipe_flwr.core.errors import ConfigError
     from collapipe_flwr.transport.certificates import sign_all
 
     clusters = [read_cluster(path) for path in cluster or ()]

@@ -10,6 +10,7 @@ import typer
 from typer import Argument, Option
 
 from collapipe_flwr.core.errors import require, wrong_input
+from collapipe_flwr.core.processes import stopping
 
 if TYPE_CHECKING:
     from collapipe_flwr.reporting.live.feed import Find
@@ -103,7 +104,6 @@ def watch(
 
 
 def _serve(find: Find, host: str, port: int) -> None:
-    from collapipe_flwr.core.processes import stopping
     from collapipe_flwr.reporting.live.feed import Feed
     from collapipe_flwr.reporting.live.server import LiveServer
 

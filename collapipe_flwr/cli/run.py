@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
+from collapipe_flwr.core.errors import wrong_input
+from collapipe_flwr.core.processes import terminable
+
 if TYPE_CHECKING:
     from collapipe_flwr.federation.running import Order
 
@@ -58,7 +61,6 @@ def run(
     did not complete. The last line printed is the path of the run directory; `run.log` in it has
     all that Flower, Ray and the apps print.
     """
-    from collapipe_flwr.core.processes import terminable
     from collapipe_flwr.federation.running import Attempt
     from collapipe_flwr.reporting.screen import Screen
 
@@ -85,7 +87,6 @@ def check_config(
     Run-config, data, model, output folder and the first plan. Exit code 2 and one sentence if
     something is wrong.
     """
-    from collapipe_flwr.core.errors import wrong_input
 
     order = _order(project, run_config, federation_config, output_dir, resume, cluster)
     gc.disable()  # a fifth of the time of what follows, which ends this process
