@@ -29,7 +29,7 @@ class TokenRole(StrEnum):
 
 
 class Elsewhere(StrEnum):
-    """Members that are not on the machine where the cluster is made."""
+    """Members on other machines than the one where the cluster is made."""
 
     edge = "edge"
     server = "server"
@@ -134,9 +134,9 @@ def serve(
         list[str] | None, Argument(help="Behind --: options of `collapipe edge`.")
     ] = None,
 ) -> None:
-    """Let newcomers in and tell members of each other, until SIGTERM or Ctrl-C.
+    """Admit new members and send rosters to all, until SIGTERM or Ctrl-C.
 
-    Run it where the cluster was made. Members go on without it; they hear of changes when it is
+    Run it where the cluster was made. Members keep working without it and get changes when it is
     back. On a control unit that joined by a token, it keeps the cluster file up to date.
     """
     import logging
@@ -171,10 +171,10 @@ def status(
     as_json: Annotated[bool, Option("--json", help="Print JSON, once.")] = False,
     once: Annotated[bool, Option("--once", help="Print once on a terminal, too.")] = False,
 ) -> None:
-    """Show who is in a cluster, and who is there; run it where it was made or on a control unit.
+    """Show the members of a cluster and their state; run it where it was made or on a control unit.
 
-    A table that stays up to date until Ctrl-C on a terminal, plain lines elsewhere. Exit code 1 if
-    somebody is not there, or does not have the newest roster yet.
+    On a terminal, a table that is updated until Ctrl-C; elsewhere, plain lines. Exit code 1 if a
+    member is away or does not have the newest roster yet.
     """
     from rich.console import Console
 
@@ -205,8 +205,8 @@ def remove(
 ) -> None:
     """Remove a member that joined by a token; run it where the cluster was made.
 
-    Its certificate is refused from now on by all that can be reached, what it has under way there
-    is cut, and its daemon ends. `collapipe cluster serve` tells the others when they are back.
+    All members that can be reached refuse its certificate from now on and end its calls, and its
+    daemon ends. `collapipe cluster serve` tells the others when they are back.
     """
     from collapipe_flwr.membership.herald import listeners, tell
 

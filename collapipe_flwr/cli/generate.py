@@ -125,7 +125,7 @@ def _print(write: Write, requests: list[GenerateRequest], stream: bool, slots: i
 def _access(
     config: ClusterConfig | None, allow: list[str] | None, listen: str, tls: TlsFiles | None
 ) -> AccessControl | None:
-    """Who may ask a server for texts; None: whoever the CA signed. Raises ConfigError."""
+    """Who may ask a server for texts; None: everyone with a certificate. Raises ConfigError."""
     from collapipe_flwr.config.access_control import access_control
 
     access = access_control([] if config is None else [config], allow or ())

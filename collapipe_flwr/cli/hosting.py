@@ -220,11 +220,11 @@ def control_unit(
     metrics: Metrics = "",
     log_format: Logs = LogFormat.TEXT,
 ) -> None:
-    """Stay beside a SuperNode and work on its messages, until SIGTERM or Ctrl-C.
+    """Process the messages of a SuperNode on this machine, until SIGTERM or Ctrl-C.
 
-    It keeps what a ClientApp, which Flower starts anew for every message, would load again. It runs
-    the app of the run, from the files that Flower installed. Without it, ClientApps do all
-    themselves.
+    It keeps in memory what a ClientApp, which Flower starts for every message, would load again.
+    It runs the app of the run, from the files that Flower installed. Without it, ClientApps do
+    all themselves.
     """
     from collapipe_flwr.federation.local_socket import default_path
     from collapipe_flwr.federation.resident import ResidentSettings, serve
@@ -237,7 +237,7 @@ def control_unit(
 
 
 def supernode(context: typer.Context) -> None:
-    """Run Flower's SuperNode, which looks for messages more often while there are some.
+    """Run Flower's SuperNode, which polls for messages more often while there are some.
 
     All arguments are those of `flower-supernode`.
     """

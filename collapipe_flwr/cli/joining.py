@@ -100,7 +100,7 @@ def _join(token: JoinToken, newcomer: Newcomer, discover: bool) -> Membership:
 
 
 def _start(found: Membership, folder: Path, options: list[str]) -> None:
-    """Become the daemon, in the same process; libraries that measured are not in the new one."""
+    """Replace this process by the daemon, without the libraries that measured."""
     from collapipe_flwr.config.access_control import Role
 
     path = found.cluster.path
@@ -134,7 +134,7 @@ def deploy(
 ) -> None:
     """Install, join, start services and check, on all machines over ssh.
 
-    What is done already is left alone, so deploy again after a failure, or with more machines.
+    Steps that are done already are skipped, so deploy again after a failure, or with more machines.
     Exit code 1 if something needs fixing.
     """
     from rich.console import Console

@@ -29,7 +29,7 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Make the report of a run anew, or one page that compares several runs.
+    """Make the report of a run, or one page that compares several runs.
 
     Needs `pip install 'collapipe-flwr[report]'`. Prints the path of the page.
     """
@@ -112,8 +112,8 @@ def _serve(find: Find, host: str, port: int) -> None:
         server = LiveServer(feed, host, port)
     if server.token:
         typer.echo(
-            f"{host} can be reached from other machines: whoever has this URL sees the run, and it "
-            "is not encrypted.",
+            f"{host} can be reached from other machines: everyone with this URL sees the run, and "
+            "it is not encrypted.",
             err=True,
         )
     with stopping() as stop, server.serving(), feed.following():
