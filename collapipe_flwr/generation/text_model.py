@@ -34,9 +34,9 @@ _INT16_MOST = 32768.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextModel:
-    """A trained model; ``settings`` is its own generation configuration.
+    """A trained model with its generation configuration.
 
-    ``feature_extractor`` is that of a model of speech.
+    ``feature_extractor`` is set for a model of speech.
     """
 
     splitter: Splitter
@@ -173,7 +173,7 @@ def _own_settings(source: str, config: Any) -> GenerationConfig:
 
 
 def _feature_extractor(input_name: str, source: str) -> Any:
-    """What turns sound into features; None for a model of text."""
+    """The feature extractor of a speech model; None for a model of text."""
     if input_name == "input_ids":
         return None
     if input_name != _SOUND:
@@ -187,7 +187,7 @@ def _feature_extractor(input_name: str, source: str) -> Any:
 
 
 def _changes(request: GenerateRequest) -> dict[str, Any]:
-    """What ``request`` asks for; a number that only sampling reads asks for sampling, too."""
+    """Settings of ``request``; one that only sampling reads turns sampling on."""
     names = ("max_new_tokens", "num_beams", "temperature", "top_k", "top_p")
     changes: dict[str, Any] = {name: v for name in names if (v := getattr(request, name))}
     if request.sample is not None:

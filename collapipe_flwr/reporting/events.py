@@ -1,4 +1,4 @@
-"""What one round and one run report, as values.
+"""The report of a round and of a run, as values.
 
 Keys of per-device mappings read ``cluster/device``; ``memory_bytes`` also has
 ``cluster/control-unit`` and ``cluster/edge`` (the cluster's decoder replica).
@@ -54,7 +54,7 @@ class RoundEvent:
     failures: tuple[str, ...] = ()
     incidents: tuple[Mapping[str, str], ...] = ()  # the same by kind, see `incident_json`
     lost: tuple[str, ...] = ()  # clusters that were away or whose round came to nothing
-    fresh_examples: int = 0  # that arrived in data.stream
+    fresh_examples: int = 0  # new ones of data.stream
     prequential_loss: float | None = None  # on them, before training on them
 
     @property
@@ -83,7 +83,7 @@ class RoundEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSums:
-    """What rounds come to by member and by hop, which is most of an event."""
+    """Totals of rounds by member and by hop, which is most of an event."""
 
     energy_j: Mapping[str, float] = field(default_factory=dict)
     memory_bytes: Mapping[str, int] = field(default_factory=dict)  # peaks, by role
@@ -94,7 +94,7 @@ class RunSums:
     plan: Mapping[str, Any] | None = None  # the last one
 
     def plus(self, event: RoundEvent) -> RunSums:
-        """With one round more."""
+        """Add a round."""
         energy_j, memory_bytes = dict(self.energy_j), dict(self.memory_bytes)
         for device, joules in event.energy_j.items():
             energy_j[device] = energy_j.get(device, 0.0) + joules
@@ -116,7 +116,7 @@ class RunSums:
         )
 
     def share_json(self) -> dict[str, float | None] | None:
-        """The most that plans gave any device of the whole model's memory, and what they may."""
+        """Largest share of the whole model's memory that plans gave a device, and its cap."""
         if self.model_share is None:
             return None
         caps = [cap for cap in self.share_caps if cap is not None]
@@ -126,10 +126,10 @@ class RunSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStory:
-    """Everything ``summary.json`` is made from but plans; grows by one event per round.
+    """The data of ``summary.json`` but plans; grows by one event per round.
 
-    A run of 1,000 rounds on 1,000 devices writes more events than memory holds, so rounds that
-    `grown` added keep only what a curve needs, and the rest of them is in ``sums``.
+    A run of 1,000 rounds on 1,000 devices writes more events than memory holds, so `grown` keeps
+    of a round what a curve needs, and adds the rest to ``sums``.
     """
 
     metric_name: str
@@ -139,11 +139,11 @@ class RunStory:
     versions: Mapping[str, str] = field(default_factory=dict)  # of packages, on the server
     events: tuple[RoundEvent, ...] = field(default=())
     rounds_asked: int | None = None
-    notes: tuple[str, ...] = ()  # what the run said of itself as a whole
-    sums: RunSums = RunSums()  # of rounds that ``events`` has without what is summed up
+    notes: tuple[str, ...] = ()  # about the run as a whole
+    sums: RunSums = RunSums()  # of what ``events`` leave out
 
     def grown(self, event: RoundEvent) -> RunStory:
-        """With one round more."""
+        """Add a round."""
         none: dict[str, Any] = {}
         curve = replace(
             event, plan=None, clusters=none, energy_j=none, queues_j=none, memory_bytes=none
@@ -152,10 +152,10 @@ class RunStory:
         return replace(self, events=(*self.events, curve), sums=self.sums.plus(event))
 
     def expected_wall_s(self, event: RoundEvent) -> float | None:
-        """How long a round takes without its evaluation, told before it began.
+        """Expected seconds of a round without its evaluation, before it begins.
 
-        It is what its plan says of the slowest cluster, and what the server, messages and
-        aggregation took besides in the last rounds. None where no machines are timed.
+        The planned latency of the slowest cluster, plus the median of what server, messages and
+        aggregation took in the last rounds. None where no machines are timed.
         """
         if event.predicted_latency_s is None or not event.was_timed:
             return None
@@ -210,12 +210,12 @@ class RunStory:
 
 
 def holders(segment: Mapping[str, Any]) -> tuple[str, ...]:
-    """The device of a segment of ``plan``, and its replicas, which older plans know nothing of."""
+    """The device of a segment of ``plan``, and its replicas, which older plans lack."""
     return (segment["device_id"], *segment.get("replicas", ()))
 
 
 def cluster_json(plan: ClusterPlan | None, outcome: ClusterOutcome) -> dict[str, Any]:
-    """What was predicted of a cluster's round beside what it came to.
+    """The prediction of a cluster's round beside its outcome.
 
     ``measured`` is whether machines timed it, ``error`` is ln(predicted / real). Seconds of stages
     are of one micro-batch, forward and backward.

@@ -1,8 +1,8 @@
-"""What a page shows of a run, kept up to date round by round, and what a page lacks of it.
+"""The state of a run as a page shows it, updated round by round.
 
-A page that knows the state up to a :class:`Place` is sent what came since. One that knows rounds of
-another file, or nothing, is sent everything. A cluster in a round is drawn as a chain of stages and
-the hops between them: plain data, small enough to send for a thousand devices after every round.
+A page that knows the state up to a :class:`Place` is sent what came since; one that knows rounds of
+another file, or nothing, is sent everything. A cluster is drawn as a chain of stages and the hops
+between them: plain data, small enough to send for a thousand devices after every round.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Place:
 
 
 class RunState:
-    """The state of one run; not safe by itself between threads."""
+    """The state of one run; not thread-safe."""
 
     def __init__(self) -> None:
         self.place = Place(head=1)
@@ -67,14 +67,14 @@ class RunState:
         self.place = Place(file=file, head=self.place.head)
 
     def set_head(self, head: Json, budget_j: Mapping[str, float | None]) -> None:
-        """What is not of a round: status, name, settings; joules per round, by device."""
+        """Set status, name and settings, and the budgets by device in joules per round."""
         self._budget_j = budget_j
         if head != self._head:
             self._head = head
             self.place = replace(self.place, head=self.place.head + 1)
 
     def add(self, events: Iterable[Event]) -> None:
-        """Rounds that ended, oldest first."""
+        """Add rounds, oldest first."""
         newest = None
         for newest in events:
             self._incidents += incidents_of(newest)
@@ -132,7 +132,7 @@ def _numbers(event: Event, budget_j: Mapping[str, float | None]) -> Json:
 
 
 def round_picture(event: Event, budget_j: Mapping[str, float | None]) -> list[Json]:
-    """All clusters that a round of ``events.jsonl`` tells of; ``budget_j`` is by device."""
+    """All clusters of a round of ``events.jsonl``; ``budget_j`` is by device."""
     plans = {plan["cluster_id"]: plan for plan in (event.get("plan") or {}).get("clusters", ())}
     found = {**dict.fromkeys(plans), **event.get("clusters", {})}
     names = {*found, *event.get("lost", ())}
@@ -200,7 +200,7 @@ def _members(
     budget_j: Mapping[str, float | None],
     memory: Mapping[str, int],
 ) -> dict[str, Json]:
-    """By device id, the control unit and the edge included: what the round showed of it."""
+    """The measurements of a round by device id, those of control unit and edge included."""
     stages, energy = outcome.get("stages", {}), outcome.get("energy", {})
     names = [device for device in {**queues, **energy, **stages} if device != EDGE]
     found = {device: stages.get(device, {}) for device in (*names, EDGE)}
@@ -222,7 +222,7 @@ def _members(
 
 
 def _stages(cluster: str, plan: Event, members: Mapping[str, Json]) -> list[Json]:
-    """Control unit, segments and edge in pipeline order; ``ids`` names who holds a stage."""
+    """Control unit, segments and edge in pipeline order; ``ids`` are the holders of a stage."""
     held = [(holders(s), (s["first_block"], s["stop_block"])) for s in plan["segments"]]
     busy = {device for devices, _ in held for device in devices}
     control_unit = next((d for d in plan["tx_power_w"] if d not in busy), CONTROL_UNIT)
@@ -238,7 +238,7 @@ def _stages(cluster: str, plan: Event, members: Mapping[str, Json]) -> list[Json
 
 
 def _with_shares(stage: Json, passes: int, latency_s: float | None) -> Json:
-    """How much of the round each device of a stage was computing; replicas take turns."""
+    """Add the share of the round that each device was computing; replicas alternate."""
     turns = passes / len(stage["devices"])
     devices = [
         {**device, "share": busy_s * turns / latency_s}
@@ -276,7 +276,7 @@ def _hop(plan: Event, links: list[Event]) -> Json:
 
 
 def _rounded(value: Any) -> Any:
-    """Numbers to four digits, which is more than a page shows; None where they are not finite."""
+    """Round numbers to four digits; None where they are not finite."""
     if isinstance(value, float):
         return None if finite(value) is None else float(f"{value:.{_DIGITS}g}")
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Joules against budgets, and the queues that keep them."""
+"""Energy against budgets, and energy queues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _QUEUES = 5  # devices whose queue has a curve of its own
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """What one device spent per round, on average over all rounds."""
+    """Mean energy of one device per round."""
 
     name: str
     mean_j: float
@@ -27,7 +27,7 @@ class Spent:
 
     @property
     def share(self) -> float | None:
-        """Of its budget; None without one."""
+        """Share of its budget; None without one."""
         return self.mean_j / self.budget_j if self.budget_j else None
 
     @property
@@ -37,7 +37,7 @@ class Spent:
 
 
 def spent(run: RunData) -> list[Spent]:
-    """All devices, those that used most of their budget first; rounds without work count as 0."""
+    """All devices, the largest share of a budget first; rounds without work count as 0."""
     rounds = max(len(run.rounds), 1)
     found = [
         Spent(

@@ -1,4 +1,4 @@
-"""What was learned: losses and metrics by round."""
+"""Losses and metrics by round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes and rates: what travelled, between whom, how fast."""
+"""Bytes and rates of links."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ _ROW_PIXELS, _FRAME_PIXELS = 34, 110
 
 
 def placement(run: RunData) -> Section:
-    """A picture per cluster, and the last plan of all."""
+    """A chart with a choice of clusters, and a table of their last plans."""
     planned = {name: data for name, data in run.clusters.items() if data.placed}
     choices = {name: placed_blocks(run, name) for name in planned}
     title = "Blocks that each device holds"
@@ -80,7 +80,7 @@ def placed_blocks(run: RunData, cluster: str) -> Json:
 
 
 def _members(run: RunData, cluster: str, data: ClusterData) -> list[str]:
-    """Devices of a cluster: those that ever held blocks, and those that never did."""
+    """The devices of a cluster, with and without blocks."""
     held = {name for placed in data.placed.values() for name, _, _ in placed}
     idle = {
         name

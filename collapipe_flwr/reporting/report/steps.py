@@ -1,4 +1,4 @@
-"""The timeline of one step: what every stage does when."""
+"""The timeline of one step by stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted beside real seconds: of rounds, and of the stages of a pipeline."""
+"""Predicted and real seconds of rounds and stages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def times(run: RunData) -> Section:
 
 
 def real(run: RunData) -> str:
-    """What the seconds beside the predicted ones are."""
+    """The kind of real seconds, next to predicted ones."""
     return "measured" if run.measured else "simulated"
 
 
@@ -59,7 +59,7 @@ def _rounds(run: RunData) -> Chart | None:
 
 
 def _pairs(run: RunData) -> Chart | None:
-    """Each cluster's rounds, predicted against real, where the two differ at all."""
+    """Each cluster's rounds, predicted against real; None if all are equal."""
     pairs = [
         (name, run.rounds[place], expected, found)
         for name, data in run.clusters.items()
@@ -106,7 +106,7 @@ def _pairs(run: RunData) -> Chart | None:
 
 
 def _stages(run: RunData) -> Chart | None:
-    """The devices that compute longest: what sets the pace."""
+    """The devices that compute longest, which set the pace."""
     timed = [
         (device.measured_s / device.stage_rounds, device.predicted_s / device.stage_rounds, name)
         for name, device in run.devices.items()
@@ -182,7 +182,7 @@ def _mean(series: Series) -> float | None:
 
 
 def compared_times(runs: Sequence[RunData]) -> Section:
-    """Rounds of all runs, and what they took by the clock."""
+    """Seconds of rounds of all runs, and their wall-clock time."""
     traces = [
         charts.curve(run.name, run.rounds, run.numbers["latency_s"], charts.colour_of(place))
         for place, run in enumerate(runs)
