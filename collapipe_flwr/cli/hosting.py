@@ -70,15 +70,8 @@ class LogFormat(StrEnum):
 Logs = Annotated[LogFormat, Option("--log-format", help="json: one object per line.")]
 
 
-def _log_as(log_format: LogFormat, name: str) -> None:
-
-    if log_format is LogFormat.JSON:
-        log_json(name)
-
-
 def tls_files(ca: Path | None, certificate: Path | None, key: Path | None) -> TlsFiles | None:
     """All three files or none; raises ConfigError for less, so that TLS is always mutual."""
-
     given = {"--tls-ca": ca, "--tls-cert": certificate, "--tls-key": key}
     missing = [name for name, path in given.items() if path is None]
     if len(missing) == len(given):
@@ -168,7 +161,8 @@ def device(
         radio_interface=radio_interface,
         energy_sensor=energy_sensor,
     )
-    _log_as(log_format, name)
+    if log_format is LogFormat.JSON:
+        log_json(name)
     serve(settings, passes_on=True, announce=lambda a: typer.echo(f"{name} on {a}"))
 
 
@@ -200,7 +194,8 @@ def edge(
     from collapipe_flwr.host.daemon import serve
 
     settings = _settings("127.0.0.1:50061", options, state_dir=state_dir, cache_bytes=0)
-    _log_as(log_format, name)
+    if log_format is LogFormat.JSON:
+        log_json(name)
     serve(settings, passes_on=False, announce=lambda a: typer.echo(f"edge server on {a}"))
 
 
@@ -232,7 +227,8 @@ def control_unit(
     settings = ResidentSettings(
         path=socket or default_path(), state_dir=state_dir, grace_s=grace_s, metrics=metrics
     )
-    _log_as(log_format, "control-unit")
+    if log_format is LogFormat.JSON:
+        log_json("control-unit")
     serve(settings, lambda path: typer.echo(f"control unit at {path}"))
 
 

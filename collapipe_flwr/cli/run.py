@@ -87,7 +87,6 @@ def check_config(
     Run-config, data, model, output folder and the first plan. Exit code 2 and one sentence if
     something is wrong.
     """
-
     order = _order(project, run_config, federation_config, output_dir, resume, cluster)
     gc.disable()  # a fifth of the time of what follows, which ends this process
     with wrong_input():
