@@ -105,9 +105,9 @@ def generate(
         _print(writer.write, requests, stream, slots)
         if listen:
             server = TextServer(listen, writer.write, most=slots, tls=tls, access=access)
-            with stopping() as stop, server:
+            with stopping() as signalled, server:
                 typer.echo(f"text server on {server.address}")
-                stop.wait()
+                signalled.wait()
 
 
 def _print(write: Write, requests: list[GenerateRequest], stream: bool, slots: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from collapipe_flwr.reporting.report import charts
 from collapipe_flwr.reporting.report.charts import Chart, Section
@@ -94,8 +95,10 @@ def _chart(found: Sequence[Peak]) -> Chart:
             return None
         return 100 * count / peak.limit if peak.limit else count / 1e6
 
-    texts = [_text(peak) for peak in shown]
-    hover = {"customdata": texts, "hovertemplate": "%{y}<br>%{customdata}<extra></extra>"}
+    hover: dict[str, Any] = {
+        "customdata": [_text(peak) for peak in shown],
+        "hovertemplate": "%{y}<br>%{customdata}<extra></extra>",
+    }
     traces = [
         charts.bars("measured", labels, [scaled(p.measured, p) for p in shown], **hover),
         charts.marks("planned", labels, [scaled(p.planned, p) for p in shown], **hover),
