@@ -8,18 +8,15 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from typer import Option
 
-from collapipe_flwr.cli.bench import bench
-from collapipe_flwr.cli.cluster import certs, clusters
-from collapipe_flwr.cli.deploy import deploy
+from collapipe_flwr.cli.cluster import clusters
+from collapipe_flwr.cli.estimates import bench, profile, simulate
 from collapipe_flwr.cli.generate import generate
 from collapipe_flwr.cli.hosting import control_unit, device, edge, supernode
-from collapipe_flwr.cli.joining import join
-from collapipe_flwr.cli.profile import profile
-from collapipe_flwr.cli.report import report
-from collapipe_flwr.cli.run import check_config, compare, run
-from collapipe_flwr.cli.simulate import simulate
-from collapipe_flwr.cli.watch import watch
+from collapipe_flwr.cli.joining import certs, deploy, join
+from collapipe_flwr.cli.report import compare, report, watch
+from collapipe_flwr.cli.run import check_config, run
 from collapipe_flwr.core.errors import CollaPipeError
 from collapipe_flwr.core.versions import installed_versions
 
@@ -64,9 +61,7 @@ def _show_version(wanted: bool) -> None:
 def _main(
     version: Annotated[
         bool,
-        typer.Option(
-            "--version", help="Show versions and exit.", callback=_show_version, is_eager=True
-        ),
+        Option("--version", help="Show versions and exit.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
     """Clusters of weak devices train one transformer as a single Flower client."""

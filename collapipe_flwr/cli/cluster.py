@@ -1,4 +1,4 @@
-"""``collapipe cluster`` and ``collapipe certs``: make, keep and check clusters of machines."""
+"""``collapipe cluster``: make, keep and check clusters of machines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
+from collapipe_flwr.core.json_codec import plain, to_json
 from collapipe_flwr.membership.systemd import Manager, Service, check_manager, install
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ class TokenRole(StrEnum):
 
 
 class Elsewhere(StrEnum):
-    """Members that are not on the machine where the cluster is made."""
+    """Members on other machines than the one where the cluster is made."""
 
     edge = "edge"
     server = "server"
@@ -36,38 +38,38 @@ class Elsewhere(StrEnum):
 
 Folder = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         help="Where the cluster's files are. Default: $COLLAPIPE_FOLDER, else /etc/collapipe for "
         "root, else ~/.config/collapipe."
     ),
 ]
 AsService = Annotated[
     Manager | None,
-    typer.Option("--service", help="Install and start a service of systemd, and return."),
+    Option("--service", help="Install and start a service of systemd, and return."),
 ]
-Minutes = Annotated[float, typer.Option(help="For how long the token is valid.", min=1)]
+Minutes = Annotated[float, Option(help="For how long the token is valid.", min=1)]
 
 
 def init(
-    name: Annotated[str, typer.Argument(help="How the cluster is called.")],
+    name: Annotated[str, Argument(help="How the cluster is called.")],
     address: Annotated[
         str,
-        typer.Option(help="HOST or HOST:PORT where boards reach this machine. Default: found."),
+        Option(help="HOST or HOST:PORT where boards reach this machine. Default: found."),
     ] = "",
     edge_address: Annotated[
-        str, typer.Option(help="HOST:PORT of the edge. Default: this host, port 50061.")
+        str, Option(help="HOST:PORT of the edge. Default: this host, port 50061.")
     ] = "",
     elsewhere: Annotated[
         list[Elsewhere] | None,
-        typer.Option(help="Members on other machines, which join by a token of their own."),
+        Option(help="Members on other machines, which join by a token of their own."),
     ] = None,
     members: Annotated[
-        int, typer.Option(help="Number of boards that may join by the printed token.", min=1)
+        int, Option(help="Number of boards that may join by the printed token.", min=1)
     ] = 8,
     minutes: Minutes = 60.0,
     folder: Folder = None,
     service: AsService = None,
-    measure: Annotated[bool, typer.Option(help="Measure this machine for plans.")] = True,
+    measure: Annotated[bool, Option(help="Measure this machine for plans.")] = True,
 ) -> None:
     """Make a cluster; run it on its control unit. Print a token by which boards join.
 
@@ -80,6 +82,7 @@ def init(
         EDGE_PORT,
         JOINING_PORT,
         kind_here,
+        measured,
         own_host,
         with_port,
     )
@@ -95,13 +98,18 @@ def init(
     with registry.changing():
         config = registry.create(name, unit, edge_address or f"{host}:{EDGE_PORT}", others)
     if measure and not config.joining:
-        _note_own_speed(registry, config)
+        from collapipe_flwr.membership.figures import note_figures
+
+        figures = measured(config.control_unit.name)
+        with registry.changing():
+            note_figures(config, [figures])
     typer.echo(f"cluster {config.id}: {config.path}")
     _print_token(registry, config, TokenRole.device, members, minutes)
     for role in elsewhere or ():
         _print_token(registry, config, TokenRole(role.value), 1, minutes)
     if service is None:
-        typer.echo(f"then, here: collapipe cluster serve{_option(folder)}")
+        option = "" if folder is None else f" --folder {folder}"
+        typer.echo(f"then, here: collapipe cluster serve{option}")
     else:
         install_service(service, "cluster", registry.folder)
 
@@ -109,19 +117,19 @@ def init(
 def serve(
     folder: Folder = None,
     listen: Annotated[
-        str, typer.Option(help="HOST:PORT for newcomers. Default: the control unit's address.")
+        str, Option(help="HOST:PORT for newcomers. Default: the control unit's address.")
     ] = "",
     announce: Annotated[
-        bool, typer.Option("--announce", help="Tell the local network where it is, by mDNS.")
+        bool, Option("--announce", help="Tell the local network where it is, by mDNS.")
     ] = False,
-    edge: Annotated[bool, typer.Option(help="Run the edge, too, where its files are here.")] = True,
+    edge: Annotated[bool, Option(help="Run the edge, too, where its files are here.")] = True,
     edge_options: Annotated[
-        list[str] | None, typer.Argument(help="Behind --: options of `collapipe edge`.")
+        list[str] | None, Argument(help="Behind --: options of `collapipe edge`.")
     ] = None,
 ) -> None:
-    """Let newcomers in and tell members of each other, until SIGTERM or Ctrl-C.
+    """Admit new members and send rosters to all, until SIGTERM or Ctrl-C.
 
-    Run it where the cluster was made. Members go on without it; they hear of changes when it is
+    Run it where the cluster was made. Members keep working without it and get changes when it is
     back. On a control unit that joined by a token, it keeps the cluster file up to date.
     """
     import logging
@@ -140,11 +148,11 @@ def serve(
 
 
 def token(
-    cluster: Annotated[str, typer.Argument(help="Its name, if there are several here.")] = "",
-    role: Annotated[TokenRole, typer.Option(help="What the token makes its bearer.")] = (
+    cluster: Annotated[str, Argument(help="Its name, if there are several here.")] = "",
+    role: Annotated[TokenRole, Option(help="What the token makes its bearer.")] = (
         TokenRole.device
     ),
-    members: Annotated[int, typer.Option(help="How many may join by it.", min=1)] = 1,
+    members: Annotated[int, Option(help="How many may join by it.", min=1)] = 1,
     minutes: Minutes = 60.0,
     folder: Folder = None,
 ) -> None:
@@ -154,21 +162,20 @@ def token(
 
 
 def status(
-    cluster: Annotated[str, typer.Argument(help="Its name, if there are several here.")] = "",
+    cluster: Annotated[str, Argument(help="Its name, if there are several here.")] = "",
     folder: Folder = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, once.")] = False,
-    once: Annotated[bool, typer.Option("--once", help="Print once on a terminal, too.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print JSON, once.")] = False,
+    once: Annotated[bool, Option("--once", help="Print once on a terminal, too.")] = False,
 ) -> None:
-    """Show who is in a cluster, and who is there; run it where it was made or on a control unit.
+    """Show the members of a cluster and their state; run it where it was made or on a control unit.
 
-    A table that stays up to date until Ctrl-C on a terminal, plain lines elsewhere. Exit code 1 if
-    somebody is not there, or does not have the newest roster yet.
+    On a terminal, a table that is updated until Ctrl-C; elsewhere, plain lines. Exit code 1 if a
+    member is away or does not have the newest roster yet.
     """
     from rich.console import Console
 
-    from collapipe_flwr.core.json_codec import to_json
     from collapipe_flwr.membership.members import cluster_status
-    from collapipe_flwr.reporting.cluster_table import follow, status_lines, status_table
+    from collapipe_flwr.reporting.tables import follow, status_lines, status_table
 
     registry, console = _registry(folder), Console()
 
@@ -188,14 +195,14 @@ def status(
 
 
 def remove(
-    member: Annotated[str, typer.Argument(help="Its name.")],
-    cluster: Annotated[str, typer.Option(help="Its cluster, if there are several here.")] = "",
+    member: Annotated[str, Argument(help="Its name.")],
+    cluster: Annotated[str, Option(help="Its cluster, if there are several here.")] = "",
     folder: Folder = None,
 ) -> None:
     """Remove a member that joined by a token; run it where the cluster was made.
 
-    Its certificate is refused from now on by all that can be reached, what it has under way there
-    is cut, and its daemon ends. `collapipe cluster serve` tells the others when they are back.
+    All members that can be reached refuse its certificate from now on and end its calls, and its
+    daemon ends. `collapipe cluster serve` tells the others when they are back.
     """
     from collapipe_flwr.membership.members import listeners, send_rosters
 
@@ -213,18 +220,16 @@ def remove(
 
 
 def check(
-    file: Annotated[Path, typer.Argument(help="The cluster file (TOML).")],
+    file: Annotated[Path, Argument(help="The cluster file (TOML).")],
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures to this file.")
+        Path | None, Option("--json", help="Write the figures to this file.")
     ] = None,
-    width: Annotated[int, typer.Option(help="Width of the timed block.")] = 256,
-    seconds: Annotated[float, typer.Option(help="Seconds to time it.")] = 1.0,
+    width: Annotated[int, Option(help="Width of the timed block.")] = 256,
+    seconds: Annotated[float, Option(help="Seconds to time it.")] = 1.0,
     deadline_s: Annotated[
-        float, typer.Option(help="Seconds to wait for a member's answer.", min=0.1)
+        float, Option(help="Seconds to wait for a member's answer.", min=0.1)
     ] = 10.0,
-    most_links: Annotated[
-        int, typer.Option(help="Number of links to measure; 0: all.", min=0)
-    ] = 64,
+    most_links: Annotated[int, Option(help="Number of links to measure; 0: all.", min=0)] = 64,
 ) -> None:
     """Reach every member and measure it; run it on the control unit.
 
@@ -236,10 +241,9 @@ def check(
 
     from collapipe_flwr.cluster.check import CheckSettings, check_cluster, measured_ways
     from collapipe_flwr.config.cluster_file import read_cluster
-    from collapipe_flwr.core.json_codec import plain
     from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
-    from collapipe_flwr.reporting.cost_tables import show_measurements
     from collapipe_flwr.reporting.output import prepare, progress, write_json
+    from collapipe_flwr.reporting.tables import show_measurements
 
     config = read_cluster(file)
     prepare("--json", json_file)
@@ -256,42 +260,6 @@ def check(
 clusters = typer.Typer(help="Make, keep and check clusters of real machines.", no_args_is_help=True)
 for command in (init, serve, token, status, remove, check):
     clusters.command()(command)
-
-
-def certs(
-    folder: Annotated[Path, typer.Argument(help="Folder for the PEM files.")],
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(help="NAME or NAME=HOST of members without a cluster file."),
-    ] = None,
-    cluster: Annotated[list[Path] | None, typer.Option(help="Cluster files (TOML).")] = None,
-    days: Annotated[int, typer.Option(help="Validity in days.", min=1)] = 825,
-    renew: Annotated[bool, typer.Option(help="Replace these members' certificates.")] = False,
-    new_ca: Annotated[
-        bool, typer.Option("--new-ca", help="Replace the CA, which invalidates all certificates.")
-    ] = False,
-) -> None:
-    """Create a CA and sign a certificate for every member that has none.
-
-    Give every member `ca.pem`, its own NAME.pem and its own NAME.key. Keep `ca.key` here: anyone
-    who has it can sign members.
-    """
-    from collapipe_flwr.config.access_control import access_control
-    from collapipe_flwr.config.cluster_file import certificate_hosts, read_cluster
-    from collapipe_flwr.core.errors import ConfigError
-    from collapipe_flwr.transport.certificates import sign_all
-
-    clusters = [read_cluster(path) for path in cluster or ()]
-    access_control(clusters)  # refuses a name that two clusters would share
-    members = certificate_hosts(clusters)
-    for text in names or ():
-        name, _, host = text.partition("=")
-        members[name] = (*members.get(name, ()), *([host] if host else []))
-    if not members:
-        raise ConfigError("nobody to sign for: name members, or a cluster file with --cluster")
-    made = sign_all(folder, members, days=days, renew=renew, new_ca=new_ca)
-    for name in members:
-        typer.echo(f"{name}: {folder / name}.pem, .key" if name in made else f"{name}: kept")
 
 
 def _registry(folder: Path | None) -> Registry:
@@ -314,22 +282,9 @@ def _print_token(
     typer.echo(f"collapipe join {made}")
 
 
-def _note_own_speed(registry: Registry, config: ClusterConfig) -> None:
-    from collapipe_flwr.membership.figures import note_figures
-    from collapipe_flwr.membership.newcomer import measured
-
-    found = measured(config.control_unit.name)
-    with registry.changing():
-        note_figures(config, [found])
-
-
 def install_service(
     manager: Manager, unit: str, folder: Path, name: str = "", options: Sequence[str] = ()
 ) -> None:
     wanted = Service(unit=unit, folder=folder, name=name, options=options)
     path = install(wanted, manager)
     typer.echo(f"{wanted.service} runs, and starts with this machine: {path}")
-
-
-def _option(folder: Path | None) -> str:
-    return "" if folder is None else f" --folder {folder}"

@@ -9,56 +9,51 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from collapipe_flwr.cli.hosting import Allow, Ca, Certificate, Compute, Key, tls_files
+from collapipe_flwr.core.addresses import host_and_port, is_loopback
 from collapipe_flwr.core.errors import ConfigError, blaming
+from collapipe_flwr.core.links import TlsFiles
+from collapipe_flwr.core.processes import stopping
 
 if TYPE_CHECKING:
     from collapipe_flwr.config.access_control import AccessControl
     from collapipe_flwr.config.cluster_file import ClusterConfig
-    from collapipe_flwr.core.links import TlsFiles
-    from collapipe_flwr.transport.generation import GenerateRequest, TextServer, Write
+    from collapipe_flwr.transport.generation import GenerateRequest, Write
 
 
 def generate(
     run: Annotated[
-        Path | None, typer.Option(help="Run directory, or a folder with a transformers model.")
+        Path | None, Option(help="Run directory, or a folder with a transformers model.")
     ] = None,
-    text: Annotated[list[str] | None, typer.Option(help="Prompt; may be repeated.")] = None,
+    text: Annotated[list[str] | None, Option(help="Prompt; may be repeated.")] = None,
     audio: Annotated[
-        list[Path] | None, typer.Option(help="Sound (.wav, .npy) for a speech model.")
+        list[Path] | None, Option(help="Sound (.wav, .npy) for a speech model.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="0: the model's default.", min=0)] = 0,
-    num_beams: Annotated[int, typer.Option(help="0: the model's default.", min=0)] = 0,
+    max_new_tokens: Annotated[int, Option(help="0: the model's default.", min=0)] = 0,
+    num_beams: Annotated[int, Option(help="0: the model's default.", min=0)] = 0,
     sample: Annotated[
-        bool | None, typer.Option("--sample/--greedy", help="Default: the model's setting.")
+        bool | None, Option("--sample/--greedy", help="Default: the model's setting.")
     ] = None,
-    temperature: Annotated[
-        float, typer.Option(help="Sampling temperature; 0: the model's.", min=0)
-    ] = 0,
-    top_k: Annotated[int, typer.Option(help="Sample from the K most likely tokens.", min=0)] = 0,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from this probability mass.", min=0, max=1)
-    ] = 0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling reproducible.", min=0)] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
-    stream: Annotated[bool, typer.Option(help="Print pieces as they are generated.")] = False,
-    devices: Annotated[int, typer.Option(help="Number of threads that act as devices.", min=1)] = 2,
+    temperature: Annotated[float, Option(help="Sampling temperature; 0: the model's.", min=0)] = 0,
+    top_k: Annotated[int, Option(help="Sample from the K most likely tokens.", min=0)] = 0,
+    top_p: Annotated[float, Option(help="Sample from this probability mass.", min=0, max=1)] = 0,
+    seed: Annotated[int | None, Option(help="Makes sampling reproducible.", min=0)] = None,
+    stop: Annotated[list[str] | None, Option(help="Stop string; may be repeated.")] = None,
+    stream: Annotated[bool, Option(help="Print pieces as they are generated.")] = False,
+    devices: Annotated[int, Option(help="Number of threads that act as devices.", min=1)] = 2,
     compute: Compute = "auto",
     edge_blocks: Annotated[
-        int, typer.Option(help="Upper blocks at the edge (decoder-only models).", min=0)
+        int, Option(help="Upper blocks at the edge (decoder-only models).", min=0)
     ] = 0,
-    cluster: Annotated[
-        Path | None, typer.Option(help="Cluster file; generate on its daemons.")
-    ] = None,
-    edge: Annotated[str, typer.Option(help="HOST:PORT of the edge. Default: --cluster's.")] = "",
-    slots: Annotated[
-        int, typer.Option(help="Texts generated at the same time.", min=1, max=64)
-    ] = 4,
-    listen: Annotated[str, typer.Option(help="HOST:PORT to serve clients on.")] = "",
-    at: Annotated[str, typer.Option(help="HOST:PORT of a server started with --listen.")] = "",
+    cluster: Annotated[Path | None, Option(help="Cluster file; generate on its daemons.")] = None,
+    edge: Annotated[str, Option(help="HOST:PORT of the edge. Default: --cluster's.")] = "",
+    slots: Annotated[int, Option(help="Texts generated at the same time.", min=1, max=64)] = 4,
+    listen: Annotated[str, Option(help="HOST:PORT to serve clients on.")] = "",
+    at: Annotated[str, Option(help="HOST:PORT of a server started with --listen.")] = "",
     certificate_name: Annotated[
-        str, typer.Option(help="Name in the certificate of --at's server. Default: its host.")
+        str, Option(help="Name in the certificate of --at's server. Default: its host.")
     ] = "",
     allow: Allow = None,
     ca: Ca = None,
@@ -109,7 +104,10 @@ def generate(
     with place as writer:
         _print(writer.write, requests, stream, slots)
         if listen:
-            _serve(TextServer(listen, writer.write, most=slots, tls=tls, access=access))
+            server = TextServer(listen, writer.write, most=slots, tls=tls, access=access)
+            with stopping() as signalled, server:
+                typer.echo(f"text server on {server.address}")
+                signalled.wait()
 
 
 def _print(write: Write, requests: list[GenerateRequest], stream: bool, slots: int) -> None:
@@ -127,9 +125,8 @@ def _print(write: Write, requests: list[GenerateRequest], stream: bool, slots: i
 def _access(
     config: ClusterConfig | None, allow: list[str] | None, listen: str, tls: TlsFiles | None
 ) -> AccessControl | None:
-    """Who may ask a server for texts; None: whoever the CA signed. Raises ConfigError."""
+    """Who may ask a server for texts; None: everyone with a certificate. Raises ConfigError."""
     from collapipe_flwr.config.access_control import access_control
-    from collapipe_flwr.core.addresses import host_and_port, is_loopback
 
     access = access_control([] if config is None else [config], allow or ())
     if allow and tls is None:
@@ -150,12 +147,3 @@ def _sound(path: Path) -> str:
         return base64.b64encode(path.read_bytes()).decode()
     except OSError as error:
         raise ConfigError(f"--audio {path} cannot be read: {error.strerror}") from error
-
-
-def _serve(server: TextServer) -> None:
-    """Until SIGTERM or Ctrl-C."""
-    from collapipe_flwr.core.processes import stopping
-
-    with stopping() as stop, server:
-        typer.echo(f"text server on {server.address}")
-        stop.wait()

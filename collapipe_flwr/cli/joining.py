@@ -1,4 +1,4 @@
-"""``collapipe join``: a machine becomes a member of a cluster by a token, and runs its daemon."""
+"""``collapipe join``, ``deploy`` and ``certs``: machines become members of a cluster."""
 
 from __future__ import annotations
 
@@ -9,39 +9,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from collapipe_flwr.cli.cluster import AsService, Folder, install_service
+from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.membership.systemd import check_manager
 
 if TYPE_CHECKING:
+    from collapipe_flwr.deployment.ssh import Result
     from collapipe_flwr.membership.newcomer import Membership, Newcomer
     from collapipe_flwr.membership.tokens import JoinToken
 
 
 def join(
-    token: Annotated[str, typer.Argument(help="The token; - reads it from the standard input.")],
-    name: Annotated[str, typer.Option(help="Its name in the cluster. Default: the host's.")] = "",
+    token: Annotated[str, Argument(help="The token; - reads it from the standard input.")],
+    name: Annotated[str, Option(help="Its name in the cluster. Default: the host's.")] = "",
     address: Annotated[
         str,
-        typer.Option(
+        Option(
             help="HOST:PORT where its daemon listens. Default: how this machine reaches the "
             "control unit, port 50071 (an edge: 50061)."
         ),
     ] = "",
-    kind: Annotated[str, typer.Option(help="Board preset. Default: by its own description.")] = "",
+    kind: Annotated[str, Option(help="Board preset. Default: by its own description.")] = "",
     folder: Folder = None,
     service: AsService = None,
-    start: Annotated[bool, typer.Option(help="Then run its daemon until SIGTERM.")] = True,
+    start: Annotated[bool, Option(help="Then run its daemon until SIGTERM.")] = True,
     discover: Annotated[
         bool,
-        typer.Option("--discover", help="Look for the control unit by mDNS, not at its address."),
+        Option("--discover", help="Look for the control unit by mDNS, not at its address."),
     ] = False,
     again: Annotated[
-        bool, typer.Option("--again", help="Join anew with another key, as after a removal.")
+        bool, Option("--again", help="Join anew with another key, as after a removal.")
     ] = False,
-    options: Annotated[
-        list[str] | None, typer.Argument(help="Behind --: options of the daemon.")
-    ] = None,
+    options: Annotated[list[str] | None, Argument(help="Behind --: options of the daemon.")] = None,
 ) -> None:
     """Join a cluster by a token, and run the member's daemon.
 
@@ -99,7 +100,7 @@ def _join(token: JoinToken, newcomer: Newcomer, discover: bool) -> Membership:
 
 
 def _start(found: Membership, folder: Path, options: list[str]) -> None:
-    """Become the daemon, in the same process; libraries that measured are not in the new one."""
+    """Replace this process by the daemon, without the libraries that measured."""
     from collapipe_flwr.config.cluster_file import Role
 
     path = found.cluster.path
@@ -116,3 +117,78 @@ def _start(found: Membership, folder: Path, options: list[str]) -> None:
     sys.stdout.flush()
     python = [sys.executable, "-m", "collapipe_flwr.cli"]
     os.execv(sys.executable, [*python, *command, *options])
+
+
+def deploy(
+    inventory: Annotated[Path, Argument(help="The machines and their roles (TOML).")],
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="Look at the machines, and print what would be done.")
+    ] = False,
+    accept_new: Annotated[
+        bool,
+        Option("--accept-new", help="Believe host keys of machines that ssh never met."),
+    ] = False,
+    deadline_s: Annotated[
+        float, Option(help="Seconds for each phase on a machine.", min=1)
+    ] = 1800.0,
+) -> None:
+    """Install, join, start services and check, on all machines over ssh.
+
+    Steps that are done already are skipped, so deploy again after a failure, or with more machines.
+    Exit code 1 if something needs fixing.
+    """
+    from rich.console import Console
+
+    from collapipe_flwr.deployment.deploy import Deployment, DeploySettings, next_steps, show
+    from collapipe_flwr.deployment.inventory import read_inventory
+    from collapipe_flwr.deployment.ssh import Outcome
+
+    wanted, console = read_inventory(inventory), Console()
+    settings = DeploySettings(dry=dry_run, accept_new=accept_new, deadline_s=deadline_s)
+
+    def told(result: Result) -> None:
+        if result.outcome is not Outcome.KEPT:
+            line = f"{result.machine}: {result.outcome.value} {result.step}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    deployed = Deployment(wanted, settings, told).run()
+    show(wanted, deployed, console)
+    if not dry_run and not deployed.failures:
+        next_steps(wanted, deployed, inventory, console)
+    needs_fixing = deployed.failures or any(check.faults for check in deployed.checks)
+    raise typer.Exit(1 if needs_fixing else 0)
+
+
+def certs(
+    folder: Annotated[Path, Argument(help="Folder for the PEM files.")],
+    names: Annotated[
+        list[str] | None,
+        Argument(help="NAME or NAME=HOST of members without a cluster file."),
+    ] = None,
+    cluster: Annotated[list[Path] | None, Option(help="Cluster files (TOML).")] = None,
+    days: Annotated[int, Option(help="Validity in days.", min=1)] = 825,
+    renew: Annotated[bool, Option(help="Replace these members' certificates.")] = False,
+    new_ca: Annotated[
+        bool, Option("--new-ca", help="Replace the CA, which invalidates all certificates.")
+    ] = False,
+) -> None:
+    """Create a CA and sign a certificate for every member that has none.
+
+    Give every member `ca.pem`, its own NAME.pem and its own NAME.key. Keep `ca.key` here: anyone
+    who has it can sign members.
+    """
+    from collapipe_flwr.config.access_control import access_control
+    from collapipe_flwr.config.cluster_file import certificate_hosts, read_cluster
+    from collapipe_flwr.transport.certificates import sign_all
+
+    clusters = [read_cluster(path) for path in cluster or ()]
+    access_control(clusters)  # refuses a name that two clusters would share
+    members = certificate_hosts(clusters)
+    for text in names or ():
+        name, _, host = text.partition("=")
+        members[name] = (*members.get(name, ()), *([host] if host else []))
+    if not members:
+        raise ConfigError("nobody to sign for: name members, or a cluster file with --cluster")
+    made = sign_all(folder, members, days=days, renew=renew, new_ca=new_ca)
+    for name in members:
+        typer.echo(f"{name}: {folder / name}.pem, .key" if name in made else f"{name}: kept")

@@ -1,34 +1,121 @@
-"""``collapipe report``: the page of a run, or of several side by side."""
+"""``collapipe report``, ``compare`` and ``watch``: pages and tables of runs."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
+
+from collapipe_flwr.core.errors import require, wrong_input
+from collapipe_flwr.core.processes import stopping
+
+if TYPE_CHECKING:
+    from collapipe_flwr.reporting.live.feed import Find
 
 
 def report(
     runs: Annotated[
-        list[str], typer.Argument(help="RUN_DIRECTORY or LABEL=RUN_DIRECTORY; may be repeated.")
+        list[str], Argument(help="RUN_DIRECTORY or LABEL=RUN_DIRECTORY; may be repeated.")
     ],
     output: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--output",
             "-o",
             help="File to write. Default: report.html in the run directory; of several runs, here.",
         ),
     ] = None,
 ) -> None:
-    """Make the report of a run anew, or one page that compares several runs.
+    """Make the report of a run, or one page that compares several runs.
 
     Needs `pip install 'collapipe-flwr[report]'`. Prints the path of the page.
     """
-    from collapipe_flwr.core.errors import wrong_input
     from collapipe_flwr.reporting.output import prepare
     from collapipe_flwr.reporting.report.page import write_reports
 
     with wrong_input():
         prepare("--output", output)
         typer.echo(write_reports(runs, output))
+
+
+def compare(
+    runs: Annotated[list[str], Argument(help="RUN_DIRECTORY or LABEL=RUN_DIRECTORY.")],
+    metrics: Annotated[
+        str, Option(help="Metrics to show, such as loss,accuracy. Default: all.")
+    ] = "",
+    plot: Annotated[Path | None, Option(help="Draw the curves to this file.")] = None,
+) -> None:
+    """Print learning curves and costs of several runs side by side, as Markdown."""
+    from collapipe_flwr.reporting.comparison import draw, markdown, read_curves
+
+    if plot is not None:
+        require("matplotlib", "plot")
+    curves = read_curves(runs)
+    chosen = [m.strip() for m in metrics.split(",") if m.strip()]
+    if plot is not None:
+        draw(curves, plot, chosen)
+    typer.echo(markdown(curves, chosen), nl=False)
+
+
+def watch(
+    run: Annotated[
+        str | None,
+        Argument(
+            help="Run directory, which may come to be later; with --superlink, a run id. Default: "
+            "the newest."
+        ),
+    ] = None,
+    output_dir: Annotated[
+        Path, Option(help="Folder of run directories, for the newest of them.")
+    ] = Path("runs"),
+    host: Annotated[str, Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="Port to listen at; 0: a free one.", min=0, max=65535)] = 0,
+    superlink: Annotated[
+        str | None,
+        Option(
+            metavar="NAME",
+            help="Follow a run on this SuperLink, a connection that `flwr` knows, through its log. "
+            "The run needs reporting.log-lines=true.",
+        ),
+    ] = None,
+) -> None:
+    """Show a run in the browser while it goes on: prints the URL, and serves until Ctrl-C.
+
+    Without RUN, the page goes on to a newer run as soon as there is one. Beyond loopback, the URL
+    holds a token, without which nothing is shown.
+    """
+    from collapipe_flwr.reporting.live.feed import run_finder
+
+    if superlink is None:
+        with wrong_input():
+            find = run_finder(None if run is None else Path(run), output_dir)
+        _serve(find, host, port)
+        return
+    from collapipe_flwr.federation.superlink_run import SuperLinkRun
+
+    with TemporaryDirectory(prefix="collapipe-watch-") as folder:
+        with wrong_input():
+            followed = SuperLinkRun(superlink, run, Path(folder))
+        with followed.following():
+            _serve(lambda: followed.run_dir, host, port)
+
+
+def _serve(find: Find, host: str, port: int) -> None:
+    from collapipe_flwr.reporting.live.feed import Feed
+    from collapipe_flwr.reporting.live.server import LiveServer
+
+    feed = Feed(find)
+    with wrong_input():
+        server = LiveServer(feed, host, port)
+    if server.token:
+        typer.echo(
+            f"{host} can be reached from other machines: everyone with this URL sees the run, and "
+            "it is not encrypted.",
+            err=True,
+        )
+    with stopping() as stop, server.serving(), feed.following():
+        typer.echo(server.url)
+        stop.wait()

@@ -1,4 +1,4 @@
-"""``collapipe run``, ``check-config`` and ``compare``: run the app, and show runs side by side."""
+"""``collapipe run`` and ``check-config``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
+
+from collapipe_flwr.core.errors import wrong_input
+from collapipe_flwr.core.processes import terminable
 
 if TYPE_CHECKING:
     from collapipe_flwr.federation.running import Order
 
-Project = Annotated[Path, typer.Argument(help="Folder of the Flower app.")]
+Project = Annotated[Path, Argument(help="Folder of the Flower app.")]
 RunConfig = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--run-config",
         "-c",
         help="KEY=VALUE, several of them in one string, or a .toml file; may be repeated.",
@@ -23,20 +27,18 @@ RunConfig = Annotated[
 ]
 FederationConfig = Annotated[
     Path | None,
-    typer.Option(help="TOML file with num-supernodes, client-resources-num-cpus, ..."),
+    Option(help="TOML file with num-supernodes, client-resources-num-cpus, ..."),
 ]
-OutputDir = Annotated[Path, typer.Option(help="Folder for run directories.")]
+OutputDir = Annotated[Path, Option(help="Folder for run directories.")]
 Clusters = Annotated[
     list[Path] | None,
-    typer.Option(
+    Option(
         "--cluster",
         help="Train on the boards of this cluster file, from here and without Flower's simulation; "
         "one for each cluster.",
     ),
 ]
-Resume = Annotated[
-    Path | None, typer.Option(help="Run directory to resume from its newest checkpoint.")
-]
+Resume = Annotated[Path | None, Option(help="Run directory to resume from its newest checkpoint.")]
 
 
 def run(
@@ -47,10 +49,10 @@ def run(
     resume: Resume = None,
     cluster: Clusters = None,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print the run directory and errors only.")
+        bool, Option("--quiet", "-q", help="Print the run directory and errors only.")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Print the whole log, tracebacks included.")
+        bool, Option("--verbose", "-v", help="Print the whole log, tracebacks included.")
     ] = False,
 ) -> None:
     """Check the run, then run the app with `flwr run . --stream` on a private SuperLink.
@@ -59,7 +61,6 @@ def run(
     did not complete. The last line printed is the path of the run directory; `run.log` in it has
     all that Flower, Ray and the apps print.
     """
-    from collapipe_flwr.core.processes import terminable
     from collapipe_flwr.federation.running import Attempt
     from collapipe_flwr.reporting.screen import Screen
 
@@ -86,8 +87,6 @@ def check_config(
     Run-config, data, model, output folder and the first plan. Exit code 2 and one sentence if
     something is wrong.
     """
-    from collapipe_flwr.core.errors import wrong_input
-
     order = _order(project, run_config, federation_config, output_dir, resume, cluster)
     gc.disable()  # a fifth of the time of what follows, which ends this process
     with wrong_input():
@@ -116,23 +115,3 @@ def _order(
         resume=resume,
         clusters=tuple(clusters or ()),
     )
-
-
-def compare(
-    runs: Annotated[list[str], typer.Argument(help="RUN_DIRECTORY or LABEL=RUN_DIRECTORY.")],
-    metrics: Annotated[
-        str, typer.Option(help="Metrics to show, such as loss,accuracy. Default: all.")
-    ] = "",
-    plot: Annotated[Path | None, typer.Option(help="Draw the curves to this file.")] = None,
-) -> None:
-    """Print learning curves and costs of several runs side by side, as Markdown."""
-    from collapipe_flwr.core.errors import require
-    from collapipe_flwr.reporting.comparison import draw, markdown, read_curves
-
-    if plot is not None:
-        require("matplotlib", "plot")
-    curves = read_curves(runs)
-    chosen = [m.strip() for m in metrics.split(",") if m.strip()]
-    if plot is not None:
-        draw(curves, plot, chosen)
-    typer.echo(markdown(curves, chosen), nl=False)

@@ -18,8 +18,8 @@ from collapipe_flwr.core.json_codec import from_json
 from collapipe_flwr.deployment import roles
 from collapipe_flwr.deployment.inventory import DEVICE, EDGE, SERVER, Inventory, Machine, Role
 from collapipe_flwr.deployment.ssh import Outcome, Result, Ssh, Step, results_in, script_of
-from collapipe_flwr.reporting.cost_tables import show_measurements
 from collapipe_flwr.reporting.output import number_table
+from collapipe_flwr.reporting.tables import show_measurements
 
 T = TypeVar("T")
 _AT_ONCE = 32

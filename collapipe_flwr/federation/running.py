@@ -27,7 +27,6 @@ from collapipe_flwr.core.durable import make_folder
 from collapipe_flwr.core.errors import ConfigError, RunError, require, wrong_input
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.federation.launcher import Launch, first_error, run_app
-from collapipe_flwr.reporting.following import Follower
 from collapipe_flwr.reporting.report.page import closing_report, has_report
 from collapipe_flwr.reporting.run_directory import (
     RunDirectory,
@@ -38,7 +37,7 @@ from collapipe_flwr.reporting.run_directory import (
     summary_stamp,
 )
 from collapipe_flwr.reporting.run_lock import INTERRUPTED, RUNNING
-from collapipe_flwr.reporting.screen import Screen
+from collapipe_flwr.reporting.screen import Follower, Screen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ STATELESS = OptimizerConfig(name="sgd", learning_rate=1.0)  # nothing learns
 
 
 def even_plan(num_blocks: int, device_ids: Sequence[str]) -> ClusterPlan:
-    """Blocks shared out evenly in order; no more devices than blocks are used.
+    """Blocks divided evenly in order, over at most as many devices as blocks.
 
     Nothing is trained, so powers, times and energies are zero.
     """
@@ -67,7 +67,7 @@ def even_plan(num_blocks: int, device_ids: Sequence[str]) -> ClusterPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model, and how many texts may be generated at once; parts of this process `compute`."""
+    """A model for up to ``slots`` texts at once; ``compute`` is the device of this process."""
 
     splitter: Splitter
     weights: Weights
@@ -77,9 +77,9 @@ class ServedModel:
 
     @contextmanager
     def over(self, fleet: Fleet, device_ids: Sequence[str]) -> Iterator[GenerationDriver]:
-        """Run a chain over these devices; everything has ended afterwards.
+        """Run a chain over these devices until the body ends.
 
-        Raises LinkError when a device or the edge cannot be reached or breaks off.
+        Raises LinkError when a device or the edge cannot be reached or fails.
         """
         order = RoundOrder(
             plan=even_plan(self.splitter.num_blocks, device_ids),
@@ -104,7 +104,7 @@ class ServedModel:
             driver.finish()
 
     def edge_request(self) -> SessionRequest:
-        """Opens a session for the edge's part."""
+        """The request for a session of the edge's part."""
         return SessionRequest(
             key=SessionKey.random(_CLUSTER),
             spec_json=self.splitter.spec.to_json(),
@@ -128,7 +128,7 @@ def edge_thread(served: ServedModel) -> Iterator[Link]:
     session = service.claim(request.key)
 
     def serve() -> None:
-        with suppress(CollaPipeError):  # it has reached both ends of the link
+        with suppress(CollaPipeError):  # both ends of the link report it
             service.serve(session, theirs)
 
     thread = threading.Thread(target=serve, name="edge", daemon=True)
@@ -150,7 +150,7 @@ def edge_session(client: EdgeClient, served: ServedModel) -> Iterator[NextHop]:
     finally:
         try:
             session.close()
-        except LinkError as error:  # it ended by itself when the chain broke
+        except LinkError as error:  # it ended when the chain broke
             _log.info("nothing to close: %s", error)
 
 

@@ -1,8 +1,8 @@
-"""A generator that survives its chain: when that breaks, it is built again from what is left.
+"""A generator whose chain, when it breaks, is built again of the remaining devices.
 
 A text whose chain broke is generated again from its prompt; tokens that were yielded before are not
-yielded twice. Greedy decoding, beams and seeded sampling repeat themselves, so the text is the one
-of an undisturbed chain.
+yielded twice. Greedy decoding, beams and seeded sampling are deterministic, so the text is that of
+an unbroken chain.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import threading
 from collections.abc import Collection, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from collapipe_flwr.core.errors import CollaPipeError, LinkError
 from collapipe_flwr.pipeline.generation_driver import GenerationDriver, TextTimeout
 
 _log = logging.getLogger(__name__)
-MOST_REPLAYS = 2  # of one text without a new token: whatever breaks it then is not transient
+MOST_REPLAYS = 2  # of one text without a new token; a further failure is not transient
 
 
 class GenerationBackend(Protocol):
@@ -33,7 +32,7 @@ class GenerationBackend(Protocol):
         ...
 
     def chain(self, device_ids: Sequence[str]) -> AbstractContextManager[GenerationDriver]:
-        """A new chain over these devices. Raises LinkError where one does not answer."""
+        """A new chain over these devices; raises LinkError if one does not answer."""
         ...
 
     def missing(self, device_ids: Collection[str]) -> frozenset[str]:
@@ -67,22 +66,17 @@ class ResilientGenerator:
         self._current()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         with self._lock:
             built, self._built, self._over = self._built, None, True
         if built is not None:
-            built.stack.__exit__(kind, error, trace)
+            built.stack.__exit__(*error)
 
     def generate(self, prompt: Tensor, settings_json: str) -> Generator[Tensor]:
         """See `GenerationDriver.generate`; raises LinkError when the chain cannot be rebuilt.
 
-        That is so when it breaks three times without a new token of this text. The first loss of
-        each device is not counted.
+        That is also when it breaks three times without a new token of this text; the first loss of
+        each device does not count.
         """
         told, replays, lost = 0, 0, frozenset[str]()
         while True:
@@ -118,7 +112,7 @@ class ResilientGenerator:
             return self._built
 
     def _build(self) -> _Built:
-        """A chain over the devices that answer; tried again when one more is found not to."""
+        """A chain over the devices that answer; retried when more of them are found missing."""
         lost = self._lost
         while True:
             present = [name for name in self._backend.device_ids if name not in self._lost]
@@ -133,7 +127,7 @@ class ResilientGenerator:
                 return _Built(driver=driver, stack=stack)
 
     def _void(self, broken: _Built, error: LinkError) -> frozenset[str]:
-        """Give a chain up, unless another text did; the devices that do not answer."""
+        """Take a broken chain down, once; returns the devices that do not answer."""
         with self._lock:
             if self._built is broken:
                 self._built = None
@@ -145,7 +139,7 @@ class ResilientGenerator:
             return self._lost
 
     def _look(self, error: LinkError) -> frozenset[str]:
-        """The devices that do not answer now. Raises LinkError when none does."""
+        """Return the devices that do not answer now; raises LinkError if none answers."""
         before, self._lost = self._lost, self._backend.missing(self._backend.device_ids)
         if len(self._lost) == len(self._backend.device_ids):
             self._lost = frozenset()

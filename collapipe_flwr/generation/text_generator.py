@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 from collapipe_flwr.config.cluster_file import ClusterConfig
 from collapipe_flwr.core.compute import AUTO
-from collapipe_flwr.generation.backends import DaemonBackend, ServedModel, ThreadBackend
-from collapipe_flwr.generation.resilient import GenerationBackend, ResilientGenerator
+from collapipe_flwr.generation.backends import DaemonBackend, ThreadBackend
+from collapipe_flwr.generation.resilient import ResilientGenerator
 from collapipe_flwr.generation.text_model import TextModel
-from collapipe_flwr.pipeline.compute import resolve
 from collapipe_flwr.transport.generation import GenerateRequest
 
-DEADLINE_S = 120.0  # longest wait for one token, or for the weights' owner to answer
+DEADLINE_S = 120.0  # longest wait for a token, or for the peer that holds the weights
 _REPLACEMENT = "\ufffd"  # what a tokenizer writes for half a character
 _BYTE = "<0x"  # how the token of one byte begins, where a vocabulary falls back on bytes
 
@@ -22,10 +21,9 @@ _BYTE = "<0x"  # how the token of one byte begins, where a vocabulary falls back
 class Detokenizer:
     """Decodes the tokens of one text as they come, each a bounded number of times.
 
-    What a token means depends on its neighbors: the first one of a text may lose its space, and a
-    character may take several tokens. So a window is decoded: the tokens that came since text was
-    last returned, and those of that text. It never begins within a run of byte tokens, of which a
-    wrong one spoils all.
+    The text of a token depends on its neighbors: the first one may lose its space, and a character
+    may take several tokens. So a window is decoded: the tokens since text was last returned, and
+    those of that text. It never begins within a run of byte tokens, which decode only as a whole.
     """
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
@@ -37,7 +35,7 @@ class Detokenizer:
         self._shown = 0  # characters of the window's text that were returned
 
     def add(self, tokens: Sequence[int]) -> str:
-        """The text that is certain now; empty while a character is not complete."""
+        """Return the text that is final now; empty while a character is incomplete."""
         self._window += tokens
         decoded = self._decode()
         new = decoded[self._shown :]
@@ -46,7 +44,7 @@ class Detokenizer:
             return ""
         self.pending, self._shown = "", len(decoded)
         first = self._tokenizer.convert_ids_to_tokens(self._window[self._told])
-        if not str(first).startswith(_BYTE):  # None: a number that only the model knows
+        if not str(first).startswith(_BYTE):  # None: a token without an entry in the vocabulary
             del self._window[: self._told]
             self._shown = len(self._decode())
         self._told = len(self._window)
@@ -58,7 +56,7 @@ class Detokenizer:
 
 
 class TextGenerator:
-    """Generates over a chain; ``write`` may be called from several threads at once."""
+    """Generates texts over a chain; ``write`` may be called by several threads at once."""
 
     def __init__(self, model: TextModel, chain: ResilientGenerator) -> None:
         self._model = model
@@ -89,18 +87,17 @@ class TextGenerator:
             yield shown.pending
 
 
+@contextmanager
 def local_generator(
-    model: TextModel,
-    *,
-    devices: int,
-    slots: int,
-    deadline_s: float = DEADLINE_S,
-    compute: str = AUTO,
-) -> AbstractContextManager[TextGenerator]:
-    """Generate with devices and edge as threads of this process, joined as on a cluster."""
-    return _generator(model, ThreadBackend(_served(model, slots, deadline_s, compute), devices))
+    model: TextModel, *, devices: int, slots: int, compute: str = AUTO
+) -> Iterator[TextGenerator]:
+    """Generate with devices and edge as threads of this process, connected as on a cluster."""
+    served = model.served(slots, DEADLINE_S, compute)
+    with ResilientGenerator(ThreadBackend(served, devices)) as chain:
+        yield TextGenerator(model, chain)
 
 
+@contextmanager
 def cluster_generator(
     model: TextModel,
     cluster: ClusterConfig,
@@ -109,27 +106,12 @@ def cluster_generator(
     slots: int,
     deadline_s: float = DEADLINE_S,
     compute: str = AUTO,
-) -> AbstractContextManager[TextGenerator]:
+) -> Iterator[TextGenerator]:
     """Generate with blocks on the daemons of a cluster file and the rest on its edge server.
 
-    Up to ``slots`` texts are generated at once, without devices that are lost on the way. Raises
-    ConfigError where no edge is named, LinkError where one cannot be reached or refuses.
+    Up to ``slots`` texts are generated at once; devices that are lost are left out. Raises
+    ConfigError without an edge, LinkError if one cannot be reached or refuses.
     """
-    served = _served(model, slots, deadline_s, compute)
-    return _generator(model, DaemonBackend(served, cluster, edge_address))
-
-
-@contextmanager
-def _generator(model: TextModel, backend: GenerationBackend) -> Iterator[TextGenerator]:
-    with ResilientGenerator(backend) as chain:
+    served = model.served(slots, deadline_s, compute)
+    with ResilientGenerator(DaemonBackend(served, cluster, edge_address)) as chain:
         yield TextGenerator(model, chain)
-
-
-def _served(model: TextModel, slots: int, deadline_s: float, compute: str) -> ServedModel:
-    return ServedModel(
-        splitter=model.splitter,
-        weights=model.weights,
-        slots=slots,
-        deadline_s=deadline_s,
-        compute=resolve(compute, "--compute"),
-    )

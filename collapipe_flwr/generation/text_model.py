@@ -19,10 +19,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoFeatureExtractor, AutoTokenizer, GenerationConfig
 
 from collapipe_flwr.core.errors import ConfigError, DataError, ModelError
-from collapipe_flwr.generation.backends import Weights
+from collapipe_flwr.generation.backends import ServedModel, Weights
 from collapipe_flwr.models import Splitter, make_spec
 from collapipe_flwr.models.generation import SEED
 from collapipe_flwr.models.validation import first_lines
+from collapipe_flwr.pipeline.compute import resolve
 from collapipe_flwr.transport.generation import GenerateRequest
 
 _SOUND = "input_features"
@@ -33,9 +34,9 @@ _INT16_MOST = 32768.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextModel:
-    """A trained model; ``settings`` is its own generation configuration.
+    """A trained model with its generation configuration.
 
-    ``feature_extractor`` is that of a model of speech.
+    ``feature_extractor`` is set for a model of speech.
     """
 
     splitter: Splitter
@@ -73,6 +74,16 @@ class TextModel:
             tokenizer=tokenizer,
             settings=_own_settings(source, config),
             feature_extractor=_feature_extractor(splitter.input_name, source),
+        )
+
+    def served(self, slots: int, deadline_s: float, compute: str) -> ServedModel:
+        """What chains need of it; ``compute`` names an accelerator, as on the command line."""
+        return ServedModel(
+            splitter=self.splitter,
+            weights=self.weights,
+            slots=slots,
+            deadline_s=deadline_s,
+            compute=resolve(compute, "--compute"),
         )
 
     def prompt(self, request: GenerateRequest) -> Tensor:
@@ -162,7 +173,7 @@ def _own_settings(source: str, config: Any) -> GenerationConfig:
 
 
 def _feature_extractor(input_name: str, source: str) -> Any:
-    """What turns sound into features; None for a model of text."""
+    """The feature extractor of a speech model; None for a model of text."""
     if input_name == "input_ids":
         return None
     if input_name != _SOUND:
@@ -176,7 +187,7 @@ def _feature_extractor(input_name: str, source: str) -> Any:
 
 
 def _changes(request: GenerateRequest) -> dict[str, Any]:
-    """What ``request`` asks for; a number that only sampling reads asks for sampling, too."""
+    """Settings of ``request``; one that only sampling reads turns sampling on."""
     names = ("max_new_tokens", "num_beams", "temperature", "top_k", "top_p")
     changes: dict[str, Any] = {name: v for name in names if (v := getattr(request, name))}
     if request.sample is not None:

@@ -1,7 +1,7 @@
-"""What happens in a run just now, as bars: one for all clusters together, and one for each.
+"""Progress bars of a run: one for all clusters together, and one for each.
 
-A phase that nobody can measure has a clock. Where an edge does not count, a round of machines has a
-bar of the plan's prediction, which says so. No line is wider than the terminal.
+A phase whose progress is unknown has a clock. If no edge counts micro-batches, the bar of a round
+on real machines follows the plan's prediction and says so. No line is wider than the terminal.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ _WIDE, _NARROW = 70, 50  # columns of a terminal, from which on there is room fo
 
 
 class Bars:
-    """Renders the newest `RunProgress`; rates are those since a cluster had nothing yet."""
+    """Renders the newest `RunProgress`; a rate counts from when its cluster had done nothing."""
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self._now = now
         self._spinner = Spinner("dots")
         self._progress: RunProgress | None = None
-        self._begun_s: dict[str, float] = {}  # the last look at which a cluster had nothing yet
+        self._begun_s: dict[str, float] = {}  # when a cluster was last seen idle
 
     def show(self, progress: RunProgress | None) -> None:
-        """What to render from now on; None: nothing."""
+        """Render this from now on; None: nothing."""
         before = self._progress
         if progress is None or before is None or progress.since_s != before.since_s:
             self._begun_s = {}
         self._progress = progress
-        for name, cluster in (progress.clusters if progress else {}).items():
-            if progress is not None and not _done(cluster):
-                self._begun_s[name] = progress.at_s
+        if progress is not None:
+            waiting = (name for name, each in progress.clusters.items() if not _done(each))
+            self._begun_s |= dict.fromkeys(waiting, progress.at_s)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        progress = self._progress
-        if progress is not None:
-            yield from self._rows(progress, options.max_width)
-
-    def _rows(self, progress: RunProgress, width: int) -> RenderResult:
-        clusters, title = progress.clusters, _title(progress)
+        progress, width = self._progress, options.max_width
+        if progress is None:
+            return
+        clusters, title = progress.clusters, progress.phase
+        if progress.round_index:
+            title = f"round {progress.round_index}/{progress.rounds or '?'} {title}"
         if clusters and all(cluster.of for cluster in clusters.values()):
             grid = _grid(width)
             names = sorted(clusters)
@@ -55,13 +55,12 @@ class Bars:
                     self._add(grid, f"  {name}", [name], progress, width)
             yield grid
             return
-        predicted_s = _predicted_s(progress)
+        predicted_s = max((c.predicted_s or 0.0 for c in clusters.values()), default=0.0)
         passed_s = max(self._now() - progress.since_s, 0.0)
-        if predicted_s:
-            share = min(passed_s / predicted_s, 1.0)
-            left = max(predicted_s - passed_s, 0.0)
+        if predicted_s and not progress.simulated:
+            bar = ProgressBar(total=1.0, completed=min(passed_s / predicted_s, 1.0))
             grid = _grid(width)
-            grid.add_row(title, _bar(share), f"{_clock(left)} left, as predicted")
+            grid.add_row(title, bar, f"{_clock(predicted_s - passed_s)} left, as predicted")
             yield grid
             return
         tested = sum(cluster.tested for cluster in clusters.values())
@@ -87,16 +86,17 @@ class Bars:
             cells.append(f"{per_s:.3g} ex/s" if per_s else "")
         left_s = self._left_s(names, progress)
         cells.append("" if left_s is None else f"{_clock(left_s)} left")
-        grid.add_row(title, _bar(min(done / whole, 1.0)), "  ".join(filter(None, cells)))
+        bar = ProgressBar(total=1.0, completed=min(done / whole, 1.0))
+        grid.add_row(title, bar, "  ".join(filter(None, cells)))
 
     def _rate(self, name: str, progress: RunProgress) -> float:
-        """Micro-batches per second of a cluster that is at work; 0 of any other."""
+        """Micro-batches per second of a cluster that is working, else 0."""
         done, of = _done(progress.clusters[name]), progress.clusters[name].of
         passed_s = progress.at_s - self._begun_s.get(name, progress.since_s)
         return done / passed_s if passed_s > 0.0 and done < of else 0.0
 
     def _left_s(self, names: list[str], progress: RunProgress) -> float | None:
-        """Seconds to the end of all; clusters that have not begun go as fast as the others."""
+        """Seconds until all have finished; clusters that have not begun count at the mean rate."""
         clusters = {name: progress.clusters[name] for name in names}
         left = {name: max(each.of - _done(each), 0) for name, each in clusters.items()}
         rates = {name: rate for name in names if (rate := self._rate(name, progress))}
@@ -113,19 +113,6 @@ def _done(cluster: ClusterProgress) -> int:
     return cluster.trained or cluster.tested
 
 
-def _title(progress: RunProgress) -> str:
-    if not progress.round_index:
-        return progress.phase
-    return f"round {progress.round_index}/{progress.rounds or '?'} {progress.phase}"
-
-
-def _predicted_s(progress: RunProgress) -> float:
-    """The plan's seconds; 0 where they are simulated, or there is no plan."""
-    if progress.simulated:
-        return 0.0
-    return max((c.predicted_s or 0.0 for c in progress.clusters.values()), default=0.0)
-
-
 def _steps(clusters: list[ClusterProgress]) -> str:
     done = sum(_done(cluster) // cluster.per_step for cluster in clusters)
     whole = sum(cluster.of // cluster.per_step for cluster in clusters)
@@ -138,10 +125,6 @@ def _grid(width: int) -> Table:
     grid.add_column(no_wrap=True, width=max(min(width // 4, 30), 6))
     grid.add_column(no_wrap=True, overflow="ellipsis")
     return grid
-
-
-def _bar(share: float) -> ProgressBar:
-    return ProgressBar(total=1.0, completed=share)
 
 
 def _clock(seconds: float) -> str:

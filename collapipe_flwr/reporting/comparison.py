@@ -41,7 +41,7 @@ def read_curves(sources: Sequence[str]) -> list[RunData]:
 
 
 def metric_names(runs: Sequence[RunData], wanted: Sequence[str] = ()) -> list[str]:
-    """Those that are wanted, else all of all runs; raises ConfigError for one that no run has."""
+    """The metrics that are wanted, else all; raises ConfigError for one that no run has."""
     known = dict.fromkeys(name for run in runs for name in run.metrics)
     missing = set(wanted) - set(known)
     if missing:
@@ -50,7 +50,7 @@ def metric_names(runs: Sequence[RunData], wanted: Sequence[str] = ()) -> list[st
 
 
 def markdown(runs: Sequence[RunData], metrics: Sequence[str] = ()) -> str:
-    """Metrics by round (all, or those named), then what each run cost; an empty cell: no number.
+    """Tables of metrics by round (all, or those named) and of costs; empty cells are unknown.
 
     Round 0 is the untrained model. Raises ConfigError for a metric that no run has.
     """
@@ -97,14 +97,14 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _farthest(run: RunData, first: RunData) -> str:
-    """How far a curve of the loss is from the first run's at most; empty for that one itself."""
+    """Largest difference of a run's loss from the first run's; empty for the first."""
     pairs = zip(_points(run, "loss"), _points(first, "loss"), strict=False)
     gaps = [abs(ours - theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
     return f"{max(gaps):.1e}" if gaps and run is not first else ""
 
 
 def _lost_rounds(run: RunData) -> str:
-    """How many rounds lost a cluster; empty for a run that lost none."""
+    """Number of rounds that lost a cluster; empty for none."""
     lost = run.summary.get("lost", {})
     return str(len({index for rounds in lost.values() for index in rounds}) or "")
 
@@ -115,7 +115,7 @@ def _megabytes(run: RunData, link: str) -> str:
 
 
 def _largest_device(run: RunData) -> str:
-    """Peak tensor memory of the device that needed most; empty where devices were not measured."""
+    """Largest peak of tensor memory of any device; empty if none was measured."""
     sizes = [
         size
         for role, size in run.summary["peak_memory_bytes"].items()
@@ -125,8 +125,9 @@ def _largest_device(run: RunData) -> str:
 
 
 def draw(runs: Sequence[RunData], path: Path, metrics: Sequence[str] = ()) -> None:
-    """A picture of all metrics, or those named; raises ConfigError as `markdown`, without
-    matplotlib, or where it cannot be written.
+    """Draw all metrics, or those named, to a file.
+
+    Raises ConfigError as `markdown`, without matplotlib, or where it cannot be written.
     """
     names = metric_names(runs, metrics)
     if not names:

@@ -23,38 +23,34 @@ Row = tuple[str, str]
 
 
 class RoundPrinter:
-    """Prints two lines per finished round: numbers and plan.
-
-    On a terminal no line is wider than it; elsewhere lines are as long as they are.
-    """
+    """Prints two lines per finished round, numbers and plan, wrapped on a terminal."""
 
     def __init__(self, rounds: int | None = None, console: Console | None = None) -> None:
         self.rounds = rounds
         self._console = console or Console(width=_WIDTH, highlight=False, soft_wrap=True)
 
     def say(self, text: str) -> None:
-        """One plain line, folded where a terminal ends."""
-        if not self._console.is_terminal:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-            return
-        indent = " " * (len(text) - len(text.lstrip()))
-        folded = wrap(
-            text.strip(),
-            max(self._console.width, _LEAST_WIDTH),
-            initial_indent=indent,
-            subsequent_indent=f"{indent}    ",
-            max_lines=_MOST_LINES,
-            placeholder=_MORE if self._console.width > len(_MORE) + len(indent) + 4 else " ...",
-        )
-        self._console.print("\n".join(folded), markup=False, highlight=False, soft_wrap=True)
+        """Print one line, wrapped on a terminal."""
+        if self._console.is_terminal:
+            indent, width = " " * (len(text) - len(text.lstrip())), self._console.width
+            folded = wrap(
+                text.strip(),
+                max(width, _LEAST_WIDTH),
+                initial_indent=indent,
+                subsequent_indent=f"{indent}    ",
+                max_lines=_MOST_LINES,
+                placeholder=_MORE if width > len(_MORE) + len(indent) + 4 else " ...",
+            )
+            text = "\n".join(folded)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def show_untrained(self, metrics: Mapping[str, float]) -> None:
-        """What the model scores before the first round."""
+        """Print the scores of the untrained model."""
         words = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         self.say(f"untrained: {words}")
 
     def show(self, event: RoundEvent) -> None:
-        """One round: what was learned, then where."""
+        """Print one round."""
         loss = "-" if event.loss is None else f"{event.loss:.4f}"
         scores = "  ".join(f"test {name} {value:.4g}" for name, value in event.metrics.items())
         numbers = f"round {event.round_index:>3}/{self.rounds or '?'}  {event.wall_s:5.1f} s"
@@ -81,25 +77,21 @@ def _clusters_text(event: RoundEvent) -> str:
 
 
 def _plan_text(plan: Mapping[str, Any] | None) -> str:
-    """``plan A pi5:0-3 nano:4-5 8x4 | B ...``: blocks, micro-batches."""
+    """``plan A pi5+pi4:0-3 nano:4-5 8x4 fp32-int8 | B ...``: blocks, micro-batches, codecs."""
     if plan is None:
         return ""
     clusters = []
     for cluster in plan["clusters"]:
-        segments = " ".join(
-            f"{_devices_text(s)}:{s['first_block']}-{s['stop_block'] - 1}"
-            for s in cluster["segments"]
-        )
-        clusters.append(
-            f"{cluster['cluster_id']} {segments} "
-            f"{cluster['micro_batch_size']}x{cluster['micro_batches']}{_codecs_text(cluster)}"
-        )
+        words = [cluster["cluster_id"]]
+        for segment in cluster["segments"]:
+            devices = "+".join(name.rpartition("/")[2] for name in holders(segment))
+            words.append(f"{devices}:{segment['first_block']}-{segment['stop_block'] - 1}")
+        words.append(f"{cluster['micro_batch_size']}x{cluster['micro_batches']}")
+        codecs = [hop["codec"] for hop in cluster.get("hops", ())]
+        if not set(codecs) <= {"fp32"}:
+            words.append("-".join(codecs))
+        clusters.append(" ".join(words))
     return "plan " + " | ".join(clusters)
-
-
-def _devices_text(segment: Mapping[str, Any]) -> str:
-    """``pi5``, or ``pi5+nano`` where they are replicas."""
-    return "+".join(name.rpartition("/")[2] for name in holders(segment))
 
 
 def _took_text(event: RoundEvent) -> str:
@@ -112,14 +104,8 @@ def _took_text(event: RoundEvent) -> str:
     return f"{', '.join(shown)} {'seconds' if timed else 'simulated seconds'}"
 
 
-def _codecs_text(cluster: Mapping[str, Any]) -> str:
-    """`` fp32-int8-int8``, hop by hop; nothing where all are exact."""
-    codecs = [hop["codec"] for hop in cluster.get("hops", ())]
-    return "" if set(codecs) <= {"fp32"} else " " + "-".join(codecs)
-
-
 def summary_table(summary: Mapping[str, Any], *, folds: bool = False) -> Table:
-    """The end of a run at a glance: lines that fit a screen of 24, or are folded (``folds``)."""
+    """The table at the end of a run; fits 24 lines, unless cells wrap (``folds``)."""
     table = Table(title=f"run {summary['status']}", show_header=False, title_justify="left")
     table.box, table.padding = None, (0, 2, 0, 0)
     for _ in range(2):
@@ -151,7 +137,7 @@ def _outcome_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _machine_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
-    """Of links, energy and memory those rows that say most, and how many there are besides."""
+    """The most telling rows of links, energy and memory, and the number of the others."""
     if share := summary.get("model_share"):
         cap = "" if share["cap"] is None else f", {100 * share['cap']:.3g} % allowed"
         yield "memory share", f"{100 * share['most']:.3g} % of the whole model at most{cap}"
@@ -171,13 +157,12 @@ def _machine_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _energy_rows(energy: Mapping[str, Any]) -> list[Row]:
-    """Devices by how much of their budget they spent, those that overran it in red."""
-    shares, rows = {}, []
-    for device, budget_j in energy["budget_j"].items():
-        used_j = energy["mean_j"].get(device, 0.0)
-        shares[device] = used_j / budget_j if budget_j else 0.0  # None: without a limit
+    """Devices by the share of their budget that they spent; red above it."""
+    budgets, used = energy["budget_j"], energy["mean_j"]  # a budget of None: without a limit
+    shares = {name: used.get(name, 0.0) / b if b else 0.0 for name, b in budgets.items()}
+    rows = []
     for device in sorted(shares, key=lambda name: -shares[name]):
-        used_j, budget_j = energy["mean_j"].get(device, 0.0), energy["budget_j"][device]
+        used_j, budget_j = used.get(device, 0.0), budgets[device]
         limit = "" if budget_j is None else f" of {budget_j:.3g}"
         text = f"{used_j:.3g}{limit} J per round"
         over = shares[device] > 1.0

@@ -1,4 +1,4 @@
-"""What one round and one run report, as values.
+"""The report of a round and of a run, as values.
 
 Keys of per-device mappings read ``cluster/device``; ``memory_bytes`` also has
 ``cluster/control-unit`` and ``cluster/edge`` (the cluster's decoder replica).
@@ -29,10 +29,6 @@ class LinkBytes:
     weights: int = 0  # segments, control unit <-> devices that are machines of their own
     spared: int = 0  # of those, what did not travel because both sides had it
 
-    def __add__(self, other: LinkBytes) -> LinkBytes:
-        names = [f.name for f in fields(self)]
-        return LinkBytes(**{name: getattr(self, name) + getattr(other, name) for name in names})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundEvent:
@@ -58,7 +54,7 @@ class RoundEvent:
     failures: tuple[str, ...] = ()
     incidents: tuple[Mapping[str, str], ...] = ()  # the same by kind, see `incident_json`
     lost: tuple[str, ...] = ()  # clusters that were away or whose round came to nothing
-    fresh_examples: int = 0  # that arrived in data.stream
+    fresh_examples: int = 0  # new ones of data.stream
     prequential_loss: float | None = None  # on them, before training on them
 
     @property
@@ -74,22 +70,20 @@ class RoundEvent:
     @staticmethod
     def of_json(data: Mapping[str, Any]) -> RoundEvent:
         """What :meth:`as_json` wrote; a metric that was no number is NaN again."""
-        metrics = {k: nan if v is None else v for k, v in data["metrics"].items()}
-        asked = {k: nan if v is None else v for k, v in data.get("clusters_metrics", {}).items()}
-        more = {
-            "clusters_metrics": asked,
-            "bytes": LinkBytes(**data["bytes"]),
-            "links": tuple(link_of_json(link) for link in data.get("links", ())),
-            "failures": tuple(data["failures"]),
-            "lost": tuple(data.get("lost", ())),
-            "incidents": tuple(data.get("incidents", ())),
-        }
-        return RoundEvent(**{**data, "metrics": metrics, **more})
+        values: dict[str, Any] = dict(data)
+        for name in ("metrics", "clusters_metrics"):
+            scores = data.get(name, {}).items()
+            values[name] = {key: nan if score is None else score for key, score in scores}
+        for name in ("failures", "lost", "incidents"):
+            values[name] = tuple(data.get(name, ()))
+        values["bytes"] = LinkBytes(**data["bytes"])
+        values["links"] = tuple(link_of_json(link) for link in data.get("links", ()))
+        return RoundEvent(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSums:
-    """What rounds come to by member and by hop, which is most of an event."""
+    """Totals of rounds by member and by hop, which is most of an event."""
 
     energy_j: Mapping[str, float] = field(default_factory=dict)
     memory_bytes: Mapping[str, int] = field(default_factory=dict)  # peaks, by role
@@ -100,7 +94,7 @@ class RunSums:
     plan: Mapping[str, Any] | None = None  # the last one
 
     def plus(self, event: RoundEvent) -> RunSums:
-        """With one round more."""
+        """Add a round."""
         energy_j, memory_bytes = dict(self.energy_j), dict(self.memory_bytes)
         for device, joules in event.energy_j.items():
             energy_j[device] = energy_j.get(device, 0.0) + joules
@@ -122,22 +116,20 @@ class RunSums:
         )
 
     def share_json(self) -> dict[str, float | None] | None:
-        """The most that plans gave any device of the whole model's memory, and what they may."""
+        """Largest share of the whole model's memory that plans gave a device, and its cap."""
         if self.model_share is None:
             return None
         caps = [cap for cap in self.share_caps if cap is not None]
-        return {
-            "most": self.model_share,
-            "cap": max(caps) if len(caps) == len(self.share_caps) else None,
-        }
+        cap = max(caps) if len(caps) == len(self.share_caps) else None
+        return {"most": self.model_share, "cap": cap}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStory:
-    """Everything ``summary.json`` is made from but plans; grows by one event per round.
+    """The data of ``summary.json`` but plans; grows by one event per round.
 
-    A run of 1,000 rounds on 1,000 devices writes more events than memory holds, so rounds that
-    `grown` added keep only what a curve needs, and the rest of them is in ``sums``.
+    A run of 1,000 rounds on 1,000 devices writes more events than memory holds, so `grown` keeps
+    of a round what a curve needs, and adds the rest to ``sums``.
     """
 
     metric_name: str
@@ -147,29 +139,23 @@ class RunStory:
     versions: Mapping[str, str] = field(default_factory=dict)  # of packages, on the server
     events: tuple[RoundEvent, ...] = field(default=())
     rounds_asked: int | None = None
-    notes: tuple[str, ...] = ()  # what the run said of itself as a whole
-    sums: RunSums = RunSums()  # of rounds that ``events`` has without what is summed up
+    notes: tuple[str, ...] = ()  # about the run as a whole
+    sums: RunSums = RunSums()  # of what ``events`` leave out
 
     def grown(self, event: RoundEvent) -> RunStory:
-        """With one round more."""
+        """Add a round."""
+        none: dict[str, Any] = {}
         curve = replace(
-            event,
-            plan=None,
-            clusters={},
-            energy_j={},
-            queues_j={},
-            links=(),
-            memory_bytes={},
-            failures=(),
-            incidents=(),
+            event, plan=None, clusters=none, energy_j=none, queues_j=none, memory_bytes=none
         )
+        curve = replace(curve, links=(), failures=(), incidents=())
         return replace(self, events=(*self.events, curve), sums=self.sums.plus(event))
 
     def expected_wall_s(self, event: RoundEvent) -> float | None:
-        """How long a round takes without its evaluation, told before it began.
+        """Expected seconds of a round without its evaluation, before it begins.
 
-        It is what its plan says of the slowest cluster, and what the server, messages and
-        aggregation took besides in the last rounds. None where no machines are timed.
+        The planned latency of the slowest cluster, plus the median of what server, messages and
+        aggregation took in the last rounds. None where no machines are timed.
         """
         if event.predicted_latency_s is None or not event.was_timed:
             return None
@@ -180,12 +166,16 @@ class RunStory:
     def summary(self, *, status: str, wall_s: float, reason: str | None = None) -> dict[str, Any]:
         """The content of ``summary.json``, with the last of the plans (see `RunDirectory`)."""
         sums = reduce(RunSums.plus, self.events, self.sums)
-        total = sum((e.bytes for e in self.events), LinkBytes())
+        total = {
+            f.name: sum(getattr(e.bytes, f.name) for e in self.events) for f in fields(LinkBytes)
+        }
         asked = [e for e in self.events if e.clusters_loss is not None]
-        # loss and metrics on the clusters' shares of the test set
-        clusters = (
+        on_shares = (
             {"loss": asked[-1].clusters_loss, **asked[-1].clusters_metrics} if asked else None
         )
+        lost = sorted({name for event in self.events for name in event.lost})
+        joules = {**dict.fromkeys(self.energy_budget_j, 0.0), **sums.energy_j}
+        mean_j = {device: j / max(len(self.events), 1) for device, j in joules.items()}
         scored = [e.metrics[self.metric_name] for e in self.events if e.metrics]
         summary = {
             "status": status,
@@ -194,21 +184,21 @@ class RunStory:
             "rounds_asked": self.rounds_asked,
             "notes": list(self.notes),
             "untrained": dict(self.initial),
-            "lost": self._lost_rounds(),
+            "lost": {n: [e.round_index for e in self.events if n in e.lost] for n in lost},
             "metric": {
                 "name": self.metric_name,
                 "initial": self.initial.get(self.metric_name),
                 "final": scored[-1] if scored else None,
                 "curve": scored,
             },
-            "clusters": clusters,
+            "clusters": on_shares,  # of the test set
             "loss": [e.loss for e in self.events],
             "wall_s": round(wall_s, 3),
             "predicted_latency_s": [e.predicted_latency_s for e in self.events],
             "latency_s": [e.latency_s for e in self.events],
             "prediction_error": median(sums.errors) if sums.errors else None,
-            "energy": {"budget_j": dict(self.energy_budget_j), "mean_j": self._mean_energy_j(sums)},
-            "bytes": asdict(total),
+            "energy": {"budget_j": dict(self.energy_budget_j), "mean_j": mean_j},
+            "bytes": total,
             "links": [link_json(link) for link in sums.links],
             "peak_memory_bytes": dict(sums.memory_bytes),
             "memory_limit_bytes": dict(self.memory_limit_bytes),
@@ -218,24 +208,14 @@ class RunStory:
         }
         return cast("dict[str, Any]", finite(summary))
 
-    def _lost_rounds(self) -> dict[str, list[int]]:
-        """The rounds that went on without a cluster, by cluster."""
-        names = sorted({name for event in self.events for name in event.lost})
-        return {name: [e.round_index for e in self.events if name in e.lost] for name in names}
-
-    def _mean_energy_j(self, sums: RunSums) -> dict[str, float]:
-        """Per device: joules per round, rounds without work counted as zero."""
-        joules = {**dict.fromkeys(self.energy_budget_j, 0.0), **sums.energy_j}
-        return {device: j / max(len(self.events), 1) for device, j in joules.items()}
-
 
 def holders(segment: Mapping[str, Any]) -> tuple[str, ...]:
-    """The device of a segment of ``plan``, and its replicas, which older plans know nothing of."""
+    """The device of a segment of ``plan``, and its replicas, which older plans lack."""
     return (segment["device_id"], *segment.get("replicas", ()))
 
 
 def cluster_json(plan: ClusterPlan | None, outcome: ClusterOutcome) -> dict[str, Any]:
-    """What was predicted of a cluster's round beside what it came to.
+    """The prediction of a cluster's round beside its outcome.
 
     ``measured`` is whether machines timed it, ``error`` is ln(predicted / real). Seconds of stages
     are of one micro-batch, forward and backward.

@@ -1,7 +1,7 @@
-"""What all pictures share: colours that everybody can tell apart, whole rounds, legends outside.
+"""Common parts of all pictures: colours for all kinds of sight, whole rounds, legends outside.
 
-Curves also differ by dashes and markers, so that none depends on colour alone. Where two of them
-coincide, the one that is drawn first is wider and shows on both sides of the other.
+Curves also differ by dashes and markers, so that none depends on colour alone. Of two curves that
+coincide, the one drawn first is wider and shows on both sides of the other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MARKED = 8  # times on a curve
 
 
 def new_figure(inches: tuple[float, float], title: str, caption: str = "") -> Figure:
-    """An empty figure with a title, and smaller words below it that say what it is of."""
+    """An empty figure with a title, and a caption below it."""
     with extra("plot"):
         from matplotlib.figure import Figure
     figure = Figure(figsize=inches, layout="constrained")
@@ -43,7 +43,7 @@ def new_figure(inches: tuple[float, float], title: str, caption: str = "") -> Fi
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One of the curves of a picture."""
+    """A curve of a picture."""
 
     label: str
     x: Sequence[float]
@@ -51,9 +51,9 @@ class Curve:
 
 
 def draw_curves(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Draw them in their order, each wider for every later one on top of it.
+    """Draw curves in order, each wider for every later one on top of it.
 
-    The scale of the axes must be set.
+    The scale of the axes must be set before.
     """
     covers = _covers([_heights(axes, curve) for curve in curves])
     for number, curve in enumerate(curves):
@@ -75,13 +75,13 @@ def draw_curves(axes: Axes, curves: Sequence[Curve]) -> None:
 
 
 def _heights(axes: Axes, curve: Curve) -> dict[float, float]:
-    """By x, as high as the scale of the axes shows them."""
+    """Heights by x, on the scale of the axes."""
     shown = axes.yaxis.get_transform().transform(np.array(curve.y, float))
     return dict(zip(curve.x, shown.tolist(), strict=True))
 
 
 def _covers(curves: Sequence[Mapping[float, float]]) -> list[int]:
-    """For each curve, how many later ones can hardly be told apart from it at most points."""
+    """For each curve, the number of later ones that nearly coincide with it at most points."""
     heights = [y for curve in curves for y in curve.values()]
     near = _NEAR * (max(heights, default=0.0) - min(heights, default=0.0))
 
@@ -107,18 +107,18 @@ def plain_numbers(axes: Axes) -> None:
 
 
 def colour(number: int) -> str:
-    """Of the curve or the bar with this number."""
+    """The colour of the curve or bar with this number."""
     return COLOURS[number % len(COLOURS)]
 
 
 def legend_outside(figure: Figure, axes: Axes) -> None:
-    """Name the curves of ``axes`` beside all axes, where no curve can be."""
+    """Put the legend of ``axes`` beside all axes."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize="small", frameon=False)
 
 
 def whole_rounds(axes: Axes) -> None:
-    """Count rounds in whole numbers."""
+    """Label the x axis with whole rounds."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel("round")

@@ -1,7 +1,7 @@
-"""A run directory as lines of a log, for those who see the log of a run and not its directory.
+"""A run directory as lines of a log, for readers without access to the directory.
 
-With ``reporting.log-lines=true`` the ServerApp prints each file that it writes: a mark, what it is,
-and compressed JSON. Flower keeps what a ServerApp prints, and hands it to ``flwr log``.
+With ``reporting.log-lines=true`` the ServerApp prints each file that it writes: a mark, its kind,
+and compressed JSON. Flower keeps the output of a ServerApp and returns it by ``flwr log``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_BYTES = 256 << 20  # of one line, unpacked
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogLine:
-    """What was written: ``kind`` is ``config``, ``anew``, ``event`` or ``summary``."""
+    """One write: ``kind`` is ``config``, ``anew`` (no events yet), ``event`` or ``summary``."""
 
     kind: str
     value: Mapping[str, Any]
@@ -34,7 +34,7 @@ class LogLine:
 
     @staticmethod
     def of_text(line: str) -> LogLine | None:
-        """What a line of a log says, None if it is another's; raises ProtocolError if damaged."""
+        """Parse a line of a log; None for one without the mark, ProtocolError for a damaged one."""
         _, mark, text = line.partition(_MARK)
         kind, _, packed = text.strip().partition(" ")
         if not mark:
@@ -49,13 +49,13 @@ class LogLine:
 
 
 def print_line(kind: str, value: Mapping[str, Any]) -> None:
-    """Print in one piece: other threads print as well."""
+    """Print a line by a single write, as other threads print as well."""
     sys.stdout.write(f"{LogLine(kind=kind, value=value)}\n")
     sys.stdout.flush()
 
 
 def replay(line: LogLine, directory: RunDirectory) -> None:
-    """Write into another directory what a line says."""
+    """Repeat the write of a line in another directory."""
     match line.kind:
         case "config":
             directory.write_config(line.value)

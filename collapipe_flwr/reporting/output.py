@@ -1,4 +1,4 @@
-"""Results as JSON files, replaced as a whole, tables, and a progress bar."""
+"""Results as JSON files and tables, and a progress bar."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def write_json(path: Path | None, values: object) -> None:
 
 
 def number(value: float | None, unit: float, digits: int) -> str:
-    """A cell of :func:`number_table`: so many units, empty where nobody knows."""
+    """A cell of :func:`number_table`: the value in this unit, empty for None."""
     return "" if value is None else f"{value / unit:.{digits}f}"
 
 
 def number_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Table:
-    """A table without rows; its names may be folded where a terminal is narrow, numbers may not."""
+    """An empty table: names wrap on a narrow terminal, numbers do not."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in names:
         table.add_column(name, overflow="fold")
@@ -61,7 +61,7 @@ def number_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Ta
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Yields a function to call after every step with the name of what is being done."""
+    """Yield a function to call after every step, with the name of that step."""
     columns = (TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=total)

@@ -1,8 +1,8 @@
-"""Where a run is just now: `progress.json` in its directory, for whoever watches it.
+"""The current progress of a run: `progress.json` in its directory.
 
-The ServerApp writes it, because it alone knows the phases, and what it asks of the edge: every
-step of every cluster ends there, in simulation as in a deployment. It is of use only while the run
-goes on, so it is replaced as a whole but not flushed to disk, and gone when the run ends.
+The ServerApp writes it: it knows the phases, and asks the edge, where every step of every cluster
+ends, in simulation as in a deployment. The file is replaced as a whole but not flushed to disk, and
+removed when the run ends.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _SHARE = 0.005  # of a processor, at most, goes into looking, and as much into a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterProgress:
-    """Micro-batches of ``examples`` that a cluster has behind it, ``of`` so many (0: not known).
+    """Micro-batches of ``examples`` that a cluster has finished, out of ``of`` (0: unknown).
 
-    ``per_step`` of them are an optimizer step. ``tested`` ones were not trained on. The plan
-    predicted ``predicted_s`` seconds for the round, which are simulated ones where devices are.
+    ``per_step`` of them are an optimizer step; ``tested`` ones were only evaluated. The plan
+    predicted ``predicted_s`` seconds for the round, simulated ones if devices are simulated.
     """
 
     trained: int = 0
@@ -41,9 +41,9 @@ class ClusterProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProgress:
-    """The ``phase`` of a run, since when, and how far its clusters are at ``at_s`` (Unix times).
+    """The ``phase`` of a run, its begin, and the progress of its clusters at ``at_s`` (Unix times).
 
-    ``round_index`` is 0 outside of training rounds. ``simulated`` says that predicted seconds are.
+    ``round_index`` is 0 outside of training rounds. ``simulated``: predicted seconds are simulated.
     """
 
     phase: str
@@ -59,10 +59,10 @@ Look = Callable[[], Mapping[str, ClusterProgress]]
 
 
 class ProgressFile:
-    """Keeps `progress.json` of one run up to date, in a ``folder`` that may come to be later.
+    """Keeps `progress.json` of one run up to date, in a ``folder`` that may not exist yet.
 
-    A thread looks at how far clusters are while :meth:`watching`, so rarely that it takes half a
-    percent of a processor. ``say`` hears the phases outside of rounds, each once.
+    While :meth:`watching`, a thread polls the clusters, rarely enough to take half a percent of a
+    processor. ``say`` is called once with each phase outside of rounds.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class ProgressFile:
         self._rounds = rounds
         self._say = say
         self._lock = threading.Lock()
-        self._look: Look = _nothing
+        self._look: Look = dict
         self._now = RunProgress(phase="", since_s=time.time())
 
     def enter(self, phase: str, *, round_index: int = 0, look: Look | None = None) -> None:
-        """A phase begins, in which ``look`` says how far the clusters are."""
+        """Begin a phase, in which ``look`` returns the progress of the clusters."""
         now_s = time.time()
         with self._lock:
-            self._look = look or _nothing
+            self._look = look or dict
             self._now = RunProgress(
                 phase=phase,
                 since_s=now_s,
@@ -95,7 +95,7 @@ class ProgressFile:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look again and again while the body runs; the file is gone afterwards."""
+        """Poll while the body runs, then remove the file."""
         over = threading.Event()
         thread = threading.Thread(target=self._watch, args=(over,), name="progress", daemon=True)
         thread.start()
@@ -122,7 +122,7 @@ class ProgressFile:
             pause_s = max(LOOK_S, (time.thread_time() - start_s) / _SHARE)
 
     def _write(self) -> None:
-        """Replace the file; a disk that is full is no reason to stop."""
+        """Replace the file; a full disk does not stop the run."""
         if self.folder is not None and self.folder.is_dir():
             with suppress(OSError):
                 draft = self.folder / f"{PROGRESS}.partial"
@@ -130,12 +130,8 @@ class ProgressFile:
                 os.replace(draft, self.folder / PROGRESS)
 
 
-def _nothing() -> dict[str, ClusterProgress]:
-    return {}
-
-
 def read_progress(folder: Path) -> RunProgress | None:
-    """Where a run is; None where nobody says it."""
+    """The progress of a run; None without a valid file."""
     try:
         return from_json(RunProgress, (folder / PROGRESS).read_text(encoding="utf-8"), PROGRESS)
     except (OSError, ProtocolError):  # none, or what a power cut left of it

@@ -1,18 +1,16 @@
 """The folder of a run: ``summary.json``, ``events.jsonl`` and the trained model.
 
-``run-config.json`` says how the run was started. ``events.jsonl`` gets one line per round as soon
-as the round ends. ``summary.json`` is replaced as a whole, so a reader never sees half of it, and
-its ``status`` says ``running``, ``completed``, ``failed`` or ``stopped``; where it says that the
-run goes on and nobody writes it, it is read as ``interrupted`` (`run_lock`). A resumed run reopens
-its folder and goes on writing. What was written is on disk: after a kill or a power cut at most the
-end of the last line of ``events.jsonl`` is missing, which readers pass over and a resumed run
-removes; that round is pending or is trained again. ``run.log`` is what `collapipe run` keeps of
-Flower's log.
+``run-config.json`` is how the run was started. ``events.jsonl`` gets one line per round as soon as
+the round ends. ``summary.json`` is replaced as a whole; its ``status`` is ``running``,
+``completed``, ``failed`` or ``stopped``, and ``running`` is read as ``interrupted`` if no process
+writes the directory (`run_lock`). A resumed run reopens its folder. Writes are flushed to disk:
+after a kill or a power cut at most the end of the last line of ``events.jsonl`` is missing, which
+readers skip and a resumed run removes; that round is pending or is trained again. ``run.log`` is
+Flower's log as `collapipe run` keeps it.
 
-:class:`Past` is what an earlier process of a run left, as far as its newest checkpoint goes. A
-process may die between the checkpoint of a round and its evaluation, or after rounds that no
-checkpoint covers. The first is why a round is kept as *pending* before it is evaluated; the others
-will be trained again, so their events are dropped.
+:class:`Past` is what an earlier process of a run left, up to its newest checkpoint. A process may
+die between the checkpoint of a round and its evaluation, so a round is kept as *pending* before it
+is evaluated. Rounds after the checkpoint are trained again, so their events are dropped.
 """
 
 from __future__ import annotations
@@ -44,23 +42,16 @@ MANY_BYTES = 50_000_000  # of events, which take about a second to read
 _ROUND = re.compile(r"round-(\d{6,})")
 
 
-def _nobody(kind: str, value: Json) -> None:
-    """Is told of writes and does nothing."""
-
-
 class RunDirectory:
     """Owns the folder of one run; every write is complete, or absent and a RunError.
 
-    ``tell`` is called with what was written, for whoever cannot see the folder (`log_lines`).
+    ``tell`` is called with what was written, for those who cannot see the folder (`log_lines`).
     """
 
-    tell: Callable[[str, Json], None] = staticmethod(_nobody)
+    tell: Callable[[str, Json], object] = staticmethod(lambda _kind, _value: None)
 
     def __init__(self, path: Path) -> None:
-        """Create the folder; raises ConfigError when it exists or cannot be made.
-
-        One that holds nothing but a log was made for this run, by whoever keeps its log.
-        """
+        """Create the folder; raises ConfigError when it exists (see `is_new`) or cannot be made."""
         check_new(path)
         try:
             make_folder(path)
@@ -72,7 +63,7 @@ class RunDirectory:
 
     @classmethod
     def reopen(cls, path: Path) -> RunDirectory:
-        """The folder of an earlier run, to go on with it; raises ConfigError if it is none."""
+        """The folder of an earlier run, to resume it; raises ConfigError if it is none."""
         if not (path / CONFIG).is_file():
             raise ConfigError(f'resume: "{path}" is not the folder of a run')
         directory = cls.__new__(cls)
@@ -81,7 +72,7 @@ class RunDirectory:
 
     @property
     def run_id(self) -> str:
-        """By which clusters know the run again; drawn once, the first time that it is asked for."""
+        """The id by which clusters recognise the run; drawn on first use."""
         if not (self.path / _RUN_ID).exists():
             self._replace(_RUN_ID, secrets.token_hex(16))
         return run_id_of(self.path)
@@ -102,7 +93,7 @@ class RunDirectory:
         return self.path / "adapter"
 
     def timeline_path(self, server_round: int) -> Path:
-        """Where the timeline of a round goes, if one was asked for."""
+        """Where the timeline of a round goes (``train.timeline``)."""
         return self.path / f"timeline-round{server_round}.json"
 
     def append_event(self, event: Json) -> None:
@@ -122,15 +113,15 @@ class RunDirectory:
             self.tell("event", event)
 
     def write_pending(self, event: Json) -> None:
-        """Keep a round that is not evaluated yet, in case this process dies before it is."""
+        """Keep a round that is not evaluated yet, in case this process ends before it is."""
         self._replace(_PENDING, _line(event))
 
     def write_summary(self, summary: Json) -> None:
         """Replace ``summary.json``.
 
         When the run has ended, ``plans`` are those of all rounds, from their events. While it goes
-        on they are as given: to write all of them anew in every round is too much in a long run,
-        and to read all events where somebody stops it (`MANY_BYTES`) takes too long.
+        on, or where it is stopped after many events (`MANY_BYTES`), they are as given: to collect
+        them takes too long.
         """
         self._write(write_file, _SUMMARY, lambda path: self._save_summary(summary, path))
         self.tell("summary", {**summary, "plans": []})
@@ -138,7 +129,7 @@ class RunDirectory:
     def _save_summary(self, summary: Json, path: Path) -> None:
         hasty = summary["status"] == "stopped" and events_bytes(self.path) > MANY_BYTES
         if "plans" in summary and summary["status"] != RUNNING and not hasty:
-            with suppress(RunError):  # of a damaged event: how the run ended is said all the same
+            with suppress(RunError):  # an event is damaged: write how the run ended all the same
                 self._save_with_plans(summary, path)
                 return
         path.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
@@ -178,7 +169,7 @@ def is_new(path: Path) -> bool:
 
 
 def check_new(path: Path) -> None:
-    """Raise ConfigError where the folder of a new run exists, but for one with a log alone."""
+    """Raise ConfigError where the folder of a new run exists already; see `is_new`."""
     if path.exists() and not (path.is_dir() and is_new(path)):
         raise ConfigError(
             f'output-dir: "{path}" exists already; choose another, or go on with it by resume'
@@ -235,7 +226,7 @@ def read_config(run_dir: Path) -> dict[str, Any] | None:
 
 
 def resumed_config(run_dir: Path, overrides: Json) -> dict[str, Any]:
-    """The run-config that goes on with a run: its own, ``overrides`` first in rank.
+    """The run-config that resumes a run: its own, with ``overrides`` in front.
 
     Raises ConfigError if the folder is not that of a run.
     """
@@ -246,7 +237,7 @@ def resumed_config(run_dir: Path, overrides: Json) -> dict[str, Any]:
 
 
 def run_id_of(folder: Path) -> str:
-    """By which a run is known again that lies in this folder; drawn once. Raises OSError."""
+    """The id by which sinks recognise the run of this folder; drawn once. Raises OSError."""
     path = folder / _RUN_ID
     if not path.exists():
         write_text(path, secrets.token_hex(16))
@@ -254,7 +245,7 @@ def run_id_of(folder: Path) -> str:
 
 
 def summary_stamp(run_dir: Path) -> tuple[int, int] | None:
-    """What changes whenever the summary is replaced; None where there is none."""
+    """Changes whenever the summary is replaced; None where there is none."""
     try:
         found = (run_dir / _SUMMARY).stat()
     except FileNotFoundError:
@@ -263,7 +254,7 @@ def summary_stamp(run_dir: Path) -> tuple[int, int] | None:
 
 
 def events_bytes(run_dir: Path) -> int:
-    """How much the events of all rounds are; 0 before the first."""
+    """Size of the events of all rounds; 0 before the first."""
     path = run_dir / EVENTS
     return path.stat().st_size if path.exists() else 0
 
@@ -276,7 +267,7 @@ def newest_checkpoint(run_dir: Path) -> int:
 
 
 def rounds_done(run_dir: Path) -> int:
-    """The last round that a run directory tells of; 0 before the first."""
+    """The last round in a run directory; 0 before the first."""
     return max((event["round_index"] for event in read_events(run_dir)[-1:]), default=0)
 
 
@@ -293,7 +284,7 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
 def iter_events(run_dir: Path) -> Iterator[dict[str, Any]]:
     """The same, one by one: a long run on many devices writes more than memory holds.
 
-    A last line that a crash left is passed over; raises RunError for any other that is damaged.
+    A damaged last line is skipped; raises RunError for any other that is damaged.
     """
     path = run_dir / EVENTS
     if not path.exists():
@@ -351,14 +342,13 @@ def read_past(run_dir: Path, done: int) -> Past:
     if not done:
         return Past()
     events = [RoundEvent.of_json(e) for e in read_events(run_dir) if e["round_index"] <= done]
-    pending, summary = read_pending(run_dir), read_summary(run_dir) or {}
+    pending, summary = read_pending(run_dir) or {}, read_summary(run_dir) or {}
     missing = not events or events[-1].round_index < done
+    was_pending = missing and pending.get("round_index") == done
     return Past(
         initial=untrained_metrics(summary),
         notes=tuple(summary.get("notes", ())),
         events=tuple(events),
-        pending=RoundEvent.of_json(pending)
-        if missing and pending is not None and pending["round_index"] == done
-        else None,
+        pending=RoundEvent.of_json(pending) if was_pending else None,
         wall_s=summary.get("wall_s", 0.0),
     )

@@ -1,7 +1,7 @@
-"""Who writes a run directory: a lock on its run-config, which ends with its process.
+"""A lock on the run-config of a run directory, held by the process that writes the directory.
 
-So a run that was killed does not count as running, although it could not say so itself. On a file
-system without locks nobody can tell, and what the summary says stands.
+The lock ends with its process, so a killed run does not count as running. On a file system without
+locks, the status in the summary stands.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ _WHY = "its process ended without a word, as by SIGKILL or a power cut"
 
 @contextmanager
 def writing(run_dir: Path) -> Iterator[None]:
-    """Be the one that writes; raises ConfigError while another process is."""
+    """Hold the lock while the body runs; raises ConfigError if another process holds it."""
     descriptor = os.open(run_dir / CONFIG, os.O_RDONLY)
     try:
-        if not _locks(descriptor):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
             check_not_written(run_dir)
             with suppress(OSError):  # a file system without locks
-                fcntl.flock(descriptor, fcntl.LOCK_EX)  # whoever looks holds it for a moment
+                fcntl.flock(descriptor, fcntl.LOCK_EX)  # `is_written` holds it for a moment
         yield
     finally:
         os.close(descriptor)
@@ -43,7 +45,7 @@ def check_not_written(run_dir: Path) -> None:
 
 
 def is_written(run_dir: Path) -> bool | None:
-    """Whether a process writes the directory; None where nobody can tell."""
+    """Whether a process writes the directory; None if unknown."""
     try:
         descriptor = os.open(run_dir / CONFIG, os.O_RDONLY)
     except FileNotFoundError:
@@ -60,15 +62,7 @@ def is_written(run_dir: Path) -> bool | None:
 
 
 def as_it_is(summary: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
-    """A summary that says "interrupted" where it says "running" and nobody writes it any more."""
+    """The summary, with the status "interrupted" for a running one that no process writes."""
     if summary.get("status") == RUNNING and is_written(run_dir) is False:
         return {**summary, "status": INTERRUPTED, "reason": _WHY}
     return dict(summary)
-
-
-def _locks(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True

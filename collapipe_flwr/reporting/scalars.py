@@ -1,8 +1,8 @@
 """A round as named numbers: the one naming scheme of all sinks.
 
-A name is a path such as ``train/loss``. What is counted for each cluster or device has labels, too:
+A name is a path such as ``train/loss``. Numbers of a cluster or device also have labels:
 ``device/energy_joules`` with ``cluster="attic"`` and ``device="pi-1"``. Tools without labels get
-them as the end of the path, ``device/energy_joules/attic/pi-1``; docs/monitoring.md lists all.
+them at the end of the path, ``device/energy_joules/attic/pi-1``; docs/monitoring.md lists all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Scalar:
 
 
 def scalars(event: RoundEvent) -> list[Scalar]:
-    """Every number of a round that is known; round 0 has only what the untrained model scores."""
+    """Every known number of a round; round 0 has only the scores of the untrained model."""
     found = [Scalar(name=f"test/{name}", value=value) for name, value in event.metrics.items()]
     if event.round_index:
         found += _of_training(event)

@@ -1,6 +1,7 @@
-"""What whoever starts a run sees: phases, rounds and the end, as much as was asked for.
+"""The terminal of `collapipe run`: phases, rounds and the final summary.
 
 On a terminal the last lines say what happens now (`bars`); elsewhere each phase is a plain line.
+The ServerApp is a process without a terminal, so what is shown is read from the run directory.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -16,22 +18,29 @@ from rich.live import Live
 
 from collapipe_flwr.reporting.bars import Bars
 from collapipe_flwr.reporting.console import RoundPrinter, summary_table
-from collapipe_flwr.reporting.progress import RunProgress
+from collapipe_flwr.reporting.events import RoundEvent
+from collapipe_flwr.reporting.progress import RunProgress, read_progress
+from collapipe_flwr.reporting.run_directory import (
+    LOG,
+    newest_checkpoint,
+    read_summary,
+    summary_stamp,
+)
+from collapipe_flwr.reporting.run_reader import EventTail
 
 _SCREEN = 80  # columns
 _PLAIN = 200  # of lines that no terminal folds
-_PER_S = 2.0  # that the bars are drawn anew: a run needs the processor more
+_PER_S = 2.0  # redraws of the bars: the processor is for the run
+_ENDING = "stopping Flower"
 
 
 class Screen:
     """The terminal of `collapipe run`: ``quiet`` shows nothing, ``verbose`` the log itself."""
 
-    def __init__(
-        self, *, quiet: bool = False, verbose: bool = False, console: Console | None = None
-    ) -> None:
+    def __init__(self, *, quiet: bool = False, verbose: bool = False) -> None:
         self.verbose = verbose
-        self._console = console or Console(quiet=quiet, highlight=False)
-        if console is None and not self._console.is_terminal:
+        self._console = Console(quiet=quiet, highlight=False)
+        if not self._console.is_terminal:
             self._console.width = _PLAIN
         self._draws = self._console.is_terminal and not verbose and not quiet
         self._bars = Bars()
@@ -44,7 +53,7 @@ class Screen:
 
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
-        """Show what takes a while, in the body, unless :meth:`show` knows better."""
+        """Show ``text`` while the body runs, until :meth:`show` replaces it."""
         if not self._draws:
             self.say(text)
             yield
@@ -58,20 +67,78 @@ class Screen:
             self._bars.show(None)
 
     def show(self, progress: RunProgress) -> None:
-        """Where the run is; without a terminal each phase outside of rounds is said once."""
+        """Show the progress; without a terminal, each phase outside of rounds is printed once."""
         if self._draws:
             self._bars.show(progress)
         elif not (self.verbose or progress.round_index) and progress.phase != self._said:
             self._said = progress.phase
             self.say(progress.phase)
 
-    def pass_on(self, log: str) -> None:
-        """A piece of the log as it is."""
-        sys.stdout.write(log)
-        sys.stdout.flush()
-
     def show_summary(self, summary: Mapping[str, Any]) -> None:
-        """The end of a run at a glance."""
+        """Print the table at the end of a run."""
         folds = self._console.is_terminal and self._console.width < _SCREEN
         width = None if self._console.is_terminal else _PLAIN
         self._console.print(summary_table(summary, folds=folds), width=width)
+
+
+class Follower:
+    """Shows each new note and round of one attempt at a run, exactly once.
+
+    Rounds up to the checkpoint from which it resumes were shown by earlier attempts. A verbose
+    screen copies the log instead, which contains the same lines.
+    """
+
+    def __init__(self, run_dir: Path, screen: Screen) -> None:
+        self._run_dir = run_dir
+        self._screen, self._printer = screen, screen.printer
+        self._began_s = time.time()  # older progress is of an earlier attempt
+        self._last = newest_checkpoint(run_dir)
+        self._stamp = summary_stamp(run_dir)
+        self._events = EventTail(run_dir)
+        self._notes = set((read_summary(run_dir) or {}).get("notes", ()))  # of earlier attempts
+        self._untrained = bool(self._last)  # resumed: it was shown before
+        self._shown: RunProgress | None = None
+        log = run_dir / LOG
+        self._log_place = log.stat().st_size if log.exists() else 0
+
+    def look(self) -> None:
+        """Show what is new."""
+        if self._screen.verbose:
+            self._pass_on_log()
+            return
+        if (stamp := summary_stamp(self._run_dir)) != self._stamp:
+            self._stamp = stamp
+            self._show_rounds()
+        progress = read_progress(self._run_dir)
+        if progress is not None and progress.since_s >= self._began_s:
+            self._shown = progress
+        elif self._shown is not None and self._shown.phase != _ENDING:
+            # The ServerApp removes its progress file last; what still runs is Flower.
+            self._shown = RunProgress(phase=_ENDING, since_s=time.time())
+        if self._shown is not None:
+            self._screen.show(self._shown)
+
+    def _show_rounds(self) -> None:
+        summary = read_summary(self._run_dir) or {}
+        self._printer.rounds = summary.get("rounds_asked")
+        for note in summary.get("notes", ()):
+            if note not in self._notes:
+                self._notes.add(note)
+                self._printer.say(note)
+        if summary.get("untrained") and not self._untrained:
+            self._untrained = True
+            self._printer.show_untrained(summary["untrained"])
+        for event in self._events.new():
+            if event["round_index"] > self._last:
+                self._last = event["round_index"]
+                self._printer.show(RoundEvent.of_json(event))
+
+    def _pass_on_log(self) -> None:
+        log = self._run_dir / LOG
+        if log.exists():
+            with log.open("rb") as file:
+                file.seek(self._log_place)
+                new = file.read()
+            self._log_place += len(new)
+            sys.stdout.write(new.decode(errors="replace"))
+            sys.stdout.flush()

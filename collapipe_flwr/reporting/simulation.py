@@ -1,4 +1,4 @@
-"""What the command ``simulate`` shows and writes: tables, JSON, and plots if matplotlib is there.
+"""Output of ``collapipe simulate``: tables, JSON, and plots if matplotlib is installed.
 
 Every column of the tables is explained in docs/simulate.md.
 """
@@ -76,7 +76,7 @@ def run_simulation(
 
 
 def _tradeoff(simulation: Simulation) -> Sequence[TradeoffPoint]:
-    """The sweep over the penalty weight; nothing where our policy did not take part."""
+    """The sweep over the penalty weight; nothing if our policy did not take part."""
     if simulation.policy(OURS) is None:
         return ()
     with progress(simulation.setting.rounds * len(FACTORS)) as tick:
@@ -97,7 +97,7 @@ def policy_table(simulation: Simulation) -> Table:
 
 
 def bound_lines(simulation: Simulation) -> list[str]:
-    """What no pipeline can beat and how near the best came; who breaks budgets."""
+    """The bound of any pipeline, the distance of our policy from it, and a note on budgets."""
     rows, bound = summaries(simulation), bound_summary(simulation)
     lines = [
         f"No plan within budgets takes less than {bound.latency_in_budget_s:.1f} s a round on "
@@ -114,7 +114,7 @@ def bound_lines(simulation: Simulation) -> list[str]:
 
 
 def codec_lines(simulation: Simulation) -> list[str]:
-    """How many hops of each policy's last plans use which codec; nothing where all use one."""
+    """Number of hops by codec in each policy's last plans; nothing if there is one codec."""
     if len(simulation.setting.settings.codecs) < 2:
         return []
     lines = []
@@ -141,7 +141,7 @@ def _cells(row: Summary) -> list[str]:
 
 
 def claims_table(claims: Mapping[str, Json]) -> Table:
-    """What was claimed, what came out, and what a plan at the bound would reach."""
+    """Claims, results, and what a plan at the bound would reach."""
     table = Table(title="dssda against the baselines", title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("claim", "needed", "seen", "possible", ""):
         table.add_column(name)

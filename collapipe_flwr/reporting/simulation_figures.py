@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from collapipe_flwr.core.domain import ClusterPlan, Segment
+from collapipe_flwr.core.domain import Segment
 from collapipe_flwr.core.errors import ConfigError, extra
 from collapipe_flwr.reporting.figures import (
     COLOURS,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _INCHES = (9.0, 5.0)
 _MOST_NAMED = 6  # seeds
-_BELOW_0 = 0.1  # so that a curve at 0 is seen whole
+_BELOW_0 = 0.1  # so that a curve at 0 is not cut
 _LIGHT = COLOURS[3:6]  # black is read better on them than white
 
 
@@ -86,7 +86,7 @@ def figures(simulation: Simulation, tradeoff: Sequence[TradeoffPoint]) -> dict[s
 
 
 def describe(setting: Setting) -> str:
-    """What was simulated, in a line: the preset, and what makes the setting."""
+    """One line on what was simulated: the preset and the setting."""
     parts = []
     if setting.preset:
         base = PRESETS[setting.preset]
@@ -139,7 +139,7 @@ def _by_round(
 
 
 def _weights(points: Sequence[TradeoffPoint], caption: str) -> Figure:
-    """Two panels over one another: two scales beside one would have to be told apart by colour."""
+    """Two panels, as two scales on one would differ by colour only."""
     figure = new_figure(_INCHES, "Trade-off of the penalty weight V", caption)
     above, below = figure.subplots(2, sharex=True)
     weights = [p.penalty_weight for p in points]
@@ -155,7 +155,7 @@ def _weights(points: Sequence[TradeoffPoint], caption: str) -> Figure:
 
 
 def _segments(ran: Sequence[PolicyResult], caption: str) -> Figure:
-    """Which device holds which blocks, by policy; numbers stand for the devices."""
+    """The device of each block, by policy; devices are numbered."""
     from matplotlib.patches import Patch
 
     plans = [(r.policy, r.scores[0].last_plan.clusters[0]) for r in ran]
@@ -166,7 +166,8 @@ def _segments(ran: Sequence[PolicyResult], caption: str) -> Figure:
         caption,
     )
     axes = figure.add_subplot(xlabel="block")
-    numbers = _numbers([plan for _, plan in plans])
+    devices = sorted({d for _, p in plans for s in p.segments for d in s.device_ids})
+    numbers = {device: number for number, device in enumerate(devices, start=1)}
     for row, (_, plan) in enumerate(plans):
         for segment in plan.segments:
             _draw_segment(axes, row, segment, numbers)
@@ -182,12 +183,6 @@ def _segments(ran: Sequence[PolicyResult], caption: str) -> Figure:
     ]
     figure.legend(handles=handles, loc="outside right upper", fontsize="small", frameon=False)
     return figure
-
-
-def _numbers(plans: Sequence[ClusterPlan]) -> dict[str, int]:
-    """A number from 1 for every device that holds blocks in some plan."""
-    devices = sorted({d for p in plans for s in p.segments for d in s.device_ids})
-    return {device: number for number, device in enumerate(devices, start=1)}
 
 
 def _draw_segment(axes: Axes, row: int, segment: Segment, numbers: dict[str, int]) -> None:

@@ -1,15 +1,18 @@
 """Where the numbers of a run can go besides its folder: one class for each tool.
 
 A sink is opened with the first round that it is to hold, and told which run it is: a run that is
-resumed, or a tool that was away, is opened again and goes on where it was. Each is used by one
-thread. What the libraries raise is passed on as it is; `feeding` sees to it.
+resumed, or a tool that was away, is opened again and goes on where it was. Each is fed by a thread
+of its own (`Feeder`), so that no tool can slow or end a run.
 """
 
 from __future__ import annotations
 
 import os
+import queue
 import re
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +32,7 @@ _NOT_IN_PROMETHEUS = re.compile(r"\W")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedRun:
-    """What a sink is told of a run: its folder, by which id it is known again, its settings."""
+    """A run as sinks know it: its folder, the id by which they recognise it, its settings."""
 
     folder: Path
     run_id: str
@@ -38,18 +41,18 @@ class WatchedRun:
 
     @property
     def name(self) -> str:
-        """How people call it."""
+        """The name shown for it."""
         return self.folder.name
 
 
 class Sink(Protocol):
-    """An open way to a tool."""
+    """An open connection to a tool."""
 
     def write(self, step: int, values: Sequence[Scalar]) -> None:
-        """Keep the numbers of a round; they are there when it returns."""
+        """Store the numbers of a round; they are stored when this returns."""
 
     def close(self, status: str, artefacts: Iterable[Path]) -> None:
-        """The run has ended, "completed" or otherwise, and left files."""
+        """End the run with a status, "completed" or another, and its files."""
 
 
 class TensorBoard:
@@ -165,7 +168,7 @@ class MLflow:
 
 
 class Prometheus:
-    """The last round, for as long as the run lasts, to whoever scrapes its address."""
+    """Serves the last round to scrapes while the run lasts."""
 
     def __init__(self, run: WatchedRun, first: int) -> None:
         self._run, self._round = run, first
@@ -215,8 +218,75 @@ KINDS = {
 
 
 def check_sinks(names: Iterable[str]) -> None:
-    """Raise ConfigError for a sink that there is none of, or whose package is not installed."""
+    """Raise ConfigError for an unknown sink, or one whose package is not installed."""
     for name in names:
         if name not in KINDS:
             raise ConfigError(f"no sink is called {name!r}; there are {', '.join(KINDS)}")
         require(KINDS[name].module, KINDS[name].extra)
+
+
+class Feeder:
+    """Writes rounds to one sink in order; those that failed are retried with the next round.
+
+    ``open_`` is called with the first round that the sink is to hold.
+    """
+
+    def __init__(self, name: str, open_: Callable[[int], Sink]) -> None:
+        self._name, self._open = name, open_
+        self._sink: Sink | None = None
+        self._problem, self._told = "", False
+        self._waiting: deque[tuple[int, Sequence[Scalar]]] = deque()
+        self._end: tuple[str, Sequence[Path]] = ("", ())
+        # Rounds; None says that the run has ended.
+        self._inbox: queue.SimpleQueue[tuple[int, Sequence[Scalar]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._feed, name=f"sink-{name}", daemon=True)
+        self._thread.start()
+
+    def write(self, step: int, values: Sequence[Scalar]) -> None:
+        """Queue a round; returns at once."""
+        self._inbox.put((step, values))
+
+    def end(self, status: str, artefacts: Sequence[Path]) -> None:
+        """Queue the end of the run."""
+        self._end = status, artefacts
+        self._inbox.put(None)
+
+    def wait(self, within_s: float) -> None:
+        """After :meth:`end`, wait until the sink has everything, at most this long."""
+        self._thread.join(within_s)
+        if self._thread.is_alive():
+            self._blame("it took too long")
+
+    def take_problem(self) -> str:
+        """The first failure as a sentence, once; empty if none is new."""
+        if self._told or not self._problem:
+            return ""
+        self._told = True
+        return self._problem
+
+    def _feed(self) -> None:
+        while True:
+            item = self._inbox.get()
+            # Third-party tools may raise anything, which must not end the run.
+            try:
+                self._take(item)
+            except Exception as error:
+                self._sink = None
+                self._blame(f"{type(error).__name__}: {error}")
+            if item is None:
+                return
+
+    def _take(self, item: tuple[int, Sequence[Scalar]] | None) -> None:
+        if item is not None:
+            self._waiting.append(item)
+        while self._waiting:
+            step, values = self._waiting[0]
+            self._sink = self._sink or self._open(step)
+            self._sink.write(step, values)
+            self._waiting.popleft()
+        if item is None and self._sink is not None:
+            self._sink.close(*self._end)
+
+    def _blame(self, why: str) -> None:
+        words = f"{self._name} misses rounds ({why.strip().splitlines()[0]}); they are tried again"
+        self._problem = self._problem or f"reporting.sinks: {words}"

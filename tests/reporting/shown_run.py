@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from collapipe_flwr.reporting.events import RoundEvent, RunStory
-from collapipe_flwr.reporting.following import Follower
 from collapipe_flwr.reporting.progress import ClusterProgress, ProgressFile
 from collapipe_flwr.reporting.run_directory import RunDirectory
-from collapipe_flwr.reporting.screen import Screen
+from collapipe_flwr.reporting.screen import Follower, Screen
 from tests.reporting.pseudo_terminal import lines_of
 
 _DEADLINE_S = 60.0

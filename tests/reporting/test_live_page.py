@@ -14,7 +14,7 @@ import pytest
 from collapipe_flwr.core.durable import write_text
 from collapipe_flwr.core.json_codec import to_json
 from collapipe_flwr.reporting.live.feed import Feed
-from collapipe_flwr.reporting.live.server import Bind, LiveServer
+from collapipe_flwr.reporting.live.server import LiveServer
 from collapipe_flwr.reporting.progress import PROGRESS, ClusterProgress, RunProgress
 from tests.reporting.browser import SIZES, Tab, a_browser
 from tests.reporting.made_up_runs import MadeUpRun
@@ -48,7 +48,7 @@ def run(tmp_path: Path) -> MadeUpRun:
 def _serving(run: Path, port: int = 0) -> Iterator[LiveServer]:
     feed = Feed(lambda: run)
     with ExitStack() as stack:
-        server = LiveServer(feed, Bind(port=port))
+        server = LiveServer(feed, port=port)
         stack.enter_context(server.serving())
         stack.enter_context(feed.following())
         yield server

@@ -17,16 +17,16 @@ import pytest
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting.live import server as live
 from collapipe_flwr.reporting.live.feed import Feed
-from collapipe_flwr.reporting.live.server import Bind, LiveServer
+from collapipe_flwr.reporting.live.server import LiveServer, token_for
 from tests.reporting.made_up_runs import MadeUpRun
 
 _ANSWER_S = 30.0
 
 
 @contextmanager
-def _serving(run: Path, bind: Bind) -> Iterator[LiveServer]:
+def _serving(run: Path, host: str = "127.0.0.1") -> Iterator[LiveServer]:
     feed = Feed(lambda: run)
-    server = LiveServer(feed, bind)
+    server = LiveServer(feed, host)
     with server.serving(), feed.following():
         yield server
 
@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> MadeUpRun:
 
 @pytest.fixture
 def server(run: MadeUpRun) -> Iterator[LiveServer]:
-    with _serving(run.path, Bind()) as serving:
+    with _serving(run.path) as serving:
         yield serving
 
 
@@ -132,14 +132,13 @@ def test_other_sites_may_not_read_answers(server: LiveServer) -> None:
 
 
 def test_a_token_is_needed_beyond_loopback_alone(run: MadeUpRun) -> None:
-    assert [Bind.at(host, 0).token for host in ("127.0.0.1", "::1", "localhost")] == ["", "", ""]
-    bind = Bind.at("0.0.0.0", 0)
-    with _serving(run.path, bind) as server:
-        assert server.url.endswith(f"?token={bind.token}")
+    assert [token_for(host) for host in ("127.0.0.1", "::1", "localhost")] == ["", "", ""]
+    with _serving(run.path, "0.0.0.0") as server:
+        assert server.url.endswith(f"?token={server.token}")
         for path in ("/", "/events", "/report", "/plotly.js", "/?token=x", "/?token=%C3%A9"):
             assert _ask(server, path)[0] == 403
-        assert _ask(server, f"/?token={bind.token}")[0] == 200
-        assert bind.token not in repr(bind)
+        assert _ask(server, f"/?token={server.token}")[0] == 200
+        assert server.token not in repr(server)
 
 
 def test_rounds_arrive_as_they_end(server: LiveServer, run: MadeUpRun) -> None:
@@ -171,7 +170,7 @@ def test_a_client_that_does_not_say_what_it_wants_is_cut_off(
 ) -> None:
     monkeypatch.setattr(live, "_REQUEST_S", 0.2)
     with (
-        _serving(run.path, Bind()) as server,
+        _serving(run.path) as server,
         socket.create_connection(("127.0.0.1", server.server_port), _ANSWER_S) as client,
     ):
         client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n")  # and no empty line
@@ -181,7 +180,7 @@ def test_a_client_that_does_not_say_what_it_wants_is_cut_off(
 def test_too_many_clients_are_told_so(run: MadeUpRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "_MOST_CLIENTS", 2)
     monkeypatch.setattr(live, "_PING_S", 0.05)  # a client that left is noticed by then
-    with _serving(run.path, Bind()) as server:
+    with _serving(run.path) as server:
         with _stream(server) as first, _stream(server) as second:
             next(first), next(second)
             assert _ask(server, "/")[0] == 503
@@ -192,11 +191,11 @@ def test_too_many_clients_are_told_so(run: MadeUpRun, monkeypatch: pytest.Monkey
 
 def test_an_address_that_is_taken_is_named(server: LiveServer) -> None:
     with pytest.raises(ConfigError, match=f"--port {server.server_port}: cannot listen there"):
-        LiveServer(server.feed, Bind(port=server.server_port))
+        LiveServer(server.feed, port=server.server_port)
 
 
 def test_streams_end_with_the_server(run: MadeUpRun) -> None:
-    with _serving(run.path, Bind()) as server:
+    with _serving(run.path) as server:
         connection = _connection(server)
         connection.request("GET", "/events")
         answer = connection.getresponse()

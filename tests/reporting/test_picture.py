@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from collapipe_flwr.reporting.live.picture import round_picture
+from collapipe_flwr.reporting.live.state import round_picture
 from tests.reporting.made_up_runs import MadeUpRun
 
 

@@ -314,7 +314,7 @@ def test_a_large_and_long_run_has_a_page_that_opens(tmp_path: Path) -> None:
 
 def test_rows_with_long_names_stay_apart() -> None:
     names = [f"{letter}{'x' * 40}/1-pi" for letter in "ab"]
-    figure = by_row([bars("joules", names, [1.0, 2.0], "@c0")], 2, "J")
+    figure = by_row([bars("joules", names, [1.0, 2.0])], "J")
     axis = figure["layout"]["yaxis"]
     assert axis["tickvals"] == figure["data"][0]["y"] == names
     assert all(text.startswith("…") and len(text) <= 30 for text in axis["ticktext"])

@@ -12,9 +12,9 @@ import pytest
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting.comparison import markdown, read_curves
 from collapipe_flwr.reporting.events import RunStory
-from collapipe_flwr.reporting.live.reader import RunReader
 from collapipe_flwr.reporting.run_directory import RunDirectory, read_summary
 from collapipe_flwr.reporting.run_lock import is_written, writing
+from collapipe_flwr.reporting.run_reader import RunReader
 
 WRITER = """
 import sys

@@ -10,10 +10,9 @@ from typing import cast
 
 import pytest
 
-from collapipe_flwr.reporting.following import Follower
 from collapipe_flwr.reporting.progress import ProgressFile
 from collapipe_flwr.reporting.run_directory import LOG
-from collapipe_flwr.reporting.screen import Screen
+from collapipe_flwr.reporting.screen import Follower, Screen
 from tests.reporting.pseudo_terminal import in_terminal
 
 SHOWN = ["-m", "tests.reporting.shown_run"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from collapipe_flwr.cli.watch import watch
+from collapipe_flwr.cli.report import watch
 from collapipe_flwr.core.errors import ConfigError
 from tests.reporting.made_up_runs import MadeUpRun
 

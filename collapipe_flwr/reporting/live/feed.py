@@ -1,6 +1,7 @@
-"""Follows a run in a thread, and tells pages what is new as soon as it is.
+"""Follows a run in a thread and notifies pages of changes.
 
-A page that is slow is told more at a time: what it lacks is worked out when it asks.
+What a page lacks is computed when it asks, so a slow page gets more at a time. The report is made
+again when it is requested after new rounds, once for all pages.
 """
 
 from __future__ import annotations
@@ -11,20 +12,23 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.reporting.live.figures import Figures
-from collapipe_flwr.reporting.live.reader import News, RunReader
 from collapipe_flwr.reporting.live.state import Place, RunState
+from collapipe_flwr.reporting.report.overview import tiles
+from collapipe_flwr.reporting.report.page import require_report, run_sections, section_html
+from collapipe_flwr.reporting.report.run_data import RunData
 from collapipe_flwr.reporting.run_directory import LOG
 from collapipe_flwr.reporting.run_lock import CONFIG
+from collapipe_flwr.reporting.run_reader import News, RunReader
 
 _LOOK_S = 0.2
 Find = Callable[[], Path | None]
 
 
 class Feed:
-    """The run that ``find`` names: its folder may come to be later, and be another one later."""
+    """The run that ``find`` returns, which may not exist yet and may change."""
 
     def __init__(self, find: Find) -> None:
         self.figures = Figures()
@@ -38,7 +42,7 @@ class Feed:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Look again and again while the body runs; afterwards pages are told that it is over."""
+        """Follow the run while the body runs; afterwards pages are told that it is over."""
         stop = threading.Event()
         thread = threading.Thread(target=self._follow, args=(stop,), name="watch", daemon=True)
         thread.start()
@@ -52,10 +56,9 @@ class Feed:
             thread.join()
 
     def next(self, known: Place, timeout_s: float) -> tuple[Place, str] | None:
-        """What somebody at ``known`` lacks, as JSON, and the place that this leads to.
+        """What a page at ``known`` lacks, as JSON, and the place that this leads to.
 
-        None if nothing is new within the time; raises EOFError when nobody follows the run any
-        more.
+        None if nothing is new within the time; raises EOFError when the run is no longer followed.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._over or self._state.place != known, timeout_s)
@@ -66,7 +69,7 @@ class Feed:
         return None if news is None else (place, json.dumps(news, separators=(",", ":")))
 
     def look(self) -> bool:
-        """Take in what is new, or some of it where it is much; whether it was rounds."""
+        """Read what is new, or a part of it if it is much; returns whether rounds were read."""
         run_dir = self._find()
         if run_dir is None:
             return False
@@ -75,7 +78,13 @@ class Feed:
         news = self._reader.look()
         with self._changed:
             before = self._state.place
-            self._take(news)
+            if news.anew:
+                self._files += 1
+                self._state.begin(f"{self._server}-{self._files}")
+            self._state.set_head(news.head, news.summary.get("energy", {}).get("budget_j", {}))
+            if news.newest is not None:
+                self._state.show(news.newest)
+            self._state.add(news.events)
             if self._state.place != before:
                 self._changed.notify_all()
         self.figures.take(news)
@@ -86,18 +95,9 @@ class Feed:
             if not self.look():
                 stop.wait(_LOOK_S)
 
-    def _take(self, news: News) -> None:
-        if news.anew:
-            self._files += 1
-            self._state.begin(f"{self._server}-{self._files}")
-        self._state.set_head(news.head, news.summary.get("energy", {}).get("budget_j", {}))
-        if news.newest is not None:
-            self._state.show(news.newest)
-        self._state.add(news.events)
-
 
 def run_finder(run: Path | None, output_dir: Path) -> Find:
-    """Names the run to show, again and again; raises ConfigError for what cannot become one."""
+    """Return a function that names the run to show; raises ConfigError where none can be there."""
     if run is None:
         _check_folder(output_dir, "--output-dir")
         return lambda: newest_run(output_dir)
@@ -115,18 +115,13 @@ def run_finder(run: Path | None, output_dir: Path) -> Find:
 
 def newest_run(folder: Path) -> Path | None:
     """The run directory that began last; None while there is none."""
-    found = [(began_s, path) for path in _folders(folder) if (began_s := _began_s(path))]
+    paths = folder.iterdir() if folder.is_dir() else ()
+    found = [(began_s, path) for path in paths if (began_s := _began_s(path))]
     return max(found)[1] if found else None
 
 
-def _folders(folder: Path) -> list[Path]:
-    with suppress(FileNotFoundError):
-        return list(folder.iterdir())
-    return []
-
-
 def _began_s(run: Path) -> float | None:
-    """When the run-config was written, or the log was, before it; None for no run."""
+    """When the run-config, or the log before it, was written; None for no run."""
     for name in (CONFIG, LOG):
         with suppress(FileNotFoundError, NotADirectoryError):
             return (run / name).stat().st_mtime
@@ -136,3 +131,51 @@ def _began_s(run: Path) -> float | None:
 def _check_folder(path: Path, what: str) -> None:
     if path.exists() and not path.is_dir():
         raise ConfigError(f"{what} {path} is a file: name a folder")
+
+
+class Figures:
+    """The sections of the report, made from the rounds so far."""
+
+    def __init__(self) -> None:
+        self._data = RunData("")
+        self._lock = threading.Lock()
+        self._changed = True
+        self._text = "{}"
+
+    def take(self, news: News) -> None:
+        """Add rounds and replace the summary."""
+        with self._lock:
+            if news.anew:
+                self._data = RunData(news.head["name"])
+            if news.anew or news.events or news.summary is not self._data.summary:
+                self._data.summary, self._data.config = news.summary, news.head["config"]
+                for event in news.events:
+                    self._data.add(event)
+                self._changed = True
+
+    def text(self) -> str:
+        """Tiles and sections as JSON, or the reason why there are none."""
+        with self._lock:
+            if self._changed:
+                self._text = json.dumps(self._made(), separators=(",", ":"), allow_nan=False)
+                self._changed = False
+            return self._text
+
+    def _made(self) -> dict[str, Any]:
+        if not self._data.rounds:
+            return {"sections": []}
+        try:
+            require_report()
+            sections = [
+                {
+                    "key": section.key,
+                    "title": section.title,
+                    "html": section_html(section),
+                    "charts": section.figures,
+                }
+                for section in run_sections(self._data)
+            ]
+        except ConfigError as error:
+            return {"sections": [], "missing": str(error)}
+        found = [[t.title, t.value, t.note, t.warning] for t in tiles(self._data)]
+        return {"sections": sections, "tiles": found}

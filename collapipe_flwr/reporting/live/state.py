@@ -1,26 +1,31 @@
-"""What a page shows of a run, kept up round by round, and what a page lacks of it.
+"""The state of a run as a page shows it, updated round by round.
 
-A page that knows the state up to a :class:`Place` is sent what came since. One that knows rounds of
-another file, or nothing, is sent everything.
+A page that knows the state up to a :class:`Place` is sent what came since; one that knows rounds of
+another file, or nothing, is sent everything. A cluster is drawn as a chain of stages and the hops
+between them: plain data, small enough to send for a thousand devices after every round.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from collapipe_flwr.reporting.live.picture import round_picture
+from collapipe_flwr.reporting.events import finite, holders
 from collapipe_flwr.reporting.report.run_data import Incident, incidents_of
 
-Json = dict[str, Any]
 _MOST_INCIDENTS = 50  # that are sent at once: the newest
+Json = dict[str, Any]
+Event = Mapping[str, Any]  # or a part of one
+CONTROL_UNIT, EDGE = "control unit", "edge"
+_DIGITS = 4  # more than a page shows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """How far somebody knows a run.
+    """How much of a run a page knows.
 
     ``file`` names the events that were read and ``rounds`` counts them; ``picture`` is the round
     that the clusters are drawn of. ``head`` counts changes of the rest.
@@ -36,7 +41,7 @@ class Place:
 
     @staticmethod
     def of_text(text: str) -> Place:
-        """What ``str`` made of a place; that of somebody who knows nothing for any other text."""
+        """What ``str`` made of a place; of any other text, the place of a new page."""
         file, *numbers = text.split("/")
         if len(numbers) != 2 or not all(n.isascii() and n.isdigit() for n in numbers):
             return Place()
@@ -45,7 +50,7 @@ class Place:
 
 
 class RunState:
-    """The state of one run; not safe by itself between threads."""
+    """The state of one run; not thread-safe."""
 
     def __init__(self) -> None:
         self.place = Place(head=1)
@@ -54,7 +59,7 @@ class RunState:
         self.begin("")
 
     def begin(self, file: str) -> None:
-        """Forget the rounds: they are read anew from a file that took the place of the last."""
+        """Forget the rounds: they are read again from a file that replaced the last one."""
         self._incidents: list[Incident] = []
         self._told: list[int] = []  # incidents up to each round
         self._clusters: dict[str, Json] = {}
@@ -62,14 +67,14 @@ class RunState:
         self.place = Place(file=file, head=self.place.head)
 
     def set_head(self, head: Json, budget_j: Mapping[str, float | None]) -> None:
-        """What is not of a round: status, name, settings; joules per round, by device."""
+        """Set status, name and settings, and the budgets by device in joules per round."""
         self._budget_j = budget_j
         if head != self._head:
             self._head = head
             self.place = replace(self.place, head=self.place.head + 1)
 
-    def add(self, events: Iterable[Mapping[str, Any]]) -> None:
-        """Rounds that ended, oldest first."""
+    def add(self, events: Iterable[Event]) -> None:
+        """Add rounds, oldest first."""
         newest = None
         for newest in events:
             self._incidents += incidents_of(newest)
@@ -78,7 +83,7 @@ class RunState:
             self.place = replace(self.place, rounds=len(self._told))
             self.show(newest)
 
-    def show(self, event: Mapping[str, Any]) -> None:
+    def show(self, event: Event) -> None:
         """Draw a round, unless a later one is drawn already."""
         if event["round_index"] <= self.place.picture:
             return
@@ -92,7 +97,7 @@ class RunState:
         self.place = replace(self.place, picture=event["round_index"])
 
     def since(self, known: Place) -> Json:
-        """What somebody lacks; ``anew`` tells to forget what was known."""
+        """What a page at ``known`` lacks; ``anew`` tells it to forget what it knew."""
         anew = known.file != self.place.file or known.rounds > self.place.rounds
         known = Place() if anew else known
         fresh = known.picture != self.place.picture
@@ -111,7 +116,7 @@ class RunState:
         }
 
 
-def _numbers(event: Mapping[str, Any], budget_j: Mapping[str, float | None]) -> Json:
+def _numbers(event: Event, budget_j: Mapping[str, float | None]) -> Json:
     """A round as a whole; ``queue`` is the longest energy queue, in budgets of a round."""
     queues = (
         max(0.0, queue_j / budget)
@@ -124,3 +129,158 @@ def _numbers(event: Mapping[str, Any], budget_j: Mapping[str, float | None]) -> 
         "predicted_s": event.get("predicted_latency_s"),
         **{key: event.get(key) for key in ("wall_s", "loss", "metrics", "latency_s", "bytes")},
     }
+
+
+def round_picture(event: Event, budget_j: Mapping[str, float | None]) -> list[Json]:
+    """All clusters of a round of ``events.jsonl``; ``budget_j`` is by device."""
+    plans = {plan["cluster_id"]: plan for plan in (event.get("plan") or {}).get("clusters", ())}
+    found = {**dict.fromkeys(plans), **event.get("clusters", {})}
+    names = {*found, *event.get("lost", ())}
+    links: defaultdict[str, list[Event]] = defaultdict(list)
+    for link in event.get("links", ()):
+        links[link["cluster"]].append(link)
+    queues: defaultdict[str, Json] = defaultdict(dict)
+    for device, queue_j in event.get("queues_j", {}).items():
+        queues[device.rpartition("/")[0]][device] = queue_j
+    memory = event.get("memory_bytes", {})
+    pictures = [
+        _cluster(
+            name,
+            plans.get(name),
+            found.get(name) or {},
+            links[name],
+            _members(name, found.get(name) or {}, queues[name], budget_j, memory),
+            lost=name in event.get("lost", ()),
+        )
+        for name in sorted(names)
+    ]
+    return [_rounded(picture) for picture in pictures]
+
+
+def _cluster(
+    name: str,
+    plan: Event | None,
+    outcome: Event,
+    links: Iterable[Event],
+    members: Mapping[str, Json],
+    *,
+    lost: bool,
+) -> Json:
+    latency_s = outcome.get("latency_s")
+    picture: Json = {
+        "id": name,
+        "lost": lost,
+        "latency_s": latency_s,
+        "predicted_s": outcome.get("predicted_s", plan and plan["latency_s"]),
+        "measured": outcome.get("measured", False),
+        "stages": [],
+        "hops": [],
+        "idle": list(members.values()),
+    }
+    if plan is None:
+        return picture
+    passes = plan["local_steps"] * plan["micro_batches"]
+    stages = _stages(name, plan, members)
+    busy = [name for stage in stages for name in stage["ids"]]
+    return picture | {
+        "micro_batch_size": plan["micro_batch_size"],
+        "micro_batches": plan["micro_batches"],
+        "local_steps": plan["local_steps"],
+        "per_s": passes / latency_s if latency_s else None,
+        "stages": [_with_shares(stage, passes, latency_s) for stage in stages],
+        "hops": _hops(stages, plan.get("hops", ()), links),
+        "idle": [member for device, member in members.items() if device not in busy],
+    }
+
+
+def _members(
+    cluster: str,
+    outcome: Event,
+    queues: Mapping[str, float],
+    budget_j: Mapping[str, float | None],
+    memory: Mapping[str, int],
+) -> dict[str, Json]:
+    """The measurements of a round by device id, those of control unit and edge included."""
+    stages, energy = outcome.get("stages", {}), outcome.get("energy", {})
+    names = [device for device in {**queues, **energy, **stages} if device != EDGE]
+    found = {device: stages.get(device, {}) for device in (*names, EDGE)}
+    roles = {EDGE: f"{cluster}/{EDGE}"}  # the edge keeps a replica for each cluster
+    return {
+        device: {
+            "name": device.removeprefix(f"{cluster}/"),
+            "busy_s": stage.get("measured_s"),
+            "expected_s": stage.get("predicted_s"),
+            "peak_bytes": memory.get(roles.get(device, device), stage.get("peak_bytes")),
+            "planned_bytes": stage.get("planned_bytes"),
+            "energy_j": energy.get(device, {}).get("energy_j"),
+            "metered": energy.get(device, {}).get("source") == "metered",
+            "queue_j": queues.get(device),
+            "budget_j": budget_j.get(device),
+        }
+        for device, stage in found.items()
+    }
+
+
+def _stages(cluster: str, plan: Event, members: Mapping[str, Json]) -> list[Json]:
+    """Control unit, segments and edge in pipeline order; ``ids`` are the holders of a stage."""
+    held = [(holders(s), (s["first_block"], s["stop_block"])) for s in plan["segments"]]
+    busy = {device for devices, _ in held for device in devices}
+    control_unit = next((d for d in plan["tx_power_w"] if d not in busy), CONTROL_UNIT)
+    rows = [((control_unit,), None), *held, ((EDGE,), None)]
+    return [
+        {
+            "ids": list(ids),
+            "blocks": blocks,
+            "devices": [members.get(d, {"name": d.removeprefix(f"{cluster}/")}) for d in ids],
+        }
+        for ids, blocks in rows
+    ]
+
+
+def _with_shares(stage: Json, passes: int, latency_s: float | None) -> Json:
+    """Add the share of the round that each device was computing; replicas alternate."""
+    turns = passes / len(stage["devices"])
+    devices = [
+        {**device, "share": busy_s * turns / latency_s}
+        if latency_s and (busy_s := device.get("busy_s")) is not None
+        else device
+        for device in stage["devices"]
+    ]
+    return {"blocks": stage["blocks"], "devices": devices}
+
+
+def _hops(stages: list[Json], planned: Iterable[Event], links: Iterable[Event]) -> list[Json]:
+    """From each stage to the next one; between replicas there are several links."""
+    place = {name: index for index, stage in enumerate(stages) for name in stage["ids"]}
+    place["control-unit"] = 0
+    carried: list[list[Event]] = [[] for _ in stages[1:]]
+    for link in links:
+        sender, receiver = place.get(link["sender"]), place.get(link["receiver"])
+        if sender is not None and receiver == sender + 1:
+            carried[sender].append(link)
+    plans = [*planned, *({} for _ in carried)]
+    return [_hop(plan, found) for plan, found in zip(plans, carried, strict=False)]
+
+
+def _hop(plan: Event, links: list[Event]) -> Json:
+    """Rates are those of the slowest link, and as planned; None where they are unknown."""
+    hop = {
+        "codec": plan.get("codec") or (links[0]["codec"] if links else None),
+        "bytes": sum(link[way]["bytes"] for link in links for way in ("forward", "backward")),
+    }
+    for way in ("forward", "backward"):
+        rates = [rate for link in links if (rate := link[way]["bit_per_s"]) is not None]
+        planned = plan.get(f"{way}_bit_per_s")
+        hop[way] = {"bit_per_s": min(rates, default=None), "planned": planned}
+    return hop
+
+
+def _rounded(value: Any) -> Any:
+    """Round numbers to four digits; None where they are not finite."""
+    if isinstance(value, float):
+        return None if finite(value) is None else float(f"{value:.{_DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return value

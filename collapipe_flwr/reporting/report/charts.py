@@ -1,8 +1,8 @@
 """Charts, tables and sections as plain data, and the traces that charts consist of.
 
 A figure is what plotly.js draws: ``{"data": [...], "layout": {...}}``. Colours are words that begin
-with ``@``; the page puts those of its light or dark theme in their place (`script.py`). plotly.js
-reads tags in text, so names from outside pass :func:`plain` before they enter a figure.
+with ``@``; the page replaces them by those of its light or dark theme (`template.SCRIPT`).
+plotly.js interprets tags in text, so names from outside pass :func:`plain` on their way in.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ Json = dict[str, Any]
 FIRST, SECOND, THIRD, FOURTH, FIFTH, SIXTH = (f"@c{number}" for number in range(6))
 COLOURS = (FIRST, SECOND, THIRD, FOURTH, FIFTH, SIXTH)
 MUTED, WARNING = "@muted", "@warning"
-MOST_BARS = 24  # of a chart: those that say most
-_MOST_ROWS, _FOLDED_ROWS = 200, 12  # of a table: those that are shown, and at once
+MOST_BARS = 24  # of a chart
+_MOST_ROWS, _FOLDED_ROWS = 200, 12  # of a table: shown in all, and without a click
 _NAME = 30  # letters of a label
 _BAR_PIXELS, _FRAME_PIXELS, _LEAST_PIXELS = 24, 96, 150
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A picture under its title; one of ``choices`` (by cluster) where it has several."""
+    """A figure under its title, or one of several ``choices`` (by cluster)."""
 
     key: str
     title: str
@@ -54,7 +54,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """One part of the page; ``empty`` is what it says where a run has nothing to show for it."""
+    """One part of the page; ``empty`` is its text where the run has no such data."""
 
     key: str
     title: str
@@ -77,7 +77,7 @@ def present(*charts: Chart | None) -> list[Chart]:
 def long_table(
     title: str, head: Sequence[str], rows: Sequence[Sequence[str]], noun: str, rest: str
 ) -> Table:
-    """As many rows as a page bears; of ``noun`` that are left out, a note says ``rest``."""
+    """A table of limited length; a note counts the ``noun`` left out and says ``rest``."""
     shown = rows[:_MOST_ROWS]
     note = left_out(rows, shown, noun, rest)
     return Table(title=title, head=head, rows=shown, note=note, folded=folds(rows))
@@ -90,17 +90,17 @@ def left_out(all_of: Sequence[Any], shown: Sequence[Any], noun: str, rest: str) 
 
 
 def folds(rows: Sequence[Sequence[str]]) -> bool:
-    """Whether a table is shown only to those who open it."""
+    """Whether a table is so long that it is shown folded."""
     return len(rows) > _FOLDED_ROWS
 
 
 def plain(name: str) -> str:
-    """Text from outside, in which plotly.js finds no tags."""
+    """Escape text from outside, as plotly.js interprets tags."""
     return escape(name, quote=False)
 
 
 def label(name: str) -> str:
-    """A name that is short enough to stand beside a chart; its end says most."""
+    """A name shortened for an axis; its end is kept, which says most."""
     return plain(name if len(name) <= _NAME else f"…{name[1 - _NAME :]}")
 
 
@@ -170,35 +170,37 @@ def band(name: str, x: Sequence[float], low: Sequence[Any], high: Sequence[Any])
 
 
 def bars(
-    name: str, labels: Sequence[str], values: Sequence[float | None], colour: str, **more: Any
+    name: str,
+    labels: Sequence[str],
+    values: Sequence[float | None],
+    colour: str = FIRST,
+    **more: Any,
 ) -> Json:
-    """Horizontal bars, the first on top."""
+    """Horizontal bars, the first on top; ``labels`` may come from outside."""
     return {
         "type": "bar",
         "orientation": "h",
         "name": plain(name),
-        "y": list(labels),
+        "y": [plain(label) for label in labels],
         "x": [rounded(value) for value in values],
         "marker": {"color": colour},
         **more,
     }
 
 
-def marks(
-    name: str, labels: Sequence[str], values: Sequence[float | None], colour: str, **more: Any
-) -> Json:
+def marks(name: str, labels: Sequence[str], values: Sequence[float | None], **more: Any) -> Json:
     """A short upright line in each row of horizontal bars, such as what was planned."""
     return {
         "type": "scatter",
         "mode": "markers",
         "name": plain(name),
-        "y": list(labels),
+        "y": [plain(label) for label in labels],
         "x": [rounded(value) for value in values],
         "marker": {
             "symbol": "line-ns-open",
             "size": 13,
-            "color": colour,
-            "line": {"width": 3, "color": colour},
+            "color": SECOND,
+            "line": {"width": 3, "color": SECOND},
         },
         **more,
     }
@@ -230,22 +232,25 @@ def round_axis(rounds: Sequence[int]) -> Json:
 
 
 def row_names(names: Sequence[str], named: Callable[[str], str] = label) -> Json:
-    """An axis of rows, which are apart by their whole :func:`plain` names, under short ones."""
+    """An axis of rows with whole :func:`plain` names as keys and short ones as labels."""
     texts = [named(unescape(name)) for name in names]
     return {"type": "category", "tickvals": list(names), "ticktext": texts}
 
 
 def by_row(
     traces: Sequence[Json],
-    rows: int,
     unit: str,
     *,
+    bars: int = 0,
     named: Callable[[str], str] = label,
     **layout: Any,
 ) -> Json:
-    """A figure of horizontal bars, as high as its rows need; see `row_names`."""
-    height = max(_LEAST_PIXELS, _FRAME_PIXELS + _BAR_PIXELS * rows)
+    """A figure of horizontal bars, as high as so many ``bars`` need (0: one in each row).
+
+    ``named`` makes the texts of its rows, see `row_names`.
+    """
     names = list(dict.fromkeys(row for trace in traces for row in trace["y"]))
+    height = max(_LEAST_PIXELS, _FRAME_PIXELS + _BAR_PIXELS * (bars or len(names)))
     axes = {
         "xaxis": {"title": {"text": unit}, "rangemode": "tozero"},
         "yaxis": {"range": [len(names) - 0.5, -0.5], **row_names(names, named)},
@@ -256,16 +261,27 @@ def by_row(
     }
 
 
+def per_run(key: str, title: str, name: str, values: Mapping[str, float], unit: str) -> Chart:
+    """A chart with one horizontal bar for each of several runs."""
+    traces = [bars(name, list(values), list(values.values()))]
+    return Chart(key=key, title=title, figure=by_row(traces, unit, showlegend=False))
+
+
+def colour_of(place: int) -> str:
+    """The colour of the curve or bars at this place."""
+    return COLOURS[place % len(COLOURS)]
+
+
 def limited(figure: Json) -> Json:
     """A figure of horizontal bars in percent with a line at 100."""
     line = {"color": MUTED, "dash": "dash", "width": 2}
     ends = {"type": "line", "x0": 100, "x1": 100, "y0": 0, "y1": 1, "yref": "paper"}
-    figure["layout"]["shapes"] = [{**ends, "line": line}]
-    return figure
+    layout = {**figure["layout"], "shapes": [{**ends, "line": line}]}
+    return {**figure, "layout": layout}
 
 
 def rounded(value: float | None) -> float | None:
-    """Five digits: more than a screen shows, and a fraction of the bytes."""
+    """Round to five digits: more than a screen shows, in fewer bytes."""
     return float(f"{value:.5g}") if value is not None and isfinite(value) else None
 
 

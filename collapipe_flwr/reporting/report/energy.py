@@ -1,33 +1,13 @@
-"""Joules against budgets, and the queues that keep them."""
+"""Energy against budgets, and energy queues."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isnan
 
-from collapipe_flwr.reporting.report.charts import (
-    COLOURS,
-    FIRST,
-    MOST_BARS,
-    MUTED,
-    WARNING,
-    Chart,
-    Section,
-    Table,
-    bars,
-    by_round,
-    by_row,
-    counted,
-    label,
-    left_out,
-    limited,
-    line,
-    long_table,
-    number,
-    plain,
-    present,
-)
+from collapipe_flwr.reporting.report import charts
+from collapipe_flwr.reporting.report.charts import Chart, Section
 from collapipe_flwr.reporting.report.run_data import RunData
 from collapipe_flwr.reporting.report.series import thinned
 
@@ -36,7 +16,7 @@ _QUEUES = 5  # devices whose queue has a curve of its own
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """What one device spent per round, on average over all rounds."""
+    """Mean energy of one device per round."""
 
     name: str
     mean_j: float
@@ -47,7 +27,7 @@ class Spent:
 
     @property
     def share(self) -> float | None:
-        """Of its budget; None without one."""
+        """Share of its budget; None without one."""
         return self.mean_j / self.budget_j if self.budget_j else None
 
     @property
@@ -57,7 +37,7 @@ class Spent:
 
 
 def spent(run: RunData) -> list[Spent]:
-    """All devices, those that used most of their budget first; rounds without work count as 0."""
+    """All devices, the largest share of a budget first; rounds without work count as 0."""
     rounds = max(len(run.rounds), 1)
     found = [
         Spent(
@@ -79,13 +59,11 @@ def energy(run: RunData) -> Section:
     devices = spent(run)
     if not devices:
         return Section(key="energy", title="Energy", empty="No energy was recorded.")
-    return Section(
-        key="energy",
-        title="Energy",
-        text=_text(devices),
-        charts=present(_budgets(devices), _queues(run)),
-        tables=[_table(devices)],
-    )
+    head = ["device", "J per round", "predicted", "budget", "share", "queue [J]", "source"]
+    rows = [_row(each) for each in devices]
+    table = charts.long_table("Devices", head, rows, "device", "more in events.jsonl")
+    found = charts.present(_budgets(devices), _queues(run))
+    return Section(key="energy", title="Energy", text=_text(devices), charts=found, tables=[table])
 
 
 def _text(devices: Sequence[Spent]) -> str:
@@ -96,40 +74,44 @@ def _text(devices: Sequence[Spent]) -> str:
     kept = "all keep their budget" if not over else f"{over} spent more than their budget"
     metered = sum(each.metered for each in devices)
     source = f"A sensor metered {metered} of {len(devices)}; the rest is modelled from times."
-    return f"{counted(len(budgeted), 'device')} with a budget: {kept}. {source}"
+    return f"{charts.counted(len(budgeted), 'device')} with a budget: {kept}. {source}"
 
 
 def _budgets(devices: Sequence[Spent]) -> Chart:
     budgeted = [each for each in devices if each.budget_j]
-    shown = (budgeted or devices)[:MOST_BARS]
+    shown = (budgeted or devices)[: charts.MOST_BARS]
     unit = "% of the budget" if budgeted else "J per round"
     traces = [
-        bars(
+        charts.bars(
             name,
-            [plain(each.name) for each in kept],
+            [each.name for each in kept],
             [100 * (each.share or 0) if budgeted else each.mean_j for each in kept],
             colour,
             customdata=[_of_budget(each) for each in kept],
             hovertemplate="%{y}<br>%{customdata}<extra></extra>",
         )
-        for name, colour, over in (("within budget", FIRST, False), ("over budget", WARNING, True))
+        for name, colour, over in (
+            ("within budget", charts.FIRST, False),
+            ("over budget", charts.WARNING, True),
+        )
         if (kept := [each for each in shown if each.over is over])
     ]
-    figure = by_row(traces, len(shown), unit)
-    order = [plain(each.name) for each in shown]
+    figure = charts.by_row(traces, unit)
+    order = [charts.plain(each.name) for each in shown]
     figure["layout"]["yaxis"] |= {"categoryorder": "array", "categoryarray": order}
     return Chart(
         key="energy",
         title="Mean energy of a round",
-        note=left_out(budgeted or devices, shown, "device", "that used less are not shown"),
-        figure=limited(figure) if budgeted else figure,
+        note=charts.left_out(budgeted or devices, shown, "device", "that used less are not shown"),
+        figure=charts.limited(figure) if budgeted else figure,
     )
 
 
 def _of_budget(each: Spent) -> str:
+    mean = charts.number(each.mean_j)
     if not each.budget_j:
-        return f"{number(each.mean_j)} J"
-    return f"{number(each.mean_j)} of {number(each.budget_j)} J, {100 * (each.share or 0):.0f} %"
+        return f"{mean} J"
+    return f"{mean} of {charts.number(each.budget_j)} J, {100 * (each.share or 0):.0f} %"
 
 
 def _queues(run: RunData) -> Chart | None:
@@ -139,11 +121,15 @@ def _queues(run: RunData) -> Chart | None:
         return None
     columns = zip(*queues.values(), strict=True)
     longest = [max((v for v in column if not isnan(v)), default=float("nan")) for column in columns]
-    traces = [line("longest of all", *thinned(run.rounds, longest, of=max), MUTED, width=4)]
+    traces = [
+        charts.line("longest of all", *thinned(run.rounds, longest, of=max), charts.MUTED, width=4)
+    ]
     peaks = sorted(queues, key=lambda n: -max(v for v in queues[n] if not isnan(v)))[:_QUEUES]
     traces += [
-        line(label(name), *thinned(run.rounds, queues[name], of=max), colour, width=1.5)
-        for name, colour in zip(peaks, COLOURS, strict=False)
+        charts.line(
+            charts.label(name), *thinned(run.rounds, queues[name], of=max), colour, width=1.5
+        )
+        for name, colour in zip(peaks, charts.COLOURS, strict=False)
         if any(v > 0 for v in queues[name])
     ]
     return Chart(
@@ -151,43 +137,33 @@ def _queues(run: RunData) -> Chart | None:
         title="Energy queues in joules",
         note="What a device spent beyond its budgets so far, below 0 where it has saved. While "
         "queues stay bounded, budgets are kept in the long run.",
-        figure=by_round(traces, zero=True),
+        figure=charts.by_round(traces, zero=True),
     )
-
-
-def _table(devices: Sequence[Spent]) -> Table:
-    head = ["device", "J per round", "predicted", "budget", "share", "queue [J]", "source"]
-    rows = [_row(each) for each in devices]
-    return long_table("Devices", head, rows, "device", "more in events.jsonl")
 
 
 def _row(each: Spent) -> list[str]:
     return [
         each.name,
-        number(each.mean_j),
-        number(each.predicted_j),
-        number(each.budget_j) if each.budget_j else "none",
+        charts.number(each.mean_j),
+        charts.number(each.predicted_j),
+        charts.number(each.budget_j) if each.budget_j else "none",
         f"{100 * each.share:.0f} %{' ▲' if each.over else ''}" if each.share is not None else "-",
-        number(None if each.queue_j is None else each.queue_j + 0.0, 3),
+        charts.number(None if each.queue_j is None else each.queue_j + 0.0, 3),
         "metered" if each.metered else "modelled",
     ]
 
 
 def compared_energy(runs: Sequence[RunData]) -> Section:
     """Joules of all devices together in a round, run by run."""
-    labels = [plain(run.name) for run in runs]
-    totals = [sum(each.mean_j for each in spent(run)) for run in runs]
-    if not any(totals):
+    found = {run.name: spent(run) for run in runs}
+    totals = {name: sum(each.mean_j for each in devices) for name, devices in found.items()}
+    if not any(totals.values()):
         return Section(key="energy", title="Energy", empty="No run recorded energy.")
-    worst = [max((each.share or 0 for each in spent(run)), default=0) for run in runs]
-    shares = by_row([bars("worst", labels, [100 * w for w in worst], FIRST)], len(runs), "%")
-    shares["layout"]["showlegend"] = False
-    total = by_row([bars("energy", labels, totals, FIRST)], len(runs), "J", showlegend=False)
-    return Section(
-        key="energy",
-        title="Energy",
-        charts=[
-            Chart(key="energy", title="Mean energy of a round, all devices", figure=total),
-            Chart(key="worst", title="Worst device, in % of its budget", figure=limited(shares)),
-        ],
-    )
+    worst = {
+        name: 100 * max((each.share or 0 for each in devices), default=0)
+        for name, devices in found.items()
+    }
+    total = charts.per_run("energy", "Mean energy of a round, all devices", "energy", totals, "J")
+    share = charts.per_run("worst", "Worst device, in % of its budget", "worst", worst, "%")
+    limit = replace(share, figure=charts.limited(share.figure or {}))
+    return Section(key="energy", title="Energy", charts=[total, limit])

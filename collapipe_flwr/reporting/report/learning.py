@@ -1,4 +1,4 @@
-"""What was learned: losses and metrics by round."""
+"""Losses and metrics by round."""
 
 from __future__ import annotations
 
@@ -6,22 +6,8 @@ from collections.abc import Sequence
 from itertools import accumulate, cycle
 from math import isnan
 
-from collapipe_flwr.reporting.report.charts import (
-    COLOURS,
-    FIRST,
-    MUTED,
-    SECOND,
-    THIRD,
-    Chart,
-    Json,
-    Section,
-    band,
-    by_round,
-    counted,
-    curve,
-    line,
-    present,
-)
+from collapipe_flwr.reporting.report import charts
+from collapipe_flwr.reporting.report.charts import Chart, Json, Section
 from collapipe_flwr.reporting.report.run_data import RunData
 from collapipe_flwr.reporting.report.series import Series, stride_of, thinned
 
@@ -37,7 +23,7 @@ def learning(run: RunData) -> Section:
         key="learning",
         title="Learning",
         text=_text(run),
-        charts=present(_loss(run), *(_metric(run, name) for name in names), _stream(run)),
+        charts=charts.present(_loss(run), *(_metric(run, name) for name in names), _stream(run)),
     )
 
 
@@ -47,35 +33,36 @@ def _text(run: RunData) -> str:
 
 
 def _loss(run: RunData) -> Chart | None:
-    named = (
-        ("training, all clusters", run.numbers["loss"], FIRST, "solid"),
-        ("test, by the server", run.metrics.get("loss"), SECOND, "solid"),
-        ("test, by the clusters", run.numbers["clusters_loss"], THIRD, "dot"),
-    )
     traces = _each_cluster(run)
-    traces += [
-        curve(name, run.rounds, series, colour, dash)
-        for name, series, colour, dash in named
-        if series is not None and series.known
-    ]
-    if not traces:
-        return None
-    return Chart(key="loss", title="Loss", figure=by_round(_with_untrained(run, traces, "loss")))
+    training, on_shares = run.numbers["loss"], run.numbers["clusters_loss"]
+    if training.known:
+        traces.append(charts.curve("training, all clusters", run.rounds, training, charts.FIRST))
+    if "loss" in run.metrics and run.metrics["loss"].known:
+        traces.append(_by_server(run, "loss"))
+    if on_shares.known:
+        traces.append(_by_clusters(run, on_shares))
+    return Chart(key="loss", title="Loss", figure=charts.by_round(traces)) if traces else None
 
 
 def _metric(run: RunData, name: str) -> Chart:
-    traces = []
-    if name in run.metrics:
-        traces.append(curve("test, by the server", run.rounds, run.metrics[name], SECOND))
-        traces = _with_untrained(run, traces, name)
+    traces = [_by_server(run, name)] if name in run.metrics else []
     if name in run.clusters_metrics:
-        series = run.clusters_metrics[name]
-        traces.append(curve("test, by the clusters", run.rounds, series, THIRD, "dot"))
-    return Chart(
-        key=f"metric-{name}",
-        title=f"{name} on unseen examples",
-        figure=by_round(traces, log=name == "perplexity"),
-    )
+        traces.append(_by_clusters(run, run.clusters_metrics[name]))
+    figure = charts.by_round(traces, log=name == "perplexity")
+    return Chart(key=f"metric-{name}", title=f"{name} on unseen examples", figure=figure)
+
+
+def _by_server(run: RunData, name: str) -> Json:
+    """The server's curve of a metric; at round 0, the score of the untrained model."""
+    curve = charts.curve("test, by the server", run.rounds, run.metrics[name], charts.SECOND)
+    untrained = run.untrained.get(name)
+    if untrained is not None:
+        curve |= {"x": [0, *curve["x"]], "y": [untrained, *curve["y"]]}
+    return curve
+
+
+def _by_clusters(run: RunData, series: Series) -> Json:
+    return charts.curve("test, by the clusters", run.rounds, series, charts.THIRD, "dot")
 
 
 def _stream(run: RunData) -> Chart | None:
@@ -85,7 +72,7 @@ def _stream(run: RunData) -> Chart | None:
     return Chart(
         key="stream",
         title="Loss on new examples of the stream, before training on them",
-        figure=by_round([curve("new examples", run.rounds, series, FIRST)]),
+        figure=charts.by_round([charts.curve("new examples", run.rounds, series, charts.FIRST)]),
     )
 
 
@@ -95,7 +82,9 @@ def _each_cluster(run: RunData) -> list[Json]:
     series = {name: c.loss.padded(count) for name, c in run.clusters.items() if c.loss.known}
     if len(series) <= _SINGLE:
         return [
-            line(f"training, {name}", *thinned(run.rounds, y), MUTED, dash=dash, width=1.2)
+            charts.line(
+                f"training, {name}", *thinned(run.rounds, y), charts.MUTED, dash=dash, width=1.2
+            )
             for (name, y), dash in zip(series.items(), cycle(_DASHES), strict=False)
         ]
     rows = [[v for v in column if not isnan(v)] for column in zip(*series.values(), strict=True)]
@@ -103,43 +92,30 @@ def _each_cluster(run: RunData) -> list[Json]:
     high = [max(row) if row else float("nan") for row in rows]
     x, lows = thinned(run.rounds, low, of=min)
     _, highs = thinned(run.rounds, high, of=max)
-    return band(f"training, range of {counted(len(series), 'cluster')}", x, lows, highs)
-
-
-def _with_untrained(run: RunData, traces: list[Json], name: str) -> list[Json]:
-    """Begin the server's curve at round 0, with what the untrained model scores."""
-    value = run.untrained.get(name)
-    for trace in traces:
-        if value is not None and trace["name"] == "test, by the server":
-            trace["x"], trace["y"] = [0, *trace["x"]], [value, *trace["y"]]
-    return traces
+    return charts.band(
+        f"training, range of {charts.counted(len(series), 'cluster')}", x, lows, highs
+    )
 
 
 def compared_learning(runs: Sequence[RunData]) -> Section:
     """A chart for each number, a curve for each run; the main metric also over time."""
     names = list(dict.fromkeys(name for run in runs for name in run.metrics))
     names.sort(key=lambda name: name != runs[0].metric)
-    charts = [
-        _compared(runs, f"test {name}", [r.metrics.get(name) for r in runs]) for name in names
-    ]
-    charts.append(_compared(runs, "training loss", [run.numbers["loss"] for run in runs]))
-    charts.insert(1, _over_time(runs))
-    return Section(
-        key="learning",
-        title="Learning",
-        charts=present(*charts),
-    )
+    found = [_compared(runs, f"test {name}", [r.metrics.get(name) for r in runs]) for name in names]
+    found.append(_compared(runs, "training loss", [run.numbers["loss"] for run in runs]))
+    found.insert(1, _over_time(runs))
+    return Section(key="learning", title="Learning", charts=charts.present(*found))
 
 
 def _compared(runs: Sequence[RunData], name: str, series: Sequence[Series | None]) -> Chart | None:
     traces = [
-        curve(run.name, run.rounds, values, "") | _run_style(place, len(runs))
+        charts.curve(run.name, run.rounds, values, "") | _run_style(place, len(runs))
         for place, (run, values) in enumerate(zip(runs, series, strict=True))
         if values is not None and values.known
     ]
     if not traces:
         return None
-    figure = by_round(traces, log="perplexity" in name)
+    figure = charts.by_round(traces, log="perplexity" in name)
     return Chart(key=f"compared-{name.replace(' ', '-')}", title=name, figure=figure)
 
 
@@ -153,21 +129,19 @@ def _over_time(runs: Sequence[RunData]) -> Chart | None:
             known = [(minute, value) for minute, value in pairs if not isnan(value)]
             known = known[:: stride_of(len(known))]
             x, y = [minute for minute, _ in known], [value for _, value in known]
-            traces.append(line(run.name, x, y, "") | _run_style(place, len(runs)))
+            traces.append(charts.line(run.name, x, y, "") | _run_style(place, len(runs)))
     if not traces:
         return None
-    figure = by_round(traces, log=name == "perplexity")
-    figure["layout"] |= {
-        "xaxis": {"title": {"text": "minutes by the clock"}},
-        "hovermode": "closest",
-    }
+    figure = charts.by_round(traces, log=name == "perplexity")
+    axis = {"title": {"text": "minutes by the clock"}}
+    figure["layout"] |= {"xaxis": axis, "hovermode": "closest"}
     return Chart(key="over-time", title=f"test {name} over time", figure=figure)
 
 
 def _run_style(place: int, count: int) -> Json:
     """Wider curves behind narrower ones, so that those which coincide are all seen."""
-    colour = COLOURS[place % len(COLOURS)]
-    dash = ("solid", "dash", "dot")[place // len(COLOURS) % 3]
+    colour = charts.colour_of(place)
+    dash = ("solid", "dash", "dot")[place // len(charts.COLOURS) % 3]
     width = min(2.0 + 1.3 * (count - 1 - place), 9.0)
     return {
         "line": {"color": colour, "dash": dash, "width": width},

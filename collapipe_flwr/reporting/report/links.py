@@ -1,30 +1,11 @@
-"""Bytes and rates: what travelled, between whom, how fast."""
+"""Bytes and rates of links."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from collapipe_flwr.reporting.report.charts import (
-    COLOURS,
-    FIRST,
-    MOST_BARS,
-    SECOND,
-    Chart,
-    Json,
-    Section,
-    Table,
-    bars,
-    by_row,
-    columns,
-    label,
-    left_out,
-    long_table,
-    marks,
-    plain,
-    present,
-    size,
-    stacked,
-)
+from collapipe_flwr.reporting.report import charts
+from collapipe_flwr.reporting.report.charts import Chart, Json, Section
 from collapipe_flwr.reporting.report.run_data import KINDS, LinkData, RunData, WayData
 from collapipe_flwr.reporting.report.series import MOST_COLUMNS, stride_of, thinned
 
@@ -43,23 +24,26 @@ def links(run: RunData) -> Section:
     hops = sorted(
         run.links.items(), key=lambda hop: -(hop[1].forward.bytes + hop[1].backward.bytes)
     )
+    head = ["hop", "codec", "forward", "backward", "Mbit/s forward", "Mbit/s backward"]
+    rows = [_row(key, hop) for key, hop in hops]
+    table = charts.long_table("Hops", head, rows, "hop", "with fewer bytes in events.jsonl")
     return Section(
         key="links",
         title="Links",
-        charts=present(_bytes(run), _rates(hops)),
-        tables=[_table(hops)] if hops else [],
+        charts=charts.present(_bytes(run), _rates(hops)),
+        tables=[table] if hops else [],
     )
 
 
 def _bytes(run: RunData) -> Chart | None:
     count, traces = len(run.rounds), []
-    for kind, colour in zip(KINDS, COLOURS, strict=False):
+    for kind, colour in zip(KINDS, charts.COLOURS, strict=False):
         series = run.bytes[kind]
         if any(series.values):
             x, y = thinned(run.rounds, series.padded(count), MOST_COLUMNS)
-            name = f"{_NAMES[kind]}: {size(sum(series.known))}"
+            name = f"{_NAMES[kind]}: {charts.size(sum(series.known))}"
             megabytes = [(value or 0) / 1e6 for value in y]
-            traces.append(columns(name, x, megabytes, colour, "%{y:.4~g} MB"))
+            traces.append(charts.columns(name, x, megabytes, colour, "%{y:.4~g} MB"))
     if not traces:
         return None
     return Chart(
@@ -67,7 +51,7 @@ def _bytes(run: RunData) -> Chart | None:
         title="MB of a round by kind of link",
         note="Legend: totals of the run."
         + (" Each bar is a mean of several rounds." if stride_of(count, MOST_COLUMNS) > 1 else ""),
-        figure=stacked(traces),
+        figure=charts.stacked(traces),
     )
 
 
@@ -75,23 +59,25 @@ def _rates(hops: Sequence[Hop]) -> Chart | None:
     rated = [hop for hop in hops if hop[1].forward.bit_per_s or hop[1].backward.bit_per_s]
     if not rated:
         return None
-    shown = rated[: MOST_BARS // 2]
+    shown = rated[: charts.MOST_BARS // 2]
     ways = [
         (_way_label(key, forward=forward), hop.forward if forward else hop.backward)
         for key, hop in shown
         for forward in (True, False)
     ]
     labels, hover = [name for name, _ in ways], {"hovertemplate": "%{x:.4~g} Mbit/s"}
-    traces = [bars("reached", labels, [_mega(way.bit_per_s) for _, way in ways], FIRST, **hover)]
+    traces = [charts.bars("reached", labels, [_mega(way.bit_per_s) for _, way in ways], **hover)]
     planned = [_mega(way.planned_bit_per_s) for _, way in ways]
     if any(planned):
-        traces.append(marks("planned", labels, planned, SECOND, **hover))
-    more = left_out(rated, shown, "hop", "more in the table")
+        traces.append(charts.marks("planned", labels, planned, **hover))
+    more = charts.left_out(rated, shown, "hop", "more in the table")
     return Chart(
         key="rates",
         title="What links carried while they sent",
         note=f"The hops with most bytes; {more}" if more else "",
-        figure=by_row(traces, 3 * len(shown), "Mbit/s", named=_two_lines, hovermode="y unified"),
+        figure=charts.by_row(
+            traces, "Mbit/s", bars=3 * len(shown), named=_two_lines, hovermode="y unified"
+        ),
     )
 
 
@@ -103,31 +89,20 @@ def _way_label(key: tuple[str, str, str], *, forward: bool) -> str:
     """One direction of a hop."""
     cluster, *ends = key
     first, then = (end.rpartition("/")[2] for end in (ends if forward else reversed(ends)))
-    return plain(f"{cluster}: {first} → {then}")
+    return f"{cluster}: {first} → {then}"
 
 
 def _two_lines(way: str) -> str:
-    return "<br>→ ".join(label(part) for part in way.split(" → ", 1))
-
-
-def hop_name(key: tuple[str, str, str]) -> str:
-    """``attic: 1-pi > 2-pi``."""
-    cluster, sender, receiver = key
-    return f"{cluster}: {sender.rpartition('/')[2]} > {receiver.rpartition('/')[2]}"
-
-
-def _table(hops: Sequence[Hop]) -> Table:
-    head = ["hop", "codec", "forward", "backward", "Mbit/s forward", "Mbit/s backward"]
-    rows = [_row(key, hop) for key, hop in hops]
-    return long_table("Hops", head, rows, "hop", "with fewer bytes in events.jsonl")
+    return "<br>→ ".join(charts.label(part) for part in way.split(" → ", 1))
 
 
 def _row(key: tuple[str, str, str], hop: LinkData) -> list[str]:
+    cluster, sender, receiver = key
     return [
-        hop_name(key),
+        f"{cluster}: {sender.rpartition('/')[2]} > {receiver.rpartition('/')[2]}",
         hop.codec,
-        size(hop.forward.bytes),
-        size(hop.backward.bytes),
+        charts.size(hop.forward.bytes),
+        charts.size(hop.backward.bytes),
         _rate_text(hop.forward),
         _rate_text(hop.backward),
     ]
@@ -143,18 +118,15 @@ def _rate_text(way: WayData) -> str:
 
 def compared_links(runs: Sequence[RunData]) -> Section:
     """Bytes of all rounds by kind, run by run."""
-    labels = [plain(run.name) for run in runs]
+    labels = [run.name for run in runs]
     traces: list[Json] = []
-    for kind, colour in zip(KINDS, COLOURS, strict=False):
+    for kind, colour in zip(KINDS, charts.COLOURS, strict=False):
         totals = [sum(run.bytes[kind].known) / 1e6 for run in runs]
         if any(totals):
-            name = plain(_NAMES[kind])
-            traces.append(bars(name, labels, totals, colour, hovertemplate="%{x:.4~g} MB"))
+            hover = {"hovertemplate": "%{x:.4~g} MB"}
+            traces.append(charts.bars(_NAMES[kind], labels, totals, colour, **hover))
     if not traces:
         return Section(key="links", title="Links", empty="No run recorded bytes.")
-    figure = by_row(traces, 2 * len(runs), "MB", barmode="stack")
-    return Section(
-        key="links",
-        title="Links",
-        charts=[Chart(key="bytes", title="MB of all rounds by kind of link", figure=figure)],
-    )
+    figure = charts.by_row(traces, "MB", bars=2 * len(runs), barmode="stack")
+    chart = Chart(key="bytes", title="MB of all rounds by kind of link", figure=figure)
+    return Section(key="links", title="Links", charts=[chart])

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from collapipe_flwr.reporting.report.charts import (
-    FIRST,
-    MOST_BARS,
-    SECOND,
-    Chart,
-    Section,
-    Table,
-    bars,
-    by_row,
-    left_out,
-    limited,
-    long_table,
-    marks,
-    plain,
-    size,
-)
+from collapipe_flwr.reporting.report import charts
+from collapipe_flwr.reporting.report.charts import Chart, Section
 from collapipe_flwr.reporting.report.run_data import RunData
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The most that one member held, in bytes; 0 and None where nobody knows."""
+    """Peak memory of one member in bytes; 0 and None: unknown."""
 
     name: str
     measured: int
@@ -62,7 +49,7 @@ def peaks(run: RunData) -> list[Peak]:
 
 
 def _role(run: RunData, name: str) -> str:
-    """Memory of a control unit is recorded under its role, not under its name."""
+    """The key of a member in ``memory_bytes``: a control unit is recorded by its role."""
     if name not in run.control_units:
         return name
     cluster = run.devices[name].cluster if name in run.devices else name.rpartition("/")[0]
@@ -74,13 +61,16 @@ def memory(run: RunData) -> Section:
     found = peaks(run)
     if not found:
         return Section(key="memory", title="Memory", empty="No peak of memory was recorded.")
+    text = "Weights, gradients, optimizer state and activations at their peak over all rounds."
+    head = ["member", "measured", "planned", "limit", "share"]
+    rows = [_row(peak) for peak in found]
+    table = charts.long_table("Members", head, rows, "member", "more in summary.json")
     return Section(
         key="memory",
         title="Memory",
-        text="Weights, gradients, optimizer state and activations at their peak over all rounds."
-        + _share_text(run),
+        text=text + _share_text(run),
         charts=[_chart(found)],
-        tables=[_table(found)],
+        tables=[table],
     )
 
 
@@ -97,50 +87,44 @@ def _share_text(run: RunData) -> str:
 
 def _chart(found: Sequence[Peak]) -> Chart:
     bounded = [peak for peak in found if peak.limit]
-    shown = (bounded or found)[:MOST_BARS]
-    labels = [plain(peak.name) for peak in shown]
+    shown = (bounded or found)[: charts.MOST_BARS]
+    labels = [peak.name for peak in shown]
 
     def scaled(count: int, peak: Peak) -> float | None:
         if not count:
             return None
         return 100 * count / peak.limit if peak.limit else count / 1e6
 
-    texts = [_text(peak) for peak in shown]
-    hover = {"customdata": texts, "hovertemplate": "%{y}<br>%{customdata}<extra></extra>"}
+    hover: dict[str, Any] = {
+        "customdata": [_text(peak) for peak in shown],
+        "hovertemplate": "%{y}<br>%{customdata}<extra></extra>",
+    }
     traces = [
-        bars("measured", labels, [scaled(p.measured, p) for p in shown], FIRST, **hover),
-        marks("planned", labels, [scaled(p.planned, p) for p in shown], SECOND, **hover),
+        charts.bars("measured", labels, [scaled(p.measured, p) for p in shown], **hover),
+        charts.marks("planned", labels, [scaled(p.planned, p) for p in shown], **hover),
     ]
     unit = "% of the limit" if bounded else "MB"
-    figure = by_row(traces, len(shown), unit)
-    rest = left_out(found, shown, "member", "more in the table")
+    figure = charts.by_row(traces, unit)
+    rest = charts.left_out(found, shown, "member", "more in the table")
     limit = "The dashed line is what plans may use of a device." if bounded else ""
     return Chart(
         key="memory",
         title="Peak of memory by member",
         note=f"{limit} {rest}".strip(),
-        figure=limited(figure) if bounded else figure,
+        figure=charts.limited(figure) if bounded else figure,
     )
 
 
 def _text(peak: Peak) -> str:
-    parts = [f"measured {size(peak.measured)}"] if peak.measured else []
-    parts += [f"planned {size(peak.planned)}"] if peak.planned else []
-    parts += [f"limit {size(peak.limit)}"] if peak.limit else []
-    return ", ".join(parts)
-
-
-def _table(found: Sequence[Peak]) -> Table:
-    head = ["member", "measured", "planned", "limit", "share"]
-    rows = [_row(peak) for peak in found]
-    return long_table("Members", head, rows, "member", "more in summary.json")
+    known = {"measured": peak.measured, "planned": peak.planned, "limit": peak.limit}
+    return ", ".join(f"{name} {charts.size(count)}" for name, count in known.items() if count)
 
 
 def _row(peak: Peak) -> list[str]:
     return [
         peak.name,
-        size(peak.measured or None),
-        size(peak.planned or None),
-        size(peak.limit),
+        charts.size(peak.measured or None),
+        charts.size(peak.planned or None),
+        charts.size(peak.limit),
         "-" if peak.share is None else f"{100 * peak.share:.0f} %",
     ]

@@ -5,7 +5,7 @@ It is of one run, or of several side by side.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,17 +21,21 @@ from collapipe_flwr.core.errors import (
 )
 from collapipe_flwr.reporting.report.charts import Section, counted
 from collapipe_flwr.reporting.report.energy import compared_energy, energy
-from collapipe_flwr.reporting.report.incidents import incidents
 from collapipe_flwr.reporting.report.learning import compared_learning, learning
 from collapipe_flwr.reporting.report.links import compared_links, links
 from collapipe_flwr.reporting.report.memory import memory
-from collapipe_flwr.reporting.report.overview import Tile, compared_overview, notes, tiles
+from collapipe_flwr.reporting.report.overview import (
+    Tile,
+    compared_overview,
+    compared_settings,
+    incidents,
+    settings,
+    tiles,
+)
 from collapipe_flwr.reporting.report.placement import placement
 from collapipe_flwr.reporting.report.run_data import RunData, read_run
-from collapipe_flwr.reporting.report.script import SCRIPT
-from collapipe_flwr.reporting.report.settings import compared_settings, settings
 from collapipe_flwr.reporting.report.steps import steps
-from collapipe_flwr.reporting.report.template import CSS, PAGE, SECTION
+from collapipe_flwr.reporting.report.template import CSS, PAGE, SCRIPT, SECTION
 from collapipe_flwr.reporting.report.times import compared_times, times
 from collapipe_flwr.reporting.run_directory import (
     MANY_BYTES,
@@ -111,12 +115,14 @@ def run_sections(run: RunData, run_dir: Path | None = None) -> list[Section]:
 def run_page(run: RunData, run_dir: Path | None = None) -> Page:
     """The page of one run."""
     status, reason = run.summary.get("status"), run.summary.get("reason")
+    versions = run.summary.get("versions") or {}
+    ours = [f"{name} {versions[name]}" for name in ("collapipe-flwr", "flwr") if name in versions]
     return Page(
         title=f"Run {run.name}",
-        made=_made(run.summary, f"{counted(len(run.rounds), 'round')} in events.jsonl"),
+        made=", ".join((f"{counted(len(run.rounds), 'round')} in events.jsonl", *ours)),
         sections=run_sections(run, run_dir),
         tiles=tiles(run),
-        notes=notes(run),
+        notes=[str(note) for note in run.summary.get("notes", ())],
         reason=f"{status}: {reason}" if reason else "",
     )
 
@@ -135,12 +141,6 @@ def compared_page(runs: Sequence[RunData]) -> Page:
         made=", ".join(names),
         sections=[section(runs) for section in _COMPARED],
     )
-
-
-def _made(summary: Mapping[str, Any], text: str) -> str:
-    versions = summary.get("versions") or {}
-    named = [f"{name} {versions[name]}" for name in ("collapipe-flwr", "flwr") if name in versions]
-    return ", ".join((text, *named))
 
 
 def require_report() -> None:
@@ -164,7 +164,7 @@ def write_reports(sources: Sequence[str], output: Path | None) -> Path:
 
 
 def write_run_report(run_dir: Path, path: Path | None = None, name: str = "") -> Path:
-    """Make the report of a run anew; raises ConfigError, RunError."""
+    """Write the report of a run; raises ConfigError, RunError."""
     require_report()
     return write_page(run_page(read_run(run_dir, name), run_dir), path or run_dir / REPORT)
 
@@ -179,11 +179,10 @@ def write_page(page: Page, path: Path) -> Path:
 
 
 def closing_report(run_dir: Path, name: str = "", *, hasty: bool = False) -> str:
-    """Make the report of a run that has ended, unless it is there; a sentence that says where.
+    """Make the report of a run that has ended, unless it is there; returns a sentence.
 
-    A run is what it is: whatever keeps its report from being made is said, and nothing else.
-    ``name`` is what the sentence calls the run directory. Where somebody waits for the end
-    (``hasty``), a run of many events gets none.
+    An error does not fail the run, it becomes the sentence. ``name`` is the run directory in it. A
+    ``hasty`` end makes no report of many events.
     """
     name = name or str(run_dir)
     if hasty and events_bytes(run_dir) > MANY_BYTES:
@@ -198,6 +197,6 @@ def closing_report(run_dir: Path, name: str = "", *, hasty: bool = False) -> str
 
 
 def has_report(run_dir: Path) -> bool:
-    """Whether there is one that was made after the summary's last change."""
+    """Whether there is one newer than the summary."""
     path, stamp = run_dir / REPORT, summary_stamp(run_dir)
     return stamp is not None and path.exists() and path.stat().st_mtime_ns >= stamp[1]

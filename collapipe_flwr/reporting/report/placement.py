@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from collapipe_flwr.reporting.report.charts import (
-    Chart,
-    Json,
-    Section,
-    Table,
-    folds,
-    plain,
-    round_axis,
-    row_names,
-)
+from collapipe_flwr.reporting.report import charts
+from collapipe_flwr.reporting.report.charts import Chart, Json, Section, Table
 from collapipe_flwr.reporting.report.run_data import ClusterData, Placed, RunData
 from collapipe_flwr.reporting.report.series import stride_of
 
@@ -22,25 +14,17 @@ _ROW_PIXELS, _FRAME_PIXELS = 34, 110
 
 
 def placement(run: RunData) -> Section:
-    """A picture per cluster, and the last plan of all."""
+    """A chart with a choice of clusters, and a table of their last plans."""
     planned = {name: data for name, data in run.clusters.items() if data.placed}
-    if not planned:
-        return Section(
-            key="placement",
-            title="Blocks on devices",
-            empty="No plan: every cluster trained the whole model, or no round has ended.",
-        )
-    chart = Chart(
-        key="placement",
-        title="Blocks that each device holds",
-        note=_note(run),
-        choices={name: placed_blocks(run, name) for name in planned},
-    )
+    choices = {name: placed_blocks(run, name) for name in planned}
+    title = "Blocks that each device holds"
+    chart = Chart(key="placement", title=title, note=_note(run), choices=choices)
     return Section(
         key="placement",
         title="Blocks on devices",
-        charts=[chart],
-        tables=[_last_plans(planned)],
+        charts=[chart] if planned else [],
+        tables=[_last_plans(planned)] if planned else [],
+        empty="No plan: every cluster trained the whole model, or no round has ended.",
     )
 
 
@@ -62,7 +46,7 @@ def placed_blocks(run: RunData, cluster: str) -> Json:
     places = range(0, len(run.rounds), stride_of(len(run.rounds), _MOST_COLUMNS))
     names = _members(run, cluster, data)
     held = [{name: (first, stop) for name, first, stop in data.placed.get(p, ())} for p in places]
-    rows = [plain(name.rpartition("/")[2]) for name in names]
+    rows = [charts.plain(name.rpartition("/")[2]) for name in names]
     gap = 2 if len(places) <= 30 else 0
     return {
         "data": [
@@ -86,14 +70,17 @@ def placed_blocks(run: RunData, cluster: str) -> Json:
         ],
         "layout": {
             "height": _FRAME_PIXELS + _ROW_PIXELS * len(names),
-            "xaxis": {**round_axis([run.rounds[place] for place in places]), "showgrid": False},
-            "yaxis": {"autorange": "reversed", **row_names(rows), "showgrid": False},
+            "xaxis": {
+                **charts.round_axis([run.rounds[place] for place in places]),
+                "showgrid": False,
+            },
+            "yaxis": {"autorange": "reversed", **charts.row_names(rows), "showgrid": False},
         },
     }
 
 
 def _members(run: RunData, cluster: str, data: ClusterData) -> list[str]:
-    """Devices of a cluster: those that ever held blocks, and those that never did."""
+    """The devices of a cluster, with and without blocks."""
     held = {name for placed in data.placed.values() for name, _, _ in placed}
     idle = {
         name
@@ -123,17 +110,16 @@ def _blocks(held: tuple[int, int] | None) -> str:
 def _last_plans(planned: dict[str, ClusterData]) -> Table:
     rows = []
     for name, data in planned.items():
-        plan = data.last_plan
-        if plan is not None:
-            batches = f"{plan.micro_batches} of {plan.micro_batch_size}"
-            changes = _changes(list(data.placed.values()))
-            codecs = " → ".join(plan.codecs) or "-"
-            rows.append([name, _pipeline(plan.segments), batches, codecs, str(changes)])
+        plan, placed = data.last_plan, list(data.placed.values())
+        batches = f"{plan['micro_batches']} of {plan['micro_batch_size']}"
+        codecs = " → ".join(hop["codec"] for hop in plan.get("hops", ())) or "-"
+        changes = sum(now != before for before, now in pairwise(placed))
+        rows.append([name, _pipeline(placed[-1]), batches, codecs, str(changes)])
     return Table(
         title="The last plan of each cluster",
         head=["cluster", "pipeline", "micro-batches of examples", "codecs", "changes"],
         rows=rows,
-        folded=folds(rows),
+        folded=charts.folds(rows),
     )
 
 
@@ -141,7 +127,3 @@ def _pipeline(segments: tuple[Placed, ...]) -> str:
     return " → ".join(
         f"{name.rpartition('/')[2]}: {_blocks((first, stop))}" for name, first, stop in segments
     )
-
-
-def _changes(placed: list[tuple[Placed, ...]]) -> int:
-    return sum(now != before for before, now in pairwise(placed))

@@ -1,8 +1,8 @@
-"""What a report shows of a run, folded from its events one by one.
+"""The data of a report, folded from the events of a run one by one.
 
-A run of 1,000 rounds on 1,000 devices writes hundreds of megabytes of events, so no event is kept:
-:meth:`RunData.add` takes what figures need, and whoever follows a run adds each event as it comes.
-Events of earlier versions lack some keys; what they lack stays empty.
+A run of 1,000 rounds on 1,000 devices writes hundreds of megabytes of events, so
+:meth:`RunData.add` keeps what figures need and no event. Events of earlier versions lack some keys;
+their values stay empty.
 """
 
 from __future__ import annotations
@@ -33,22 +33,12 @@ _NUMBERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
-    """Something that went wrong, or nearly; ``kind`` as in `events.jsonl`."""
+    """An incident of a round; for ``kind``, see `events.incident_json`."""
 
     round_index: int
     kind: str
     cluster: str
     text: str
-
-
-@dataclass(slots=True)
-class Planned:
-    """How one cluster was to work in a round."""
-
-    segments: tuple[Placed, ...]
-    micro_batch_size: int
-    micro_batches: int
-    codecs: tuple[str, ...]
 
 
 @dataclass(slots=True)
@@ -59,7 +49,7 @@ class ClusterData:
     predicted_s: Series = field(default_factory=Series)
     latency_s: Series = field(default_factory=Series)
     placed: dict[int, tuple[Placed, ...]] = field(default_factory=dict)  # by place of the round
-    last_plan: Planned | None = None
+    last_plan: Json = field(default_factory=dict)  # as in the event
     measured: bool = False  # by machines
 
 
@@ -105,7 +95,7 @@ class LinkData:
 
 
 class RunData:
-    """Everything that the figures of one run are drawn from; grows by one event at a time."""
+    """The data of one run's figures; grows by one event at a time."""
 
     def __init__(self, name: str, summary: Json | None = None, config: Json | None = None) -> None:
         self.name = name
@@ -151,7 +141,7 @@ class RunData:
         return any(cluster.measured for cluster in self.clusters.values())
 
     def add(self, event: Json) -> None:
-        """One round more; raises KeyError for what is no event of a round."""
+        """Add a round; raises KeyError for a value that is no event."""
         place = len(self.rounds)
         self.rounds.append(event["round_index"])
         for name in _NUMBERS:
@@ -174,7 +164,7 @@ class RunData:
         self.incidents += incidents_of(event)
 
     def device(self, name: str, cluster: str = "") -> DeviceData:
-        """A member's data, new if it was not seen before; its name says its cluster."""
+        """The data of a member, made on first use; by default its name contains its cluster."""
         found = self.devices.get(name)
         if found is None:
             found = self.devices[name] = DeviceData(cluster or name.rpartition("/")[0])
@@ -190,12 +180,7 @@ class RunData:
             self.control_units |= powers - set(cluster.get("gradient_power_w", powers))
             data = self.clusters[cluster["cluster_id"]]
             data.placed[place] = placed
-            data.last_plan = Planned(
-                placed,
-                cluster["micro_batch_size"],
-                cluster["micro_batches"],
-                tuple(hop["codec"] for hop in cluster.get("hops", ())),
-            )
+            data.last_plan = cluster
 
     def _add_cluster(self, place: int, name: str, told: Json) -> None:
         data = self.clusters[name]
@@ -241,7 +226,7 @@ def _placed(segments: Iterable[Json]) -> Iterator[Placed]:
 
 
 def incidents_of(event: Json) -> list[Incident]:
-    """Those of a round; of earlier versions only their sentences are known."""
+    """The incidents of a round; events of earlier versions have only their texts."""
     index = event["round_index"]
     told = event.get("incidents") or [
         {"kind": "failure", "text": text} for text in event.get("failures", ())
@@ -260,7 +245,7 @@ def incidents_of(event: Json) -> list[Incident]:
 
 
 def read_run(run_dir: Path, name: str = "") -> RunData:
-    """A run directory as far as it goes; raises RunError for a damaged file."""
+    """The rounds of a run directory so far; raises RunError for a damaged file."""
     data = RunData(name or run_dir.resolve().name, read_summary(run_dir), read_config(run_dir))
     for event in iter_events(run_dir):
         data.add(event)

@@ -20,7 +20,7 @@ class Series:
         self.values = array("d")
 
     def put(self, place: int, value: float | None) -> None:
-        """Set the number of the ``place``-th round; rounds that were passed over have none."""
+        """Set the number of the ``place``-th round; skipped rounds have none."""
         values = self.values
         if place >= len(values):
             values.extend([nan] * (place - len(values)))
@@ -48,7 +48,7 @@ def thinned(
     most: int = MOST_POINTS,
     of: Callable[[Iterable[float]], float] = fmean,
 ) -> tuple[list[int], list[float | None]]:
-    """At most ``most`` points: each is ``of`` as many neighbouring rounds, at the last of them."""
+    """At most ``most`` points; each is ``of`` some neighbouring rounds, placed at their last."""
     stride = stride_of(len(rounds), most)
     x, y = [], []
     for start in range(0, len(rounds), stride):
@@ -59,5 +59,5 @@ def thinned(
 
 
 def stride_of(count: int, most: int = MOST_POINTS) -> int:
-    """How many rounds a point of a thinned curve stands for."""
+    """Rounds per point of a thinned curve."""
     return max(1, -(-count // most))

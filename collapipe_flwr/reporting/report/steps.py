@@ -1,4 +1,4 @@
-"""The timeline of one step: what every stage does when."""
+"""The timeline of one step by stage."""
 
 from __future__ import annotations
 
@@ -10,34 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from collapipe_flwr.core.errors import RunError
-from collapipe_flwr.reporting.report.charts import (
-    FIFTH,
-    FIRST,
-    FOURTH,
-    MUTED,
-    SECOND,
-    SIXTH,
-    THIRD,
-    Chart,
-    Json,
-    Section,
-    bars,
-    plain,
-    rounded,
-    row_names,
-)
+from collapipe_flwr.reporting.report import charts
+from collapipe_flwr.reporting.report.charts import Chart, Json, Section
 
 _FILE = re.compile(r"timeline-round(\d+)\.json")
 _MOST_PIPELINES = 12
 _MOST_SPANS = 3000  # of one picture
 _WORK = {
-    "forward": ("forward", FIRST),
-    "test": ("evaluation", FOURTH),
-    "backward": ("backward", SECOND),
-    "weights": ("weight gradients", FIFTH),
-    "optimizer": ("optimizer", THIRD),
-    "send": ("sending", SIXTH),
-    "receive": ("waiting", MUTED),
+    "forward": ("forward", charts.FIRST),
+    "test": ("evaluation", charts.FOURTH),
+    "backward": ("backward", charts.SECOND),
+    "weights": ("weight gradients", charts.FIFTH),
+    "optimizer": ("optimizer", charts.THIRD),
+    "send": ("sending", charts.SIXTH),
+    "receive": ("waiting", charts.MUTED),
 }
 _THIN = ("send", "receive")
 
@@ -45,12 +31,10 @@ _THIN = ("send", "receive")
 def steps(run_dir: Path | None) -> Section:
     """A picture per cluster of a step in the middle of the newest round that has a timeline."""
     found = _newest(run_dir)
+    title = "Timeline of a step"
     if found is None:
-        return Section(
-            key="timeline",
-            title="Timeline of a step",
-            empty="Not recorded; a run with train.timeline=true records what each stage does when.",
-        )
+        empty = "Not recorded; a run with train.timeline=true records what each stage does when."
+        return Section(key="timeline", title=title, empty=empty)
     index, path = found
     choices, step = {}, 0
     for name, spans in _pipelines(_events(path)).items():
@@ -62,7 +46,7 @@ def steps(run_dir: Path | None) -> Section:
         note=f"The whole round is in {path.name}, which ui.perfetto.dev opens.",
         choices=choices,
     )
-    return Section(key="timeline", title="Timeline of a step", charts=[chart] if choices else [])
+    return Section(key="timeline", title=title, charts=[chart] if choices else [])
 
 
 def _newest(run_dir: Path | None) -> tuple[int, Path] | None:
@@ -105,18 +89,18 @@ def _figure(spans: list[dict[str, Any]]) -> Json:
     """Stages from top to bottom, milliseconds since the step began."""
     start = min(span["ts"] for span in spans)
     stages = list(dict.fromkeys(span["stage"] for span in spans))
-    rows = [plain(stage.rpartition("/")[2]) for stage in stages]
+    names = [stage.rpartition("/")[2] for stage in stages]
     traces = []
     for work, (name, colour) in _WORK.items():
         kept = [span for span in spans if span["cat"] == work][:_MOST_SPANS]
         if kept:
             traces.append(
-                bars(
+                charts.bars(
                     name,
-                    [rows[stages.index(span["stage"])] for span in kept],
+                    [names[stages.index(span["stage"])] for span in kept],
                     [span["dur"] / 1000 for span in kept],
                     colour,
-                    base=[rounded((span["ts"] - start) / 1000) for span in kept],
+                    base=[charts.rounded((span["ts"] - start) / 1000) for span in kept],
                     width=0.25 if work in _THIN else 0.7,
                     text=["" if work in _THIN else span["name"] for span in kept],
                     textposition="inside",
@@ -127,18 +111,17 @@ def _figure(spans: list[dict[str, Any]]) -> Json:
                     hovertemplate="%{customdata}: %{x:.3~g} ms<extra>%{fullData.name}</extra>",
                 )
             )
-    return {
-        "data": traces,
-        "layout": {
-            "barmode": "overlay",
-            "uniformtext": {"minsize": 9, "mode": "hide"},
-            "height": 120 + 38 * len(rows),
-            "xaxis": {"title": {"text": "ms"}, "rangemode": "tozero"},
-            "yaxis": {
-                "autorange": "reversed",
-                **row_names(rows),
-                "categoryorder": "array",
-                "categoryarray": rows,
-            },
+    rows = charts.row_names([charts.plain(name) for name in names])
+    layout = {
+        "barmode": "overlay",
+        "uniformtext": {"minsize": 9, "mode": "hide"},
+        "height": 120 + 38 * len(names),
+        "xaxis": {"title": {"text": "ms"}, "rangemode": "tozero"},
+        "yaxis": {
+            "autorange": "reversed",
+            **rows,
+            "categoryorder": "array",
+            "categoryarray": rows["tickvals"],
         },
     }
+    return {"data": traces, "layout": layout}

@@ -1,4 +1,4 @@
-"""Predicted beside real seconds: of rounds, and of the stages of a pipeline."""
+"""Predicted and real seconds of rounds and stages."""
 
 from __future__ import annotations
 
@@ -6,30 +6,8 @@ from collections.abc import Sequence
 from math import isnan
 from statistics import median
 
-from collapipe_flwr.reporting.report.charts import (
-    COLOURS,
-    FIRST,
-    MOST_BARS,
-    MUTED,
-    SECOND,
-    THIRD,
-    Chart,
-    Section,
-    Table,
-    bars,
-    by_round,
-    by_row,
-    columns,
-    curve,
-    folds,
-    left_out,
-    marks,
-    plain,
-    present,
-    rounded,
-    seconds,
-    stacked,
-)
+from collapipe_flwr.reporting.report import charts
+from collapipe_flwr.reporting.report.charts import Chart, Section, Table
 from collapipe_flwr.reporting.report.run_data import ClusterData, RunData
 from collapipe_flwr.reporting.report.series import MOST_COLUMNS, Series, stride_of, thinned
 
@@ -42,13 +20,13 @@ def times(run: RunData) -> Section:
         key="time",
         title="Time of a round",
         text=_text(run),
-        charts=present(_rounds(run), _pairs(run), _stages(run), _wall(run)),
+        charts=charts.present(_rounds(run), _pairs(run), _stages(run), _wall(run)),
         tables=_clusters(run),
     )
 
 
 def real(run: RunData) -> str:
-    """What the seconds beside the predicted ones are."""
+    """The kind of real seconds, next to predicted ones."""
     return "measured" if run.measured else "simulated"
 
 
@@ -70,18 +48,18 @@ def _rounds(run: RunData) -> Chart | None:
     if not (predicted.known or latency.known):
         return None
     traces = [
-        curve(real(run), run.rounds, latency, FIRST),
-        curve("predicted", run.rounds, predicted, SECOND, "dash"),
+        charts.curve(real(run), run.rounds, latency, charts.FIRST),
+        charts.curve("predicted", run.rounds, predicted, charts.SECOND, "dash"),
     ]
     return Chart(
         key="round-time",
         title="Seconds of a round, from sending weights out to having them back",
-        figure=by_round(traces, zero=True),
+        figure=charts.by_round(traces, zero=True),
     )
 
 
 def _pairs(run: RunData) -> Chart | None:
-    """Each cluster's rounds, predicted against real, where the two differ at all."""
+    """Each cluster's rounds, predicted against real; None if all are equal."""
     pairs = [
         (name, run.rounds[place], expected, found)
         for name, data in run.clusters.items()
@@ -99,12 +77,12 @@ def _pairs(run: RunData) -> Chart | None:
         "type": "scatter",
         "mode": "markers",
         "name": "a cluster's round",
-        "x": [rounded(p[2]) for p in kept],
-        "y": [rounded(p[3]) for p in kept],
-        "text": [f"{plain(name)}, round {index}" for name, index, _, _ in kept],
+        "x": [charts.rounded(p[2]) for p in kept],
+        "y": [charts.rounded(p[3]) for p in kept],
+        "text": [f"{charts.plain(name)}, round {index}" for name, index, _, _ in kept],
         "hovertemplate": "%{text}<br>predicted %{x:.3~g} s<br>" + real(run) + " %{y:.3~g} s"
         "<extra></extra>",
-        "marker": {"color": FIRST, "size": 6, "opacity": 0.6},
+        "marker": {"color": charts.FIRST, "size": 6, "opacity": 0.6},
     }
     same = {
         "type": "scatter",
@@ -113,7 +91,7 @@ def _pairs(run: RunData) -> Chart | None:
         "x": ends,
         "y": ends,
         "hoverinfo": "skip",
-        "line": {"color": MUTED, "dash": "dot", "width": 1.5},
+        "line": {"color": charts.MUTED, "dash": "dot", "width": 1.5},
     }
     axes = {
         "xaxis": {"title": {"text": "predicted [s]"}},
@@ -128,7 +106,7 @@ def _pairs(run: RunData) -> Chart | None:
 
 
 def _stages(run: RunData) -> Chart | None:
-    """The devices that compute longest: what sets the pace."""
+    """The devices that compute longest, which set the pace."""
     timed = [
         (device.measured_s / device.stage_rounds, device.predicted_s / device.stage_rounds, name)
         for name, device in run.devices.items()
@@ -136,20 +114,20 @@ def _stages(run: RunData) -> Chart | None:
     ]
     if not timed:
         return None
-    shown = sorted(timed, reverse=True)[:MOST_BARS]
-    labels = [plain(name) for _, _, name in shown]
+    shown = sorted(timed, reverse=True)[: charts.MOST_BARS]
+    labels = [name for _, _, name in shown]
     found = [1000 * each for each, _, _ in shown]
     expected = [1000 * each for _, each, _ in shown]
     traces = [
-        bars(real(run), labels, found, FIRST, hovertemplate="%{x:.3~g} ms"),
-        marks("predicted", labels, expected, SECOND, hovertemplate="%{x:.3~g} ms"),
+        charts.bars(real(run), labels, found, hovertemplate="%{x:.3~g} ms"),
+        charts.marks("predicted", labels, expected, hovertemplate="%{x:.3~g} ms"),
     ]
-    more = left_out(timed, shown, "member", "that compute less are not shown")
+    more = charts.left_out(timed, shown, "member", "that compute less are not shown")
     return Chart(
         key="stages",
         title="Computing time of a micro-batch, forward and backward",
         note=f"Means over the rounds. {more}".strip(),
-        figure=by_row(traces, len(shown), "ms", hovermode="y unified"),
+        figure=charts.by_row(traces, "ms", hovermode="y unified"),
     )
 
 
@@ -164,11 +142,11 @@ def _wall(run: RunData) -> Chart | None:
     trained = [None if t is None else t - (e or 0) for t, e in zip(total, tested, strict=True)]
     hover = "%{y:.3~g} s"
     traces = [
-        columns("training", x, trained, FIRST, hover),
-        columns("evaluation by the server", x, tested, THIRD, hover),
+        charts.columns("training", x, trained, charts.FIRST, hover),
+        charts.columns("evaluation by the server", x, tested, charts.THIRD, hover),
     ]
     title = "Wall-clock seconds of a round on the server"
-    return Chart(key="wall", title=title, figure=stacked(traces))
+    return Chart(key="wall", title=title, figure=charts.stacked(traces))
 
 
 def _clusters(run: RunData) -> list[Table]:
@@ -181,7 +159,7 @@ def _clusters(run: RunData) -> list[Table]:
             head=["cluster", "rounds", "predicted", real(run), "median error"],
             rows=rows,
             note="Seconds are means over the rounds.",
-            folded=folds(rows),
+            folded=charts.folds(rows),
         )
     ]
 
@@ -192,8 +170,8 @@ def _row(name: str, data: ClusterData) -> list[str]:
     return [
         name,
         str(len(data.latency_s.known)),
-        seconds(_mean(data.predicted_s)),
-        seconds(_mean(data.latency_s)),
+        charts.seconds(_mean(data.predicted_s)),
+        charts.seconds(_mean(data.latency_s)),
         f"{100 * median(errors):.1f} %" if errors else "-",
     ]
 
@@ -204,24 +182,16 @@ def _mean(series: Series) -> float | None:
 
 
 def compared_times(runs: Sequence[RunData]) -> Section:
-    """Rounds of all runs, and what they took by the clock."""
+    """Seconds of rounds of all runs, and their wall-clock time."""
     traces = [
-        curve(run.name, run.rounds, run.numbers["latency_s"], COLOURS[place % len(COLOURS)])
+        charts.curve(run.name, run.rounds, run.numbers["latency_s"], charts.colour_of(place))
         for place, run in enumerate(runs)
         if run.numbers["latency_s"].known
     ]
-    charts = []
-    if traces:
-        title = "Seconds of a round"
-        figure = by_round(traces, zero=True)
-        charts.append(Chart(key="round-time", title=title, figure=figure))
-    labels = [plain(run.name) for run in runs]
-    wall = [bars("wall clock", labels, [sum(run.numbers["wall_s"].known) for run in runs], FIRST)]
-    charts.append(
-        Chart(
-            key="wall",
-            title="Wall-clock seconds of all rounds",
-            figure=by_row(wall, len(runs), "s", showlegend=False),
-        )
-    )
-    return Section(key="time", title="Time of a round", charts=charts)
+    walls = {run.name: sum(run.numbers["wall_s"].known) for run in runs}
+    wall = charts.per_run("wall", "Wall-clock seconds of all rounds", "wall clock", walls, "s")
+    if not traces:
+        return Section(key="time", title="Time of a round", charts=[wall])
+    figure = charts.by_round(traces, zero=True)
+    rounds = Chart(key="round-time", title="Seconds of a round", figure=figure)
+    return Section(key="time", title="Time of a round", charts=[rounds, wall])

@@ -1,11 +1,15 @@
-"""Output of `collapipe cluster check` and `collapipe profile`: tables, and below them a verdict."""
+"""Output of `collapipe cluster status`, `cluster check` and `profile`: tables, and a verdict."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from collapipe_flwr.core.json_codec import plain
@@ -15,6 +19,7 @@ if TYPE_CHECKING:
     from collapipe_flwr.cluster.forecast import Forecast
     from collapipe_flwr.cluster.profile import Measured, Measurements
     from collapipe_flwr.core.domain import BlockCost
+    from collapipe_flwr.membership.members import ClusterStatus
 
 _GIGA, _MEGA, _MILLI = 1e9, 1e6, 1e-3
 _COLUMNS = (
@@ -25,10 +30,12 @@ _COLUMNS = (
     "kept\nMB",  # activations until the backward pass
     "sent\nMB",
 )
+_LOOK_S = 1.0
+_COLOURS = {"ready": "green", "stopping": "yellow", "away": "red"}
 
 
 def show_measurements(found: Measurements, console: Console) -> None:
-    """Print the tables and one sentence per member or link that needs mending."""
+    """Print the tables and one sentence per fault."""
     console.print(measurements_table(found))
     console.print(f"compute: {computing(found)}", highlight=False, markup=False)
     console.print(f"energy: {meters(found)}", highlight=False, markup=False)
@@ -64,7 +71,7 @@ def measurements_table(found: Measurements) -> Table:
 
 
 def computing(found: Measurements) -> str:
-    """On what the benchmark ran, by which torch; members that are alike together."""
+    """The processor and torch version of the benchmark; equal members are grouped."""
     alike: dict[str, list[str]] = {}
     for member in found.members:
         if member.computes:
@@ -73,7 +80,7 @@ def computing(found: Measurements) -> str:
 
 
 def meters(found: Measurements) -> str:
-    """Which sensor meters each device, with its one reading; all others are modelled."""
+    """The sensor and one reading of each metered device, then the devices that are modelled."""
 
     def meter(member: Measured) -> str:
         tells = "tells no power now" if member.power_w is None else f"{member.power_w:.1f} W"
@@ -150,3 +157,49 @@ def _cost_cells(cost: BlockCost) -> tuple[str, ...]:
         f"{cost.stash_bytes / _MEGA:.2f}",
         f"{cost.output_bytes / _MEGA:.3f}",
     )
+
+
+def follow(
+    console: Console, first: ClusterStatus, look: Callable[[], ClusterStatus]
+) -> ClusterStatus:
+    """Show the table, updated every second, until Ctrl-C; returns the last status."""
+    found = first
+    try:
+        with Live(status_table(found), console=console, auto_refresh=False) as live:
+            while True:
+                time.sleep(_LOOK_S)
+                found = look()
+                live.update(status_table(found), refresh=True)
+    except KeyboardInterrupt:
+        return found
+
+
+def status_table(found: ClusterStatus) -> Table:
+    """One line per member."""
+    title = f"cluster {found.cluster_id}, roster {found.version}"
+    figures = ("GFLOP\n/s", "memory\nGB", "daemon\nMB", "clock\ns", "roster")
+    table = number_table(title, ("member", "role", "address", "state"), figures)
+    for member in found.members:
+        colour = _COLOURS.get(member.state, "")
+        state = f"[{colour}]{member.state}[/]" if colour else member.state
+        table.add_row(
+            member.name,
+            member.role,
+            escape(member.address),
+            state,
+            number(member.speed_flop_per_s, _GIGA, 1),
+            number(member.memory_bytes, _GIGA, 1),
+            number(member.resident_bytes, _MEGA, 0),
+            number(member.clock_ahead_s, 1.0, 1),
+            number(member.roster, 1, 0),
+        )
+    return table
+
+
+def status_lines(found: ClusterStatus) -> Iterator[str]:
+    """The same as text, with the reason why a member is away."""
+    yield f"cluster {found.cluster_id}, roster {found.version}, {len(found.members)} members"
+    for member in found.members:
+        where = f" at {member.address}" if member.address else ""
+        fault = f": {member.fault}" if member.fault else ""
+        yield f"{member.role} {member.name}{where} {member.state}{fault}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from collapipe_flwr.membership.members import AWAY, EXPECTED, READY, ClusterStatus, MemberStatus
-from collapipe_flwr.reporting.cluster_table import follow, status_lines, status_table
+from collapipe_flwr.reporting.tables import follow, status_lines, status_table
 
 MEMBERS = (
     MemberStatus(

@@ -1,0 +1,220 @@
+"""``collapipe profile``, ``simulate`` and ``bench``: costs and plans, without training a model."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+import collapipe_flwr
+from collapipe_flwr.core.domain import ClusterProfile
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.keys import assignments, read_assignments
+
+
+def profile(
+    model: Annotated[str, Argument(help="Folder, hub name, or model type such as bert.")],
+    task: Annotated[str, Option(help="Task. Default: that of the model's architecture.")] = "",
+    overrides: Annotated[str, Option(help='As model.overrides: "n_layer=6 n_embd=128".')] = "",
+    length: Annotated[int, Option(help="Tokens per example.", min=1)] = 64,
+    target_length: Annotated[int, Option(help="Tokens per target.", min=1)] = 64,
+    edge_blocks: Annotated[int, Option(help="Upper blocks at the edge.", min=0)] = 0,
+    ties: Annotated[
+        str, Option(help="As model.ties: untie counts a tied table twice, rows once.")
+    ] = "untie",
+    lora_rank: Annotated[
+        int, Option(help="Rank of LoRA adapters; 0: train all weights.", min=0)
+    ] = 0,
+    cluster: Annotated[Path | None, Option(help="Cluster file (TOML).")] = None,
+    devices: Annotated[str, Option(help="Device presets: raspberry-pi-4,jetson-nano,...")] = "",
+    control_unit: Annotated[
+        str, Option(help="Preset of the control unit, with --devices.")
+    ] = "raspberry-pi-5",
+    examples: Annotated[int, Option(help="Examples per round.", min=1)] = 256,
+    micro_batch_sizes: Annotated[
+        str, Option(help="Micro-batch sizes to choose from.")
+    ] = "1,2,4,8,16",
+    micro_batches: Annotated[
+        str, Option(help="Numbers of micro-batches to choose from.")
+    ] = "1,2,4,8",
+    schedule: Annotated[str, Option(help="As scheduler.schedule: gpipe or 1f1b.")] = "gpipe",
+    max_model_share: Annotated[
+        float, Option(help="As scheduler.max-model-share; 1: no cap on a device's share.")
+    ] = 1.0,
+    batch: Annotated[int, Option(help="Examples per batch of the timed block.", min=1)] = 8,
+    seconds: Annotated[float, Option(help="Seconds to time a block; 0: do not.", min=0)] = 1.0,
+    json_file: Annotated[
+        Path | None, Option("--json", help="Write the figures to this file.")
+    ] = None,
+) -> None:
+    """Print the costs of every block, this machine's speed, and the plan for a cluster.
+
+    Exit code 1 if a cluster was named and the model does not fit it.
+    """
+    from rich.console import Console
+
+    from collapipe_flwr.cluster.forecast import ModelChoice, build_model, forecast
+    from collapipe_flwr.models import BatchShape
+    from collapipe_flwr.reporting.output import prepare, write_json
+    from collapipe_flwr.reporting.tables import as_json, show_forecast
+    from collapipe_flwr.scheduler.protocol import SchedulerConfig
+    from collapipe_flwr.simulation.setting import whole_numbers
+
+    if not assignments().holds(overrides):
+        raise ConfigError(f"--overrides {assignments().says}, got {overrides!r}")
+    prepare("--json", json_file)
+    request = ModelChoice(
+        model=model,
+        task=task,
+        overrides=read_assignments(overrides),
+        shape=BatchShape(source_length=length, target_length=target_length),
+        edge_blocks=edge_blocks,
+        lora_rank=lora_rank,
+        ties=ties,
+    )
+    settings = SchedulerConfig(
+        micro_batch_sizes=whole_numbers("micro-batch-sizes", micro_batch_sizes),
+        micro_batches=whole_numbers("micro-batches", micro_batches),
+        schedule=schedule,
+        max_model_share=max_model_share,
+    )
+    place = _cluster(cluster, devices, control_unit, examples)
+    found = forecast(
+        build_model(request),
+        request.shape,
+        place,
+        settings,
+        examples_at_once=batch,
+        seconds=seconds,
+    )
+    show_forecast(found, Console())
+    write_json(json_file, as_json(found))
+    raise typer.Exit(1 if place is not None and found.plan is None else 0)
+
+
+def _cluster(
+    file: Path | None, devices: str, control_unit: str, examples: int
+) -> ClusterProfile | None:
+    from collapipe_flwr.cluster.profile import cluster_of_presets, profile_of
+    from collapipe_flwr.config.cluster_file import read_cluster
+
+    if file is not None and devices:
+        raise ConfigError("give --cluster or --devices, not both")
+    if file is not None:
+        return profile_of(read_cluster(file), examples)
+    kinds = [kind.strip() for kind in devices.split(",") if kind.strip()]
+    return cluster_of_presets(kinds, control_unit, examples) if kinds else None
+
+
+def simulate(
+    preset: Annotated[
+        str | None, Option(help="paper, one-strong or cellular; other options override it.")
+    ] = None,
+    clusters: Annotated[int | None, Option(help="Number of clusters.")] = None,
+    devices: Annotated[
+        int | None, Option(help="Devices per cluster, besides the control unit.")
+    ] = None,
+    blocks: Annotated[int | None, Option(help="Encoder blocks of the model.")] = None,
+    width: Annotated[int | None, Option(help="Width of the model.")] = None,
+    tokens: Annotated[int | None, Option(help="Tokens per example.")] = None,
+    examples: Annotated[int | None, Option(help="Examples per cluster.")] = None,
+    rounds: Annotated[int | None, Option(help="Rounds per episode.")] = None,
+    seeds: Annotated[
+        list[str] | None,
+        Option("--seeds", "--seed", help="0,1,2 or 100-119; may be repeated."),
+    ] = None,
+    policies: Annotated[str | None, Option(help="Policies to compare: dssda,fedavg,...")] = None,
+    penalty_weight: Annotated[
+        float | None, Option(help="V of DSSDA: latency against energy queues.")
+    ] = None,
+    energy_budget: Annotated[
+        str | None,
+        Option(help="1.8x an equal share of work, 30% of training alone, 500 joules, or none."),
+    ] = None,
+    channel: Annotated[
+        str | None, Option(help="static, block-fading, mobility or trace:FILE.")
+    ] = None,
+    radio: Annotated[str | None, Option(help="wifi or 5g.")] = None,
+    kinds: Annotated[str | None, Option(help="Device kinds to draw from.")] = None,
+    devices_from: Annotated[
+        Path | None, Option(help="JSON or TOML file of clusters and device kinds.")
+    ] = None,
+    micro_batch_sizes: Annotated[str | None, Option(help="Sizes to choose from.")] = None,
+    micro_batches: Annotated[str | None, Option(help="Counts to choose from.")] = None,
+    codecs: Annotated[
+        str | None, Option(help="fp32,bf16,int8: DSSDA chooses hop by hop; else fp16.")
+    ] = None,
+    schedule: Annotated[str | None, Option(help="gpipe or 1f1b.")] = None,
+    memory_margin: Annotated[
+        float | None, Option(help="Share of each device's memory that plans leave free.")
+    ] = None,
+    max_model_share: Annotated[
+        float | None, Option(help="Largest share of the model's memory on one device.")
+    ] = None,
+    best_batches: Annotated[
+        bool | None,
+        Option(
+            "--best-batches/--middle-batches",
+            help="Fixed rules take the best micro-batches, or the middle of the grid.",
+        ),
+    ] = None,
+    half_duplex: Annotated[
+        bool | None, Option("--half-duplex", help="Links carry one direction at a time.")
+    ] = None,
+    edge_shared: Annotated[
+        bool | None,
+        Option("--edge-shared", help="Clusters share the edge's computing power."),
+    ] = None,
+    recompute: Annotated[
+        bool | None,
+        Option("--recompute", help="Recompute activations instead of keeping them."),
+    ] = None,
+    replicas: Annotated[
+        bool | None,
+        Option(
+            "--replicas",
+            help="DSSDA lets devices share a stage; what is possible is without replicas.",
+        ),
+    ] = None,
+    profile_error: Annotated[
+        float | None, Option(help="Largest relative error of the profiles schedulers see.")
+    ] = None,
+    profile_error_kind: Annotated[
+        str | None, Option(help="noise: new every round; bias: fixed per device.")
+    ] = None,
+    profile_delay: Annotated[
+        int | None, Option(help="Age in rounds of the snapshots schedulers see.")
+    ] = None,
+    truth_error: Annotated[
+        float | None,
+        Option(help="Standard deviation of ln(true / believed) speed and power of devices."),
+    ] = None,
+    json_file: Annotated[Path | None, Option("--json", help="Write results to this file.")] = None,
+    plot: Annotated[Path | None, Option(help="Folder for plots (needs matplotlib).")] = None,
+) -> None:
+    """Let scheduling policies plan rounds in a simulated world; nothing is trained."""
+    options = dict(locals())  # by name, as they were given
+    from collapipe_flwr.reporting.simulation import run_simulation
+    from collapipe_flwr.simulation.setting import overridden
+    from collapipe_flwr.simulation.setting import preset as preset_setting
+
+    options["seeds"] = ",".join(seeds) if seeds else None
+    setting = overridden(preset_setting(preset), **options)
+    run_simulation(setting, json_file=json_file, plot_dir=plot)
+
+
+def bench(context: typer.Context) -> None:
+    """Measure parts of CollaPipe on this machine (in a checkout of the project only)."""
+    root = Path(collapipe_flwr.__file__).parents[1]
+    if not (root / "benchmarks" / "__main__.py").is_file():
+        raise ConfigError(
+            "the benchmarks are in the folder benchmarks/ of the project's repository, not in the "
+            "installed package: use `collapipe bench` in a checkout installed by `pip install -e .`"
+        )
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    importlib.import_module("benchmarks.__main__").app(context.args, prog_name=context.command_path)
