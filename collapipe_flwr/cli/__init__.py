@@ -21,7 +21,7 @@ from collapipe_flwr.cli.run import check_config, compare, run
 from collapipe_flwr.cli.simulate import simulate
 from collapipe_flwr.cli.watch import watch
 from collapipe_flwr.core.errors import CollaPipeError
-from collapipe_flwr.core.versions import installed_versions
+from collapipe_flwr.core.imports import installed_versions
 
 app = typer.Typer(
     name="collapipe",

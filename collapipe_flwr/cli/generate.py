@@ -129,7 +129,7 @@ def _access(
 ) -> AccessControl | None:
     """Who may ask a server for texts; None: whoever the CA signed. Raises ConfigError."""
     from collapipe_flwr.config.access_control import access_control
-    from collapipe_flwr.core.addresses import host_and_port, is_loopback
+    from collapipe_flwr.core.links import host_and_port, is_loopback
 
     access = access_control([] if config is None else [config], allow or ())
     if allow and tls is None:

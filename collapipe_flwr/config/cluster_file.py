@@ -31,10 +31,9 @@ from typing import Any, TypeVar
 
 from collapipe_flwr.config.overrides import read_toml
 from collapipe_flwr.config.parsing import flatten_section, parse_section, refuse_unknown
-from collapipe_flwr.core.addresses import is_address
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import Rule, above, at_least, key, matches, one_of
-from collapipe_flwr.core.links import CODECS, TlsFiles
+from collapipe_flwr.core.links import CODECS, TlsFiles, is_address
 
 T = TypeVar("T")
 MEMBER_NAME = matches(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.core.schedule import Action, Op, Schedule, unchecked_schedule
+from collapipe_flwr.core.schedule import Action, Op, Schedule, make_schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ def replay(times: StepTimes, depths: Sequence[int], micro_batches: int) -> Trace
     """
     if len(depths) != times.stages:
         raise ScheduleError(f"{times.stages} stages need as many depths, got {len(depths)}")
-    schedule = unchecked_schedule("1f1b", depths, micro_batches, times.replicas)
+    schedule = make_schedule("1f1b", depths, micro_batches, times.replicas)
     trace = _Replay(times, schedule).run()
     if trace is None:
         schedule.dry_run()  # says why

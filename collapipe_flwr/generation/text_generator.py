@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any
 
 from collapipe_flwr.config.cluster_file import ClusterConfig
-from collapipe_flwr.core.compute import AUTO
+from collapipe_flwr.core.keys import AUTO
 from collapipe_flwr.generation.backends import DaemonBackend, ServedModel, ThreadBackend
 from collapipe_flwr.generation.resilient import GenerationBackend, ResilientGenerator
 from collapipe_flwr.generation.text_model import TextModel

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from collapipe_flwr.core.addresses import host_and_port
 from collapipe_flwr.core.errors import ConfigError, blaming, extra
+from collapipe_flwr.core.links import host_and_port
 
 LOOPBACK = "127.0.0.1"
 

@@ -36,11 +36,10 @@ from collapipe_flwr.host.snapshot_store import SnapshotStore
 from collapipe_flwr.host.weight_cache import TensorStore, WeightCache
 from collapipe_flwr.pipeline.compute import CPU, AllocatorPeak
 from collapipe_flwr.pipeline.config import Health, NextHop, PassesDone, SessionKey, SessionRequest
-from collapipe_flwr.pipeline.fan import fan_of
-from collapipe_flwr.pipeline.link import Link
+from collapipe_flwr.pipeline.gradient_sums import Siblings
+from collapipe_flwr.pipeline.link import Link, fan_of
 from collapipe_flwr.pipeline.meter import StageReport, Timeline, bytes_of
 from collapipe_flwr.pipeline.roles import LastStage, MiddleStage
-from collapipe_flwr.pipeline.siblings import Siblings
 from collapipe_flwr.pipeline.soundness import told
 from collapipe_flwr.pipeline.state import digests_of
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from collapipe_flwr.core.compute import AUTO, check_compute
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.keys import AUTO, check, compute_name
 from collapipe_flwr.pipeline.benchmark import available_memory_bytes
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def resolve(name: str, key: str = "compute") -> torch.device:
     Raises ConfigError, naming the `key`, for a name that is none and for a device that is not here
     or cannot compute.
     """
-    check_compute(name, key)
+    check(key, name, compute_name())
     here = present()
     if name == AUTO:
         fit = (d for d in here if d.type in _AUTOMATIC and not _fault(d, warns=True))

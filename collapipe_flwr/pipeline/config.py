@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import at_least, check_keys, key, one_of
 from collapipe_flwr.core.links import Heartbeat, LinkConfig
-from collapipe_flwr.core.turns import ALONE, Turn
+from collapipe_flwr.core.schedule import ALONE, Turn
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 
 PRECISIONS = ("fp32", "bf16")

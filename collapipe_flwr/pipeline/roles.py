@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ProtocolError, ScheduleError
-from collapipe_flwr.pipeline import ties
+from collapipe_flwr.pipeline import gradient_sums
 from collapipe_flwr.pipeline.compute import bring
 from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.generation import GeneratingEdge, relay_generation
@@ -132,7 +132,7 @@ class FirstStage(_Leader):
             predict=predict,
             rate=next(self._rates) if train else 1.0,
             seed=self.settings.seed,
-            rows=ties.wanted_rows(self.part, (m.inputs for m in batch)),
+            rows=gradient_sums.wanted_rows(self.part, (m.inputs for m in batch)),
         )
         self._batch, self._loss, self._gradient_norm = batch, 0.0, None
         found: tuple[Tensor, ...] = ()
@@ -140,7 +140,7 @@ class FirstStage(_Leader):
             self._send(self.downstream, step.frame())
             if step.rows:
                 lent = self._get(self.downstream, FrameKind.ROWS, step.index, 0)
-                ties.load_rows(self.part, bring(step.rows, self.place), lent.tensors)
+                gradient_sums.load_rows(self.part, bring(step.rows, self.place), lent.tensors)
             self.run_step(step)
             if not train:
                 frame = self._receive(self.downstream, FrameKind.TOTALS, step.index, 0)
@@ -175,13 +175,13 @@ class FirstStage(_Leader):
         self._loss += frame.scalars["loss"]
 
     def _return_rows(self, step: Step) -> None:
-        gradients = ties.row_gradients(self.part, step.rows)
+        gradients = gradient_sums.row_gradients(self.part, step.rows)
         self._send(self.downstream, Frame(kind=FrameKind.ROWS, step=step.index, tensors=gradients))
 
     def _settle(self, step: Step, square_norm: float) -> float:
         totals = self._get(self.downstream, FrameKind.TOTALS, step.index, 0)
-        shared = ties.add_shared(self.part, totals.tensors, self.optimizer)
-        ties.take_shared(self.part, shared)
+        shared = gradient_sums.add_shared(self.part, totals.tensors, self.optimizer)
+        gradient_sums.take_shared(self.part, shared)
         of_shared = sum(float(gradient.square().sum()) for gradient in shared.values())
         norm = (square_norm + _scalar(totals, _SQUARE_NORM) + of_shared) ** 0.5
         factor = 1.0
@@ -245,13 +245,13 @@ class _Follower(Stage):
         behind = self._brought(self._totals(step))
         totals = replace(
             behind,
-            tensors=ties.add_shared(self.part, behind.tensors, self.optimizer),
+            tensors=gradient_sums.add_shared(self.part, behind.tensors, self.optimizer),
             scalars={_SQUARE_NORM: square_norm + _scalar(behind, _SQUARE_NORM)},
         )
         self._send(self.upstream, totals)
         commit = self._receive(self.upstream, FrameKind.COMMIT, step.index, 0)
         self._relay(commit)
-        ties.take_shared(self.part, bring(commit.tensors, self.place))
+        gradient_sums.take_shared(self.part, bring(commit.tensors, self.place))
         return _scalar(commit, _FACTOR)
 
     def _take(self, step: Step, micro_batch: int) -> Frame:
@@ -318,7 +318,7 @@ class LastStage(_Follower):
         self._losses.clear()
         self._predicts, self._predictions = "" if step.train else step.predict, {}
         if step.rows:
-            rows = ties.lend_rows(self.part, bring(step.rows, self.place))
+            rows = gradient_sums.lend_rows(self.part, bring(step.rows, self.place))
             self._send(self.upstream, Frame(kind=FrameKind.ROWS, step=step.index, tensors=rows))
         super().run_step(step)
 
@@ -355,7 +355,7 @@ class LastStage(_Follower):
 
     def _return_rows(self, step: Step) -> None:
         gradients = self._get(self.upstream, FrameKind.ROWS, step.index, 0).tensors
-        ties.add_row_gradients(self.part, bring(step.rows, self.place), gradients)
+        gradient_sums.add_row_gradients(self.part, bring(step.rows, self.place), gradients)
 
     def _generate(self, order: Frame) -> None:
         GeneratingEdge(self.part, self.upstream, self.settings, order).serve()

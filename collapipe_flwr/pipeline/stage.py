@@ -25,7 +25,7 @@ from collapipe_flwr.core.schedule import Action, Op, forward_actions, stage_acti
 from collapipe_flwr.pipeline.backward import DeferredGradients, deferring, fuse_accumulation
 from collapipe_flwr.pipeline.compute import bring, computing_in, finish, home, one_thread, place_of
 from collapipe_flwr.pipeline.config import StageConfig
-from collapipe_flwr.pipeline.fan import lane_of
+from collapipe_flwr.pipeline.gradient_sums import Siblings, borrows, shared_parameters
 from collapipe_flwr.pipeline.link import (
     GRAD,
     HIDDEN,
@@ -33,6 +33,7 @@ from collapipe_flwr.pipeline.link import (
     FrameKind,
     Link,
     context_of,
+    lane_of,
     learns_before,
 )
 from collapipe_flwr.pipeline.meter import (
@@ -44,10 +45,8 @@ from collapipe_flwr.pipeline.meter import (
 )
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.randomness import SeededRandomness
-from collapipe_flwr.pipeline.siblings import Siblings
 from collapipe_flwr.pipeline.soundness import blaming, check_finite, check_sound, told
 from collapipe_flwr.pipeline.step import InFlight, Step, end_of
-from collapipe_flwr.pipeline.ties import borrows, shared_parameters
 
 Around = AbstractContextManager[None]
 WEIGHTS = "weights"  # work: the part of a backward pass that is done after its gradient was sent
@@ -315,10 +314,12 @@ class Stage(ABC):
             self._return_rows(step)
         if self.siblings is not None:
             self.siblings.check(self.part)
-            self.siblings.add_up(self.optimizer.by_name, step.index, self._send, self._get)
+            self.siblings.all_reduce(self.optimizer.by_name, step.index, self._send, self._get)
         with self.recorder.span("optimizer", step.index):
             norm = 0.0 if self.settings.turn.replica else square_norm(self._gradients())
-            shared = shared_parameters(self.part) if step.settle else {}  # see `ties.add_shared`
+            shared = (
+                shared_parameters(self.part) if step.settle else {}
+            )  # see `gradient_sums.add_shared`
             self.optimizer.add_proximal(n for n in self.optimizer.by_name if n not in shared)
         factor = self._settle(step, self._square_norm_alone()) if step.settle else 1.0
         with self.recorder.span("optimizer", step.index):

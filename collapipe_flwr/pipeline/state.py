@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.pipeline.meter import bytes_of
+from collapipe_flwr.pipeline.offload import Lookup, offload, raw_bytes
 from collapipe_flwr.pipeline.optimizer import START, Optimizer
-from collapipe_flwr.pipeline.stowed import Lookup, raw_bytes, stowed
 
 OptimizerState = Mapping[str, tuple[Tensor, ...]]  # by parameter; see `Optimizer.state_tensors`
 _PREFIX = "optimizer/"  # no module path holds a slash
@@ -61,9 +61,9 @@ class PartState:
         weights = {key: _copy(tensor) for key, tensor in self.weights.items()}
         return PartState(weights=weights, optimizer=_copied(self.optimizer))
 
-    def stowed(self) -> PartState:
+    def offloaded(self) -> PartState:
         """The same out of memory, unless it is small; as it is now."""
-        return PartState.of_tensors(stowed(self.tensors()))
+        return PartState.of_tensors(offload(self.tensors()))
 
     @property
     def num_bytes(self) -> int:

@@ -12,8 +12,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.pipeline.config import MOST_SEED
+from collapipe_flwr.pipeline.gradient_sums import ROWS
 from collapipe_flwr.pipeline.link import Frame, FrameKind
-from collapipe_flwr.pipeline.ties import ROWS
 
 _PREDICT = "guesses"  # on the wire
 _RATE = "rate"  # on the wire; 1 where it is missing

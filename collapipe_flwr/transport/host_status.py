@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.versions import version_of
+from collapipe_flwr.core.imports import version_of
 
 _KIB = 1024
 _MOST_PAYLOAD_BYTES = 16 * 2**20

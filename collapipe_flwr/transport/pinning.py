@@ -8,8 +8,8 @@ import ssl
 from hashlib import sha256
 from typing import Any
 
-from collapipe_flwr.core.addresses import host_and_port
 from collapipe_flwr.core.errors import LinkError, Unreachable
+from collapipe_flwr.core.links import host_and_port
 from collapipe_flwr.transport.tls import unverified
 
 

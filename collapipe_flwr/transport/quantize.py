@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from collapipe_flwr.pipeline.stowed import raw_bytes
+from collapipe_flwr.pipeline.offload import raw_bytes
 
 _BLOCK = 128  # elements that share one scale
 _HALF_TOP = 15  # scaled numbers stay below 2 to the power of this, well within half precision

@@ -13,8 +13,16 @@ from hypothesis import strategies as st
 from collapipe_flwr.core.domain import ClusterPlan, Plan, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.replay import StepTimes, replay
-from collapipe_flwr.core.schedule import Action, Op, textbook_depths, unchecked_schedule
-from collapipe_flwr.core.turns import PIECE_BYTES, Turn, pieces_ahead, turns
+from collapipe_flwr.core.schedule import (
+    PIECE_BYTES,
+    Action,
+    Op,
+    Turn,
+    make_schedule,
+    pieces_ahead,
+    textbook_depths,
+    turns,
+)
 from collapipe_flwr.costs.price import price, with_rates
 from collapipe_flwr.costs.replicas import exchange_s, price_if, price_replicated
 from collapipe_flwr.costs.tables import tabulate
@@ -45,7 +53,7 @@ def test_the_textbooks_depths_never_block_whatever_the_replicas(
     replicas: tuple[int, ...], count: int, name: str
 ) -> None:
     depths = textbook_depths(replicas)
-    schedule = unchecked_schedule(name, depths, count, replicas)
+    schedule = make_schedule(name, depths, count, replicas)
     schedule.dry_run()
     for worker, actions in zip(schedule.workers.places, schedule.actions, strict=True):
         own = list(worker.turn.own(count))
@@ -58,7 +66,7 @@ def _simulated(times: StepTimes, depths: tuple[int, ...], count: int) -> float:
 
     Shares no code with `replay`; what happens first is right after one pass, and so on.
     """
-    schedule = unchecked_schedule("1f1b", depths, count, times.replicas)
+    schedule = make_schedule("1f1b", depths, count, times.replicas)
     last = len(times.replicas) - 1
     end: dict[tuple[int, Action], float] = {}  # of passes, by stage
     sent: dict[tuple[int, Action], float] = {}  # ends of transmissions, by hop
