@@ -35,7 +35,6 @@ class CheckSettings:
     deadline_s: float = 10.0  # for an answer
     most_links: int = 64  # that are measured; 0: all
     wake_s: float = 180.0  # for a board to load its libraries and run the benchmark
-    compute: str = AUTO  # of the control unit
     clock: Callable[[], float] = time.time
 
     @property
@@ -78,12 +77,14 @@ def check_cluster(
 
     ``on_done`` is called with the name of each member and link. What fails has a ``fault``.
     """
-    members = [_control_unit(config, settings)]
-    on_done(config.control_unit.name)
+    here = measure_here(config.control_unit.name, settings)
+    fault = _memory_fault(config.control_unit, here.memory_bytes or 0)
+    members = [replace(here, fault=fault)]
+    on_done(here.name)
     edge = (config.edge,) if config.edge.address else ()
-    for member, fault in _faults(config, (*config.devices, *edge), settings):
+    for member, missed in _faults(config, (*config.devices, *edge), settings):
         measure = partial(_measured, member=member, settings=settings)
-        members.append(fault or _asked(config, member, settings, measure))
+        members.append(missed or _asked(config, member, settings, measure))
         on_done(member.name)
     there = {member.name for member in members if member.delay_s is not None}
     links = []
@@ -99,15 +100,10 @@ def check_cluster(
     )
 
 
-def _control_unit(config: ClusterConfig, settings: CheckSettings) -> Measured:
-    found = measure_here(config.control_unit.name, settings)
-    return replace(found, fault=_memory_fault(config.control_unit, found.memory_bytes or 0))
-
-
 def measure_here(name: str, settings: CheckSettings) -> Measured:
     """The speed and free memory of this machine, as a member with this ``name``."""
-    place = resolve(settings.compute, "--compute")
-    return _computing(Measured(name=name), settings, partial(run_benchmark, place=place))
+    run = partial(run_benchmark, place=resolve(AUTO))
+    return _computing(Measured(name=name), settings, run)
 
 
 def _computing(member: Measured, settings: CheckSettings, run: Benchmark) -> Measured:

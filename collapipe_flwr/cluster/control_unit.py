@@ -18,13 +18,7 @@ from torch import Tensor
 
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig
 from collapipe_flwr.cluster.fleet import CONTROL_UNIT, Fleet, RoundOrder
-from collapipe_flwr.cluster.recovery import (
-    Incident,
-    RecoveringRound,
-    Recovery,
-    evaluate_chain,
-    run_interval,
-)
+from collapipe_flwr.cluster.recovery import Incident, RecoveringRound, Recovery
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.links import QUEUE_FRAMES
@@ -74,19 +68,12 @@ def train_round(
     `RecoveringRound.run`.
     """
     start_s = time.perf_counter()
-    quarantined: Mapping[str, str] = {}
     check_cluster_plan(order.plan, splitter.num_blocks)
     _refuse_cut_batches(splitter, order.plan)
     dry_run_plan(order.plan, order.learning.schedule, QUEUE_FRAMES)
-    if recovery is None:
-        keep_optimizer = order.keep_optimizer
-        interval = run_interval(splitter, order, batches, fleet, probe, lambda: keep_optimizer)
-        intervals, plan, incidents = [interval], order.plan, []
-    else:
-        round_ = RecoveringRound(splitter, order, fleet, recovery)
-        round_.run(batches, probe)
-        intervals, plan, incidents = round_.intervals, round_.order.plan, round_.incidents
-        quarantined = round_.suspects.quarantined
+    done = RecoveringRound(splitter, order, fleet, recovery)
+    done.run(batches, probe)
+    intervals = done.intervals
     return RoundResult(
         slots=between_rounds(intervals[-1].state.optimizer) if order.keep_optimizer else {},
         weights=Lookup.of(intervals[-1].state.weights),
@@ -95,9 +82,9 @@ def train_round(
         reports=joined(interval.reports for interval in intervals),
         wall_s=time.perf_counter() - start_s,
         moved=sum((interval.moved for interval in intervals), TransferStats()),
-        plan=plan,
-        incidents=tuple(incidents),
-        quarantined=quarantined,
+        plan=done.order.plan,
+        incidents=tuple(done.incidents),
+        quarantined=done.suspects.quarantined,
     )
 
 
@@ -121,8 +108,6 @@ def evaluate_batches(
 ) -> EvalResult:
     """Evaluate the chain without training it; recovers and raises as ``train_round``."""
     check_cluster_plan(order.plan, splitter.num_blocks)
-    if recovery is None:
-        return evaluate_chain(splitter, order, batches, fleet, wanted)
     return RecoveringRound(splitter, order, fleet, recovery).test(batches, wanted)
 
 

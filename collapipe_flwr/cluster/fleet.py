@@ -91,12 +91,6 @@ class RoundOrder:
             for turn in turns(len(segment.device_ids))
         )
 
-    @property
-    def without_replicas(self) -> RoundOrder:
-        """The same over the first device of every stage."""
-        segments = tuple(replace(segment, replicas=()) for segment in self.plan.segments)
-        return replace(self, plan=replace(self.plan, segments=segments))
-
     def placed(self, part: nn.Module) -> tuple[nn.Module, Optimizer]:
         """A part on ``compute``, and its optimizer, which continues from the slots."""
         part = hold(part, self.compute)
@@ -155,8 +149,8 @@ class Chain(Protocol):
         """The control unit's link to device 1."""
         ...
 
-    def collect(self, *, keep_optimizer: Callable[[], bool] = lambda: False) -> Segments:
-        """The segments, after the END frame went down ``link``, on request with optimizer slots.
+    def collect(self, *, keep_optimizer: bool) -> Segments:
+        """The segments, after the END frame was sent down ``link``, on request with slots.
 
         Waits for every device and the edge to end; raises the LinkError of one that failed or did
         not end.
@@ -233,13 +227,13 @@ class ThreadChain:
         self._deadline_s = deadline_s
         self._edge = edge
 
-    def collect(self, *, keep_optimizer: Callable[[], bool] = lambda: False) -> Segments:
+    def collect(self, *, keep_optimizer: bool) -> Segments:
         for device in self._devices:
             device.finish(self._deadline_s)
         self._edge.close()
         stages = [device.stage for device in self._devices]
         firsts = [stage for stage in stages if stage.settings.turn.replica == 0]
-        kept = firsts if keep_optimizer() else ()
+        kept = firsts if keep_optimizer else ()
         return Segments(
             state=PartState(
                 weights={
@@ -298,13 +292,16 @@ def join(
         part, optimizer = order.placed(
             splitter.build_segment(segment.first_block, segment.stop_block, order.weights)
         )
-        links: dict[str, object] = {
-            "upstream": wires.up(stage, turn),
-            "downstream": wires.down(stage, turn),
-        }
-        if turn.replicas > 1:
-            links["siblings"] = wires.beside(stage, turn)
-        stages.append(make_stage(part, optimizer, order.settings(stage, turn), **links))
+        stages.append(
+            make_stage(
+                part,
+                optimizer,
+                order.settings(stage, turn),
+                upstream=wires.up(stage, turn),
+                downstream=wires.down(stage, turn),
+                siblings=wires.beside(stage, turn) if turn.replicas > 1 else None,
+            )
+        )
     return wires.down(0, ALONE), stages
 
 
@@ -312,7 +309,7 @@ _Place = tuple[int, int]  # stage, replica
 
 
 class Wires:
-    """All links of a chain of threads; a pair is made when its first end is asked for."""
+    """All links of a chain of threads; a pair is made with the first request for one end."""
 
     def __init__(
         self, plan: ClusterPlan, hops: Sequence[LinkConfig], edges: Sequence[Link]

@@ -38,7 +38,7 @@ from collapipe_flwr.models.parts import EmbeddingPart
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.offload import Lookup
 from collapipe_flwr.pipeline.roles import FirstStage
-from collapipe_flwr.pipeline.soundness import oddity
+from collapipe_flwr.pipeline.soundness import implausible
 from collapipe_flwr.pipeline.state import PartState
 from collapipe_flwr.pipeline.step import MicroBatch, StepResult
 from collapipe_flwr.scheduler.remaining import without_lost
@@ -107,12 +107,13 @@ def run_interval(
             tested = EvalResult.mean(_losses(first.evaluate(batch) for batch in probe))
             steps = [first.train_step(batch) for batch in batches]
             first.finish()
-        slots = optimizer.state_tensors() if keep_optimizer() else {}
+        keeps = keep_optimizer()
+        slots = optimizer.state_tensors() if keeps else {}
         own = PartState(weights=embedding.state_dict(), optimizer=slots).offloaded()
         report, next_step = first.report(), first.next_step
         del first, optimizer, embedding, slots  # freed before the segments arrive
         give_back()
-        segments = chain.collect(keep_optimizer=keep_optimizer)
+        segments = chain.collect(keep_optimizer=keeps)
         give_back()
     state = PartState(
         weights=Lookup.of(own.weights, segments.state.weights),
@@ -134,10 +135,10 @@ def _check_sound(splitter: AnySplitter, order: RoundOrder, state: PartState) -> 
     owners = [(splitter.segment_keys(s.first_block, s.stop_block), s) for s in order.plan.segments]
     owned = {key: segment.device_id for keys, segment in owners for key in keys}
     for key, tensor in state.weights.items():
-        odd = oddity(tensor)
-        if odd and (key not in order.weights or not oddity(order.weights[key])):
+        wrong = implausible(tensor)
+        if wrong and (key not in order.weights or not implausible(order.weights[key])):
             owner = owned.get(key, CONTROL_UNIT)
-            raise MemberFailed(owner, f"{owner} returned {key} with {odd}", Blame.UNSOUND)
+            raise MemberFailed(owner, f"{owner} returned {key} with {wrong}", Blame.UNSOUND)
 
 
 def evaluate_chain(
@@ -151,7 +152,8 @@ def evaluate_chain(
     embedding, optimizer = order.placed(splitter.build_embedding(order.weights))
     taken, generates = tuple(batches), wanted is not None and wanted.generates(splitter.decodes)
     if generates:  # a text stays on the devices that keep its hidden states
-        order = order.without_replicas
+        segments = tuple(replace(segment, replicas=()) for segment in order.plan.segments)
+        order = replace(order, plan=replace(order.plan, segments=segments))
     predict = "" if wanted is None or generates else wanted.kind
     with fleet.chain(splitter, order) as chain:
         first = FirstStage(embedding, optimizer, order.settings(0), downstream=chain.link)
@@ -217,10 +219,13 @@ class Incident:
 
 
 class RecoveringRound:
-    """One round of one cluster in intervals; ``order`` is what is left to do, with its plan."""
+    """One round of one cluster in intervals; ``order`` is what is left to do, with its plan.
+
+    Without a ``recovery`` the first failure is raised.
+    """
 
     def __init__(
-        self, splitter: AnySplitter, order: RoundOrder, fleet: Fleet, recovery: Recovery
+        self, splitter: AnySplitter, order: RoundOrder, fleet: Fleet, recovery: Recovery | None
     ) -> None:
         self.order = order
         self.intervals: list[ReplayInterval] = []
@@ -230,7 +235,7 @@ class RecoveringRound:
         self._fleet = fleet
         self._recovery = recovery
         self._probe: tuple[Batch, ...] = ()
-        self._done = 0  # optimiser steps
+        self._done = 0  # optimizer steps
         self._lost: set[str] = set()  # device ids
 
     def run(self, batches: Iterable[Batch], probe: Iterable[Batch] = ()) -> None:
@@ -239,9 +244,9 @@ class RecoveringRound:
         Raises InfeasibleError when no plan fits the devices that are left, and LinkError when the
         edge is gone for good or an interval fails again and again without the loss of a device.
         """
-        buffer = ReplayBuffer(batches, self._recovery.snapshot_every)
+        buffer = ReplayBuffer(batches, self._recovery.snapshot_every if self._recovery else 0)
         self._probe = tuple(probe)
-        while buffer.has_next():
+        while buffer.has_next() or not self.intervals:
             buffer.begin()
             interval = self._until_done(partial(self._once, buffer), lambda: buffer.first_done_s)
             if buffer.has_next():
@@ -267,12 +272,14 @@ class RecoveringRound:
             try:
                 result = attempt()
             except LinkError as error:
-                ended.append(self._recover(error, last=replays >= MOST_REPLAYS))
+                if self._recovery is None:
+                    raise
+                ended.append(self._recover(self._recovery, error, last=replays >= MOST_REPLAYS))
                 replays = 0 if ended[-1].lost else replays + 1
                 if replays > MOST_REPLAYS:
                     raise
             else:
-                self.suspects.close_trial()
+                self.suspects.clear()
                 at_s = resumed_s()
                 self.incidents += [replace(incident, resumed_s=at_s) for incident in ended]
                 return result
@@ -291,30 +298,32 @@ class RecoveringRound:
             self._probe,
             keep_optimizer=lambda: buffer.has_next() or self.order.keep_optimizer,
         )
-        self._recovery.edge.snapshot(self._done + len(interval.losses))
+        if self._recovery is not None:
+            self._recovery.edge.snapshot(self._done + len(interval.losses))
         return interval
 
-    def _recover(self, error: LinkError, *, last: bool) -> Incident:
+    def _recover(self, recovery: Recovery, error: LinkError, *, last: bool) -> Incident:
         """Void the interval everywhere, and plan for the devices that answer.
 
         A lost device stays out until the round is over: with one that comes and goes the interval
         would be replayed without end. Where all answer, one may be to blame, see `Suspects`.
         """
         noticed_s, plan = time.monotonic(), self.order.plan
-        ids = [device.device_id for device in self._recovery.profile.devices]
+        ids = [device.device_id for device in recovery.profile.devices]
         missing = self._fleet.missing(list(dict.fromkeys((*ids, *plan.device_ids))))
         lost = tuple(name for name in plan.device_ids if name in missing)
         log.warning("cluster %s: %s", plan.cluster_id, error)
-        quarantined = "" if lost else self.suspects.convict(error, plan, last=last)
+        quarantined = "" if lost else self.suspects.quarantine(error, plan, last=last)
         if quarantined:
             lost = (quarantined,)
             log.warning("%s is quarantined: %s", quarantined, self.suspects.quarantined[lost[0]])
         self._lost.update(lost)
         if lost:
-            plan = self._plan_for([name for name in ids if name not in missing | self._lost], error)
+            present = [name for name in ids if name not in missing | self._lost]
+            plan = self._plan_for(present, recovery, error)
             self.order = replace(self.order, plan=plan)
         try:
-            self._recovery.edge.rollback(self._done)
+            recovery.edge.rollback(self._done)
         except LinkError as gone:
             raise LinkError(f"{error}; the round cannot be replayed: {gone}") from error
         where = ", ".join(plan.device_ids)
@@ -328,12 +337,14 @@ class RecoveringRound:
             resumed_s=noticed_s,
         )
 
-    def _plan_for(self, present: Collection[str], error: LinkError) -> ClusterPlan:
+    def _plan_for(
+        self, present: Collection[str], recovery: Recovery, error: LinkError
+    ) -> ClusterPlan:
         """The plan for the devices that are left; raises InfeasibleError where none fits."""
         learning, plan = self.order.learning, self.order.plan
         remains = ReplanInput(
-            profile=self._recovery.profile,
-            model=self._recovery.model(),
+            profile=recovery.profile,
+            model=recovery.model(),
             present=present,
             options=PricingOptions(
                 schedule=learning.schedule, recompute=learning.execution.recompute
@@ -342,7 +353,7 @@ class RecoveringRound:
         try:
             return without_lost(plan, remains) or replan(plan, remains)
         except InfeasibleError as short:
-            raise InfeasibleError(self.suspects.shortage(str(short))) from error
+            raise InfeasibleError(self.suspects.explain(str(short))) from error
 
 
 class ReplayBuffer:

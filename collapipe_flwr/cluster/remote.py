@@ -48,14 +48,13 @@ class RemoteFleet:
 
     ``edge`` is the session that the last device sends its activations to. Links are configured by
     the order; a codec in the cluster file overrides it, and the smaller of two rates counts. Calls
-    end within ``deadline_s``, transfers of weights within ``transfer_s``; with a ``heartbeat``
-    every member also watches the next one, and the control unit watches all.
+    end within ``deadline_s``; with a ``heartbeat`` every member also watches the next one, and the
+    control unit watches all.
     """
 
     cluster: ClusterConfig
     edge: NextHop
     deadline_s: float = 20.0
-    transfer_s: float = 600.0
     heartbeat: Heartbeat | None = None
 
     @contextmanager
@@ -133,7 +132,6 @@ class RemoteFleet:
             tls=self.cluster.tls_files(self.cluster.control_unit.name),
             certificate_name=self.cluster.certificate_name(member),
             deadline_s=self.deadline_s,
-            transfer_s=self.transfer_s,
             heartbeat=self.heartbeat,
         )
 
@@ -266,12 +264,10 @@ class RemoteChain:
         self.link = link
         self._sessions = sessions
 
-    def collect(self, *, keep_optimizer: Callable[[], bool] = lambda: False) -> Segments:
-        """See `Chain.collect`."""
+    def collect(self, *, keep_optimizer: bool) -> Segments:
         self.link.close()  # returns when device 1, and with it the chain behind it, has ended
-        slots = keep_optimizer()
         turn = threading.Lock()  # one segment at a time in this machine's memory
-        parts = _at_once(lambda hosted: hosted.collect(slots, turn), self._sessions)
+        parts = _at_once(lambda hosted: hosted.collect(keep_optimizer, turn), self._sessions)
         return Segments(
             state=PartState(
                 weights=Lookup.of(*(part.state.weights for part in parts)),

@@ -33,13 +33,13 @@ class Suspects:
 
     def __init__(self) -> None:
         self.quarantined: dict[str, str] = {}
-        self._trial: list[tuple[str, MemberFailed]] = []  # of the interval that is replayed
+        self._failures: list[tuple[str, MemberFailed]] = []  # of the interval that is replayed
 
-    def close_trial(self) -> None:
+    def clear(self) -> None:
         """Call when the interval has succeeded without the suspects."""
-        self._trial = []
+        self._failures = []
 
-    def convict(self, error: LinkError, plan: ClusterPlan, *, last: bool) -> str:
+    def quarantine(self, error: LinkError, plan: ClusterPlan, *, last: bool) -> str:
         """The device to continue without, "" where none is to blame.
 
         ``last`` says that the interval has been replayed often enough to blame a link. Raises
@@ -49,29 +49,29 @@ class Suspects:
             return ""
         if error.blame is Blame.UNREACHABLE and not last:
             return ""
-        accused = _accused(error, plan)
-        for before in self._trial:
+        blamed = _blamed(error, plan)
+        for before in self._failures:
             if _alike(before[1], error):
-                raise _nobodys(before, (accused, error))
-        self._trial.append((accused, error))
-        if accused in ("", CONTROL_UNIT, EDGE):
+                raise _shared_failure(before, (blamed, error))
+        self._failures.append((blamed, error))
+        if blamed in ("", CONTROL_UNIT, EDGE):
             return ""
-        self.quarantined[accused] = _named(accused, error)
-        return accused
+        self.quarantined[blamed] = _reason(blamed, error)
+        return blamed
 
-    def shortage(self, refusal: str) -> str:
+    def explain(self, refusal: str) -> str:
         """The ``refusal`` of a plan, with the reason why the suspects are left out."""
-        if not self._trial:
+        if not self._failures:
             return refusal
-        accused, error = self._trial[-1]
+        blamed, error = self._failures[-1]
         doubt = (
             "; whether it computes wrongly or the training diverges shows only where another "
             f"device can hold its blocks: add one, or {_ADVICE}"
         )
-        return f"{_named(accused, error)}; {refusal}{doubt if error.blame is Blame.UNSOUND else ''}"
+        return f"{_reason(blamed, error)}; {refusal}{doubt if error.blame is Blame.UNSOUND else ''}"
 
 
-def _accused(error: MemberFailed, plan: ClusterPlan) -> str:
+def _blamed(error: MemberFailed, plan: ClusterPlan) -> str:
     """The blamed device, control unit or edge; "" if the witness is none of these."""
     stages = [(CONTROL_UNIT,), *(segment.device_ids for segment in plan.segments), (EDGE,)]
     here = next((n for n, members in enumerate(stages) if error.witness in members), None)
@@ -89,9 +89,9 @@ def _accused(error: MemberFailed, plan: ClusterPlan) -> str:
     return members[0] if len(members) == 1 else ""
 
 
-def _named(accused: str, error: MemberFailed) -> str:
+def _reason(blamed: str, error: MemberFailed) -> str:
     """The reason with the member's name, for which neighbours may use another."""
-    return error.why if accused in error.why else f"{accused}: {error.why}"
+    return error.why if blamed in error.why else f"{blamed}: {error.why}"
 
 
 def _alike(before: MemberFailed, now: MemberFailed) -> bool:
@@ -102,7 +102,9 @@ def _alike(before: MemberFailed, now: MemberFailed) -> bool:
     return before.blame is now.blame is Blame.RAISED and alike
 
 
-def _nobodys(before: tuple[str, MemberFailed], now: tuple[str, MemberFailed]) -> CollaPipeError:
+def _shared_failure(
+    before: tuple[str, MemberFailed], now: tuple[str, MemberFailed]
+) -> CollaPipeError:
     (first, error), (second, again) = before, now
     if error.blame is not Blame.UNSOUND:
         return ModelError(f"{first} and {second} fail alike, so no device is to blame: {error.why}")
@@ -113,6 +115,6 @@ def _nobodys(before: tuple[str, MemberFailed], now: tuple[str, MemberFailed]) ->
         )
     without = f"without {first}" if first not in ("", CONTROL_UNIT, EDGE) else "again"
     return Diverged(
-        f"{_named(first, error)}; replayed {without}, {_named(second, again)}: no device is to "
+        f"{_reason(first, error)}; replayed {without}, {_reason(second, again)}: no device is to "
         f"blame, the training diverged; {_ADVICE}"
     )

@@ -163,7 +163,7 @@ def key(default: T, rule: Rule | None = None, *, name: str = "") -> T:
 
 
 def inline(default: T) -> T:
-    """Declare a field of another dataclass, whose keys stand beside those of this one."""
+    """Declare a field of another dataclass, whose keys are listed with those of this one."""
     declared: T = field(default=default, metadata={_INLINE: True})
     return declared
 

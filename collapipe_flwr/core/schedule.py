@@ -198,10 +198,27 @@ def forward_actions(micro_batches: int, turn: Turn) -> Actions:
     return tuple(Action(Op.FORWARD, m) for m in turn.own(micro_batches))
 
 
-def make_schedule(
+def gpipe(stages: int, micro_batches: int) -> Schedule:
+    """All forwards, then all backwards, on every stage."""
+    return build_schedule("gpipe", [micro_batches] * stages, micro_batches)
+
+
+def one_f_one_b(depths: Sequence[int], micro_batches: int) -> Schedule:
+    """One forward, one backward, with a warm-up depth per stage (classic: stages - index)."""
+    return build_schedule("1f1b", depths, micro_batches)
+
+
+def build_schedule(name: str, depths: Sequence[int], micro_batches: int) -> Schedule:
+    """The schedule `name` over `len(depths)` stages. Raises ScheduleError if it would block."""
+    schedule = unchecked_schedule(name, depths, micro_batches)
+    schedule.dry_run()
+    return schedule
+
+
+def unchecked_schedule(
     name: str, depths: Sequence[int], micro_batches: int, replicas: Sequence[int] = ()
 ) -> Schedule:
-    """The schedule `name` over `len(depths)` stages, which may block; a depth is per replica."""
+    """As `build_schedule`, but it may block; a depth is that of each replica."""
     counts = tuple(replicas) or (1,) * len(depths)
     actions = tuple(
         stage_actions(name, depths[worker.stage], micro_batches, worker.turn)

@@ -40,7 +40,7 @@ from collapipe_flwr.pipeline.gradient_sums import Siblings
 from collapipe_flwr.pipeline.link import Link, fan_of
 from collapipe_flwr.pipeline.meter import StageReport, Timeline, bytes_of
 from collapipe_flwr.pipeline.roles import LastStage, MiddleStage
-from collapipe_flwr.pipeline.soundness import told
+from collapipe_flwr.pipeline.soundness import error_for_neighbours
 from collapipe_flwr.pipeline.state import digests_of
 
 Connect = Callable[[NextHop], AbstractContextManager[Link]]
@@ -354,7 +354,7 @@ class EdgeService:
             else:
                 session.go_back()
             self.tally.fail(session.request)
-            upstream.close(told(error, session.request.stage.name))
+            upstream.close(error_for_neighbours(error, session.request.stage.name))
             raise
         finally:
             session.recorder = None

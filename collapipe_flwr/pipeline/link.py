@@ -1,6 +1,6 @@
 """Links between neighbouring stages, and the frames on them: one per micro-batch and direction.
 
-A `Fan` is one link to all replicas of a neighbouring stage, so that a stage need not know of them.
+A `Fan` is one link to all replicas of a neighbouring stage.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class FrameKind(IntEnum):
     ACTIVATION = 2  # down the chain: hidden state and the context of one micro-batch
     GRADIENT = 3  # up the chain: gradient of the hidden state, loss and weight
     TOTALS = 4  # up the chain: sums over the stages at the end of a step
-    COMMIT = 5  # down the chain: what the first stage made of the totals
+    COMMIT = 5  # down the chain: sums of gradients, and the factor to scale all by
     END = 6  # no further step
     ERROR = 7  # the sender gave up; `text` says why
     WEIGHTS = 8  # a piece of a state dict
     ROWS = 9  # rows of a tied table up the chain, their gradients down (`gradient_sums`)
     SERVE = 10  # down the chain: from now on generate texts, until END (`generation`)
-    TOKENS = 11  # up the chain: new tokens of a text, or those whose hidden states are asked for
+    TOKENS = 11  # up the chain: new tokens of a text, or those whose hidden states are requested
     STOP = 12  # down the chain: the client wants no more of this text
     SUM = 13  # between replicas of a stage: a piece of their gradients (`gradient_sums`)
 
@@ -160,8 +160,13 @@ class Mailbox(Generic[Item]):
 
     def put(self, item: Item, deadline_s: float | None, *, size_bytes: int = 0) -> None:
         """Queue one item. Raises LinkError when ended, LinkTimeout when full until the deadline."""
+
+        def has_room() -> bool:
+            fits = not self._items or self._bytes + size_bytes <= self._most_bytes
+            return fits and len(self._items) < self._capacity
+
         with self._changed:
-            self._wait(lambda: self._has_room(size_bytes), deadline_s, "took nothing")
+            self._wait(has_room, deadline_s, "took nothing")
             if self._end is not None:
                 raise _again(self._end)
             self._append(item, size_bytes)
@@ -202,10 +207,6 @@ class Mailbox(Generic[Item]):
                 self._items.clear()
                 self._bytes = 0
                 self._changed.notify_all()
-
-    def _has_room(self, size_bytes: int) -> bool:
-        fits = not self._items or self._bytes + size_bytes <= self._most_bytes
-        return fits and len(self._items) < self._capacity
 
     def _append(self, item: Item, size_bytes: int) -> None:
         self._items.append((item, size_bytes))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -35,7 +35,6 @@ from collapipe_flwr.pipeline.update_rules import (
     empty_state,
     factor_of,
     known_arguments,
-    number,
     torch_names,
 )
 
@@ -127,8 +126,9 @@ class OptimizerConfig:
         if self.name not in FUSED:
             self._check_fields()
         for keywords in (self._keywords(None), *map(self._keywords, self.groups)):
-            if not number(keywords, "lr") >= 0:
-                raise ConfigError(f"learning rate must be >= 0, got {keywords['lr']}")
+            rate: Any = keywords["lr"]
+            if not rate >= 0:
+                raise ConfigError(f"learning rate must be >= 0, got {rate}")
             check_arguments(self.name, keywords)
 
     def keywords(self, name: str) -> Keywords:
@@ -182,7 +182,7 @@ class OptimizerConfig:
         if group is not None:
             chosen |= _given(group)
         if not chosen.get("weight_decay") and "weight_decay" not in known_arguments(self.name):
-            chosen.pop("weight_decay", None)  # none of it is what the class does
+            chosen.pop("weight_decay", None)  # 0 is what such a class does
         return chosen
 
     def _check_fields(self) -> None:
@@ -294,16 +294,13 @@ def optimizer_config(optimizer: object, model: nn.Module | None = None) -> Optim
         return OptimizerConfig(name=optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):
         return _of_instance(optimizer, model)
-    if not isinstance(optimizer, partial):
-        return _of_arguments(optimizer, {})
-    if optimizer.args:
-        raise ConfigError(
-            "an optimizer's arguments must be named, as partial(torch.optim.Adam, lr=1e-3)"
-        )
-    return _of_arguments(optimizer.func, optimizer.keywords)
-
-
-def _of_arguments(kind: Any, given: Mapping[str, Any]) -> OptimizerConfig:
+    kind, given = optimizer, dict[str, Any]()
+    if isinstance(optimizer, partial):
+        if optimizer.args:
+            raise ConfigError(
+                "an optimizer's arguments must be named, as partial(torch.optim.Adam, lr=1e-3)"
+            )
+        kind, given = optimizer.func, optimizer.keywords
     name, defaults = _defaults(kind)
     return OptimizerConfig(name=name, **_split({"lr": defaults["lr"], **given}))
 
@@ -315,10 +312,12 @@ def _of_instance(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> O
             "functools.partial of its class needs none"
         )
     name, defaults = _defaults(type(optimizer))
-    _check_parameters(optimizer, model)
+    names: dict[Tensor, list[str]] = {}  # tied parameters have several
+    for full_name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(full_name)
+    _check_parameters(optimizer, names)
     common = {k: optimizer.defaults[k] for k in defaults}
     given = {k: v for k, v in common.items() if k == "lr" or v != defaults[k]}
-    names = _names(model)
     groups = []
     for group in optimizer.param_groups:
         own = {k: group[k] for k in defaults if group[k] != common[k]}
@@ -360,9 +359,10 @@ def _plain(name: str, value: object) -> Argument:
     raise ConfigError(f"the optimizer's {name} must be a number, got {value!r}")
 
 
-def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raise ConfigError unless it trains just what the model trains, at rates of its own."""
-    names = _names(model)
+def _check_parameters(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, Sequence[str]]
+) -> None:
+    """Raise ConfigError unless it trains what the model trains, at unscheduled rates."""
     held = {p for group in optimizer.param_groups for p in group["params"]}
     if any(p not in names for p in held):
         raise ConfigError("the optimizer holds parameters that are not the model's")
@@ -377,11 +377,3 @@ def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> Non
             "a scheduler of torch has changed the optimizer's learning rates; make the optimizer "
             "without it, and give OptimizerConfig a schedule"
         )
-
-
-def _names(model: nn.Module) -> dict[Tensor, list[str]]:
-    """The keys of each parameter; tied ones have several."""
-    found: dict[Tensor, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(parameter, []).append(name)
-    return found

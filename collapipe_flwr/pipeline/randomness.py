@@ -13,9 +13,8 @@ micro-batch or of one of its blocks draw the same masks.
 The mode is local to its thread; the process-wide generator is borrowed for one operation at a
 time and put back as it was.
 
-Every kind of device has a generator of its own, so the same seed means other masks on each. So the
-masks for an accelerator are drawn on the CPU too, and moved; the products with them are the
-accelerator's.
+Each kind of device has another generator, with other masks for the same seed. So the masks for an
+accelerator are drawn on the CPU too, and moved; the products are computed on the accelerator.
 """
 
 from __future__ import annotations
@@ -95,22 +94,20 @@ class _Call:
     last: str = ""  # the module that was called last
 
     def begin(self, name: str, *, is_leaf: bool) -> _Call:
-        """A module is called within this call."""
+        """Begin a call of a module within this call."""
         place = f"{name} after {self.last}" if is_leaf else name
         self.calls[place] += 1
         self.last = name
-        path = place if self._is_plain_for(name) else f"{self.path} > {place}"
+        owns = not self.name or name.startswith(f"{self.name}.")
+        is_first_of_owner = owns and self.path == self.name
+        path = place if is_first_of_owner else f"{self.path} > {place}"
         if self.calls[place] > 1:
             path += f" #{self.calls[place]}"
         return _Call(name=name, path=path)
 
-    def _is_plain_for(self, name: str) -> bool:
-        """Whether this is the first call of a module that owns the module ``name``."""
-        return self.path == self.name and (not self.name or name.startswith(f"{self.name}."))
-
 
 class _Mode(TorchFunctionMode):
-    """Knows the innermost call of a module that runs, and seeds each random operation in it."""
+    """Tracks the innermost running call of a module, and seeds each random operation in it."""
 
     def __init__(self, place: str) -> None:
         super().__init__()
@@ -128,7 +125,7 @@ class _Mode(TorchFunctionMode):
         return begin
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], result: object) -> None:
-        """A hook: the innermost module has ended, the one around it goes on."""
+        """A hook at the end of the innermost module."""
         del module, args, result
         self._running.pop()
 
@@ -245,7 +242,7 @@ def _here(leaf: Any) -> Any:
 
 
 def _place(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
-    """The first that is not the CPU, of tensors and of what is asked for."""
+    """The first device that is not the CPU, of the requested one and the tensors'."""
     asked = torch.device(kwargs["device"]) if kwargs.get("device") is not None else CPU
     leaves = tree_leaves((args, dict(kwargs)))
     places = (leaf.device for leaf in leaves if isinstance(leaf, Tensor))

@@ -61,6 +61,7 @@ class UpdateRule:
         self._name = name
         self._groups = [group for group in groups if group.parameters]
         self._keywords = {p: group.keywords for group in self._groups for p in group.parameters}
+        self._rates: list[Any] = [group.keywords["lr"] for group in self._groups]
         # torch refuses an optimizer of nothing
         self._optimizer = _construct(name, self._groups) if self._groups else None
 
@@ -68,8 +69,8 @@ class UpdateRule:
         """Update every parameter that has a gradient; ``factor`` scales the learning rates."""
         if self._optimizer is None:
             return
-        for group, given in zip(self._optimizer.param_groups, self._groups, strict=True):
-            group["lr"] = number(given.keywords, "lr") * factor
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * factor
         self._optimizer.step()
 
     def state_of(self, parameter: Tensor) -> tuple[Tensor, ...] | None:
@@ -99,7 +100,6 @@ class FusedSGD(torch.optim.SGD):
     """
 
     def step(self, closure: Any = None) -> None:
-        """One step; ``closure`` is not used."""
         del closure
         for group in self.param_groups:
             kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -183,13 +183,6 @@ def empty_state(
     """The state of one parameter as meta tensors, for its shapes and dtypes."""
     kept = _kept(name, keywords, shape, dtype)
     return tuple(torch.empty(size, dtype=dtype, device="meta") for _, size, dtype in kept)
-
-
-def number(keywords: Keywords, name: str) -> float:
-    """An argument that is a number."""
-    value = keywords[name]
-    assert isinstance(value, int | float)
-    return value
 
 
 def _construct(name: str, groups: Sequence[Group]) -> torch.optim.Optimizer:
@@ -279,7 +272,7 @@ def factor_of(schedule: str, warmup: int, total: int) -> Callable[[int], float]:
     """The factor by step, as `transformers.get_scheduler` defines the schedules of that name.
 
     ``warmup`` steps grow linearly from 0; ``linear`` and ``cosine`` fall to 0 at ``total``. A
-    function that is named by its path takes the number of the step and knows of neither. Raises
+    function that is named by its path takes the number of the step and ignores both. Raises
     ConfigError for a function that cannot be imported, and for a ``total`` of 0 that is needed.
     """
     if schedule not in LEARNING_RATE_SCHEDULES:

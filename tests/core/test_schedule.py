@@ -15,25 +15,11 @@ from collapipe_flwr.core.schedule import (
     Action,
     Op,
     Schedule,
-    make_schedule,
+    build_schedule,
+    gpipe,
+    one_f_one_b,
     stage_actions,
 )
-
-
-def checked(name, depths, micro_batches):
-    """A schedule that does not block."""
-    schedule = make_schedule(name, depths, micro_batches)
-    schedule.dry_run()
-    return schedule
-
-
-def gpipe(stages, micro_batches):
-    return checked("gpipe", [micro_batches] * stages, micro_batches)
-
-
-def one_f_one_b(depths, micro_batches):
-    return checked("1f1b", depths, micro_batches)
-
 
 falling_depths = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(
     lambda depths: sorted(depths, reverse=True)
@@ -44,7 +30,7 @@ falling_depths = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(
     depths=falling_depths, micro_batches=st.integers(1, 12), name=st.sampled_from(["gpipe", "1f1b"])
 )
 def test_each_micro_batch_goes_forward_and_backward_once_per_stage(depths, micro_batches, name):
-    schedule = checked(name, depths, micro_batches)
+    schedule = build_schedule(name, depths, micro_batches)
     once = Counter(Action(op, m) for op in Op for m in range(micro_batches))
     for actions in schedule.actions:
         assert Counter(actions) == once

@@ -18,10 +18,10 @@ from collapipe_flwr.core.schedule import (
     Action,
     Op,
     Turn,
-    make_schedule,
     pieces_ahead,
     textbook_depths,
     turns,
+    unchecked_schedule,
 )
 from collapipe_flwr.costs.price import price, with_rates
 from collapipe_flwr.costs.replicas import exchange_s, price_if, price_replicated
@@ -53,7 +53,7 @@ def test_the_textbooks_depths_never_block_whatever_the_replicas(
     replicas: tuple[int, ...], count: int, name: str
 ) -> None:
     depths = textbook_depths(replicas)
-    schedule = make_schedule(name, depths, count, replicas)
+    schedule = unchecked_schedule(name, depths, count, replicas)
     schedule.dry_run()
     for worker, actions in zip(schedule.workers.places, schedule.actions, strict=True):
         own = list(worker.turn.own(count))
@@ -66,7 +66,7 @@ def _simulated(times: StepTimes, depths: tuple[int, ...], count: int) -> float:
 
     Shares no code with `replay`; what happens first is right after one pass, and so on.
     """
-    schedule = make_schedule("1f1b", depths, count, times.replicas)
+    schedule = unchecked_schedule("1f1b", depths, count, times.replicas)
     last = len(times.replicas) - 1
     end: dict[tuple[int, Action], float] = {}  # of passes, by stage
     sent: dict[tuple[int, Action], float] = {}  # ends of transmissions, by hop
