@@ -84,7 +84,7 @@ def check_cluster(
     edge = (config.edge,) if config.edge.address else ()
     for member, missed in _faults(config, (*config.devices, *edge), settings):
         measure = partial(_measured, member=member, settings=settings)
-        members.append(missed or _asked(config, member, settings, measure))
+        members.append(_asked(config, member, settings, measure) if missed is None else missed)
         on_done(member.name)
     there = {member.name for member in members if member.delay_s is not None}
     links = []

@@ -99,7 +99,7 @@ class FusedSGD(torch.optim.SGD):
     momentum buffers begin as zeros.
     """
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         del closure
         for group in self.param_groups:
             kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
