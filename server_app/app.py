@@ -21,7 +21,7 @@ from collapipe_flwr.core.errors import (
     RunError,
     unexpected_as_run_error,
 )
-from collapipe_flwr.core.versions import installed_versions
+from collapipe_flwr.core.imports import installed_versions
 from collapipe_flwr.federation.arrays import encode_tensors
 from collapipe_flwr.federation.deadline import DeadlineGrid, RoundClock
 from collapipe_flwr.federation.learner import Evaluator, Learner, drawn_sentence, make_learner

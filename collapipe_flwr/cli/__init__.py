@@ -18,7 +18,7 @@ from collapipe_flwr.cli.joining import certs, deploy, join
 from collapipe_flwr.cli.report import compare, report, watch
 from collapipe_flwr.cli.run import check_config, run
 from collapipe_flwr.core.errors import CollaPipeError
-from collapipe_flwr.core.versions import installed_versions
+from collapipe_flwr.core.imports import installed_versions
 
 app = typer.Typer(
     name="collapipe",

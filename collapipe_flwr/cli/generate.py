@@ -12,9 +12,8 @@ import typer
 from typer import Option
 
 from collapipe_flwr.cli.hosting import Allow, Ca, Certificate, Compute, Key, tls_files
-from collapipe_flwr.core.addresses import host_and_port, is_loopback
 from collapipe_flwr.core.errors import ConfigError, blaming
-from collapipe_flwr.core.links import TlsFiles
+from collapipe_flwr.core.links import TlsFiles, host_and_port, is_loopback
 from collapipe_flwr.core.processes import stopping
 
 if TYPE_CHECKING:

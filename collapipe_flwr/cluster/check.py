@@ -7,21 +7,23 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeVar
 
 from collapipe_flwr.cluster.profile import Measured, MeasuredLink, Measurements
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
-from collapipe_flwr.core.compute import AUTO
 from collapipe_flwr.core.errors import CollaPipeError, LinkTimeout
+from collapipe_flwr.core.keys import AUTO
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest, run_benchmark
 from collapipe_flwr.pipeline.compute import resolve
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.diagnosis import diagnosis
 from collapipe_flwr.transport.dialer import measure_way
-from collapipe_flwr.transport.methods import HostStatus, ProbeRequest
+from collapipe_flwr.transport.methods import ProbeRequest
 
 _MEGA = 1e6
 CLOCKS_DIFFER_S = 60.0
 LEAST_MEMORY_BYTES = 400 * 10**6  # torch and transformers, before any model
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +35,11 @@ class CheckSettings:
     deadline_s: float = 10.0  # for an answer
     most_links: int = 64  # that are measured; 0: all
     wake_s: float = 180.0  # for a board to load its libraries and run the benchmark
-    compute: str = AUTO  # of the control unit
     clock: Callable[[], float] = time.time
 
     @property
     def one_example(self) -> BenchmarkRequest:
-        """The block for a single example: what is left of its time is overhead."""
+        """The block for a single example, whose time is mostly overhead."""
         return replace(self.block, examples=1)
 
 
@@ -47,10 +48,10 @@ Benchmark = Callable[[BenchmarkRequest], BenchmarkAnswer]
 
 
 def ways(config: ClusterConfig) -> tuple[Way, ...]:
-    """The ways that plans may choose from: each device to the edge, and to every other device.
+    """The links that plans may choose from: each device to the edge, and to every other device.
 
     Those to the edge come first, then from each device to the next one in the file, to the one
-    behind that, and so on: the first few name everybody.
+    behind that, and so on: the first few include every device.
     """
     devices = config.devices
     to_edge = [(device, config.edge) for device in devices] if config.edge.address else []
@@ -64,7 +65,7 @@ def ways(config: ClusterConfig) -> tuple[Way, ...]:
 
 
 def measured_ways(config: ClusterConfig, settings: CheckSettings) -> tuple[Way, ...]:
-    """The first ``most_links`` of them: their number grows with the square of the devices."""
+    """The first ``most_links`` of `ways`, which are as many as the square of the devices."""
     return ways(config)[: settings.most_links or None]
 
 
@@ -76,16 +77,19 @@ def check_cluster(
 
     ``on_done`` is called with the name of each member and link. What fails has a ``fault``.
     """
-    members = [_control_unit(config, settings)]
-    on_done(config.control_unit.name)
+    here = measure_here(config.control_unit.name, settings)
+    fault = _memory_fault(config.control_unit, here.memory_bytes or 0)
+    members = [replace(here, fault=fault)]
+    on_done(here.name)
     edge = (config.edge,) if config.edge.address else ()
-    for member, fault in _faults(config, (*config.devices, *edge), settings):
-        members.append(fault or _reached(config, member, settings))
+    for member, missed in _faults(config, (*config.devices, *edge), settings):
+        measure = partial(_measured, member=member, settings=settings)
+        members.append(_asked(config, member, settings, measure) if missed is None else missed)
         on_done(member.name)
     there = {member.name for member in members if member.delay_s is not None}
     links = []
     for source, target in measured_ways(config, settings):
-        if {source.name, target.name} <= there:  # else its row says what to mend
+        if {source.name, target.name} <= there:  # else its row says what to repair
             links.append(_link(config, source, target, settings))
         on_done(f"{source.name} -> {target.name}")
     return Measurements(
@@ -96,19 +100,14 @@ def check_cluster(
     )
 
 
-def _control_unit(config: ClusterConfig, settings: CheckSettings) -> Measured:
-    found = measure_here(config.control_unit.name, settings)
-    return replace(found, fault=_memory_fault(config.control_unit, found.memory_bytes or 0))
-
-
 def measure_here(name: str, settings: CheckSettings) -> Measured:
-    """The speed and free memory of this machine, as a member that is called ``name``."""
-    place = resolve(settings.compute, "--compute")
-    return _computing(Measured(name=name), settings, partial(run_benchmark, place=place))
+    """The speed and free memory of this machine, as a member with this ``name``."""
+    run = partial(run_benchmark, place=resolve(AUTO))
+    return _computing(Measured(name=name), settings, run)
 
 
 def _computing(member: Measured, settings: CheckSettings, run: Benchmark) -> Measured:
-    """The member with what the benchmark says of it."""
+    """The member with the figures of the benchmark."""
     found = run(settings.block)
     speed, overhead_s = fitted(found, run(settings.one_example))
     return replace(
@@ -124,7 +123,7 @@ def _computing(member: Measured, settings: CheckSettings, run: Benchmark) -> Mea
 def fitted(many: BenchmarkAnswer, one: BenchmarkAnswer) -> tuple[float, float]:
     """Speed and overhead from a block's times for many examples and for one.
 
-    Where noise hides the difference, all is speed.
+    Where noise hides the difference, the overhead is 0.
     """
     more_s, more_flop = many.seconds - one.seconds, many.flop - one.flop
     if not (more_s > 0 and more_flop > 0):
@@ -152,43 +151,44 @@ def _faults(
     Those that answer are measured one after the other, as they share this machine's link.
     """
 
+    def echo(client: EdgeClient) -> None:
+        client.echo()
+
     def fault(member: MemberConfig) -> Measured | None:
-        try:
-            with _client(config, member, settings) as client:
-                client.echo()
-        except CollaPipeError as error:
-            return _missed(config, member, error)
-        return None
+        return _asked(config, member, settings, echo)
 
     with ThreadPoolExecutor(max(len(members), 1), thread_name_prefix="check") as pool:
         yield from zip(members, pool.map(fault, members), strict=True)
 
 
-def _reached(config: ClusterConfig, member: MemberConfig, settings: CheckSettings) -> Measured:
+def _asked(
+    config: ClusterConfig,
+    member: MemberConfig,
+    settings: CheckSettings,
+    ask: Callable[[EdgeClient], Answer],
+) -> Answer | Measured:
+    """What ``ask`` returns, or the fault of a member that does not answer."""
     try:
         with _client(config, member, settings) as client:
-            return _measured(member, client, settings)
+            return ask(client)
     except CollaPipeError as error:
-        return _missed(config, member, error)
+        fault = _advice(config, member, error)
+        return Measured(name=member.name, address=member.address, fault=fault)
 
 
-def _missed(config: ClusterConfig, member: MemberConfig, error: CollaPipeError) -> Measured:
-    fault = _advice(config, member, error)
-    return Measured(name=member.name, address=member.address, fault=fault)
-
-
-def _measured(member: MemberConfig, client: EdgeClient, settings: CheckSettings) -> Measured:
-    client.echo()  # connects, which is no part of the answer's way
+def _measured(client: EdgeClient, member: MemberConfig, settings: CheckSettings) -> Measured:
+    client.echo()  # connects, which must not count as delay
     before_s = settings.clock()
     status = client.status()
     ahead_s = status.unix_s - (before_s + settings.clock()) / 2
     way = measure_way(client, settings.payload_bytes)
+    is_idle = bool(status.resident_bytes) and not status.awake
     reached = Measured(
         name=member.name,
         address=member.address,
         rate_bit_per_s=way.rate_bit_per_s,
         delay_s=way.delay_s,
-        idle_bytes=_idle_bytes(status),
+        idle_bytes=status.resident_bytes if is_idle else None,
         clock_ahead_s=ahead_s,
         energy_sensor=status.energy_sensor,
         power_w=status.power_w,
@@ -220,10 +220,6 @@ def _link(
         rate_bit_per_s=way.rate_bit_per_s,
         delay_s=way.delay_s,
     )
-
-
-def _idle_bytes(status: HostStatus) -> int | None:
-    return status.resident_bytes if status.resident_bytes and not status.awake else None
 
 
 def _clock_fault(ahead_s: float) -> str:

@@ -1,11 +1,11 @@
 """The control unit: one planned round of one cluster, from weights in to weights out.
 
-It keeps the embedding, has its fleet place the segments of the plan, so that there is
+It keeps the embedding, places the segments of the plan on its fleet, which makes the chain
 
     control unit -> device 1 -> ... -> device K -> edge
 
-drives the optimiser steps of the round, and collects the segments. A plan changes where blocks
-run, never what they compute; whether a device is a thread or a daemon is the fleet's business.
+drives the optimizer steps of the round, and collects the segments. A plan changes where blocks
+run, never what they compute.
 """
 
 from __future__ import annotations
@@ -17,23 +17,16 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig
-from collapipe_flwr.cluster.fleet import Fleet, RoundOrder
-from collapipe_flwr.cluster.recovery import (
-    Incident,
-    RecoveringRound,
-    Recovery,
-    evaluate_chain,
-    run_interval,
-)
-from collapipe_flwr.cluster.wires import CONTROL_UNIT
+from collapipe_flwr.cluster.fleet import CONTROL_UNIT, Fleet, RoundOrder
+from collapipe_flwr.cluster.recovery import Incident, RecoveringRound, Recovery
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.links import QUEUE_FRAMES
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.pipeline.meter import StageReport
+from collapipe_flwr.pipeline.offload import Lookup
 from collapipe_flwr.pipeline.state import OptimizerState, between_rounds
 from collapipe_flwr.pipeline.step import MicroBatch
-from collapipe_flwr.pipeline.stowed import Lookup
 from collapipe_flwr.scheduler.plans import check_cluster_plan, dry_run_plan
 from collapipe_flwr.transport.weights import TransferStats
 
@@ -42,19 +35,19 @@ from collapipe_flwr.transport.weights import TransferStats
 class RoundResult:
     """The result of a round; ``reports`` are those of the control unit and each device in order.
 
-    They, and ``moved``, are of the intervals that count, without what was void and replayed.
+    They, and ``moved``, leave out intervals that were void and replayed.
     """
 
     weights: Lookup[Tensor]
-    slots: OptimizerState = field(default_factory=dict)  # of embedding and blocks, where asked for
-    losses: tuple[float, ...]  # per optimiser step; a batch without labels makes none
+    slots: OptimizerState = field(default_factory=dict)  # of embedding and blocks, on request
+    losses: tuple[float, ...]  # per optimizer step; a batch without labels makes none
     probe: EvalResult  # before the first step
     reports: tuple[StageReport, ...]
     wall_s: float
     moved: TransferStats = field(default_factory=TransferStats)  # weights to and from the devices
-    plan: ClusterPlan  # that the round ended with
+    plan: ClusterPlan  # at the end of the round
     incidents: tuple[Incident, ...] = ()
-    quarantined: Mapping[str, str] = field(default_factory=dict)  # devices, and what they did
+    quarantined: Mapping[str, str] = field(default_factory=dict)  # reasons by device
 
 
 def train_round(
@@ -66,29 +59,21 @@ def train_round(
     *,
     recovery: Recovery | None = None,
 ) -> RoundResult:
-    """Run every batch as one optimiser step on the devices of ``fleet``, after testing ``probe``.
+    """Run every batch as one optimizer step on the devices of ``fleet``, after testing ``probe``.
 
     Raises ScheduleError for a plan that does not cover every block exactly once, or whose schedule
     would block or keep more in flight than planned, and LinkError (LinkTimeout) when a device or
     the edge fails (stays silent); the weights in ``order`` are unchanged then and no device holds
-    anything of the round. With ``recovery`` it goes on without devices that are lost, see
-    `RecoveringRound.run` for what it raises then.
+    anything of the round. With ``recovery`` the round continues without lost devices and raises as
+    `RecoveringRound.run`.
     """
     start_s = time.perf_counter()
-    quarantined: Mapping[str, str] = {}
     check_cluster_plan(order.plan, splitter.num_blocks)
     _refuse_cut_batches(splitter, order.plan)
     dry_run_plan(order.plan, order.learning.schedule, QUEUE_FRAMES)
-    if recovery is None:
-        interval = run_interval(
-            splitter, order, batches, fleet, probe, keep_optimizer=lambda: order.keep_optimizer
-        )
-        intervals, plan, incidents = [interval], order.plan, []
-    else:
-        course = RecoveringRound(splitter, order, fleet, recovery)
-        course.run(batches, probe)
-        intervals, plan, incidents = course.intervals, course.order.plan, course.incidents
-        quarantined = course.suspects.quarantined
+    done = RecoveringRound(splitter, order, fleet, recovery)
+    done.run(batches, probe)
+    intervals = done.intervals
     return RoundResult(
         slots=between_rounds(intervals[-1].state.optimizer) if order.keep_optimizer else {},
         weights=Lookup.of(intervals[-1].state.weights),
@@ -97,14 +82,14 @@ def train_round(
         reports=joined(interval.reports for interval in intervals),
         wall_s=time.perf_counter() - start_s,
         moved=sum((interval.moved for interval in intervals), TransferStats()),
-        plan=plan,
-        incidents=tuple(incidents),
-        quarantined=quarantined,
+        plan=done.order.plan,
+        incidents=tuple(done.incidents),
+        quarantined=done.suspects.quarantined,
     )
 
 
 def _refuse_cut_batches(splitter: AnySplitter, plan: ClusterPlan) -> None:
-    """Raise ScheduleError where a layer would see parts of a batch for the whole of it."""
+    """Raise ScheduleError where a layer would see parts of a batch instead of all of it."""
     if splitter.whole_batches and plan.micro_batches > 1:
         raise ScheduleError(
             f"the plan cuts batches into {plan.micro_batches} micro-batches, but the model has "
@@ -123,8 +108,6 @@ def evaluate_batches(
 ) -> EvalResult:
     """Evaluate the chain without training it; recovers and raises as ``train_round``."""
     check_cluster_plan(order.plan, splitter.num_blocks)
-    if recovery is None:
-        return evaluate_chain(splitter, order, batches, fleet, wanted)
     return RecoveringRound(splitter, order, fleet, recovery).test(batches, wanted)
 
 

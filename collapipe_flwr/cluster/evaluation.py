@@ -1,4 +1,4 @@
-"""What a model predicts for a test set: its best classes, or greedily generated texts.
+"""The predictions of a model for a test set: its best classes, or greedily generated texts.
 
 A sequence-to-sequence chain generates after it has computed its losses: the encoder runs over the
 devices, the decoder at the edge, one example at a time.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # which needs the extra `data`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionConfig:
-    """How a model predicts; ``most_tokens`` counts where it generates.
+    """How a model predicts; ``most_tokens`` is for models that generate.
 
     With ``logits`` it returns all scores of the labels' positions, and generates nothing.
     """
@@ -42,15 +42,15 @@ class PredictionConfig:
     logits: bool = False
 
     def generates(self, decodes: bool) -> bool:
-        """Whether a model that has a decoder or not writes texts."""
+        """Whether a model generates texts; ``decodes`` says that it has a decoder."""
         return decodes and not self.logits
 
     @property
     def kind(self) -> str:
-        """What the last stage is asked for."""
+        """The predictions requested from the last stage."""
         return LOGITS if self.logits else CLASSES
 
-    def settings(self) -> dict[str, Any]:
+    def keywords(self) -> dict[str, Any]:
         """Greedy decoding, as keywords of ``generate``."""
         return {"max_new_tokens": self.most_tokens, "num_beams": 1, "do_sample": False}
 
@@ -59,7 +59,7 @@ class PredictionConfig:
 class EvalResult:
     """The mean loss over the ``targets`` labels of a test set (0 over none), and predictions.
 
-    ``predictions`` stand by batch and micro-batch, where asked for: ids (B,) or (B, T) of the best
+    ``predictions`` are there on request, by batch and micro-batch: ids (B,) or (B, T) of the best
     classes or of generated texts, or logits (B, C) or (B, T, C).
     """
 
@@ -71,7 +71,7 @@ class EvalResult:
     def mean(
         parts: Iterable[tuple[float, float]], predictions: tuple[tuple[Tensor, ...], ...] = ()
     ) -> EvalResult:
-        """Mean losses of parts, each with its number of labels, as one."""
+        """The mean over parts, given as mean loss and number of labels."""
         pairs = list(parts)
         targets = sum(count for _, count in pairs)
         total = sum(loss * count for loss, count in pairs)
@@ -83,16 +83,13 @@ def predict_unsplit(model: Any, batch: Any, scores: Tensor, wanted: PredictionCo
     """The predictions of the unsplit model for a batch whose ``scores`` it has computed."""
     if wanted.logits:
         return scores
-    if not wanted.generates(_decodes(model)):
+    decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if not wanted.generates(bool(decodes)):
         return best_class(scores)
     found: Tensor = model.generate(
-        batch[INPUT_IDS], attention_mask=batch[ATTENTION_MASK], **wanted.settings()
+        batch[INPUT_IDS], attention_mask=batch[ATTENTION_MASK], **wanted.keywords()
     )
     return found
-
-
-def _decodes(model: Any) -> bool:
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def generate_texts(
@@ -105,33 +102,28 @@ def generate_texts(
     """Generate the texts (B, T) of each micro-batch over a chain, and end the chain."""
     driver = GenerationDriver(embedding, chain, settings, cached=False, slots=1)
     own = GenerationConfig.from_model_config(embedding.model.config).to_dict()
-    text = json.dumps({**own, **wanted.settings()})
-    found = tuple(
-        tuple(_texts(driver, micro_batch, text, wanted) for micro_batch in batch)
-        for batch in batches
-    )
+    config = json.dumps({**own, **wanted.keywords()})
+
+    def generated(part: MicroBatch) -> Tensor:
+        rows = zip(part.inputs[INPUT_IDS], part.inputs[ATTENTION_MASK].bool(), strict=True)
+        texts = [torch.cat(list(driver.generate(ids[mask][None], config))) for ids, mask in rows]
+        return pad_sequence(texts, batch_first=True, padding_value=wanted.padding_id)
+
+    found = tuple(tuple(map(generated, batch)) for batch in batches)
     driver.finish()
     return found
 
 
-def _texts(
-    driver: GenerationDriver, batch: MicroBatch, settings: str, wanted: PredictionConfig
-) -> Tensor:
-    rows = zip(batch.inputs[INPUT_IDS], batch.inputs[ATTENTION_MASK].bool(), strict=True)
-    texts = [torch.cat(list(driver.generate(ids[mask][None], settings))) for ids, mask in rows]
-    return pad_sequence(texts, batch_first=True, padding_value=wanted.padding_id)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestPart:
-    """One micro-batch of a test: its examples, and what they collate to."""
+    """One micro-batch of a test: its examples, and these collated."""
 
     examples: Sequence[Example]
     tensors: Mapping[str, Tensor]
 
     @staticmethod
     def of(task: Task, examples: Sequence[Example]) -> TestPart:
-        """The examples, collated."""
+        """Collate the examples."""
         return TestPart(examples=examples, tensors=task.collate(examples))
 
 

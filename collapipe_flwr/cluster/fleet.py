@@ -1,8 +1,8 @@
-"""The order of one round, and the interface of the fleet that executes it.
+"""The order of one round, the interface of the fleet that executes it, and a fleet of threads.
 
 A fleet (threads of this process, or daemons on boards) turns a planned round into a chain of stages
-that is joined to the edge and waits for the first step. Its user sees one link, and at its end the
-trained segments.
+that is connected to the edge and waits for the first step. Its user sees one link, and after the
+last step the trained segments.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from collapipe_flwr.cluster.wires import CONTROL_UNIT, Wires
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.errors import CollaPipeError, LinkError, LinkTimeout
 from collapipe_flwr.core.links import Heartbeat, LinkConfig
-from collapipe_flwr.core.turns import ALONE, Turn, turns
+from collapipe_flwr.core.schedule import ALONE, Turn, turns
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.pipeline.compute import CPU, hold, home
 from collapipe_flwr.pipeline.config import Execution, StageConfig
-from collapipe_flwr.pipeline.link import Link
+from collapipe_flwr.pipeline.gradient_sums import Siblings
+from collapipe_flwr.pipeline.link import Link, fan_of
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.roles import MiddleStage
@@ -34,14 +34,16 @@ from collapipe_flwr.pipeline.state import (
     load_optimizer_state,
     optimizer_state_of,
 )
+from collapipe_flwr.transport.simulated_link import simulated_pair
 from collapipe_flwr.transport.weights import TransferStats
 
-PATIENCE_PER_STAGE = 0.5  # upstream waits longer, so that the neighbour of a silent stage speaks
+CONTROL_UNIT = "control-unit"
+PATIENCE_PER_STAGE = 0.5  # upstream waits longer, so that the neighbour of a silent stage reports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningSettings:
-    """How a cluster learns in one round; the server owns it so that all clusters agree."""
+    """How a cluster learns in one round, set by the server for all clusters."""
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: str = "gpipe"
@@ -56,7 +58,7 @@ class LearningSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundOrder:
-    """What the server asks of one cluster; ``weights`` are those of embedding and blocks."""
+    """One cluster's round; ``weights`` are those of embedding and blocks."""
 
     plan: ClusterPlan
     weights: Mapping[str, Tensor]
@@ -64,7 +66,7 @@ class RoundOrder:
     idle_s: float = 600.0  # longest pause between steps
     dropout_seed: int | None = None  # the same dropout for every cut; None where there is none
     slots: OptimizerState = field(default_factory=dict)  # empty: the optimizer starts anew
-    keep_optimizer: bool = False  # give the slots back at the end of the round
+    keep_optimizer: bool = False  # return the slots at the end of the round
     first_step: int = 0  # the number of the first step; not 0 in the middle of a round
     updates: int = 0  # optimizer steps of the round so far
     batches: int = 0  # of the whole round; 0: not known in advance
@@ -73,7 +75,7 @@ class RoundOrder:
 
     @property
     def hops(self) -> tuple[LinkConfig, ...]:
-        """How every hop behaves: as planned, else as the run says."""
+        """The link of every hop: as planned, else as the run says."""
         execution = self.learning.execution
         planned = self.plan.hops or (LinkConfig(codec=execution.codec),) * (
             1 + len(self.plan.segments)
@@ -89,21 +91,15 @@ class RoundOrder:
             for turn in turns(len(segment.device_ids))
         )
 
-    @property
-    def without_replicas(self) -> RoundOrder:
-        """The same over the first device of every stage."""
-        segments = tuple(replace(segment, replicas=()) for segment in self.plan.segments)
-        return replace(self, plan=replace(self.plan, segments=segments))
-
     def placed(self, part: nn.Module) -> tuple[nn.Module, Optimizer]:
-        """A part where it is to compute, and its optimizer, which goes on from the slots."""
+        """A part on ``compute``, and its optimizer, which continues from the slots."""
         part = hold(part, self.compute)
         optimizer = Optimizer(self.learning.optimizer, part.named_parameters())
         load_optimizer_state(optimizer, self.slots)
         return part, optimizer
 
     def settings(self, stage: int, turn: Turn = ALONE) -> StageConfig:
-        """How stage ``stage``, or a replica of it, runs; 0 is the control unit."""
+        """The configuration of a stage, or of a replica of it; 0 is the control unit."""
         learning, segments = self.learning, self.plan.segments
         patience = 1 + PATIENCE_PER_STAGE * (len(segments) - stage)
         return StageConfig(
@@ -128,22 +124,21 @@ class Holder:
 
     @property
     def device_id(self) -> str:
-        """The device that holds the segment."""
         return self.segment.device_ids[self.turn.replica]
 
     def lane_to(self, receiver: Turn) -> tuple[int, int]:
-        """Which of the links that ``receiver`` takes micro-batches from is ours, of how many."""
+        """Our number among the links that ``receiver`` receives from, and their count."""
         senders = receiver.meets(self.turn.replicas)
         return senders.index(self.turn.replica), len(senders)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """What the devices give back; ``reports`` stand in pipeline order."""
+    """What the devices return; ``reports`` are in pipeline order."""
 
     state: PartState
     reports: tuple[StageReport, ...]
-    moved: TransferStats = field(default_factory=TransferStats)  # to place and to collect them
+    moved: TransferStats = field(default_factory=TransferStats)  # placed and collected
 
 
 class Chain(Protocol):
@@ -154,11 +149,11 @@ class Chain(Protocol):
         """The control unit's link to device 1."""
         ...
 
-    def collect(self, *, keep_optimizer: Callable[[], bool] = lambda: False) -> Segments:
-        """The segments, after the END frame went down ``link``; optimiser slots where asked for.
+    def collect(self, *, keep_optimizer: bool) -> Segments:
+        """The segments, after the END frame was sent down ``link``, on request with slots.
 
-        Waits for every device and the edge to end; raises the LinkError of one that failed or
-        went on.
+        Waits for every device and the edge to end; raises the LinkError of one that failed or did
+        not end.
         """
         ...
 
@@ -167,7 +162,7 @@ class Fleet(Protocol):
     """The devices of one cluster."""
 
     def chain(self, splitter: AnySplitter, order: RoundOrder) -> AbstractContextManager[Chain]:
-        """Place the segments of ``order`` and join them; nothing of it is left afterwards.
+        """Place the segments of ``order`` and connect them; everything is freed afterwards.
 
         Raises LinkError when a device or the edge cannot be reached or refuses. ``order`` is
         never changed, so a round that fails can be tried again.
@@ -175,7 +170,7 @@ class Fleet(Protocol):
         ...
 
     def missing(self, device_ids: Collection[str]) -> frozenset[str]:
-        """Those that do not answer now; asks all of them at once, for a second or two."""
+        """Devices that do not answer now; all are asked at once, for a second or two."""
         ...
 
 
@@ -184,10 +179,10 @@ MakeStage = Callable[..., MiddleStage]
 
 
 class ThreadFleet:
-    """A `Fleet` in this process; ``connect`` makes a new link as asked to the cluster's decoder.
+    """A `Fleet` in this process; ``connect`` makes a link to the cluster's decoder.
 
     A thread that ends by an error other than a CollaPipeError has crashed: its device is missing
-    from then on. ``make_stage`` is the seam for tests that crash one on purpose.
+    from then on. Tests pass a ``make_stage`` that makes a stage crash.
     """
 
     def __init__(self, connect: Connect, make_stage: MakeStage = MiddleStage) -> None:
@@ -214,7 +209,7 @@ class ThreadFleet:
                 raise
             finally:
                 for thread in threads:
-                    thread.wait(deadline_s)
+                    thread.join(deadline_s)
                 self._crashed |= {t.stage.settings.name for t in threads if t.crashed}
 
     def missing(self, device_ids: Collection[str]) -> frozenset[str]:
@@ -232,13 +227,13 @@ class ThreadChain:
         self._deadline_s = deadline_s
         self._edge = edge
 
-    def collect(self, *, keep_optimizer: Callable[[], bool] = lambda: False) -> Segments:
+    def collect(self, *, keep_optimizer: bool) -> Segments:
         for device in self._devices:
-            device.join(self._deadline_s)
+            device.finish(self._deadline_s)
         self._edge.close()
         stages = [device.stage for device in self._devices]
         firsts = [stage for stage in stages if stage.settings.turn.replica == 0]
-        kept = firsts if keep_optimizer() else ()
+        kept = firsts if keep_optimizer else ()
         return Segments(
             state=PartState(
                 weights={
@@ -252,31 +247,28 @@ class ThreadChain:
         )
 
 
-class DeviceThread:
-    """A thread that runs one stage; its failure reaches both neighbours by their links."""
+class DeviceThread(threading.Thread):
+    """Runs one stage, whose failure reaches both neighbours by their links."""
 
     def __init__(self, stage: MiddleStage) -> None:
+        super().__init__(name=f"device {stage.settings.name}", daemon=True)
         self.stage = stage
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(
-            target=self._serve, name=f"device {stage.settings.name}", daemon=True
-        )
-        self._thread.start()
+        self.start()
 
-    def wait(self, deadline_s: float) -> None:
-        """Wait until it has ended, normally or not."""
-        self._thread.join(deadline_s)
+    def run(self) -> None:
+        try:
+            self.stage.serve()
+        except BaseException as error:  # raised by `finish`
+            self._failure = error
 
-    def join(self, deadline_s: float) -> None:
-        """Wait for the end; raises what the stage raised, LinkTimeout when it goes on."""
-        self.wait(deadline_s)
-        if self._thread.is_alive():
-            raise LinkTimeout(
-                f"device {self.stage.settings.name} did not stop within {deadline_s:g} s"
-            )
+    def finish(self, deadline_s: float) -> None:
+        """Wait for the end; raises what the stage raised, LinkTimeout if it does not end."""
+        self.join(deadline_s)
+        if self.is_alive():
+            raise LinkTimeout(f"{self.name} did not stop within {deadline_s:g} s")
         if self.crashed:
-            name = self.stage.settings.name
-            raise LinkError(f"device {name} crashed: {self._failure!r}") from self._failure
+            raise LinkError(f"{self.name} crashed: {self._failure!r}") from self._failure
         if self._failure is not None:
             raise self._failure
 
@@ -284,13 +276,6 @@ class DeviceThread:
     def crashed(self) -> bool:
         """Whether it ended by an error that is no CollaPipeError."""
         return self._failure is not None and not isinstance(self._failure, CollaPipeError)
-
-    def _serve(self) -> None:
-        # `join` raises whatever ended the thread.
-        try:
-            self.stage.serve()
-        except BaseException as error:
-            self._failure = error
 
 
 def join(
@@ -307,11 +292,61 @@ def join(
         part, optimizer = order.placed(
             splitter.build_segment(segment.first_block, segment.stop_block, order.weights)
         )
-        links: dict[str, object] = {
-            "upstream": wires.up(stage, turn),
-            "downstream": wires.down(stage, turn),
-        }
-        if turn.replicas > 1:
-            links["siblings"] = wires.beside(stage, turn)
-        stages.append(make_stage(part, optimizer, order.settings(stage, turn), **links))
+        stages.append(
+            make_stage(
+                part,
+                optimizer,
+                order.settings(stage, turn),
+                upstream=wires.up(stage, turn),
+                downstream=wires.down(stage, turn),
+                siblings=wires.beside(stage, turn) if turn.replicas > 1 else None,
+            )
+        )
     return wires.down(0, ALONE), stages
+
+
+_Place = tuple[int, int]  # stage, replica
+
+
+class Wires:
+    """All links of a chain of threads; a pair is made with the first request for one end."""
+
+    def __init__(
+        self, plan: ClusterPlan, hops: Sequence[LinkConfig], edges: Sequence[Link]
+    ) -> None:
+        self._segments, self._replicas = plan.segments, plan.replicas
+        self._hops, self._edges = hops, edges
+        self._pairs: dict[tuple[_Place, _Place], tuple[Link, Link]] = {}
+
+    def down(self, stage: int, turn: Turn) -> Link:
+        """To the next stage's replicas that its micro-batches meet; the last hop is the edge's."""
+        if stage == len(self._replicas) - 2:
+            return self._edges[turn.replica]
+        met = turn.meets(self._replicas[stage + 1])
+        here, hop = (stage, turn.replica), self._hops[stage]
+        return fan_of([self._pair(here, (stage + 1, other), hop)[0] for other in met], turn)
+
+    def up(self, stage: int, turn: Turn) -> Link:
+        """To the previous stage's replicas."""
+        met = turn.meets(self._replicas[stage - 1])
+        here, hop = (stage, turn.replica), self._hops[stage - 1]
+        return fan_of([self._pair((stage - 1, other), here, hop)[1] for other in met], turn)
+
+    def beside(self, stage: int, turn: Turn) -> Siblings:
+        """To the neighbouring replicas of the same stage."""
+        place, link = turn.replica, LinkConfig(lanes=0)
+        here, is_last = (stage, place), place == turn.replicas - 1
+        return Siblings(
+            ahead=self._pair((stage, place - 1), here, link)[1] if place else None,
+            behind=None if is_last else self._pair(here, (stage, place + 1), link)[0],
+            place=place,
+        )
+
+    def _pair(self, sender: _Place, receiver: _Place, link: LinkConfig) -> tuple[Link, Link]:
+        if (sender, receiver) not in self._pairs:
+            names = self._name(*sender), self._name(*receiver)
+            self._pairs[sender, receiver] = simulated_pair(*names, link)
+        return self._pairs[sender, receiver]
+
+    def _name(self, stage: int, replica: int) -> str:
+        return self._segments[stage - 1].device_ids[replica] if stage else CONTROL_UNIT

@@ -1,4 +1,4 @@
-"""A model before anything is started: what its pieces cost, and the plan a cluster would get."""
+"""A forecast without any run: the costs of a model's pieces, and the plan a cluster would get."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING
 
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import ConfigError, InfeasibleError
-from collapipe_flwr.models import BatchShape, LoraConfig, ModelSpec, Splitter, make_spec
+from collapipe_flwr.models import BatchShape, LoraConfig, Splitter, make_spec
 from collapipe_flwr.models.checkpoint import read_pretrained_config
 from collapipe_flwr.models.families import FAMILIES
 from collapipe_flwr.models.profile import TimedBlock, profile_model, time_block
@@ -19,12 +19,12 @@ from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.world import make_world
 
-_LABELS = 2  # of a head whose size nobody named
+_LABELS = 2  # of a head of unknown size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelChoice:
-    """A model by folder, hub name or type, and what it is to learn ("": what it is made for)."""
+    """A model by folder, hub name or type, and its task ("": the usual one of its type)."""
 
     model: str
     task: str = ""
@@ -37,7 +37,7 @@ class ModelChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Costs are per example, the plan's times per round; no plan has its reason in ``refusal``."""
+    """Costs are per example, the plan's times per round; ``refusal`` says why there is no plan."""
 
     model_type: str
     task: str
@@ -49,7 +49,6 @@ class Forecast:
 
     @property
     def parameter_bytes(self) -> int:
-        """All weights."""
         pieces = (self.profile.embedding, *self.profile.blocks, self.profile.decoder)
         return sum(piece.parameter_bytes for piece in pieces)
 
@@ -65,13 +64,16 @@ class Forecast:
             )
         if self.plan is None:
             return f"{name} does not fit: {self.refusal}"
-        return f"{name} fits {self.cluster.cluster_id}: {_words(self.plan, self.cluster)}"
+        return f"{name} fits {self.cluster.cluster_id}: {_described(self.plan, self.cluster)}"
 
 
 def build_model(request: ModelChoice) -> Splitter:
     """The model, without weights; raises ModelError or ConfigError."""
     known_type = request.model in CONFIG_MAPPING and not Path(request.model).is_dir()
     task = request.task or _usual_task(request.model, known_type)
+    tokens: dict[str, Any] = {}
+    if known_type and task == "seq2seq":  # known to a tokenizer only; which they are costs nothing
+        tokens = {"pad_token_id": 0, "decoder_start_token_id": 0}
     spec = make_spec(
         task,
         model_type=request.model if known_type else None,
@@ -80,17 +82,17 @@ def build_model(request: ModelChoice) -> Splitter:
         num_labels=_LABELS if known_type and task.endswith("classification") else None,
         edge_blocks=request.edge_blocks,
         ties=request.ties,
-        **_any_tokens(known_type and task == "seq2seq"),
+        **tokens,
         lora=LoraConfig(rank=request.lora_rank) if request.lora_rank else None,
     )
     splitter = Splitter(spec)
-    _check_length(splitter, request.shape)
+    most, longest = (
+        splitter.most_tokens,
+        max(request.shape.source_length, request.shape.target_length),
+    )
+    if most is not None and longest > most:
+        raise ConfigError(f"--length {longest} is more than the model's {most} positions")
     return splitter
-
-
-def _any_tokens(needed: bool) -> dict[str, Any]:
-    """Special tokens that only a tokenizer knows; which they are costs nothing."""
-    return {"pad_token_id": 0, "decoder_start_token_id": 0} if needed else {}
 
 
 def _usual_task(model: str, known_type: bool) -> str:
@@ -98,13 +100,6 @@ def _usual_task(model: str, known_type: bool) -> str:
     if model_type not in FAMILIES:
         raise ConfigError(f"model type {model_type!r} needs --task: what it is to learn")
     return FAMILIES[model_type].tasks[0]
-
-
-def _check_length(splitter: Splitter, shape: BatchShape) -> None:
-    room = splitter.most_tokens
-    longest = max(shape.source_length, shape.target_length)
-    if room is not None and longest > room:
-        raise ConfigError(f"--length {longest} is more than the model's {room} positions")
 
 
 def forecast(
@@ -117,32 +112,32 @@ def forecast(
     seconds: float = 1.0,
 ) -> Forecast:
     """Costs, one timed block (``seconds`` of it; 0: none), and the plan for ``cluster``."""
-    spec: ModelSpec = splitter.spec
     profile = profile_model(splitter, shape)
     measured = None
     if seconds > 0:
         measured = time_block(
             splitter, profile.blocks[0], examples=examples_at_once, seconds=seconds
         )
-    found = Forecast(
-        model_type=spec.model_type,
-        task=spec.task,
+    plan, refusal = None, ""
+    try:
+        plan = None if cluster is None else plan_for(cluster, profile, settings)
+    except InfeasibleError as error:
+        refusal = str(error)
+    return Forecast(
+        model_type=splitter.spec.model_type,
+        task=splitter.spec.task,
         profile=profile,
         measured=measured,
         cluster=cluster,
+        plan=plan,
+        refusal=refusal,
     )
-    if cluster is None:
-        return found
-    try:
-        return replace(found, plan=plan_for(cluster, profile, settings))
-    except InfeasibleError as error:
-        return replace(found, refusal=str(error))
 
 
 def plan_for(
     cluster: ClusterProfile, profile: ModelProfile, settings: SchedulerConfig
 ) -> ClusterPlan:
-    """The first round's plan, with energy to spare and a steady channel; raises InfeasibleError."""
+    """The first round's plan for unlimited energy and a steady channel; raises InfeasibleError."""
     world = make_world(
         cluster_devices=[[member.kind for member in cluster.members]],
         examples=[cluster.examples],
@@ -158,24 +153,22 @@ def plan_for(
     return found
 
 
-def _range(first: int, stop: int) -> str:
-    return f"block {first}" if stop == first + 1 else f"blocks {first}-{stop - 1}"
-
-
-def _words(plan: ClusterPlan, cluster: ClusterProfile) -> str:
+def _described(plan: ClusterPlan, cluster: ClusterProfile) -> str:
     memory = {device.device_id: device.memory_bytes for device in cluster.devices}
     used = {name: size for name, size in plan.memory_bytes.items() if name in memory}
     fullest = max(used, key=lambda name: used[name] / memory[name])
-    segments = ", ".join(
-        f"{' and '.join(name.rpartition('/')[2] for name in s.device_ids)} "
-        f"{_range(s.first_block, s.stop_block)}"
-        for s in plan.segments
-    )
-    assert plan.whole_bytes and plan.fullest_share, "whoever plans says it"
+    segments = []
+    for segment in plan.segments:
+        first, last = segment.first_block, segment.stop_block - 1
+        names = " and ".join(name.rpartition("/")[2] for name in segment.device_ids)
+        segments.append(
+            f"{names} {f'block {first}' if first == last else f'blocks {first}-{last}'}"
+        )
+    assert plan.whole_bytes and plan.fullest_share, "every planner sets them"
     return (
-        f"{segments}; {plan.micro_batches} micro-batches of {plan.micro_batch_size}, a round of "
-        f"{cluster.examples} examples takes about {plan.latency_s:.1f} s, and the fullest device "
-        f"({fullest.rpartition('/')[2]}) uses {used[fullest] / 1e6:.0f} of "
+        f"{', '.join(segments)}; {plan.micro_batches} micro-batches of {plan.micro_batch_size}, a "
+        f"round of {cluster.examples} examples takes about {plan.latency_s:.1f} s, and the fullest "
+        f"device ({fullest.rpartition('/')[2]}) uses {used[fullest] / 1e6:.0f} of "
         f"{memory[fullest] / 1e6:.0f} MB; no device holds more than "
         f"{100 * plan.fullest_share:.0f} % of the {plan.whole_bytes / 1e6:.0f} MB that training "
         "the whole model takes"

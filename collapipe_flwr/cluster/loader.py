@@ -1,6 +1,6 @@
 """The user's own batches, cut into the micro-batches of a plan.
 
-Plans choose only the cut: a step is one batch of the user's loader, whatever the plan.
+A plan decides only the cut: a step is one batch of the user's loader under any plan.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.models.split_model import LABELS, as_batch
@@ -22,13 +23,13 @@ from collapipe_flwr.models.tasks import IGNORED_LABEL
 class Batches(Protocol):
     """The batches of one round, from a source that cuts them by a plan itself.
 
-    A step is the list of its micro-batches. Mean losses and averages of models count
+    A step is the list of its micro-batches. Mean losses and averages of models are weighted by
     ``examples``, those of an epoch; they need not be known before the last step.
     """
 
     @property
     def examples(self) -> int:
-        """Those of an epoch."""
+        """Examples of an epoch."""
 
     @property
     def epochs(self) -> int:
@@ -36,13 +37,13 @@ class Batches(Protocol):
 
     @property
     def fresh_examples(self) -> int:
-        """Those of the probe."""
+        """Examples of the probe."""
 
     def steps(self, batch_size: int, micro_batch_size: int) -> Iterable[list[dict[str, Tensor]]]:
         """One step per batch of ``batch_size`` examples; raises DataError."""
 
     def probe(self, batch_size: int, micro_batch_size: int) -> Iterable[list[dict[str, Tensor]]]:
-        """What is evaluated before the first step."""
+        """The micro-batches that are evaluated before the first step."""
 
     def num_batches(self, batch_size: int) -> int:
         """The steps of the round; 0 where their number is not known."""
@@ -50,27 +51,25 @@ class Batches(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class LoaderBatches:
-    """The :class:`Batches` of a user's ``loader``, ``epochs`` times over.
+    """The :class:`Batches` of ``epochs`` passes over a user's ``loader``.
 
-    A plan is made and priced for batches of one size, and for tensors of up to the ``planned``
-    shapes of one example (their last dimensions); other batches raise DataError, but for a smaller
-    one at the end of an epoch. With ``any_size`` nothing is checked.
+    A plan is made for batches of one size, and for tensors of up to the ``planned`` shapes of one
+    example (their last dimensions); other batches raise DataError, except a smaller one at the end
+    of an epoch. With ``any_size`` nothing is checked.
     """
 
     loader: Iterable[Any]
     epochs: int = 1
     any_size: bool = False
     planned: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    examples: int = field(default=0, init=False)  # of the epoch that was last iterated over
+    examples: int = field(default=0, init=False)  # of the last epoch that was iterated over
     fresh_examples: int = field(default=0, init=False)
 
     def probe(self, batch_size: int, micro_batch_size: int) -> Iterable[list[dict[str, Tensor]]]:
-        """Nothing."""
         del batch_size, micro_batch_size
         return ()
 
     def num_batches(self, batch_size: int) -> int:
-        """The batches of all epochs, if the loader has a length."""
         del batch_size
         return self.epochs * length_hint(self.loader)
 
@@ -82,7 +81,7 @@ class LoaderBatches:
             for batch in self.loader:
                 tensors = as_batch(batch)
                 size = examples_of(tensors)
-                _check(smaller or size, wanted, is_last=not smaller)
+                _check_size(smaller or size, wanted, is_last=not smaller)
                 _check_shapes(tensors, self.planned)
                 smaller = size if wanted and size < wanted else 0
                 self.examples += size
@@ -94,7 +93,7 @@ class LoaderBatches:
                 )
 
 
-def _check(size: int, planned: int | None, *, is_last: bool) -> None:
+def _check_size(size: int, planned: int | None, *, is_last: bool) -> None:
     """Raise DataError for a batch that the plan was not made for."""
     if planned is None or size == planned or (is_last and size < planned):
         return
@@ -106,7 +105,7 @@ def _check(size: int, planned: int | None, *, is_last: bool) -> None:
 
 
 def _check_shapes(tensors: Mapping[str, Tensor], planned: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise DataError for examples that are larger than those that the plan was priced for."""
+    """Raise DataError for examples that are larger than planned."""
     for name, most in planned.items():
         found = tuple(tensors[name].shape[1:])[-len(most) :] if name in tensors else most
         if len(found) < len(most) or any(map(gt, found, most)):
@@ -118,7 +117,7 @@ def _check_shapes(tensors: Mapping[str, Tensor], planned: Mapping[str, tuple[int
 
 
 def examples_of(tensors: Mapping[str, Tensor]) -> int:
-    """How many examples a batch has: the common length of its tensors. Raises DataError."""
+    """The number of examples of a batch: the common length of its tensors. Raises DataError."""
     single = next((name for name, tensor in tensors.items() if not tensor.dim()), None)
     if single is not None:
         raise DataError(
@@ -142,22 +141,25 @@ def cut(tensors: Mapping[str, Tensor], size: int, micro_batch_size: int) -> list
 def joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """All examples of ``parts`` in one batch.
 
-    Where sequences differ in length, shorter ones are padded behind their end: labels by -100,
-    which counts as no label, other tensors by 0.
+    Shorter sequences are padded at the end: labels by -100, which counts as no label, other tensors
+    by 0.
     """
     names = parts[0] if parts else ()
     return {name: stacked([part[name] for part in parts], name) for name in names}
 
 
 def stacked(tensors: Sequence[Tensor], name: str = "") -> Tensor:
-    """The rows of ``tensors`` (B, T, ...) one below the other, padded to the longest T."""
+    """The rows of all ``tensors`` (B, T, ...), padded to the longest T."""
     longest = max((tensor.shape[1] for tensor in tensors if tensor.dim() > 1), default=0)
     filling = IGNORED_LABEL if name == LABELS else 0
-    return torch.cat([_padded(tensor, longest, filling) for tensor in tensors])
 
+    def padded(tensor: Tensor) -> Tensor:
+        if tensor.dim() < 2:
+            return tensor
+        behind = [0, 0] * (tensor.dim() - 2) + [
+            0,
+            longest - tensor.shape[1],
+        ]  # last dimension first
+        return pad(tensor, behind, value=filling)
 
-def _padded(tensor: Tensor, length: int, filling: int) -> Tensor:
-    if tensor.dim() < 2 or tensor.shape[1] == length:
-        return tensor
-    room = tensor.new_full((tensor.shape[0], length - tensor.shape[1], *tensor.shape[2:]), filling)
-    return torch.cat([tensor, room], dim=1)
+    return torch.cat(list(map(padded, tensors)))

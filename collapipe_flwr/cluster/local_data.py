@@ -39,9 +39,9 @@ _ALL_ROWS: Mapping[str, Value] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Which of the run's clusters this node is; from ``count`` on it is spare.
+    """The index of this node among the run's clusters; from ``count`` on it is spare.
 
-    With ``own_data`` it reads files that the others do not have, so nothing is shared out.
+    With ``own_data`` it reads files that the others do not have, so all of them are its share.
     """
 
     index: int
@@ -50,7 +50,7 @@ class Place:
 
     @property
     def share(self) -> tuple[int, int]:
-        """Which share of the examples that it reads is its own, of how many."""
+        """The index of its share of the examples that it reads, and the number of shares."""
         return (0, 1) if self.own_data else (self.index, self.count)
 
 
@@ -68,7 +68,7 @@ class LocalData:
 
     @cached_property
     def past(self) -> Dataset:
-        """What the cluster starts with, in the columns that a file of ``data.stream`` has, too."""
+        """The cluster's first examples, in the columns of a file of ``data.stream``."""
         grouped = "group" in self._examples.column_names
         return self._examples.remove_columns("group") if grouped else self._examples
 
@@ -79,13 +79,12 @@ class LocalData:
 
     @property
     def examples_per_round(self) -> int:
-        """How many examples one round trains on."""
         return self._config.train.examples_per_round or len(self._examples)
 
     def test_steps(self, batch_size: int, micro_batch_size: int) -> Iterator[list[TestPart]]:
         """The cluster's share of the test set, each example once; raises DataError if it is empty.
 
-        Clusters take turns, so that their shares are disjoint and together complete.
+        It takes every ``count``-th example, so shares are disjoint and together complete.
         """
         test, (index, count) = self.task.test, self._place.share
         if len(test) < count:
@@ -112,7 +111,7 @@ class LocalData:
     def steps(
         self, chosen: list[Example], round_index: int, batch_size: int, micro_batch_size: int
     ) -> Iterator[list[dict[str, Tensor]]]:
-        """The micro-batches of each optimiser step over ``chosen``, tokenised as needed."""
+        """The micro-batches of each optimizer step over ``chosen``, tokenized as needed."""
         for batch in batches(chosen, batch_size):
             yield [
                 self.task.collate_for([batch[row] for row in rows], round_index)
@@ -120,7 +119,7 @@ class LocalData:
             ]
 
     def _cut(self, batch: list[Example], micro_batch_size: int) -> list[Rows]:
-        """Rows of a step's micro-batches; padding is saved where the run-config asks for it."""
+        """The rows of a step's micro-batches, with little padding if the run-config asks for it."""
         cut = equal_cut(len(batch), micro_batch_size)
         if self._config.data.bucketing == "none" or len(cut) == 1:
             return cut
@@ -129,7 +128,7 @@ class LocalData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundExamples:
-    """The `Batches` of one round: ``chosen`` in training order; ``fresh`` ones arrived for it."""
+    """The `Batches` of one round: ``chosen`` in training order, ``fresh`` ones just arrived."""
 
     data: LocalData
     round_index: int
@@ -139,37 +138,32 @@ class RoundExamples:
 
     @property
     def examples(self) -> int:
-        """Those that are trained on."""
         return len(self.chosen)
 
     @property
     def fresh_examples(self) -> int:
-        """Those of the probe."""
         return len(self.fresh)
 
     def num_batches(self, batch_size: int) -> int:
-        """Those of the round; the last one may be smaller."""
         return -(-len(self.chosen) // batch_size)
 
     def steps(self, batch_size: int, micro_batch_size: int) -> Iterator[list[dict[str, Tensor]]]:
-        """The micro-batches of each optimiser step."""
         return self.data.steps(self.chosen, self.round_index, batch_size, micro_batch_size)
 
     def probe(self, batch_size: int, micro_batch_size: int) -> Iterator[list[dict[str, Tensor]]]:
-        """The micro-batches of the fresh examples, to be tested before any step."""
         return self.data.steps(self.fresh, self.round_index, batch_size, micro_batch_size)
 
 
 @lru_cache(maxsize=16)
 def local_data(config: AppConfig, place: Place, vocabulary: Vocabulary | None) -> LocalData:
-    """The same object for the same node: simulation shares one process between clusters."""
+    """The `LocalData` of a node, made once: in simulation clusters share a process."""
     return LocalData(config, place, vocabulary)
 
 
 def own_data(node_config: Mapping[str, Value]) -> dict[str, Value]:
-    """What ``--node-config`` says of data that are the cluster's own, as keys of the run-config.
+    """The keys of the run-config for data of the cluster's own that ``--node-config`` names.
 
-    Of `data.train` all rows are its own; a tenth is held out unless it has a `data.test`, too.
+    All rows of `data.train` are its own; a tenth is held out unless there is a `data.test` too.
     Raises ConfigError.
     """
     train, test = (node_config.get(key, "") for key in ("data.train", "data.test"))

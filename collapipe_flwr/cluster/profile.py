@@ -21,15 +21,15 @@ from collapipe_flwr.simulation.world import SERVER_RATE_BIT_PER_S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One member; a figure is None where it was not measured, ``fault`` is empty if all is well.
+    """One member; a figure is None where it was not measured, ``fault`` is empty without any.
 
     ``speed_flop_per_s`` is that of forward and backward passes of one block, besides
-    ``overhead_s``, which they take however few examples there are; the device that ``computes``
-    did them, by the build of ``torch`` there. ``rate_bit_per_s``
-    and ``delay_s`` (one way) those of the link from the control unit. ``idle_bytes`` is what its
-    daemon held before the check had it load anything, ``clock_ahead_s`` how far its clock is ahead
-    of the control unit's. ``power_w`` is what its ``energy_sensor`` told before the benchmark; it
-    has none if that is empty, and its energy is modelled.
+    ``overhead_s``, which they take however few examples there are, on the device that ``computes``
+    names with the ``torch`` build there. ``rate_bit_per_s`` and ``delay_s`` (one way) are those of
+    the link from the control unit. ``idle_bytes`` is the memory of its daemon before the check made
+    it load anything, ``clock_ahead_s`` how far its clock is ahead of the control unit's.
+    ``power_w`` is the reading of its ``energy_sensor`` before the benchmark; without a sensor the
+    energy is modelled.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredLink:
-    """The way from one device to another, or to the edge; ``delay_s`` is one way."""
+    """The link from one device to another, or to the edge; ``delay_s`` is one way."""
 
     source: str
     target: str
@@ -73,19 +73,19 @@ class Measurements:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """One sentence per member or link that needs mending."""
+        """One sentence per member or link with a fault."""
         return (
             *(f"{m.name}: {m.fault}" for m in self.members if m.fault),
             *(f"{link.source} -> {link.target}: {link.fault}" for link in self.links if link.fault),
         )
 
     def of(self, name: str) -> Measured:
-        """What is known of a member; nothing, if it was not there."""
+        """The figures of a member; all None if it is not listed."""
         return next((m for m in self.members if m.name == name), Measured(name=name))
 
 
 def read_measurements(path: Path) -> Measurements:
-    """Read what an earlier check wrote; the ConfigError says how to write it again."""
+    """Read the file of an earlier check; the ConfigError says how to write it again."""
     try:
         return from_json(Measurements, path.read_text(), path.name)
     except (OSError, UnicodeDecodeError, ProtocolError) as error:
@@ -101,7 +101,7 @@ _GIGA, _MEGA = 1e9, 1e6
 def profile_of(config: ClusterConfig, examples: int) -> ClusterProfile:
     """The cluster of a file; raises ConfigError for an unknown kind or unreadable measurements.
 
-    Energy budgets depend on the model, so the server sets them.
+    Energy budgets depend on the model and are set by the server.
     """
     if not config.devices:
         raise ConfigError(
@@ -127,10 +127,9 @@ def _device(config: ClusterConfig, member: MemberConfig, measured: Measured) -> 
         preset = device_preset(member.kind)
     speed = member.speed_gflop_per_s * _GIGA or measured.speed_flop_per_s
     memory = member.memory_mb * _MEGA or measured.memory_bytes
-    overhead_s = 0.0 if member.speed_gflop_per_s else measured.overhead_s or 0.0
     return DeviceProfile(
         device_id=config.device_id(member),
-        overhead_s=overhead_s,
+        overhead_s=0.0 if member.speed_gflop_per_s else measured.overhead_s or 0.0,
         kind=member.kind,
         speed_flop_per_s=speed or preset.speed_flop_per_s,
         memory_bytes=int(memory or preset.memory_bytes),
@@ -143,7 +142,7 @@ def _device(config: ClusterConfig, member: MemberConfig, measured: Measured) -> 
 def describe_cluster(config: WorldConfig, index: int, examples: int) -> ClusterProfile:
     """Simulated cluster ``index``; lists of devices repeat when there are too few of them.
 
-    Energy budgets depend on the model, so the server sets them.
+    Energy budgets depend on the model and are set by the server.
     """
     if not config.devices:
         raise ConfigError('world.devices is empty: list presets, for example "phone,jetson-nano"')

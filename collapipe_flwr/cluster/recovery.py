@@ -1,17 +1,17 @@
 """A round that survives the loss of devices and a restart of the edge.
 
 The round runs in replay intervals: steps over one chain, between two states of all parts. An
-interval either ends with those states in hand, or it changes nothing that the control unit holds.
-Before each one the control unit has the state of every segment, in a file, and the edge a snapshot
-of its decoder after the same step. When anything breaks, the interval is void on all sides at once:
-the edge rolls back to its snapshot, the segments are placed again by a plan for the devices that
-still answer (without moving a block where every stage has a replica left), and the same batches are
-replayed with the same seeds. So no step is applied twice or half, and the weights are those of an
+interval either ends with the new states at the control unit, or changes nothing there. Before each
+interval the control unit has the state of every segment, in a file, and the edge a snapshot of its
+decoder after the same step. When anything fails, the interval is void on all sides: the edge rolls
+back to its snapshot, the segments are placed again by a plan for the devices that still answer
+(without moving a block where every stage has a replica left), and the same batches are replayed
+with the same seeds. So no step is applied twice or in part, and the weights are those of an
 undisturbed run on the new plan.
 
 With ``snapshot_every`` 0 the round is one interval: its first state came with the order and costs
 nothing, and at most one round is replayed. With S > 0 a loss costs at most S steps, and every S
-steps the segments' weights and optimizer slots (for AdamW three times the weights) travel to the
+steps the segments' weights and optimizer slots (for AdamW three times the weights) are sent to the
 control unit and back, while the edge copies its own.
 """
 
@@ -27,21 +27,20 @@ from itertools import count
 from typing import Protocol, TypeVar
 
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig, generate_texts
-from collapipe_flwr.cluster.fleet import Fleet, RoundOrder
+from collapipe_flwr.cluster.fleet import CONTROL_UNIT, Fleet, RoundOrder
 from collapipe_flwr.cluster.suspects import Suspects
-from collapipe_flwr.cluster.wires import CONTROL_UNIT
-from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
+from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import Blame, InfeasibleError, LinkError, MemberFailed
 from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.host.allocator import give_back
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.parts import EmbeddingPart
 from collapipe_flwr.pipeline.meter import StageReport
+from collapipe_flwr.pipeline.offload import Lookup
 from collapipe_flwr.pipeline.roles import FirstStage
-from collapipe_flwr.pipeline.soundness import oddity
+from collapipe_flwr.pipeline.soundness import implausible
 from collapipe_flwr.pipeline.state import PartState
 from collapipe_flwr.pipeline.step import MicroBatch, StepResult
-from collapipe_flwr.pipeline.stowed import Lookup
 from collapipe_flwr.scheduler.remaining import without_lost
 from collapipe_flwr.scheduler.replan import ReplanInput, replan
 from collapipe_flwr.transport.weights import TransferStats
@@ -54,12 +53,12 @@ MOST_REPLAYS = 2  # of one interval without losing a device: the failure is not 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayInterval:
-    """The result of an interval; ``state`` is that of embedding and blocks, slots if asked for.
+    """The result of an interval; ``state`` is that of embedding and blocks, slots on request.
 
     ``reports`` are those of the control unit and of each device in order.
     """
 
-    losses: tuple[float, ...]  # per optimiser step; a batch without labels makes none
+    losses: tuple[float, ...]  # per optimizer step; a batch without labels makes none
     probe: EvalResult  # before the first step
     next_step: int  # the number of the step after this interval, evaluations counted
     state: PartState
@@ -80,22 +79,21 @@ class ReplayInterval:
 def run_interval(
     splitter: AnySplitter,
     order: RoundOrder,
-    batches: Iterable[Sequence[MicroBatch]],
+    batches: Iterable[Batch],
     fleet: Fleet,
-    probe: Iterable[Sequence[MicroBatch]] = (),
-    *,
-    keep_optimizer: Callable[[], bool] = lambda: False,
+    probe: Iterable[Batch],
+    keep_optimizer: Callable[[], bool],
 ) -> ReplayInterval:
-    """Run every batch as one optimiser step on the devices of ``fleet``, from ``order``'s state.
+    """Run every batch as one optimizer step on the devices of ``fleet``, from ``order``'s state.
 
-    ``probe`` is tested before the first. ``keep_optimizer`` is asked when the batches are through.
+    ``probe`` is tested before the first step; ``keep_optimizer`` is called after the last one.
 
     Raises LinkError when a device or the edge fails or stays silent; then nothing of the interval
     is left on any device.
     """
     embedding, optimizer = order.placed(splitter.build_embedding(order.weights))
     with fleet.chain(splitter, order) as chain:
-        give_back()  # what the segments took on their way
+        give_back()  # what sending the segments took
         first = FirstStage(
             embedding,
             optimizer,
@@ -109,12 +107,13 @@ def run_interval(
             tested = EvalResult.mean(_losses(first.evaluate(batch) for batch in probe))
             steps = [first.train_step(batch) for batch in batches]
             first.finish()
-        slots = optimizer.state_tensors() if keep_optimizer() else {}
-        own = PartState(weights=embedding.state_dict(), optimizer=slots).stowed()
+        keeps = keep_optimizer()
+        slots = optimizer.state_tensors() if keeps else {}
+        own = PartState(weights=embedding.state_dict(), optimizer=slots).offloaded()
         report, next_step = first.report(), first.next_step
-        del first, optimizer, embedding, slots  # they go before the segments come
+        del first, optimizer, embedding, slots  # freed before the segments arrive
         give_back()
-        segments = chain.collect(keep_optimizer=keep_optimizer)
+        segments = chain.collect(keep_optimizer=keeps)
         give_back()
     state = PartState(
         weights=Lookup.of(own.weights, segments.state.weights),
@@ -132,28 +131,29 @@ def run_interval(
 
 
 def _check_sound(splitter: AnySplitter, order: RoundOrder, state: PartState) -> None:
-    """Raise MemberFailed for a device that gives back weights that cannot be right."""
+    """Raise MemberFailed for a device that returns weights that cannot be right."""
     owners = [(splitter.segment_keys(s.first_block, s.stop_block), s) for s in order.plan.segments]
     owned = {key: segment.device_id for keys, segment in owners for key in keys}
     for key, tensor in state.weights.items():
-        odd = oddity(tensor)
-        if odd and (key not in order.weights or not oddity(order.weights[key])):
+        wrong = implausible(tensor)
+        if wrong and (key not in order.weights or not implausible(order.weights[key])):
             owner = owned.get(key, CONTROL_UNIT)
-            raise MemberFailed(owner, f"{owner} returned {key} with {odd}", Blame.UNSOUND)
+            raise MemberFailed(owner, f"{owner} returned {key} with {wrong}", Blame.UNSOUND)
 
 
 def evaluate_chain(
     splitter: AnySplitter,
     order: RoundOrder,
-    batches: Iterable[Sequence[MicroBatch]],
+    batches: Iterable[Batch],
     fleet: Fleet,
-    wanted: PredictionConfig | None = None,
+    wanted: PredictionConfig | None,
 ) -> EvalResult:
-    """Loss and predictions of one chain, which learns nothing; raises as ``run_interval``."""
+    """Loss and predictions of one chain without training; raises as ``run_interval``."""
     embedding, optimizer = order.placed(splitter.build_embedding(order.weights))
     taken, generates = tuple(batches), wanted is not None and wanted.generates(splitter.decodes)
     if generates:  # a text stays on the devices that keep its hidden states
-        order = order.without_replicas
+        segments = tuple(replace(segment, replicas=()) for segment in order.plan.segments)
+        order = replace(order, plan=replace(order.plan, segments=segments))
     predict = "" if wanted is None or generates else wanted.kind
     with fleet.chain(splitter, order) as chain:
         first = FirstStage(embedding, optimizer, order.settings(0), downstream=chain.link)
@@ -175,23 +175,23 @@ def _losses(results: Iterable[StepResult]) -> Iterator[tuple[float, float]]:
 
 
 class Replica(Protocol):
-    """The cluster's decoder, as far as a replay concerns it; both calls may be repeated."""
+    """The cluster's decoder at the edge; both calls may be repeated and raise LinkError."""
 
     def snapshot(self, step: int) -> None:
-        """Keep the state after ``step`` steps; raises LinkError."""
+        """Keep the state after ``step`` steps."""
         ...
 
     def rollback(self, step: int) -> None:
-        """Go back to the snapshot after ``step`` steps; raises LinkError."""
+        """Go back to the snapshot after ``step`` steps."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """What a cluster needs to go on without some of its devices."""
+    """What a round needs to continue without some of its devices."""
 
     profile: ClusterProfile
-    model: Callable[[], ModelProfile]  # asked only when a device is lost
+    model: Callable[[], ModelProfile]  # called only when a device is lost
     edge: Replica
     snapshot_every: int = 0  # steps; 0: only the round's first state
 
@@ -200,8 +200,8 @@ class Recovery:
 class Incident:
     """A failure that voided an interval. Times are ``time.monotonic``.
 
-    An interval that failed several times has as many incidents; the replay that succeeded ended
-    them together.
+    An interval that failed several times has as many incidents, all ended by the replay that
+    succeeded.
     """
 
     reason: str
@@ -209,7 +209,7 @@ class Incident:
     quarantined: bool = False  # it answers, but is to blame
     from_step: int  # replayed from here
     noticed_s: float
-    resumed_s: float  # when the first step of the replay that succeeded was done
+    resumed_s: float  # end of the first step of the replay that succeeded
 
     def __str__(self) -> str:
         what = "quarantined" if self.quarantined else "lost"
@@ -219,10 +219,13 @@ class Incident:
 
 
 class RecoveringRound:
-    """One round of one cluster in intervals; ``order`` is what is left to do, with its plan."""
+    """One round of one cluster in intervals; ``order`` is what is left to do, with its plan.
+
+    Without a ``recovery`` the first failure is raised.
+    """
 
     def __init__(
-        self, splitter: AnySplitter, order: RoundOrder, fleet: Fleet, recovery: Recovery
+        self, splitter: AnySplitter, order: RoundOrder, fleet: Fleet, recovery: Recovery | None
     ) -> None:
         self.order = order
         self.intervals: list[ReplayInterval] = []
@@ -232,7 +235,7 @@ class RecoveringRound:
         self._fleet = fleet
         self._recovery = recovery
         self._probe: tuple[Batch, ...] = ()
-        self._done = 0  # optimiser steps
+        self._done = 0  # optimizer steps
         self._lost: set[str] = set()  # device ids
 
     def run(self, batches: Iterable[Batch], probe: Iterable[Batch] = ()) -> None:
@@ -241,11 +244,12 @@ class RecoveringRound:
         Raises InfeasibleError when no plan fits the devices that are left, and LinkError when the
         edge is gone for good or an interval fails again and again without the loss of a device.
         """
-        source, self._probe = PeekableIterator(batches), tuple(probe)
-        while source.has_next():
-            buffer = ReplayBuffer(source, self._recovery.snapshot_every)
-            interval = self._until_done(partial(self._once, buffer), resumed_s=buffer.first_done)
-            if source.has_next():
+        buffer = ReplayBuffer(batches, self._recovery.snapshot_every if self._recovery else 0)
+        self._probe = tuple(probe)
+        while buffer.has_next() or not self.intervals:
+            buffer.begin()
+            interval = self._until_done(partial(self._once, buffer), lambda: buffer.first_done_s)
+            if buffer.has_next():
                 self.order = interval.remaining(self.order)
                 interval = replace(interval, state=PartState(weights={}))
             self.intervals.append(interval)
@@ -258,72 +262,68 @@ class RecoveringRound:
         def attempt() -> EvalResult:
             return evaluate_chain(self._splitter, self.order, taken, self._fleet, wanted)
 
-        return self._until_done(attempt, resumed_s=time.monotonic)
+        return self._until_done(attempt, time.monotonic)
 
-    def _until_done(
-        self, attempt: Callable[[], Result], *, resumed_s: Callable[[], float]
-    ) -> Result:
-        """Try again, without the devices that each failure cost, until it works."""
+    def _until_done(self, attempt: Callable[[], Result], resumed_s: Callable[[], float]) -> Result:
+        """Repeat, without the devices that each failure cost, until an attempt succeeds."""
         replays = 0
         ended: list[Incident] = []
         while True:
             try:
                 result = attempt()
             except LinkError as error:
-                ended.append(self._recover(error, last=replays >= MOST_REPLAYS))
+                if self._recovery is None:
+                    raise
+                ended.append(self._recover(self._recovery, error, last=replays >= MOST_REPLAYS))
                 replays = 0 if ended[-1].lost else replays + 1
                 if replays > MOST_REPLAYS:
                     raise
             else:
-                self.suspects.close_trial()
+                self.suspects.clear()
                 at_s = resumed_s()
                 self.incidents += [replace(incident, resumed_s=at_s) for incident in ended]
                 return result
 
     def _once(self, buffer: ReplayBuffer) -> ReplayInterval:
-        """Run the interval and have the edge take a snapshot after it.
+        """Run the interval and take a snapshot of the edge after it.
 
-        After the last interval, too: else an edge that restarts just then would continue from an
-        older snapshot and return a decoder that lacks the interval.
+        After the last interval, too: else an edge that restarts then would continue from an older
+        snapshot and return a decoder without the interval.
         """
-        more = buffer.source.has_next
         interval = run_interval(
             self._splitter,
             self.order,
             buffer.replay(),
             self._fleet,
             self._probe,
-            keep_optimizer=lambda: more() or self.order.keep_optimizer,
+            keep_optimizer=lambda: buffer.has_next() or self.order.keep_optimizer,
         )
-        self._recovery.edge.snapshot(self._done + len(interval.losses))
+        if self._recovery is not None:
+            self._recovery.edge.snapshot(self._done + len(interval.losses))
         return interval
 
-    def _recover(self, error: LinkError, *, last: bool) -> Incident:
+    def _recover(self, recovery: Recovery, error: LinkError, *, last: bool) -> Incident:
         """Void the interval everywhere, and plan for the devices that answer.
 
-        A lost device stays out until the round is over: one that comes and goes would have the
-        interval replayed without end. Where all answer, one may be to blame, see `Suspects`.
+        A lost device stays out until the round is over: with one that comes and goes the interval
+        would be replayed without end. Where all answer, one may be to blame, see `Suspects`.
         """
         noticed_s, plan = time.monotonic(), self.order.plan
-        ids = [device.device_id for device in self._recovery.profile.devices]
+        ids = [device.device_id for device in recovery.profile.devices]
         missing = self._fleet.missing(list(dict.fromkeys((*ids, *plan.device_ids))))
         lost = tuple(name for name in plan.device_ids if name in missing)
         log.warning("cluster %s: %s", plan.cluster_id, error)
-        quarantined = "" if lost else self.suspects.convict(error, plan, last=last)
+        quarantined = "" if lost else self.suspects.quarantine(error, plan, last=last)
         if quarantined:
             lost = (quarantined,)
             log.warning("%s is quarantined: %s", quarantined, self.suspects.quarantined[lost[0]])
         self._lost.update(lost)
         if lost:
             present = [name for name in ids if name not in missing | self._lost]
-            remains = self._remains(present)
-            try:
-                plan = without_lost(plan, remains) or replan(plan, remains)
-            except InfeasibleError as short:
-                raise InfeasibleError(self.suspects.shortage(str(short))) from error
+            plan = self._plan_for(present, recovery, error)
             self.order = replace(self.order, plan=plan)
         try:
-            self._recovery.edge.rollback(self._done)
+            recovery.edge.rollback(self._done)
         except LinkError as gone:
             raise LinkError(f"{error}; the round cannot be replayed: {gone}") from error
         where = ", ".join(plan.device_ids)
@@ -337,59 +337,57 @@ class RecoveringRound:
             resumed_s=noticed_s,
         )
 
-    def _remains(self, present: Collection[str]) -> ReplanInput:
-        learning = self.order.learning
-        return ReplanInput(
-            profile=self._recovery.profile,
-            model=self._recovery.model(),
+    def _plan_for(
+        self, present: Collection[str], recovery: Recovery, error: LinkError
+    ) -> ClusterPlan:
+        """The plan for the devices that are left; raises InfeasibleError where none fits."""
+        learning, plan = self.order.learning, self.order.plan
+        remains = ReplanInput(
+            profile=recovery.profile,
+            model=recovery.model(),
             present=present,
             options=PricingOptions(
                 schedule=learning.schedule, recompute=learning.execution.recompute
             ),
         )
-
-
-class PeekableIterator:
-    """Batches with a look-ahead of one."""
-
-    def __init__(self, batches: Iterable[Batch]) -> None:
-        self._batches = iter(batches)
-        self._next: Batch | None = None
-
-    def has_next(self) -> bool:
-        """Whether there is another batch."""
-        if self._next is None:
-            self._next = next(self._batches, None)
-        return self._next is not None
-
-    def __next__(self) -> Batch:
-        batch = self._next if self.has_next() else None
-        if batch is None:
-            raise StopIteration
-        self._next = None
-        return batch
+        try:
+            return without_lost(plan, remains) or replan(plan, remains)
+        except InfeasibleError as short:
+            raise InfeasibleError(self.suspects.explain(str(short))) from error
 
 
 class ReplayBuffer:
-    """The batches of one interval: taken once from ``source``, replayed as often as needed."""
+    """The batches of a round; those of one interval are kept to be replayed.
 
-    def __init__(self, source: PeekableIterator, limit: int) -> None:
-        self.source = source
-        self._first_done_s = 0.0
+    ``limit`` is the number of batches of an interval; 0: all.
+    """
+
+    def __init__(self, batches: Iterable[Batch], limit: int) -> None:
+        self.first_done_s = 0.0  # end of the first step of the last replay
+        self._source = iter(batches)
+        self._next: Batch | None = None
         self._limit = limit or math.inf
-        self._batches: list[Batch] = []
+        self._kept: list[Batch] = []
 
-    def first_done(self) -> float:
-        """When the first step of the last replay was over."""
-        return self._first_done_s
+    def has_next(self) -> bool:
+        """Whether there is a batch behind those that were taken."""
+        if self._next is None:
+            self._next = next(self._source, None)
+        return self._next is not None
+
+    def begin(self) -> None:
+        """Begin the next interval."""
+        self._kept = []
 
     def replay(self) -> Iterator[Batch]:
-        """Yield all batches from the first one on; new ones are taken after the known ones."""
+        """Yield the interval's batches from the first one on, taking new ones as needed."""
         for index in count():
             if index == 1:
-                self._first_done_s = time.monotonic()
-            if index == len(self._batches) and index < self._limit and self.source.has_next():
-                self._batches.append(next(self.source))
-            if index == len(self._batches):
+                self.first_done_s = time.monotonic()
+            if index == len(self._kept) and index < self._limit and self.has_next():
+                assert self._next is not None
+                self._kept.append(self._next)
+                self._next = None
+            if index == len(self._kept):
                 return
-            yield self._batches[index]
+            yield self._kept[index]

@@ -1,18 +1,18 @@
-"""Devices that answer and yet cannot be worked with: who is blamed, and who is at fault.
+"""Fault attribution: devices that answer and yet fail are quarantined for the round.
 
 A device with a broken installation raises when it gets its segment or computes; one with broken
-memory returns numbers that cannot be right; one behind a wall cannot be reached by its neighbour.
-The stage that notices names itself or a neighbour (`MemberFailed`). Whom it blames is quarantined:
-the steps are replayed without it, which is also the trial. If they work then, it was at fault. If
-another device fails in the same way, neither is: the error is everybody's, or the training
-diverges, and the round ends with a sentence that says so.
+memory returns numbers that cannot be right; one behind a firewall cannot be reached by its
+neighbour. The stage that notices blames itself or a neighbour (`MemberFailed`). The steps are
+replayed without the blamed device, which is also the test: if they succeed, it was at fault. If
+another device fails in the same way, neither is: all share the error, or the training diverges, and
+the round ends with a message that says so.
 """
 
 from __future__ import annotations
 
 import re
 
-from collapipe_flwr.cluster.wires import CONTROL_UNIT
+from collapipe_flwr.cluster.fleet import CONTROL_UNIT
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import (
     Blame,
@@ -24,23 +24,23 @@ from collapipe_flwr.core.errors import (
 )
 
 EDGE = "edge"
-_OWN_WORDS = re.compile(r"\(blocks [\d, -]+\)|[\w.:\[\]-]*\d[\w.:\[\]-]*")  # of one device
+_SPECIFIC = re.compile(r"\(blocks [\d, -]+\)|[\w.:\[\]-]*\d[\w.:\[\]-]*")  # to one device
 _ADVICE = "lower the learning rate, or bound gradients with train.clip-norm"
 
 
 class Suspects:
-    """The quarantine of one round: devices, and what each of them did."""
+    """The quarantined devices of one round, each with the reason."""
 
     def __init__(self) -> None:
         self.quarantined: dict[str, str] = {}
-        self._trial: list[tuple[str, MemberFailed]] = []  # of the interval that is replayed
+        self._failures: list[tuple[str, MemberFailed]] = []  # of the interval that is replayed
 
-    def close_trial(self) -> None:
-        """The interval works without those on trial."""
-        self._trial = []
+    def clear(self) -> None:
+        """Call when the interval has succeeded without the suspects."""
+        self._failures = []
 
-    def convict(self, error: LinkError, plan: ClusterPlan, *, last: bool) -> str:
-        """The device to do without from now on, "" where there is none to blame.
+    def quarantine(self, error: LinkError, plan: ClusterPlan, *, last: bool) -> str:
+        """The device to continue without, "" where none is to blame.
 
         ``last`` says that the interval has been replayed often enough to blame a link. Raises
         Diverged or ModelError where it is not the fault of one device.
@@ -49,63 +49,62 @@ class Suspects:
             return ""
         if error.blame is Blame.UNREACHABLE and not last:
             return ""
-        accused = _accused(error, plan)
-        for before in self._trial:
+        blamed = _blamed(error, plan)
+        for before in self._failures:
             if _alike(before[1], error):
-                raise _nobodys(before, (accused, error))
-        self._trial.append((accused, error))
-        if accused in ("", CONTROL_UNIT, EDGE):
+                raise _shared_failure(before, (blamed, error))
+        self._failures.append((blamed, error))
+        if blamed in ("", CONTROL_UNIT, EDGE):
             return ""
-        self.quarantined[accused] = _named(accused, error)
-        return accused
+        self.quarantined[blamed] = _reason(blamed, error)
+        return blamed
 
-    def shortage(self, refusal: str) -> str:
-        """The sentence for a cluster whose other devices cannot hold the model: a ``refusal``."""
-        if not self._trial:
+    def explain(self, refusal: str) -> str:
+        """The ``refusal`` of a plan, with the reason why the suspects are left out."""
+        if not self._failures:
             return refusal
-        accused, error = self._trial[-1]
+        blamed, error = self._failures[-1]
         doubt = (
             "; whether it computes wrongly or the training diverges shows only where another "
             f"device can hold its blocks: add one, or {_ADVICE}"
         )
-        return f"{_named(accused, error)}; {refusal}{doubt if error.blame is Blame.UNSOUND else ''}"
+        return f"{_reason(blamed, error)}; {refusal}{doubt if error.blame is Blame.UNSOUND else ''}"
 
 
-def _accused(error: MemberFailed, plan: ClusterPlan) -> str:
-    """The device that is blamed, or control unit or edge; "" for a witness of no such name."""
+def _blamed(error: MemberFailed, plan: ClusterPlan) -> str:
+    """The blamed device, control unit or edge; "" if the witness is none of these."""
     stages = [(CONTROL_UNIT,), *(segment.device_ids for segment in plan.segments), (EDGE,)]
     here = next((n for n, members in enumerate(stages) if error.witness in members), None)
     if here is None or not error.side:
         return error.witness if here is not None else ""
-    named = [name for name in plan.device_ids if {name, name.rpartition("/")[2]} & _words(error)]
+    words = set(error.why.split())
+    named = [name for name in plan.device_ids if {name, name.rpartition("/")[2]} & words]
     others = [name for name in named if name != error.witness]
     if len(others) == 1:
         return others[0]
     place = here + error.side
     if error.blame is Blame.UNREACHABLE and place in (0, len(stages) - 1):
-        return error.witness  # the two ends are there for all others
+        return error.witness  # the two ends can be reached by all others
     members = stages[min(max(place, 0), len(stages) - 1)]
     return members[0] if len(members) == 1 else ""
 
 
-def _words(error: MemberFailed) -> set[str]:
-    return set(error.why.split())
-
-
-def _named(accused: str, error: MemberFailed) -> str:
-    """What a member did, in a sentence that holds its name; neighbours may have another for it."""
-    return error.why if accused in error.why else f"{accused}: {error.why}"
+def _reason(blamed: str, error: MemberFailed) -> str:
+    """The reason with the member's name, for which neighbours may use another."""
+    return error.why if blamed in error.why else f"{blamed}: {error.why}"
 
 
 def _alike(before: MemberFailed, now: MemberFailed) -> bool:
     """Whether two members failed in the same way, apart from their names and numbers."""
     if Blame.UNSOUND in (before.blame, now.blame):
         return before.blame is now.blame
-    words = (_OWN_WORDS.sub("", error.why) for error in (before, now))
-    return before.blame is now.blame is Blame.RAISED and next(words) == next(words)
+    alike = _SPECIFIC.sub("", before.why) == _SPECIFIC.sub("", now.why)
+    return before.blame is now.blame is Blame.RAISED and alike
 
 
-def _nobodys(before: tuple[str, MemberFailed], now: tuple[str, MemberFailed]) -> CollaPipeError:
+def _shared_failure(
+    before: tuple[str, MemberFailed], now: tuple[str, MemberFailed]
+) -> CollaPipeError:
     (first, error), (second, again) = before, now
     if error.blame is not Blame.UNSOUND:
         return ModelError(f"{first} and {second} fail alike, so no device is to blame: {error.why}")
@@ -116,6 +115,6 @@ def _nobodys(before: tuple[str, MemberFailed], now: tuple[str, MemberFailed]) ->
         )
     without = f"without {first}" if first not in ("", CONTROL_UNIT, EDGE) else "again"
     return Diverged(
-        f"{_named(first, error)}; replayed {without}, {_named(second, again)}: no device is to "
+        f"{_reason(first, error)}; replayed {without}, {_reason(second, again)}: no device is to "
         f"blame, the training diverged; {_ADVICE}"
     )

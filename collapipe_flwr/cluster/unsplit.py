@@ -1,4 +1,4 @@
-"""The peer of every comparison: the same model, batches and optimiser, unsplit in one process."""
+"""The baseline of every comparison: the same model, batches and optimizer, unsplit in a process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def train_unsplit(
     execution: Execution = PLAIN,
     rates: Iterator[float] = CONSTANT,
 ) -> tuple[float, ...]:
-    """One optimiser step per batch of micro-batches that has labels; the loss of each step.
+    """One optimizer step per batch of micro-batches that has labels; returns the loss of each.
 
     ``model`` is what ``splitter`` built. A micro-batch counts with its share of the weight that the
     mean loss runs over, so a step's gradient is that of the mean over the whole batch however it is
@@ -71,29 +71,22 @@ def evaluate_unsplit(
 ) -> EvalResult:
     """The mean loss over all labels, and predictions where they are ``wanted``."""
     model.train(False)
-    losses, predictions = [], []
+    losses: list[tuple[float, float]] = []
+    predictions = []
     with torch.inference_mode():
         for batch in batches:
-            found = [_evaluate(splitter, model, micro_batch, wanted) for micro_batch in batch]
-            losses += [(loss, count) for loss, count, _ in found]
-            predictions.append(tuple(ids for _, _, ids in found if ids is not None))
+            found = []
+            for micro_batch in batch:
+                count = splitter.weight_of(micro_batch)
+                if not count and wanted is None:
+                    continue
+                micro_batch = bring(micro_batch, place_of(model))
+                outputs = splitter.run_whole(model, micro_batch)
+                # the library's mean over no labels is NaN
+                loss = float(splitter.loss_of(outputs, micro_batch)) if count else 0.0
+                losses.append((loss, count))
+                if wanted is not None:
+                    best = predict_unsplit(model, micro_batch, scores_of(outputs), wanted)
+                    found.append(best.to(CPU))
+            predictions.append(tuple(found))
     return EvalResult.mean(losses, tuple(predictions) if wanted else ())
-
-
-def _evaluate(
-    splitter: AnySplitter,
-    model: nn.Module,
-    micro_batch: Mapping[str, Tensor],
-    wanted: PredictionConfig | None,
-) -> tuple[float, float, Tensor | None]:
-    """Mean loss, number of labels, predictions; the library's mean over no labels is NaN."""
-    count = splitter.weight_of(micro_batch)
-    if not count and wanted is None:
-        return 0.0, 0, None
-    micro_batch = bring(micro_batch, place_of(model))
-    outputs = splitter.run_whole(model, micro_batch)
-    loss = float(splitter.loss_of(outputs, micro_batch)) if count else 0.0
-    if wanted is None:
-        return loss, count, None
-    found = predict_unsplit(model, micro_batch, scores_of(outputs), wanted)
-    return loss, count, found.to(CPU)

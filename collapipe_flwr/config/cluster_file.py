@@ -15,11 +15,15 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from collapipe_flwr.config.parsing import flatten_section, parse_table, read_toml, refuse_unknown
-from collapipe_flwr.core.addresses import is_address
+from collapipe_flwr.config.parsing import (
+    flatten_section,
+    parse_table,
+    read_toml,
+    refuse_unknown,
+)
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import Rule, Value, above, at_least, key, matches, one_of
-from collapipe_flwr.core.links import CODECS, TlsFiles
+from collapipe_flwr.core.links import CODECS, TlsFiles, is_address
 
 MEMBER_NAME = matches(
     r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", "must be a name of letters, digits, dots and dashes"

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from collapipe_flwr.config.parsing import flatten_section, parse_section, refuse_unknown
-from collapipe_flwr.core.compute import AUTO as WHERE_BEST
-from collapipe_flwr.core.compute import compute_name
+from collapipe_flwr.core.keys import AUTO as WHERE_BEST
 from collapipe_flwr.core.keys import (
     Value,
     above,
@@ -26,6 +25,7 @@ from collapipe_flwr.core.keys import (
     assignments,
     at_least,
     between,
+    compute_name,
     inline,
     key,
     matches,

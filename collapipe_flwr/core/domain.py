@@ -1,6 +1,6 @@
 """Frozen values that the scheduler, the pipeline and Flower share.
 
-Units stand in the names: ``_s`` seconds, ``_j`` joules, ``_w`` watts, ``_hz`` hertz, ``_flop``
+Names end in units: ``_s`` seconds, ``_j`` joules, ``_w`` watts, ``_hz`` hertz, ``_flop``
 floating-point operations. Sizes are bytes, gains are linear (not dB). Costs are *per example*
 unless a name says otherwise.
 """
@@ -55,7 +55,7 @@ class DeviceProfile:
     energy_budget_j: float  # long-term average per round
     d2d_bandwidth_hz: float | None = None  # widest channel of its radio; None: the cluster's
     overhead_s: float = 0.0
-    round_s: float = 0.0  # to begin and end a round; devices do so at once, the slowest one counts
+    round_s: float = 0.0  # to begin and end a round; of parallel devices the slowest one counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class EdgeProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RadioProfile:
-    """What all clusters share: edge bandwidth and noise density."""
+    """The radio that all clusters share: edge bandwidth and noise density."""
 
     bandwidth_hz: float
     noise_w_per_hz: float
@@ -86,11 +86,11 @@ class ClusterProfile:
     devices: tuple[DeviceProfile, ...]
     d2d_bandwidth_hz: float  # of each hop inside the cluster, as far as both ends' radios go
     server_rate_bit_per_s: float  # control unit <-> Flower server
-    link_codec: str = ""  # that its links are bound to; empty: as the run says
-    real_links: bool = False  # machines: what their links carried corrects the planned rates
-    whole: bool = False  # its app has mods: the whole model in messages and replies, not its part
-    bundles: bool = False  # its app takes a message's arrays in bundles, and replies so
-    overhead_s: float = 0.0  # of every round, besides what transfers and steps take
+    link_codec: str = ""  # of all its links; empty: as the run says
+    real_links: bool = False  # machines: measured traffic corrects the planned rates
+    whole: bool = False  # its app has mods: messages and replies hold the whole model
+    bundles: bool = False  # its app sends and receives arrays in bundles
+    overhead_s: float = 0.0  # of every round, besides transfers and steps
 
     @property
     def members(self) -> tuple[DeviceProfile, ...]:
@@ -117,9 +117,9 @@ class ChannelState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkShares:
-    """What links reach of the rates that gains, power and bandwidth promise; members as in gains.
+    """The share of its rate by gain, power and bandwidth that each link reaches; axes as of gains.
 
-    1 is as promised; a link of share f takes 1 / f as long, whatever its power and bandwidth.
+    A link of share f takes 1 / f as long, whatever its power and bandwidth.
     """
 
     d2d: tuple[tuple[float, ...], ...]
@@ -128,7 +128,7 @@ class LinkShares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSnapshot:
-    """One cluster at the start of a round; without ``links`` every rate is as promised."""
+    """One cluster at the start of a round; without ``links`` every share is 1."""
 
     profile: ClusterProfile
     channel: ChannelState
@@ -160,15 +160,13 @@ class Segment:
 
     @property
     def device_ids(self) -> tuple[str, ...]:
-        """All that hold the blocks, in the order of their turns."""
+        """All devices that hold the blocks, in the order of their turns."""
         return (self.device_id, *self.replicas)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlan:
-    """What one cluster does in one round; segments stand in pipeline order.
-
-    ``warmup_depth`` holds for every replica of a stage.
+    """The round of one cluster; segments are in pipeline order, depths are per replica.
 
     ``tx_power_w`` is the power of every member's activations (towards the next stage, the control
     unit included), ``gradient_power_w`` that of every device's gradients (towards the previous
@@ -205,21 +203,21 @@ class ClusterPlan:
 
     @property
     def fullest_share(self) -> float | None:
-        """The most that any device is given of ``whole_bytes``; None where that is unknown."""
+        """The largest share of ``whole_bytes`` on one device; None where that is unknown."""
         if not self.whole_bytes:
             return None
         return max(self.memory_bytes.get(name, 0) for name in self.device_ids) / self.whole_bytes
 
     @property
     def most_bytes(self) -> float:
-        """What a device may hold under ``model_share``; infinite without one."""
+        """The bytes that a device may hold under ``model_share``; infinite without one."""
         if self.model_share is None or self.whole_bytes is None:
             return inf
         return self.model_share * self.whole_bytes
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """How many workers every stage has: control unit, segments, edge."""
+        """The number of workers of every stage: control unit, segments, edge."""
         return (1, *(len(segment.device_ids) for segment in self.segments), 1)
 
 
@@ -251,7 +249,7 @@ class GradientNoise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSample:
-    """A real link in one round: what it could carry beside what it was planned to carry.
+    """The planned and the measured rate of a real link in one round.
 
     ``ends`` are device ids, the control unit's and "" for the edge included, in chain order. Rates
     are means over both directions by time: that of as many bytes there as back.
@@ -260,17 +258,17 @@ class LinkSample:
     ends: tuple[str, str]
     planned_bit_per_s: float
     measured_bit_per_s: float
-    paced: bool = False  # senders kept to the plan: that it could be faster is not to be seen
+    paced: bool = False  # senders kept to the plan, so a faster link cannot be seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSample:
-    """What computing took a member, or the edge (``device_id`` ""), in one round.
+    """The computing of a member, or of the edge (``device_id`` ""), in one round.
 
     ``flop``, ``passes`` and ``busy_s`` are means over micro-batches, forward and backward together;
-    ``passes`` counts blocks, each as 1 (4/3 where it is computed again), as `DeviceProfile`'s
-    overhead does. ``watt`` is the power while computing, None where nobody metered it.
-    ``expected_s`` is what the plan believed, ``planned_bytes`` its peak of memory.
+    ``passes`` counts blocks, each as 1 (4/3 with activation checkpointing), as `DeviceProfile`'s
+    overhead does. ``watt`` is the power while computing, None without a sensor. ``expected_s`` and
+    ``planned_bytes`` (peak memory) are by the plan.
     """
 
     device_id: str
@@ -285,12 +283,12 @@ class StageSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOutcome:
-    """What one cluster really did in a round; fields that nobody measured are None.
+    """The measured round of one cluster; fields that were not measured are None.
 
     ``measured`` says that ``latency_s`` is by the clock of machines, not of a simulated world.
-    ``explained_s`` is what the cost model makes of the round with stages as they were measured, and
-    with links as plans know them after it. ``metered`` lists the members whose energy a sensor
-    showed; that of others is modelled from measured times.
+    ``explained_s`` is the time by the cost model with stages as they were measured, and with links
+    as estimated after the round. ``metered`` lists the members whose energy is by a sensor; that of
+    others is modelled from measured times.
     """
 
     cluster_id: str
@@ -307,7 +305,7 @@ class ClusterOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundOutcome:
-    """A finished round, as the scheduler may learn from it.
+    """A finished round, from which the scheduler updates its estimates.
 
     With x the update of the global model in this round and y that of the round before:
     ``update_norm`` is |x|, ``update_change_norm`` is |x - y|, and ``update_spread`` the

@@ -1,12 +1,12 @@
-"""Files and folders that are whole or absent, whatever stops the process or the machine.
+"""Atomic files and folders, complete or absent after any crash of the process or the machine.
 
-What is new is written into a folder of its own beside its place, flushed to disk, and moved to its
-place in one step; then the folder that lists it is flushed too. Only after that may a caller delete
-what it replaces. A killed writer leaves behind its own folder, whose name ends with ``.partial``.
+A new file is written in a temporary folder beside its path, flushed to disk, and renamed to its
+path; then the parent folder is flushed too. Only after that may a caller delete what it replaces.
+A killed writer leaves its temporary folder, whose name ends with ``.partial``.
 
-Writers share a lock on the folder that they write in, and what is left over is removed under an
-exclusive one: by the next writer of the same file, and by `clean`. On a file system without locks
-nothing is removed. All functions raise OSError.
+Writers share a lock on the parent folder, and leftovers are removed under an exclusive lock: by the
+next writer of the same file, and by `clean`. On a file system without locks nothing is removed. All
+functions raise OSError.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BLOCK_BYTES = 1 << 16
 
 
 def write_file(path: Path, save: Callable[[Path], object]) -> None:
-    """Replace a file with what ``save`` writes where it is told to."""
+    """Replace a file by the one that ``save`` writes to the path that it is passed."""
     with draft(path) as written:
         save(written)
         publish(written, path)
@@ -42,7 +42,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Replace a file that only its owner can read, at any time."""
+    """Replace a file; the new one is readable by its owner only, from the start."""
 
     def save(written: Path) -> None:
         written.touch(0o600)
@@ -52,9 +52,9 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Add lines to a file; a reader may find a part of ``text`` after a power cut.
+    """Append lines to a file, of which a part may be written at a power cut.
 
-    What such a cut left of a last line goes first, so that nothing is glued to it.
+    An incomplete last line of an earlier power cut is removed first.
     """
     is_new = not path.exists()
     with path.open("ab+") as file:
@@ -80,13 +80,13 @@ def _drop_torn_line(file: BinaryIO) -> None:
 
 @contextmanager
 def draft(path: Path) -> Iterator[Path]:
-    """Where to write what `publish` then moves to ``path``; what was not moved is removed."""
+    """A path to write to, for `publish` to move to ``path``; otherwise it is removed."""
     clean(path.parent, of=path.name)
     with _lock(path.parent, fcntl.LOCK_SH):
         folder = mkdtemp(prefix=f"{path.name}.", suffix=_PARTIAL, dir=path.parent)
         try:
             yield Path(folder) / path.name
-        except SafetensorError as error:  # which is what it makes of a full disk
+        except SafetensorError as error:  # also of a full disk
             raise OSError(str(error)) from error
         finally:
             shutil.rmtree(folder)
@@ -105,7 +105,7 @@ def publish(written: Path, path: Path) -> None:
 
 
 def make_folder(path: Path, mode: int = 0o777) -> None:
-    """Make a folder, and those above it, unless it is there; ``mode`` is for itself only."""
+    """Make a folder and its parents unless they exist; ``mode`` is for the folder itself."""
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(mode, exist_ok=True)
@@ -126,26 +126,26 @@ def own_folder(path: Path, option: str) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Bring to disk the bytes of a file, or the names that a folder lists."""
+    """Flush the bytes of a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if not (path.is_dir() and error.errno == errno.EINVAL):  # some file systems: no such thing
+        if not (path.is_dir() and error.errno == errno.EINVAL):  # not supported by some systems
             raise
     finally:
         os.close(descriptor)
 
 
 def remove(path: Path) -> None:
-    """Delete a file, if it is there, so that it does not come back after a power cut."""
+    """Delete a file, if it exists, so that it does not come back after a power cut."""
     if path.exists():
         path.unlink(missing_ok=True)
         sync(path.parent)
 
 
 def clean(folder: Path, *, of: str = "") -> None:
-    """Remove what killed writers left in a folder: of one file, or of all where it is ours.
+    """Remove the leftovers of killed writers in a folder, of one file or of all.
 
     Does nothing while another thread or process writes there.
     """
@@ -159,7 +159,7 @@ def clean(folder: Path, *, of: str = "") -> None:
 
 @contextmanager
 def _lock(folder: Path, kind: int) -> Iterator[bool]:
-    """Whether the lock was to be had; the end of the process releases it as well."""
+    """Lock a folder, and yield whether that worked; the end of the process unlocks it too."""
     descriptor = os.open(folder, os.O_RDONLY)
     locked = False
     try:

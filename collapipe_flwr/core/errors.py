@@ -1,7 +1,7 @@
-"""Every error that CollaPipe raises on purpose.
+"""The errors of CollaPipe.
 
-A message is one sentence that names the key, the value and the way out. Foreign errors
-are translated where they enter, with their cause kept.
+A message is one sentence that names the key, the value and the way out. Errors of other libraries
+are translated where they are caught, with their cause kept.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _OWN = ("collapipe_flwr", "client_app", "server_app")
 
 
 class CollaPipeError(Exception):
-    """Base of everything that CollaPipe raises on purpose; a command ends with ``exit_code``."""
+    """Base of all errors of CollaPipe; a command ends with ``exit_code``."""
 
     exit_code = 1
 
@@ -59,7 +59,7 @@ class LinkTimeout(LinkError):
 
 
 class PeerBroken(LinkError):
-    """A peer that failed at what it was asked."""
+    """A peer whose call failed with an internal error."""
 
 
 class FrozenWanted(LinkError):
@@ -67,7 +67,7 @@ class FrozenWanted(LinkError):
 
 
 class Unreachable(LinkError):
-    """A peer that is not there, or not any more."""
+    """A peer that cannot be connected, or no longer."""
 
 
 class ProtocolError(LinkError):
@@ -75,20 +75,20 @@ class ProtocolError(LinkError):
 
 
 class Blame(IntEnum):
-    """What a member of a chain is blamed for; the number is that on the wire."""
+    """The kind of a member's failure; the number is sent on the wire."""
 
     RAISED = 0  # an error of its own
-    MALFORMED = 1  # it sent what makes no sense
-    UNSOUND = 2  # it sent or made numbers that cannot be right
+    MALFORMED = 1  # it sent an invalid frame
+    UNSOUND = 2  # it sent or computed numbers that cannot be right
     UNREACHABLE = 3  # its neighbour cannot reach it, or it refuses
     SILENT = 4  # it did not send in time
 
 
 class MemberFailed(ProtocolError):
-    """A member of a chain that failed, though it may well answer.
+    """A member of a chain that failed, although it may answer.
 
-    ``witness`` is the member that says so. It blames itself, or the neighbour on one ``side``;
-    without a name, it blames whoever hears it.
+    ``witness`` is the member that reports it. It blames itself, or the neighbour on one ``side``;
+    with an empty name, it blames the receiver of the error.
     """
 
     UPSTREAM, ITSELF, DOWNSTREAM = -1, 0, 1
@@ -119,7 +119,7 @@ class RunError(CollaPipeError):
 
 @contextmanager
 def wrong_input() -> Iterator[None]:
-    """Let a command end with exit code 2 by what the body refuses, as by a wrong option."""
+    """End a command with exit code 2, as for a wrong option, if the body raises an error."""
     try:
         yield
     except CollaPipeError as error:
@@ -129,7 +129,7 @@ def wrong_input() -> Iterator[None]:
 
 @contextmanager
 def blaming(key: str) -> Iterator[None]:
-    """Put the run-config key in front of whatever the body refuses."""
+    """Prefix errors of the body with the run-config key."""
     try:
         yield
     except CollaPipeError as error:
@@ -140,7 +140,7 @@ def blaming(key: str) -> Iterator[None]:
 def unexpected_as_run_error() -> Iterator[None]:
     """Raise an error of any other kind as a RunError that says what happened and where.
 
-    Flower reports only the message of an exception to who started the run.
+    Flower reports only the message of an exception to the user who started the run.
     """
     try:
         yield
@@ -155,7 +155,7 @@ def unexpected_as_run_error() -> Iterator[None]:
 
 
 def _place(error: Exception) -> str:
-    """The innermost line of ours that the error passed, else where it was raised."""
+    """The innermost line of our code in the traceback, else the line that raised."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
     ours = [frame for frame in frames if set(_OWN) & set(Path(frame.filename).parts)]
     frame = (ours or frames)[-1]

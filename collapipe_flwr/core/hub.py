@@ -1,8 +1,8 @@
-"""Names that may be a folder or stand for something on the Hugging Face hub.
+"""Names of folders, or of models and data sets on the Hugging Face hub.
 
-A name that can only be a folder is never looked up. Before anything is, the hub is asked once
-whether it answers; the library alone would try again for a minute. Where it does not, the process
-goes on offline, so that what was downloaded before is used at once and the rest is refused.
+A name that can only be a folder is never looked up. Before the first look-up the hub is tried once,
+since the library alone would retry for a minute. If the hub does not answer, the process continues
+offline: earlier downloads are used at once and everything else is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def folder_only(name: str) -> bool:
 
 
 def no_such_path(key: str, name: str) -> str:
-    """The sentence on a file or folder that is not there."""
+    """The message for a file or folder that does not exist."""
     looked = Path(name).expanduser().absolute()
     return f'{key} "{name}" does not exist (looked for {looked}): correct the path'
 
@@ -49,7 +49,7 @@ def is_reachable() -> bool:
 
 
 def unreachable(name: str) -> str:
-    """Why a name was not found on the hub, where the hub does not answer; else empty."""
+    """The message for a name that was not found because the hub does not answer; else empty."""
     if is_reachable():
         return ""
     return (

@@ -1,8 +1,8 @@
-"""Classes and functions by import path (``my_app.task:Net``), from modules that are allowed.
+"""Classes and functions by import path (``my_app.task:Net``), and versions of installed packages.
 
-Models and losses of users travel by name, never as code. A peer may name only what stands in a
-module that was allowed here, by ``--import`` of a daemon or by the app that runs in this process,
-and the layers and models of torch.nn and transformers.
+Models and losses of users are sent by name, never as code. A peer may name only members of modules
+that were allowed here, by ``--import`` of a daemon or by the app that runs in this process, and the
+layers and models of torch.nn and transformers.
 """
 
 from __future__ import annotations
@@ -11,24 +11,27 @@ import inspect
 import sys
 from collections.abc import Iterable
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from platform import python_version
 from types import FunctionType
 from typing import Any
 
 from collapipe_flwr.core.errors import ConfigError, ModelError
 
 _LIBRARIES = ("torch.nn", "transformers")  # of these classes only
+_PACKAGES = ("collapipe-flwr", "flwr", "torch", "transformers", "ray", "datasets")
 _allowed: set[str] = set()
 
 
 def allow(*modules: str) -> None:
-    """Let paths lead into these modules and those below them, and import them now.
+    """Allow paths into these modules and those below them, and import them now.
 
     Raises ConfigError for one that cannot be imported.
     """
     for name in modules:
         try:
             import_module(name)
-        except Exception as cause:  # whatever the module does at its top
+        except Exception as cause:  # of any kind: the module's code runs
             why = f"{type(cause).__name__}: {cause}"
             raise ConfigError(
                 f"--import {name}: the module cannot be imported ({why}); install it here, or "
@@ -61,7 +64,7 @@ def load_builder(path: str, base: type) -> Any:
 def path_of(thing: object, what: str) -> str:
     """The path that leads to a class or function in any process.
 
-    ``what`` it is for begins the sentence of the ModelError that is raised where no path does.
+    Raises ModelError, which begins with ``what`` the class or function is, where no path does.
     """
     name = getattr(thing, "__qualname__", "")
     module = getattr(thing, "__module__", None)
@@ -89,6 +92,20 @@ def allow_own(thing: object) -> None:
 def is_within(path: str, names: Iterable[str]) -> bool:
     """Whether a dotted path is one of these, or leads into one of them."""
     return any(path == name or path.startswith(f"{name}.") for name in names)
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of what a run's results depend on, without importing it."""
+    found = {name: known for name in _PACKAGES if (known := version_of(name))}
+    return {**found, "Python": python_version()}
+
+
+def version_of(package: str) -> str:
+    """The version of a package; empty where it is not installed, as in a bare checkout."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def _load(path: str) -> object:

@@ -1,8 +1,8 @@
-"""Frozen dataclasses to JSON and back, strictly: what comes from a peer is checked, not trusted.
+"""Frozen dataclasses to JSON and back, with strict checks of input from peers.
 
-Accepts str, int, float (NaN and infinities too: a diverged loss is a fact), bool, enums, optional
-values, tuples, string-keyed mappings and dataclasses of these. Every key must be known and every
-field without a default present.
+Accepts str, int, float (NaN and infinities too: a loss may diverge), bool, enums, optional values,
+tuples, string-keyed mappings and dataclasses of these. Every key must be known and every field
+without a default present.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def from_json(kind: type[T], text: str, what: str) -> T:
 
 
 def plain(value: object) -> Any:
-    """A value as what the json module writes: dicts, lists and scalars."""
+    """A value as dicts, lists and scalars, for the json module."""
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Enum):

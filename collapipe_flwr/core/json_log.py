@@ -1,4 +1,4 @@
-"""Log records as JSON lines, each with the round that it is about."""
+"""Log records as JSON lines, each with its run, round and cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _about = ContextVar("about", default=_NOTHING)
 
 @contextmanager
 def logging_about(**fields: object) -> Iterator[None]:
-    """Give what this thread logs in the body these fields, as ``run``, ``round``, ``cluster``."""
+    """Add fields, as ``run``, ``round``, ``cluster``, to this thread's log records in the body."""
     token = _about.set({**_about.get(), **fields})
     try:
         yield
@@ -27,14 +27,13 @@ def logging_about(**fields: object) -> Iterator[None]:
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object per record; fields that are not known are left out."""
+    """One JSON object per record, without empty fields; ``time`` is UTC, ``error`` a traceback."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
         self._device = device
 
     def format(self, record: logging.LogRecord) -> str:
-        """``time`` is UTC, ``error`` the traceback."""
         fields = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -48,7 +47,7 @@ class JsonLines(logging.Formatter):
 
 
 def log_json(device: str) -> None:
-    """Write what this process logs to stderr as JSON lines: ours from INFO on, else warnings."""
+    """Log to stderr as JSON lines: our records and Flower's from INFO on, others from WARNING."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(device))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)

@@ -1,9 +1,9 @@
 """Configuration keys, declared beside the fields that they set.
 
-A key is a field with dashes for underscores. The type of the field decides what is accepted, its
-rule which values; a list, a path and the like also say how they are read from text. Values become
-fields in ``config.parsing``. Every refusal is one :class:`ConfigError` that names the key as the
-user wrote it, the value and the way out.
+A key is a field with dashes for underscores. The type of the field and its rule decide which values
+are accepted; lists, paths and the like also declare how they are read from text. Values become
+fields in ``config.parsing``. Every refusal is a :class:`ConfigError` that names the key as the user
+wrote it, the value and the way out.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -22,6 +22,7 @@ from collapipe_flwr.core.errors import ConfigError
 Value = bool | int | float | str
 T = TypeVar("T")
 _RULE, _NAME, _INLINE = "rule", "name", "inline"
+AUTO, CPU = "auto", "cpu"  # where a process computes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A test of one value and the words for what it accepts."""
+    """A test of one value and a description of what it accepts."""
 
     holds: Callable[[Any], bool]
     says: str
@@ -80,9 +81,9 @@ def some_of(*names: str) -> Rule:
 
 
 def any_of(*names: str) -> Rule:
-    """Accept a comma-separated choice of names, which may be empty, as a tuple."""
+    """As `some_of`, but the list may be empty."""
     text = Text(read=lambda t: _parts(t) if t.strip() else (), write=",".join)
-    return Rule(lambda v: set(v) <= set(names), "must list some of " + ", ".join(names), text)
+    return replace(some_of(*names), text=text)
 
 
 def counts() -> Rule:
@@ -103,6 +104,15 @@ def numbers() -> Rule:
     return Rule(lambda v: all(map(math.isfinite, v)), says, text)
 
 
+def compute_name() -> Rule:
+    """Accept names of devices to compute on, here or not (`pipeline.compute` looks)."""
+    rule = matches(
+        r"auto|cpu|mps|(cuda|xpu)(:\d{1,3})?",
+        "must be auto, cpu, cuda, cuda:N, mps, xpu or xpu:N",
+    )
+    return replace(rule, names=(AUTO, CPU, "cuda", "mps"))
+
+
 def words() -> Rule:
     """Accept words between spaces or commas, as a tuple."""
     return _any(Text(read=lambda t: tuple(t.replace(",", " ").split()), write=" ".join))
@@ -120,12 +130,7 @@ def name_lists() -> Rule:
 
 def path() -> Rule:
     """Accept the name of a file or folder; None where it is empty."""
-    return _any(
-        Text(
-            read=lambda t: Path(t) if t else None,
-            write=lambda v: "" if v is None else str(v),
-        )
-    )
+    return _any(Text(read=lambda t: Path(t) if t else None, write=lambda v: str(v or "")))
 
 
 def assignments() -> Rule:
@@ -158,7 +163,7 @@ def key(default: T, rule: Rule | None = None, *, name: str = "") -> T:
 
 
 def inline(default: T) -> T:
-    """Declare a field of another dataclass, whose keys stand beside those of this one."""
+    """Declare a field of another dataclass, whose keys are listed with those of this one."""
     declared: T = field(default=default, metadata={_INLINE: True})
     return declared
 
@@ -207,7 +212,7 @@ def _parts(text: str) -> tuple[str, ...]:
 
 
 def _whole_numbers(text: str) -> tuple[int, ...]:
-    parts: Sequence[str] = _parts(text)
+    parts = _parts(text)
     if not all(part.isdigit() for part in parts):
         raise ValueError(text)
     return tuple(map(int, parts))

@@ -1,10 +1,12 @@
-"""One hop of a chain: how its link behaves, is watched and secured, and what it carried.
+"""One hop of a chain: the address of its end, its link, heartbeat and TLS files, and its traffic.
 
-Forward is towards the edge. Rates are bits per second, None where nothing limits them.
+Forward is towards the edge. Rates are bits per second, None where nothing limits them. Addresses
+are ``HOST:PORT``, ``[HOST]:PORT`` for IPv6.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -14,7 +16,7 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import above, at_least, key
 
 Note = tuple[int, int, float, int]
-"""Which stream, which frame of its direction, when (seconds by the own clock), bytes."""
+"""Stream, number of the frame in its direction, time (seconds by the own clock), bytes."""
 
 NOTED_FRAMES = 128  # of one stream: some steps, and a report stays small
 CODECS = ("fp32", "fp16", "bf16", "int8")  # of hidden states and gradients; the least lossy first
@@ -22,16 +24,53 @@ QUEUE_FRAMES = 64  # that each direction of a link holds before its sender waits
 MOST_NOTES = 4 * (NOTED_FRAMES + 1)  # of one direction, for the same reason
 LEAST_PERIOD_S = 0.2  # hosts accept pings as often as this, and drop clients that send more
 LEAST_MISSES = 3
+HIGHEST_PORT = 65535
+
+
+def host_and_port(address: str, *, least: int = 1) -> tuple[str, int]:
+    """The host, without brackets, and the port; raises ConfigError.
+
+    A port of 0, where ``least`` allows it, is chosen by the system. gRPC itself refuses neither
+    ``host`` (it takes port 443 of all interfaces) nor ``host:99999`` (it takes the port modulo
+    65536).
+    """
+    host, _, port = address.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    known = bool(bare) and (":" not in bare or host != bare)
+    number = int(port) if port.isascii() and port.isdigit() else -1
+    if not known or not least <= number <= HIGHEST_PORT:
+        raise ConfigError(
+            f'must read like "10.0.0.2:50061" or "[fd00::2]:50061", with a port from {least} to '
+            f"{HIGHEST_PORT}, got {address!r}"
+        )
+    return bare, number
+
+
+def is_address(text: str) -> bool:
+    """Whether `host_and_port` accepts an address."""
+    try:
+        host_and_port(text)
+    except ConfigError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, without brackets, reaches this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkConfig:
     """Codec of hidden states and gradients, and the rates that senders keep to.
 
-    In a plan the rates are those that the planned power and bandwidth reach, None where nobody
-    computed them. Where the sender is one of several replicas of its stage, the receiver takes
-    micro-batches from ``lanes`` links in turn, and this is number ``lane``; without lanes the link
-    joins two replicas of one stage.
+    In a plan the rates are those that the planned power and bandwidth reach, None where they were
+    not computed. Where the sender is one of several replicas of its stage, the receiver takes
+    micro-batches from ``lanes`` links in turn, of which this is number ``lane``; 0 lanes: the link
+    connects two replicas of one stage.
     """
 
     codec: str = "fp32"
@@ -85,7 +124,7 @@ class TlsFiles:
     """PEM files of one member. `ca` signs the peers that it accepts.
 
     A server needs `certificate` and `key`, and asks clients for a certificate when `ca` is
-    given. A client needs `ca`, and shows `certificate` with `key` when they are given.
+    given. A client needs `ca`, and presents `certificate` with `key` when they are given.
     """
 
     ca: Path | None = None
@@ -95,14 +134,14 @@ class TlsFiles:
 
 @dataclass(slots=True, kw_only=True)
 class LinkTraffic:
-    """What went over one direction of a link since it was opened.
+    """Traffic in one direction of a link since it was opened.
 
-    ``sending_s`` is the time in which it kept the wire busy, as far as the sending end can tell:
+    ``sending_s`` is the time for which it kept the wire busy, as far as the sending end knows:
     until the transport took it, and as long as a rate held it back; 0 at the receiving end and
     where nothing is timed. ``notes`` are of single frames on links that move bytes: when they left
-    (after a rate had let them go) or arrived at the end that noted them. ``wire_bit_per_s`` is what
-    the wire could carry as both ends saw it (``scheduler/link_estimates.py``), None where nobody
-    can tell: in memory, or with too few frames.
+    (after any rate limit) or arrived at the end that noted them. ``wire_bit_per_s`` is the capacity
+    of the wire by the notes of both ends (``scheduler/link_estimates.py``), None where it is
+    unknown: in memory, or with too few frames.
     """
 
     bytes: int = 0
@@ -113,8 +152,8 @@ class LinkTraffic:
     def note(self, stream_id: int, at_s: float, size_bytes: int) -> None:
         """Note a frame that passes this end.
 
-        Both ends know the stream by the same ``stream_id``, which no other stream of a round has.
-        Kept are the first frame, HELLO, which may be the only small one, and the last ones.
+        Both ends use the same ``stream_id``, which no other stream of a round has. The first frame
+        (HELLO, which may be the only small one) and the last ones are kept.
         """
         frame = self.notes[-1][1] + 1 if self.notes else 0
         last = self.notes[1:][1 - NOTED_FRAMES :]
@@ -122,7 +161,7 @@ class LinkTraffic:
 
     @property
     def busy_s(self) -> float:
-        """As long as the sender was held back, and no less than the wire needed."""
+        """``sending_s``, but at least the time that the wire needed."""
         wire = self.wire_bit_per_s
         return max(self.sending_s, 8.0 * self.bytes / wire if wire else 0.0)
 
@@ -135,7 +174,7 @@ class LinkTraffic:
         return 8.0 * self.bytes / self.busy_s if self.busy_s > 0 else None
 
     def __add__(self, later: LinkTraffic) -> LinkTraffic:
-        """Both together, with the last ``MOST_NOTES`` notes."""
+        """The sum, with the last ``MOST_NOTES`` notes."""
         return LinkTraffic(
             bytes=self.bytes + later.bytes,
             sending_s=self.busy_s + later.busy_s,

@@ -1,12 +1,12 @@
-"""Processes and signals: children that end with their parent, and programs that stop in order.
+"""Processes and signals: children that end with their parent, and orderly shutdown.
 
 The parent holds a pipe open, and the child has the other end as its stdin. The kernel closes the
 pipe with the parent, also on SIGKILL, and the child ends itself as by SIGTERM.
 
 Run as ``python -P -m collapipe_flwr.core.processes SECONDS COMMAND ...`` with a pipe as stdin
-(`keeping`), this module runs a program that is not ours. It ends with the status of the command, or
-ends the command, with its children, when the pipe is closed or on SIGTERM: by SIGTERM to all of
-them, and by SIGKILL to those that are left after so many seconds.
+(`keeping`), this module runs another program. It ends with the status of the command, or ends the
+command, with its children, when the pipe is closed or on SIGTERM: by SIGTERM to all of them, and by
+SIGKILL to those that are left after so many seconds.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def stopping() -> Iterator[threading.Event]:
 
 @contextmanager
 def terminable(answer: Callable[[], str] | None = None) -> Iterator[None]:
-    """Turn SIGTERM and SIGINT into SystemExit in the body, so that it stops what it has started.
+    """Raise SystemExit in the body on SIGTERM and SIGINT, so that it stops what it has started.
 
-    What ``answer`` returns is written to stderr at once. Further signals are ignored, so cleanup
-    must have deadlines of its own.
+    The text that ``answer`` returns is written to stderr at once. Further signals are ignored, so
+    cleanup must have deadlines of its own.
     """
 
     def leave(signum: int, frame: FrameType | None) -> None:
@@ -68,7 +68,7 @@ def _handled(handler: _Handler) -> Iterator[None]:
 
 @contextmanager
 def lifeline() -> Iterator[int]:
-    """The stdin of a child, for a parent that needs no pipe of `subprocess` to it."""
+    """The stdin of a child to which the parent has no other pipe."""
     read, write = os.pipe()
     try:
         yield read
@@ -78,7 +78,7 @@ def lifeline() -> Iterator[int]:
 
 
 def end_with_parent(take: Callable[[str], object] | None = None) -> None:
-    """Raise SIGTERM here when stdin ends, whatever this process is doing then.
+    """Send this process SIGTERM when stdin ends.
 
     ``take`` is called, in a thread, with every line until then. SIGINT is ignored, since the parent
     gets it from the terminal too; install handlers for it after this call.
@@ -100,14 +100,14 @@ def _read(take: Callable[[str], object] | None) -> None:
 def keeping(command: Sequence[str], patience_s: float = _STOP_S) -> list[str]:
     """Return the command that runs ``command``; leaving a `Popen` of it with a pipe ends both.
 
-    What has not ended ``patience_s`` after it was asked to is killed.
+    Processes that have not ended ``patience_s`` after SIGTERM are killed.
     """
     keeper = [sys.executable, "-P", "-m", "collapipe_flwr.core.processes"]
     return [*keeper, str(patience_s), *command]
 
 
 def main() -> None:
-    """Run the command on the command line, its stdin empty, in a session of its own."""
+    """Run the command on the command line in a new session, with an empty stdin."""
     end_with_parent()
     patience_s, *command = sys.argv[1:]
     with stopping() as stop:
@@ -146,7 +146,7 @@ def _end(groups: set[int], patience_s: float) -> None:
 
 
 def _signalled(group: int, signum: int) -> bool:
-    """Whether the group still had a process, which got the signal (0: none)."""
+    """Send a signal (0: none) to a group; returns whether it still had a process."""
     try:
         os.killpg(group, signum)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Replay of a schedule in time, which prices 1F1B: with slow links it has no closed form."""
+"""Replay of a schedule in time, for the makespan of 1F1B: with slow links it has no closed form."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ class StepTimes:
     """Seconds per micro-batch: `stage_s[op][worker]` and `hop_s[op][hop]`.
 
     Without `replicas` (of every stage) a stage is a worker. A hop between stages is one link
-    however many replicas they have. `weights_s[worker]` is the part of a backward pass that comes
-    after its gradient was handed on; where nothing is given all of it comes before. Half-duplex
-    links serve both directions with one resource.
+    however many replicas they have. `weights_s[worker]` is the part of a backward pass after its
+    gradient was sent (empty: none). Half-duplex links serve both directions with one resource.
     """
 
     stage_s: tuple[tuple[float, ...], tuple[float, ...]]
@@ -44,14 +43,14 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What happened when."""
+    """The spans of a replay, and its end."""
 
     makespan_s: float
     spans: tuple[Span, ...]
 
 
 def replay(times: StepTimes, depths: Sequence[int], micro_batches: int) -> Trace:
-    """Play one 1F1B step with these warm-up depths; from `micro_batches` on a depth is GPipe's.
+    """Replay one 1F1B step with these warm-up depths; from `micro_batches` on a depth is GPipe's.
 
     A stage runs its actions in order, a link carries one payload at a time, first come first
     served. Raises ScheduleError on deadlock.
@@ -71,7 +70,7 @@ _Done = Callable[[int, Action], None]
 
 @dataclass(slots=True)
 class _Link:
-    """One direction of a link, or both, with what waits for it."""
+    """One direction of a link, or both, with its queue."""
 
     name: str
     busy: bool = False
@@ -100,7 +99,7 @@ class _Replay:
         return _Link(f"hop {hop} forward"), _Link(f"hop {hop} backward")
 
     def run(self) -> Trace | None:
-        """What happened when, or None where the workers block each other."""
+        """The trace, or None where the workers block each other."""
         for worker, (place, order) in enumerate(zip(self.workers.places, self.orders, strict=True)):
             if place.stage == 0:
                 self.arrived |= {(worker, action) for action in order if action.op is Op.FORWARD}

@@ -3,8 +3,10 @@
 A `Schedule` lists the forward and backward passes of every stage (0 is the control unit, the last
 one the edge). Stages execute these actions, `Schedule.dry_run` checks them without computing, and
 `replay` plays them in time.
-A stage with replicas has as many *workers*, among which micro-batches alternate (`turns`); all
-others have one. Standard library only.
+
+A stage with R replicas has R *workers*, all others have one. Micro-batch m passes replica m mod R,
+so a replica takes every R-th micro-batch and meets those of a neighbouring stage with Q replicas in
+a cycle of Q / gcd(R, Q): where both have as many, each meets only its counterpart.
 """
 
 from __future__ import annotations
@@ -14,12 +16,54 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from itertools import accumulate
+from math import gcd
 from typing import NamedTuple
 
-from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.core.turns import ALONE, Turn, turns
+from collapipe_flwr.core.errors import ConfigError, ScheduleError
 
 SCHEDULES = ("gpipe", "1f1b")
+PIECE_BYTES = 4 * 2**20  # of the gradients that replicas exchange
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """The place of one replica among the ``replicas`` of its stage."""
+
+    replica: int = 0
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.replica < self.replicas:
+            raise ConfigError(f"a stage of {self.replicas} replicas has none with {self.replica}")
+
+    def own(self, micro_batches: int) -> range:
+        """The micro-batches of a step that pass this replica."""
+        return range(self.replica, micro_batches, self.replicas)
+
+    def meets(self, others: int) -> tuple[int, ...]:
+        """The replicas of a neighbouring stage, in the order in which micro-batches meet them."""
+        period = others // gcd(self.replicas, others)
+        return tuple((self.replica + self.replicas * i) % others for i in range(period))
+
+    def lane(self, micro_batch: int, lanes: int) -> int:
+        """The link, of ``lanes`` in the order of `meets`, that one of its micro-batches takes."""
+        return micro_batch // self.replicas % lanes
+
+
+ALONE = Turn()
+
+
+def turns(replicas: int) -> tuple[Turn, ...]:
+    """The places of all replicas of a stage."""
+    return tuple(Turn(replica=index, replicas=replicas) for index in range(replicas))
+
+
+def pieces_ahead(replica: int) -> int:
+    """Pieces of its gradients that a replica sends before it waits for the first total.
+
+    As many as are on their way to the first replica and back; the first replica never waits.
+    """
+    return max(2 * replica - 1, 0)
 
 
 class Op(IntEnum):
@@ -43,61 +87,8 @@ Actions = tuple[Action, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    """The actions of every worker in one optimizer step, stage by stage.
-
-    ``replicas`` are those of every stage; without them every stage has one worker.
-    """
-
-    name: str
-    actions: tuple[Actions, ...]
-    replicas: tuple[int, ...] = ()
-
-    def grid(self) -> str:
-        """One line per stage, one column per time slot (every action takes one slot)."""
-        slots = self._slots(queue_frames=None)
-        width = max(len(str(a)) for stage in self.actions for a in stage) + 1
-        lines = []
-        for worker, place in enumerate(self.workers.places):
-            cells = [str(slot.get(worker, "·")).ljust(width) for slot in slots]
-            lines.append(f"stage {place} | " + "".join(cells).rstrip())
-        return "\n".join(lines)
-
-    def dry_run(self, queue_frames: int | None = None) -> int:
-        """Play the schedule without computing; returns the number of time slots it takes.
-
-        `queue_frames` is the capacity of each direction of each link (None: no bound).
-        Raises ScheduleError that says which stage waits for what when nothing can go on.
-        """
-        return len(self._slots(queue_frames))
-
-    @property
-    def workers(self) -> Workers:
-        """Who executes the actions."""
-        return Workers(self.replicas or (1,) * len(self.actions))
-
-    def in_flight(self) -> tuple[int, ...]:
-        """Per worker, the most micro-batches that wait for their backward at any time."""
-        return tuple(
-            max(accumulate((1 if op is Op.FORWARD else -1 for op, _ in stage), initial=0))
-            for stage in self.actions
-        )
-
-    def _slots(self, queue_frames: int | None) -> list[dict[int, Action]]:
-        """The actions done in every time slot by worker; an action sees only earlier slots."""
-        progress = _Progress(self, queue_frames)
-        slots: list[dict[int, Action]] = []
-        while blockers := progress.blockers():
-            ready = [worker for worker, reason in blockers.items() if not reason]
-            if not ready:
-                raise ScheduleError(f"schedule {self.name} blocks: {'; '.join(blockers.values())}")
-            slots.append({worker: progress.advance(worker) for worker in ready})
-        return slots
-
-
-@dataclass(frozen=True, slots=True)
 class Worker:
-    """One replica of one stage; prints as the stage's number, with its own where it has others."""
+    """One replica of one stage; prints as "2", or "2.1" where the stage has several."""
 
     stage: int
     turn: Turn
@@ -121,6 +112,59 @@ class Workers:
         if not 0 <= stage < len(self._replicas):
             return None
         return self._first[stage] + micro_batch % self._replicas[stage]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The actions of every worker in one optimizer step, stage by stage.
+
+    ``replicas`` are those of every stage; without them every stage has one worker.
+    """
+
+    name: str
+    actions: tuple[Actions, ...]
+    replicas: tuple[int, ...] = ()
+
+    @property
+    def workers(self) -> Workers:
+        """The workers that execute the actions, in the same order."""
+        return Workers(self.replicas or (1,) * len(self.actions))
+
+    def grid(self) -> str:
+        """One line per worker, one column per time slot (every action takes one slot)."""
+        slots = self._slots(queue_frames=None)
+        width = max(len(str(a)) for stage in self.actions for a in stage) + 1
+        lines = []
+        for worker, place in enumerate(self.workers.places):
+            cells = [str(slot.get(worker, "·")).ljust(width) for slot in slots]
+            lines.append(f"stage {place} | " + "".join(cells).rstrip())
+        return "\n".join(lines)
+
+    def dry_run(self, queue_frames: int | None = None) -> int:
+        """Play the schedule without computing; returns the number of time slots it takes.
+
+        `queue_frames` is the capacity of each direction of each link (None: no bound).
+        Raises ScheduleError that says which stage waits for what when nothing can go on.
+        """
+        return len(self._slots(queue_frames))
+
+    def in_flight(self) -> tuple[int, ...]:
+        """Per worker, the most micro-batches that wait for their backward at any time."""
+        return tuple(
+            max(accumulate((1 if op is Op.FORWARD else -1 for op, _ in stage), initial=0))
+            for stage in self.actions
+        )
+
+    def _slots(self, queue_frames: int | None) -> list[dict[int, Action]]:
+        """The actions done in every time slot by worker; an action sees only earlier slots."""
+        progress = _Progress(self, queue_frames)
+        slots: list[dict[int, Action]] = []
+        while blockers := progress.blockers():
+            ready = [worker for worker, reason in blockers.items() if not reason]
+            if not ready:
+                raise ScheduleError(f"schedule {self.name} blocks: {'; '.join(blockers.values())}")
+            slots.append({worker: progress.advance(worker) for worker in ready})
+        return slots
 
 
 @lru_cache(maxsize=1024)
@@ -164,29 +208,17 @@ def one_f_one_b(depths: Sequence[int], micro_batches: int) -> Schedule:
     return build_schedule("1f1b", depths, micro_batches)
 
 
-def build_schedule(
-    name: str, depths: Sequence[int], micro_batches: int, replicas: Sequence[int] = ()
-) -> Schedule:
+def build_schedule(name: str, depths: Sequence[int], micro_batches: int) -> Schedule:
     """The schedule `name` over `len(depths)` stages. Raises ScheduleError if it would block."""
-    schedule = unchecked_schedule(name, depths, micro_batches, replicas)
+    schedule = unchecked_schedule(name, depths, micro_batches)
     schedule.dry_run()
     return schedule
-
-
-def textbook_depths(replicas: Sequence[int], slack: int = 0) -> tuple[int, ...]:
-    """Warm-up depths of 1F1B, of every replica: a micro-batch per worker from here to the edge.
-
-    With ``slack`` every stage has so many more in flight than the one behind it.
-    """
-    behind = list(accumulate(reversed(replicas)))
-    flights = reversed([most + slack * place for place, most in enumerate(behind)])
-    return tuple(-(-most // own) for most, own in zip(flights, replicas, strict=True))
 
 
 def unchecked_schedule(
     name: str, depths: Sequence[int], micro_batches: int, replicas: Sequence[int] = ()
 ) -> Schedule:
-    """As `build_schedule`, which may block; a depth is that of each replica."""
+    """As `build_schedule`, but it may block; a depth is that of each replica."""
     counts = tuple(replicas) or (1,) * len(depths)
     actions = tuple(
         stage_actions(name, depths[worker.stage], micro_batches, worker.turn)
@@ -195,20 +227,25 @@ def unchecked_schedule(
     return Schedule(name, actions, counts)
 
 
-class _Progress:
-    """How far each worker has come, and the micro-batches queued in each link.
+def textbook_depths(replicas: Sequence[int], slack: int = 0) -> tuple[int, ...]:
+    """Warm-up depths of 1F1B per replica: a micro-batch for every worker from here to the edge.
 
-    Frames are taken from a link in the order they were put.
+    With ``slack`` every stage has so many more in flight than the one behind it.
     """
+    behind = list(accumulate(reversed(replicas)))
+    flights = reversed([most + slack * place for place, most in enumerate(behind)])
+    return tuple(-(-most // own) for most, own in zip(flights, replicas, strict=True))
+
+
+class _Progress:
+    """The progress of each worker, and the micro-batches in each link, first in first out."""
 
     def __init__(self, schedule: Schedule, queue_frames: int | None) -> None:
         self._actions, self._queue_frames = schedule.actions, queue_frames
         self._workers = schedule.workers
         self._next = [0] * len(self._actions)
         self._stashed: list[set[int]] = [set() for _ in self._actions]
-        self._links: dict[
-            tuple[int, int | None], list[int]
-        ] = {}  # (from, to) -> micro-batches inside
+        self._queues: dict[tuple[int, int | None], list[int]] = {}  # by sender and receiver
 
     def blockers(self) -> dict[int, str]:
         """Why each worker that has actions left cannot do the next one now; empty where it can."""
@@ -222,9 +259,9 @@ class _Progress:
         action = self._actions[worker][self._next[worker]]
         source, target = self._route(worker, action)
         if source is not None:
-            self._links[source, worker].pop(0)
+            self._queues[source, worker].pop(0)
         if target is not None:
-            self._links.setdefault((worker, target), []).append(action.micro_batch)
+            self._queues.setdefault((worker, target), []).append(action.micro_batch)
         if action.op is Op.FORWARD:
             self._stashed[worker].add(action.micro_batch)
         self._next[worker] += 1
@@ -234,10 +271,10 @@ class _Progress:
         source, target = self._route(worker, action)
         places, here = self._workers.places, f"stage {self._workers.places[worker]}"
         if source is not None:
-            inside = self._links.get((source, worker), [])
+            inside = self._queues.get((source, worker), [])
             if inside[:1] != [action.micro_batch]:
                 return f"{here} waits with {action} for stage {places[source]}"
-        queued = len(self._links.get((worker, target), []))
+        queued = len(self._queues.get((worker, target), []))
         if target is not None and queued == self._queue_frames:
             return f"{here} cannot send {action} to stage {places[target]}, whose queue is full"
         if action.op is Op.BACKWARD and action.micro_batch not in self._stashed[worker]:
@@ -245,6 +282,7 @@ class _Progress:
         return ""
 
     def _route(self, worker: int, action: Action) -> tuple[int | None, int | None]:
+        """The workers that the action's input comes from and its output goes to."""
         step = 1 if action.op is Op.FORWARD else -1
         at, stage = self._workers.at, self._workers.places[worker].stage
         return at(stage - step, action.micro_batch), at(stage + step, action.micro_batch)

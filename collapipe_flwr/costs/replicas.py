@@ -3,8 +3,8 @@
 A replica does a share of its stage's micro-batches, and all of the optimiser's work. The hops of a
 plan stay one channel each: whichever replicas it joins, it carries one payload at a time, and is as
 slow as the slowest of them. At the end of a step the gradients of a stage pass up and down the line
-of its replicas in pieces (`pipeline.siblings`) at full power, for all stages at once; their seconds
-count as if none began before the pipeline's last action.
+of its replicas in pieces (`pipeline.gradient_sums`) at full power, for all stages at once; their
+seconds count as if none began before the pipeline's last action.
 
 Times, energies and memories come from rows of the common tables (`variants`).
 """
@@ -20,7 +20,7 @@ import numpy as np
 
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.replay import StepTimes, replay
-from collapipe_flwr.core.turns import PIECE_BYTES, pieces_ahead
+from collapipe_flwr.core.schedule import PIECE_BYTES, pieces_ahead
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import chain_of, hop_bandwidth_hz
 from collapipe_flwr.costs.layouts import hops_of, segment_sums, with_codecs

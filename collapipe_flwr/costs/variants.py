@@ -12,7 +12,7 @@ from collections import Counter
 import numpy as np
 
 from collapipe_flwr.core.domain import ClusterPlan
-from collapipe_flwr.core.turns import Turn
+from collapipe_flwr.core.schedule import Turn
 from collapipe_flwr.costs.layouts import Layouts, member_indices
 from collapipe_flwr.costs.tables import Tables
 

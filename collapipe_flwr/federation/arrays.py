@@ -19,7 +19,7 @@ from flwr.app import Array, ArrayRecord
 from flwr.common.constant import SType
 
 from collapipe_flwr.core.errors import ProtocolError, RunError
-from collapipe_flwr.pipeline.stowed import STOWED_BYTES, Lookup, Stow
+from collapipe_flwr.pipeline.offload import OFFLOAD_BYTES, Lookup, Offload
 
 RAW_TORCH = "collapipe.torch"  # Array.stype of dtypes that numpy lacks
 _RAW_DTYPES: Mapping[str, torch.dtype] = {
@@ -57,7 +57,7 @@ def stow_tensors(record: ArrayRecord) -> Lookup[torch.Tensor]:
 
     Raises ProtocolError on a malformed array.
     """
-    stow = Stow()
+    stow = Offload()
     return Lookup({key: _stow_tensor(stow, key, record.pop(key)) for key in list(record)})
 
 
@@ -161,9 +161,9 @@ def _npy(tensor: torch.Tensor) -> bytes:
     return b"".join((head.getvalue(), array.reshape(-1).data))
 
 
-def _stow_tensor(stow: Stow, key: str, array: Array) -> Callable[[], torch.Tensor]:
+def _stow_tensor(stow: Offload, key: str, array: Array) -> Callable[[], torch.Tensor]:
     """How to read it; the bytes of a large one go into the file as they came."""
-    if len(array.data) >= STOWED_BYTES and (found := _raw_bytes(array)):
+    if len(array.data) >= OFFLOAD_BYTES and (found := _raw_bytes(array)):
         data, dtype = found
         if read := stow.put_bytes(data, dtype, array.shape):
             return read

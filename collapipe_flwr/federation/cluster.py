@@ -27,10 +27,10 @@ from torch import Tensor
 from collapipe_flwr.cluster.loader import Batches, LoaderBatches
 from collapipe_flwr.cluster.profile import describe_cluster
 from collapipe_flwr.config.schema import EdgeConfig, WorldConfig
-from collapipe_flwr.core.compute import AUTO
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import RunError, unexpected_as_run_error
 from collapipe_flwr.core.imports import allow
+from collapipe_flwr.core.keys import AUTO
 from collapipe_flwr.federation import records
 from collapipe_flwr.federation.arrays import decode_tensors, stow_tensors, take_record
 from collapipe_flwr.federation.bundles import accept_bundles, unbundling

@@ -28,8 +28,8 @@ from collapipe_flwr.core.errors import CollaPipeError, ConfigError, ModelError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.node_keys import STATE_KEY
 from collapipe_flwr.federation.rounds import Progress
+from collapipe_flwr.pipeline.offload import read_tensors, write_tensors
 from collapipe_flwr.pipeline.state import OptimizerState, PartState
-from collapipe_flwr.pipeline.tensor_files import read_tensors, write_tensors
 
 log = logging.getLogger("flwr.collapipe")
 _NAME = re.compile(r"round-(\d{6,})-([0-9a-f]{64})")

@@ -28,8 +28,8 @@ from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.described import splitter_of
 from collapipe_flwr.models.module_splitter import ModuleSplitter
 from collapipe_flwr.models.splitter import Splitter
+from collapipe_flwr.pipeline.offload import Lookup
 from collapipe_flwr.pipeline.step import MicroBatch
-from collapipe_flwr.pipeline.stowed import Lookup
 
 Weights = Mapping[str, Tensor]
 Steps = Iterable[Sequence[Mapping[str, Tensor]]]  # each of micro-batches

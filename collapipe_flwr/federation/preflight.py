@@ -19,11 +19,10 @@ from collapipe_flwr.cluster.profile import describe_cluster, profile_of
 from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
 from collapipe_flwr.config.parsing import declared_config, read_toml, refuse_unknown
 from collapipe_flwr.config.schema import AppConfig, known_keys, parse
-from collapipe_flwr.core.addresses import host_and_port
 from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import ConfigError, DataError, blaming, require
 from collapipe_flwr.core.hub import folder_only, no_such_path
-from collapipe_flwr.core.links import TlsFiles
+from collapipe_flwr.core.links import TlsFiles, host_and_port
 from collapipe_flwr.federation.launcher import Launch
 from collapipe_flwr.host.metrics import check_address
 from collapipe_flwr.reporting.report.charts import counted

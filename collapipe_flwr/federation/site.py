@@ -17,9 +17,9 @@ from collapipe_flwr.cluster.recovery import Recovery
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
 from collapipe_flwr.config.schema import EdgeConfig
-from collapipe_flwr.core.compute import AUTO
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.keys import AUTO
 from collapipe_flwr.federation.node_keys import CLUSTER_KEY, STATE_KEY
 from collapipe_flwr.federation.node_state import NodeState, state_folder
 from collapipe_flwr.federation.records import SplitTask, read_progress

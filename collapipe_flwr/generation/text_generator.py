@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from collapipe_flwr.config.cluster_file import ClusterConfig
-from collapipe_flwr.core.compute import AUTO
+from collapipe_flwr.core.keys import AUTO
 from collapipe_flwr.generation.backends import DaemonBackend, ThreadBackend
 from collapipe_flwr.generation.resilient import ResilientGenerator
 from collapipe_flwr.generation.text_model import TextModel

@@ -13,11 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from collapipe_flwr.core.addresses import host_and_port, is_loopback
-from collapipe_flwr.core.compute import AUTO, CPU, check_compute
 from collapipe_flwr.core.errors import ConfigError, blaming
 from collapipe_flwr.core.imports import allow
-from collapipe_flwr.core.links import TlsFiles
+from collapipe_flwr.core.keys import AUTO, CPU, check, compute_name
+from collapipe_flwr.core.links import TlsFiles, host_and_port, is_loopback
 from collapipe_flwr.core.processes import stopping
 from collapipe_flwr.host.allocator import configure_malloc
 from collapipe_flwr.host.energy import NONE, EnergyMeter, energy_meter
@@ -77,7 +76,7 @@ class HostSettings:
                 "change the model: give --tls-ca, --tls-cert and --tls-key (`collapipe certs` "
                 "makes them), or --insecure if that is meant"
             )
-        check_compute(self.compute, _COMPUTE)
+        check(_COMPUTE, self.compute, compute_name())
         if not self.memory_bytes >= 0:
             raise ConfigError(f"--memory-mb must be >= 0, got {self.memory_bytes / 1e6:g}")
         _ = self.set_power

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from collapipe_flwr.core.turns import ALONE, Turn
-from collapipe_flwr.pipeline.fan import fan_of
-from collapipe_flwr.pipeline.link import Link
+from collapipe_flwr.core.schedule import ALONE, Turn
+from collapipe_flwr.pipeline.link import Link, fan_of
 
 
 class Lane(NamedTuple):

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from collapipe_flwr.core.addresses import host_and_port
 from collapipe_flwr.core.errors import ConfigError, blaming, extra
+from collapipe_flwr.core.links import host_and_port
 
 if TYPE_CHECKING:  # a host that waits has not loaded torch
     from collapipe_flwr.pipeline.config import Health, SessionRequest

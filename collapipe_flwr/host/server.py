@@ -17,8 +17,8 @@ import grpc
 
 from collapipe_flwr.config.access_control import Caller
 from collapipe_flwr.core.errors import ConfigError, LinkError, ProtocolError
+from collapipe_flwr.core.imports import version_of
 from collapipe_flwr.core.links import TlsFiles
-from collapipe_flwr.core.versions import version_of
 from collapipe_flwr.host.energy import EnergyMeter
 from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.transport import methods

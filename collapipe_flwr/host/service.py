@@ -33,12 +33,11 @@ from collapipe_flwr.host.sessions import SessionTable
 from collapipe_flwr.host.stores import SnapshotStore, TensorStore, WeightCache
 from collapipe_flwr.pipeline.compute import CPU, AllocatorPeak
 from collapipe_flwr.pipeline.config import Health, NextHop, PassesDone, SessionKey, SessionRequest
-from collapipe_flwr.pipeline.fan import fan_of
-from collapipe_flwr.pipeline.link import Link
+from collapipe_flwr.pipeline.gradient_sums import Siblings
+from collapipe_flwr.pipeline.link import Link, fan_of
 from collapipe_flwr.pipeline.meter import StageReport, Timeline, bytes_of
 from collapipe_flwr.pipeline.roles import LastStage, MiddleStage
-from collapipe_flwr.pipeline.siblings import Siblings
-from collapipe_flwr.pipeline.soundness import told
+from collapipe_flwr.pipeline.soundness import error_for_neighbours
 from collapipe_flwr.pipeline.state import digests_of
 
 Connect = Callable[[NextHop], AbstractContextManager[Link]]
@@ -347,7 +346,7 @@ class EdgeService:
             else:
                 session.go_back()
             self.tally.fail(session.request)
-            upstream.close(told(error, session.request.stage.name))
+            upstream.close(error_for_neighbours(error, session.request.stage.name))
             raise
         finally:
             session.recorder = None

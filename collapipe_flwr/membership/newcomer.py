@@ -24,10 +24,9 @@ from collapipe_flwr.config.cluster_file import (
     parse_cluster,
     read_cluster,
 )
-from collapipe_flwr.core.addresses import host_and_port
 from collapipe_flwr.core.durable import own_folder, remove, write_file, write_text
 from collapipe_flwr.core.errors import ConfigError, ProtocolError
-from collapipe_flwr.core.links import TlsFiles
+from collapipe_flwr.core.links import TlsFiles, host_and_port
 from collapipe_flwr.membership.figures import add_figures
 from collapipe_flwr.membership.tokens import JoinToken
 from collapipe_flwr.transport.connection import Connection

@@ -1,14 +1,14 @@
 """Backward passes that compute less and send earlier, with autograd's gradients.
 
 Fused gradient accumulation: autograd computes the gradient of a weight into new memory and adds it
-to what is there, two passes over memory that a product saves by adding as it goes. For the table
-of an embedding they run over every row, in a second copy of the table, for the few rows that occur.
-This concerns linear layers in single precision, those of GPT-2 that hold their matrix transposed
-among them, and embeddings; all else is autograd's.
+to the accumulated one, two passes over memory that `addmm_` saves. For the table of an embedding
+they cover every row, in a second copy of the table, for the few rows that occur. This concerns
+linear layers in single precision, the transposed ones of GPT-2 included, and embeddings; all other
+layers are left to autograd.
 
-Deferred weight gradients (the W of zero-bubble schedules): the stage ahead waits for the gradient
-of its output, only the optimizer for those of weights. So a pass may leave the products of these
-layers until that one has been sent.
+Deferred weight gradients (the W of zero-bubble schedules): the stage ahead waits only for the
+gradient of its output, the optimizer for those of weights. So a pass may defer the products of
+these layers until the former has been sent.
 
 Both compute the same products and sums of the same numbers as autograd, up to the rounding of a sum
 (`tests/pipeline/test_fused_accumulation.py`, `tests/pipeline/test_backward.py`).
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 _CONV1D = ("transformers.pytorch_utils", "Conv1D")  # by name: a board may not have the library
-WORTH = 2**18  # numbers in a matrix from which adding saves more than a call of Python costs
+WORTH = 2**18  # elements of a matrix from which fusing is faster
 
 
 class WeightGradient(NamedTuple):
@@ -50,33 +50,24 @@ class WeightGradient(NamedTuple):
         return self.left.t().mm(self.right)
 
 
-class DeferredGradients:
+class DeferredGradients(list[WeightGradient]):
     """Products that one backward pass left for later."""
-
-    def __init__(self) -> None:
-        self._gradients: list[WeightGradient] = []
 
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors kept alive until then."""
-        return [
-            tensor for gradient in self._gradients for tensor in (gradient.left, gradient.right)
-        ]
-
-    def note(self, gradient: WeightGradient) -> None:
-        """Add one."""
-        self._gradients.append(gradient)
+        return [tensor for gradient in self for tensor in (gradient.left, gradient.right)]
 
     def add(self) -> None:
         """Compute and add the products, in the order of the pass."""
         with torch.no_grad():
-            for gradient in self._gradients:
+            for gradient in self:
                 gradient.add()
-        self._gradients.clear()
+        self.clear()
 
 
 class _Thread(threading.local):
-    deferred: DeferredGradients | None = None  # what the pass of this thread defers, if it may
+    deferred: DeferredGradients | None = None  # of this thread's pass, where it may defer
 
 
 _thread = _Thread()
@@ -97,7 +88,7 @@ def _accumulated(gradient: WeightGradient) -> Tensor | None:
     if has_hooks(gradient.weight):
         return gradient.product()
     if _thread.deferred is not None:
-        _thread.deferred.note(gradient)
+        _thread.deferred.append(gradient)
     elif gradient.weight.grad is None:
         return gradient.product()
     else:
@@ -111,12 +102,12 @@ def has_hooks(weight: Tensor) -> bool:
 
 
 def fuse_accumulation(part: nn.Module) -> None:
-    """Let the layers of a part add weight gradients in place; what they compute is unchanged.
+    """Make the layers of a part add weight gradients in place; their results are unchanged.
 
     Small matrices are left alone.
     """
     for module in part.modules():
-        kind: Any = type(module)  # exactly: a class of somebody else's may compute otherwise
+        kind: Any = type(module)  # exactly: a user's subclass may compute something else
         if kind is nn.Embedding:
             module.__class__ = FusedEmbedding
         elif kind is nn.Linear and _is_large(module):
@@ -126,7 +117,7 @@ def fuse_accumulation(part: nn.Module) -> None:
 
 
 def _is_large(module: nn.Module) -> bool:
-    """False also for weights computed from others, which autograd must see."""
+    """Whether fusing pays; False also for weights computed from others, which autograd needs."""
     weight = module._parameters.get("weight")
     return weight is not None and weight.numel() >= WORTH
 
@@ -185,7 +176,7 @@ class _Product(torch.autograd.Function):
         ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None, turned: bool
     ) -> Tensor:
         ctx.save_for_backward(given, weight)
-        ctx.weight, ctx.turned = weight, turned  # itself, whatever hooks make of what is saved
+        ctx.weight, ctx.turned = weight, turned  # itself: hooks may replace saved tensors
         return functional.linear(given, weight.t() if turned else weight, bias)
 
     @staticmethod
@@ -235,5 +226,5 @@ _product, _lookup = _called(_Product), _called(_Lookup)
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """(..., d) as (N, d)."""
+    """(..., d) to (N, d)."""
     return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)

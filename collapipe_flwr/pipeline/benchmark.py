@@ -1,4 +1,4 @@
-"""How fast this machine trains: forward and backward passes of one transformer block, timed."""
+"""Training speed of this machine: timed forward and backward passes of one transformer block."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class BenchmarkRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkAnswer:
-    """`flop` of one forward and backward pass took `seconds`; memory that was free before.
+    """The `flop` and `seconds` of one forward and backward pass, and the memory free before it.
 
-    It ran on the device that `computes` names, by the build of `torch` that is installed.
+    It ran on the device that `computes` names, with the installed build of `torch`.
     """
 
     flop: float
@@ -59,7 +59,6 @@ class BenchmarkAnswer:
 
     @property
     def speed_flop_per_s(self) -> float:
-        """Effective speed."""
         return self.flop / self.seconds
 
 
@@ -68,9 +67,9 @@ def run_benchmark(
     place: torch.device | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> BenchmarkAnswer:
-    """The median over repeats after one warm-up, on as many threads as training uses.
+    """The median over repeats after one warm-up, on `place` (None: the CPU).
 
-    Without a `place` on the CPU.
+    It uses as many threads as training.
     """
     import torch
     from torch import nn
@@ -125,7 +124,7 @@ def block_flop(request: BenchmarkRequest) -> float:
 
 
 def available_memory_bytes() -> int:
-    """What a new program could use without swapping, by Linux; elsewhere all there is."""
+    """Memory that a new program could use without swapping, by Linux; elsewhere all memory."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -1,8 +1,8 @@
-"""Where parts compute: a CPU or an accelerator, what crosses between the two, in which precision.
+"""Devices that parts compute on: a CPU or an accelerator, transfers between them, and precision.
 
-A part and its optimizer state live at one place. What a stage takes from a link, and what it hands
-to one, is on the CPU; it is brought to the part's place and home again at this edge, so links,
-snapshots and weights on the way know no accelerator. On a CPU nothing here does anything.
+A part and its optimizer state are on one device. Links, snapshots and weights in transit use CPU
+tensors only, which are moved to the part's device and back by the stage. For parts on a CPU nothing
+here does anything.
 """
 
 from __future__ import annotations
@@ -16,28 +16,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from collapipe_flwr.core.compute import AUTO, check_compute
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.keys import AUTO, check, compute_name
 from collapipe_flwr.pipeline.benchmark import available_memory_bytes
 
 CPU = torch.device("cpu")
-# What `auto` takes where it is there. Metal knows no double precision and lacks operators, so a
-# model that trains on the CPU may fail there: it is for those who ask for it.
+# Metal has no double precision and lacks operators, so a model that trains on the CPU may fail
+# there: `auto` does not choose it.
 _AUTOMATIC = ("cuda", "xpu")
 _KINDS = (*_AUTOMATIC, "mps")
-_PINNED = ("cuda",)  # kinds to which pages that stay in place make copies faster
+_PINNED = ("cuda",)  # kinds for which pinned memory makes copies faster
 _log = logging.getLogger(__name__)
 
 
 @cache
 def resolve(name: str, key: str = "compute") -> torch.device:
-    """The device that a name stands for; `auto` is the first accelerator that computes, else the
-    CPU.
+    """The device of a name; `auto` is the first accelerator that computes, else the CPU.
 
-    Raises ConfigError, naming the `key`, for a name that is none and for a device that is not here
-    or cannot compute.
+    Raises ConfigError, naming the `key`, for an unknown name and for a device that is not here or
+    cannot compute.
     """
-    check_compute(name, key)
+    check(key, name, compute_name())
     here = present()
     if name == AUTO:
         fit = (d for d in here if d.type in _AUTOMATIC and not _fault(d, warns=True))
@@ -57,23 +56,23 @@ def resolve(name: str, key: str = "compute") -> torch.device:
 
 
 def present() -> tuple[torch.device, ...]:
-    """All places of this machine, the CPU first."""
+    """All devices of this machine, the CPU first."""
     counts = {kind: torch.get_device_module(kind).device_count() for kind in _KINDS}
     found = (_numbered(torch.device(kind, i)) for kind, n in counts.items() for i in range(n))
     return (CPU, *found)
 
 
 def place_of(part: nn.Module) -> torch.device:
-    """Where the tensors of a part live; the CPU for one that has none."""
+    """The device of a part's tensors; the CPU for a part without any."""
     held = (tensor for tensors in _held(part) for tensor in tensors.values() if tensor is not None)
     first = next(held, None)
     return CPU if first is None else first.device
 
 
 def hold(part: nn.Module, device: torch.device) -> nn.Module:
-    """Move all tensors of a part, which is returned; those that it holds twice stay one.
+    """Move all tensors of a part, which is returned; tied tensors stay tied.
 
-    For an optimizer to hold them too, it must be made afterwards.
+    An optimizer must be made afterwards.
     """
     if device == CPU and place_of(part) == CPU:
         return part
@@ -88,7 +87,7 @@ def hold(part: nn.Module, device: torch.device) -> nn.Module:
 
 
 def bring(tensors: Mapping[str, Tensor], device: torch.device) -> Mapping[str, Tensor]:
-    """The same tensors at a place; those that are there already are not copied."""
+    """The same tensors on a device; those that are there already are not copied."""
     if device == CPU:
         return tensors
     waits = device.type not in _PINNED
@@ -107,23 +106,23 @@ def home(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def finish(device: torch.device) -> None:
-    """Wait until all that was begun there is done; work that is timed ends with this."""
+    """Wait until all work begun on the device is done; timed work ends with this."""
     if device != CPU:
         module = torch.get_device_module(device.type)
         module.synchronize() if device.type == "mps" else module.synchronize(device)
 
 
 def one_thread(device: torch.device) -> AbstractContextManager[Any]:
-    """Have backward passes run in the thread that calls them, as on a CPU.
+    """Run backward passes in the thread that calls them, as on a CPU.
 
-    Otherwise autograd runs those of an accelerator in a thread of its own, which knows nothing of
-    what the calling one set up: deferred gradients, recomputation, hooks.
+    Otherwise autograd runs those of an accelerator in another thread, without the thread-local
+    state of the caller: deferred gradients, recomputation, hooks.
     """
     return nullcontext() if device == CPU else torch.autograd.set_multithreading_enabled(False)
 
 
 def free_bytes(device: torch.device) -> int:
-    """What a new program could take of the memory there."""
+    """The memory of a device that a new program could use."""
     if device == CPU:
         return available_memory_bytes()
     module = torch.get_device_module(device.type)
@@ -133,9 +132,9 @@ def free_bytes(device: torch.device) -> int:
 
 
 class AllocatorPeak:
-    """The most that an accelerator's allocator had out, temporaries included, from the making on.
+    """Peak memory of an accelerator's allocator since the creation, temporaries included.
 
-    Whatever runs there at the same time counts, too. `own_bytes` were out before.
+    All work on the device counts. `own_bytes` were allocated before.
     """
 
     def __init__(self, device: torch.device, own_bytes: int) -> None:
@@ -148,14 +147,14 @@ class AllocatorPeak:
 
     @property
     def num_bytes(self) -> int:
-        """So far; 0 on a CPU, and where the allocator keeps no peak (Metal)."""
+        """The peak so far; 0 on a CPU, and where the allocator keeps none (Metal)."""
         if self._module is None:
             return 0
         return int(self._module.max_memory_allocated(self._device) - self._others)
 
 
 def describe(device: torch.device) -> str:
-    """The device with what it can do, for people: its name and the version that code is for."""
+    """The device with its name and compute capability, to be shown."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return f"{device} ({torch.cuda.get_device_name(device)}, sm_{major}{minor})"
@@ -178,7 +177,7 @@ def _numbered(device: torch.device) -> torch.device:
 
 
 def _fault(device: torch.device, *, warns: bool = False) -> str:
-    """What one product there raises, "" if nothing: drivers and builds may not fit each other."""
+    """The error of one product on a device, "" if none: drivers and builds may not fit."""
     try:
         ones = torch.ones(8, 8, device=device)
         found = float((ones @ ones).sum())
@@ -191,7 +190,7 @@ def _fault(device: torch.device, *, warns: bool = False) -> str:
 
 
 def _prepared(device: torch.device) -> torch.device:
-    """Products in single precision are those of single precision, not TF32's."""
+    """Switch off TF32 in products of single precision."""
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
@@ -199,7 +198,7 @@ def _prepared(device: torch.device) -> torch.device:
 
 
 def _held(part: nn.Module) -> Iterator[dict[str, Any]]:
-    """The parameters and the buffers of every module, whatever a part calls its own."""
+    """The parameters and the buffers of every module, whatever `part.parameters` yields."""
     for module in part.modules():
         yield module._parameters
         yield module._buffers
@@ -208,14 +207,16 @@ def _held(part: nn.Module) -> Iterator[dict[str, Any]]:
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     held = tensor.detach()
     alike = tuple(slice(0, 1 if stride == 0 else None) for stride in held.stride())
-    there = held[alike].to(device).expand(held.shape)  # what takes no memory here takes none there
+    there = (
+        held[alike].to(device).expand(held.shape)
+    )  # expanded tensors take no memory there either
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(there, requires_grad=tensor.requires_grad)
     return there
 
 
 def _landing(tensor: Tensor) -> Tensor:
-    """A copy on the CPU; of some kinds it may still be under way."""
+    """A copy on the CPU, which may be incomplete until `finish`."""
     if tensor.device.type not in _PINNED:
         return tensor.detach().to(CPU)
     pages = torch.empty_like(tensor, device=CPU, pin_memory=True, requires_grad=False)
@@ -225,7 +226,7 @@ def _landing(tensor: Tensor) -> Tensor:
 def computing_in(precision: str, place: torch.device = CPU) -> AbstractContextManager[object]:
     """Products in bfloat16 inside; the casts of weights pass gradients back to fp32 ones.
 
-    Whatever dtype comes out travels as it is, so that a cut changes nothing here either.
+    The dtype of the output is kept on links, so that a cut changes no result.
     """
     if precision == "fp32":
         return nullcontext()

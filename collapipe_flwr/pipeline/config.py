@@ -1,8 +1,8 @@
-"""How a stage runs, and what a host needs to hold one.
+"""Configuration of stages, and the requests by which hosts hold them.
 
-`Execution` and `StageConfig` are carried whole from where a round is composed to the stage that
-obeys them: by reference within a process, as JSON in a `SessionRequest`. A new option needs a field
-here, the code that obeys it and its documentation.
+`Execution` and `StageConfig` are passed unchanged from the order of a round to the stage that uses
+them: by reference within a process, as JSON in a `SessionRequest`. A new option needs a field here,
+the code that uses it and its documentation.
 """
 
 from __future__ import annotations
@@ -13,29 +13,28 @@ from dataclasses import dataclass, field, replace
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import at_least, check_keys, key, one_of
 from collapipe_flwr.core.links import Heartbeat, LinkConfig
-from collapipe_flwr.core.turns import ALONE, Turn
+from collapipe_flwr.core.schedule import ALONE, Turn
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 
 PRECISIONS = ("fp32", "bf16")
 LONGEST_WAIT_S = 86_400.0
 MOST_SEED = 2**53  # a scalar on the wire is a float
 _RANDOM_BYTES = 16
-_LONGEST_NAME = 80  # of what a peer calls itself, in logs and counters
+_LONGEST_NAME = 80  # of names that a peer chooses, in logs and counters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """What a run asks of every stage, besides its schedule.
+    """Options of every stage of a run, besides its schedule.
 
     ``precision`` bf16 computes matrix products in bfloat16 (torch's autocast) on weights, gradients
-    and optimizer state that stay in single precision. ``recompute`` makes devices keep only the
-    inputs of their blocks for a micro-batch in flight (or just the input of a part that does not
-    know its blocks) and compute the forward pass again for the backward. ``clip_norm`` bounds the
-    norm of all gradients together (0: not at all); it counts on the first stage, which tells the
-    others. ``check_finite`` ends the step at the first stage that makes finite numbers infinite or
-    NaN. ``codec`` is that of hidden states and gradients on links for which the plan chose none.
-    ``paced`` makes senders keep to the planned rates. ``keep_spans`` records what every stage did
-    when.
+    and optimizer state that stay in single precision. ``recompute`` is activation checkpointing:
+    for a micro-batch in flight devices keep only the inputs of their blocks (or of the whole part
+    where blocks are unknown). ``clip_norm`` bounds the norm of all gradients together (0: not at
+    all); it is read by the first stage, which tells the others. ``check_finite`` ends the step at
+    the first stage that makes finite numbers infinite or NaN. ``codec`` is for hidden states and
+    gradients on links for which the plan chose none. ``paced`` limits senders to the planned rates.
+    ``keep_spans`` records a timeline.
     """
 
     precision: str = key("fp32", one_of(*PRECISIONS))
@@ -57,13 +56,12 @@ class Execution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageConfig:
-    """How one stage runs, wherever it stands in the chain.
+    """Options of one stage.
 
     `depth` is the number of micro-batches in flight before the first backward pass. `deadline_s`
     bounds each wait inside a step, `pause_s` those between steps or texts. `seed` makes dropout
-    independent of the cut (`randomness`); that of the first stage holds for the whole chain, and it
-    should change from round to round. `turn` says which micro-batches pass here, where the stage
-    has replicas.
+    independent of the cut (`randomness`); the first stage's is used by the whole chain and should
+    change from round to round. `turn` is the place among the replicas of the stage.
     """
 
     name: str
@@ -86,7 +84,7 @@ class StageConfig:
 
     @property
     def pause_s(self) -> float:
-        """`idle_s`, but at least `deadline_s`: stages ahead may still be at the last step."""
+        """`idle_s`, but at least `deadline_s`: stages ahead may still run the last step."""
         return max(self.idle_s, self.deadline_s)
 
 
@@ -107,7 +105,7 @@ class SessionKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextHop:
-    """Where a device sends its activations: a session on another host called `name`.
+    """The session that a device sends its activations to, on a host called `name`.
 
     Under TLS that host's certificate must be for `certificate_name`; empty: the host in `address`.
     `link` configures both ends. With a `heartbeat` the device detects that the next host is lost.
@@ -123,12 +121,11 @@ class NextHop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """What a device holds, and what follows it.
+    """The blocks of a device, and its connections.
 
     `blocks` are the first one and the one behind the last. Where the next stage has replicas,
-    micro-batches alternate among `next_hop` and `more_hops`; where this one has, `sibling` is the
-    replica before this one. `tx_power_w` is the planned power of the device's radio (None: as it
-    is).
+    micro-batches alternate among `next_hop` and `more_hops`; where this stage has, `sibling` is the
+    previous replica. `tx_power_w` is the planned power of the device's radio (None: unchanged).
     """
 
     blocks: tuple[int, int]
@@ -147,14 +144,13 @@ class Placement:
 class SessionRequest:
     """Opens a session that callers with `key` may use.
 
-    `spec_json` describes the model. The edge, which is last, has no `placement`.
-    A `recoverable` session keeps a copy of its last snapshot (initially of its first weights) and
-    returns to it when a stream fails, instead of ending. With `keep_optimizer` a device keeps the
-    optimizer state with the weights for the next round.
+    `spec_json` describes the model. The edge, which is last, has no `placement`. A `recoverable`
+    session keeps a copy of its last snapshot (initially of its first weights) and returns to it
+    when a stream fails, instead of ending. With `keep_optimizer` a device keeps the optimizer state
+    with the weights for the next round.
 
-    Members of `cluster_id` may use it, and its control unit may fetch the weights of a `readable`
-    one; the host records which one was its `opener`. Both count only
-    where certificates identify callers.
+    Where certificates identify callers, members of `cluster_id` may use it, its control unit may
+    fetch the weights if it is `readable`, and the host records its `opener`.
     """
 
     key: SessionKey
@@ -167,7 +163,7 @@ class SessionRequest:
     readable: bool = False
     cluster_id: str = ""
     opener: str = ""
-    run_id: str = ""  # of the training that it is part of, for logs and counters alone
+    run_id: str = ""  # for logs and counters only
     server_round: int = 0
 
     @property
@@ -177,7 +173,7 @@ class SessionRequest:
 
     @property
     def part(self) -> str:
-        """What of the model it holds, in words."""
+        """A description of the part of the model that it holds."""
         if self.placement is None:
             return "the last part of a model"
         first, stop = self.placement.blocks
@@ -185,7 +181,7 @@ class SessionRequest:
 
     @property
     def about(self) -> dict[str, object]:
-        """What a log says it is about."""
+        """The fields of log records about it."""
         known = {"run": self.run_id[:_LONGEST_NAME], "round": self.server_round or None}
         return {**known, "cluster": self.cluster, "session": self.key.session_id}
 
@@ -197,14 +193,14 @@ class SessionRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMark:
-    """A point between two steps: `step` of them were done since the weights were set."""
+    """A point between two steps, `step` steps after the weights were set."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassesDone:
-    """Micro-batches that a session has behind it, also within a step: of training, and tested."""
+    """Micro-batches that a session has completed so far, in training and in evaluation."""
 
     trained: int = 0
     tested: int = 0
@@ -212,7 +208,7 @@ class PassesDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """The load of a host: `sessions` held, `running` of them in the middle of a stream.
+    """The load of a host: `sessions` held, `running` of them with an open stream.
 
     Of the `most_bytes` that models may take, `held_bytes` are reserved.
     """

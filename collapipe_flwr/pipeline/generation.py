@@ -1,10 +1,10 @@
 """Generation over a chain of stages: several independent texts at once.
 
-    control unit   ACTIVATION: hidden states of a prompt, or of the token that was asked for   ->
+    control unit   ACTIVATION: hidden states of a prompt, or of a requested token              ->
     device         the same, through its blocks; a cache per text for decoder-only models      ->
     edge           generates; TOKENS: new ones, or those whose hidden states it needs          <-
 
-With beams a step has several rows; ROWS says which rows of the last step they go on from.
+With beams a step has several rows; ROWS are the rows of the last step that they continue.
 
 A SERVE frame switches a chain to this mode until END and gives the number of texts generated at
 once, its slots. Frames of different texts interleave, so while one text waits for a token the
@@ -31,8 +31,9 @@ from collapipe_flwr.pipeline.link import HIDDEN, Frame, FrameKind, Link, Mailbox
 
 TOKENS, INPUT_IDS, ATTENTION_MASK, ROWS = "tokens", "input_ids", "attention_mask", "rows"
 PAST, PROMPT, ASK, DONE, SLOTS = "past", "prompt", "ask", "done", "slots"
-LATE = "late"  # with DONE: the text failed because something on the way to it took too long
+LATE = "late"  # with DONE: the text failed by a timeout
 MOST_SLOTS = 64
+_STOPPED = "the text was stopped before its end"
 
 
 def next_frame(link: Link, pause_s: float) -> Frame:
@@ -55,7 +56,7 @@ def next_frame(link: Link, pause_s: float) -> Frame:
 
 
 def relay_generation(part: Any, up: Link, down: Link, settings: StageConfig) -> None:
-    """Run a device until END: blocks on the way down, tokens on the way up."""
+    """Run a device until END: hidden states through its blocks, and tokens upstream."""
     part.train(False)
     caches: dict[int, Any] = {}
     pump = threading.Thread(target=_pump, args=(down, up, settings, caches), daemon=True)
@@ -73,7 +74,7 @@ def relay_generation(part: Any, up: Link, down: Link, settings: StageConfig) -> 
 
 
 def _through(part: Any, caches: dict[int, Any], frame: Frame) -> Frame | None:
-    """Return the frame for the next stage; None if its text has ended meanwhile."""
+    """Return the frame for the next stage; None if its text has ended."""
     came, text = bring(frame.tensors, place_of(part)), frame.micro_batch
     hidden = came[HIDDEN]
     with torch.no_grad():
@@ -93,7 +94,7 @@ def _through(part: Any, caches: dict[int, Any], frame: Frame) -> Frame | None:
 
 
 def _pump(down: Link, up: Link, settings: StageConfig, caches: dict[int, Any]) -> None:
-    """Forward every frame from the edge upstream, and a link error too."""
+    """Forward every frame from the edge upstream, and a link error."""
     try:
         while True:
             frame = next_frame(down, settings.pause_s)
@@ -116,9 +117,9 @@ class _Text:
     over: bool = False  # its last frame is on its way
 
     def stop(self) -> None:
-        """End it at its next question or tokens."""
+        """End it when it next sends tokens."""
         self.stopped.set()
-        self.answers.fail(_stopped())
+        self.answers.fail(LinkError(_STOPPED))
 
 
 class GeneratingEdge:
@@ -135,7 +136,6 @@ class GeneratingEdge:
         self._texts: dict[int, _Text] = {}  # the last one of each slot
 
     def serve(self) -> None:
-        """Generate until END."""
         self._part.train(False)
         pause_s = self._settings.pause_s
         with ThreadPoolExecutor(self._most, thread_name_prefix="generate") as pool:
@@ -197,12 +197,14 @@ class GeneratingEdge:
         try:
             tokens = self._generate(text, prompt)
             if text.stopped.is_set():
-                raise _stopped()
+                raise LinkError(_STOPPED)
         except CollaPipeError as error:
             late = {LATE: 1.0} if isinstance(error, LinkError) else {}
             tokens = torch.zeros(0, dtype=torch.long)
-            return replace(_told(text, {TOKENS: tokens}, {DONE: 1.0, **late}), text=str(error))
-        return _told(text, {TOKENS: tokens}, {DONE: 1.0})
+            return replace(
+                _tokens_frame(text, {TOKENS: tokens}, {DONE: 1.0, **late}), text=str(error)
+            )
+        return _tokens_frame(text, {TOKENS: tokens}, {DONE: 1.0})
 
     def _generate(self, text: _Text, frame: Frame) -> Tensor:
         from collapipe_flwr.models.generation import Prompt  # only where texts are generated
@@ -210,12 +212,12 @@ class GeneratingEdge:
         deadline_s, place = self._settings.deadline_s, place_of(self._part)
 
         def emit(tokens: Tensor) -> bool:
-            self._up.send(_told(text, {TOKENS: tokens}, {}), deadline_s=deadline_s)
+            self._up.send(_tokens_frame(text, {TOKENS: tokens}, {}), deadline_s=deadline_s)
             return not text.stopped.is_set()
 
         def ask(ids: Tensor, rows: Tensor | None) -> Tensor:
             moved = {} if rows is None else {ROWS: rows}
-            asked = _told(text, {TOKENS: ids, **moved}, {ASK: 1.0})
+            asked = _tokens_frame(text, {TOKENS: ids, **moved}, {ASK: 1.0})
             self._up.send(asked, deadline_s=deadline_s)
             try:
                 return bring(text.answers.get(deadline_s).tensors, place)[HIDDEN]
@@ -237,11 +239,9 @@ class GeneratingEdge:
         return tokens
 
 
-def _stopped() -> LinkError:
-    return LinkError("the text was stopped before its end")
-
-
-def _told(text: _Text, tensors: Mapping[str, Tensor], scalars: Mapping[str, float]) -> Frame:
+def _tokens_frame(
+    text: _Text, tensors: Mapping[str, Tensor], scalars: Mapping[str, float]
+) -> Frame:
     return Frame(
         kind=FrameKind.TOKENS,
         micro_batch=text.number,

@@ -1,4 +1,4 @@
-"""The control unit in generation: embeds prompts, answers the edge, yields tokens."""
+"""The control unit in generation: embeds prompts and requested tokens, and yields new tokens."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from collapipe_flwr.pipeline.generation import (
 )
 from collapipe_flwr.pipeline.link import HIDDEN, Frame, FrameKind, Link, Mailbox
 
-_CAPACITY = 4096  # frames of one text that nobody has read yet
+_CAPACITY = 4096  # unread frames of one text
 
 
 class TextTimeout(LinkTimeout):
-    """One text waited too long; the chain goes on with the others."""
+    """One text timed out; the chain continues with the others."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class GenerationDriver:
 
     ``part`` is the embedding, which reads ``input_name``; ``cached`` says that the devices keep
     caches (decoder-only models). Frames of a text that has ended are dropped. When the chain
-    breaks, all present and later calls raise the same LinkError at once.
+    fails, all present and later calls raise the same LinkError at once.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class GenerationDriver:
         """Yield new token ids, a few (T,) at a time, for ``prompt``: ids (1, T) or other inputs.
 
         Waits for a free slot. Raises ModelError if the text cannot be generated, TextTimeout
-        when no slot becomes free or the text is read too slowly, LinkError when the chain breaks.
+        when no slot becomes free or the text is read too slowly, LinkError when the chain fails.
         Closing the iterator stops the text.
         """
         first = self._frame(prompt, 0, text=settings_json)
@@ -115,7 +115,7 @@ class GenerationDriver:
 
     def _pieces(self, text: _Text, first: Frame, place: int) -> Generator[Tensor]:
         self._send(text, first)
-        told = 0
+        seen = 0  # tokens
         while True:
             frame = text.inbox.get(self._settings.deadline_s)
             if frame.text:
@@ -125,12 +125,12 @@ class GenerationDriver:
                 self._send(text, self._frame(tokens, place, rows=frame.tensors.get(ROWS)))
                 place += tokens.shape[1]
                 continue
-            new = tokens[told:] if DONE in frame.scalars else tokens
+            new = tokens[seen:] if DONE in frame.scalars else tokens
             if len(new):
                 yield new
             if DONE in frame.scalars:
                 return
-            told += len(tokens)
+            seen += len(tokens)
 
     def _begin(self) -> _Text:
         """Wait for a free slot and begin a text in it."""
@@ -150,7 +150,7 @@ class GenerationDriver:
         return text
 
     def _stop(self, text: _Text) -> None:
-        """Have the edge end a text; if it does not in time, the chain counts as broken."""
+        """Stop a text at the edge; if it does not end in time, the chain counts as broken."""
         try:
             self._send(text, Frame(kind=FrameKind.STOP))
             if not text.over.wait(self._settings.deadline_s):
@@ -162,7 +162,7 @@ class GenerationDriver:
             self._break(error)
 
     def _break(self, error: LinkError) -> None:
-        """Give the chain up and tell all its stages why."""
+        """Close the chain with an error for all its stages."""
         if self._conclude(error):
             self._down.close(str(error))
 
@@ -201,7 +201,7 @@ class GenerationDriver:
         )
 
     def _inputs(self, ids: Tensor, past: int) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """Return the inputs of the embedding, and what travels with its output."""
+        """Return the inputs of the embedding, and the tensors sent with its output."""
         if self._input_name != INPUT_IDS:
             return {self._input_name: ids}, {}
         if not self._cached:

@@ -1,17 +1,23 @@
-"""Links between neighbouring stages, and the frames on them: one per micro-batch and direction."""
+"""Links between neighbouring stages, and the frames on them: one per micro-batch and direction.
+
+A `Fan` is one link to all replicas of a neighbouring stage.
+"""
 
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import reduce
 from threading import Condition
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from collapipe_flwr.core.errors import Blame, LinkError, LinkTimeout, MemberFailed
+from collapipe_flwr.core.errors import Blame, LinkError, LinkTimeout, MemberFailed, ProtocolError
 from collapipe_flwr.core.links import QUEUE_FRAMES, LinkTraffic
+from collapipe_flwr.core.schedule import Turn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,15 +37,15 @@ class FrameKind(IntEnum):
     ACTIVATION = 2  # down the chain: hidden state and the context of one micro-batch
     GRADIENT = 3  # up the chain: gradient of the hidden state, loss and weight
     TOTALS = 4  # up the chain: sums over the stages at the end of a step
-    COMMIT = 5  # down the chain: what the first stage made of the totals
+    COMMIT = 5  # down the chain: sums of gradients, and the factor to scale all by
     END = 6  # no further step
     ERROR = 7  # the sender gave up; `text` says why
     WEIGHTS = 8  # a piece of a state dict
-    ROWS = 9  # rows of a tied table up the chain, their gradients down (``ties``)
+    ROWS = 9  # rows of a tied table up the chain, their gradients down (`gradient_sums`)
     SERVE = 10  # down the chain: from now on generate texts, until END (`generation`)
-    TOKENS = 11  # up the chain: new tokens of a text, or those whose hidden states are asked for
+    TOKENS = 11  # up the chain: new tokens of a text, or those whose hidden states are requested
     STOP = 12  # down the chain: the client wants no more of this text
-    SUM = 13  # between replicas of a stage: a piece of their gradients (`siblings`)
+    SUM = 13  # between replicas of a stage: a piece of their gradients (`gradient_sums`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,29 +66,29 @@ class Frame:
 
 
 _BLAME, _SIDE = "blame", "side"  # scalars of an ERROR frame whose first line names its witness
-_TOLD = " failed: "  # by whoever passes it on
-MOST_CHARACTERS = 1000  # of an error that travel
+_FAILED = " failed: "  # in an error that was passed on
+_MOST_CHARACTERS = 1000  # of an error that is sent
 
 
 def error_frame(error: LinkError) -> Frame:
     """The ERROR frame that tells a neighbour."""
     if not isinstance(error, MemberFailed):
-        return Frame(kind=FrameKind.ERROR, text=str(error)[:MOST_CHARACTERS])
+        return Frame(kind=FrameKind.ERROR, text=str(error)[:_MOST_CHARACTERS])
     return Frame(
         kind=FrameKind.ERROR,
         scalars={_BLAME: float(error.blame), _SIDE: float(error.side)},
-        text=f"{error.witness}\n{error.why}"[:MOST_CHARACTERS],
+        text=f"{error.witness}\n{error.why}"[:_MOST_CHARACTERS],
     )
 
 
 def error_of(frame: Frame, peer: str) -> LinkError:
-    """What an ERROR frame of ``peer`` says; who passes an error on is not named."""
-    text, scalars = frame.text[:MOST_CHARACTERS], frame.scalars
+    """The error in an ERROR frame of ``peer``, which is named unless it passes the error on."""
+    text, scalars = frame.text[:_MOST_CHARACTERS], frame.scalars
     blame, side = scalars.get(_BLAME), scalars.get(_SIDE)
     if blame in tuple(Blame) and side in (-1, 0, 1):
         witness, _, why = text.partition("\n")
         return MemberFailed(witness, why, Blame(int(blame)), int(side))
-    return LinkError(text if _TOLD in text else f"{peer}{_TOLD}{text}")
+    return LinkError(text if _FAILED in text else f"{peer}{_FAILED}{text}")
 
 
 def learns_before(frame: Frame) -> bool:
@@ -105,12 +111,12 @@ class Link(Protocol):
 
     @property
     def sent(self) -> LinkTraffic:
-        """What was sent so far."""
+        """The traffic sent so far."""
         ...
 
     @property
     def received(self) -> LinkTraffic:
-        """What was received so far."""
+        """The traffic received so far."""
         ...
 
     def send(self, frame: Frame, *, deadline_s: float) -> None:
@@ -139,8 +145,8 @@ class Mailbox(Generic[Item]):
     With `most_bytes` the total size of the items is bounded too; one item always fits. With None
     for a deadline, a call waits until the mailbox ends.
 
-    It ends in one of two ways: `end` delivers what is queued and then raises `LinkClosed`;
-    `fail` drops what is queued and raises the given error to all who wait, at once.
+    `end` delivers the queued items and then raises `LinkClosed`; `fail` drops them and raises the
+    given error in every waiting thread at once.
     """
 
     def __init__(self, capacity: int, peer: str, *, most_bytes: float = math.inf) -> None:
@@ -154,8 +160,13 @@ class Mailbox(Generic[Item]):
 
     def put(self, item: Item, deadline_s: float | None, *, size_bytes: int = 0) -> None:
         """Queue one item. Raises LinkError when ended, LinkTimeout when full until the deadline."""
+
+        def has_room() -> bool:
+            fits = not self._items or self._bytes + size_bytes <= self._most_bytes
+            return fits and len(self._items) < self._capacity
+
         with self._changed:
-            self._wait(lambda: self._has_room(size_bytes), deadline_s, "took nothing")
+            self._wait(has_room, deadline_s, "took nothing")
             if self._end is not None:
                 raise _again(self._end)
             self._append(item, size_bytes)
@@ -180,33 +191,27 @@ class Mailbox(Generic[Item]):
                 self._changed.notify_all()
 
     def end_with(self, last: Item, error: LinkError) -> None:
-        """Deliver `last` instead of what is queued, and raise `error` afterwards."""
+        """Deliver `last` instead of the queued items, and raise `error` afterwards."""
         with self._changed:
             if self._end is None:
-                self._clear()
                 self._end = error
+                self._items.clear()
+                self._bytes = 0
                 self._append(last, 0)
 
     def fail(self, error: LinkError) -> None:
-        """Drop what is queued and raise `error` from now on; the first failure stays."""
+        """Drop the queued items and raise `error` from now on; the first failure stays."""
         with self._changed:
             if self._end is None or isinstance(self._end, LinkClosed):
                 self._end = error
-                self._clear()
+                self._items.clear()
+                self._bytes = 0
                 self._changed.notify_all()
-
-    def _has_room(self, size_bytes: int) -> bool:
-        fits = not self._items or self._bytes + size_bytes <= self._most_bytes
-        return fits and len(self._items) < self._capacity
 
     def _append(self, item: Item, size_bytes: int) -> None:
         self._items.append((item, size_bytes))
         self._bytes += size_bytes
         self._changed.notify_all()
-
-    def _clear(self) -> None:
-        self._items.clear()
-        self._bytes = 0
 
     def _wait(self, ready: Callable[[], bool], deadline_s: float | None, what: str) -> None:
         if not self._changed.wait_for(lambda: ready() or self._end is not None, deadline_s):
@@ -241,10 +246,10 @@ class MemoryLink:
 
     def close(self, error: str | LinkError = "") -> None:
         if error:
-            told = error if isinstance(error, LinkError) else LinkError(error)
-            heard = error_of(error_frame(told), self.name)
-            self._outbox.fail(heard)
-            self._inbox.fail(heard)
+            sent = error if isinstance(error, LinkError) else LinkError(error)
+            received = error_of(error_frame(sent), self.name)
+            self._outbox.fail(received)
+            self._inbox.fail(received)
         self._outbox.end()
         self._inbox.fail(LinkError(f"{self.name} closed the link"))
 
@@ -259,3 +264,67 @@ def memory_pair(
         MemoryLink(left, right, inbox=to_left, outbox=to_right),
         MemoryLink(right, left, inbox=to_right, outbox=to_left),
     )
+
+
+_OF_MICRO_BATCHES = (FrameKind.ACTIVATION, FrameKind.GRADIENT)
+
+
+class Fan:
+    """Links to the replicas of a stage, in the order in which micro-batches of `turn` take them.
+
+    Frames of micro-batches alternate; all others are sent to each replica, and come from each.
+    """
+
+    def __init__(self, links: Sequence[Link], turn: Turn) -> None:
+        self.peer = " and ".join(link.peer for link in links)
+        self._links = tuple(links)
+        self._turn = turn
+
+    @property
+    def sent(self) -> LinkTraffic:
+        return reduce(LinkTraffic.__add__, (link.sent for link in self._links))
+
+    @property
+    def received(self) -> LinkTraffic:
+        return reduce(LinkTraffic.__add__, (link.received for link in self._links))
+
+    def of(self, micro_batch: int) -> Link:
+        """The link that a micro-batch takes."""
+        return self._links[self._turn.lane(micro_batch, len(self._links))]
+
+    def send(self, frame: Frame, *, deadline_s: float) -> None:
+        if frame.kind in _OF_MICRO_BATCHES:
+            self.of(frame.micro_batch).send(frame, deadline_s=deadline_s)
+            return
+        for link in self._links:
+            link.send(frame, deadline_s=deadline_s)
+
+    def receive(self, *, deadline_s: float) -> Frame:
+        """The frame that all replicas sent. Raises ProtocolError where they differ."""
+        until_s = time.monotonic() + deadline_s
+        first, *others = (
+            link.receive(deadline_s=max(until_s - time.monotonic(), 0.0)) for link in self._links
+        )
+        for link, frame in zip(self._links[1:], others, strict=True):
+            if (frame.kind, frame.step) != (first.kind, first.step):
+                raise ProtocolError(
+                    f"{link.peer} sent {frame.kind.name} of step {frame.step}, but "
+                    f"{self._links[0].peer} {first.kind.name} of step {first.step}"
+                )
+        return first
+
+    def close(self, error: str | LinkError = "") -> None:
+        for link in self._links:
+            link.close(error)
+
+
+def fan_of(links: Sequence[Link], turn: Turn) -> Link:
+    """The links as one; a single link is returned as it is."""
+    return links[0] if len(links) == 1 else Fan(links, turn)
+
+
+def lane_of(link: Link, kind: FrameKind, micro_batch: int) -> Link:
+    """The link that brings this frame."""
+    if kind in _OF_MICRO_BATCHES and isinstance(link, Fan):
+        return link.of(micro_batch)
+    return link

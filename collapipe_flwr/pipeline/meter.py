@@ -1,16 +1,27 @@
-"""What a stage measures: seconds, gradient norms and tensor memory."""
+"""Measurements of a stage: seconds, gradient norms and tensor memory; timelines of all stages.
+
+A timeline is a Chrome trace: open it in Perfetto or chrome://tracing. Clocks of machines that
+differ are aligned first. A forward pass cannot start before the same one of the stage ahead has
+ended, nor a backward pass before that of the stage behind. Where the spans of two neighbours
+contradict this, the later stage is shifted so that the shortest gaps both ways are equal (as in
+network time protocols).
+"""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from itertools import chain
+from itertools import chain, count
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from collapipe_flwr.core.durable import write_text
+from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.core.links import LinkTraffic
 
 MOST_SPANS = 10_000  # of one stage: a report must fit into a message
@@ -38,17 +49,14 @@ class Timeline:
 class StageReport:
     """One stage over all steps since it was opened, or over several intervals of a round.
 
-    Its passes of `micro_batches` in training took `forward_s` and `backward_s`; what is only
-    tested counts for neither. `wait_s` is time spent waiting for a neighbour, to receive or to find
-    room to send. `energy_j` is what a sensor of its machine counted meanwhile, None without one.
-    `*_up` is the link towards the control unit, `*_down` towards the edge; `sent_beside_bytes` went
-    to other replicas of the stage.
-    `small_square_norm` and `big_square_norm` are means over the steps of the squared norm of this
-    stage's gradients for the first micro-batch alone and for the whole batch; only the first
-    replica of a stage has them.
-    `peak_tensor_bytes`: see `MemoryMeter`. `spans` are there if they were asked for.
-
-    The sum of two reports keeps the first `MOST_SPANS` spans.
+    The passes of `micro_batches` in training took `forward_s` and `backward_s`, without those of
+    evaluations. `wait_s` is time spent waiting for a neighbour, to receive or for room to send.
+    `energy_j` is by a sensor of its machine, None without one. `*_up` is the link towards the
+    control unit, `*_down` towards the edge; `sent_beside_bytes` were sent to other replicas of the
+    stage. `small_square_norm` and `big_square_norm` are means over the steps of the squared norm of
+    this stage's gradients for the first micro-batch alone and for the whole batch; only the first
+    replica of a stage has them. `peak_tensor_bytes` is by `MemoryMeter`. `spans` are recorded on
+    request; the sum of two reports keeps the first `MOST_SPANS`.
     """
 
     name: str
@@ -90,53 +98,43 @@ class StageReport:
 
 
 class Recorder:
-    """Sums the seconds per kind of work, and keeps the first single spans when asked to.
+    """Sums the seconds per kind of work, and on request keeps the first single spans.
 
-    Work has ended when `finish` returns, which waits for what was begun on an accelerator.
+    Timed work ends when `finish` returns, which waits for an accelerator.
     """
 
     def __init__(
         self,
         *,
         keep_spans: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
         finish: Callable[[], object] = lambda: None,
     ) -> None:
-        self._finish = finish
         self.spans: list[Span] = []
+        self._finish = finish
         self._keep = keep_spans
-        self._clock = clock
         self._seconds: dict[str, float] = {}
         self._counts: dict[str, int] = {}
 
     @contextmanager
     def span(self, work: str, step: int, micro_batch: int = 0) -> Iterator[None]:
         """Time the body under `work`, also when it raises."""
-        start_s = self._clock()
+        start_s = time.perf_counter()
         try:
             yield
             self._finish()
         finally:
-            stop_s = self._clock()
+            stop_s = time.perf_counter()
             self._seconds[work] = self._seconds.get(work, 0.0) + stop_s - start_s
             self._counts[work] = self._counts.get(work, 0) + 1
             if self._keep and len(self.spans) < MOST_SPANS:
-                self.spans.append(
-                    Span(
-                        work=work,
-                        step=step,
-                        micro_batch=micro_batch,
-                        start_s=start_s,
-                        stop_s=stop_s,
-                    )
-                )
+                times = {"start_s": start_s, "stop_s": stop_s}
+                self.spans.append(Span(work=work, step=step, micro_batch=micro_batch, **times))
 
     def seconds(self, work: str) -> float:
-        """Total of one kind of work."""
         return self._seconds.get(work, 0.0)
 
     def count(self, work: str) -> int:
-        """How many pieces of one kind of work have ended; may be called from any thread."""
+        """The number of ended spans of this kind; may be called from any thread."""
         return self._counts.get(work, 0)
 
 
@@ -155,15 +153,12 @@ class GradientNorms:
     def note_first(self, norm: float, scale: float) -> None:
         """After the first backward of a step: the squared norm, and n_i / N."""
         if scale > 0:
-            self.small_square_norm += self._share(self.small_square_norm, norm / scale**2)
+            self.small_square_norm += (norm / scale**2 - self.small_square_norm) / (self.steps + 1)
 
     def note_step(self, norm: float) -> None:
         """At the end of a step: the squared norm."""
-        self.big_square_norm += self._share(self.big_square_norm, norm)
+        self.big_square_norm += (norm - self.big_square_norm) / (self.steps + 1)
         self.steps += 1
-
-    def _share(self, mean: float, value: float) -> float:
-        return (value - mean) / (self.steps + 1)
 
 
 def square_norm(tensors: Iterable[Tensor]) -> float:
@@ -173,12 +168,12 @@ def square_norm(tensors: Iterable[Tensor]) -> float:
 
 
 class MemoryMeter:
-    """Measures weights, gradients, optimizer state, and what autograd keeps for the backward.
+    """Measures weights, gradients, optimizer state, and tensors saved for the backward pass.
 
-    The first time that a micro-batch of some shape is computed, hooks see every tensor that
-    autograd saves; its storage counts once however many views of it are saved, and parameters do
-    not count again. Micro-batches of the same shape are assumed to keep as much, so measuring
-    costs nothing later. Temporaries inside an operator and frames queued in a link do not count.
+    For the first micro-batch of each shape, hooks see every tensor that autograd saves; its storage
+    counts once however many views of it are saved, and parameters do not count again. Others of
+    the same shape are assumed to save as much, so that later ones cost nothing to measure.
+    Temporaries inside an operator and frames queued in a link do not count.
     """
 
     def __init__(self) -> None:
@@ -189,7 +184,7 @@ class MemoryMeter:
         self._in_flight: dict[int, int] = {}  # by micro-batch
 
     def set_fixed(self, *groups: Sequence[Tensor]) -> None:
-        """Set what lives apart from micro-batches; measured when the number of tensors changes."""
+        """Set the tensors besides micro-batches; measured when their number changes."""
         kind = tuple(map(len, groups))
         if kind not in self._known_fixed:
             self._known_fixed[kind] = bytes_of(chain.from_iterable(groups))
@@ -214,14 +209,13 @@ class MemoryMeter:
         self._note(_apart_from(parameters, saved))
 
     def hold(self, micro_batch: int, kind: Hashable, tensors: Iterable[Tensor]) -> None:
-        """Count what a micro-batch of this kind saves for backward, or at least these tensors."""
+        """Count the tensors that a micro-batch of this kind saves, or at least these."""
         self._in_flight[micro_batch] = max(self._saved_bytes[kind], bytes_of(tensors))
         self._note()
 
     def note_rest(self, micro_batch: int, tensors: Iterable[Tensor]) -> None:
         """Note a moment when a micro-batch keeps these instead of its activations."""
-        saved_bytes = self._in_flight.get(micro_batch, 0)
-        self._note(bytes_of(tensors) - saved_bytes)
+        self._note(bytes_of(tensors) - self._in_flight.get(micro_batch, 0))
 
     def release(self, micro_batch: int) -> None:
         """Call after the backward pass of a micro-batch."""
@@ -246,7 +240,7 @@ def _noticing() -> Iterator[dict[int, int]]:
         saved.update(_distinct((tensor,)))
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, _same):
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         yield saved
 
 
@@ -261,5 +255,92 @@ def _distinct(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+_NAMES = {
+    "forward": "F",
+    "test": "F",
+    "backward": "B",
+    "weights": "W",
+    "optimizer": "step",
+    "send": "send",
+    "receive": "wait",
+}
+Stages = Mapping[str, Sequence[Span]]  # in pipeline order
+Pass = tuple[int, int]  # step, micro-batch
+
+
+def chrome_trace(pipelines: Mapping[str, Stages]) -> dict[str, object]:
+    """The trace as a JSON value: a process per pipeline, a row per stage, times in microseconds.
+
+    Each pipeline starts at 0, by the clock of its first stage.
+    """
+    events: list[dict[str, object]] = []
+    rows = count()  # threads of different processes must differ too
+    for number, (name, stages) in enumerate(pipelines.items()):
+        events.append(_metadata("process_name", number, 0, name=name))
+        aligned = on_one_clock(stages)
+        starts = [span.start_s for spans in aligned.values() for span in spans]
+        origin_s = min(starts, default=0.0)
+        for stage, spans in aligned.items():
+            row = next(rows)
+            events.append(_metadata("thread_name", number, row, name=stage))
+            events.append(_metadata("thread_sort_index", number, row, sort_index=row))
+            events += [_event(span, number, row, origin_s) for span in spans]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write_trace(path: Path, pipelines: Mapping[str, Stages]) -> None:
+    """Write `chrome_trace` to a file, whole or not at all; raises RunError when it cannot be."""
+    try:
+        write_text(path, json.dumps(chrome_trace(pipelines)))
+    except OSError as error:
+        raise RunError(f"the timeline {path} cannot be written ({error}); make room") from error
+
+
+def _event(span: Span, process: int, row: int, origin_s: float) -> dict[str, object]:
+    passes = span.work in ("forward", "test", "backward", "weights")
+    return {
+        "ph": "X",
+        "name": f"{_NAMES[span.work]}{span.micro_batch}" if passes else _NAMES[span.work],
+        "cat": span.work,
+        "pid": process,
+        "tid": row,
+        "ts": (span.start_s - origin_s) * 1e6,
+        "dur": (span.stop_s - span.start_s) * 1e6,
+        "args": {"step": span.step, "micro_batch": span.micro_batch},
+    }
+
+
+def _metadata(kind: str, process: int, row: int, **args: object) -> dict[str, object]:
+    return {"ph": "M", "name": kind, "pid": process, "tid": row, "args": args}
+
+
+def on_one_clock(stages: Mapping[str, Sequence[Span]]) -> dict[str, tuple[Span, ...]]:
+    """The spans of all stages, in pipeline order, by the clock of the first."""
+    aligned: dict[str, tuple[Span, ...]] = {}
+    before: Sequence[Span] | None = None
+    for name, spans in stages.items():
+        offset_s = 0.0 if before is None else _offset_s(before, spans)
+        before = aligned[name] = tuple(
+            replace(span, start_s=span.start_s + offset_s, stop_s=span.stop_s + offset_s)
+            for span in spans
+        )
+    return aligned
+
+
+def _offset_s(ahead: Sequence[Span], behind: Sequence[Span]) -> float:
+    """Seconds to add to the stage behind; 0 where the spans contradict nothing."""
+    down = _least_gap_s(_passes(ahead, "forward"), _passes(behind, "forward"))
+    up = _least_gap_s(_passes(behind, "backward"), _passes(ahead, "backward"))
+    if down is None or up is None or (down >= 0 and up >= 0):
+        return 0.0
+    return (up - down) / 2
+
+
+def _passes(spans: Sequence[Span], work: str) -> dict[Pass, Span]:
+    return {(s.step, s.micro_batch): s for s in spans if s.work == work}
+
+
+def _least_gap_s(first: Mapping[Pass, Span], then: Mapping[Pass, Span]) -> float | None:
+    """Shortest time from the end of a pass to the start of the next stage's; None without any."""
+    gaps = [then[key].start_s - first[key].stop_s for key in first.keys() & then.keys()]
+    return min(gaps, default=None)

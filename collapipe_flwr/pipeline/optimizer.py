@@ -1,38 +1,41 @@
-"""The optimizer of a model in parts: its configuration, and the piece of it that a stage runs.
+"""The optimizer of a model in parts: its configuration, and the part of it that each stage runs.
 
 A step of any optimizer here depends on one parameter at a time, so every stage updates its own
-parameters and together they take the step of the unsplit model. Parameters go by their keys in the
-whole model's state dict, which are the same however it is cut.
+parameters and together they take the step of the unsplit model. Parameters are named by their keys
+in the whole model's state dict, which are the same however it is cut.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
-from glob import has_magic
+from functools import partial
+from glob import escape, has_magic
 from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ConfigError, ModelError
 from collapipe_flwr.core.keys import Rule, Text, above, assignments, at_least, key, read_assignments
-from collapipe_flwr.pipeline.learning_rate import check_schedule, factor_of
 from collapipe_flwr.pipeline.update_rules import (
     FUSED,
     Argument,
     Group,
     Keywords,
+    UpdateRule,
     check_arguments,
     check_name,
+    check_schedule,
     empty_state,
+    factor_of,
     known_arguments,
-    make_rule,
-    number,
+    torch_names,
 )
 
 START = "start/"  # no module path holds a slash
@@ -63,9 +66,9 @@ _ARGUMENTS = Rule(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterGroup:
-    """What holds for the parameters whose keys match one of `patterns` (as `fnmatch`).
+    """Settings of the parameters whose keys match one of `patterns` (as `fnmatch`).
 
-    What is None or not named is as for all others.
+    What is None or not named is as for all other parameters.
     """
 
     patterns: tuple[str, ...]
@@ -74,7 +77,6 @@ class ParameterGroup:
     arguments: Mapping[str, Argument] = field(default_factory=dict, hash=False)
 
     def matches(self, name: str) -> bool:
-        """Whether the parameter with this key belongs to the group."""
         if name in self.patterns:
             return True
         # a user's instance names hundreds of parameters, and compiling a pattern is slow
@@ -85,12 +87,12 @@ class ParameterGroup:
 class OptimizerConfig:
     """How gradients turn into weights, on all stages.
 
-    ``name`` is ``adamw`` or ``sgd`` (fused operators), or that of a class of torch.optim;
-    ``arguments`` are its keyword arguments. Without a ``weight_decay`` the class uses its own
-    default, and adamw and sgd 0.01. A parameter belongs to the first of ``groups`` that matches its
-    key. ``betas``, ``eps`` are for adamw, ``momentum`` for sgd.
+    ``name`` is ``adamw`` or ``sgd`` (fused operators), or a class of torch.optim; ``arguments`` are
+    its keyword arguments. Without a ``weight_decay`` the class uses its own default, and adamw and
+    sgd 0.01. A parameter belongs to the first of ``groups`` that matches its key. ``betas``,
+    ``eps`` are for adamw, ``momentum`` for sgd.
 
-    All learning rates are multiplied by the factor of ``schedule`` (see `learning_rate`), whose
+    All learning rates are multiplied by the factor of ``schedule`` (see `factor_of`), whose
     ``total_steps`` are the batches of the round if they are 0. ``proximal_mu`` is that of FedProx:
     the loss of every step has the term mu/2 * |w - w0|^2, where w0 are the weights that the round
     began with.
@@ -124,8 +126,9 @@ class OptimizerConfig:
         if self.name not in FUSED:
             self._check_fields()
         for keywords in (self._keywords(None), *map(self._keywords, self.groups)):
-            if not number(keywords, "lr") >= 0:
-                raise ConfigError(f"learning rate must be >= 0, got {keywords['lr']}")
+            rate: Any = keywords["lr"]
+            if not rate >= 0:
+                raise ConfigError(f"learning rate must be >= 0, got {rate}")
             check_arguments(self.name, keywords)
 
     def keywords(self, name: str) -> Keywords:
@@ -156,9 +159,22 @@ class OptimizerConfig:
         return replace(self, learning_rate=rate, groups=groups)
 
     def state_bytes(self, parameters: Mapping[str, tuple[torch.Size, torch.dtype]]) -> int:
-        """Of the optimizer for such parameters, without its counters of a few bytes each."""
-        kept = empty_states(self, parameters).values()
+        """Bytes of the state of such parameters, without counters of a few bytes each."""
+        kept = self.empty_states(parameters).values()
         return sum(tensor.nbytes for tensors in kept for tensor in tensors if tensor.dim())
+
+    def empty_states(
+        self, parameters: Mapping[str, tuple[torch.Size, torch.dtype]]
+    ) -> dict[str, tuple[Tensor, ...]]:
+        """The state of every parameter as meta tensors, for its shapes and dtypes."""
+        found = {
+            name: empty_state(self.name, self.keywords(name), shape, dtype)
+            for name, (shape, dtype) in parameters.items()
+        }
+        if self.proximal_mu:
+            for name, (shape, dtype) in parameters.items():
+                found[START + name] = (torch.empty(shape, dtype=dtype, device="meta"),)
+        return found
 
     def _keywords(self, group: ParameterGroup | None) -> Keywords:
         own = {name: getattr(self, name) for name, owner in _OWNERS.items() if owner == self.name}
@@ -166,7 +182,7 @@ class OptimizerConfig:
         if group is not None:
             chosen |= _given(group)
         if not chosen.get("weight_decay") and "weight_decay" not in known_arguments(self.name):
-            chosen.pop("weight_decay", None)  # none of it is what the class does
+            chosen.pop("weight_decay", None)  # 0 is what such a class does
         return chosen
 
     def _check_fields(self) -> None:
@@ -193,7 +209,7 @@ class Optimizer:
         if len(self.by_name) < len(trained):
             raise ModelError("two parameters have the same name")
         self.parameters = tuple(self.by_name.values())
-        self._rule = make_rule(settings.name, _groups(settings, self.by_name))
+        self._rule = UpdateRule(settings.name, _groups(settings, self.by_name))
         self._start: dict[str, Tensor] = {}  # the round's first weights, where they are needed
 
     def step(self, rate: float = 1.0) -> None:
@@ -243,23 +259,10 @@ class Optimizer:
                 self._rule.set_state(self.by_name[name], own)
 
     def empty_state(self) -> dict[str, tuple[Tensor, ...]]:
-        """The state of every parameter as meta tensors, for its shapes and dtypes."""
-        kinds = {name: (p.shape, p.dtype) for name, p in self.by_name.items()}
-        return empty_states(self.settings, kinds)
-
-
-def empty_states(
-    settings: OptimizerConfig, parameters: Mapping[str, tuple[torch.Size, torch.dtype]]
-) -> dict[str, tuple[Tensor, ...]]:
-    """`Optimizer.empty_state` for parameters that do not exist yet."""
-    found = {
-        name: empty_state(settings.name, settings.keywords(name), shape, dtype)
-        for name, (shape, dtype) in parameters.items()
-    }
-    if settings.proximal_mu:
-        for name, (shape, dtype) in parameters.items():
-            found[START + name] = (torch.empty(shape, dtype=dtype, device="meta"),)
-    return found
+        """See `OptimizerConfig.empty_states`."""
+        return self.settings.empty_states(
+            {name: (p.shape, p.dtype) for name, p in self.by_name.items()}
+        )
 
 
 def _given(config: OptimizerConfig | ParameterGroup) -> dict[str, Argument]:
@@ -276,3 +279,101 @@ def _groups(settings: OptimizerConfig, parameters: Mapping[str, Tensor]) -> list
         if keywords not in different:
             different.append(keywords)
     return [Group(tuple(p for k, p in chosen if k == kind), kind) for kind in different]
+
+
+def optimizer_config(optimizer: object, model: nn.Module | None = None) -> OptimizerConfig:
+    """The configuration of a class of torch.optim, a `functools.partial` of one, or an instance.
+
+    An instance needs its ``model``, whose parameters it names; its state is not taken along. A
+    configuration is returned as it is, a name stands for the optimizer of that name. Raises
+    ConfigError for what an `OptimizerConfig` cannot express.
+    """
+    if isinstance(optimizer, OptimizerConfig):
+        return optimizer
+    if isinstance(optimizer, str):
+        return OptimizerConfig(name=optimizer)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return _of_instance(optimizer, model)
+    kind, given = optimizer, dict[str, Any]()
+    if isinstance(optimizer, partial):
+        if optimizer.args:
+            raise ConfigError(
+                "an optimizer's arguments must be named, as partial(torch.optim.Adam, lr=1e-3)"
+            )
+        kind, given = optimizer.func, optimizer.keywords
+    name, defaults = _defaults(kind)
+    return OptimizerConfig(name=name, **_split({"lr": defaults["lr"], **given}))
+
+
+def _of_instance(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> OptimizerConfig:
+    if model is None:
+        raise ConfigError(
+            "an optimizer that was made already needs the model whose parameters it holds; "
+            "functools.partial of its class needs none"
+        )
+    name, defaults = _defaults(type(optimizer))
+    names: dict[Tensor, list[str]] = {}  # tied parameters have several
+    for full_name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(full_name)
+    _check_parameters(optimizer, names)
+    common = {k: optimizer.defaults[k] for k in defaults}
+    given = {k: v for k, v in common.items() if k == "lr" or v != defaults[k]}
+    groups = []
+    for group in optimizer.param_groups:
+        own = {k: group[k] for k in defaults if group[k] != common[k]}
+        if own:
+            patterns = tuple(escape(name) for p in group["params"] for name in names[p])
+            groups.append(ParameterGroup(patterns=patterns, **_split(own)))
+    return OptimizerConfig(name=name, groups=tuple(groups), **_split(given))
+
+
+def _defaults(kind: Any) -> tuple[str, dict[str, Any]]:
+    """Name and default arguments of a class. Raises ConfigError unless it is of torch.optim."""
+    name = getattr(kind, "__name__", repr(kind))
+    if name not in torch_names() or getattr(torch.optim, name) is not kind:
+        raise ConfigError(
+            f"the optimizer must be a class of torch.optim, a functools.partial of one or an "
+            f"instance, got {name}: stages know no other"
+        )
+    found = {n: p.default for n, p in inspect.signature(kind).parameters.items()}
+    del found["params"]
+    return name, found
+
+
+def _split(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of torch as fields of a configuration."""
+    found = {name: _plain(name, value) for name, value in given.items()}
+    fields = {"lr": "learning_rate", "weight_decay": "weight_decay"}
+    named = {fields[name]: value for name, value in found.items() if name in fields}
+    return {**named, "arguments": {k: v for k, v in found.items() if k not in fields}}
+
+
+def _plain(name: str, value: object) -> Argument:
+    """A value as it is sent; raises ConfigError for others than numbers, strings and tuples."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value)
+    if isinstance(value, list | tuple):
+        return tuple(_plain(name, v) for v in value)  # type: ignore[misc]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ConfigError(f"the optimizer's {name} must be a number, got {value!r}")
+
+
+def _check_parameters(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, Sequence[str]]
+) -> None:
+    """Raise ConfigError unless it trains what the model trains, at unscheduled rates."""
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    if any(p not in names for p in held):
+        raise ConfigError("the optimizer holds parameters that are not the model's")
+    for parameter, (name, *_) in names.items():
+        if parameter.requires_grad and parameter not in held:
+            raise ConfigError(
+                f"the optimizer leaves out {name}, which the model trains: add it, or set its "
+                "requires_grad to False"
+            )
+    if any("initial_lr" in group for group in optimizer.param_groups):  # as schedulers note it
+        raise ConfigError(
+            "a scheduler of torch has changed the optimizer's learning rates; make the optimizer "
+            "without it, and give OptimizerConfig a schedule"
+        )

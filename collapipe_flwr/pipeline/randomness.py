@@ -11,8 +11,10 @@ at the edge. Hence any cut, any order of micro-batches, and a second computation
 micro-batch or of one of its blocks draw the same masks.
 
 The mode is local to its thread; the process-wide generator is borrowed for one operation at a
-time and put back as it was. What is drawn for an accelerator is drawn here and moved (`draws`), so
-the masks are also those of a CPU.
+time and put back as it was.
+
+Each kind of device has another generator, with other masks for the same seed. So the masks for an
+accelerator are drawn on the CPU too, and moved; the products are computed on the accelerator.
 """
 
 from __future__ import annotations
@@ -23,21 +25,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
-from collapipe_flwr.pipeline.draws import drawn_on_cpu
+from collapipe_flwr.pipeline.compute import CPU
 
-_RANDOM: frozenset[Callable[..., Any]] = frozenset(
+Function = Callable[..., Any]
+_DROPOUTS = (functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d)
+_RANDOM: frozenset[Function] = frozenset(
     {
-        functional.dropout,
-        functional.dropout1d,
-        functional.dropout2d,
-        functional.dropout3d,
+        *_DROPOUTS,
         functional.alpha_dropout,
         functional.feature_alpha_dropout,
         functional.scaled_dot_product_attention,
@@ -91,22 +94,20 @@ class _Call:
     last: str = ""  # the module that was called last
 
     def begin(self, name: str, *, is_leaf: bool) -> _Call:
-        """A module is called within this call."""
+        """Begin a call of a module within this call."""
         place = f"{name} after {self.last}" if is_leaf else name
         self.calls[place] += 1
         self.last = name
-        path = place if self._is_plain_for(name) else f"{self.path} > {place}"
+        owns = not self.name or name.startswith(f"{self.name}.")
+        is_first_of_owner = owns and self.path == self.name
+        path = place if is_first_of_owner else f"{self.path} > {place}"
         if self.calls[place] > 1:
             path += f" #{self.calls[place]}"
         return _Call(name=name, path=path)
 
-    def _is_plain_for(self, name: str) -> bool:
-        """Whether this is the first call of a module that owns the module ``name``."""
-        return self.path == self.name and (not self.name or name.startswith(f"{self.name}."))
-
 
 class _Mode(TorchFunctionMode):
-    """Knows the innermost call of a module that runs, and seeds each random operation in it."""
+    """Tracks the innermost running call of a module, and seeds each random operation in it."""
 
     def __init__(self, place: str) -> None:
         super().__init__()
@@ -124,13 +125,13 @@ class _Mode(TorchFunctionMode):
         return begin
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], result: object) -> None:
-        """A hook: the innermost module has ended, the one around it goes on."""
+        """A hook at the end of the innermost module."""
         del module, args, result
         self._running.pop()
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Function,
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -141,7 +142,7 @@ class _Mode(TorchFunctionMode):
         running = self._running[-1]
         running.random += 1
         with _seeded(f"{self._place}/{running.path}/{running.random}"):
-            return drawn_on_cpu(func, args, kwargs or {})
+            return _drawn_on_cpu(func, args, kwargs or {})
 
 
 @contextmanager
@@ -155,3 +156,110 @@ def _seeded(text: str) -> Iterator[None]:
             yield
         finally:
             generator.set_state(state)
+
+
+def _drawn_on_cpu(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """`func` of the arguments, with random numbers of the CPU where any is on an accelerator."""
+    place = _place(args, kwargs)
+    if place == CPU:
+        return func(*args, **kwargs)
+    if func in _DROPOUTS:
+        return _dropout(func, *args, **kwargs)
+    if func is functional.scaled_dot_product_attention:
+        return _attention(*args, **kwargs)
+    if func is functional.multi_head_attention_forward:
+        return _multi_head(*args, **kwargs)
+    return _there_and_back(func, args, kwargs, place)
+
+
+def _dropout(
+    func: Function, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """The input times the dropout of ones.
+
+    These lie in memory as the input does, which is the order in which the numbers are drawn.
+    """
+    if not training or p == 0:
+        same: Tensor = func(input, p, training, inplace)
+        return same
+    kept: Tensor = func(torch.ones_like(input, device=CPU), p, training).to(input.device)
+    return input.mul_(kept) if inplace else input * kept
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """With dropout by the definition, in the order in which torch computes it on a CPU."""
+    if not dropout_p:
+        return functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+    if enable_gqa:
+        key, value = (t.repeat_interleave(query.size(-3) // t.size(-3), -3) for t in (key, value))
+    root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
+    scores = (query * root) @ (key.transpose(-2, -1) * root)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(
+            ~attn_mask, -torch.inf
+        )
+    if attn_mask is not None:
+        scores = scores + attn_mask
+    shares = torch._safe_softmax(scores, -1)  # 0 where everything is masked
+    return _dropout(functional.dropout, shares, dropout_p) @ value
+
+
+def _there_and_back(
+    func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], place: torch.device
+) -> Any:
+    """All of it on the CPU, for what is rare; results in place are written back."""
+    here_args, here = tree_map(_here, (args, dict(kwargs)))
+    found = func(*here_args, **here)
+    if func in (torch.Tensor.bernoulli_, torch.Tensor.uniform_) or here.get("inplace"):
+        return args[0].copy_(found)
+    return tree_map(lambda leaf: leaf.to(place) if isinstance(leaf, Tensor) else leaf, found)
+
+
+def _here(leaf: Any) -> Any:
+    if isinstance(leaf, torch.device):
+        return CPU
+    return leaf.to(CPU) if isinstance(leaf, Tensor) else leaf
+
+
+def _place(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
+    """The first device that is not the CPU, of the requested one and the tensors'."""
+    asked = torch.device(kwargs["device"]) if kwargs.get("device") is not None else CPU
+    leaves = tree_leaves((args, dict(kwargs)))
+    places = (leaf.device for leaf in leaves if isinstance(leaf, Tensor))
+    return next((place for place in (asked, *places) if place != CPU), CPU)
+
+
+def _by_draws_here(function: Any) -> Function:
+    """The same code with the dropout above: modes do not see what a function of torch calls."""
+    own = {
+        **function.__globals__,
+        "dropout": lambda *args, **kwargs: _dropout(functional.dropout, *args, **kwargs),
+        "scaled_dot_product_attention": _attention,
+        "has_torch_function": lambda _: False,
+    }
+    copied = FunctionType(function.__code__, own, function.__name__, function.__defaults__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+_multi_head = _by_draws_here(functional.multi_head_attention_forward)

@@ -1,4 +1,4 @@
-"""The three places of a chain: control unit (first), device (middle), edge (last)."""
+"""The stages of a chain by place: control unit (first), device (middle), edge (last)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ProtocolError, ScheduleError
-from collapipe_flwr.pipeline import ties
+from collapipe_flwr.pipeline import gradient_sums
 from collapipe_flwr.pipeline.compute import bring
 from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.generation import GeneratingEdge, relay_generation
@@ -33,19 +33,19 @@ from collapipe_flwr.pipeline.step import LOGITS, MicroBatch, Step, StepResult
 if TYPE_CHECKING:
     from collapipe_flwr.models.objective import LossPart
 
-_SAME_SUM = 1e-6  # of weights, relative: another machine may add them up in another order
+_SAME_SUM = 1e-6  # of weights, relative: another machine may add them in another order
 _SQUARE_NORM, _FACTOR = "square_norm", "factor"
 _CONSTANT = repeat(1.0)
 _PREDICTIONS = "guesses."  # and the number of a micro-batch: tensors of TOTALS
 
 
 class _Leader(Stage):
-    """A stage that hands its output on to the next one."""
+    """A stage that passes its output on to the next one."""
 
     downstream: Link
 
     def _emit(self, frame: Frame, output: Tensor) -> None:
-        """Send the hidden state, and whether its gradient is of any use."""
+        """Send the hidden state, and whether its gradient is needed."""
         learns = self._learns or learns_before(frame)
         activation = replace(
             frame,
@@ -71,10 +71,10 @@ class _Leader(Stage):
 class FirstStage(_Leader):
     """Holds the embedding, scales the losses and drives the chain.
 
-    With `shared` the stages add up the gradients of parameters that several of them hold. With a
+    With `shared` the stages sum the gradients of parameters that several of them hold. With a
     `clip_norm` in its settings all stages scale their gradients so that the norm over the whole
     model is at most that (as `torch.nn.utils.clip_grad_norm_`), and none applies a step before all
-    are done. `rates` are the factors of the learning rates, one per optimizer step.
+    have computed it. `rates` are the factors of the learning rates, one per optimizer step.
     """
 
     def __init__(
@@ -100,19 +100,19 @@ class FirstStage(_Leader):
     def train_step(self, batch: Sequence[MicroBatch]) -> StepResult:
         """Run one optimizer step of all stages; none, and loss 0, for a batch without any label.
 
-        Raises LinkError when the chain breaks.
+        Raises LinkError when the chain fails.
         """
         return self._drive(batch, train=True)
 
     def evaluate(self, batch: Sequence[MicroBatch], *, predict: str = "") -> StepResult:
-        """Compute the loss without training, with the predictions that ``predict`` asks for.
+        """Compute the loss without training, and predictions.
 
-        They are "classes", ids (B,) or (B, T) of the best ones, or "logits", all of their scores.
+        ``predict`` is "classes" for the ids (B,) or (B, T) of the best ones, or "logits".
         """
         return self._drive(batch, train=False, predict=predict)
 
     def finish(self) -> None:
-        """Tell the chain that no further step comes."""
+        """End the chain after the last step."""
         with self.telling_neighbours():
             self._send(self.downstream, Frame(kind=FrameKind.END, step=self.next_step))
 
@@ -132,7 +132,7 @@ class FirstStage(_Leader):
             predict=predict,
             rate=next(self._rates) if train else 1.0,
             seed=self.settings.seed,
-            rows=ties.wanted_rows(self.part, (m.inputs for m in batch)),
+            rows=gradient_sums.wanted_rows(self.part, (m.inputs for m in batch)),
         )
         self._batch, self._loss, self._gradient_norm = batch, 0.0, None
         found: tuple[Tensor, ...] = ()
@@ -140,7 +140,7 @@ class FirstStage(_Leader):
             self._send(self.downstream, step.frame())
             if step.rows:
                 lent = self._get(self.downstream, FrameKind.ROWS, step.index, 0)
-                ties.load_rows(self.part, bring(step.rows, self.place), lent.tensors)
+                gradient_sums.load_rows(self.part, bring(step.rows, self.place), lent.tensors)
             self.run_step(step)
             if not train:
                 frame = self._receive(self.downstream, FrameKind.TOTALS, step.index, 0)
@@ -167,7 +167,7 @@ class FirstStage(_Leader):
         return output
 
     def _emit(self, frame: Frame, output: Tensor) -> None:
-        """What blocks read beside hidden states goes along, where the part says that they do."""
+        """Add the tensors that blocks read besides hidden states, if the part names any."""
         found: dict[str, Tensor] = getattr(self.part, "block_context", dict)()
         super()._emit(replace(frame, tensors={**frame.tensors, **found}), output)
 
@@ -175,13 +175,13 @@ class FirstStage(_Leader):
         self._loss += frame.scalars["loss"]
 
     def _return_rows(self, step: Step) -> None:
-        gradients = ties.row_gradients(self.part, step.rows)
+        gradients = gradient_sums.row_gradients(self.part, step.rows)
         self._send(self.downstream, Frame(kind=FrameKind.ROWS, step=step.index, tensors=gradients))
 
     def _settle(self, step: Step, square_norm: float) -> float:
         totals = self._get(self.downstream, FrameKind.TOTALS, step.index, 0)
-        shared = ties.add_shared(self.part, totals.tensors, self.optimizer)
-        ties.take_shared(self.part, shared)
+        shared = gradient_sums.add_shared(self.part, totals.tensors, self.optimizer)
+        gradient_sums.take_shared(self.part, shared)
         of_shared = sum(float(gradient.square().sum()) for gradient in shared.values())
         norm = (square_norm + _scalar(totals, _SQUARE_NORM) + of_shared) ** 0.5
         factor = 1.0
@@ -201,7 +201,7 @@ class _Follower(Stage):
     upstream: Link
 
     def serve(self) -> None:
-        """Run steps until the END frame. Raises LinkError when a neighbour breaks off."""
+        """Run steps until the END frame. Raises LinkError when a neighbour fails."""
         with self.telling_neighbours():
             while (frame := self._next_order()).kind is not FrameKind.END:
                 if frame.kind is FrameKind.SERVE:
@@ -231,27 +231,27 @@ class _Follower(Stage):
 
     @abstractmethod
     def _generate(self, order: Frame) -> None:
-        """Generate texts until END, which goes on to the stages behind."""
+        """Generate texts until END, which is passed on to the stages behind."""
 
     @abstractmethod
     def _totals(self, step: Step) -> Frame:
-        """TOTALS as the stage behind sent them, or as the last stage begins them.
+        """The TOTALS frame of the stages behind, which the last stage begins.
 
-        In training the squared gradient norm and shared gradients of the stages behind, in an
-        evaluation loss, weight and predictions.
+        In training it holds the squared gradient norm and shared gradients, in an evaluation loss,
+        weight and predictions.
         """
 
     def _settle(self, step: Step, square_norm: float) -> float:
         behind = self._brought(self._totals(step))
         totals = replace(
             behind,
-            tensors=ties.add_shared(self.part, behind.tensors, self.optimizer),
+            tensors=gradient_sums.add_shared(self.part, behind.tensors, self.optimizer),
             scalars={_SQUARE_NORM: square_norm + _scalar(behind, _SQUARE_NORM)},
         )
         self._send(self.upstream, totals)
         commit = self._receive(self.upstream, FrameKind.COMMIT, step.index, 0)
         self._relay(commit)
-        ties.take_shared(self.part, bring(commit.tensors, self.place))
+        gradient_sums.take_shared(self.part, bring(commit.tensors, self.place))
         return _scalar(commit, _FACTOR)
 
     def _take(self, step: Step, micro_batch: int) -> Frame:
@@ -276,7 +276,7 @@ class MiddleStage(_Follower, _Leader):
         return output
 
     def run_step(self, step: Step) -> None:
-        """See `Stage.run_step`; borrowed rows pass through on their way up."""
+        """See `Stage.run_step`; borrowed rows are passed on upstream."""
         if step.rows:
             self._send(self.upstream, self._receive(self.downstream, FrameKind.ROWS, step.index, 0))
         super().run_step(step)
@@ -295,7 +295,7 @@ class MiddleStage(_Follower, _Leader):
 class LastStage(_Follower):
     """Holds the loss: `part(hidden, context) -> mean loss`, and starts the backward passes.
 
-    The part has a `weight_of`, and a `judge` where predictions are asked for.
+    The part has a `weight_of`, and a `judge` for predictions.
     """
 
     def __init__(
@@ -318,7 +318,7 @@ class LastStage(_Follower):
         self._losses.clear()
         self._predicts, self._predictions = "" if step.train else step.predict, {}
         if step.rows:
-            rows = ties.lend_rows(self.part, bring(step.rows, self.place))
+            rows = gradient_sums.lend_rows(self.part, bring(step.rows, self.place))
             self._send(self.upstream, Frame(kind=FrameKind.ROWS, step=step.index, tensors=rows))
         super().run_step(step)
 
@@ -355,7 +355,7 @@ class LastStage(_Follower):
 
     def _return_rows(self, step: Step) -> None:
         gradients = self._get(self.upstream, FrameKind.ROWS, step.index, 0).tensors
-        ties.add_row_gradients(self.part, bring(step.rows, self.place), gradients)
+        gradient_sums.add_row_gradients(self.part, bring(step.rows, self.place), gradients)
 
     def _generate(self, order: Frame) -> None:
         GeneratingEdge(self.part, self.upstream, self.settings, order).serve()
@@ -379,10 +379,7 @@ def _scalar(frame: Frame, name: str) -> float:
 
 
 def _predictions(frame: Frame, step: Step) -> tuple[Tensor, ...]:
-    """Of every micro-batch in order.
-
-    Raises ProtocolError when one is missing or of another kind.
-    """
+    """The predictions by micro-batch. Raises ProtocolError for one missing or of another kind."""
     names = [f"{_PREDICTIONS}{index}" for index in range(step.micro_batches)]
     if lost := [name for name in names if name not in frame.tensors]:
         raise ProtocolError(f"{frame.kind.name} of step {frame.step} lacks {lost[0]}")

@@ -1,9 +1,9 @@
-"""Whether what a neighbour sent can be right, and whom a stage blames when it fails.
+"""Checks of the numbers that a neighbour sends, and the blame for a failure.
 
-A number that is not finite, or larger than any hidden state or gradient of a model that still
-learns, is refused by whoever receives it: it would spoil every weight behind. Whether the sender
-computes wrongly or the training diverged is for the control unit to find out, which has the same
-steps replayed elsewhere (`cluster.suspects`). Wrong numbers of ordinary size are not noticed.
+The receiver refuses numbers that are not finite, or larger than any hidden state or gradient of a
+model that still learns: they would spoil every weight behind it. Whether the sender computes
+wrongly or the training diverged is found out by the control unit, which replays the same steps
+elsewhere (`cluster.suspects`). Wrong numbers of ordinary size are not noticed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from collapipe_flwr.core.errors import (
 )
 from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame
 
-LARGEST = 1e9  # of what trained models have, some 10,000 times more
+LARGEST = 1e9  # some 10,000 times more than in trained models
 _NAMES = {HIDDEN: "hidden states", GRAD: "gradients"}
 
 
-def oddity(tensor: Tensor) -> str:
-    """What is wrong with the numbers of a tensor, "" where nothing is."""
+def implausible(tensor: Tensor) -> str:
+    """A description of numbers that cannot be right in a tensor, "" where there are none."""
     if not (tensor.is_floating_point() and tensor.numel()):
         return ""
     low, high = (float(end) for end in tensor.detach().aminmax())
@@ -44,13 +44,13 @@ def oddity(tensor: Tensor) -> str:
 def check_sound(frame: Frame, witness: str, peer: str, side: int) -> None:
     """Raise MemberFailed if a hidden state or gradient that ``peer`` sent cannot be right."""
     for name, what in _NAMES.items():
-        if name in frame.tensors and (odd := oddity(frame.tensors[name])):
-            why = f"{peer} sent {what} of step {frame.step} with {odd}"
+        if name in frame.tensors and (wrong := implausible(frame.tensors[name])):
+            why = f"{peer} sent {what} of step {frame.step} with {wrong}"
             raise MemberFailed(witness, why, Blame.UNSOUND, side)
 
 
 def check_finite(what: str, frame: Frame, taken: Tensor | None, given: Tensor) -> None:
-    """Raise NotFinite if a pass turned finite numbers into others."""
+    """Raise NotFinite if a pass made finite numbers infinite or NaN."""
     if not given.isfinite().all() and (taken is None or taken.isfinite().all()):
         raise NotFinite(
             f"{what} in step {frame.step}, micro-batch {frame.micro_batch}, made finite numbers "
@@ -60,7 +60,7 @@ def check_finite(what: str, frame: Frame, taken: Tensor | None, given: Tensor) -
 
 @contextmanager
 def blaming(witness: str, peer: str, side: int) -> Iterator[None]:
-    """Blame the neighbour on one side for what it sends, and for not being there."""
+    """Blame the neighbour on one side for errors in what it sends, and for not answering."""
     try:
         yield
     except MemberFailed as error:
@@ -77,12 +77,12 @@ def blaming(witness: str, peer: str, side: int) -> Iterator[None]:
 
 
 def _accepted(error: MemberFailed, witness: str) -> MemberFailed:
-    """The blame of a neighbour that named nobody: it meant the one that heard it."""
+    """An error without a witness, which blames the stage that received it."""
     return MemberFailed(witness, f"{witness} sent {error.why}", error.blame)
 
 
-def told(error: BaseException, witness: str) -> LinkError:
-    """What a stage that ``error`` ends tells its neighbours: its own failure, or what it heard."""
+def error_for_neighbours(error: BaseException, witness: str) -> LinkError:
+    """The error that a failed stage sends its neighbours: its own, or one it received."""
     if isinstance(error, MemberFailed) and not error.witness:
         return _accepted(error, witness)
     if isinstance(error, LinkError):

@@ -1,8 +1,8 @@
-"""One loop that executes a stage's actions, whatever its place in the chain.
+"""The loop that executes the actions of a stage, for any place in the chain.
 
-A stage takes its input, computes and sends, and on the way back a gradient. `roles` implements the
-three places: first (control unit), middle (device), last (edge). When a stage fails, all neighbours
-are told why at once and it applies no optimizer step.
+A stage receives its input, computes and sends its output, and in the backward pass a gradient.
+`roles` implements the three places: first (control unit), middle (device), last (edge). A stage
+that fails sends the error to all neighbours at once and applies no optimizer step.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import MemberFailed, ModelError, ProtocolError
 from collapipe_flwr.core.links import LinkTraffic
-from collapipe_flwr.core.schedule import Action, Op, forward_actions, stage_actions
+from collapipe_flwr.core.schedule import Op, forward_actions, stage_actions
 from collapipe_flwr.pipeline.backward import DeferredGradients, deferring, fuse_accumulation
 from collapipe_flwr.pipeline.compute import bring, computing_in, finish, home, one_thread, place_of
 from collapipe_flwr.pipeline.config import StageConfig
-from collapipe_flwr.pipeline.fan import lane_of
+from collapipe_flwr.pipeline.gradient_sums import Siblings, borrows, shared_parameters
 from collapipe_flwr.pipeline.link import (
     GRAD,
     HIDDEN,
@@ -33,6 +33,7 @@ from collapipe_flwr.pipeline.link import (
     FrameKind,
     Link,
     context_of,
+    lane_of,
     learns_before,
 )
 from collapipe_flwr.pipeline.meter import (
@@ -44,10 +45,13 @@ from collapipe_flwr.pipeline.meter import (
 )
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.randomness import SeededRandomness
-from collapipe_flwr.pipeline.siblings import Siblings
-from collapipe_flwr.pipeline.soundness import blaming, check_finite, check_sound, told
+from collapipe_flwr.pipeline.soundness import (
+    blaming,
+    check_finite,
+    check_sound,
+    error_for_neighbours,
+)
 from collapipe_flwr.pipeline.step import InFlight, Step, end_of
-from collapipe_flwr.pipeline.ties import borrows, shared_parameters
 
 Around = AbstractContextManager[None]
 WEIGHTS = "weights"  # work: the part of a backward pass that is done after its gradient was sent
@@ -83,7 +87,8 @@ class Stage(ABC):
         fuse_accumulation(part)
         self._randomness: SeededRandomness | None = None  # of the step; else torch's own
         self._stash: dict[int, InFlight] = {}
-        self._keeps = not settings.execution.recompute or self._by_block()
+        # else the whole part is computed again
+        self._keeps_graph = not settings.execution.recompute or self._by_block()
         self._returning = Frame(kind=FrameKind.ACTIVATION)  # whose backward pass runs
         self._sent: list[object] = []  # see `_send`
         self._norms = GradientNorms()
@@ -105,15 +110,15 @@ class Stage(ABC):
 
     @abstractmethod
     def _emit(self, frame: Frame, output: Tensor) -> None:
-        """Hand the output of a forward pass on."""
+        """Pass the output of a forward pass on."""
 
     @abstractmethod
     def _take_gradient(self, step: Step, micro_batch: int) -> Frame:
-        """The gradient of the output and the scalars that go with it."""
+        """The gradient of the output and its scalars."""
 
     @abstractmethod
     def _emit_gradient(self, frame: Frame) -> None:
-        """Hand the gradient of the input on."""
+        """Pass the gradient of the input on."""
 
     @abstractmethod
     def _return_rows(self, step: Step) -> None:
@@ -121,20 +126,25 @@ class Stage(ABC):
 
     @abstractmethod
     def _settle(self, step: Step, square_norm: float) -> float:
-        """Agree with the other stages; returns the factor to apply to all gradients."""
+        """Sum up gradients with the other stages; returns the factor to scale all gradients by."""
 
     # -- the loop ---------------------------------------------------------------------------
 
     def run_step(self, step: Step) -> None:
         """Execute the actions of one step; in training, apply the optimizer once at the end."""
-        if self._mode is not step.train:  # walking through all modules takes milliseconds
+        if self._mode is not step.train:  # `train` takes milliseconds
             self.part.train(step.train)
             self._mode = step.train
         self._stash.clear()
         self._randomness = self._choose_randomness(step)
         if step.train and self.siblings:
             self.siblings.check(self.part)
-        for action in self._actions(step):
+        own, count = self.settings, step.micro_batches
+        if step.train:
+            actions = stage_actions(own.schedule, own.depth, count, own.turn)
+        else:
+            actions = forward_actions(count, own.turn)
+        for action in actions:
             run = self._forward if action.op is Op.FORWARD else self._backward
             run(step, action.micro_batch)
         if step.train:
@@ -142,7 +152,7 @@ class Stage(ABC):
         self._sent.clear()
 
     def report(self) -> StageReport:
-        """What this stage measured since it was opened."""
+        """The measurements of this stage since it was opened."""
         up, down = self.upstream, self.downstream
         return StageReport(
             name=self.settings.name,
@@ -174,14 +184,8 @@ class Stage(ABC):
             self.optimizer.zero_grad()
             for neighbour in (self.upstream, self.downstream, self.siblings):
                 if neighbour is not None:
-                    neighbour.close(told(error, self.settings.name))
+                    neighbour.close(error_for_neighbours(error, self.settings.name))
             raise
-
-    def _actions(self, step: Step) -> tuple[Action, ...]:
-        own, count = self.settings, step.micro_batches
-        if step.train:
-            return stage_actions(own.schedule, own.depth, count, own.turn)
-        return forward_actions(count, own.turn)
 
     def _by_block(self) -> bool:
         """Turn on activation checkpointing by block; returns whether the part supports it."""
@@ -192,15 +196,11 @@ class Stage(ABC):
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
-        """The context of each recomputed block within the backward pass.
-
-        autograd does not restore it there.
-        """
-        frame = self._returning
+        """The context of a recomputed block, which autograd does not restore."""
         with (
             computing_in(self.settings.execution.precision, self.place),
             self.memory.recomputing(self._weights),
-            self._random_at(frame),
+            self._random_at(self._returning),
         ):
             yield
 
@@ -224,9 +224,8 @@ class Stage(ABC):
         hidden = frame.tensors.get(HIDDEN)
         if hidden is not None:
             hidden = hidden.detach().requires_grad_(step.train and learns_before(frame))
-        keeps = step.train and self._keeps
         with self.recorder.span("forward" if step.train else "test", step.index, micro_batch):
-            output = self._run_part(frame, hidden, grad=keeps)
+            output = self._run_part(frame, hidden, grad=step.train and self._keeps_graph)
         self._check_finite("forward", frame, hidden, output)
         if step.train:
             self._stash[micro_batch] = InFlight(
@@ -234,7 +233,6 @@ class Stage(ABC):
                 hidden=hidden,
                 end=end_of(output),
                 shape=output.shape,
-                keeps=keeps,
             )
         self._sent = [frame, output]
         self._emit(came, output)
@@ -281,13 +279,13 @@ class Stage(ABC):
     def _backpropagate(
         self, flight: InFlight, incoming: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], DeferredGradients | None]:
-        """Return the gradient for the previous stage, and the weight gradients left for later.
+        """Return the gradient for the previous stage, and the deferred weight gradients.
 
-        With activation checkpointing nothing is deferred, since that would keep activations.
+        With activation checkpointing none are deferred, since that would keep activations.
         """
         end, hidden, frame = flight.end, flight.hidden, flight.frame
         wanted = hidden is not None and hidden.requires_grad
-        if not flight.keeps:
+        if not self._keeps_graph:
             end = end_of(self._run_part(frame, hidden, grad=True))
         self._returning = frame
         deferred = None
@@ -315,10 +313,12 @@ class Stage(ABC):
             self._return_rows(step)
         if self.siblings is not None:
             self.siblings.check(self.part)
-            self.siblings.add_up(self.optimizer.by_name, step.index, self._send, self._get)
+            self.siblings.all_reduce(self.optimizer.by_name, step.index, self._send, self._get)
         with self.recorder.span("optimizer", step.index):
             norm = 0.0 if self.settings.turn.replica else square_norm(self._gradients())
-            shared = shared_parameters(self.part) if step.settle else {}  # see `ties.add_shared`
+            shared = (
+                shared_parameters(self.part) if step.settle else {}
+            )  # see `gradient_sums.add_shared`
             self.optimizer.add_proximal(n for n in self.optimizer.by_name if n not in shared)
         factor = self._settle(step, self._square_norm_alone()) if step.settle else 1.0
         with self.recorder.span("optimizer", step.index):
@@ -348,13 +348,13 @@ class Stage(ABC):
     def _note_fixed(self) -> None:
         self.memory.set_fixed(self.tensors, self._gradients())
 
-    # -- talking to neighbours --------------------------------------------------------------
+    # -- links to neighbours ----------------------------------------------------------------
 
     def _send(self, link: Link, frame: Frame) -> None:
         """Queue a frame, whose tensors are kept until the next pass or the end of the step.
 
-        Freeing a tensor releases the GIL. Done at once, the thread that puts the frame on the wire
-        would take it there, and this one would wait before it goes on computing.
+        Freeing a tensor releases the GIL. Freed at once, the thread that sends the frame would take
+        the GIL then, and this one would wait before it goes on computing.
         """
         self._sent.append(frame)
         frame = replace(frame, tensors=home(frame.tensors))
@@ -362,7 +362,7 @@ class Stage(ABC):
             link.send(frame, deadline_s=self.settings.deadline_s)
 
     def _receive(self, link: Link, kind: FrameKind, step: int, micro_batch: int) -> Frame:
-        """The next frame of a neighbour. Raises ProtocolError unless it is the expected one."""
+        """Receive a frame from a neighbour. Raises ProtocolError for an unexpected one."""
         side, link = self._side(link), lane_of(link, kind, micro_batch)
         with blaming(self.settings.name, link.peer, side):
             with self.recorder.span("receive", step, micro_batch):
@@ -377,14 +377,14 @@ class Stage(ABC):
         return frame
 
     def _get(self, link: Link, kind: FrameKind, step: int, number: int) -> Frame:
-        """The next frame of a neighbour, with its tensors where the part is."""
+        """As `_receive`, with the tensors on the part's device."""
         return self._brought(self._receive(link, kind, step, number))
 
     def _brought(self, frame: Frame) -> Frame:
         return replace(frame, tensors=bring(frame.tensors, self.place))
 
     def _blaming(self, link: Link) -> Around:
-        """What the neighbour on a link does wrong is its fault."""
+        """Blame errors in the body on the neighbour on a link."""
         return blaming(self.settings.name, link.peer, self._side(link))
 
     def _side(self, link: Link) -> int:

@@ -1,8 +1,8 @@
-"""The state of a part between two steps, its weights and optimizer state, and tensor digests.
+"""The state of a part between two steps: its weights and optimizer state; and digests of tensors.
 
 A step depends on nothing else: with the states of all parts after step k, step k + 1 can be
-replayed on any machine, under any cut, to the same bits. A digest names a tensor by its content, so
-that what the other side holds need not travel again.
+replayed on any machine, under any cut, to the same bits. Digests identify tensors by content, so
+that tensors that the receiver has need not be sent again.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from functools import partial
 from hashlib import blake2b
 from itertools import chain
 
-import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.pipeline.meter import bytes_of
+from collapipe_flwr.pipeline.offload import Lookup, offload, raw_bytes
 from collapipe_flwr.pipeline.optimizer import START, Optimizer
-from collapipe_flwr.pipeline.stowed import Lookup, raw_bytes, stowed
 
 OptimizerState = Mapping[str, tuple[Tensor, ...]]  # by parameter; see `Optimizer.state_tensors`
 _PREFIX = "optimizer/"  # no module path holds a slash
@@ -34,7 +33,7 @@ class PartState:
     optimizer: OptimizerState = field(default_factory=dict)
 
     def tensors(self) -> Lookup[Tensor]:
-        """All of it in one flat mapping, as it is stored and sent; what is in files stays there."""
+        """All of it in one flat mapping, as stored and sent; offloaded tensors stay in files."""
         flat = {
             f"{_PREFIX}{index}/{key}": partial(_slot, self.optimizer, key, index)
             for key, tensors in self.optimizer.items()
@@ -44,12 +43,13 @@ class PartState:
 
     @staticmethod
     def of_tensors(tensors: Mapping[str, Tensor]) -> PartState:
-        """What `tensors` gave. Raises ModelError for optimizer tensors that are not numbered."""
+        """The inverse of `tensors`. Raises ModelError where numbers of optimizer tensors lack."""
         here = Lookup.of(tensors)
         numbered: dict[str, dict[str, str]] = {}
-        for name in [name for name in tensors if name.startswith(_PREFIX)]:
-            index, _, key = name.removeprefix(_PREFIX).partition("/")
-            numbered.setdefault(key, {})[index] = name
+        for name in tensors:
+            if name.startswith(_PREFIX):
+                index, _, key = name.removeprefix(_PREFIX).partition("/")
+                numbered.setdefault(key, {})[index] = name
         slots = {k: here.only(_in_order(k, names)) for k, names in numbered.items()}
         return PartState(
             weights=here.only(k for k in tensors if not k.startswith(_PREFIX)),
@@ -57,21 +57,21 @@ class PartState:
         )
 
     def copy(self) -> PartState:
-        """The same in tensors of its own, on the CPU."""
+        """A copy on the CPU."""
         weights = {key: _copy(tensor) for key, tensor in self.weights.items()}
         return PartState(weights=weights, optimizer=_copied(self.optimizer))
 
-    def stowed(self) -> PartState:
-        """The same out of memory, unless it is small; as it is now."""
-        return PartState.of_tensors(stowed(self.tensors()))
+    def offloaded(self) -> PartState:
+        """A copy on disk, except for small tensors."""
+        return PartState.of_tensors(offload(self.tensors()))
 
     @property
     def num_bytes(self) -> int:
-        """Of a copy."""
+        """Bytes of a copy."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def only(self, keys: Iterable[str]) -> PartState:
-        """The state of the part that holds just these keys; raises ModelError if one is missing."""
+        """The state of the part with these keys; raises ModelError if one is missing."""
         wanted = list(keys)
         missing = next((key for key in wanted if key not in self.weights), None)
         if missing is not None:
@@ -84,7 +84,7 @@ class PartState:
 
 
 def live_state(part: nn.Module, optimizer: Optimizer) -> PartState:
-    """The state of a part, replicas included, in the tensors that train."""
+    """The state of a part, shared parameters included, in the tensors that train."""
     return PartState(
         weights={**part.state_dict(), **dict(part.named_parameters())},
         optimizer=optimizer.state_tensors(),
@@ -97,7 +97,7 @@ def optimizer_state_of(optimizer: Optimizer) -> dict[str, tuple[Tensor, ...]]:
 
 
 def between_rounds(state: OptimizerState) -> OptimizerState:
-    """What another round continues from: all but the weights that this one began with."""
+    """The state without the weights that the round began with, for the next round."""
     return Lookup.of(state).only(key for key in state if not key.startswith(START))
 
 
@@ -120,7 +120,7 @@ def load_optimizer_state(optimizer: Optimizer, state: OptimizerState, *, copy: b
     expected = optimizer.empty_state() if state else {}
     wanted = {key: state[key] for key in state if key in expected}
     for key, tensors in wanted.items():
-        if [_kind(t) for t in tensors] != [_kind(t) for t in expected[key]]:
+        if [(t.shape, t.dtype) for t in tensors] != [(t.shape, t.dtype) for t in expected[key]]:
             shapes = [tuple(t.shape) for t in expected[key]]
             raise ModelError(
                 f"{optimizer.settings.name} keeps tensors of shapes {shapes} for {key}, got others"
@@ -128,18 +128,13 @@ def load_optimizer_state(optimizer: Optimizer, state: OptimizerState, *, copy: b
     optimizer.load_state_tensors(wanted, copy=copy)
 
 
-def _kind(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
-    return tuple(tensor.shape), tensor.dtype
-
-
 def _copied(state: OptimizerState) -> dict[str, tuple[Tensor, ...]]:
     return {key: tuple(map(_copy, tensors)) for key, tensors in state.items()}
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """On the CPU."""
-    away = tensor.device.type != "cpu"
-    return tensor.detach().to("cpu") if away else tensor.detach().clone()
+    """A copy on the CPU."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _slot(state: OptimizerState, key: str, index: int) -> Tensor:
@@ -166,13 +161,13 @@ class Digests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """Some keys of a part; None stands for all of them."""
+    """Some keys of a part; None: all of them."""
 
     keys: tuple[str, ...] | None = None
 
 
 def digest_of(tensor: Tensor) -> str:
-    """A digest that is the same only for tensors of equal dtype, shape and bits."""
+    """A digest that is equal only for tensors of equal dtype, shape and bits."""
     what = f"{tensor.dtype} {tuple(tensor.shape)} "
     digest = blake2b(what.encode(), digest_size=_DIGEST_BYTES)
     digest.update(raw_bytes(tensor))

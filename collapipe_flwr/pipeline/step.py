@@ -1,4 +1,4 @@
-"""One optimizer step as all stages see it, and the frame that announces it."""
+"""One optimizer step: its description for all stages, and micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.pipeline.config import MOST_SEED
+from collapipe_flwr.pipeline.gradient_sums import ROWS
 from collapipe_flwr.pipeline.link import Frame, FrameKind
-from collapipe_flwr.pipeline.ties import ROWS
 
 _PREDICT = "guesses"  # on the wire
 _RATE = "rate"  # on the wire; 1 where it is missing
@@ -25,12 +25,12 @@ _STEP_SCALARS = ("micro_batches", "train", "weight", "settle")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What all stages know about the step in progress; `weight` is N of the whole batch.
+    """The step in progress, as known to all stages; `weight` is N of the whole batch.
 
-    With `settle` the stages add up their gradient norms, and the gradients of what they share,
-    before anyone applies the step. In an evaluation the last stage also returns what `predict`
-    asks for (`PREDICTIONS`): the best classes, or all logits. All learning rates are multiplied by
-    `rate`.
+    With `settle` the stages sum their gradient norms, and the gradients of shared parameters,
+    before any of them applies the step. In an evaluation the last stage also returns the best
+    classes, or all logits, if `predict` says so (`PREDICTIONS`). All learning rates are multiplied
+    by `rate`.
     """
 
     index: int
@@ -40,11 +40,11 @@ class Step:
     settle: bool = False
     predict: str = ""
     rate: float = 1.0
-    seed: int | None = None  # of all random operations; None leaves them to chance
+    seed: int | None = None  # of all random operations; None: unseeded
     rows: Mapping[str, Tensor] = field(default_factory=dict)  # ids of borrowed rows, by table
 
     def frame(self) -> Frame:
-        """The BEGIN frame that tells the next stage."""
+        """The BEGIN frame for the next stage."""
         scalars = {
             "micro_batches": float(self.micro_batches),
             "train": float(self.train),
@@ -61,7 +61,7 @@ class Step:
 
     @staticmethod
     def of(frame: Frame) -> Step:
-        """Read a BEGIN frame. Raises ProtocolError when it makes no sense."""
+        """Read a BEGIN frame. Raises ProtocolError for an invalid one."""
         try:
             count, train, weight, settle = (frame.scalars[k] for k in _STEP_SCALARS)
         except KeyError as error:
@@ -110,11 +110,10 @@ def _row_ids(frame: Frame) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Input of one micro-batch: `inputs` feed the embedding, `context` travels to all stages.
+    """Input of one micro-batch: `inputs` for the embedding, `context` for all stages.
 
     `weight` is n_i, the number of examples or target tokens (or the sum of their weights) that the
-    loss of this micro-batch is a mean over (0 is allowed); the last stage counts again and refuses
-    a wrong number.
+    loss of this micro-batch is a mean over (0 is allowed); the last stage checks it.
     """
 
     inputs: Mapping[str, Tensor]
@@ -130,7 +129,6 @@ class InFlight:
     hidden: Tensor | None  # the input whose gradient goes upstream; the first stage has none
     end: GradientEdge | None  # where the graph of the output ends, which itself may be freed
     shape: torch.Size  # of the output
-    keeps: bool  # the graph; otherwise the whole part is computed again
 
 
 def end_of(output: Tensor) -> GradientEdge | None:
@@ -142,8 +140,8 @@ def end_of(output: Tensor) -> GradientEdge | None:
 class StepResult:
     """Mean loss over the whole batch, and the weight it is a mean over; 0 over nothing.
 
-    `gradient_norm` is that of all stages together before clipping, where it was asked for, and
-    `predictions` are those of the last stage, by micro-batch.
+    With clipping `gradient_norm` is that of all stages together before it; `predictions` are those
+    of the last stage, by micro-batch.
     """
 
     loss: float

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.core.turns import Turn
+from collapipe_flwr.core.schedule import Turn
 from collapipe_flwr.costs.tables import block_table
 from collapipe_flwr.costs.work import segment_bytes
 from collapipe_flwr.scheduler.plans import dry_run_plan

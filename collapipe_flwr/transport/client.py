@@ -16,8 +16,8 @@ from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest
 from collapipe_flwr.pipeline.config import Health, PassesDone, SessionKey, SessionRequest, StepMark
 from collapipe_flwr.pipeline.link import Frame, FrameKind, Link
 from collapipe_flwr.pipeline.meter import StageReport, Timeline
+from collapipe_flwr.pipeline.offload import Lookup, Offload
 from collapipe_flwr.pipeline.state import Digests, Keys, digest_of
-from collapipe_flwr.pipeline.stowed import Lookup, Stow
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
 from collapipe_flwr.transport.connection import Answer, Connection
@@ -121,7 +121,7 @@ class Session:
         same = [key for key, digest in theirs.items() if digests.get(key) == digest]
 
         def fetch() -> tuple[Lookup[Tensor], int]:
-            stow, readers, came_bytes = Stow(), dict[str, Callable[[], Tensor]](), list[int]()
+            stow, readers, came_bytes = Offload(), dict[str, Callable[[], Tensor]](), list[int]()
 
             def take(key: str, tensor: Tensor) -> None:
                 readers[key] = stow.put(tensor)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, FrameKind
-from collapipe_flwr.pipeline.stowed import raw_bytes
+from collapipe_flwr.pipeline.offload import raw_bytes
 from collapipe_flwr.transport.methods import LIMITS, FrameLimits
 
 _MAGIC = b"CPF1"

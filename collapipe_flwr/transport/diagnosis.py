@@ -11,9 +11,8 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.x509.oid import NameOID
 
-from collapipe_flwr.core.addresses import host_and_port
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.links import TlsFiles
+from collapipe_flwr.core.links import TlsFiles, host_and_port
 from collapipe_flwr.transport.tls import unverified
 
 _CONNECT_S = 3.0

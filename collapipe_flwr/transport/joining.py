@@ -19,9 +19,9 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from collapipe_flwr.core.addresses import host_and_port
 from collapipe_flwr.core.durable import write_private
 from collapipe_flwr.core.errors import ConfigError, LinkError, ProtocolError, Unreachable
+from collapipe_flwr.core.links import host_and_port
 from collapipe_flwr.transport.methods import Method
 from collapipe_flwr.transport.roster import Roster
 from collapipe_flwr.transport.tls import unverified

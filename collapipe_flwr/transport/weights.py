@@ -11,7 +11,7 @@ from torch import Tensor
 
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.pipeline.link import Frame, FrameKind
-from collapipe_flwr.pipeline.stowed import passing_tensor
+from collapipe_flwr.pipeline.offload import passing_tensor
 
 PIECE_BYTES = 4 * 2**20
 MOST_TENSORS = 65_536  # far beyond any model

@@ -14,11 +14,10 @@ from torch import Tensor
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
 from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.core.links import LinkConfig
-from collapipe_flwr.core.turns import ALONE
+from collapipe_flwr.core.schedule import ALONE
 from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.models import Splitter
-from collapipe_flwr.pipeline.fan import fan_of
-from collapipe_flwr.pipeline.link import Link, memory_pair
+from collapipe_flwr.pipeline.link import Link, fan_of, memory_pair
 from collapipe_flwr.scheduler.remaining import without_lost
 from collapipe_flwr.scheduler.replan import ReplanInput
 from tests.closeness import assert_near

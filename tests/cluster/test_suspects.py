@@ -182,4 +182,4 @@ def test_the_accused_is_found_among_replicas(
     first_, second, third = plan.segments
     plan = replace(plan, segments=(first_, replace(second, replicas=("A/d3",)), third))
     error = MemberFailed(witness, why, Blame.MALFORMED, side)
-    assert Suspects().convict(error, plan, last=False) == accused
+    assert Suspects().quarantine(error, plan, last=False) == accused

@@ -13,8 +13,16 @@ from hypothesis import strategies as st
 from collapipe_flwr.core.domain import ClusterPlan, Plan, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.replay import StepTimes, replay
-from collapipe_flwr.core.schedule import Action, Op, textbook_depths, unchecked_schedule
-from collapipe_flwr.core.turns import PIECE_BYTES, Turn, pieces_ahead, turns
+from collapipe_flwr.core.schedule import (
+    PIECE_BYTES,
+    Action,
+    Op,
+    Turn,
+    pieces_ahead,
+    textbook_depths,
+    turns,
+    unchecked_schedule,
+)
 from collapipe_flwr.costs.price import price, with_rates
 from collapipe_flwr.costs.replicas import exchange_s, price_if, price_replicated
 from collapipe_flwr.costs.tables import tabulate

@@ -6,7 +6,7 @@ import pytest
 
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.core.links import LinkConfig
-from collapipe_flwr.core.turns import Turn
+from collapipe_flwr.core.schedule import Turn
 from collapipe_flwr.host.lanes import ONLY, SIBLING, Lane, Lanes
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.session import SessionRefused

@@ -19,10 +19,9 @@ from collapipe_flwr.cluster.unsplit import evaluate_unsplit, train_unsplit
 from collapipe_flwr.models import LoraConfig, Splitter, make_spec, save_whole
 from collapipe_flwr.pipeline.compute import hold, home, one_thread, place_of
 from collapipe_flwr.pipeline.config import Execution
-from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
+from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig, optimizer_config
 from collapipe_flwr.pipeline.randomness import SeededRandomness
 from collapipe_flwr.pipeline.state import live_state, load_optimizer_state, optimizer_state_of
-from collapipe_flwr.pipeline.user_optimizer import optimizer_config
 from tests.accelerators import accelerator, everything_at  # noqa: F401
 from tests.closeness import assert_near, near
 from tests.cluster import test_recovery as recovery

@@ -24,9 +24,8 @@ from collapipe_flwr.models import Splitter
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.pipeline.config import Execution, SessionRequest, StageConfig
-from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
+from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig, optimizer_config
 from collapipe_flwr.pipeline.state import OptimizerState, PartState, between_rounds
-from collapipe_flwr.pipeline.user_optimizer import optimizer_config
 from tests.closeness import assert_near, near
 from tests.cluster.faults import Fault, failing
 from tests.cluster.test_recovery import Edge, recovery

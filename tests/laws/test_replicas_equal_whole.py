@@ -24,13 +24,12 @@ from collapipe_flwr.cluster.unsplit import evaluate_unsplit
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ModelError, ScheduleError
 from collapipe_flwr.core.links import LinkConfig
-from collapipe_flwr.core.turns import ALONE
+from collapipe_flwr.core.schedule import ALONE
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models import LoraConfig, Splitter, make_spec, save_whole
-from collapipe_flwr.pipeline import siblings
+from collapipe_flwr.pipeline import gradient_sums
 from collapipe_flwr.pipeline.config import Execution, SessionRequest, StageConfig
-from collapipe_flwr.pipeline.fan import fan_of
-from collapipe_flwr.pipeline.link import Link, memory_pair
+from collapipe_flwr.pipeline.link import Link, fan_of, memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.roles import MiddleStage
 from tests.closeness import assert_near, near
@@ -261,7 +260,7 @@ def test_gradients_in_small_pieces_sum_up_alike(
     weights, cut = splitter.initial_weights(seed=1), CUTS[4]
     steps = _steps(splitter, cut, count=2)
     _, expected = train_replicated(splitter, weights, cut, steps, ADAMW)
-    monkeypatch.setattr(siblings, "PIECE_BYTES", 100)
+    monkeypatch.setattr(gradient_sums, "PIECE_BYTES", 100)
     _, found = train_replicated(splitter, weights, cut, steps, ADAMW)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
@@ -383,7 +382,7 @@ def test_a_part_that_learns_by_other_means_than_gradients_is_refused() -> None:
     """A mean of what a layer has seen, say, of which each replica would see another part."""
     part = torch.nn.Linear(2, 2)
     part.register_buffer("seen", torch.zeros(1))
-    line = siblings.Siblings()
+    line = gradient_sums.Siblings()
     line.check(part)
     line.check(part)
     part.seen += 1.0

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from collapipe_flwr.pipeline.meter import Span
-from collapipe_flwr.pipeline.timeline import on_one_clock
+from collapipe_flwr.pipeline.meter import Span, on_one_clock
 
 
 def span(work: str, micro_batch: int, start_s: float, late_s: float = 0.0) -> Span:

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 from collapipe_flwr.pipeline.config import Execution
-from collapipe_flwr.pipeline.timeline import write_trace
+from collapipe_flwr.pipeline.meter import write_trace
 from tests.pipeline.chains import Chain, classic, make_batch, make_parts
 
 SPANS = Execution(keep_spans=True)

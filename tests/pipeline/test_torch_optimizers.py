@@ -11,10 +11,14 @@ from torch import nn
 from collapipe_flwr.core.errors import ConfigError, ModelError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.pipeline.backward import fuse_accumulation
-from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig, ParameterGroup
+from collapipe_flwr.pipeline.optimizer import (
+    Optimizer,
+    OptimizerConfig,
+    ParameterGroup,
+    optimizer_config,
+)
 from collapipe_flwr.pipeline.state import PartState, live_state, load_optimizer_state, state_bytes
 from collapipe_flwr.pipeline.update_rules import rule_names
-from collapipe_flwr.pipeline.user_optimizer import optimizer_config
 from tests.pipeline.chains import Chain, classic, make_batch, make_parts
 
 MADE = [
@@ -189,7 +193,7 @@ def test_groups_are_chosen_by_key() -> None:
         ({"name": "Adam", "arguments": {"beta": 1.0}}, "no argument 'beta'; it knows betas, eps,"),
         ({"name": "sgd", "arguments": {"centered": True}}, "no argument 'centered'; it knows mom"),
         ({"name": "SGD", "arguments": {"nesterov": True}}, "optimizer SGD: Nesterov momentum"),
-        ({"arguments": {"betas": (2.0, 0.9)}}, "optimizer AdamW: Invalid beta"),
+        ({"arguments": {"betas": (2.0, 0.9)}}, "optimizer adamw: Invalid beta"),
         ({"name": "Adam", "arguments": {"eps": "small"}}, "optimizer Adam: .*not supported"),
         (
             {"name": "Adam", "eps": 1e-3},

@@ -11,9 +11,9 @@ from torch import Tensor
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.stores import TensorStore
+from collapipe_flwr.pipeline.offload import raw_bytes
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.state import PartState, digest_of
-from collapipe_flwr.pipeline.stowed import raw_bytes
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.weights import TransferStats
 from tests.host.chain_to_edge import Cluster, build_head, request, session_key

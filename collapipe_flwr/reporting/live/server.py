@@ -22,8 +22,8 @@ from importlib.resources import files
 from typing import Any
 from urllib.parse import parse_qs
 
-from collapipe_flwr.core.addresses import is_loopback
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.links import is_loopback
 from collapipe_flwr.reporting.live.feed import Feed
 from collapipe_flwr.reporting.live.state import Place
 from collapipe_flwr.reporting.report.page import plotly_js

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from collapipe_flwr.core.addresses import host_and_port, is_address, is_loopback
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.links import host_and_port, is_address, is_loopback
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,24 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from collapipe_flwr.core.errors import RunError
-from collapipe_flwr.pipeline.stowed import STOWED_BYTES, Lookup, Stow, scratch_folder, stowed
-from collapipe_flwr.pipeline.tensor_files import read_tensors, write_tensors
+from collapipe_flwr.pipeline.offload import (
+    OFFLOAD_BYTES,
+    Lookup,
+    Offload,
+    offload,
+    read_tensors,
+    scratch_folder,
+    write_tensors,
+)
 
-LARGE = STOWED_BYTES // 4
+LARGE = OFFLOAD_BYTES // 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 @pytest.mark.parametrize("shape", [(LARGE,), (4, LARGE), (3,), (), (0, 2)])
 def test_every_tensor_comes_back_as_it_was(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.randn(shape) * 9).to(dtype)
-    found = stowed({"a": tensor, "b": tensor})
+    found = offload({"a": tensor, "b": tensor})
     for key in found:
         assert found[key].dtype == dtype and found[key].shape == tensor.shape
         assert torch.equal(found[key], tensor)
@@ -28,18 +35,18 @@ def test_every_tensor_comes_back_as_it_was(dtype: torch.dtype, shape: tuple[int,
 
 def test_a_part_of_a_tensor_and_a_turned_one_come_back_as_they_were() -> None:
     square = torch.randn(LARGE // 64, 128)
-    found = stowed({"part": square[1:], "turned": square.t()})
+    found = offload({"part": square[1:], "turned": square.t()})
     assert torch.equal(found["part"], square[1:]) and torch.equal(found["turned"], square.t())
 
 
 def test_what_is_read_is_a_copy() -> None:
-    found = stowed({"a": torch.zeros(LARGE)})
+    found = offload({"a": torch.zeros(LARGE)})
     found["a"].add_(1)
     assert not found["a"].any()
 
 
 def test_its_file_has_no_name_and_ends_with_the_last_reader(tmp_path: Path) -> None:
-    stow = Stow(tmp_path)
+    stow = Offload(tmp_path)
     read = stow.put(torch.ones(LARGE))
     assert list(tmp_path.iterdir()) == []
     open_now = set(os.listdir("/proc/self/fd"))
@@ -52,7 +59,7 @@ def test_its_file_has_no_name_and_ends_with_the_last_reader(tmp_path: Path) -> N
 def test_where_nothing_can_be_written_tensors_stay_in_memory(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stow = Stow(tmp_path / "missing")
+    stow = Offload(tmp_path / "missing")
     tensor = torch.ones(LARGE)
     assert torch.equal(stow.put(tensor)(), tensor) and torch.equal(stow.put(tensor)(), tensor)
     assert [record.getMessage() for record in caplog.records] == [
@@ -62,7 +69,7 @@ def test_where_nothing_can_be_written_tensors_stay_in_memory(
 
 
 def test_a_disk_that_loses_them_is_named(tmp_path: Path) -> None:
-    stow = Stow(tmp_path)
+    stow = Offload(tmp_path)
     read = stow.put(torch.ones(LARGE))
     assert stow._file is not None
     os.truncate(stow._file.descriptor, 10)
