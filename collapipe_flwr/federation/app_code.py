@@ -18,7 +18,7 @@ from collapipe_flwr.core.errors import ConfigError, RunError
 class AppCode:
     """The app ``module:attribute``, imported from ``folder`` for a run.
 
-    ``digest`` is of all Python files there: in a deployment, those of the FAB.
+    ``digest`` covers all Python files there: in a deployment, those of the FAB.
     """
 
     app: str
@@ -28,17 +28,16 @@ class AppCode:
 
     @staticmethod
     def here(app: str, run_id: int) -> AppCode:
-        """What this process would import; raises ConfigError where it finds no such module."""
+        """The code that this process would import; raises ConfigError for an unknown module."""
         folder = _folder(app)
         return AppCode(app=app, folder=str(folder), digest=_digest(folder), run_id=run_id)
 
     @staticmethod
     def of_json(told: Mapping[str, Any]) -> AppCode:
-        """What another process would import."""
         return AppCode(**{name: told[name] for name in AppCode.__slots__})
 
     def load(self) -> Any:
-        """Import the app; raises RunError where that imported other files than these."""
+        """Import the app; raises RunError if it came from other files than these."""
         found = load_app(self.app)
         if AppCode.here(self.app, self.run_id) != self:
             raise RunError(f"{self.app} is not as in {self.folder}, but from {_folder(self.app)}")
@@ -46,7 +45,7 @@ class AppCode:
 
 
 def load_app(app: str) -> Any:
-    """What ``module:attribute`` names; raises ConfigError where it names nothing."""
+    """Import what ``module:attribute`` names; raises ConfigError if it names nothing."""
     module, _, name = app.partition(":")
     try:
         return getattr(importlib.import_module(module), name)

@@ -47,7 +47,7 @@ _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def offered() -> Iterator[None]:
-    """In the body, processes started with this environment find our program."""
+    """In the body, put a faster `flwr-clientapp` first on the path of child processes."""
     python = sys.executable
     if len(os.fsencode(python)) > _LONGEST or any(map(str.isspace, python)):
         yield  # a script cannot name it
@@ -66,16 +66,16 @@ def offered() -> Iterator[None]:
 
 
 def script(forks_at: Path) -> str:
-    """The program, to be done by forks made at this socket."""
+    """The text of the program; ``forks_at`` is the socket of the fork server."""
     place = str(Path(__file__).parent)
     return _SCRIPT.format(python=sys.executable, place=place, socket=str(forks_at), alone=__file__)
 
 
 @contextmanager
 def _forks(path: Path) -> Iterator[None]:
-    """In the body forks are made at the socket ``path``, on Linux.
+    """Run the fork server at the socket ``path`` during the body.
 
-    Elsewhere the system's libraries may not be used after a fork.
+    On Linux only: elsewhere system libraries may not be used after a fork.
     """
     if sys.platform != "linux" or len(os.fsencode(path)) > _LONGEST_SOCKET:
         yield
@@ -87,7 +87,7 @@ def _forks(path: Path) -> Iterator[None]:
 
 
 def main() -> None:
-    """Flower's `flwr-clientapp`, or what forks it."""
+    """Run Flower's `flwr-clientapp`, or the fork server."""
     above, _, name = _PACKAGE.rpartition(".")
     package = ModuleType(_PACKAGE)
     package.__path__ = [f"{folder}/{name}" for folder in importlib.import_module(above).__path__]
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def _fork(path: str) -> socket.socket | None:
-    """A connection to serve in every fork; None in the process itself, when its stdin has ended."""
+    """A connection to serve, in every fork; None in the server, once its stdin has ended."""
     gc.freeze()  # so that forks share what was imported
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for forks
     before = [signal.signal(stop, signal.SIG_IGN) for stop in _STOPS]
@@ -125,7 +125,7 @@ def _fork(path: str) -> socket.socket | None:
 
 
 def _run(program: Callable[[], Any], peer: socket.socket) -> None:
-    """Flower's program in the place of ``client_program`` at the other end."""
+    """Run Flower's program on behalf of the ``client_program`` at the other end."""
     try:
         peer.sendall(b"+")
         begun, streams, *_ = socket.recv_fds(peer, 1, 3)
@@ -161,7 +161,7 @@ def _run(program: Callable[[], Any], peer: socket.socket) -> None:
 
 
 def _end_with(peer: socket.socket, over: threading.Event) -> None:
-    """Where the other end is killed before it is over: end too, in good order if that is soon."""
+    """End this process if the other end is killed, by SIGTERM first and SIGKILL later."""
     with suppress(OSError):
         peer.recv(1)
     if over.is_set():

@@ -1,7 +1,7 @@
-"""The program `flwr-clientapp` of `client_process`: has its work done by a fork that is ready.
+"""The program `flwr-clientapp` of `supernode`: a ready fork does its work.
 
-It imports next to nothing, stays while the fork works, and ends as it does. Should it be killed,
-so is the fork. Where nobody forks, it becomes Flower's program.
+It imports next to nothing, waits for the fork and returns its exit code. If it is killed, so is the
+fork. Without a fork server it becomes Flower's program.
 """
 
 import marshal
@@ -14,9 +14,9 @@ _FORK_S = 20.0  # until a fork counts as not made
 
 
 def main(forks_at: str, alone: str) -> int:
-    """The exit code of the fork made at a socket, 1 where it ended without one.
+    """The exit code of the fork made at a socket, 1 if it ended without one.
 
-    ``alone`` is the file to become where none is made.
+    ``alone`` is the file to execute if there is no fork server.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a word
     while (spare := os.open(os.devnull, os.O_RDWR)) < 3:  # a stream that was closed

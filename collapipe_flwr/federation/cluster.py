@@ -49,18 +49,18 @@ _HARMLESS = (message_size_mod, arrays_size_mod, unbundling)
 class Cluster:
     """Trains the model of a Flower client on its devices, and evaluates it there.
 
-    ``devices`` are the presets of simulated ones, with ``;`` between those of one client and those
-    of the next (clients take turns). A node whose ``--node-config`` names a ``cluster`` file uses
-    the daemons in that. Rounds are planned for ``examples``. ``edge`` is how nodes without a
+    ``devices`` are the presets of simulated devices, with ``;`` between the clients, which are
+    assigned in rotation. A node whose ``--node-config`` names a ``cluster`` file uses the daemons
+    in that file instead. Rounds are planned for ``examples``. ``edge`` is how nodes without a
     cluster file reach an edge with TLS. ``threads`` are those of torch in this process, and parts
-    in it ``compute`` on its accelerator, if it has one, or where this says (``cpu``, ``cuda:1``).
+    in it run on ``compute`` (``auto``, ``cpu``, ``cuda:1``).
 
     ``site`` instead reads all of this from a context, for an app with settings of its own; None
-    says that the run has no place for a node.
+    means that the run has no place for a node.
 
-    Models, losses and schedules of the package that makes it may be imported by name. Registers the
-    query ``describe`` on ``app``, by which the server asks what the cluster is made
-    of. Raises ConfigError for unknown presets.
+    Models, losses and schedules of the package that calls this may be imported by name. Registers
+    the query ``describe`` on ``app``, which returns the cluster's profile. Raises ConfigError for
+    unknown presets.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Cluster:
         app._registered_funcs["query.describe"] = self.describe
 
     def describe(self, message: Message, context: Context) -> Message:
-        """Answer the server's question what the cluster is made of."""
+        """Reply with the description of the cluster."""
         with unexpected_as_run_error():
             site = self._site_of(context)
             if site is None:
@@ -103,7 +103,7 @@ class Cluster:
         return replace(site.profile(examples), whole=whole, bundles=self._takes_bundles)
 
     def _profile_now(self, context: Context) -> ClusterProfile | None:
-        """What the cluster of a file has become since the round began; None of other clusters."""
+        """The current profile of a cluster file's devices; None for simulated ones."""
         site = self._site_of(context)
         if site is None or site.cluster is None or not site.cluster.devices:
             return None
@@ -117,16 +117,16 @@ class Cluster:
         *,
         epochs: int = 1,
     ) -> Message:
-        """Train on every batch, ``epochs`` times over, and reply as a ClientApp does.
+        """Train on every batch, ``epochs`` times over, and return the reply of a ClientApp.
 
         ``batches`` yields dicts of tensors or pairs (inputs, labels), as a DataLoader does. One
-        batch is one optimizer step; the server's plan chooses how it is cut and which device does
-        what. :class:`Batches` cut themselves, and have epochs of their own. The reply has the
-        trained arrays, ``train_loss`` (the mean over the steps) and ``num-examples``. The arrays of
-        ``message`` are used up, unless the app has mods.
+        batch is one optimizer step; the server's plan chooses the micro-batches and the devices.
+        :class:`Batches` cut themselves, and have epochs of their own. The reply has the trained
+        arrays, ``train_loss`` (the mean over the steps) and ``num-examples``. The arrays of
+        ``message`` are consumed, unless the app has mods.
 
-        Raises DataError for batches or examples of another size than planned, and LinkError
-        where the edge, or all devices, are lost.
+        Raises DataError for batches or examples of another size than planned, and LinkError if the
+        edge, or all devices, are lost.
         """
         start_s = time.perf_counter()
         with configured_malloc():
@@ -155,12 +155,12 @@ class Cluster:
         *,
         metrics: Metrics | None = None,
     ) -> Message:
-        """Evaluate on every batch, and reply as a ClientApp does.
+        """Evaluate on every batch, and return the reply of a ClientApp.
 
         The reply has ``eval_loss`` (the mean over all that the loss counts), ``num-examples`` and
-        what ``metrics`` makes of the logits (N, ...) and labels of all N examples: numbers by name,
-        or one number, which gets the name of the function. Sequences of different lengths are
-        padded, labels by -100. A :class:`TestSet` has its own metrics.
+        the result of ``metrics`` for the logits (N, ...) and labels of all N examples: numbers by
+        name, or one number, named after the function. Sequences of different lengths are padded,
+        labels by -100. A :class:`TestSet` has its own metrics.
         """
         with configured_malloc():
             asked, site, _, weights = self._begin(message, context)
@@ -173,7 +173,7 @@ class Cluster:
     def _begin(
         self, message: Message, context: Context
     ) -> tuple[PipelineRound, Site, str, Mapping[str, Tensor]]:
-        """What is asked for, and the weights with the name of their record."""
+        """The requested round, the site, and the weights with the name of their record."""
         site = self._site_of(context)
         if site is None:
             raise RunError(f"node {context.node_id} has no place in this run")
@@ -187,7 +187,7 @@ class Cluster:
         return asked, site, name, weights
 
     def _weights(self, arrays: ArrayRecord) -> Mapping[str, Tensor]:
-        """The model, out of memory; mods compare what was sent with what comes back."""
+        """The model's tensors, kept in memory only where mods compare them with the reply."""
         return decode_tensors(arrays) if mods_of(self._app) else stow_tensors(arrays)
 
 
@@ -206,7 +206,7 @@ def _site(
 
 
 def mods_of(app: ClientApp) -> list[Callable[..., Any]]:
-    """The mods around train functions of ``app`` that may change what they are sent or reply."""
+    """The mods of train functions of ``app`` that may change messages or replies."""
     found = []
     for name, function in app._registered_funcs.items():
         inner: Any = function if name.startswith("train.") else None

@@ -1,9 +1,8 @@
-"""Plans for clients that describe nothing: a default profile for each, and advice, not orders.
+"""Plans for clients that describe nothing: a default profile for each, as advice.
 
-An unmodified ClientApp trains the whole model in its own process. What can honestly be planned for
-it is that: one block (the whole model) on one machine of a stated class. The plan says in
-``fallback`` that it rests on assumptions, nobody is left out because of it, and nothing is priced
-after the round, because nothing was measured.
+An unmodified ClientApp trains the whole model in its own process, so the plan is one block (the
+whole model) on one machine of a stated class. Its ``fallback`` says that it rests on assumptions;
+no client is left out because of it, and nothing is priced after the round.
 """
 
 from __future__ import annotations
@@ -32,14 +31,12 @@ _ASSUMPTION = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """A planner's memory in a checkpoint."""
-
     nodes: tuple[int, ...]
     state: str
 
 
 class DefaultProfilePlanner:
-    """A :class:`RoundPlanner` that knows only how many nodes there are and how large the model."""
+    """A :class:`RoundPlanner` that knows only the nodes and the size of the model."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -48,7 +45,7 @@ class DefaultProfilePlanner:
         self._loaded = Memory()
 
     def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
-        """Advice for ``nodes``; raises ScheduleError where the scheduler finds no plan."""
+        """A plan that is advice; raises ScheduleError where the scheduler finds none."""
         names = {node: f"node-{node}" for node in nodes}
         if not nodes:
             return RoundPlan(server_round=server_round, plan=None, cluster_ids=names, binding=False)
@@ -63,13 +60,12 @@ class DefaultProfilePlanner:
         return Outcome()
 
     def dump(self) -> Memory:
-        """The nodes seen so far and the scheduler's state."""
         memory = self._rounds.dump() if self._rounds else self._loaded
         kept = _Kept(nodes=tuple(self._nodes), state=memory.text)
         return replace(memory, text=to_json(kept))
 
     def load(self, memory: Memory) -> None:
-        """Restore from a checkpoint; raises ProtocolError if it is not one of this planner."""
+        """Restore from a checkpoint; raises ProtocolError for another planner's."""
         kept = from_json(_Kept, memory.text, "the planner's checkpoint")
         self._nodes = list(kept.nodes)
         self._rounds, self._loaded = None, replace(memory, text=kept.state)
@@ -110,7 +106,7 @@ def assumed_model(arrays: ArrayRecord) -> ModelProfile:
 
 
 def assumed_world(cluster_ids: Sequence[str], model: ModelProfile) -> World:
-    """One machine per cluster, with room for the model whatever its class really has."""
+    """One machine per cluster, with enough memory for the model."""
     count = len(cluster_ids)
     world = make_world(
         cluster_devices=[[ASSUMED_DEVICE, ASSUMED_DEVICE]] * count,

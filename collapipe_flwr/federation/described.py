@@ -1,7 +1,7 @@
-"""Plans for clusters that describe themselves when they are first seen.
+"""Plans for clusters that describe themselves when they first take part.
 
-Nodes of a user's own project come and go as its strategy samples them. A node that has not said
-what its cluster is made of is asked before its first round; one that cannot say is not planned for.
+A node without a known description is queried before its first round; a node that does not answer is
+not planned for.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ LEAST_DESCRIBE_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planning:
-    """How rounds are planned: by which policy, with which choices, in which surroundings.
+    """How rounds are planned: the policy, its settings, and the simulated surroundings.
 
     ``policy`` is a scheduler or its name. ``radio``, ``channel`` and ``seed`` place simulated
     clusters around the edge. Every device may spend ``budget`` per round on average. ``paced`` says
-    that senders keep to planned rates. Simulated devices differ from what they describe by
+    that senders keep to planned rates. Simulated devices deviate from their profiles by
     ``truth_error`` (`simulation.world.World`).
     """
 
@@ -51,7 +51,7 @@ class Planning:
     truth_error: float = 0.0
 
     def for_batches(self, size: int, *, cut: bool = True) -> Planning:
-        """The same, for steps of ``size`` examples: plans choose only how they are ``cut``."""
+        """The same for steps of ``size`` examples, of which plans choose only the micro-batches."""
         most = min(size, MOST_MICRO_BATCHES) if cut else 1
         counts = tuple(n for n in range(1, most + 1) if size % n == 0)
         sizes = tuple(size // count for count in reversed(counts))
@@ -62,7 +62,7 @@ class Planning:
 
     @property
     def scheduler(self) -> Scheduler:
-        """The scheduler; raises ConfigError for an unknown name."""
+        """The policy's scheduler; raises ConfigError for an unknown name."""
         if isinstance(self.policy, str):
             return make_scheduler(self.policy, self.settings)
         return self.policy
@@ -70,7 +70,7 @@ class Planning:
     def rounds(
         self, profiles: Sequence[ClusterProfile], names: Mapping[int, str], model: ModelProfile
     ) -> ScheduledRounds:
-        """The planner for described clusters; ``names`` are theirs by node, at any time.
+        """The planner for described clusters; ``names`` maps nodes to clusters and may change.
 
         Raises ConfigError for unknown names.
         """
@@ -109,7 +109,7 @@ class Meets(Protocol):
 
 
 class DescribedClusters:
-    """A :class:`RoundPlanner` that learns the clusters from their nodes, and DSSDA behind it."""
+    """A :class:`RoundPlanner` that asks unknown nodes for their descriptions first."""
 
     def __init__(self, planning: Planning, model: Callable[[], ModelProfile]) -> None:
         self._planning = planning
@@ -121,7 +121,7 @@ class DescribedClusters:
         self._wait_s = DESCRIBE_S
 
     def meet(self, grid: Grid, nodes: Sequence[int]) -> None:
-        """Ask the nodes that are new; raises RunError if no node is known then."""
+        """Query unknown nodes; raises RunError if none of ``nodes`` has described a cluster."""
         strangers = [node for node in nodes if node not in self._names]
         if strangers:
             found = described(grid, strangers, self._wait_s)
@@ -144,7 +144,7 @@ class DescribedClusters:
         return plan
 
     def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
-        """See `RoundPlanner.plan`; nodes that described nothing take no part."""
+        """See `RoundPlanner.plan`; nodes without a description take no part."""
         return self._known().plan(server_round, nodes, arrays)
 
     def settle(self, closed: ClosedRound) -> Outcome:
@@ -154,11 +154,10 @@ class DescribedClusters:
         return outcome
 
     def dump(self) -> Memory:
-        """The memory of the planner behind."""
         return self._rounds.dump() if self._rounds else self._loaded
 
     def load(self, memory: Memory) -> None:
-        """Go on from a checkpoint, once the clusters are known."""
+        """Restore from a checkpoint, once the clusters are known."""
         self._rounds, self._loaded = None, memory
 
     def _welcome(self, found: Mapping[int, ClusterProfile]) -> None:

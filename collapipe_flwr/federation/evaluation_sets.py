@@ -19,17 +19,17 @@ LABEL_NAMES = ("labels", "label")
 
 @runtime_checkable
 class TestSet(Protocol):
-    """Batches that cut themselves by a plan, as `Batches` do, and score predictions for them."""
+    """Batches that cut themselves by a plan, as `Batches` do, and score their predictions."""
 
     @property
     def wanted(self) -> PredictionConfig | None:
-        """How the model predicts; None for its loss alone."""
+        """How the model predicts; None for the loss alone."""
 
     def steps(self, batch_size: int, micro_batch_size: int) -> Iterable[list[dict[str, Tensor]]]:
         """The micro-batches of every batch; raises DataError."""
 
     def scores(self, found: EvalResult) -> dict[str, float | list[float]]:
-        """What the reply says besides the loss; ``num-examples`` is its weight in averages."""
+        """The reply's metrics besides the loss; ``num-examples`` is its weight in averages."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,18 +46,17 @@ class LoaderTest:
 
     @property
     def wanted(self) -> PredictionConfig | None:
-        """Logits, where there are metrics."""
         return None if self.metrics is None else PredictionConfig(logits=True)
 
     def steps(self, batch_size: int, micro_batch_size: int) -> Iterator[list[dict[str, Tensor]]]:
-        """Every batch as the loader yields it, kept where it has to be scored."""
+        """Every batch as the loader yields it, kept if it has to be scored."""
         for step in self._batches.steps(batch_size, micro_batch_size):
             if self.metrics is not None:
                 self._seen += step
             yield step
 
     def scores(self, found: EvalResult) -> dict[str, float | list[float]]:
-        """The number of examples, and metrics of all of them together; raises ConfigError."""
+        """The number of examples, and the metrics over all of them; raises ConfigError."""
         scores: dict[str, float | list[float]] = {EXAMPLES: self._batches.examples}
         if self.metrics is None:
             return scores

@@ -1,9 +1,9 @@
-"""How many examples a reply counts for: what its cluster says, as far as it can be true.
+"""How many examples a reply counts for: the cluster's claim, as far as it is possible.
 
-A number of examples weighs a reply in averages, so a cluster that claims too many would replace the
-model by its own. The edge counts every micro-batch that a cluster trained on, and the plan says how
-many examples one holds: a claim beyond their product is not believed, and the product counts. Where
-nobody else counted, only numbers that no round reaches are refused.
+The number of examples weighs a reply in averages, so a cluster that claims too many would replace
+the model by its own. The edge counts the micro-batches of every cluster, and the plan contains
+their size: a claim above the product is reduced to it. Where nothing was counted, only impossible
+numbers are refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def check_weight(examples: float, weighted_by: str, cluster_id: str) -> None:
 
 
 def check_possible(examples: float, weighted_by: str, cluster_id: str) -> None:
-    """Raise ProtocolError for a number of examples that no client has, where it is one."""
+    """Raise ProtocolError for a number of examples that no client can have."""
     if weighted_by == EXAMPLES and not 0 <= examples <= MOST_EXAMPLES:
         raise ProtocolError(
             f"cluster {cluster_id} claims {weighted_by} = {examples:g}, which no round reaches: it "
@@ -40,7 +40,7 @@ def check_possible(examples: float, weighted_by: str, cluster_id: str) -> None:
 
 
 def counted_examples(plan: ClusterPlan | None, told: ClusterTelemetry | None) -> int | None:
-    """What the edge saw of a round: micro-batches times their planned size. None: nobody counted.
+    """Trained micro-batches, counted by the edge, times their planned size; None if not counted.
 
     ``plan`` is the one that was sent; a cluster that lost devices keeps its micro-batches.
     """
@@ -50,7 +50,7 @@ def counted_examples(plan: ClusterPlan | None, told: ClusterTelemetry | None) ->
 
 
 def weighing(content: RecordDict, weighted_by: str, factor: float) -> RecordDict:
-    """A new RecordDict: ``content`` whose weight in averages is multiplied by a factor."""
+    """``content`` with its weight in averages multiplied by ``factor``, as a new RecordDict."""
     changed = RecordDict(dict(content))
     for name, metrics in content.metric_records.items():
         if weighted_by in metrics:
@@ -60,6 +60,6 @@ def weighing(content: RecordDict, weighted_by: str, factor: float) -> RecordDict
 
 
 def with_examples(content: RecordDict, examples: int) -> RecordDict:
-    """A new RecordDict: ``content`` with another number of examples."""
+    """``content`` with another number of examples, as a new RecordDict."""
     name, metrics = next(iter(content.metric_records.items()))
     return RecordDict({**content, name: MetricRecord({**metrics, EXAMPLES: examples})})

@@ -19,7 +19,7 @@ PATIENCE_S = 5.0  # of a look, until requests are left to their threads
 
 
 class _Fetch:
-    """One request for the replies to a few messages."""
+    """One request for the replies to a few messages, in a thread."""
 
     def __init__(self, grid: Grid, message_ids: Collection[str]) -> None:
         self._grid, self.message_ids = grid, frozenset(message_ids)
@@ -45,14 +45,14 @@ class _Fetch:
 
 
 class Fetches:
-    """The requests to a grid that go on in threads."""
+    """The requests to a grid that are still running in threads."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._under_way: list[_Fetch] = []
 
     def pull(self, message_ids: Iterable[str]) -> list[Message]:
-        """The replies to these messages that are whole; raises what the grid raises."""
+        """The complete replies to these messages; raises what the grid raises."""
         wanted = set(message_ids)
         found = [
             reply
@@ -71,7 +71,7 @@ class Fetches:
         return found
 
     def forget(self) -> None:
-        """Drop replies that have come since and nobody asked for."""
+        """Drop replies that arrived after the exchange that asked for them."""
         self._under_way = [fetch for fetch in self._under_way if not fetch.is_over()]
 
     def _ended(self, wanted: set[str]) -> list[_Fetch]:
@@ -81,5 +81,5 @@ class Fetches:
 
 
 def answered(replies: Iterable[Message]) -> set[str]:
-    """The messages that these reply to."""
+    """The ids of the messages that were replied to."""
     return {reply.metadata.reply_to_message_id for reply in replies}

@@ -24,7 +24,7 @@ Learning = LearningSettings | Callable[[int], LearningSettings]  # the same, or 
 
 
 def check_options(model: object, *, optimizer: object, learning: object, edge: object) -> None:
-    """Raise ConfigError for an option of another kind, or one that has no effect."""
+    """Raise ConfigError for an option of the wrong type, or one that has no effect."""
     if not isinstance(model, DescribedModel | None):
         raise ConfigError(
             f"model must be a SplitModel, got {type(model).__name__}: describe it, "
@@ -51,8 +51,9 @@ def planner_of(
     model: DescribedModel | None,
     learning: Callable[[int], LearningSettings],
 ) -> RoundPlanner:
-    """What plans rounds: a planner as it is; for a ``model`` one of clusters that describe
-    themselves, else one of assumed clusters. Raises ConfigError for a bad name.
+    """The planner of a run: ``scheduler`` itself if it is one; with a ``model``, one for clusters
+    that describe themselves, else one with default profiles. Raises ConfigError for an unknown
+    name.
     """
     if isinstance(scheduler, RoundPlanner):
         return scheduler
@@ -73,7 +74,7 @@ def planner_of(
 def learning_of(
     given: object, learning: Learning | None, model: DescribedModel | None
 ) -> Callable[[int], LearningSettings]:
-    """How clusters learn by server round, with the optimizer that is ``given`` if there is one."""
+    """The learning settings by server round, with ``given`` as their optimizer if it is set."""
     if given is not None:
         given = optimizer_config(given, model.model if isinstance(model, SplitModel) else None)
     return partial(_learning, learning or LearningSettings(), given)

@@ -1,9 +1,4 @@
-"""The rounds of a run as :class:`CollaPipe` has them: plans around the inner strategy's messages.
-
-Each node's message becomes a record of its own with its own plan. With a model to split it carries
-only embedding and encoder, the decoder goes to the edge, and both are one model again before the
-inner strategy aggregates.
-"""
+"""The rounds of :class:`CollaPipe`: plans and split models around the inner strategy's messages."""
 
 from __future__ import annotations
 
@@ -54,7 +49,7 @@ _NOT_RUNNING = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedRound:
-    """What Flower's loop asked for, and the state of the random generators then."""
+    """The arguments of Flower's call, and the state of the random generators at that time."""
 
     server_round: int
     arrays: ArrayRecord
@@ -64,7 +59,7 @@ class AskedRound:
 
 
 class Rounds:
-    """The hooks of a strategy around those of ``inner``; :class:`CollaPipe` explains the rest."""
+    """The hooks around those of ``inner``; see :class:`CollaPipe` for the arguments."""
 
     def __init__(
         self,
@@ -103,12 +98,11 @@ class Rounds:
 
     @property
     def is_split(self) -> bool:
-        """Whether clusters and edge share a model."""
         return self._model is not None
 
     @property
     def resumable(self) -> dict[str, Resumable]:
-        """The parts around the inner strategy whose memory a checkpoint keeps, by name."""
+        """See `CollaPipe.resumable`."""
         parts: dict[str, object] = {
             "planner": self.planner,
             "edge": self._gateway,
@@ -145,7 +139,7 @@ class Rounds:
             self._round = None
 
     def progress(self) -> dict[str, ClusterProgress]:
-        """How far the clusters of the open round are; from any thread."""
+        """See `CollaPipe.cluster_progress`."""
         opened = self._round
         return {} if opened is None else opened.progress()
 
@@ -154,9 +148,8 @@ class Rounds:
     ) -> list[Message]:
         """The inner strategy's messages, each with its own plan and its part of the model.
 
-        A split model learns as their config asks (`asked_optimizer`). Raises ScheduleError if
-        nothing can be planned, LinkError if the edge cannot be reached, ConfigError for settings
-        that make no sense, and RunError outside :meth:`running`.
+        A split model is trained with the settings in their config (`asked_optimizer`). Raises
+        ScheduleError, LinkError, ConfigError, and RunError outside :meth:`running`.
         """
         if self._model is not None and self._gateway is None:
             raise RunError(_NOT_RUNNING)
@@ -167,7 +160,7 @@ class Rounds:
         return self._tried(self._configured)
 
     def _tried(self, configure: Callable[[], list[Message]]) -> list[Message]:
-        """Messages of a round, which is tried again where the edge or devices are not there."""
+        """The messages of a round, repeated while the edge or the devices are missing."""
         while True:
             try:
                 return configure()
@@ -191,11 +184,10 @@ class Rounds:
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Whole models to the inner strategy, and its arrays as it made them.
+        """Pass whole models to the inner strategy, and return its arrays in the model's dtypes.
 
-        Those of a split model, and those that numpy lacks a dtype for, get the model's dtypes back
-        as by `load_state_dict`. The round goes on with the clusters that replied. Clusters continue
-        from this round only if the inner strategy aggregated their replies.
+        The round continues with the clusters that replied. Clusters continue from this round only
+        if the inner strategy aggregated their replies.
         """
         if self._round is None:
             raise RunError(f"round {server_round}: aggregate_train needs configure_train first")
@@ -214,7 +206,7 @@ class Rounds:
         return arrays, metrics
 
     def _closed(self, replies: Iterable[Message]) -> ClosedRound:
-        """The round with its replies, or those of its first repetition that has any."""
+        """The round with its replies, or with those of its first successful repetition."""
         while True:
             assert self._round is not None and self._asked is not None
             closed = self._round.receive(replies, weight_key(self.inner_strategy))
@@ -228,12 +220,12 @@ class Rounds:
             replies = self._asked.grid.send_and_receive(messages, timeout=self._timeout_s)
 
     def _free(self, messages: Iterable[Message]) -> list[Message]:
-        """Those to nodes that do not train for an earlier round."""
+        """The messages to nodes that do not train for an earlier round."""
         busy = self.late.nodes
         return [message for message in messages if message.metadata.dst_node_id not in busy]
 
     def _joined(self, closed: ClosedRound) -> list[LateUpdate]:
-        """Late updates that join a round; it waits for one where it has nothing else."""
+        """The late updates that join a round; waits for one if there are no other replies."""
         assert self._round is not None and self._asked is not None
         self.late.keep(self._round, closed.late)
         wanted = 0 if closed.models else 1
@@ -243,7 +235,7 @@ class Rounds:
         return self.late.join(closed, weight_key(self.inner_strategy))
 
     def _checked(self, arrays: ArrayRecord, closed: ClosedRound) -> ArrayRecord | None:
-        """The new model; None, which drops the round, if it holds what no reply brought."""
+        """The new model; None, which drops the round, if it is not finite but the replies were."""
         if (key := not_finite(arrays, closed.before)) is None:
             return arrays
         self._judge(
@@ -257,8 +249,8 @@ class Rounds:
     ) -> list[Message]:
         """The inner strategy's messages, none of whose records is shared.
 
-        A split model is evaluated as it was trained: by this round's plan, with the new decoder
-        at the edge, on the clusters that the plan asks; clusters that did not train get a plan.
+        A split model is evaluated by this round's plan, with the new decoder at the edge, on the
+        clusters of the plan; clusters that did not train get a plan first.
         """
         view = inner_view(arrays, self._hidden_keys)
         configure = self.inner_strategy.configure_evaluate
@@ -280,7 +272,6 @@ class Rounds:
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """The inner strategy's average of the clients' metrics."""
         with closing(self):
             bare = [_without_telemetry(reply) for reply in replies]
             if self._round is not None:
@@ -288,7 +279,7 @@ class Rounds:
             return self.inner_strategy.aggregate_evaluate(server_round, bare)
 
     def _judge(self, why: str) -> None:
-        """A round is lost for the reason ``why``."""
+        """Raise RunError, or log a warning, for a round that is lost."""
         if self._raises:
             raise RunError(why)
         log.warning("%s; the model stays as it is", why)
@@ -316,7 +307,7 @@ class Rounds:
         return OpenRound(plan, arrays, split, self._accepted, self._personal, waits_for_late=waits)
 
     def _opened(self, opened: OpenRound, messages: Iterable[Message]) -> list[Message]:
-        """Messages of a round that is open from now on; closed again if one cannot be made."""
+        """The messages of a round that is open from now on; closed again on an error."""
         self._round = opened
         with ExitStack() as undo:
             undo.callback(self.close)
@@ -356,6 +347,6 @@ def _without_telemetry(reply: Message) -> Message:
 
 
 def weight_key(strategy: Strategy) -> str:
-    """The metric by which a strategy, or the one that it wraps, weighs replies."""
+    """The metric by which a strategy, or one that it wraps, weighs replies."""
     keys = (getattr(layer, "weighted_by_key", None) for layer in layers(strategy))
     return next((key for key in keys if isinstance(key, str)), EXAMPLES)

@@ -1,11 +1,10 @@
-"""Run an app through ``flwr run . --stream`` on a SuperLink of its own, or on real clusters.
+"""Run an app with ``flwr run . --stream`` on a private SuperLink, or on real clusters.
 
-``flwr run`` keeps one detached local SuperLink per port and reuses whichever answers there, with
-the environment and working directory of its first launcher; and with ``--stream`` it exits with 0
-even when the run failed. So :func:`run_app` starts a private SuperLink (own ports, own Flower
-home, this very Python environment), lets ``flwr run`` find that one, writes what both print to the
-log in the run directory, and stops what it started. What it started also ends when this process is
-killed. How the run came out stands in its directory, see `federation.running`.
+``flwr run`` reuses whichever local SuperLink answers at its port, with the environment and working
+directory of that one's launcher; with ``--stream`` it exits with 0 even when the run failed. So
+:func:`run_app` starts a SuperLink of its own (own ports, own Flower home, this Python environment),
+and stops it afterwards; all its processes also end if this one is killed. Output goes to the log in
+the run directory, which also holds the result of the run (`federation.running`).
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What to run: an app folder, overrides of its run-config, where results go.
+    """An app folder, overrides of its run-config, and the output directory.
 
-    ``clusters`` are files of real ones, on which it runs without Flower's simulation.
+    ``clusters`` are files of real clusters, on which it runs without Flower's simulation.
     """
 
     app: Path
@@ -54,17 +53,17 @@ class Launch:
 
     @property
     def run_dir(self) -> Path:
-        """Where the ServerApp leaves its results."""
+        """The directory of the run's results."""
         return self.output_dir / self.run_name
 
     @property
     def log(self) -> Path:
-        """All that Flower, Ray and the apps print."""
+        """The file with all output of Flower, Ray and the apps."""
         return self.run_dir / LOG
 
 
 def run_app(launch: Launch, look: Callable[[], None]) -> None:
-    """Run to the end, with Flower's log in the run directory; ``look`` is called all the time.
+    """Run to the end, with Flower's log in the run directory; ``look`` is called repeatedly.
 
     Raises RunError when the SuperLink does not start.
     """
@@ -86,7 +85,7 @@ def run_app(launch: Launch, look: Callable[[], None]) -> None:
 
 
 def first_error(log: Path, start: int = 0) -> str | None:
-    """The first error that Flower logged behind the ``start``-th byte, in one line."""
+    """The first error in Flower's log after byte ``start``, on one line."""
     with log.open("rb") as file:
         file.seek(start)
         for line in file.read().decode(errors="replace").splitlines():
@@ -97,7 +96,7 @@ def first_error(log: Path, start: int = 0) -> str | None:
 
 
 def _command(launch: Launch, config: Path) -> list[str]:
-    """What ends with the run: Flower's own command, or the run itself on real clusters."""
+    """The command that runs the app: `flwr run`, or this package on real clusters."""
     if not launch.clusters:
         return _flwr_run(launch, config)
     here = [sys.executable, "-m", "collapipe_flwr.federation.local_run", str(config)]
@@ -114,7 +113,7 @@ def _flwr_run(launch: Launch, config: Path) -> list[str]:
 def _started(
     command: list[str], app: Path, env: dict[str, str], log: IO[bytes]
 ) -> subprocess.Popen[bytes]:
-    """A program of Flower's; leaving it as a context ends it and its children."""
+    """Start a process that ends, with its children, when the context is left."""
     return subprocess.Popen(
         keeping(command, _PATIENCE_S),
         cwd=app,
@@ -126,7 +125,7 @@ def _started(
 
 
 def private_environment(home: Path) -> dict[str, str]:
-    """The caller's environment, with a Flower home and ports that nobody else uses."""
+    """The caller's environment with a Flower home and ports of its own."""
     http_port, control_port = _free_ports(2)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     quiet = {
@@ -149,7 +148,7 @@ def private_environment(home: Path) -> dict[str, str]:
 
 @contextmanager
 def private_superlink(app: Path, env: dict[str, str]) -> Iterator[None]:
-    """A local SuperLink in simulation mode, stopped on the way out with all its children."""
+    """A local SuperLink in simulation mode, stopped with all its children on exit."""
     log_path = Path(env["FLWR_HOME"]) / "superlink.log"
     http_port = env["FLWR_LOCAL_SUPERLINK_HTTP_API_PORT"]
     control = f"127.0.0.1:{env['FLWR_LOCAL_CONTROL_API_PORT']}"
@@ -177,7 +176,7 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log_path: Pa
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago, all different."""
+    """Distinct ports that were free a moment ago."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:
@@ -189,7 +188,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _script(name: str) -> str:
-    """A command of this Python environment."""
+    """The path of a command in this Python environment."""
     path = Path(sys.executable).parent / name
     if not path.exists():
         raise RunError(f"{name} is not installed beside {sys.executable}; run `pip install -e .`")

@@ -32,7 +32,7 @@ _SHAPE_EXAMPLES, _SHAPE_BATCH = 256, 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learner:
-    """What is learnt and by which model."""
+    """The task and the model of a run."""
 
     task: Task
     splitter: Splitter
@@ -40,7 +40,6 @@ class Learner:
 
     @property
     def model(self) -> DescribedModel:
-        """The model for batches of any size."""
         return DescribedModel(self.splitter, self.shape)
 
 
@@ -56,9 +55,9 @@ def make_learner(config: AppConfig) -> Learner:
 
 
 def _known_labels(pretrained: str) -> tuple[str, ...]:
-    """What the head of a checkpoint calls its classes, in order; ``LABEL_0`` and so on by default.
+    """The class names of a checkpoint's head, in order; ``LABEL_0`` and so on by default.
 
-    Raises ModelError where there is no checkpoint.
+    Raises ModelError if there is no checkpoint.
     """
     if not pretrained:
         return ()
@@ -68,7 +67,7 @@ def _known_labels(pretrained: str) -> tuple[str, ...]:
 
 
 def _refuse_foreign_tokenizer(config: AppConfig) -> None:
-    """Raise ConfigError where a checkpoint would read the numbers of other tokens than its own."""
+    """Raise ConfigError where a checkpoint would read the token ids of another tokenizer."""
     folder = Path(config.model.pretrained).expanduser()
     files = ("tokenizer.json", "tokenizer_config.json")
     brings_one = config.model.pretrained and any((folder / name).is_file() for name in files)
@@ -80,7 +79,7 @@ def _refuse_foreign_tokenizer(config: AppConfig) -> None:
 
 
 def _refuse_long_texts(config: AppConfig, task: Task, most_tokens: int | None) -> None:
-    """Raise ConfigError where texts may grow longer than the model's positions."""
+    """Raise ConfigError where texts may be longer than the model's positions."""
     if not task.text_columns or most_tokens is None:
         return
     lengths = {"max-source-length": config.data.max_source_length}
@@ -104,7 +103,7 @@ def _refuse_small_test(config: AppConfig, task: Task) -> None:
 
 
 def drawn_sentence(pretrained: str, keys: Sequence[str]) -> str:
-    """Which tensors a checkpoint lacks, and that this is as it should be."""
+    """A note on the randomly initialised tensors that a checkpoint does not have."""
     shown = ", ".join(keys[:_MOST_SHOWN]) + (", ..." if len(keys) > _MOST_SHOWN else "")
     return (
         f"new in this run, drawn by chance, because {pretrained} has none that fit: {len(keys)} "
@@ -135,7 +134,7 @@ def _spec(config: AppConfig, task: Task) -> ModelSpec:
 
 
 def _refuse_lora_from_scratch(config: AppConfig) -> None:
-    """Raise ConfigError where adapters have nothing to be put on."""
+    """Raise ConfigError for adapters without a checkpoint."""
     if config.lora.rank and not config.model.pretrained:
         raise ConfigError(
             f"lora.rank is {config.lora.rank}, but model.pretrained is empty: adapters need a "
@@ -144,9 +143,9 @@ def _refuse_lora_from_scratch(config: AppConfig) -> None:
 
 
 def _token_settings(task: Task, *, from_checkpoint: bool) -> dict[str, Any]:
-    """The vocabulary that the model must have; nothing where no text is read.
+    """The vocabulary settings of the model; none for a task without text.
 
-    A checkpoint knows by which token its decoder starts: BART's is not the padding.
+    A checkpoint has its own decoder start token: BART's is not the padding.
     """
     if not task.text_columns:
         return {}
@@ -162,7 +161,7 @@ def _token_settings(task: Task, *, from_checkpoint: bool) -> dict[str, Any]:
 
 
 def _image_settings(config: AppConfig, task: Task) -> dict[str, object]:
-    """The pictures that the model must take; raises ConfigError where it takes others."""
+    """The model's image settings; raises ConfigError if the data does not fit them."""
     if task.model_task != "image-classification":
         return {}
     ours: dict[str, object] = {
@@ -187,14 +186,14 @@ def _image_settings(config: AppConfig, task: Task) -> dict[str, object]:
 
 
 def _takes_pictures(model_type: str) -> bool:
-    """Whether a type has settings for the size of pictures; one that is unknown may have."""
+    """Whether a model type has an image size; unknown types may have one."""
     if model_type not in CONFIG_MAPPING:
         return True
     return hasattr(CONFIG_MAPPING[model_type](), "image_size")
 
 
 def _shape(task: Task) -> BatchShape:
-    """Mean padded lengths of some micro-batches: what a block has to compute on."""
+    """Mean padded lengths of some micro-batches, from which blocks are profiled."""
     first = task.train.select(range(min(_SHAPE_EXAMPLES, len(task.train))))
     rows = task.examples(first).to_list()
     starts = range(0, len(rows), _SHAPE_BATCH)
@@ -221,7 +220,7 @@ class Evaluator:
         self._batch_size, self._done = batch_size, 0
 
     def progress(self) -> dict[str, ClusterProgress]:
-        """How far the evaluation is that runs; from any thread."""
+        """How far the running evaluation is; from any thread."""
         size, count = self._batch_size, len(self._batches)
         return {"": ClusterProgress(tested=self._done, of=count, examples=size)}
 
@@ -241,5 +240,4 @@ class Evaluator:
 
 
 def scores(task: Task, loss: float, tally: Tally) -> dict[str, float]:
-    """``loss`` and all metrics by name."""
     return {"loss": loss, **task.score_loss(loss), **task.score(tally)}

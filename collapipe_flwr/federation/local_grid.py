@@ -1,8 +1,7 @@
-"""A Flower Grid whose nodes are ClientApps in this process: for tests, notebooks and dry runs.
+"""A Flower Grid whose nodes are ClientApps in this process, for tests, notebooks and dry runs.
 
-It keeps Flower's contract (ids, error replies, copies instead of shared objects) and nothing else:
-no Ray, no SuperLink, no waiting. Nodes answer one after the other, or all at once where they only
-pass messages on.
+It keeps Flower's contract (ids, error replies, copies instead of shared objects) without Ray or a
+SuperLink. Nodes answer one after the other, or concurrently if they only forward messages.
 """
 
 from __future__ import annotations
@@ -29,11 +28,10 @@ Wire = Callable[[RecordDict], RecordDict]
 
 
 class LocalGrid(Grid):
-    """Nodes by id; each is a ClientApp or any callable of the same shape.
+    """Nodes by id; each is a ClientApp or a callable with the same signature.
 
-    ``node_configs`` is what ``--node-config`` gives a SuperNode; ``wire`` is what a content goes
-    through on its way (a deep copy by default). ``at_once`` calls the nodes in threads. ``sent``
-    keeps the messages.
+    ``node_configs`` is the ``--node-config`` of each node; ``wire`` transforms contents in transit
+    (a deep copy by default). ``at_once`` calls the nodes in threads. ``sent`` keeps the messages.
     """
 
     def __init__(
@@ -59,7 +57,7 @@ class LocalGrid(Grid):
             self.add(node, app)
 
     def add(self, node: int, app: ClientApp | Answer) -> None:
-        """A node that connects now."""
+        """Connect a node."""
         self._nodes[node] = app
         config = dict(self._node_configs.get(node, {}))
         self._contexts[node] = Context(1, node, config, RecordDict(), dict(self._run_config))
@@ -82,14 +80,13 @@ class LocalGrid(Grid):
         group_id: str,
         ttl: float | None = None,
     ) -> Message:
-        """A message as its constructor makes it."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> list[int]:
         return list(self._nodes)
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        """Deliver; every node answers now."""
+        """Deliver the messages; every node replies immediately."""
         pushed = list(messages)
         first = len(self.sent) + 1
         ids = [f"message-{number}" for number in range(first, first + len(pushed))]
@@ -112,7 +109,6 @@ class LocalGrid(Grid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> list[Message]:
-        """Push, then pull; nothing here can be late."""
         del timeout
         return self.pull_messages(self.push_messages(messages))
 

@@ -2,8 +2,8 @@
 
     python -m collapipe_flwr.federation.local_run RUN_CONFIG CLUSTER_FILE ...
 
-in the folder of the app. Devices and edge are daemons, so there is nothing for a SuperLink or Ray
-to start: messages between the ServerApp and the ClientApps of the clusters stay in this process.
+in the folder of the app. Devices and edge are daemons, so neither SuperLink nor Ray is needed:
+messages between the ServerApp and the ClientApps of the clusters stay in this process.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _component(project: Path, name: str) -> str:
 
 
 def main() -> None:
-    """Run what the command line says; an error is the last line on stderr."""
+    """Run the command line's app; an error is the last line on stderr."""
     config, *clusters = sys.argv[1:]
     project = Path.cwd()
     values = overridden(declared_config(project), _written(Path(config)))

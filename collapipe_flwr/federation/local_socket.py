@@ -1,6 +1,6 @@
-"""The socket between a ClientApp and the control unit beside it, which only its user can open.
+"""The socket between a ClientApp and its control unit, accessible to one user only.
 
-It lies in a folder of its user alone, and both sides ask the kernel who the other one is.
+It lies in a folder of that user, and both sides verify each other's user id with the kernel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BACKLOG = 8
 
 
 def default_path() -> Path:
-    """Where a control unit listens that is not told where."""
+    """Where a control unit listens by default."""
     named, runtime = os.environ.get(VARIABLE), os.environ.get("XDG_RUNTIME_DIR")
     if named:
         return Path(named).expanduser()
@@ -31,10 +31,10 @@ def default_path() -> Path:
 
 
 def path_for(node_config: Mapping[str, object]) -> Path | None:
-    """Where the control unit of a node would listen: as --node-config, else the environment says.
+    """Where the control unit of a node would listen, by --node-config or the environment.
 
-    A node without a cluster file has one only where it is named; an empty name stands for none.
-    Raises ConfigError.
+    None for an empty name, and for a node without a cluster file that names no control unit. Raises
+    ConfigError.
     """
     named = node_config.get(CONTROL_UNIT_KEY)
     if named is not None and not isinstance(named, str):
@@ -47,9 +47,9 @@ def path_for(node_config: Mapping[str, object]) -> Path | None:
 
 
 def listen(path: Path) -> socket.socket:
-    """A socket there, in a folder that only this user may enter.
+    """Listen there, in a folder that only this user may enter.
 
-    Raises ConfigError where another process listens, or the folder is open to others.
+    Raises ConfigError if another process listens, or the folder is open to others.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def listen(path: Path) -> socket.socket:
 
 
 def connected(path: Path) -> socket.socket | None:
-    """A connection to who listens there; None where nobody does, or it is not this user."""
+    """A connection to the process that listens there; None without one of this user."""
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         peer.connect(str(path))
@@ -83,7 +83,7 @@ def connected(path: Path) -> socket.socket | None:
 
 
 def is_own(peer: socket.socket) -> bool:
-    """Whether the process at the other end is this user's; the folder decides on other systems."""
+    """Whether the process at the other end is this user's; always True without SO_PEERCRED."""
     if not hasattr(socket, "SO_PEERCRED"):
         return True
     told = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)

@@ -20,7 +20,7 @@ _FLOWER_WRAPPING = re.compile(r".*occurred\. Message: ?|^<class '[^']*'>:<'|'>\s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """One training message that left."""
+    """A training message as it was sent."""
 
     node_id: int
     cluster_id: str
@@ -44,7 +44,7 @@ def sentence(error: Error) -> str:
 
 
 def diverged(key: str) -> str:
-    """Why a reply is refused whose array ``key`` would spoil everyone's."""
+    """Why a reply with this non-finite array is refused."""
     return (
         f"it returned {key} with values that are not finite: its training diverged; lower the "
         "learning rate"
@@ -52,19 +52,19 @@ def diverged(key: str) -> str:
 
 
 def as_failed(sent: Sent, why: str) -> Message:
-    """An error reply that any strategy counts as a failure."""
+    """An error reply, which every strategy counts as a failure."""
     return Message(Error(BAD_REPLY, why), reply_to=sent.message)
 
 
 def with_content(reply: Message, content: RecordDict) -> Message:
-    """The reply with other content; the original stays as it was."""
+    """A copy of the reply with other content."""
     changed = copy(reply)
     changed.content = content
     return changed
 
 
 def only_arrays(content: RecordDict, what: str, advice: str = "") -> tuple[str, ArrayRecord]:
-    """Name and arrays of the one ArrayRecord; raises ProtocolError if there is not just one."""
+    """The name and the arrays of the only ArrayRecord; raises ProtocolError."""
     found = list(content.array_records.items())
     if len(found) != 1:
         raise ProtocolError(f"{what} must hold exactly one ArrayRecord, got {len(found)}{advice}")
@@ -72,7 +72,7 @@ def only_arrays(content: RecordDict, what: str, advice: str = "") -> tuple[str, 
 
 
 def viewed(content: RecordDict, hidden: Collection[str]) -> RecordDict:
-    """A new RecordDict whose arrays are what the inner strategy sees, and may take out."""
+    """A new RecordDict with the arrays that the inner strategy sees."""
     shown = RecordDict(dict(content))
     for name, record in content.array_records.items():
         shown[name] = inner_view(record, hidden).copy()
@@ -82,9 +82,9 @@ def viewed(content: RecordDict, hidden: Collection[str]) -> RecordDict:
 def restored(
     content: RecordDict, template: ArrayRecord, hidden: Collection[str], *, exact: bool
 ) -> RecordDict:
-    """A new RecordDict, all records copied, where a view of the global model is the model again.
+    """All records copied, with a view of the global model replaced by the model itself.
 
-    Every array has its own dtype if ``exact``, else those that numpy lacks.
+    Every array has its own dtype if ``exact``, else only those that numpy lacks.
     """
     shown = set(template).difference(hidden)
     own = RecordDict()
@@ -98,7 +98,7 @@ def restored(
 def readdressed(message: Message, content: RecordDict) -> Message:
     """The same message with other content.
 
-    Both share their metadata: when Flower gives the one that is sent its id, the inner strategy
-    finds it in its own.
+    Both share their metadata: when Flower assigns an id to the sent one, the inner strategy sees it
+    in its own.
     """
     return Message(content, metadata=message.metadata)  # type: ignore[call-overload, no-any-return]

@@ -33,7 +33,7 @@ class MovementMeter:
         self.last: dict[str, NDArray[np.floating]] = {}
 
     def measure(self, closed: ClosedRound) -> Movement | None:
-        """The movement of a round; None where the inner strategy dropped it."""
+        """The movement of a round; None if the inner strategy dropped it."""
         if closed.after is None:
             return None
         before, after = averaging_view(closed.before), averaging_view(closed.after)

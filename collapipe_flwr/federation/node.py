@@ -1,9 +1,9 @@
-"""A Flower node as a cluster: its run-config, its place among the others, its data and devices.
+"""A node of the app as a cluster: its run-config, its partition, its devices, its rounds.
 
-Where it learns from a stream, what arrived since the last round is tested first, then trained on.
-How far a cluster has read is part of its `NodeState`, so rows of a round that the server did not
-accept are fresh again. Where that is missing, all that has arrived counts as past, so that nothing
-is called fresh twice.
+If it learns from a stream, examples that arrived since the last round are evaluated first, then
+trained on. The stream position is part of the node's `NodeState`, so rows of a round that the
+server did not accept are fresh again. If the position is missing, all that has arrived counts as
+read, so that nothing is fresh twice.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ log = logging.getLogger("flwr.collapipe")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One node of a run: its configuration, its place among the others, its devices."""
+    """A node of a run: its configuration, its partition, its devices."""
 
     config: AppConfig
     place: Place
@@ -56,9 +56,9 @@ class Node:
 
     @staticmethod
     def of(context: Context) -> Node:
-        """As run-config and ``--node-config`` say; raises ConfigError.
+        """Parse run-config and ``--node-config``; raises ConfigError.
 
-        Files that the node names as its own go before those of the run.
+        Data files in the node's config take precedence over those of the run.
         """
         own = own_data(context.node_config)
         config = parse({**context.run_config, **own})
@@ -82,23 +82,23 @@ class Node:
 
     @staticmethod
     def site_of(context: Context) -> Site | None:
-        """The node's devices; None where the run has no place for it."""
+        """The node's devices; None for a node beyond the run's clusters."""
         node = Node.of(context)
         return node.site if node.place.index < node.place.count else None
 
     @staticmethod
     def examples_of(context: Context) -> int:
-        """How many examples one of its rounds trains on."""
+        """The number of examples in one of the node's rounds."""
         node = Node.of(context)
         return local_data(node.config, node.place, None).examples_per_round
 
     def state(self, message: Message) -> NodeState:
-        """What it carries into the round that ``message`` opens."""
+        """The state that the node brings into the round of ``message``."""
         server_round, run_id = records.round_and_run(message.content)
         return self.site.state(message, self.context, server_round=server_round, run_id=run_id)
 
     def examples(self, message: Message) -> RoundExamples:
-        """The examples of a round, from the node's part of the data or from its stream."""
+        """The examples of a round, from the node's partition or from its stream."""
         data, state = self._data(message), self.state(message)
         if self.config.data.stream:
             return _from_stream(self.config, data, state)
@@ -106,29 +106,27 @@ class Node:
         return RoundExamples(data=data, round_index=state.server_round, chosen=chosen)
 
     def test(self, message: Message) -> NodeTest:
-        """The node's share of the test set."""
         return NodeTest(data=self._data(message))
 
     def _data(self, message: Message) -> LocalData:
-        """The node's examples, in the server's vocabulary."""
+        """The node's examples, tokenized with the server's vocabulary."""
         vocabulary = _vocabulary(records.read_vocabulary(message.content))
         return local_data(self.config, self.place, vocabulary)
 
 
 @dataclass(slots=True, kw_only=True)
 class NodeTest:
-    """A node's share of the test set, and what a model's predictions for it are worth."""
+    """A node's share of the test set, and the scores of predictions for it."""
 
     data: LocalData
     _parts: list[TestPart] = field(default_factory=list)
 
     @property
     def wanted(self) -> PredictionConfig:
-        """How the model predicts."""
         return prediction_config(self.data.task)
 
     def steps(self, batch_size: int, micro_batch_size: int) -> Iterator[list[dict[str, Tensor]]]:
-        """The micro-batches of each batch; raises DataError where there is no example."""
+        """The micro-batches of each batch; raises DataError if there is no example."""
         for step in self.data.test_steps(batch_size, micro_batch_size):
             self._parts += step
             yield [dict(part.tensors) for part in step]
@@ -168,7 +166,7 @@ def _from_stream(config: AppConfig, data: LocalData, state: NodeState) -> RoundE
 
 
 def _place(stream: Stream, state: NodeState) -> StreamPlace:
-    """How far the accepted rounds of the cluster read."""
+    """The stream position after the cluster's accepted rounds."""
     place = state.recall(STREAM)
     if place is not None:
         return place

@@ -1,12 +1,12 @@
-"""What a cluster carries from one round to the next: in files of its own, or in Flower's state.
+"""What a cluster carries from one round to the next, in its own files or in Flower's state.
 
-What a round leaves is pending until a later order names that round as the last accepted one; the
-cluster continues from exactly that round, whatever it has trained since. A resumed run trains the
-rounds behind its checkpoint again, so the files that the server's checkpoints need are kept, too.
+The result of a round is pending until a later order names that round as the last accepted one; the
+cluster continues from exactly that round, whatever it has trained since. A resumed run repeats the
+rounds after its checkpoint, so the files that the server's checkpoints need are kept, too.
 
-There is one file per round in a folder per run and cluster, made for its owner only. A file is
+There is one file per round in a folder per run and cluster, readable by its owner only. A file is
 moved to its place once it is on disk, and those that it replaces are deleted after that; its name
-ends with the SHA-256 of its bytes, so that a damaged one is not taken for another.
+ends with the SHA-256 of its bytes, which detects damage.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ Record = ArrayRecord | ConfigRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept(Generic[T]):
-    """One thing that a cluster keeps: how it is written to a file, and to a record of Flower's.
+    """One kind of state: how it is written to a file, and to a record of Flower's.
 
-    ``read`` raises a CollaPipeError for another file; ``decode`` gives None for another record.
+    ``read`` raises a CollaPipeError for another file; ``decode`` returns None for another record.
     """
 
     name: str
@@ -56,8 +56,8 @@ class Kept(Generic[T]):
 class NodeState:
     """The state of cluster number ``index`` in one round of a run.
 
-    Files in ``state_dir`` survive a restart of the SuperNode and are used by a resumed run.
-    Flower's ``records`` are for a cluster without one, and end with the SuperNode and with the run.
+    Files in ``state_dir`` survive a restart of the SuperNode and are used by a resumed run. Without
+    one, Flower's ``records`` hold the state, which ends with the SuperNode or the run.
     """
 
     records: RecordDict
@@ -68,14 +68,14 @@ class NodeState:
     state_dir: Path | None
 
     def recall(self, kept: Kept[T]) -> T | None:
-        """What the last accepted round left; None where it cannot be had."""
+        """What the last accepted round left, if it can be read."""
         if files := self._files(kept):
             return files.recall(self.progress.last_round, kept.read)
         record = self._record(kept.name)
         return None if record is None else kept.decode(record)
 
     def remember(self, kept: Kept[T], value: T) -> None:
-        """Keep what this round leaves, beside what the accepted one left."""
+        """Keep the result of this round beside that of the last accepted one."""
         if files := self._files(kept):
             write = partial(kept.write, value)
             files.remember(self.server_round, self.progress.needed, write)
@@ -84,7 +84,7 @@ class NodeState:
 
     @property
     def advice(self) -> str:
-        """What would have kept the state that is missing; empty where it was kept in files."""
+        """How to keep missing state next time; empty if it was kept in files."""
         return "" if self.state_dir else f"; {STATE_KEY} in --node-config would keep it"
 
     def _files(self, kept: Kept[T]) -> RoundFiles | None:
@@ -93,7 +93,7 @@ class NodeState:
         return RoundFiles.of(self.state_dir, self.run_id, self.index, kept.suffix)
 
     def _record(self, name: str) -> Record | None:
-        """The record of the last accepted round; all others are dropped."""
+        """The record of the last accepted round; drops all others."""
         accepted = _key(name, self.progress.last_round)
         for key in [key for key in self.records if key.startswith(name) and key != accepted]:
             del self.records[key]
@@ -102,17 +102,16 @@ class NodeState:
 
 
 def state_folder(found: object, run_id: str) -> Path | None:
-    """The folder that node-config or run-config name; raises ConfigError where it is no path."""
+    """The folder that node-config or run-config name; raises ConfigError if it is no path."""
     if not isinstance(found, str):
         raise ConfigError(f"node-config {STATE_KEY} must be the path of a folder: {found!r}")
     return Path(found).expanduser() if found and run_id else None
 
 
 def recall_optimizer(state: NodeState) -> OptimizerState:
-    """The optimizer of the last accepted round: of embedding and blocks, or of a whole model.
+    """The optimizer state of the last accepted round, of embedding and blocks or of a whole model.
 
-    A fresh one has none. The head's part is with the server (`RpcEdgeGateway`) and continues from
-    the same round.
+    Empty for a fresh optimizer. The head's part is kept by the server (`RpcEdgeGateway`).
     """
     slots = state.recall(OPTIMIZER)
     if slots is None and state.progress.rounds:
@@ -125,12 +124,12 @@ def recall_optimizer(state: NodeState) -> OptimizerState:
 
 
 def write_slots(slots: OptimizerState, path: Path) -> None:
-    """Write them as one safetensors file."""
+    """Write optimizer state as one safetensors file."""
     write_tensors(PartState(weights={}, optimizer=slots).tensors(), path)
 
 
 def read_slots(path: Path) -> OptimizerState:
-    """What `write_slots` wrote; raises ModelError for another file."""
+    """Read a file of `write_slots`; raises ModelError for another file."""
     try:
         return PartState.of_tensors(read_tensors(path)).optimizer
     except SafetensorError as error:
@@ -170,14 +169,14 @@ class RoundFiles:
 
     @staticmethod
     def of(state_dir: Path, run_id: str, place: int, suffix: str) -> RoundFiles:
-        """Those of cluster number ``place``; ``run_id`` may be any text."""
+        """The files of cluster number ``place``; ``run_id`` may be any text."""
         run = sha256(run_id.encode()).hexdigest()[:32]
         return RoundFiles(folder=state_dir / run / f"cluster-{place}", suffix=suffix)
 
     def recall(self, accepted: int, load: Callable[[Path], T]) -> T | None:
-        """What the last accepted round left; None where it cannot be had.
+        """The result of the last accepted round, if it can be read.
 
-        Files of later rounds, which the global model does not contain, are dropped. A file that is
+        Files of later rounds, which the global model does not contain, are deleted. A file that is
         damaged, or that ``load`` refuses with a CollaPipeError, is named in the log.
         """
         found = [(path, done) for path, done in self._found() if done >= accepted]
@@ -189,10 +188,10 @@ class RoundFiles:
     def remember(
         self, server_round: int, needed: Collection[int], save: Callable[[Path], None]
     ) -> None:
-        """Keep what this round leaves, and of earlier rounds only what is still ``needed``.
+        """Keep the result of this round, and of earlier rounds only those still ``needed``.
 
-        A round that ends after a later one has begun anew from the same files leaves nothing: the
-        server has given it up. Raises ConfigError when the file cannot be written.
+        Nothing is kept if a later round has begun from the same files: the server has given this
+        one up. Raises ConfigError when the file cannot be written.
         """
         try:
             if any(done > server_round for _, done in self._found()):

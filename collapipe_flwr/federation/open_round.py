@@ -1,7 +1,5 @@
-"""One round between configuration and aggregation: messages out, replies in, edge sessions open.
-
-Each message gets its cluster's plan and part of the model, and each reply is joined with the edge's
-part to an unsplit model.
+"""One round between configuration and aggregation: each message gets its plan and its part of the
+model, each reply is joined with the edge's part.
 """
 
 from __future__ import annotations
@@ -82,14 +80,14 @@ class OpenRound:
         self._personal = personal
 
     def address(self, messages: Iterable[Message]) -> list[Message]:
-        """Make the message of every node that takes part; raises LinkError, RunError."""
+        """The messages to the clusters that take part; raises LinkError, RunError."""
         for message in messages:
             if self.plan.takes_part(message.metadata.dst_node_id):
                 self.sent.append(self._address(message))
         return [sent.message for sent in self.sent]
 
     def progress(self) -> dict[str, ClusterProgress]:
-        """How far the clusters are that were asked, as far as an edge can say it."""
+        """The progress of the clusters that were asked, as far as the edge knows it."""
         found = self._split.passes() if self._split is not None else {}
         names = [sent.cluster_id for sent in list(self.sent)]
         return {name: self._progress(name, found.get(name, PassesDone())) for name in names}
@@ -108,7 +106,7 @@ class OpenRound:
         )
 
     def receive(self, replies: Iterable[Message], weighted_by: str) -> ClosedRound:
-        """Sort the replies; one that cannot be used becomes an error for the inner strategy."""
+        """Sort the replies; unusable ones become errors for the inner strategy."""
         closed = ClosedRound(plan=self.plan, before=self.template, sent=self.sent)
         for reply, sent in self._attributed(replies):
             if sent is not None and self._is_late(reply):
@@ -123,13 +121,13 @@ class OpenRound:
         return closed
 
     def weighed(self, replies: Iterable[Message], weighted_by: str) -> list[Message]:
-        """Replies to an evaluation; one whose weight would spoil the average becomes an error."""
+        """The replies to an evaluation; one with an unusable weight becomes an error."""
         return [self._weighed(reply, weighted_by) for reply in replies]
 
     def total_loss(self, closed: ClosedRound) -> str:
-        """The sentence for a round whose clusters were asked and all failed, else empty.
+        """The error message for a round whose clusters all failed, else empty.
 
-        One that was late by plan is no loss: the next round waits longer for it.
+        A cluster that is late by plan has not failed: the next round waits longer for it.
         """
         late = any(r.has_error() and r.error.code == LATE for r in closed.replies)
         if not self.sent or closed.models or closed.late or late:
@@ -143,9 +141,9 @@ class OpenRound:
     def receive_late(
         self, reply: Message, sent: Sent, weighted_by: str, closed: ClosedRound
     ) -> bool:
-        """Add a reply to this round to one that closes later, see `late_updates`.
+        """Add a reply to this round to a later one, see `late_updates`.
 
-        Whether it can be used; else ``closed`` says why not.
+        Returns whether it can be used; if not, ``closed.failures`` has the reason.
         """
         alone = ClosedRound(plan=self.plan, before=self.template, sent=[sent])
         shown, name = self._receive(reply, sent, weighted_by, alone), sent.cluster_id
@@ -173,23 +171,22 @@ class OpenRound:
         return True
 
     def accept(self, closed: ClosedRound) -> None:
-        """Count the replies as part of the global model: clusters continue from this round.
+        """Count the replies as part of the global model, from which clusters continue.
 
-        Those that joined late are accepted one by one.
+        Late updates are accepted one by one.
         """
         for sent in self.sent:
             if sent.cluster_id in closed.models and sent not in closed.late:
                 self.accept_cluster(sent.cluster_id, closed.models[sent.cluster_id])
 
     def accept_cluster(self, cluster_id: str, model: ArrayRecord) -> None:
-        """Count the reply of one cluster."""
         if self._split is not None:
             self._split.accept(cluster_id)
             self._personal.keep(cluster_id, model, self._split.model.personal_keys)
         self._accepted.accept(cluster_id, self.plan.server_round)
 
     def close(self, keep: Collection[str] = ()) -> None:
-        """End the edge sessions but those of the clusters to ``keep``."""
+        """End the edge sessions except those of the clusters to ``keep``."""
         if self._split is not None:
             self._split.close(keep)
 
@@ -227,7 +224,8 @@ class OpenRound:
     def _attributed(self, replies: Iterable[Message]) -> Sequence[tuple[Message, Sent | None]]:
         """Pair replies with their messages; split rounds in a fixed order, so that sums repeat.
 
-        A reply to no message of this round is for the inner strategy alone; split, for nobody.
+        A reply to no message of this round is passed to the inner strategy if the model is not
+        split.
         """
         pairs = [(reply, sender_of(reply, self.sent)) for reply in replies]
         for reply, sent in pairs:
@@ -316,12 +314,11 @@ class OpenRound:
         return content, telemetry
 
     def _check_finite(self, content: RecordDict, cluster_id: str) -> None:
-        """Raise ProtocolError for a whole model that would spoil everyone's."""
+        """Raise ProtocolError for an unsplit model with infinities or NaN."""
         for arrays in content.array_records.values():
             if (key := not_finite(arrays, self.template)) is not None:
                 raise ProtocolError(f"cluster {cluster_id}: {diverged(key)}")
 
 
 def edge_depth(plan: ClusterPlan | None) -> int:
-    """Micro-batches in flight that the plan gives the edge, the last stage."""
     return plan.warmup_depth[-1] if plan is not None and plan.warmup_depth else 1

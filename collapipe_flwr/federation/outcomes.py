@@ -1,13 +1,13 @@
-"""What a round of a cluster of machines came to, from what they measured.
+"""The outcome of a round of a cluster of machines, from what they measured.
 
 Seconds are those of each machine's own clock: the control unit's from its order to its reply, every
 stage's for its passes. The way to the Flower server is not timed and counts as the cost model has
-it. Energy is a sensor's where a machine has one. Else it is modelled from measured times: the power
-of its profile while it computes, and its planned transmit powers while it sends. Weights that are
-handed out and collected are not timed hop by hop and spend no energy here.
+it. Energy is measured by a sensor if a machine has one, else modelled from measured times: the
+power of its profile while it computes, and its planned transmit powers while it sends. Weights that
+are placed and collected are not timed hop by hop and spend no energy here.
 
-A stage cannot have computed for longer than the round lasted: such a report is false, nothing is
-learnt from it, and its energy counts as planned. So do seconds that are zero or no number.
+A stage cannot have computed for longer than the round lasted, nor for zero seconds: such a report
+is ignored, and its energy counts as planned.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def measured_outcome(
     links: tuple[LinkSample, ...],
     recompute: bool,
 ) -> ClusterOutcome:
-    """The outcome of ``plan``, which was expected to come to ``planned``."""
+    """The outcome of ``plan``, whose predicted price was ``planned``."""
     reports = _by_member(plan, told)
     trusted = {name: report for name, report in reports.items() if _is_true(report, told)}
     energy_j = {member.device_id: planned.energy_j[member.device_id] for member in profile.members}
@@ -98,7 +98,7 @@ def _energy_j(plan: ClusterPlan, name: str, reports: dict[str, StageReport], wat
 
 
 def _micro_batches(plan: ClusterPlan, report: StageReport | None) -> int:
-    """That passed a stage, or one of its replicas, in training."""
+    """Micro-batches that passed a stage, or one of its replicas, in training."""
     return (report.micro_batches or report.steps * plan.micro_batches) if report else 0
 
 

@@ -1,7 +1,7 @@
-"""Flower's records over a local socket: a JSON head, then the bytes of every array in turn.
+"""Flower's records over a local socket: a JSON head, then the bytes of every array.
 
-Imports flwr alone, since the relay in a ClientApp pays for it with every message. Arrays leave
-the record as they are written, so a model is never there twice.
+Imports flwr alone, since the relay in a ClientApp pays for it with every message. Arrays leave the
+record as they are written, so a model is never in memory twice.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _KINDS = {"arrays": ArrayRecord, "metrics": MetricRecord, "config": ConfigRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parcel:
-    """A head of plain values, and the records that travel with it."""
+    """JSON values, and the records sent with them."""
 
     head: Mapping[str, Any]
     contents: tuple[RecordDict, ...] = ()
 
 
 def write_parcel(peer: socket, head: Mapping[str, Any], *contents: RecordDict) -> None:
-    """Send both; ``contents`` are without arrays then. Raises LinkError for a lost peer."""
+    """Send both, emptying ``contents`` of arrays; raises LinkError for a lost peer."""
     told = {"head": head, "contents": [_describe(content) for content in contents]}
     data = json.dumps(told).encode()
     try:
@@ -52,7 +52,7 @@ def write_parcel(peer: socket, head: Mapping[str, Any], *contents: RecordDict) -
 
 
 def read_parcel(file: BinaryIO) -> Parcel:
-    """What `write_parcel` sent; raises LinkError for a lost peer, ProtocolError for nonsense."""
+    """Receive a parcel; raises LinkError for a lost peer, ProtocolError for malformed data."""
     (size,) = _LENGTH.unpack(_read(file, _LENGTH.size))
     if size > _MOST_HEAD_BYTES:
         raise ProtocolError(f"a head of {size} bytes came over the local socket")
@@ -66,23 +66,21 @@ def read_parcel(file: BinaryIO) -> Parcel:
 
 
 def message_head(message: Message) -> dict[str, Any]:
-    """All of a message but its content."""
+    """The metadata of a message."""
     return {name.lstrip("_"): value for name, value in vars(message.metadata).items()}
 
 
 def message_of(head: Mapping[str, Any], content: RecordDict) -> Message:
-    """The message that `message_head` described."""
     known = {name: value for name, value in head.items() if name != "delivered_at"}
     return Message(content, metadata=Metadata(**known))  # type: ignore[call-overload, no-any-return]
 
 
 def context_head(context: Context) -> dict[str, Any]:
-    """All of a context but its state."""
+    """A context without its state."""
     return {name: value for name, value in vars(context).items() if name != "state"}
 
 
 def context_of(head: Mapping[str, Any], state: RecordDict) -> Context:
-    """The context that `context_head` described."""
     return Context(state=state, **head)
 
 

@@ -1,8 +1,8 @@
 """Parameters that each cluster keeps for itself: trained, but never aggregated.
 
 The server holds every cluster's own values beside the global model, puts them into the cluster's
-messages, and takes them out of its replies before the inner strategy looks. In the global model
-they stay as they began.
+messages, and takes them out of its replies before aggregation. In the global model they keep their
+initial values.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ class PersonalArrays:
         self._clusters: dict[str, dict[str, Array]] = {}
 
     def insert(self, cluster_id: str, arrays: ArrayRecord) -> ArrayRecord:
-        """``arrays`` with the cluster's own in their places; the first ones are the global ones."""
+        """``arrays`` with the cluster's own values; before its first round, the global ones."""
         own = self._clusters.get(cluster_id, {})
         return ArrayRecord({key: own.get(key, array) for key, array in arrays.items()})
 
     def keep(self, cluster_id: str, model: ArrayRecord, keys: Collection[str]) -> None:
-        """Those of a model that was accepted."""
+        """Keep the personal arrays of an accepted model."""
         if keys:
             self._clusters[cluster_id] = {key: model[key] for key in keys}
 
     def dump(self) -> Memory:
-        """All of them; keys and bytes as text, since any dtype must survive."""
+        """All arrays as text, which keeps any dtype."""
         kept = {
             name: {
                 key: [array.dtype, list(array.shape), array.stype, array.data.hex()]
@@ -43,7 +43,6 @@ class PersonalArrays:
         return Memory(text=json.dumps(kept))
 
     def load(self, memory: Memory) -> None:
-        """Continue from a checkpoint."""
         kept = json.loads(memory.text or "{}")
         self._clusters = {
             name: {

@@ -1,6 +1,6 @@
 """A planned round of one cluster: devices here, the decoder at the edge.
 
-What a user's `Cluster` and our own ClientApp share; it knows neither tasks nor data sets.
+Shared by a user's `Cluster` and our own ClientApp; it knows neither tasks nor data sets.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PipelineRound:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The largest tensors of an example that are planned for, without pictures."""
+        """The largest planned tensor shapes of an example, images excepted."""
         splitter = splitter_of(self.task.model_spec_json)
         if isinstance(splitter, ModuleSplitter):
             return {name: shape[1:] for name, _, shape in splitter.spec.example if shape[1:]}
@@ -60,7 +60,7 @@ class PipelineRound:
 
     @staticmethod
     def of(content: RecordDict) -> PipelineRound:
-        """The round that a message asks for; raises ProtocolError where it asks for none."""
+        """The round that a message asks for; raises ProtocolError if it asks for none."""
         assignment = records.read_assignment(content)
         if assignment.split is None or assignment.plan is None:
             raise ProtocolError(
@@ -78,9 +78,9 @@ class PipelineRound:
         batches: Batches,
         state: NodeState | None,
     ) -> tuple[RoundResult, tuple[str, ...]]:
-        """One optimizer step per batch; also the devices absent at the end.
+        """One optimizer step per batch; returns the result and the devices absent at the end.
 
-        The optimizer goes on from ``state``, or starts anew without one. Raises as `train_round`.
+        The optimizer continues from ``state``, or starts anew without one. Raises as `train_round`.
         """
         splitter = splitter_of(self.task.model_spec_json)
         with site.devices(self.task, splitter) as devices:
@@ -105,7 +105,7 @@ class PipelineRound:
             return result, devices.absent()
 
     def completed(self, sent: Weights, trained: Lookup[Tensor]) -> Lookup[Tensor]:
-        """What the reply holds: what was trained, or all that was ``sent``, brought up to date."""
+        """The reply's weights: those trained, or all that were ``sent``, updated."""
         if not self.task.whole:
             return trained
         aliases = splitter_of(self.task.model_spec_json).aliases
@@ -148,7 +148,7 @@ class PipelineRound:
         )
 
     def _dropout_seed(self, splitter: AnySplitter) -> int | None:
-        """One per run, cluster and round; None for a model that drops nothing, which is faster."""
+        """A seed per run, cluster and round; None, which is faster, for a model without dropout."""
         if not splitter.drops:
             return None
         place = f"{self.task.learning.seed}/{self.plan.cluster_id}/{self.server_round}"
@@ -170,7 +170,7 @@ def _micro_batches(splitter: AnySplitter, steps: Steps) -> Iterator[list[MicroBa
 def telemetry(
     result: RoundResult, batches: Batches, absent: tuple[str, ...], *, wall_s: float
 ) -> ClusterTelemetry:
-    """What a round of ``wall_s`` seconds measured, from its message to its reply."""
+    """The measurements of a round of ``wall_s`` seconds, from its message to its reply."""
     replanned = any(incident.lost for incident in result.incidents)
     return ClusterTelemetry(
         cluster_id=result.plan.cluster_id,

@@ -58,8 +58,6 @@ Matrix = tuple[tuple[float, ...], ...]  # of numbers by pair of members
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """A planner's memory in a checkpoint."""
-
     state: str = ""
     absent: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     examples: Mapping[str, int] = field(default_factory=dict)
@@ -133,7 +131,7 @@ class ScheduledRounds:
         )
 
     def settle(self, closed: ClosedRound) -> Outcome:
-        """Price the finished part of the plan and let the scheduler observe it, if there is any."""
+        """Price the finished part of the plan, and let the scheduler observe it."""
         assert closed.plan.plan is not None and self.state is not None
         self._before = None
         outcome = self._settled(closed)
@@ -141,7 +139,7 @@ class ScheduledRounds:
         return outcome
 
     def _follow(self, closed: ClosedRound) -> None:
-        """Plan from the next round on with the devices that clusters of machines have now."""
+        """Use the current devices of clusters of machines from the next round on."""
         known = {profile.cluster_id: profile for profile in self.world.clusters}
         for told in closed.telemetry.values():
             now, before = told.profile, known.get(told.cluster_id)
@@ -174,7 +172,6 @@ class ScheduledRounds:
         )
 
     def dump(self) -> Memory:
-        """Queues, estimates, the last plan, the last movement, and who was absent."""
         state = self.state.to_json() if self.state is not None else ""
         kept = to_json(
             _Kept(
@@ -187,7 +184,7 @@ class ScheduledRounds:
         return Memory(text=kept, arrays=self._meter.last)
 
     def load(self, memory: Memory) -> None:
-        """Restore from a checkpoint; raises ScheduleError or ProtocolError for another memory."""
+        """Restore from a checkpoint; raises ScheduleError or ProtocolError for another's."""
         kept = from_json(_Kept, memory.text, "the planner's checkpoint") if memory.text else _Kept()
         self.state = SchedulerState.from_json(kept.state) if kept.state else None
         self._absent, self._examples = dict(kept.absent), dict(kept.examples)
@@ -219,7 +216,7 @@ class ScheduledRounds:
         return with_rates(plan, snapshot)
 
     def _left_out_in(self, server_round: int) -> dict[str, tuple[str, ...]]:
-        """The devices of each cluster that are absent or in quarantine."""
+        """The absent or quarantined devices of each cluster."""
         held = self._quarantine.devices(server_round)
         names = self._absent.keys() | held.keys()
         return {name: (*self._absent.get(name, ()), *held.get(name, ())) for name in names}
@@ -271,7 +268,7 @@ class ScheduledRounds:
         return self._with_expected(found)
 
     def _with_expected(self, cluster: ClusterOutcome) -> ClusterOutcome:
-        """The outcome with what the scheduler had believed of every stage."""
+        """The outcome with the stage times that the scheduler expected."""
         assert self.state is not None
         beliefs, name = self.state.beliefs, cluster.cluster_id
         stages = (replace(s, expected_s=expected_s(beliefs, name, s)) for s in cluster.stages)
@@ -280,7 +277,7 @@ class ScheduledRounds:
     def _explained(
         self, plan: Plan, outcome: RoundOutcome, seen: Snapshot, options: PricingOptions
     ) -> RoundOutcome:
-        """The outcome with what stages of machines, as measured, and links make of the round."""
+        """The outcome with the round times that the measured stages and links explain."""
         assert self.state is not None
         known = links_learned(self.state.links, outcome)
         shown = with_links(self._described(seen.round_index), known)
@@ -305,7 +302,7 @@ class ScheduledRounds:
         return snapshot if self.state is None else with_links(snapshot, self.state.links)
 
     def _described(self, server_round: int, present: Sequence[str] | None = None) -> Snapshot:
-        """The world's snapshot, for as many examples as machines really train on."""
+        """The world's snapshot, with the numbers of examples that machines really train on."""
         snapshot = self.world.snapshot(server_round, self._model, present)
         if not self._examples:
             return snapshot
@@ -333,7 +330,7 @@ def _left_out(whole: Snapshot, part: Snapshot) -> set[str]:
 def _other_examples(
     plan: Plan, telemetry: Mapping[str, ClusterTelemetry], snapshot: Snapshot
 ) -> dict[str, int]:
-    """Examples of a round of machines that took other steps than planned: a user's loader."""
+    """Examples per round of machines that take other steps than planned (a user's loader)."""
     profiles = {c.profile.cluster_id: c.profile for c in snapshot.clusters}
     found = {}
     for part in plan.clusters:
@@ -347,7 +344,7 @@ def _other_examples(
 
 
 def finished(plan: Plan, closed: ClosedRound) -> Plan:
-    """The plans of clusters that replied, earlier ones of those that joined, as each ended it."""
+    """The plans that ended with this round, as each cluster finished it."""
     told = closed.telemetry
     ends = {name: told[name].replanned for name in told if told[name].replanned is not None}
     begun = (*plan.clusters, *closed.joined.values())
@@ -356,13 +353,12 @@ def finished(plan: Plan, closed: ClosedRound) -> Plan:
 
 
 def without_absent(snapshot: Snapshot, absent: Absent) -> Snapshot:
-    """The snapshot without absent devices; a cluster without any device is left out."""
+    """The snapshot without absent devices, and without clusters that have no device left."""
     left = [_without(c, absent.get(c.profile.cluster_id, ())) for c in snapshot.clusters]
     return replace(snapshot, clusters=tuple(c for c in left if c.profile.devices))
 
 
 def without_clusters(snapshot: Snapshot, cluster_ids: Collection[str]) -> Snapshot:
-    """The snapshot without some clusters."""
     left = (c for c in snapshot.clusters if c.profile.cluster_id not in cluster_ids)
     return replace(snapshot, clusters=tuple(left))
 

@@ -1,8 +1,8 @@
 """Everything that is known of a run before Flower starts, checked by the run's own code.
 
-The checks are those that the ServerApp and the clusters would make: `make_learner` reads data,
-tokenizer and model, `make_planner` plans the first round. Cheap checks come first, and each raises
-one sentence with the key, the value and the way out. Nothing is written.
+The checks are those of the ServerApp and the clusters: `make_learner` reads data, tokenizer and
+model, `make_planner` plans the first round. Cheap checks come first, and each raises one sentence
+with the key, the value and the fix. Nothing is written.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _FEDERATION_KEYS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preflight:
-    """What a run was found to be."""
+    """The learner, model profile and clusters of a checked run."""
 
     learner: Learner
     model: ModelProfile
@@ -60,7 +60,7 @@ class Preflight:
 
     @property
     def verdict(self) -> str:
-        """What it is, then a line for each file of which rows are left out."""
+        """A summary line, then a line for each file with skipped rows."""
         task, spec = self.learner.task, self.learner.splitter.spec
         found = f"{spec.model_type} of {len(self.model.blocks)} blocks for {spec.task}"
         sizes = f"{len(task.train)} training and {len(task.test)} test examples"
@@ -80,8 +80,8 @@ def preflight(
 ) -> Preflight:
     """Check a run; raises ConfigError, DataError, ModelError or InfeasibleError.
 
-    ``federation`` is Flower's file of a simulation. ``cluster_files`` are those that SuperNodes
-    will name; without any the clusters are simulated ones.
+    ``federation`` is Flower's file of a simulation. ``cluster_files`` are those of the SuperNodes;
+    without any, the clusters are simulated.
     """
     check_extras(config, simulated=simulated and not cluster_files)
     check_folders(config, run_dir)
@@ -99,7 +99,7 @@ def preflight(
 def _loaded(
     config: AppConfig, run_dir: Path | None, clusters: Sequence[ClusterConfig]
 ) -> Preflight:
-    """What can be told only after data and model were read."""
+    """The checks that need the data and the model."""
     from collapipe_flwr.federation.run_strategy import make_planner
     from collapipe_flwr.federation.strategy_names import make_strategy
 
@@ -123,9 +123,10 @@ def _loaded(
 
 
 def check_launch(launch: Launch) -> str:
-    """Check what is about to be started; one line on what it was found to be.
+    """Check a run before it starts; returns a one-line summary.
 
-    Of an app with run-config keys of its own, only those and where it writes can be checked.
+    Of an app with run-config keys of its own, only their names and the output directory are
+    checked.
     """
     declared = declared_config(launch.app)
     if set(declared) != known_keys():
@@ -143,7 +144,7 @@ def check_launch(launch: Launch) -> str:
 
 
 def check_extras(config: AppConfig, *, simulated: bool) -> None:
-    """Raise ConfigError for a missing package, with the line that installs it."""
+    """Raise ConfigError for a missing package, with the command that installs it."""
     require("datasets", "data")
     if simulated:
         require("ray", "simulation")
@@ -157,7 +158,7 @@ def check_extras(config: AppConfig, *, simulated: bool) -> None:
 
 
 def check_paths(config: AppConfig) -> None:
-    """Raise DataError for a file or folder that is not there, before any library reads it."""
+    """Raise DataError for a missing file or folder, before any library reads it."""
     for key, name in {"data.train": config.data.train, "data.test": config.data.test}.items():
         path = Path(name.rpartition(":")[0] or name).expanduser()  # DIRECTORY:split, or a file
         if folder_only(name) and not (path.exists() or Path(name).expanduser().exists()):
@@ -165,7 +166,7 @@ def check_paths(config: AppConfig) -> None:
 
 
 def check_folders(config: AppConfig, run_dir: Path | None) -> None:
-    """Raise ConfigError where the run cannot write, or cannot go on in the folder it resumes."""
+    """Raise ConfigError for a folder that cannot be written or resumed."""
     if config.run.resume:
         from collapipe_flwr.federation.recorder import check_resumable
 
@@ -193,13 +194,13 @@ def _check_writable(key: str, folder: Path) -> None:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest above it that is there."""
+    """The folder, or its nearest existing parent."""
     folder = folder.absolute()
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def check_disk(config: AppConfig, run_dir: Path | None, model: ModelProfile) -> None:
-    """Raise ConfigError where checkpoints and the trained model do not fit on the disk."""
+    """Raise ConfigError if checkpoints and the trained model do not fit on the disk."""
     from collapipe_flwr.federation.checkpoint import KEPT_CHECKPOINTS
 
     size = sum(p.parameter_bytes for p in (model.embedding, *model.blocks, model.decoder))
@@ -216,7 +217,7 @@ def check_disk(config: AppConfig, run_dir: Path | None, model: ModelProfile) -> 
 
 
 def check_members(config: AppConfig, clusters: Sequence[ClusterConfig]) -> None:
-    """Raise ConfigError for an edge or certificates that cannot be used, or clusters that clash."""
+    """Raise ConfigError for an unusable edge or certificate, or for clashing clusters."""
     if (tls := config.edge.tls()) is not None:
         _check_files("edge.tls-ca, edge.tls-cert, edge.tls-key", tls)
     if config.edge.address:
@@ -258,7 +259,7 @@ def _check_edge(address: str) -> None:
 
 
 def check_federation(config: AppConfig, path: Path | None) -> None:
-    """Raise ConfigError where Flower would start too few nodes, or Ray could never run one."""
+    """Raise ConfigError where Flower would start too few nodes, or Ray could run none."""
     values: dict[str, Any] = {} if path is None else read_toml(path, f"--federation-config {path}")
     refuse_unknown(values, _FEDERATION_KEYS, f"--federation-config {path}: key")
     nodes = values.get("num-supernodes", DEFAULT_SUPERNODES)
@@ -285,7 +286,7 @@ def check_federation(config: AppConfig, path: Path | None) -> None:
 def _places(
     config: AppConfig, clusters: Sequence[ClusterConfig]
 ) -> Iterator[tuple[Place, ClusterConfig | None]]:
-    """All clusters by place, their presets looked up."""
+    """The clusters of the run, after their device presets were checked."""
     from collapipe_flwr.cluster.local_data import Place
 
     for index in range(config.run.clusters):
@@ -305,9 +306,9 @@ def _described(
 
 
 def check_examples(config: AppConfig, learner: Learner) -> None:
-    """Collate an example of the test set, and cut the training set into the clusters' shares.
+    """Collate a test example, and split the training set into the clusters' shares.
 
-    Raises DataError where the test set cannot be used or a cluster would have nothing to learn.
+    Raises DataError if the test set cannot be used or a cluster would have no training data.
     """
     task = learner.task
     task.collate(task.examples(task.test).select([0]).to_list())
@@ -321,6 +322,6 @@ def check_examples(config: AppConfig, learner: Learner) -> None:
 
 
 def _examples(config: AppConfig, learner: Learner, place: Place) -> int:
-    """Those of a cluster's round."""
+    """The number of examples in a cluster's round."""
     task, given = learner.task, config.train.examples_per_round
     return given or len(task.examples(task.partition(*place.share)))

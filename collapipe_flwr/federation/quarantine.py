@@ -19,7 +19,7 @@ FIRST_ROUNDS, MOST_ROUNDS = 2, 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sentence:
-    """A device that is left out up to round ``until``, after so many ``offences``."""
+    """A device that is left out up to round ``until``, after this number of ``offences``."""
 
     until: int
     offences: int = 1
@@ -29,7 +29,7 @@ Sentences = Mapping[str, Mapping[str, Sentence]]  # by cluster and device
 
 
 class Quarantine:
-    """Who is left out of which rounds."""
+    """Which devices are left out of which rounds."""
 
     def __init__(self, sentences: Sentences | None = None) -> None:
         self._sentences = {name: dict(found) for name, found in (sentences or {}).items()}
@@ -47,7 +47,7 @@ class Quarantine:
         }
 
     def learn(self, server_round: int, cluster_id: str, told: ClusterTelemetry) -> None:
-        """Take in what a cluster said of a round: offences, and devices that worked."""
+        """Record the offences that a cluster reports, and devices that worked."""
         found = self._sentences.setdefault(cluster_id, {})
         for report in told.reports:
             if report.name not in told.quarantined:
@@ -64,7 +64,7 @@ class Quarantine:
             )
 
     def lift(self, cluster_id: str) -> None:
-        """Plan with a cluster's devices again at once: without them it cannot take part."""
+        """Use a cluster's devices again at once: without them it cannot take part."""
         for device_id, sentence in self._sentences.get(cluster_id, {}).items():
             lifted = Sentence(until=0, offences=sentence.offences)
             self._sentences[cluster_id][device_id] = lifted

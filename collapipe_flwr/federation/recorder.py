@@ -44,9 +44,9 @@ class RunRecorder:
     """Keeps one run's directory up to date.
 
     The strategy calls :meth:`on_round` when a round's replies are in and :meth:`evaluate` right
-    after; the two make one event, which goes to the ``sinks``, too. ``past`` is what a resumed run
-    has behind it, ``paced`` whether senders keep to planned rates, and ``lost`` tells whom the last
-    training lost.
+    after; the two make one event, which also goes to the ``sinks``. ``past`` holds the finished
+    rounds of a resumed run, ``paced`` says whether senders keep to planned rates, and ``lost``
+    returns the clusters that the last training lost.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class RunRecorder:
         self._save("running")
 
     def say(self, sentence: str) -> None:
-        """Tell whoever watches something about the run as a whole, and keep it in the summary."""
+        """Print a note on the run, and keep it in the summary."""
         if sentence not in self.story.notes:
             self.story = replace(self.story, notes=(*self.story.notes, sentence))
         self._save(*self._status)
@@ -106,7 +106,7 @@ class RunRecorder:
             write_trace(self._directory.timeline_path(record.server_round), timelines)
 
     def on_training(self, loss: float, flower_bytes: int) -> None:
-        """Keep what a plain strategy tells of a round; a plan's :meth:`on_round` tells more."""
+        """Keep a round of a plain strategy until it is evaluated."""
         self._pending = RoundEvent(
             round_index=len(self.story.events) + 1,
             metrics={},
@@ -118,11 +118,11 @@ class RunRecorder:
         self._directory.write_pending(self._pending.as_json())
 
     def on_clusters(self, metrics: Mapping[str, float]) -> None:
-        """Keep what the clusters found on their shares of the test set."""
+        """Keep the metrics that the clusters computed on their shares of the test set."""
         self._clusters = metrics
 
     def evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """Flower's ``evaluate_fn``: round 0 is the untrained model; the next round begins then.
+        """Flower's ``evaluate_fn``; round 0 is the untrained model.
 
         A resumed run is asked again for the round of its checkpoint.
         """
@@ -157,14 +157,14 @@ class RunRecorder:
         return _metric_record(metrics)
 
     def fail(self, reason: str) -> None:
-        """The last word on a run that cannot go on."""
+        """Write the final summary and report of a run that failed."""
         self._save("failed", reason)
         self._report(hasty=True)
         if self._sinks is not None:
             self._sinks.close("failed", within_s=_FAILED_S)
 
     def finish(self) -> None:
-        """The last word on a run that went to its end; raises RunError where rounds are missing."""
+        """Write the final summary and report; raises RunError if rounds are missing."""
         done, asked = len(self.story.events), self.story.rounds_asked
         if asked is not None and done < asked:
             raise RunError(f"only {done} of {asked} rounds were done")
@@ -243,7 +243,7 @@ _FREE_ENDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """Where a run writes, where its checkpoints go (None: nowhere), and what it has behind it."""
+    """The run's directory, its checkpoints (None: it has none), and its past rounds."""
 
     directory: RunDirectory
     checkpoints: Checkpoints | None
@@ -251,7 +251,7 @@ class RunFolder:
 
 
 def prepared_folder(config: AppConfig) -> Path | None:
-    """The folder of the run that is about to begin, where it is there already."""
+    """The directory of a run that is about to begin, if it exists already."""
     if config.run.resume:
         path = Path(config.run.resume).resolve()
         return path if read_config(path) is not None else None
@@ -260,7 +260,7 @@ def prepared_folder(config: AppConfig) -> Path | None:
 
 
 def open_run(config: AppConfig) -> RunFolder:
-    """Make or reopen the folder; raises ConfigError when the run-config is not that run's."""
+    """Create or reopen the directory; raises ConfigError for another run's run-config."""
     if config.run.resume:
         return _reopen(config, Path(config.run.resume).resolve())
     name = config.run.run_name or time.strftime("%Y%m%d-%H%M%S")
@@ -279,9 +279,9 @@ def _reopen(config: AppConfig, path: Path) -> RunFolder:
 
 
 def check_resumable(config: AppConfig, path: Path) -> tuple[RunDirectory, Checkpoints]:
-    """The folder of a run that can go on and its checkpoints; raises ConfigError with the reason.
+    """The directory and the checkpoints of a run that can be resumed; raises ConfigError.
 
-    A run that died before its first checkpoint begins again; one that had checkpoints does not.
+    A run that died before its first checkpoint begins again.
     """
     directory = RunDirectory.reopen(path)
     check_not_written(path)
@@ -322,7 +322,7 @@ def _checkpoints(config: AppConfig, directory: RunDirectory) -> Checkpoints | No
 
 
 def check_same_run(config: AppConfig, path: Path) -> None:
-    """Raise ConfigError for the first key that the rounds so far depend on and that differs."""
+    """Raise ConfigError for a changed key that the finished rounds depend on."""
     saved = read_config(path) or {}
     first = saved.get(_ROUNDS, config.run.num_server_rounds)
     if config.train.decay != "none" and first != config.run.num_server_rounds:

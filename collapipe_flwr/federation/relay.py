@@ -1,9 +1,9 @@
-"""A ClientApp that hands its messages to the resident control unit beside it.
+"""A ClientApp that forwards its messages to the resident control unit beside it.
 
     app = Relay("my_app.client_app:app")
 
-Flower starts a process per message. This one imports flwr alone: the app that it names is imported
-by the control unit, once per run. Where no control unit listens, it is imported and called here.
+Flower starts a process per message. This one imports flwr alone: the app itself is imported by the
+control unit, once per run. If no control unit listens, the app is imported and called here.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _MOST_STARTS = 4  # of a control unit, until it has the code of this run
 
 
 class Relay(ClientApp):
-    """The app ``module:attribute``, called in the control unit where there is one, else here.
+    """The app ``module:attribute``, called in the control unit if there is one, else here.
 
     A message is answered by exactly the files that Flower installed for its run: the control unit
-    imports those, and begins anew for another run or other files. An error there is raised here.
+    imports those, and restarts for another run or other files. Its errors are raised here.
     """
 
     def __init__(self, app: str) -> None:
@@ -43,7 +43,7 @@ class Relay(ClientApp):
         self._app = app
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Answer a message, see `ClientApp`; raises LinkError where the control unit is lost."""
+        """Answer a message; raises LinkError if the control unit is lost."""
         path = local_socket.path_for(context.node_config)
         peer = None if path is None else _accepted(path, self._app, context.run_id)
         if peer is None:
@@ -54,7 +54,7 @@ class Relay(ClientApp):
 
 
 def _accepted(path: Path, app: str, run_id: int) -> socket.socket | None:
-    """A connection to a control unit that runs this very code; None where there is none."""
+    """A connection to a control unit that runs this code; None if there is none."""
     code = None  # its files are read only where somebody asks for them
     for _ in range(_MOST_STARTS):
         peer = local_socket.connected(path)
@@ -74,7 +74,7 @@ def _accepted(path: Path, app: str, run_id: int) -> socket.socket | None:
 
 
 def _introduced(peer: socket.socket, code: AppCode) -> tuple[str, str]:
-    """What the control unit says to this code, and why; `AGAIN` if it left to begin anew."""
+    """The control unit's verdict on this code, and why; `AGAIN` if it closed to restart."""
     peer.settimeout(LOAD_S)
     try:
         write_parcel(peer, {"version": VERSION, **asdict(code)})
@@ -108,7 +108,7 @@ def _answered(peer: socket.socket, message: Message, context: Context) -> Messag
 
 
 def _error(name: str, words: str) -> Exception:
-    """An error of ours by its name; of any other, name and words."""
+    """The CollaPipeError of this name, else a RunError with name and message."""
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, CollaPipeError):
         return kind(words)

@@ -1,12 +1,12 @@
-"""The control unit as a process that stays: it answers the messages that relays bring.
+"""The control unit as a resident process, which answers the messages of relays.
 
-What a ClientApp loads per message, it loads once per run: libraries, data, tokenizer, the model's
-skeleton. It holds one run's code, imported from the folder that Flower installed it in. For another
-run, or other files, it begins anew; so it does when a relay is gone before it was answered, which
-ends the round with everything that it had open.
+It loads once per run what a ClientApp loads per message: libraries, data, tokenizer, the model's
+skeleton. It holds one run's code, imported from the folder that Flower installed it in. It restarts
+for another run or other files, and when a relay disconnects before it was answered, which ends the
+round with everything that it had open.
 
-To begin anew, it executes itself, and only its listening socket stays open: handed over by
-systemd's protocol (``LISTEN_FDS``), so that those who connect meanwhile wait instead of failing.
+To restart, it executes itself and keeps only its listening socket, passed by systemd's protocol
+(``LISTEN_FDS``), so that connections made meanwhile wait instead of failing.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ _FIRST_FD = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentSettings:
-    """Where a control unit listens; ``state_dir`` is for nodes and runs that name none.
+    """The socket's path; ``state_dir`` is for nodes and runs that name none.
 
-    On a stop, a message that is being worked on gets ``grace_s`` to be answered. A Prometheus
-    server finds numbers at the address ``metrics`` (empty: nowhere).
+    After a stop, the current message gets ``grace_s`` to be answered. Prometheus metrics are served
+    at the address ``metrics``, unless it is empty.
     """
 
     path: Path
@@ -91,7 +91,7 @@ def serve(settings: ResidentSettings, announce: Callable[[str], None]) -> None:
 
 @dataclass(slots=True)
 class _Work:
-    """One message, answered in a thread of its own so that its relay can be watched."""
+    """One message, answered in a thread so that its relay can be watched."""
 
     app: ClientApp
     message: Message
@@ -122,7 +122,7 @@ class _Work:
 
 
 class ControlUnit:
-    """Answers relays one after the other, with the code that this process was executed for."""
+    """Answers relays one after the other, with the code that this process was started for."""
 
     def __init__(
         self, listener: socket.socket, settings: ResidentSettings, stop: threading.Event
@@ -134,7 +134,7 @@ class ControlUnit:
         self._why = ""  # there is no app
 
     def serve(self) -> None:
-        """Until a stop."""
+        """Answer relays until a stop is requested."""
         if self._code is not None:
             self._load(self._code)
         while not self._stop.is_set():
@@ -205,7 +205,7 @@ class ControlUnit:
             begin_anew(self._listener, code)
 
     def _awaited(self, peer: socket.socket, thread: threading.Thread) -> bool:
-        """Wait for the work; False after a stop and its grace. Raises LinkError without a relay."""
+        """Wait for the reply; False after a stop's grace. Raises LinkError without a relay."""
         told_s, stopped_s = time.monotonic(), None
         while thread.is_alive():
             thread.join(_LOOK_S)
@@ -222,14 +222,14 @@ class ControlUnit:
         return True
 
     def _lend_state_dir(self, context: Context) -> None:
-        """What a run keeps lies in files here, unless node or run have a place for it."""
+        """Use this process's state folder where neither node nor run name one."""
         lent = self._settings.state_dir
         if lent is not None and not context.run_config.get(f"train.{STATE_KEY}"):
             context.node_config = {STATE_KEY: str(lent), **context.node_config}
 
 
 def begin_anew(listener: socket.socket, code: AppCode) -> NoReturn:
-    """Execute this command once more, with the folder of ``code`` before all others."""
+    """Execute this command again, with the folder of ``code`` first on the path."""
     path = os.environ.get(_PATH, os.environ.get("PYTHONPATH", ""))
     environment = {
         **os.environ,
@@ -249,7 +249,7 @@ def begin_anew(listener: socket.socket, code: AppCode) -> NoReturn:
 
 
 def inherited_listener() -> socket.socket | None:
-    """The listening socket that systemd, or an earlier life of this process, handed over."""
+    """The listening socket passed by systemd, or by this process before it restarted."""
     given = os.environ.pop("LISTEN_PID", ""), os.environ.pop("LISTEN_FDS", "")
     if given != (str(os.getpid()), "1"):
         return None
@@ -258,6 +258,6 @@ def inherited_listener() -> socket.socket | None:
 
 
 def wanted_code() -> AppCode | None:
-    """What this process was executed for; None in its first life."""
+    """The code that this process was executed for; None on its first start."""
     told = os.environ.pop(_CODE, "")
     return AppCode.of_json(json.loads(told)) if told else None

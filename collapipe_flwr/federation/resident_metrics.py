@@ -17,7 +17,7 @@ ANSWERED, RAISED, ABANDONED = "answered", "raised", "abandoned"
 
 
 class ResidentMetrics:
-    """A collector of prometheus_client; counted from one thread, read from any."""
+    """A prometheus_client collector; written by one thread, read by any."""
 
     def __init__(self) -> None:
         self._ended: Counter[str] = Counter({ANSWERED: 0, RAISED: 0, ABANDONED: 0})
@@ -25,7 +25,7 @@ class ResidentMetrics:
 
     @contextmanager
     def working(self, about: Mapping[str, Any]) -> Iterator[None]:
-        """The body works on a message."""
+        """Count the body as time spent on a message."""
         began_s = time.monotonic()
         self._busy, self._round = True, int(about.get("round", self._round))
         try:
@@ -35,7 +35,6 @@ class ResidentMetrics:
             self._spent_s += time.monotonic() - began_s
 
     def ended(self, how: str) -> None:
-        """A message was answered, raised, or was abandoned."""
         self._ended[how] += 1
 
     def collect(self) -> Iterator[Any]:
@@ -52,7 +51,7 @@ class ResidentMetrics:
 
 
 def message_about(message: Message) -> dict[str, Any]:
-    """Run, round and cluster of an order; of any other message, its type alone."""
+    """Run, round and cluster of an order; of other messages, the type alone."""
     about: dict[str, Any] = {"type": message.metadata.message_type}
     configs = message.content.config_records.values() if message.has_content() else ()
     if not any(key.startswith(_OURS) for config in configs for key in config):

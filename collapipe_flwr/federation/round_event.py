@@ -10,7 +10,7 @@ from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, cluster_json,
 
 
 def round_event(record: RoundRecord, wall_s: float) -> RoundEvent:
-    """The round before its evaluation."""
+    """The event of a round before its evaluation."""
     links = record.link_bytes
     flower = record.flower_bytes_sent + record.flower_bytes_received
     loss = record.train_metrics.get("loss")
@@ -56,7 +56,7 @@ def round_event(record: RoundRecord, wall_s: float) -> RoundEvent:
 
 
 def _incidents(record: RoundRecord) -> Iterator[dict[str, str]]:
-    """What ``failures`` says, by kind and cluster, and devices that are quarantined."""
+    """The entries of ``failures`` by kind and cluster, and the quarantined devices."""
     for text in record.remarks:
         kind = "retry" if text in record.retried else "remark"
         yield incident_json("late" if text in record.joined_late else kind, text)
@@ -70,10 +70,10 @@ def _incidents(record: RoundRecord) -> Iterator[dict[str, str]]:
 
 
 def _by_device(nested: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Cluster, device -> device: ids of devices name their cluster."""
+    """Flatten cluster, device to device: the ids of devices contain that of their cluster."""
     return {device: value for devices in nested.values() for device, value in devices.items()}
 
 
 def _role(cluster_id: str, role: str) -> str:
-    """Device ids name their cluster; control unit and edge replica do not."""
+    """Add the cluster's id where a role lacks it: to the control unit and the edge."""
     return role if role.startswith(f"{cluster_id}/") else f"{cluster_id}/{role}"

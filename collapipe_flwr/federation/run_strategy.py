@@ -33,7 +33,7 @@ TellScores = Callable[[Mapping[str, float]], None]
 
 
 def learning_settings(config: AppConfig, run_id: str, server_round: int) -> LearningSettings:
-    """How clusters learn in one round."""
+    """The learning settings of one round."""
     return LearningSettings(
         optimizer=config.optimizer(server_round),
         schedule=config.scheduler.settings.schedule,
@@ -48,7 +48,7 @@ def learning_settings(config: AppConfig, run_id: str, server_round: int) -> Lear
 
 
 def unsplit_task(config: AppConfig, learner: Learner, run_id: str) -> UnsplitTask:
-    """The batches of a plan with the largest micro-batch and count, on the unsplit model."""
+    """The task of a plain strategy, with the largest micro-batch and count that a plan may have."""
     grid = config.scheduler.settings
     size, rounds = max(grid.micro_batch_sizes), config.run.num_server_rounds
     return UnsplitTask(
@@ -67,9 +67,7 @@ def make_planner(
     clusters: Mapping[int, ClusterProfile],
     names: Mapping[int, str],
 ) -> ScheduledRounds:
-    """DSSDA (or the chosen policy) for the described clusters.
-
-    ``names`` are the clusters' by node, as they are at any time.
+    """The planner with the run's policy; ``names`` maps nodes to the ids of ``clusters``.
 
     Raises ConfigError for unknown names and InfeasibleError when no plan fits the devices.
     """
@@ -95,12 +93,10 @@ def make_planner(
 def inner_strategy(
     config: AppConfig, task: Task, on_training: Tell, on_evaluation: TellScores
 ) -> Strategy:
-    """The Flower strategy that CollaPipe wraps; it goes on with the clusters that are connected.
-
-    The run as a whole has waited for all of them before.
+    """The Flower strategy that CollaPipe wraps; it needs only one connected cluster per round.
 
     ``on_training`` gets the mean training loss of a round, ``on_evaluation`` loss and metrics of
-    the clusters on the test set, where the run evaluates there. Raises ConfigError.
+    the clusters on the test set, if the run evaluates there. Raises ConfigError.
     """
     return make_strategy(
         config,
@@ -114,7 +110,7 @@ def inner_strategy(
 
 
 def _mean_loss(tell: Tell) -> Aggregate:
-    """Flower's average of the loss in the replies' metrics, told to ``tell``, too."""
+    """Flower's average of the training loss, also passed to ``tell``."""
 
     def mean_loss(replies: list[RecordDict], weighted_by: str) -> MetricRecord:
         found = [_metrics(reply) for reply in replies]
@@ -126,7 +122,7 @@ def _mean_loss(tell: Tell) -> Aggregate:
 
 
 def _joined_scores(task: Task, tell: TellScores) -> Aggregate:
-    """The metrics of all clusters' shares together: their counts are added, not averaged."""
+    """The metrics over all clusters' shares: counts are added, not averaged."""
 
     def joined_scores(replies: list[RecordDict], weighted_by: str) -> MetricRecord:
         found = [_metrics(reply) for reply in replies]

@@ -1,8 +1,8 @@
-"""One `collapipe run`, from its start to an ending that is true.
+"""One `collapipe run`, from its start to a correct final summary.
 
-A run is what its directory says, as far as this attempt wrote it: a ServerApp that refuses before
-it has written anything leaves the summary of an earlier attempt, which is not an outcome. Whatever
-ends the attempt, the summary says so afterwards, and nobody is left who could write another.
+The result of a run is what its directory says, as far as this attempt wrote it: a ServerApp that
+fails before it writes anything leaves the summary of an earlier attempt, which is not a result.
+However the attempt ends, the summary is corrected afterwards, when no other process can write it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from collapipe_flwr.reporting.screen import Screen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What `collapipe run` was asked for."""
+    """The arguments of `collapipe run`."""
 
     project: Path
     run_config: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class Order:
     run_name: str = field(default_factory=lambda: time.strftime("%Y%m%d-%H%M%S"))
 
     def launch(self) -> Launch:
-        """What to start; raises ConfigError for keys that the app does not declare."""
+        """The run to start; raises ConfigError for keys that the app does not declare."""
         declared = declared_config(self.project)
         overrides: Mapping[str, Any] = read_overrides(self.run_config, declared)
         if self.clusters and "edge.address" not in overrides:
@@ -75,7 +75,7 @@ class Order:
 
     @property
     def options(self) -> list[str]:
-        """The same for a command that may run in another folder."""
+        """The same arguments, valid in any folder."""
         sources = (str(Path(s).resolve()) if is_file(s) else s for s in self.run_config)
         options = [str(self.project.resolve()), *(o for s in sources for o in ("-c", s))]
         options += ["--output-dir", str(self.output_dir.resolve())]
@@ -90,7 +90,7 @@ class Order:
 def edge_of(files: Sequence[Path]) -> dict[str, Any]:
     """The run-config by which a server on this machine reaches the edge of cluster files.
 
-    Raises ConfigError where a file has TLS and names none; without TLS the server may be the edge.
+    Raises ConfigError if a file has TLS but no address of its edge.
     """
     cluster = read_cluster(files[0])
     if cluster.tls and not cluster.edge.address:
@@ -106,7 +106,7 @@ def edge_of(files: Sequence[Path]) -> dict[str, Any]:
 
 
 def _server_files(cluster: ClusterConfig, *, alone: bool) -> TlsFiles | None:
-    """As whom a server reaches the edge: for one cluster, its control unit will do."""
+    """The server's TLS files; for a single cluster, its control unit's will do."""
     own, unit = (cluster.tls_files(m.name) for m in (cluster.server, cluster.control_unit))
     if own is None or own.key is None or unit is None or unit.key is None:
         return own
@@ -114,7 +114,7 @@ def _server_files(cluster: ClusterConfig, *, alone: bool) -> TlsFiles | None:
 
 
 class Attempt:
-    """A run that is started, or resumed, and shown on ``screen`` while it goes on."""
+    """A run that is started or resumed, shown on ``screen``."""
 
     def __init__(self, order: Order, screen: Screen) -> None:
         self._order, self._screen = order, screen
@@ -125,10 +125,10 @@ class Attempt:
         self._before = summary_stamp(self.run_dir)
 
     def check(self) -> None:
-        """Refuse a wrong run before anything is started, by a process that then ends.
+        """Check the run in a child process before anything is started.
 
-        So this one needs no library that computes, and answers signals at once. Raises ConfigError
-        for a missing extra, and SystemExit where the other process refused and said why.
+        This process thus loads no heavy libraries, and answers signals at once. Raises ConfigError
+        for a missing extra, and SystemExit if the child refused the run and printed why.
         """
         with wrong_input():
             if not self._order.clusters:
@@ -154,7 +154,7 @@ class Attempt:
             self._screen.say(self._resumed())
 
     def _resumed(self) -> str:
-        """How the earlier attempt ended, and where this one goes on."""
+        """How the earlier attempt ended, and where this one continues."""
         summary, newest = self._summary, newest_checkpoint(self.run_dir)
         asked, status = summary.get("rounds_asked"), summary.get("status", "interrupted")
         place = f"round {rounds_done(self.run_dir)}" + (f" of {asked}" if asked else "")
@@ -162,7 +162,7 @@ class Attempt:
         return f"the run was {status} after {place}; it {where}"
 
     def stopping(self) -> str:
-        """The answer to a signal: where the run stops and how it goes on."""
+        """The message after a signal: where the run stops and how to resume it."""
         if not self._began:
             return "stopping; nothing was started yet"
         done = rounds_done(self.run_dir) if self._wrote else 0
@@ -172,7 +172,7 @@ class Attempt:
         return f"{where}; {self._way_on()}"
 
     def carry_out(self) -> Mapping[str, Any]:
-        """Run to the end; the summary of a completed run.
+        """Run to the end; returns the summary of a completed run.
 
         Raises RunError for any other, SystemExit on a signal.
         """
@@ -201,7 +201,7 @@ class Attempt:
 
     @property
     def _wrote(self) -> bool:
-        """Whether the summary is of this attempt."""
+        """Whether this attempt has written the summary."""
         return summary_stamp(self.run_dir) != self._before
 
     @property
@@ -209,7 +209,7 @@ class Attempt:
         return read_summary(self.run_dir) or {}
 
     def _open_log(self) -> int:
-        """Make the folder of the log; the bytes of earlier attempts in it."""
+        """Create the folder of the log; returns the size that the log has already."""
         log = self._launch.log
         try:
             make_folder(log.parent)
@@ -221,14 +221,14 @@ class Attempt:
             ) from error
 
     def _close(self, status: str, reason: str) -> None:
-        """Replace the status of an attempt whose processes have ended while it was running."""
+        """Replace the status of an attempt whose processes ended while it was running."""
         summary = self._summary
         if self._wrote and summary.get("status") in (RUNNING, INTERRUPTED):
             directory = RunDirectory.reopen(self.run_dir)
             directory.write_summary({**summary, "status": status, "reason": reason})
 
     def _report(self, *, hasty: bool = False) -> None:
-        """See that the run has its report, and say where; not for long where somebody waits."""
+        """Write the report if it is missing, and print its path."""
         told = self._screen.verbose and has_report(self.run_dir)  # by the log
         if self._wrote and not told:
             name = shown(self.run_dir)
@@ -249,6 +249,6 @@ class Attempt:
 
 
 def shown(path: Path) -> str:
-    """A path as short as it can be typed from here."""
+    """The shortest form of a path from the current folder."""
     relative = os.path.relpath(path)
     return relative if len(relative) < len(str(path)) else str(path)

@@ -26,15 +26,15 @@ _ARTEFACTS = ("summary.json", "events.jsonl", "report.html")
 
 
 class Sinks:
-    """Hands every round to the sinks in ``names``, as "tensorboard,mlflow".
+    """Passes every round to the sinks in ``names``, for example "tensorboard,mlflow".
 
     Pass it as ``on_round`` of a :class:`CollaPipe`, and close it, or use it in a ``with`` block.
-    What the tools keep lies in ``folder``; runs with the same one are one run, which goes on where
-    it was. ``settings`` become hyperparameters. ``metrics_address`` is where Prometheus scrapes.
+    The tools store their data in ``folder``; runs with the same folder are one run. ``settings``
+    become hyperparameters. Prometheus scrapes ``metrics_address``.
 
     No sink slows or ends a run: ``warn`` gets one sentence about each that fails, which is tried
     again with the next round. Raises ConfigError for a sink that is unknown or not installed, and
-    where the folder cannot be written.
+    if the folder cannot be written.
     """
 
     def __init__(
@@ -67,17 +67,16 @@ class Sinks:
         )
 
     def __call__(self, record: RoundRecord) -> None:
-        """The strategy's ``on_round``."""
         now_s = time.monotonic()
         self.write(round_event(record, now_s - self._round_began_s))
         self._round_began_s = now_s
 
     def write(self, event: RoundEvent) -> None:
-        """A round with all that is known of it."""
+        """Write an evaluated round."""
         self._hand_over(event.round_index, scalars(event))
 
     def log(self, server_round: int, metrics: Mapping[str, float]) -> None:
-        """Numbers of your own about a round, such as what an ``evaluate_fn`` found."""
+        """Write numbers of your own for a round, such as those of an ``evaluate_fn``."""
         self._hand_over(
             server_round, [Scalar(name=f"test/{name}", value=v) for name, v in metrics.items()]
         )
@@ -88,7 +87,7 @@ class Sinks:
         self._tell()
 
     def close(self, status: str = "completed", within_s: float = _LAST_S) -> None:
-        """The run has ended, "completed" or otherwise; twice is fine."""
+        """End the run in all sinks, with "completed" or another status; idempotent."""
         present = [path for name in _ARTEFACTS if (path := self._folder / name).is_file()]
         ends_s = time.monotonic() + within_s
         for feeder in self._feeders:

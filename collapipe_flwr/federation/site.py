@@ -34,14 +34,14 @@ _ANY = 1  # examples, where a round is under way
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundDevices:
-    """Who works in one round, and how it goes on when some of them are lost."""
+    """The devices of one round, and how it recovers when some of them are lost."""
 
     fleet: Fleet
     recovery: Recovery
     edge: Session
 
     def absent(self) -> tuple[str, ...]:
-        """The devices that do not answer, of all that the cluster has."""
+        """The devices of the cluster that do not answer."""
         ours = [device.device_id for device in self.recovery.profile.devices]
         return tuple(sorted(self.fleet.missing(ours)))
 
@@ -50,10 +50,9 @@ class RoundDevices:
 class Site:
     """Node number ``index``: the devices of a ``cluster`` file, or ``simulated`` ones in threads.
 
-    ``simulated`` describes them for rounds of so many examples. ``edge`` says how a node without a
-    file reaches the edge. ``threads`` are those of torch in this process, ``compute`` is where its
-    parts do. ``state_dir`` is where the run keeps what lasts longer than a round, unless the node
-    names a folder of its own.
+    ``simulated`` describes them for rounds of so many examples. ``edge`` is how a node without a
+    file reaches the edge. ``threads`` are those of torch in this process, ``compute`` the device of
+    its parts. ``state_dir`` keeps state between rounds, unless the node names a folder of its own.
     """
 
     index: int
@@ -65,15 +64,15 @@ class Site:
     state_dir: str = ""
 
     def profile(self, examples: int) -> ClusterProfile:
-        """The cluster as the planner sees it, for rounds of so many examples."""
+        """The cluster as the planner sees it."""
         return profile_of(self.cluster, examples) if self.cluster else self.simulated(examples)
 
     def state(
         self, message: Message, context: Context, *, server_round: int, run_id: str
     ) -> NodeState:
-        """What it carries from the last accepted round into ``server_round`` of a run.
+        """The state from the last accepted round, for ``server_round`` of a run.
 
-        Raises ConfigError where node-config names no folder.
+        Raises ConfigError if the node's state folder is no path.
         """
         folder = context.node_config.get(STATE_KEY, self.state_dir)
         return NodeState(
@@ -87,7 +86,7 @@ class Site:
 
     @property
     def place(self) -> torch.device:
-        """Where parts in this process compute; raises ConfigError if that is not here."""
+        """The device of parts in this process; raises ConfigError if it does not exist."""
         return resolve(self.compute)
 
     @contextmanager
@@ -107,7 +106,7 @@ class Site:
             yield RoundDevices(fleet=fleet, recovery=recovery, edge=edge)
 
     def _client(self, task: SplitTask) -> EdgeClient:
-        """How the control unit itself reaches the edge; one that restarts is waited for."""
+        """The control unit's own client of the edge, which waits for one that restarts."""
         address, name = task.edge_address, self.edge.certificate_name
         tls = self.edge.tls()
         if self.cluster is not None:
@@ -132,7 +131,7 @@ def cluster_file(node_config: Mapping[str, object]) -> ClusterConfig | None:
 
 
 def _changed(path: Path) -> tuple[int, int] | None:
-    """What differs once a file was written again; None where there is none to read."""
+    """Modification time and size of the file; None without a file."""
     if not path.is_file():
         return None
     found = path.stat()
@@ -157,6 +156,6 @@ def remote_fleet(cluster: ClusterConfig, task: SplitTask) -> RemoteFleet:
 
 
 def _edge_of(cluster: ClusterConfig, task: SplitTask) -> tuple[str, str]:
-    """Address and certificate name of the edge, as this cluster reaches it."""
+    """Address and certificate name by which this cluster reaches the edge."""
     name = cluster.edge.name if cluster.tls else ""
     return cluster.edge.address or task.edge_address, name

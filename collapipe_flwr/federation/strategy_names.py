@@ -1,8 +1,7 @@
 """The Flower strategies that a run-config names, with their arguments.
 
-What the app itself decides is not for the run-config: which nodes there must be, the names of
-records, and how metrics are joined. Strategies of boosted trees and those that need a mod in the
-ClientApp have no name.
+The app itself decides on the number of nodes, the names of records, and how metrics are joined.
+Strategies of boosted trees and those that need a mod in the ClientApp have no name.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ _COUNT = "num_malicious_nodes"
 
 
 def make_strategy(config: AppConfig, **own: Any) -> Strategy:
-    """The strategy of a run; ``own`` are the arguments that every FedAvg gets.
+    """The strategy of a run; ``own`` are the arguments of every FedAvg.
 
     Raises ConfigError for arguments that its class does not take or refuses.
     """
@@ -75,7 +74,7 @@ def make_strategy(config: AppConfig, **own: Any) -> Strategy:
 
 
 def known_arguments(name: str) -> dict[str, Parameter]:
-    """What the run-config may set of a strategy, by argument."""
+    """The arguments of a strategy that the run-config may set."""
     parameters = signature(_KINDS[name].__init__).parameters.items()
     return {k: p for k, p in parameters if k != "self" and not _is_ours(k)}
 
@@ -85,7 +84,7 @@ def _is_ours(argument: str) -> bool:
 
 
 def _suited(name: str, config: AppConfig) -> dict[str, Any]:
-    """Arguments that follow from the rest of the run-config, unless they are given."""
+    """Default arguments that follow from the rest of the run-config."""
     if name.startswith("dp-"):
         return {"num_sampled_clients": config.run.clusters}
     if name == "qfedavg":

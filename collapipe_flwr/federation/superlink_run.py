@@ -1,7 +1,7 @@
 """A run on a SuperLink, followed through Flower's own log into a directory on this machine.
 
-`flwr log` knows how to reach and convince the SuperLink, so it does that. What a run printed of
-itself (`reporting.log_lines`) is written into a directory like its own.
+`flwr log` knows how to reach the SuperLink and authenticate. The lines that a run prints about
+itself (`reporting.log_lines`) are written into a directory like its own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SuperLinkRun:
     """The run ``run_id`` (None: the newest) on the SuperLink that Flower knows by ``name``."""
 
     def __init__(self, name: str, run_id: str | None, folder: Path) -> None:
-        """Raises ConfigError where Flower cannot ask the SuperLink, or it has no such run."""
+        """Raises ConfigError if Flower cannot query the SuperLink, or it has no such run."""
         self._name = name
         runs = self._runs(["--run-id", run_id] if run_id else ["--limit", "1"])
         if not runs:
@@ -48,7 +48,6 @@ class SuperLinkRun:
 
     @property
     def run_dir(self) -> Path:
-        """Where rounds are written to."""
         return self._directory.path
 
     @contextmanager
@@ -67,7 +66,7 @@ class SuperLinkRun:
             self._lock.close()
 
     def _follow(self, stop: threading.Event) -> None:
-        """Read the log to the end of the run, again from its start where the SuperLink was away."""
+        """Read the log to the end of the run, again from the start after a lost connection."""
         while not stop.is_set():
             self._read_log(stop)
             if stop.is_set():
@@ -110,7 +109,7 @@ class SuperLinkRun:
             self._lock.enter_context(writing(self.run_dir))
 
     def _close(self, run: dict[str, Any]) -> None:
-        """Say how it ended where it could not say so itself."""
+        """Write the final status, unless the run has written one."""
         told = read_summary_head(self.run_dir)
         summary = told or {"status": "running"}
         if summary["status"] == "running":

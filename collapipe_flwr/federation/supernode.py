@@ -1,7 +1,12 @@
 """Flower's SuperNode, with shorter waits between messages and ClientApps that start sooner.
 
-Where it found no message, Flower 1.41 and 1.42 look again after 3 s, for the reply of an app after
-0.5 s, and for an app to start after 1 s; only the last of these can be set.
+Without a message, Flower 1.41 and 1.42 poll every 3 s for one, every 0.5 s for the reply of an app,
+and every 1 s for an app to start; only the last of these can be set.
+
+Flower starts `flwr-clientapp` per message. `offered` puts a faster one first on the path: a fork of
+a process that has imported Flower's program, without the imports of its other programs, a web
+server and a database among them. That process runs this file (`python -P supernode.py`), so that it
+imports an app's own copy of this package, not ours.
 """
 
 from __future__ import annotations
@@ -29,14 +34,14 @@ _APP_WAIT = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"
 
 
 class Waits:
-    """Stands for the module ``time`` in the SuperNode's loop, which sleeps between two looks."""
+    """Replaces the module ``time`` in the SuperNode's loop, which sleeps between two polls."""
 
     def __init__(self, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
         self._clock, self._sleep = clock, sleep
         self._worked_s = clock()
 
     def sleep(self, seconds: float) -> None:
-        """Flower's wait of ``seconds``, or less: one below ``IDLE_S`` is for an app's reply."""
+        """Sleep ``seconds`` or less; waits below ``IDLE_S`` are for an app's reply."""
         if seconds < IDLE_S:
             self._worked_s = self._clock()
             self._sleep(min(seconds, REPLY_S))
@@ -45,12 +50,11 @@ class Waits:
             self._sleep(min(seconds, max(LEAST_S, SHARE * without_s)))
 
     def __getattr__(self, name: str) -> Any:
-        """All else is the module's."""
         return getattr(time, name)
 
 
 def shorten_waits() -> None:
-    """In this process; a Flower whose loop is written another way keeps its own, and says so."""
+    """Shorten the waits in this process; warns where this version of Flower does not allow it."""
     os.environ.setdefault(_APP_WAIT, str(APP_S))
     loop = importlib.import_module(_LOOP)
     if isinstance(getattr(loop, "time", None), ModuleType):
@@ -60,7 +64,7 @@ def shorten_waits() -> None:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """`flower-supernode` with these arguments, until it ends."""
+    """Run `flower-supernode` with these arguments."""
     from flwr.supernode.cli import flower_supernode
 
     shorten_waits()

@@ -21,7 +21,7 @@ from collapipe_flwr.pipeline.state import between_rounds, load_optimizer_state, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnsplitRound:
-    """What a plain strategy's message asks of a node."""
+    """An order of a plain strategy to a node."""
 
     node: Node
     message: Message
@@ -29,7 +29,7 @@ class UnsplitRound:
 
     @staticmethod
     def of(message: Message, context: Context) -> UnsplitRound | None:
-        """The round that ``message`` asks for; None where its model is split."""
+        """The round that ``message`` asks for; None if its model is split."""
         task = records.read_unsplit_task(message.content)
         if task is None:
             return None
@@ -38,7 +38,6 @@ class UnsplitRound:
         return UnsplitRound(node=node, message=message, task=task)
 
     def train(self) -> Message:
-        """A reply with trained weights and the mean loss."""
         config, asked = self.node.config, self.task
         state = self.node.state(self.message)
         keeps = config.train.optimizer_state == "keep"
@@ -60,7 +59,6 @@ class UnsplitRound:
         return Message(content, reply_to=self.message)
 
     def evaluate(self) -> Message:
-        """A reply with loss and metric counts of the cluster's share of the test set."""
         splitter = splitter_of(self.task.model_spec_json)
         test = self.node.test(self.message)
         batches = test.steps(self.task.batch_size, self.task.micro_batch_size)

@@ -1,4 +1,9 @@
-"""Grids around another one: what both have in common is passed on."""
+"""Grids around another one, which forward what they have in common.
+
+Replies are fetched in threads: a SuperNode that dies while it uploads its reply blocks Flower's
+grid for three minutes, with all replies of the same request. Such a request is left to its thread,
+and delays neither the other replies nor the round's timeout.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +28,7 @@ SHORTEST_S, LONGEST_S = 0.25, 2.0  # a look is a transaction in the SuperLink's 
 
 
 class WrappedGrid(Grid):
-    """Passes on all calls but `send_and_receive`, which is what subclasses are for."""
+    """Forwards all calls except `send_and_receive`, which subclasses implement."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
@@ -43,11 +48,9 @@ class WrappedGrid(Grid):
         group_id: str,
         ttl: float | None = None,
     ) -> Message:
-        """A message of the grid."""
         return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
 
     def get_node_ids(self) -> Iterable[int]:
-        """The nodes of the grid."""
         return self._grid.get_node_ids()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -58,12 +61,12 @@ class WrappedGrid(Grid):
 
 
 class PollingGrid(WrappedGrid):
-    """``grid``, which looks for replies when they are expected.
+    """``grid``, which polls for replies when they are expected.
 
-    Flower's own grid of a deployment sleeps 3 s between two looks. This one takes a tenth of the
-    time that is left until the replies should be there, by how long the last exchange of this kind
-    took, or of the time that they are late: a look costs the server a few small requests. Small
-    arrays travel in bundles to those who take them so.
+    Flower's own grid of a deployment sleeps 3 s between two polls. This one sleeps a tenth of the
+    time until the replies are expected, by the duration of the last exchange of this kind, or of
+    the time that they are late: a poll costs the server a few small requests. Small arrays travel
+    in bundles to receivers that accept them.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class PollingGrid(WrappedGrid):
         return replies
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Push, with arrays in bundles where the receiver takes them so."""
+        """Push, with bundled arrays where the receiver accepts them."""
         from collapipe_flwr.federation.messages import readdressed  # both load torch
         from collapipe_flwr.federation.records import takes_bundles
 
@@ -110,7 +113,7 @@ class PollingGrid(WrappedGrid):
         return self._grid.push_messages(sent)
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """The replies that are whole, without bundles."""
+        """The complete replies, unbundled."""
         found = self._fetches.pull(message_ids)
         for reply in found:
             try:
@@ -121,12 +124,12 @@ class PollingGrid(WrappedGrid):
         return found
 
     def _interval_s(self, kind: str, passed_s: float) -> float:
-        """Seconds until the next look, ``passed_s`` after messages of a type were pushed."""
+        """Seconds until the next poll, ``passed_s`` after messages of this type were pushed."""
         away_s = abs(self._took_s.get(kind, 0.0) - passed_s)
         return min(max(SHARE * away_s, SHORTEST_S), LONGEST_S)
 
 
 def polling(grid: Grid) -> Grid:
-    """``grid``, or a `PollingGrid` around one of Flower's own."""
+    """``grid``, wrapped in a `PollingGrid` if it is one of Flower's."""
     is_flowers = type(grid).__module__.partition(".")[0] == "flwr"
     return PollingGrid(grid) if is_flowers else grid
