@@ -47,7 +47,7 @@ class Attempts:
         self._started_s = time.monotonic()
         self.failures: list[str] = []
 
-    def again(self, why: str) -> bool:
+    def retry(self, why: str) -> bool:
         """Record a failure; returns whether the round is repeated, after a pause."""
         self.failures.append(why)
         if len(self.failures) > self._retries.most:
@@ -58,7 +58,7 @@ class Attempts:
         self._retries.sleep(pause_s)
         return True
 
-    def told(self, why: str) -> str:
+    def with_count(self, why: str) -> str:
         """``why`` with the number of attempts, if there was more than one."""
         if len(self.failures) < 2:
             return why
@@ -66,7 +66,7 @@ class Attempts:
         return f"{why} (tried {len(self.failures)} times in {seconds:.0f} s)"
 
 
-def lasting(replies: Iterable[Message]) -> bool:
+def are_permanent(replies: Iterable[Message]) -> bool:
     """Whether every failure among the replies is of a kind that a repetition cannot fix."""
     errors = [reply.error for reply in replies if reply.has_error()]
     return bool(errors) and all(_kind(error) in _LASTING for error in errors)

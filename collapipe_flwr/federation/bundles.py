@@ -41,7 +41,7 @@ class Bundles:
             (key, id(a.data), a.dtype, tuple(a.shape), a.stype) for key, a in members.items()
         )
         if held not in self._made:
-            self._made[held] = members, _bundle(members)  # as long as they live, ids stay theirs
+            self._made[held] = members, _bundle(members)  # kept alive, so that ids stay unique
         return self._made[held][1]
 
 
@@ -129,8 +129,8 @@ def _is_bundle(array: Array) -> bool:
 
 
 def _bundle(members: Mapping[str, Array]) -> Array:
-    told = [[key, a.dtype, a.shape, a.stype, len(a.data)] for key, a in members.items()]
-    index = json.dumps(told).encode()
+    entries = [[key, a.dtype, a.shape, a.stype, len(a.data)] for key, a in members.items()]
+    index = json.dumps(entries).encode()
     data = b"".join([_INDEX.pack(len(index)), index, *(a.data for a in members.values())])
     return Array("uint8", (len(data),), _STYPE, data)
 
@@ -145,6 +145,6 @@ def _members(joined: Array) -> Iterator[tuple[str, Array]]:
             yield str(key), Array(dtype, tuple(shape), stype, bytes(data[begin : begin + size]))
             begin += size
     except (struct.error, ValueError, TypeError, RecursionError) as error:
-        raise ProtocolError(f"a bundle of arrays holds nonsense: {error!r}") from error
+        raise ProtocolError(f"a bundle of arrays is malformed: {error!r}") from error
     if begin != len(data):
         raise ProtocolError(f"a bundle of arrays has {len(data)} bytes, its index says {begin}")

@@ -57,7 +57,7 @@ class RoundClock:
         self.joins_late = joins_late
         self._ratios: dict[str, deque[float]] = {}  # wall over predicted seconds, by cluster
         self._overhead_s: deque[float] = deque(maxlen=REMEMBERED)
-        self._missed: dict[str, float] = {}  # ratio to allow who was late; 0: no wait is worth it
+        self._missed: dict[str, float] = {}  # ratio to allow after a miss; 0: not waited for
 
     def deadline_s(self, predicted_s: Seconds) -> float | None:
         """Seconds after which a round with these predictions closes; None while unknown."""
@@ -179,9 +179,9 @@ def _walls(replies: Sequence[Message]) -> dict[str, float]:
     found: dict[str, float] = {}
     for reply in replies:
         try:
-            told = take_telemetry(reply.content)[1] if reply.has_content() else None
+            measured = take_telemetry(reply.content)[1] if reply.has_content() else None
         except ProtocolError:
             continue
-        if told is not None:
-            found[told.cluster_id] = told.wall_s
+        if measured is not None:
+            found[measured.cluster_id] = measured.wall_s
     return found

@@ -9,16 +9,11 @@ from functools import partial
 from collapipe_flwr.cluster.fleet import LearningSettings
 from collapipe_flwr.config.schema import EdgeConfig
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.federation.default_profile import DefaultProfilePlanner
-from collapipe_flwr.federation.described import DescribedClusters, Planning
-from collapipe_flwr.federation.rounds import RoundPlanner
 from collapipe_flwr.federation.split import EdgeGateway
 from collapipe_flwr.models.described import DescribedModel
-from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.split_model import SplitModel
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.user_optimizer import optimizer_config
-from collapipe_flwr.scheduler.protocol import Scheduler
 
 Learning = LearningSettings | Callable[[int], LearningSettings]  # the same, or by server round
 
@@ -34,8 +29,8 @@ def check_options(model: object, *, optimizer: object, learning: object, edge: o
     given = [name for name, value in options.items() if value is not None]
     if model is None and given:
         raise ConfigError(
-            f"{given[0]} has no effect without a model to split, since clients train as they "
-            "like: pass model=SplitModel(...) too, or leave it out"
+            f"{given[0]} has no effect without a model to split, since clients train whole "
+            "models: pass model=SplitModel(...) too, or leave it out"
         )
     if not (learning is None or callable(learning) or isinstance(learning, LearningSettings)):
         raise ConfigError(
@@ -44,31 +39,6 @@ def check_options(model: object, *, optimizer: object, learning: object, edge: o
         )
     if not isinstance(edge, str | EdgeConfig | EdgeGateway | None):
         raise ConfigError(f"edge must be an address, host:port, or an EdgeConfig, got {edge!r}")
-
-
-def planner_of(
-    scheduler: str | Scheduler | Planning | RoundPlanner | None,
-    model: DescribedModel | None,
-    learning: Callable[[int], LearningSettings],
-) -> RoundPlanner:
-    """The planner of a run: ``scheduler`` itself if it is one; with a ``model``, one for clusters
-    that describe themselves, else one with default profiles. Raises ConfigError for an unknown
-    name.
-    """
-    if isinstance(scheduler, RoundPlanner):
-        return scheduler
-    if isinstance(scheduler, Planning):
-        planning = scheduler
-    else:
-        planning = Planning(policy=scheduler or ("dssda" if model else "fedavg"))
-    if model is None:
-        return DefaultProfilePlanner(planning.scheduler)
-    if model.batch_size is not None:
-        planning = planning.for_batches(model.batch_size, cut=not model.splitter.whole_batches)
-    optimizer = learning(1).optimizer
-    return DescribedClusters(
-        planning, lambda: profile_model(model.splitter, model.shape, optimizer.state_bytes)
-    )
 
 
 def learning_of(

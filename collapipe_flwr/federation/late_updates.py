@@ -22,9 +22,8 @@ from dataclasses import dataclass, field
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from collapipe_flwr.federation.messages import Sent
 from collapipe_flwr.federation.open_round import OpenRound
-from collapipe_flwr.federation.rounds import ClosedRound
+from collapipe_flwr.federation.rounds import ClosedRound, Sent
 
 log = logging.getLogger("flwr.collapipe")
 _LOOK_S = 0.2
@@ -81,7 +80,7 @@ class LateUpdates:
                 log.warning("cluster %s has not replied for %g s", late.sent.cluster_id, within_s)
                 self._drop(late)
 
-    def join(self, closed: ClosedRound, weighted_by: str) -> list[LateUpdate]:
+    def join(self, closed: ClosedRound) -> list[LateUpdate]:
         """Add the replies that have arrived to a round, in the order of cluster ids."""
         here = sorted(
             (late for late in self._under_way.values() if late.reply is not None),
@@ -90,7 +89,7 @@ class LateUpdates:
         joined = []
         for late in here:
             assert late.reply is not None
-            if late.opened.receive_late(late.reply, late.sent, weighted_by, closed):
+            if late.opened.receive_late(late.reply, late.sent, closed):
                 joined.append(late)
             else:
                 self._drop(late)

@@ -25,7 +25,7 @@ from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import ProtocolError, RunError
 from collapipe_flwr.federation.arrays import not_finite
 from collapipe_flwr.federation.checkpoint import Resumable
-from collapipe_flwr.federation.messages import BAD_REPLY, diverged, sentence
+from collapipe_flwr.federation.messages import BAD_REPLY, diverged, error_text
 from collapipe_flwr.federation.records import (
     QUERY_DESCRIBE,
     content_bytes,
@@ -50,7 +50,7 @@ class Members(WrappedGrid):
     ) -> None:
         super().__init__(grid)
         self._patience_s = patience_s
-        self._alone_since_s: float | None = None
+        self._empty_since_s: float | None = None
         self._newcomers = Newcomers(grid)
         self._clusters = dict(clusters)
         self._strangers: set[int] = set()  # of no cluster of this run, or not any more
@@ -85,27 +85,27 @@ class Members(WrappedGrid):
         for longer than this grid's patience.
         """
         nodes = list(self._grid.get_node_ids())
-        late = [n for n in nodes if n not in self._clusters and n not in self._strangers]
-        if late:
-            for node, name in self._newcomers.names(late).items():
-                self._meet(node, name)
+        unknown = [n for n in nodes if n not in self._clusters and n not in self._strangers]
+        if unknown:
+            for node, name in self._newcomers.names(unknown).items():
+                self._register(node, name)
         self._connected = self._clusters.keys() & set(nodes)
-        self._check_not_alone()
+        self._check_connected()
         return [node for node in nodes if node in self._clusters]
 
-    def _check_not_alone(self) -> None:
+    def _check_connected(self) -> None:
         now_s = time.monotonic()
         if self._connected:
-            self._alone_since_s = None
-        elif self._alone_since_s is None:
-            self._alone_since_s = now_s
-        elif now_s - self._alone_since_s > self._patience_s:
+            self._empty_since_s = None
+        elif self._empty_since_s is None:
+            self._empty_since_s = now_s
+        elif now_s - self._empty_since_s > self._patience_s:
             raise RunError(
                 f"no cluster has been connected for {self._patience_s:g} s (node-timeout-s): start "
                 "the SuperNodes"
             )
 
-    def _meet(self, node: int, name: str) -> None:
+    def _register(self, node: int, name: str) -> None:
         before = next((n for n, known in self._clusters.items() if known == name), None)
         if before is None:
             self._strangers.add(node)
@@ -285,7 +285,9 @@ class Newcomers:
         self._note(asked)
         self._waited |= set(nodes)
         if len(replies) < len(asked):
-            log.warning("nodes %s have not said who they are within %g s", nodes, self._wait_s)
+            log.warning(
+                "nodes %s have not described their clusters within %g s", nodes, self._wait_s
+            )
             self._wait_s /= 2
         return self._read(replies)
 
@@ -319,7 +321,7 @@ def _sender(reply: Message, asked: Sequence[Message]) -> int:
 def _profile(reply: Message) -> ClusterProfile | None:
     node = reply.metadata.src_node_id
     if reply.has_error():
-        why = sentence(reply.error)
+        why = error_text(reply.error)
         way_out = f": {NO_CLUSTER}" if "No query function" in why else ""
         raise RunError(f"the cluster of node {node} cannot start: {why}{way_out}")
     try:

@@ -49,7 +49,7 @@ _SPARE = "collapipe.spare"
 _TALLY = "tally."
 _JSON = "json"
 
-SHORT = BatchShape(source_length=1, target_length=1)  # where nobody said
+SHORT = BatchShape(source_length=1, target_length=1)  # by default
 
 T = TypeVar("T")
 

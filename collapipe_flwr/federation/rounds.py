@@ -11,6 +11,7 @@ from the rounds that the checkpoint's model contains.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -22,7 +23,6 @@ from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.core.links import LinkReport
 from collapipe_flwr.federation.checkpoint import KEPT_CHECKPOINTS, Memory
-from collapipe_flwr.federation.messages import Sent
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.transport.weights import TransferStats
 
@@ -115,6 +115,16 @@ class RoundPlan:
         return not self.binding or self.cluster_plan(node_id) is not None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """A training message as it was sent."""
+
+    node_id: int
+    cluster_id: str
+    message: Message
+    content_bytes: int
+
+
 @dataclass(slots=True, kw_only=True)
 class ClosedRound:
     """A round whose replies are in; mappings are by cluster id.
@@ -131,7 +141,7 @@ class ClosedRound:
     examples: dict[str, float] = field(default_factory=dict)
     telemetry: dict[str, ClusterTelemetry] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
-    late: list[Sent] = field(default_factory=list)  # who may join a later round
+    late: list[Sent] = field(default_factory=list)  # that may join a later round
     joined: dict[str, ClusterPlan] = field(default_factory=dict)  # earlier plans that end with it
     remarks: list[str] = field(default_factory=list)  # on replies that were used nevertheless
     joined_late: list[str] = field(default_factory=list)  # of these, on replies to earlier rounds
@@ -197,26 +207,24 @@ class RoundRecord:
     @property
     def link_bytes(self) -> dict[str, int]:
         """Bytes on the links of all clusters, by kind ("d2d", "d2e")."""
-        totals: dict[str, int] = {}
-        for told in self.telemetry.values():
-            for kind, count in told.link_bytes.items():
-                totals[kind] = totals.get(kind, 0) + count
+        totals: Counter[str] = Counter()
+        for measured in self.telemetry.values():
+            totals.update(measured.link_bytes)
         return totals
 
     def links(self, *, paced: bool) -> tuple[LinkReport, ...]:
         """Every hop of every cluster that replied; see `ClusterTelemetry.links`."""
-        plans = ((told, self.executed(name)) for name, told in self.telemetry.items())
         return tuple(
             link
-            for told, plan in plans
-            if plan is not None
-            for link in told.links(plan, paced=paced)
+            for name, measured in self.telemetry.items()
+            if (plan := self.executed(name)) is not None
+            for link in measured.links(plan, paced=paced)
         )
 
     def executed(self, cluster_id: str) -> ClusterPlan | None:
         """The plan with which a cluster finished the round, an earlier one's if it joined late."""
-        told = self.telemetry.get(cluster_id)
-        return (told.replanned if told else None) or self.planned(cluster_id)
+        measured = self.telemetry.get(cluster_id)
+        return (measured.replanned if measured else None) or self.planned(cluster_id)
 
     def planned(self, cluster_id: str) -> ClusterPlan | None:
         """The plan with which a cluster began."""
@@ -226,19 +234,19 @@ class RoundRecord:
     @property
     def moved(self) -> TransferStats:
         """Weights transferred between control units and devices, or spared."""
-        return sum((told.moved for told in self.telemetry.values()), TransferStats())
+        return sum((measured.moved for measured in self.telemetry.values()), TransferStats())
 
     @property
     def fresh_examples(self) -> int:
         """Examples that arrived since the last round, over all clusters."""
-        return sum(told.fresh_examples for told in self.telemetry.values())
+        return sum(measured.fresh_examples for measured in self.telemetry.values())
 
     @property
     def prequential_loss(self) -> float | None:
         """Mean loss on fresh examples before training on them, if there are any."""
-        told = [t for t in self.telemetry.values() if t.prequential_loss is not None]
-        count = sum(t.fresh_examples for t in told)
-        losses = (t.fresh_examples * (t.prequential_loss or 0.0) for t in told)
+        measured = [t for t in self.telemetry.values() if t.prequential_loss is not None]
+        count = sum(t.fresh_examples for t in measured)
+        losses = (t.fresh_examples * (t.prequential_loss or 0.0) for t in measured)
         return sum(losses) / count if count else None
 
 

@@ -22,7 +22,7 @@ from collapipe_flwr.pipeline.state import OptimizerState, PartState, between_rou
 from collapipe_flwr.transport.client import EdgeClient
 
 log = logging.getLogger("flwr.collapipe")
-_PASSES_S = 2.0  # who asks for them asks again
+_PASSES_S = 2.0  # the caller polls
 
 
 @contextmanager
@@ -55,13 +55,12 @@ def open_edge(config: EdgeConfig) -> Iterator[EdgeClient]:
 class RpcEdgeGateway:
     """Sessions of one edge through ``client``, whose deadlines bound every call.
 
-    ``address`` is where clusters reach the same edge, if it differs from the client's. Where
-    clusters keep their optimizer, that of each decoder also continues from the last accepted round.
+    Where clusters keep their optimizer, that of each decoder also continues from the last accepted
+    round.
     """
 
-    def __init__(self, client: EdgeClient, *, address: str | None = None) -> None:
+    def __init__(self, client: EdgeClient) -> None:
         self._client = client
-        self._address = address or client.address
         self._slots: dict[str, OptimizerState] = {}  # by cluster, of its last accepted round
         self._fetched: dict[SessionKey, OptimizerState] = {}  # not accepted yet
         self._keepers: dict[SessionKey, str] = {}  # clusters that keep their optimizer
@@ -77,7 +76,7 @@ class RpcEdgeGateway:
             self._let_go(left)
         if order.learning.keep_optimizer:
             self._keepers[key] = order.cluster_id
-        return EdgeSession(address=self._address, key=key)
+        return EdgeSession(address=self._client.address, key=key)
 
     def fetch(self, session: EdgeSession) -> dict[str, torch.Tensor]:
         """The trained decoder."""

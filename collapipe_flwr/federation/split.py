@@ -7,10 +7,15 @@ any Flower strategy can aggregate it.
 A cluster whose ClientApp has mods, which clip or noise updates, gets the whole model in its message
 instead. Its control unit fetches the trained decoder and replies with the whole model, so that no
 mod sees a part of an update.
+
+Personal parameters are trained, but never aggregated: the server keeps each cluster's own values,
+puts them into its messages, and takes them out of its replies. In the global model they keep their
+initial values.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -23,6 +28,7 @@ from flwr.app import Array, ArrayRecord, RecordDict
 from collapipe_flwr.cluster.fleet import LearningSettings
 from collapipe_flwr.core.errors import LinkError, ProtocolError, RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors, is_floating
+from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.messages import diverged
 from collapipe_flwr.federation.records import SplitTask, asked_optimizer
 from collapipe_flwr.models.described import DescribedModel
@@ -135,7 +141,7 @@ class SplitRound:
 
     def for_cluster(self, cluster_id: str, arrays: ArrayRecord) -> ArrayRecord:
         """The arrays that Flower carries: of embedding and encoder blocks, or all of them."""
-        elsewhere = self._elsewhere(cluster_id)
+        elsewhere = self._unsent_keys(cluster_id)
         return ArrayRecord({key: array for key, array in arrays.items() if key not in elsewhere})
 
     def join(self, cluster_id: str, reply: ArrayRecord, template: ArrayRecord) -> ArrayRecord:
@@ -144,8 +150,8 @@ class SplitRound:
         Raises ProtocolError if a key is missing or unknown, or if an array has another shape or
         kind than the one that was sent or is not finite; LinkError if the edge fails.
         """
-        elsewhere = self._elsewhere(cluster_id)
-        decoder = self._fetched(cluster_id)
+        elsewhere = self._unsent_keys(cluster_id)
+        decoder = self._fetch_decoder(cluster_id)
         check_keys(set(reply), set(template) - elsewhere, f"cluster {cluster_id}")
         whole = ArrayRecord()
         for key, array in template.items():
@@ -198,13 +204,13 @@ class SplitRound:
                 "initial_arrays=ArrayRecord(model.state_dict()) of the whole model"
             )
 
-    def _elsewhere(self, cluster_id: str) -> frozenset[str]:
+    def _unsent_keys(self, cluster_id: str) -> frozenset[str]:
         """The keys of arrays that Flower does not carry for this cluster."""
         if cluster_id in self._whole:
             return frozenset()
         return self.model.edge_keys.union(self.model.aliases)
 
-    def _fetched(self, cluster_id: str) -> ArrayRecord:
+    def _fetch_decoder(self, cluster_id: str) -> ArrayRecord:
         """The trained decoder; also of whole clusters, since its optimizer may be kept."""
         replica = self._edge.fetch(self._sessions[cluster_id])
         copies = self.model.shared_keys - self.model.edge_keys
@@ -246,3 +252,41 @@ def check_finite(whole: ArrayRecord, cluster_id: str) -> None:
             raise ProtocolError(f"cluster {cluster_id} returned {key} with data of another shape")
         if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
             raise ProtocolError(f"cluster {cluster_id}: {diverged(key)}")
+
+
+class PersonalArrays:
+    """The personal arrays of every cluster after its last accepted round, by key."""
+
+    def __init__(self) -> None:
+        self._clusters: dict[str, dict[str, Array]] = {}
+
+    def insert(self, cluster_id: str, arrays: ArrayRecord) -> ArrayRecord:
+        """``arrays`` with the cluster's own values; before its first round, the global ones."""
+        own = self._clusters.get(cluster_id, {})
+        return ArrayRecord({key: own.get(key, array) for key, array in arrays.items()})
+
+    def keep(self, cluster_id: str, model: ArrayRecord, keys: Collection[str]) -> None:
+        """Keep the personal arrays of an accepted model."""
+        if keys:
+            self._clusters[cluster_id] = {key: model[key] for key in keys}
+
+    def dump(self) -> Memory:
+        """All arrays as text, which keeps any dtype."""
+        kept = {
+            name: {
+                key: [array.dtype, list(array.shape), array.stype, array.data.hex()]
+                for key, array in arrays.items()
+            }
+            for name, arrays in self._clusters.items()
+        }
+        return Memory(text=json.dumps(kept))
+
+    def load(self, memory: Memory) -> None:
+        kept = json.loads(memory.text or "{}")
+        self._clusters = {
+            name: {
+                key: Array(dtype, tuple(shape), stype, bytes.fromhex(data))
+                for key, (dtype, shape, stype, data) in arrays.items()
+            }
+            for name, arrays in kept.items()
+        }

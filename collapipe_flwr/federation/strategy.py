@@ -27,11 +27,11 @@ from collapipe_flwr.federation.attempts import DEFAULT_TIMEOUT_S, Retries
 from collapipe_flwr.federation.inner import check_inner, driver
 from collapipe_flwr.federation.wrapped_grid import polling
 
-if TYPE_CHECKING:  # whoever only imports the strategy need not wait for torch
+if TYPE_CHECKING:  # importing the strategy does not load torch
     from collapipe_flwr.config.schema import EdgeConfig
     from collapipe_flwr.federation.checkpoint import Resumable
-    from collapipe_flwr.federation.described import Planning
     from collapipe_flwr.federation.hook_options import Learning
+    from collapipe_flwr.federation.planning import Planning
     from collapipe_flwr.federation.rounds import RoundPlanner, RoundRecord
     from collapipe_flwr.federation.split import EdgeGateway
     from collapipe_flwr.models.described import DescribedModel

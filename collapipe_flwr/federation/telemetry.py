@@ -20,7 +20,7 @@ from collapipe_flwr.scheduler.link_estimates import carried_bit_per_s
 from collapipe_flwr.transport.weights import TransferStats
 
 D2D, D2E = "d2d", "d2e"
-KEPT = 0.8  # of a planned rate: who sent more slowly was held back by something else
+KEPT = 0.8  # of a planned rate: a slower sender was limited by something else
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,14 +111,16 @@ class ClusterTelemetry:
         )
 
 
-def link_samples(plan: ClusterPlan, told: ClusterTelemetry, *, paced: bool) -> Iterator[LinkSample]:
+def link_samples(
+    plan: ClusterPlan, measured: ClusterTelemetry, *, paced: bool
+) -> Iterator[LinkSample]:
     """A sample of every measured hop; none of a round that lost devices, or one with replicas.
 
     The planned rate of a hop between replicas is that of its slowest link.
     """
-    if told.incidents or max(plan.replicas) > 1:
+    if measured.incidents or max(plan.replicas) > 1:
         return
-    reports = told.links(plan, paced=paced)
+    reports = measured.links(plan, paced=paced)
     for ends, hop, seen in zip(pairwise((*plan.member_ids, "")), plan.hops, reports, strict=False):
         ways = ((hop.forward_bit_per_s, seen.forward), (hop.backward_bit_per_s, seen.backward))
         rates = [
