@@ -35,7 +35,7 @@ from collapipe_flwr.config.schema import AppConfig, parse
 from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan, GradientNoise, RoundOutcome
 from collapipe_flwr.costs.price import PricedRound, price
 from collapipe_flwr.data.batches import Example, batches, round_examples
-from collapipe_flwr.federation.learner import Learner, make_learner
+from collapipe_flwr.federation.run.learner import Learner, make_learner
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.pipeline.meter import square_norm
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig

@@ -7,8 +7,7 @@ from flwr.clientapp import ClientApp
 
 from collapipe_flwr import Cluster
 from collapipe_flwr.core.errors import unexpected_as_run_error
-from collapipe_flwr.federation.node import Node
-from collapipe_flwr.federation.unsplit_round import UnsplitRound
+from collapipe_flwr.federation.client.node import Node, UnsplitRound
 from collapipe_flwr.host.allocator import configured_malloc
 
 app = ClientApp()

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
         RunError,
         ScheduleError,
     )
-    from collapipe_flwr.federation.cluster import Cluster
-    from collapipe_flwr.federation.described import Planning
+    from collapipe_flwr.federation.client.cluster import Cluster
+    from collapipe_flwr.federation.client.relay import Relay
     from collapipe_flwr.federation.local_grid import LocalGrid
-    from collapipe_flwr.federation.relay import Relay
+    from collapipe_flwr.federation.planning import Planning
     from collapipe_flwr.federation.rounds import RoundRecord
-    from collapipe_flwr.federation.sinks import Sinks
+    from collapipe_flwr.federation.run.sinks import Sinks
     from collapipe_flwr.federation.strategy import CollaPipe
     from collapipe_flwr.models.split_model import SplitModel
     from collapipe_flwr.pipeline.config import Execution
@@ -71,12 +71,12 @@ _MODULES = {
         "RunError",
         "ScheduleError",
     ),
-    "federation.cluster": ("Cluster",),
-    "federation.described": ("Planning",),
+    "federation.client.cluster": ("Cluster",),
+    "federation.planning": ("Planning",),
     "federation.local_grid": ("LocalGrid",),
-    "federation.relay": ("Relay",),
+    "federation.client.relay": ("Relay",),
     "federation.rounds": ("RoundRecord",),
-    "federation.sinks": ("Sinks",),
+    "federation.run.sinks": ("Sinks",),
     "federation.strategy": ("CollaPipe",),
     "models.split_model": ("SplitModel",),
     "pipeline.config": ("Execution",),

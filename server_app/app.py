@@ -24,20 +24,20 @@ from collapipe_flwr.core.errors import (
 from collapipe_flwr.core.imports import installed_versions
 from collapipe_flwr.federation.arrays import encode_tensors
 from collapipe_flwr.federation.deadline import DeadlineGrid, RoundClock
-from collapipe_flwr.federation.learner import Evaluator, Learner, drawn_sentence, make_learner
 from collapipe_flwr.federation.members import Members, discover_clusters
 from collapipe_flwr.federation.planner import ScheduledRounds
-from collapipe_flwr.federation.recorder import RunFolder, RunRecorder, open_run, prepared_folder
 from collapipe_flwr.federation.records import task_config
 from collapipe_flwr.federation.resuming import Checkpointed
-from collapipe_flwr.federation.run_strategy import (
+from collapipe_flwr.federation.run.learner import Evaluator, Learner, drawn_sentence, make_learner
+from collapipe_flwr.federation.run.recorder import RunFolder, RunRecorder, open_run, prepared_folder
+from collapipe_flwr.federation.run.run_strategy import (
     inner_strategy,
     learning_settings,
     make_planner,
+    make_strategy,
     unsplit_task,
 )
-from collapipe_flwr.federation.sinks import Sinks
-from collapipe_flwr.federation.strategy_names import make_strategy
+from collapipe_flwr.federation.run.sinks import Sinks
 from collapipe_flwr.federation.wrapped_grid import polling
 from collapipe_flwr.models import save_adapter, save_whole
 from collapipe_flwr.models.profile import profile_model
@@ -56,7 +56,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run to the end; a failure is one sentence in the log and in the run's summary."""
+    """Run to the end; an error is one line in the log and in the run's summary."""
     try:
         with unexpected_as_run_error():
             run(polling(grid), parse(context.run_config))
@@ -66,7 +66,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def run(grid: Grid, config: AppConfig) -> None:
-    """Everything is checked before the run directory is made."""
+    """Check everything, then create the run directory and train."""
     printer, rounds = RoundPrinter(config.run.num_server_rounds), config.run.num_server_rounds
     progress = ProgressFile(prepared_folder(config), rounds=rounds, say=printer.say)
     with progress.watching():
@@ -93,7 +93,7 @@ def _run(grid: Grid, config: AppConfig, progress: ProgressFile, printer: RoundPr
     with writing(folder.directory.path):
         recorder = _recorder(config, folder, evaluator, planner, members, printer, progress)
         try:
-            with _saying_how_to_resume(folder), unexpected_as_run_error():
+            with _how_to_resume(folder), unexpected_as_run_error():
                 _train(members, config, learner, planner, recorder, folder)
                 progress.enter("saving the model")
                 _save_model(folder.directory, learner, recorder)
@@ -104,8 +104,8 @@ def _run(grid: Grid, config: AppConfig, progress: ProgressFile, printer: RoundPr
 
 
 @contextmanager
-def _saying_how_to_resume(folder: RunFolder) -> Iterator[None]:
-    """Add the way on to what ended a run, where something may be mended and its rounds are kept."""
+def _how_to_resume(folder: RunFolder) -> Iterator[None]:
+    """Append how to resume the run to its error message, if rounds are kept."""
     try:
         yield
     except (DevicesMissing, LinkError, RunError) as error:
@@ -122,7 +122,7 @@ def _saying_how_to_resume(folder: RunFolder) -> Iterator[None]:
 def _clusters(
     grid: Grid, config: AppConfig, learner: Learner
 ) -> tuple[Members, ScheduledRounds | None]:
-    """The clusters of the run, and their planner unless they train whole models."""
+    """The clusters of the run, and the planner of a split model."""
     clusters = discover_clusters(
         grid, expected=config.run.clusters, timeout_s=config.run.node_timeout_s
     )
@@ -216,14 +216,14 @@ def _train(
         recorder.training = strategy.cluster_progress
     if folder.checkpoints is not None:
         strategy = Checkpointed(strategy, folder.checkpoints, members.resumable)
-    told = task_config(learner.task.vocabulary.to_json(), unsplit)
+    config_record = task_config(learner.task.vocabulary.to_json(), unsplit)
     strategy.start(
         members,
         encode_tensors(weights),
         num_rounds=config.run.num_server_rounds,
         timeout=config.run.round_timeout_s,
-        train_config=told,
-        evaluate_config=told,
+        train_config=config_record,
+        evaluate_config=config_record,
         evaluate_fn=recorder.evaluate,
     )
 

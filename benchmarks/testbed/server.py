@@ -19,7 +19,7 @@ from benchmarks.testbed.wire import Node, Values, grid_of
 from collapipe_flwr.config.schema import AppConfig, parse
 from collapipe_flwr.core.errors import CollaPipeError
 from collapipe_flwr.core.processes import end_with_parent
-from collapipe_flwr.federation.learner import make_learner
+from collapipe_flwr.federation.run.learner import make_learner
 from collapipe_flwr.models.profile import profile_model
 from server_app import app as server_app
 

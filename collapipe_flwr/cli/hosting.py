@@ -221,8 +221,8 @@ def control_unit(
     It runs the app of the run, from the files that Flower installed. Without it, ClientApps do
     all themselves.
     """
-    from collapipe_flwr.federation.local_socket import default_path
-    from collapipe_flwr.federation.resident import ResidentSettings, serve
+    from collapipe_flwr.federation.client.local_socket import default_path
+    from collapipe_flwr.federation.client.resident import ResidentSettings, serve
 
     settings = ResidentSettings(
         path=socket or default_path(), state_dir=state_dir, grace_s=grace_s, metrics=metrics
@@ -237,6 +237,6 @@ def supernode(context: typer.Context) -> None:
 
     All arguments are those of `flower-supernode`.
     """
-    from collapipe_flwr.federation.supernode import run
+    from collapipe_flwr.federation.client.supernode import run
 
     run(context.args)

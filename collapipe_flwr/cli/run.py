@@ -14,7 +14,7 @@ from collapipe_flwr.core.errors import wrong_input
 from collapipe_flwr.core.processes import terminable
 
 if TYPE_CHECKING:
-    from collapipe_flwr.federation.running import Order
+    from collapipe_flwr.federation.run.running import Order
 
 Project = Annotated[Path, Argument(help="Folder of the Flower app.")]
 RunConfig = Annotated[
@@ -62,6 +62,8 @@ def run(
     all that Flower, Ray and the apps print.
     """
     from collapipe_flwr.federation.running import Attempt
+    from collapipe_flwr.core.processes import terminable
+    from collapipe_flwr.federation.run.running import Attempt
     from collapipe_flwr.reporting.screen import Screen
 
     screen = Screen(quiet=quiet, verbose=verbose)
@@ -91,7 +93,7 @@ def check_config(
     gc.disable()  # a fifth of the time of what follows, which ends this process
     with wrong_input():
         launch = order.launch()
-        from collapipe_flwr.federation.preflight import check_launch
+        from collapipe_flwr.federation.run.preflight import check_launch
 
         os.chdir(launch.app)  # as the run does: paths in the run-config are relative to the app
         typer.echo(check_launch(launch))
@@ -105,7 +107,7 @@ def _order(
     resume: Path | None,
     clusters: list[Path] | None,
 ) -> Order:
-    from collapipe_flwr.federation.running import Order
+    from collapipe_flwr.federation.run.running import Order
 
     return Order(
         project=project,

@@ -1,10 +1,9 @@
 """Arrays between torch, Flower's ArrayRecord and the inner strategy, with every dtype kept.
 
-Two facts make this file. numpy has no bfloat16 and no float8, so Flower refuses such tensors: they
-travel as raw bytes under a serialisation type of our own, which code that does not know it refuses
-instead of misreading, and the inner strategy averages them in float32. Flower's averaging turns
-integers and booleans (step counters, masks) into floats, and a strategy may turn float32 into
-float64: `torch.nn.Module.load_state_dict` casts them back, and so does :func:`load_into`.
+numpy has no bfloat16 and no float8, so Flower refuses such tensors: they travel as raw bytes under
+a serialisation type of our own, and the inner strategy averages them in float32. Flower's averaging
+turns integers and booleans (step counters, masks) into floats, and a strategy may turn float32 into
+float64: :func:`load_into` casts them back, as `torch.nn.Module.load_state_dict` does.
 """
 
 from __future__ import annotations
@@ -45,10 +44,7 @@ def decode_tensors(record: ArrayRecord) -> dict[str, torch.Tensor]:
 
 
 def take_tensors(record: ArrayRecord) -> dict[str, torch.Tensor]:
-    """The same, emptying the record on the way: a model is never there twice.
-
-    Raises ProtocolError on a malformed array.
-    """
+    """:func:`decode_tensors`, emptying the record, so that a model is never in memory twice."""
     return {key: _decode_tensor(key, record.pop(key)) for key in list(record)}
 
 
@@ -67,7 +63,7 @@ def take_record(tensors: dict[str, torch.Tensor] | Lookup[torch.Tensor]) -> Arra
 
 
 def is_floating(array: Array) -> bool:
-    """True where averaging makes sense: not for integers and booleans."""
+    """Whether an array can be averaged: integers and booleans cannot."""
     return array.dtype in _RAW_DTYPES or not array.dtype.startswith(("int", "uint", "bool"))
 
 
@@ -77,9 +73,9 @@ def averaging_view(record: ArrayRecord) -> ArrayRecord:
 
 
 def inner_view(record: ArrayRecord, hidden: Collection[str] = ()) -> ArrayRecord:
-    """What the inner strategy sees: what is not ``hidden``, in dtypes that numpy has.
+    """The arrays of the inner strategy: those not ``hidden``, in dtypes that numpy has.
 
-    A record that needs no change comes back as it is.
+    A record that needs no change is returned itself.
     """
     keys = [key for key in record if key not in hidden]
     if len(keys) == len(record) and not holds_raw(record):
@@ -88,12 +84,11 @@ def inner_view(record: ArrayRecord, hidden: Collection[str] = ()) -> ArrayRecord
 
 
 def holds_raw(record: ArrayRecord) -> bool:
-    """Whether an array has a dtype that numpy lacks."""
     return any(array.stype == RAW_TORCH for array in record.values())
 
 
 def narrow_raw(view: ArrayRecord, template: ArrayRecord) -> ArrayRecord:
-    """``view`` with the dtypes of ``template`` where numpy lacks them; all else as it is.
+    """``view`` with the dtypes of ``template`` where numpy lacks them.
 
     Raises RunError if the shape of such an array changed.
     """
@@ -104,9 +99,9 @@ def narrow_raw(view: ArrayRecord, template: ArrayRecord) -> ArrayRecord:
 
 
 def load_into(template: ArrayRecord, view: ArrayRecord) -> ArrayRecord:
-    """The model ``template`` after `load_state_dict` of ``view``: in its order, shapes and dtypes.
+    """``template`` after `load_state_dict` of ``view``: in its order, shapes and dtypes.
 
-    Arrays that ``view`` lacks stay as they are, and what only ``view`` has is added. Raises
+    Arrays that ``view`` lacks stay as they are, and arrays that only ``view`` has are added. Raises
     RunError if a shape changed.
     """
     loaded = {k: _cast(k, view[k], array) if k in view else array for k, array in template.items()}
@@ -114,7 +109,7 @@ def load_into(template: ArrayRecord, view: ArrayRecord) -> ArrayRecord:
 
 
 def shifted(model: ArrayRecord, start: ArrayRecord, now: ArrayRecord) -> ArrayRecord:
-    """``now`` plus what ``model`` moved since ``start``, in the dtypes of ``model``.
+    """``now`` plus the change of ``model`` since ``start``, in the dtypes of ``model``.
 
     Integers, and floats that are not finite (masks), are those of ``model``.
     """
@@ -129,10 +124,9 @@ def shifted(model: ArrayRecord, start: ArrayRecord, now: ArrayRecord) -> ArrayRe
 
 
 def not_finite(record: ArrayRecord, like: ArrayRecord) -> str | None:
-    """The first array of floats with infinities or NaN where that in ``like`` has none.
+    """The first float array with infinities or NaN whose counterpart in ``like`` has none, if any.
 
-    None where there is no such array; what ``like`` lacks is not looked at. Raises ProtocolError on
-    a malformed array.
+    Arrays that ``like`` lacks are not checked. Raises ProtocolError on a malformed array.
     """
     for key, array in record.items():
         if key in like and is_floating(array) and not _is_finite(key, array):
@@ -155,14 +149,14 @@ def _encode_tensor(tensor: torch.Tensor) -> Array:
 
 
 def _npy(tensor: torch.Tensor) -> bytes:
-    """What `numpy.save` writes, in memory of just this size."""
+    """The bytes of `numpy.save`, without its over-allocated buffer."""
     array, head = tensor.contiguous().numpy(), BytesIO()
     np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(array))
     return b"".join((head.getvalue(), array.reshape(-1).data))
 
 
 def _stow_tensor(stow: Offload, key: str, array: Array) -> Callable[[], torch.Tensor]:
-    """How to read it; the bytes of a large one go into the file as they came."""
+    """Store one tensor and return its reader; large arrays are stored without decoding."""
     if len(array.data) >= OFFLOAD_BYTES and (found := _raw_bytes(array)):
         data, dtype = found
         if read := stow.put_bytes(data, dtype, array.shape):
@@ -171,7 +165,7 @@ def _stow_tensor(stow: Offload, key: str, array: Array) -> Callable[[], torch.Te
 
 
 def _raw_bytes(array: Array) -> tuple[memoryview, torch.dtype] | None:
-    """The numbers of an array as torch has them; None where they must be read to know."""
+    """An array's bytes in torch's layout; None where the array has to be decoded first."""
     data, dtype = memoryview(array.data), _RAW_DTYPES.get(array.dtype)
     if array.stype == SType.NUMPY and array.data.startswith(_NPY):
         file = BytesIO(array.data)

@@ -1,8 +1,8 @@
-"""A record's small arrays as few large ones: each array costs Flower two requests on every hop.
+"""A record's small arrays as few large ones, since each array costs Flower two requests per hop.
 
-For a model of a hundred tensors those are about 1,200 requests in a round, from the ServerApp to
-the ClientApp and back, and they take longer than what they carry. A bundle is an array whose bytes
-are an index and then those of its members, unchanged; large arrays stay as they are.
+A model of a hundred tensors takes about 1,200 requests in a round, from the ServerApp to the
+ClientApp and back, which last longer than the transfer itself. A bundle is an array whose bytes are
+an index and then the unchanged bytes of its members; large arrays stay as they are.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _INDEX = struct.Struct("!I")
 
 @dataclass(slots=True)
 class Bundles:
-    """Makes bundles; one of the same arrays is made once, and shared by all messages."""
+    """Builds bundles; a bundle of the same arrays is built once and shared by all messages."""
 
     _made: dict[tuple[object, ...], tuple[dict[str, Array], Array]] = field(default_factory=dict)
 
     def of(self, content: RecordDict) -> RecordDict:
-        """A new content; ``content`` keeps its arrays."""
+        """``content`` as a new RecordDict with bundles."""
         found = RecordDict(dict(content))
         for name, record in array_records(content).items():
             found[name] = _bundled(record, record.__getitem__, self._once)
@@ -41,14 +41,14 @@ class Bundles:
             (key, id(a.data), a.dtype, tuple(a.shape), a.stype) for key, a in members.items()
         )
         if held not in self._made:
-            self._made[held] = members, _bundle(members)  # as long as they live, ids stay theirs
+            self._made[held] = members, _bundle(members)  # kept alive, so that ids stay unique
         return self._made[held][1]
 
 
 def bundle(content: RecordDict) -> None:
-    """Put bundles in the place of small arrays, none of which is there twice for long.
+    """Replace small arrays by bundles, without a second copy of the model.
 
-    An app that keeps a record that it replied keeps it as it was.
+    A record that the app keeps a reference to stays unchanged.
     """
     records = array_records(content)
     for name in list(records):
@@ -57,7 +57,7 @@ def bundle(content: RecordDict) -> None:
 
 
 def unbundle(content: RecordDict) -> bool:
-    """Put members back in the place of their bundles; False where there were none.
+    """Replace bundles by their members; False if there were none.
 
     Raises ProtocolError for a malformed bundle.
     """
@@ -75,7 +75,7 @@ def unbundle(content: RecordDict) -> bool:
 
 
 def unbundling(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """A mod: functions and other mods of an app see no bundles, who asked with some gets some."""
+    """A mod that unpacks bundles for the app, and bundles the reply to a bundled message."""
     asked = message.has_content() and unbundle(message.content)
     reply = call_next(message, context)
     if asked and reply.has_content():
@@ -84,7 +84,7 @@ def unbundling(message: Message, context: Context, call_next: ClientAppCallable)
 
 
 def accept_bundles(app: ClientApp) -> bool:
-    """Have all functions of ``app`` see no bundles; False if some were registered before."""
+    """Unpack bundles before any function of ``app``; False if some were registered before."""
     if app._registered_funcs or app._call is not None:
         return False
     app._mods = [unbundling, *app._mods]
@@ -99,7 +99,7 @@ def array_records(content: RecordDict) -> dict[str, ArrayRecord]:
 def _bundled(
     record: ArrayRecord, get: Callable[[str], Array], join: Callable[[dict[str, Array]], Array]
 ) -> ArrayRecord:
-    """The arrays of ``record`` in its order, by ``get``."""
+    """The arrays of ``record`` in order, small ones bundled by ``join``."""
     found = ArrayRecord()
     for keys in list(_groups(record)):
         members = {key: get(key) for key in keys}
@@ -111,7 +111,7 @@ def _bundled(
 
 
 def _groups(record: ArrayRecord) -> Iterator[list[str]]:
-    """Keys of arrays that follow each other and go into one bundle, or of one array."""
+    """Keys of consecutive arrays that share a bundle."""
     keys: list[str] = []
     size = 0
     for key, array in record.items():
@@ -129,8 +129,8 @@ def _is_bundle(array: Array) -> bool:
 
 
 def _bundle(members: Mapping[str, Array]) -> Array:
-    told = [[key, a.dtype, a.shape, a.stype, len(a.data)] for key, a in members.items()]
-    index = json.dumps(told).encode()
+    entries = [[key, a.dtype, a.shape, a.stype, len(a.data)] for key, a in members.items()]
+    index = json.dumps(entries).encode()
     data = b"".join([_INDEX.pack(len(index)), index, *(a.data for a in members.values())])
     return Array("uint8", (len(data),), _STYPE, data)
 
@@ -145,6 +145,6 @@ def _members(joined: Array) -> Iterator[tuple[str, Array]]:
             yield str(key), Array(dtype, tuple(shape), stype, bytes(data[begin : begin + size]))
             begin += size
     except (struct.error, ValueError, TypeError, RecursionError) as error:
-        raise ProtocolError(f"a bundle of arrays holds nonsense: {error!r}") from error
+        raise ProtocolError(f"a bundle of arrays is malformed: {error!r}") from error
     if begin != len(data):
         raise ProtocolError(f"a bundle of arrays has {len(data)} bytes, its index says {begin}")

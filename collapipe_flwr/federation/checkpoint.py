@@ -1,10 +1,10 @@
-"""A run's checkpoints: what a new server process needs to go on as if nothing had happened.
+"""A run's checkpoints, from which a new server process resumes.
 
-One folder per finished round: ``global.safetensors`` (the model), ``arrays.safetensors`` and
-``tensors.safetensors`` (what the strategy, its planner and others remember), ``state.json``
-(everything else) and ``chance.json`` (random generators, written again when the next round begins).
-No pickle: a checkpoint cannot run code. A folder gets its name when all of it is on disk, and older
-ones are deleted after that, so a crash or a power cut leaves this one or the one before.
+There is one folder per finished round: ``global.safetensors`` (the model), ``arrays.safetensors``
+and ``tensors.safetensors`` (memory of the strategy, its planner and other parts), ``state.json``
+(everything else) and ``chance.json`` (random generators, updated when the next round begins). There
+is no pickle: a checkpoint cannot run code. A folder gets its name once all of it is on disk, and
+older ones are deleted after that, so a crash or a power cut leaves one of the two.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What one part of the run remembers between rounds: text, arrays, and tensors of any dtype."""
+    """What one part of the run keeps between rounds: text, arrays, tensors of any dtype."""
 
     text: str = ""
     arrays: Arrays = field(default_factory=dict)
@@ -56,13 +56,13 @@ class Memory:
 
 @runtime_checkable
 class Resumable(Protocol):
-    """A part whose memory a checkpoint keeps."""
+    """A part of the run whose memory a checkpoint keeps."""
 
     def dump(self) -> Memory:
-        """All that the next round depends on."""
+        """Everything that the next round depends on."""
 
     def load(self, memory: Memory) -> None:
-        """Take back what :meth:`dump` gave."""
+        """Restore what :meth:`dump` returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +78,10 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoints:
-    """A folder of checkpoints; with ``resume`` a run goes on from the newest one in it.
+    """A folder of checkpoints, one per ``every`` rounds; ``resume`` continues from the newest.
 
-    One is written after every ``every`` rounds; each takes the bytes of the model once, and what
-    the inner strategy keeps (twice the model for FedAdam).
+    Each takes the bytes of the model once, plus the state of the inner strategy (twice the model
+    for FedAdam).
     """
 
     folder: Path
@@ -90,7 +90,7 @@ class Checkpoints:
     every: int = 1
 
     def save(self, checkpoint: Checkpoint) -> Path:
-        """Write one, then drop all but the newest ``keep``; raises RunError if it cannot be."""
+        """Write a checkpoint, then delete all but the newest ``keep``; raises RunError."""
         path = self.folder / f"round-{checkpoint.server_round:06d}"
         with _writing(path):
             make_folder(self.folder)
@@ -104,18 +104,17 @@ class Checkpoints:
         return path
 
     def due(self, server_round: int) -> bool:
-        """Whether the run is saved after this round."""
         return server_round % self.every == 0
 
     def note_rng_state(self, server_round: int) -> None:
-        """Bring the random state of the checkpoint of this round up to date: the next one draws."""
+        """Update the generator state of this round's checkpoint, before the next round draws."""
         paths = self._paths()
         if paths and _round_of(paths[-1]) == server_round:
             with _writing(paths[-1]):
                 write_text(paths[-1] / _CHANCE, rng_state())
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint, None if there is none; raises RunError if it cannot be read."""
+        """The newest checkpoint, if any; raises RunError if it cannot be read."""
         paths = self._paths()
         return _read(paths[-1]) if paths else None
 
@@ -135,7 +134,7 @@ def _round_of(path: Path) -> int:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Turn what a full disk makes of a checkpoint into one sentence."""
+    """Raise RunError in place of an OSError."""
     try:
         yield
     except OSError as error:
@@ -202,7 +201,7 @@ def _of(part: str, joined: Mapping[str, Found]) -> dict[str, Found]:
 
 
 def rng_state() -> str:
-    """The generators as they stand."""
+    """The state of Python's, numpy's and torch's generators, as JSON."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "random": random.getstate(),
@@ -213,7 +212,7 @@ def rng_state() -> str:
 
 
 def restore_rng_state(text: str) -> None:
-    """Set the generators; raises RunError where ``text`` is not what :func:`rng_state` gave."""
+    """Set the generators; raises RunError unless ``text`` came from :func:`rng_state`."""
     try:
         state = json.loads(text)
         version, internal, gauss = state["random"]

@@ -1,23 +1,20 @@
-"""Rounds that close when they should be over, instead of at the run's timeout.
+"""Rounds that close at a learnt deadline instead of the run's timeout.
 
-What a round should take is learnt from those before it, in seconds on the wall: simulated radios
-and boards predict other seconds than a laptop needs, so a cluster's prediction counts only in
-proportion to its earlier ones,
+The expected duration is learnt from earlier rounds, in wall seconds. Simulated radios and boards
+predict other seconds than a laptop needs, so a cluster's prediction counts only in proportion to
+its earlier ones,
 
     expected = overhead + max over clusters of (wall / predicted) * predicted now,
 
 with the largest ratio of the last rounds and the largest overhead: what a round took beyond its
-slowest cluster's own training (messages, start of apps, waiting in line). The round closes after
-``slack`` times that. A cluster that has not finished a round yet has no ratio: a round in which it
-takes part has no deadline.
+slowest cluster's own training (messages, start of apps, queueing). The round closes after ``slack``
+times that. A round with a cluster that has no ratio yet has no deadline.
 
-Where late updates join a later round (``joins_late``), nobody is waited for who is slower than the
-faster half: the deadline is that of the median cluster, and being late is no reason to wait longer.
-
-A cluster that was late says only that it needs more than it was given, so the next deadline is at
-least twice as long, and so on until it fits or the run's own timeout is reached. Who misses that as
-well is not waited for again while there are others: deadlines are as short as those need, until it
-meets one.
+If late updates join a later round (``joins_late``), the deadline is that of the median cluster, and
+being late does not extend it. Otherwise a late cluster shows only that it needs more than it was
+given, so its next deadline is at least twice as long, until it fits or reaches the run's timeout. A
+cluster that misses the timeout as well is not waited for while there are others, until it meets one
+of their deadlines.
 """
 
 from __future__ import annotations
@@ -47,25 +44,23 @@ Seconds = Mapping[str, float]  # by cluster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """A clock's memory in a checkpoint."""
-
     ratios: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     overhead_s: tuple[float, ...] = ()
     missed: Mapping[str, float] = field(default_factory=dict)
 
 
 class RoundClock:
-    """Estimates how long rounds take; they may take ``slack`` times that."""
+    """Estimates how long rounds take; a round may take ``slack`` times its estimate."""
 
     def __init__(self, slack: float, *, joins_late: bool = False) -> None:
         self._slack = slack
         self.joins_late = joins_late
         self._ratios: dict[str, deque[float]] = {}  # wall over predicted seconds, by cluster
         self._overhead_s: deque[float] = deque(maxlen=REMEMBERED)
-        self._missed: dict[str, float] = {}  # ratio to allow who was late; 0: no wait is worth it
+        self._missed: dict[str, float] = {}  # ratio to allow after a miss; 0: not waited for
 
     def deadline_s(self, predicted_s: Seconds) -> float | None:
-        """Seconds after which a round with these predictions should close; None while unknown."""
+        """Seconds after which a round with these predictions closes; None while unknown."""
         awaited_s = {name: s for name, s in predicted_s.items() if self._missed.get(name) != 0.0}
         if not self._overhead_s or not awaited_s or not awaited_s.keys() <= self._ratios.keys():
             return None
@@ -77,7 +72,7 @@ class RoundClock:
         return max(*self._ratios[name], self._missed.get(name, 0.0))
 
     def learn(self, predicted_s: Seconds, wall_s: Seconds, exchange_s: float) -> None:
-        """Record a message exchange; the overhead is known only if every cluster replied."""
+        """Record an exchange; the overhead is known only if every cluster replied."""
         for name in wall_s.keys() & predicted_s.keys():
             if predicted_s[name] > 0:
                 ratios = self._ratios.setdefault(name, deque(maxlen=REMEMBERED))
@@ -95,7 +90,6 @@ class RoundClock:
                 self._missed[name] = max(GROWTH / self._slack, 1.0) * planned_s / seconds
 
     def dump(self) -> Memory:
-        """The recorded rounds."""
         ratios = {name: tuple(found) for name, found in self._ratios.items()}
         kept = _Kept(ratios=ratios, overhead_s=tuple(self._overhead_s), missed=self._missed)
         return Memory(text=to_json(kept))
@@ -132,13 +126,12 @@ class DeadlineGrid(Members):
 
     @property
     def resumable(self) -> dict[str, Resumable]:
-        """The clock, and what `Members` keeps."""
         return {**super().resumable, "clock": self._clock}
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> list[Message]:
-        """Push, then pull until all are there, or it is time; errors for those that are late."""
+        """Push, then pull until all replies are in or the deadline; late ones become errors."""
         sent = list(messages)
         predicted_s = _predicted(sent)
         planned_s = self._clock.deadline_s(predicted_s)
@@ -162,13 +155,13 @@ class DeadlineGrid(Members):
 
 
 def _late(message: Message, planned_s: float) -> Message:
-    """An error in place of a late reply, with the reason."""
+    """The error reply that stands for a late one."""
     why = f"late: the round was planned to close after {planned_s:.1f} s (round-slack)"
     return Message(Error(LATE, why), reply_to=message)
 
 
 def _predicted(messages: Sequence[Message]) -> dict[str, float]:
-    """What the plans in messages that ask for training predict, by cluster."""
+    """Predicted seconds by cluster, from the plans in messages that ask for training."""
     asked = [m.content for m in messages if m.metadata.message_type == "train" and m.has_content()]
     found: dict[str, float] = {}
     for content in asked:
@@ -182,13 +175,13 @@ def _predicted(messages: Sequence[Message]) -> dict[str, float]:
 
 
 def _walls(replies: Sequence[Message]) -> dict[str, float]:
-    """Wall seconds by cluster as the replies report them; malformed replies are left out."""
+    """Measured seconds by cluster, as the replies report them; malformed ones are left out."""
     found: dict[str, float] = {}
     for reply in replies:
         try:
-            told = take_telemetry(reply.content)[1] if reply.has_content() else None
+            measured = take_telemetry(reply.content)[1] if reply.has_content() else None
         except ProtocolError:
             continue
-        if told is not None:
-            found[told.cluster_id] = told.wall_s
+        if measured is not None:
+            found[measured.cluster_id] = measured.wall_s
     return found

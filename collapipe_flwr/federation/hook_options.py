@@ -9,21 +9,19 @@ from functools import partial
 from collapipe_flwr.cluster.fleet import LearningSettings
 from collapipe_flwr.config.schema import EdgeConfig
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.federation.default_profile import DefaultProfilePlanner
-from collapipe_flwr.federation.described import DescribedClusters, Planning
-from collapipe_flwr.federation.rounds import RoundPlanner
 from collapipe_flwr.federation.split import EdgeGateway
 from collapipe_flwr.models.described import DescribedModel
-from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.split_model import SplitModel
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig, optimizer_config
 from collapipe_flwr.scheduler.protocol import Scheduler
+from collapipe_flwr.pipeline.optimizer import OptimizerConfig
+from collapipe_flwr.pipeline.user_optimizer import optimizer_config
 
 Learning = LearningSettings | Callable[[int], LearningSettings]  # the same, or by server round
 
 
 def check_options(model: object, *, optimizer: object, learning: object, edge: object) -> None:
-    """Raise ConfigError for an option of another kind, or one that has no effect."""
+    """Raise ConfigError for an option of the wrong type, or one that has no effect."""
     if not isinstance(model, DescribedModel | None):
         raise ConfigError(
             f"model must be a SplitModel, got {type(model).__name__}: describe it, "
@@ -33,8 +31,8 @@ def check_options(model: object, *, optimizer: object, learning: object, edge: o
     given = [name for name, value in options.items() if value is not None]
     if model is None and given:
         raise ConfigError(
-            f"{given[0]} has no effect without a model to split, since clients train as they "
-            "like: pass model=SplitModel(...) too, or leave it out"
+            f"{given[0]} has no effect without a model to split, since clients train whole "
+            "models: pass model=SplitModel(...) too, or leave it out"
         )
     if not (learning is None or callable(learning) or isinstance(learning, LearningSettings)):
         raise ConfigError(
@@ -45,34 +43,10 @@ def check_options(model: object, *, optimizer: object, learning: object, edge: o
         raise ConfigError(f"edge must be an address, host:port, or an EdgeConfig, got {edge!r}")
 
 
-def planner_of(
-    scheduler: str | Scheduler | Planning | RoundPlanner | None,
-    model: DescribedModel | None,
-    learning: Callable[[int], LearningSettings],
-) -> RoundPlanner:
-    """What plans rounds: a planner as it is; for a ``model`` one of clusters that describe
-    themselves, else one of assumed clusters. Raises ConfigError for a bad name.
-    """
-    if isinstance(scheduler, RoundPlanner):
-        return scheduler
-    if isinstance(scheduler, Planning):
-        planning = scheduler
-    else:
-        planning = Planning(policy=scheduler or ("dssda" if model else "fedavg"))
-    if model is None:
-        return DefaultProfilePlanner(planning.scheduler)
-    if model.batch_size is not None:
-        planning = planning.for_batches(model.batch_size, cut=not model.splitter.whole_batches)
-    optimizer = learning(1).optimizer
-    return DescribedClusters(
-        planning, lambda: profile_model(model.splitter, model.shape, optimizer.state_bytes)
-    )
-
-
 def learning_of(
     given: object, learning: Learning | None, model: DescribedModel | None
 ) -> Callable[[int], LearningSettings]:
-    """How clusters learn by server round, with the optimizer that is ``given`` if there is one."""
+    """The learning settings by server round, with ``given`` as their optimizer if it is set."""
     if given is not None:
         given = optimizer_config(given, model.model if isinstance(model, SplitModel) else None)
     return partial(_learning, learning or LearningSettings(), given)

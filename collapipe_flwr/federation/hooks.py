@@ -1,9 +1,4 @@
-"""The rounds of a run as :class:`CollaPipe` has them: plans around the inner strategy's messages.
-
-Each node's message becomes a record of its own with its own plan. With a model to split it carries
-only embedding and encoder, the decoder goes to the edge, and both are one model again before the
-inner strategy aggregates.
-"""
+"""The rounds of :class:`CollaPipe`: plans and split models around the inner strategy's messages."""
 
 from __future__ import annotations
 
@@ -19,15 +14,14 @@ from flwr.serverapp.strategy import Strategy
 from collapipe_flwr.config.schema import EdgeConfig
 from collapipe_flwr.core.errors import DevicesMissing, LinkError, ProtocolError, RunError
 from collapipe_flwr.federation.arrays import inner_view, load_into, narrow_raw, not_finite
-from collapipe_flwr.federation.attempts import DEFAULT_TIMEOUT_S, Attempts, Retries, lasting
+from collapipe_flwr.federation.attempts import DEFAULT_TIMEOUT_S, Attempts, Retries, are_permanent
 from collapipe_flwr.federation.checkpoint import Resumable, restore_rng_state, rng_state
-from collapipe_flwr.federation.described import Meets, Planning
-from collapipe_flwr.federation.hook_options import Learning, check_options, learning_of, planner_of
+from collapipe_flwr.federation.hook_options import Learning, check_options, learning_of
 from collapipe_flwr.federation.inner import layers
 from collapipe_flwr.federation.late_updates import LateUpdate, LateUpdates
 from collapipe_flwr.federation.messages import readdressed, restored, with_content
 from collapipe_flwr.federation.open_round import OpenRound
-from collapipe_flwr.federation.personal import PersonalArrays
+from collapipe_flwr.federation.planning import DescribedClusters, Planning, planner_of
 from collapipe_flwr.federation.records import EXAMPLES, take_telemetry
 from collapipe_flwr.federation.rounds import (
     AcceptedRounds,
@@ -39,7 +33,7 @@ from collapipe_flwr.federation.rounds import (
     metrics_as_dict,
 )
 from collapipe_flwr.federation.rpc_gateway import RpcEdgeGateway, open_edge
-from collapipe_flwr.federation.split import EdgeGateway, SplitRound
+from collapipe_flwr.federation.split import EdgeGateway, PersonalArrays, SplitRound
 from collapipe_flwr.models.described import DescribedModel
 from collapipe_flwr.reporting.progress import ClusterProgress
 from collapipe_flwr.scheduler.protocol import Scheduler
@@ -47,14 +41,14 @@ from collapipe_flwr.scheduler.protocol import Scheduler
 log = logging.getLogger("flwr.collapipe")
 
 _NOT_RUNNING = (
-    "a CollaPipe with a model to split does not run as the inside of another strategy, which would "
-    "see parts of updates: put that inside, CollaPipe(OtherStrategy(FedAvg(), ...), model=...)"
+    "a CollaPipe with a model to split cannot be wrapped in another strategy, which would see "
+    "parts of updates: put that inside, CollaPipe(OtherStrategy(FedAvg(), ...), model=...)"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedRound:
-    """What Flower's loop asked for, and the state of the random generators then."""
+    """The arguments of Flower's call, and the state of the random generators at that time."""
 
     server_round: int
     arrays: ArrayRecord
@@ -64,7 +58,7 @@ class AskedRound:
 
 
 class Rounds:
-    """The hooks of a strategy around those of ``inner``; :class:`CollaPipe` explains the rest."""
+    """The hooks around those of ``inner``; see :class:`CollaPipe` for the arguments."""
 
     def __init__(
         self,
@@ -103,12 +97,11 @@ class Rounds:
 
     @property
     def is_split(self) -> bool:
-        """Whether clusters and edge share a model."""
         return self._model is not None
 
     @property
     def resumable(self) -> dict[str, Resumable]:
-        """The parts around the inner strategy whose memory a checkpoint keeps, by name."""
+        """See `CollaPipe.resumable`."""
         parts: dict[str, object] = {
             "planner": self.planner,
             "edge": self._gateway,
@@ -126,13 +119,10 @@ class Rounds:
         with ExitStack() as stack:
             if self._model is not None and isinstance(self._edge, EdgeConfig):
                 self._gateway = RpcEdgeGateway(stack.enter_context(open_edge(self._edge)))
-                stack.callback(self._forget_gateway)
+                stack.callback(setattr, self, "_gateway", None)
             stack.callback(self.close)
             stack.callback(self.late.close)
             yield
-
-    def _forget_gateway(self) -> None:
-        self._gateway = None
 
     @property
     def _hidden_keys(self) -> frozenset[str]:
@@ -145,7 +135,7 @@ class Rounds:
             self._round = None
 
     def progress(self) -> dict[str, ClusterProgress]:
-        """How far the clusters of the open round are; from any thread."""
+        """See `CollaPipe.cluster_progress`."""
         opened = self._round
         return {} if opened is None else opened.progress()
 
@@ -154,9 +144,8 @@ class Rounds:
     ) -> list[Message]:
         """The inner strategy's messages, each with its own plan and its part of the model.
 
-        A split model learns as their config asks (`asked_optimizer`). Raises ScheduleError if
-        nothing can be planned, LinkError if the edge cannot be reached, ConfigError for settings
-        that make no sense, and RunError outside :meth:`running`.
+        A split model is trained with the settings in their config (`asked_optimizer`). Raises
+        ScheduleError, LinkError, ConfigError, and RunError outside :meth:`running`.
         """
         if self._model is not None and self._gateway is None:
             raise RunError(_NOT_RUNNING)
@@ -164,16 +153,16 @@ class Rounds:
         self._asked = AskedRound(
             server_round=server_round, arrays=arrays, config=config, grid=grid, chance=rng_state()
         )
-        return self._tried(self._configured)
+        return self._with_retries(self._configured)
 
-    def _tried(self, configure: Callable[[], list[Message]]) -> list[Message]:
-        """Messages of a round, which is tried again where the edge or devices are not there."""
+    def _with_retries(self, configure: Callable[[], list[Message]]) -> list[Message]:
+        """The messages of a round, repeated while the edge or the devices are missing."""
         while True:
             try:
                 return configure()
             except (LinkError, DevicesMissing) as error:
-                if not self._attempts.again(str(error)):
-                    raise type(error)(self._attempts.told(str(error))) from error
+                if not self._attempts.retry(str(error)):
+                    raise type(error)(self._attempts.with_count(str(error))) from error
 
     def _configured(self) -> list[Message]:
         assert self._asked is not None
@@ -183,70 +172,68 @@ class Rounds:
             restore_rng_state(asked.chance)  # the same draws as in the first attempt
         view = inner_view(asked.arrays, self._hidden_keys)
         configure, number = self.inner_strategy.configure_train, asked.server_round
-        messages = self._free(configure(number, view, asked.config, asked.grid))
+        messages = self._to_idle_nodes(configure(number, view, asked.config, asked.grid))
         nodes = [message.metadata.dst_node_id for message in messages]
         self._planned = self._plan(number, nodes, asked.arrays, asked.grid)
-        return self._opened(self._new_round(self._planned, number, asked.arrays), messages)
+        return self._open(self._new_round(self._planned, number, asked.arrays), messages)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Whole models to the inner strategy, and its arrays as it made them.
+        """Pass whole models to the inner strategy, and return its arrays in the model's dtypes.
 
-        Those of a split model, and those that numpy lacks a dtype for, get the model's dtypes back
-        as by `load_state_dict`. The round goes on with the clusters that replied. Clusters continue
-        from this round only if the inner strategy aggregated their replies.
+        The round continues with the clusters that replied. Clusters continue from this round only
+        if the inner strategy aggregated their replies.
         """
         if self._round is None:
             raise RunError(f"round {server_round}: aggregate_train needs configure_train first")
         with closing(self):
-            closed = self._closed(replies)
-            joined = self._joined(closed) if self._joins_late else []
+            closed = self._collect(replies)
+            joined = self._join_late(closed) if self._joins_late else []
             arrays, metrics = self.inner_strategy.aggregate_train(server_round, closed.replies)
-            arrays = (
-                self._checked(self._restored(arrays, closed.before), closed) if arrays else None
-            )
+            arrays = closed.after = self._restored(arrays, closed) if arrays else None
             if arrays:
-                closed.after = arrays
                 self._round.accept(closed)
                 self.late.accept(joined, closed)
             self._report(closed, metrics)
         return arrays, metrics
 
-    def _closed(self, replies: Iterable[Message]) -> ClosedRound:
-        """The round with its replies, or those of its first repetition that has any."""
+    def _collect(self, replies: Iterable[Message]) -> ClosedRound:
+        """The round with its replies, or with those of its first successful repetition."""
         while True:
             assert self._round is not None and self._asked is not None
-            closed = self._round.receive(replies, weight_key(self.inner_strategy))
+            closed = self._round.receive(replies)
             total_loss = self._round.total_loss(closed)
             if not total_loss:
                 return closed
-            if lasting(closed.replies) or not self._attempts.again(total_loss):
-                self._judge(self._attempts.told(total_loss))
+            if are_permanent(closed.replies) or not self._attempts.retry(total_loss):
+                self._lose_round(self._attempts.with_count(total_loss))
                 return closed
-            messages = self._tried(self._configured)
+            messages = self._with_retries(self._configured)
             replies = self._asked.grid.send_and_receive(messages, timeout=self._timeout_s)
 
-    def _free(self, messages: Iterable[Message]) -> list[Message]:
-        """Those to nodes that do not train for an earlier round."""
+    def _to_idle_nodes(self, messages: Iterable[Message]) -> list[Message]:
+        """The messages to nodes that do not train for an earlier round."""
         busy = self.late.nodes
         return [message for message in messages if message.metadata.dst_node_id not in busy]
 
-    def _joined(self, closed: ClosedRound) -> list[LateUpdate]:
-        """Late updates that join a round; it waits for one where it has nothing else."""
+    def _join_late(self, closed: ClosedRound) -> list[LateUpdate]:
+        """The late updates that join a round; waits for one if there are no other replies."""
         assert self._round is not None and self._asked is not None
         self.late.keep(self._round, closed.late)
         wanted = 0 if closed.models else 1
         if closed.plan.server_round == self._last_round:
             wanted = len(self.late.clusters)
         self.late.pull(self._asked.grid, within_s=self._timeout_s, wanted=wanted)
-        return self.late.join(closed, weight_key(self.inner_strategy))
+        return self.late.join(closed)
 
-    def _checked(self, arrays: ArrayRecord, closed: ClosedRound) -> ArrayRecord | None:
-        """The new model; None, which drops the round, if it holds what no reply brought."""
-        if (key := not_finite(arrays, closed.before)) is None:
+    def _restored(self, made: ArrayRecord, closed: ClosedRound) -> ArrayRecord | None:
+        """The new model in its own dtypes; None, which drops the round, if it is not finite."""
+        before = closed.before
+        arrays = narrow_raw(made, before) if self._model is None else load_into(before, made)
+        if (key := not_finite(arrays, before)) is None:
             return arrays
-        self._judge(
+        self._lose_round(
             f"round {closed.plan.server_round}: {type(self.inner_strategy).__name__} made {key} of "
             "the model infinite or NaN from finite replies: change strategy-arguments"
         )
@@ -257,54 +244,49 @@ class Rounds:
     ) -> list[Message]:
         """The inner strategy's messages, none of whose records is shared.
 
-        A split model is evaluated as it was trained: by this round's plan, with the new decoder
-        at the edge, on the clusters that the plan asks; clusters that did not train get a plan.
+        A split model is evaluated by this round's plan, with the new decoder at the edge, on the
+        clusters of the plan; clusters that did not train get a plan first.
         """
         view = inner_view(arrays, self._hidden_keys)
         configure = self.inner_strategy.configure_evaluate
-        messages = self._free(configure(server_round, view, config, grid))
+        messages = self._to_idle_nodes(configure(server_round, view, config, grid))
         if self._model is None:
             return [readdressed(m, restored(m.content, arrays, (), exact=False)) for m in messages]
         if self._planned is None:
             raise RunError(f"round {server_round}: configure_evaluate needs configure_train first")
         self.close()
-        plan, nodes = self._planned, [message.metadata.dst_node_id for message in messages]
-        if isinstance(self.planner, Meets) and not plan.cluster_ids.keys() >= set(nodes):
-            self.planner.meet(grid, nodes)
-            plan = self.planner.plan_evaluation(server_round, nodes, arrays)
+        plan, planner = self._planned, self.planner
+        nodes = [message.metadata.dst_node_id for message in messages]
+        if isinstance(planner, DescribedClusters) and not plan.cluster_ids.keys() >= set(nodes):
+            planner.query_unknown(grid, nodes)
+            plan = planner.plan_evaluation(server_round, nodes, arrays)
         self._attempts = Attempts(self._retries)
-        return self._tried(
-            lambda: self._opened(self._new_round(plan, server_round, arrays), messages)
+        return self._with_retries(
+            lambda: self._open(self._new_round(plan, server_round, arrays), messages)
         )
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """The inner strategy's average of the clients' metrics."""
         with closing(self):
             bare = [_without_telemetry(reply) for reply in replies]
             if self._round is not None:
-                bare = self._round.weighed(bare, weight_key(self.inner_strategy))
+                bare = self._round.weighed(bare)
             return self.inner_strategy.aggregate_evaluate(server_round, bare)
 
-    def _judge(self, why: str) -> None:
-        """A round is lost for the reason ``why``."""
+    def _lose_round(self, why: str) -> None:
+        """Raise RunError, or log a warning, for a round that is lost."""
         if self._raises:
             raise RunError(why)
         log.warning("%s; the model stays as it is", why)
 
-    def _restored(self, arrays: ArrayRecord, before: ArrayRecord) -> ArrayRecord:
-        if self._model is None:
-            return narrow_raw(arrays, before)
-        return load_into(before, arrays)
-
     def _plan(
         self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord, grid: Grid
     ) -> RoundPlan:
-        if not nodes:  # the inner strategy trains nobody in this round
+        if not nodes:  # the inner strategy trains no client in this round
             return RoundPlan(server_round=server_round, plan=None, cluster_ids={}, binding=True)
-        if isinstance(self.planner, Meets):
-            self.planner.meet(grid, nodes)
+        if isinstance(self.planner, DescribedClusters):
+            self.planner.query_unknown(grid, nodes)
         return self.planner.plan(server_round, nodes, arrays)
 
     def _new_round(self, plan: RoundPlan, server_round: int, arrays: ArrayRecord) -> OpenRound:
@@ -312,11 +294,18 @@ class Rounds:
         if self._model is not None and self._gateway is not None:
             learning = self._learning(server_round)
             split = SplitRound(self._model, self._gateway, learning, server_round, plan.whole)
-        waits = self._joins_late
-        return OpenRound(plan, arrays, split, self._accepted, self._personal, waits_for_late=waits)
+        return OpenRound(
+            plan,
+            arrays,
+            split,
+            self._accepted,
+            self._personal,
+            weighted_by=weight_key(self.inner_strategy),
+            waits_for_late=self._joins_late,
+        )
 
-    def _opened(self, opened: OpenRound, messages: Iterable[Message]) -> list[Message]:
-        """Messages of a round that is open from now on; closed again if one cannot be made."""
+    def _open(self, opened: OpenRound, messages: Iterable[Message]) -> list[Message]:
+        """The messages of a round that is open from now on; closed again on an error."""
         self._round = opened
         with ExitStack() as undo:
             undo.callback(self.close)
@@ -356,6 +345,6 @@ def _without_telemetry(reply: Message) -> Message:
 
 
 def weight_key(strategy: Strategy) -> str:
-    """The metric by which a strategy, or the one that it wraps, weighs replies."""
+    """The metric by which a strategy, or one that it wraps, weighs replies."""
     keys = (getattr(layer, "weighted_by_key", None) for layer in layers(strategy))
     return next((key for key in keys if isinstance(key, str)), EXAMPLES)

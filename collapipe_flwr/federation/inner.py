@@ -1,8 +1,7 @@
-"""The strategy inside :class:`CollaPipe`: which ones it takes, and how their own ``start`` runs.
+"""The strategy inside :class:`CollaPipe`: its validation, and how its own ``start`` runs.
 
-Many Flower projects put their run into ``start``: it saves checkpoints, logs, keeps the best score
-in attributes of the strategy. A wrapper with a loop of its own would lose all of that, so the inner
-strategy drives, with the hooks of the strategy that wraps it.
+Many Flower projects extend ``start``: it saves checkpoints, logs, keeps the best score in
+attributes. So the inner strategy's ``start`` runs, with the hooks of the strategy that wraps it.
 """
 
 from __future__ import annotations
@@ -71,9 +70,9 @@ def layers(strategy: Strategy) -> list[Strategy]:
 
 
 class _Hook:
-    """The wrapper's method, also where the inner instance has an attribute of that name.
+    """The wrapper's method, even if the inner instance has an attribute of that name.
 
-    What ``start`` assigns to the name becomes such an attribute of the inner strategy.
+    An assignment to the name sets such an attribute of the inner strategy.
     """
 
     def __init__(self, name: str, method: Any) -> None:
@@ -87,12 +86,10 @@ class _Hook:
 
 
 def driver(inner: Strategy, hooks: Strategy) -> Strategy:
-    """``inner`` with the five methods of ``hooks`` in place of its own.
+    """``inner`` with five methods of ``hooks`` in place of its own.
 
-    It is an instance of a subclass of ``inner``'s class and shares its ``__dict__``, so what its
-    ``start`` sets is set on ``inner``. Its methods ``configure_train``, ``aggregate_train``,
-    ``configure_evaluate``, ``aggregate_evaluate`` and ``summary`` are those of ``hooks``, which
-    may call ``inner``'s. A copy of it, or what is unpickled of it, is ``inner``'s.
+    The result is an instance of a subclass of ``inner``'s class and shares its ``__dict__``, so
+    what its ``start`` sets is set on ``inner``. Copying or unpickling it gives ``inner``.
     """
     kind = type(inner)
     body: dict[str, Any] = {name: _Hook(name, getattr(hooks, name)) for name in _HOOKS}

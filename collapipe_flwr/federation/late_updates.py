@@ -1,15 +1,15 @@
-"""Semi-synchronous rounds: replies that come after their round has closed join a later one.
+"""Semi-synchronous rounds: a reply that misses its round joins a later one.
 
-A round closes with the clusters that are there at the planned time. The others go on training and
-are not asked again before they have replied; the edge keeps their sessions. What they learnt joins
-the round that is open when the reply arrives: as an update of the model that is current then,
+A round closes with the clusters that have replied at the planned time. The others keep training,
+and their edge sessions stay open; they get no new order before they have replied. Their result
+joins the round that is open when the reply arrives, as an update of the current model,
 
     x_now + (x_cluster - x_sent),   weighing its examples times 1 / sqrt(1 + s),
 
-s being by how many rounds it is late (FedBuff; Nguyen et al., 2022). Every reply is pulled once and
-joins once, or is refused with a sentence as any other; a cluster continues from it only if it was
-aggregated. The last round waits for all. A server that dies loses what is under way, which its
-clusters train again, since it was not accepted.
+where s is the number of rounds that it is late (FedBuff; Nguyen et al., 2022). Every reply is
+pulled once and joins once, or is refused as any other; a cluster continues from it only if it was
+aggregated. The last round waits for all of them. If the server dies, clusters train the missing
+updates again, since they were not accepted.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from dataclasses import dataclass, field
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from collapipe_flwr.federation.messages import Sent
 from collapipe_flwr.federation.open_round import OpenRound
-from collapipe_flwr.federation.rounds import ClosedRound
+from collapipe_flwr.federation.rounds import ClosedRound, Sent
 
 log = logging.getLogger("flwr.collapipe")
 _LOOK_S = 0.2
@@ -41,7 +40,7 @@ class LateUpdate:
 
 
 class LateUpdates:
-    """The updates that are under way, by cluster."""
+    """The updates that are still missing, by cluster."""
 
     def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
         self._under_way: dict[str, LateUpdate] = {}
@@ -54,17 +53,17 @@ class LateUpdates:
 
     @property
     def clusters(self) -> frozenset[str]:
-        """Their clusters."""
         return frozenset(self._under_way)
 
     def keep(self, opened: OpenRound, late: Collection[Sent]) -> None:
-        """Go on waiting for clusters whose round closes without them."""
+        """Keep waiting for clusters whose round closes without them."""
         for sent in late:
             self._under_way[sent.cluster_id] = LateUpdate(opened=opened, sent=sent)
 
     def pull(self, grid: Grid, *, within_s: float, wanted: int = 0) -> None:
-        """Fetch what has arrived, waiting for so many replies; a cluster that has said nothing for
-        ``within_s`` counts as gone, and is asked again.
+        """Fetch replies that have arrived, waiting until there are ``wanted`` of them.
+
+        A cluster that has not replied for ``within_s`` counts as gone, and is asked again.
         """
         end_s = time.monotonic() + within_s
         while True:
@@ -81,8 +80,8 @@ class LateUpdates:
                 log.warning("cluster %s has not replied for %g s", late.sent.cluster_id, within_s)
                 self._drop(late)
 
-    def join(self, closed: ClosedRound, weighted_by: str) -> list[LateUpdate]:
-        """Add the replies that are here to a round, one after the other by cluster."""
+    def join(self, closed: ClosedRound) -> list[LateUpdate]:
+        """Add the replies that have arrived to a round, in the order of cluster ids."""
         here = sorted(
             (late for late in self._under_way.values() if late.reply is not None),
             key=lambda late: late.sent.cluster_id,
@@ -90,24 +89,23 @@ class LateUpdates:
         joined = []
         for late in here:
             assert late.reply is not None
-            if late.opened.receive_late(late.reply, late.sent, weighted_by, closed):
+            if late.opened.receive_late(late.reply, late.sent, closed):
                 joined.append(late)
             else:
                 self._drop(late)
         return joined
 
     def accept(self, joined: Sequence[LateUpdate], closed: ClosedRound) -> None:
-        """The global model contains them."""
+        """Record that the global model contains these updates."""
         for late in joined:
             late.opened.accept_cluster(late.sent.cluster_id, closed.models[late.sent.cluster_id])
             self._drop(late)
 
     def of(self, opened: OpenRound) -> frozenset[str]:
-        """The clusters that still train what a round asked for."""
+        """The clusters that still train what this round asked for."""
         return frozenset(c for c, late in self._under_way.items() if late.opened is opened)
 
     def close(self) -> None:
-        """Give all of them up."""
         for late in list(self._under_way.values()):
             self._drop(late)
 

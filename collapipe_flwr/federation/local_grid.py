@@ -1,25 +1,34 @@
-"""A Flower Grid whose nodes are ClientApps in this process: for tests, notebooks and dry runs.
+"""A Flower Grid whose nodes are ClientApps in this process, for tests, notebooks and local runs.
 
-It keeps Flower's contract (ids, error replies, copies instead of shared objects) and nothing else:
-no Ray, no SuperLink, no waiting. Nodes answer one after the other, or all at once where they only
-pass messages on.
+It keeps Flower's contract (ids, error replies, copies instead of shared objects) without Ray or a
+SuperLink. Nodes answer one after the other, or concurrently if they only forward messages.
+
+    python -m collapipe_flwr.federation.local_grid RUN_CONFIG CLUSTER_FILE ...
+
+runs the app in the current folder on real clusters: devices and edge are daemons, and messages
+between the ServerApp and the ClientApps of the clusters stay in this process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
-from collapipe_flwr.core.errors import RunError
+from collapipe_flwr.config.overrides import declared_config, overridden, read_toml
+from collapipe_flwr.core.errors import CollaPipeError, ConfigError, RunError
+from collapipe_flwr.federation.client import CLUSTER_KEY, CONTROL_UNIT_KEY
+from collapipe_flwr.federation.client.relay import load_app
 
-if TYPE_CHECKING:  # not part of Flower's public names
+if TYPE_CHECKING:
     from flwr.supercore.run import Run
 
 Answer = Callable[[Message, Context], Message]
@@ -29,11 +38,10 @@ Wire = Callable[[RecordDict], RecordDict]
 
 
 class LocalGrid(Grid):
-    """Nodes by id; each is a ClientApp or any callable of the same shape.
+    """Nodes by id; each is a ClientApp or a callable with the same signature.
 
-    ``node_configs`` is what ``--node-config`` gives a SuperNode; ``wire`` is what a content goes
-    through on its way (a deep copy by default). ``at_once`` calls the nodes in threads. ``sent``
-    keeps the messages.
+    ``node_configs`` is the ``--node-config`` of each node; ``wire`` transforms contents in transit
+    (a deep copy by default). ``at_once`` calls the nodes in threads. ``sent`` keeps the messages.
     """
 
     def __init__(
@@ -59,7 +67,7 @@ class LocalGrid(Grid):
             self.add(node, app)
 
     def add(self, node: int, app: ClientApp | Answer) -> None:
-        """A node that connects now."""
+        """Connect a node."""
         self._nodes[node] = app
         config = dict(self._node_configs.get(node, {}))
         self._contexts[node] = Context(1, node, config, RecordDict(), dict(self._run_config))
@@ -82,14 +90,13 @@ class LocalGrid(Grid):
         group_id: str,
         ttl: float | None = None,
     ) -> Message:
-        """A message as its constructor makes it."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> list[int]:
         return list(self._nodes)
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        """Deliver; every node answers now."""
+        """Deliver the messages; every node replies immediately."""
         pushed = list(messages)
         first = len(self.sent) + 1
         ids = [f"message-{number}" for number in range(first, first + len(pushed))]
@@ -112,7 +119,6 @@ class LocalGrid(Grid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> list[Message]:
-        """Push, then pull; nothing here can be late."""
         del timeout
         return self.pull_messages(self.push_messages(messages))
 
@@ -129,3 +135,45 @@ class LocalGrid(Grid):
         if reply.has_content():
             reply.content = self._wire(reply.content)
         return reply
+
+
+def run_locally(project: Path, run_config: dict[str, Any], clusters: Sequence[Path]) -> None:
+    """Run the app in ``project`` to its end; raises what its ServerApp raises."""
+    sys.path.insert(0, str(project))
+    server, client = (load_app(_component(project, name)) for name in ("serverapp", "clientapp"))
+    configs: dict[int, dict[str, str | int | float | bool]] = {
+        SERVER_NODE + 1 + index: {
+            "partition-id": index,
+            "num-partitions": len(clusters),
+            CLUSTER_KEY: str(file),
+            CONTROL_UNIT_KEY: "",
+        }
+        for index, file in enumerate(clusters)
+    }
+    grid = LocalGrid(
+        dict.fromkeys(configs, client), node_configs=configs, run_config=run_config, at_once=True
+    )
+    server(grid, Context(1, SERVER_NODE, {}, RecordDict(), run_config))
+
+
+def _component(project: Path, name: str) -> str:
+    tables = read_toml(project / "pyproject.toml", "pyproject.toml")
+    found = tables.get("tool", {}).get("flwr", {}).get("app", {}).get("components", {}).get(name)
+    if not isinstance(found, str):
+        raise ConfigError(f"{project}/pyproject.toml names no {name} in tool.flwr.app.components")
+    return found
+
+
+def main() -> None:
+    """Run the command line's app; an error is the last line on stderr."""
+    config, *clusters = sys.argv[1:]
+    project = Path.cwd()
+    values = overridden(declared_config(project), read_toml(Path(config), config))
+    try:
+        run_locally(project, values, [Path(file) for file in clusters])
+    except CollaPipeError as error:  # the ServerApp has logged it
+        raise SystemExit(1) from error
+
+
+if __name__ == "__main__":
+    main()

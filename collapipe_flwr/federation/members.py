@@ -1,12 +1,12 @@
 """The clusters of one run: their discovery, and a grid without the other nodes.
 
-A run of N clusters is that of the nodes with partition ids below N; others are spare and say so.
-Flower itself waits for nodes without end; here every wait has a deadline and says what is missing.
+A run of N clusters consists of the nodes with partition ids below N; other nodes are spare. Flower
+waits for nodes without end; here every wait has a deadline.
 
-A SuperNode that is started again is a new node to Flower, which lists the old one until its
-heartbeats have been missing for a while: that one is passed over. The new one is asked which
-cluster it is, and its cluster takes part again in the same run. Orders of a plain strategy to train
-a whole model get the progress of their clusters here, as :class:`CollaPipe` adds it to its own.
+A SuperNode that restarts is a new node to Flower, which keeps listing the old one for a while. The
+new node is queried for its cluster, which then takes part again. Orders of a plain strategy to
+train a whole model get the progress of their clusters here, as :class:`CollaPipe` adds it to its
+own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import ProtocolError, RunError
 from collapipe_flwr.federation.arrays import not_finite
 from collapipe_flwr.federation.checkpoint import Resumable
-from collapipe_flwr.federation.messages import BAD_REPLY, diverged, sentence
+from collapipe_flwr.federation.messages import BAD_REPLY, diverged, error_text
 from collapipe_flwr.federation.records import (
     QUERY_DESCRIBE,
     content_bytes,
@@ -43,14 +43,14 @@ _NODE_UNAVAILABLE = 5  # flwr's error code of a node whose heartbeats are missin
 
 
 class Members(WrappedGrid):
-    """``grid`` without the nodes that are none of ``clusters``; counts what training sends."""
+    """``grid`` restricted to the nodes of ``clusters``; also counts the bytes of training."""
 
     def __init__(
         self, grid: Grid, clusters: Mapping[int, str], *, patience_s: float = math.inf
     ) -> None:
         super().__init__(grid)
         self._patience_s = patience_s
-        self._alone_since_s: float | None = None
+        self._empty_since_s: float | None = None
         self._newcomers = Newcomers(grid)
         self._clusters = dict(clusters)
         self._strangers: set[int] = set()  # of no cluster of this run, or not any more
@@ -71,7 +71,6 @@ class Members(WrappedGrid):
 
     @property
     def resumable(self) -> dict[str, Resumable]:
-        """What a checkpoint keeps of it, by name."""
         return {"members": self._accepted}
 
     def take_train_bytes(self) -> int:
@@ -82,31 +81,31 @@ class Members(WrappedGrid):
     def get_node_ids(self) -> list[int]:
         """The connected clusters, after new nodes have been identified.
 
-        Raises RunError if there has been none for longer than this grid has patience: strategies
-        ask again and again until there are as many as they need.
+        Strategies poll this until there are enough nodes: raises RunError if there has been none
+        for longer than this grid's patience.
         """
         nodes = list(self._grid.get_node_ids())
-        late = [n for n in nodes if n not in self._clusters and n not in self._strangers]
-        if late:
-            for node, name in self._newcomers.names(late).items():
-                self._meet(node, name)
+        unknown = [n for n in nodes if n not in self._clusters and n not in self._strangers]
+        if unknown:
+            for node, name in self._newcomers.names(unknown).items():
+                self._register(node, name)
         self._connected = self._clusters.keys() & set(nodes)
-        self._check_not_alone()
+        self._check_connected()
         return [node for node in nodes if node in self._clusters]
 
-    def _check_not_alone(self) -> None:
+    def _check_connected(self) -> None:
         now_s = time.monotonic()
         if self._connected:
-            self._alone_since_s = None
-        elif self._alone_since_s is None:
-            self._alone_since_s = now_s
-        elif now_s - self._alone_since_s > self._patience_s:
+            self._empty_since_s = None
+        elif self._empty_since_s is None:
+            self._empty_since_s = now_s
+        elif now_s - self._empty_since_s > self._patience_s:
             raise RunError(
                 f"no cluster has been connected for {self._patience_s:g} s (node-timeout-s): start "
                 "the SuperNodes"
             )
 
-    def _meet(self, node: int, name: str) -> None:
+    def _register(self, node: int, name: str) -> None:
         before = next((n for n, known in self._clusters.items() if known == name), None)
         if before is None:
             self._strangers.add(node)
@@ -119,7 +118,6 @@ class Members(WrappedGrid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> list[Message]:
-        """Push, then pull, through the grid."""
         sent = list(messages)
         for message in filter(_trains_whole, sent):
             cluster_id = self._clusters[message.metadata.dst_node_id]
@@ -133,7 +131,7 @@ class Members(WrappedGrid):
         return replies
 
     def _usable(self, reply: Message, sent: Sequence[Message]) -> Message:
-        """The reply; an error in its place where a plain strategy would average infinities."""
+        """The reply, or an error if its arrays are not finite."""
         asked = next((m for m in sent if m.metadata.dst_node_id == _sender(reply, sent)), None)
         if asked is None or reply.has_error():
             return reply
@@ -144,7 +142,7 @@ class Members(WrappedGrid):
         return reply
 
     def _note(self, sent: Iterable[Message], replies: Iterable[Message]) -> None:
-        """Record the bytes of a training round and the clusters it lost, not those that sat out."""
+        """Record the bytes of a training round and the clusters that it lost."""
         done = [reply for reply in replies if reply.has_content()]
         self._train_bytes += sum(content_bytes(m.content) for m in (*sent, *done))
         asked = {message.metadata.dst_node_id for message in sent}
@@ -167,7 +165,7 @@ def _trains_whole(message: Message) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """The clock of a wait; tests pass their own."""
+    """The clock of a wait, replaced in tests."""
 
     now: Callable[[], float] = time.monotonic
     pause: Callable[[float], None] = time.sleep
@@ -180,7 +178,7 @@ def discover_clusters(
     """The description of every cluster of the run by node id; spare nodes are left out.
 
     Raises RunError if fewer than ``expected`` clusters connect, if a node does not answer within
-    ``timeout_s``, or if two clusters bear one name.
+    ``timeout_s``, or if two clusters have the same name.
     """
     if expected < 1:
         raise RunError(f"at least 1 cluster is needed, {expected} expected (run-config `clusters`)")
@@ -234,7 +232,7 @@ def _ask(grid: Grid, nodes: Sequence[int], timeout_s: float) -> dict[int, Cluste
 
 
 def described(grid: Grid, nodes: Sequence[int], timeout_s: float) -> dict[int, ClusterProfile]:
-    """The descriptions of those nodes that give one in time; the log says why others do not."""
+    """The descriptions that arrive in time; the log says why others did not."""
     asked = _queries(nodes)
     answers: dict[int, ClusterProfile | None] = {}
     for reply in grid.send_and_receive(asked, timeout=timeout_s):
@@ -256,8 +254,7 @@ class Newcomers:
     """Identifies nodes that connect during a run.
 
     Each node is waited for once; a later answer is read at the next call, without a wait. Every
-    wait that times out halves the next one, so nodes that never answer cost at most twice
-    ``wait_s``.
+    wait that times out halves the next one, so unresponsive nodes cost at most twice ``wait_s``.
     """
 
     def __init__(self, grid: Grid, wait_s: float = 60.0) -> None:
@@ -267,7 +264,7 @@ class Newcomers:
         self._waited: set[int] = set()
 
     def names(self, nodes: Sequence[int]) -> dict[int, str]:
-        """The cluster ids of nodes, "" of spare ones; those that have not said so are left out."""
+        """The cluster ids of nodes, "" for spare ones; nodes that have not answered are missing."""
         names = self._read(self._grid.pull_messages(list(self._asked))) if self._asked else {}
         pending = {message.metadata.dst_node_id for message in self._asked.values()}
         unasked = [node for node in nodes if node not in names.keys() | pending]
@@ -288,7 +285,9 @@ class Newcomers:
         self._note(asked)
         self._waited |= set(nodes)
         if len(replies) < len(asked):
-            log.warning("nodes %s have not said who they are within %g s", nodes, self._wait_s)
+            log.warning(
+                "nodes %s have not described their clusters within %g s", nodes, self._wait_s
+            )
             self._wait_s /= 2
         return self._read(replies)
 
@@ -309,12 +308,11 @@ class Newcomers:
 
 
 def _queries(nodes: Sequence[int]) -> list[Message]:
-    """Messages that ask nodes for their descriptions."""
     return [Message(RecordDict(), node, QUERY_DESCRIBE) for node in nodes]
 
 
 def _sender(reply: Message, asked: Sequence[Message]) -> int:
-    """The node that was asked; a lost node answers under another id."""
+    """The node that was asked; an error reply for a lost node has another source id."""
     asked_id = reply.metadata.reply_to_message_id
     by_id = (m.metadata.dst_node_id for m in asked if m.metadata.message_id == asked_id)
     return next(by_id, reply.metadata.src_node_id)
@@ -323,7 +321,7 @@ def _sender(reply: Message, asked: Sequence[Message]) -> int:
 def _profile(reply: Message) -> ClusterProfile | None:
     node = reply.metadata.src_node_id
     if reply.has_error():
-        why = sentence(reply.error)
+        why = error_text(reply.error)
         way_out = f": {NO_CLUSTER}" if "No query function" in why else ""
         raise RunError(f"the cluster of node {node} cannot start: {why}{way_out}")
     try:

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Sequence
 from copy import copy
-from dataclasses import dataclass
 
-from flwr.app import ArrayRecord, Error, Message, RecordDict
+from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
 
+from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.federation.arrays import inner_view, load_into, narrow_raw
+from collapipe_flwr.federation.records import EXAMPLES, examples_of
+from collapipe_flwr.federation.rounds import Sent
+from collapipe_flwr.federation.telemetry import ClusterTelemetry
 
 LONGEST_SENTENCE = 400  # characters of a client's words that are shown
 BAD_REPLY = 300  # Error.code of replies that arrived but cannot be used; Flower's own are below 100
 LATE = 301  # Error.code of replies that were not waited for
 _FLOWER_WRAPPING = re.compile(r".*occurred\. Message: ?|^<class '[^']*'>:<'|'>\s*$", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
-    """One training message that left."""
-
-    node_id: int
-    cluster_id: str
-    message: Message
-    content_bytes: int
+MOST_EXAMPLES = 1e12  # of one cluster in one round, tokens included
 
 
 def sender_of(reply: Message, sent: Sequence[Sent]) -> Sent | None:
@@ -36,7 +31,7 @@ def sender_of(reply: Message, sent: Sequence[Sent]) -> Sent | None:
     return next(by_id, None) or next(by_node, None)
 
 
-def sentence(error: Error) -> str:
+def error_text(error: Error) -> str:
     """A client's error message without Flower's wrapping, on one line of bounded length."""
     words = _FLOWER_WRAPPING.sub("", error.reason or f"error {error.code} without a reason")
     line = " ".join(words.split())
@@ -44,7 +39,7 @@ def sentence(error: Error) -> str:
 
 
 def diverged(key: str) -> str:
-    """Why a reply is refused whose array ``key`` would spoil everyone's."""
+    """Why a reply with this non-finite array is refused."""
     return (
         f"it returned {key} with values that are not finite: its training diverged; lower the "
         "learning rate"
@@ -52,19 +47,19 @@ def diverged(key: str) -> str:
 
 
 def as_failed(sent: Sent, why: str) -> Message:
-    """An error reply that any strategy counts as a failure."""
+    """An error reply, which every strategy counts as a failure."""
     return Message(Error(BAD_REPLY, why), reply_to=sent.message)
 
 
 def with_content(reply: Message, content: RecordDict) -> Message:
-    """The reply with other content; the original stays as it was."""
+    """A copy of the reply with other content."""
     changed = copy(reply)
     changed.content = content
     return changed
 
 
 def only_arrays(content: RecordDict, what: str, advice: str = "") -> tuple[str, ArrayRecord]:
-    """Name and arrays of the one ArrayRecord; raises ProtocolError if there is not just one."""
+    """The name and the arrays of the only ArrayRecord; raises ProtocolError."""
     found = list(content.array_records.items())
     if len(found) != 1:
         raise ProtocolError(f"{what} must hold exactly one ArrayRecord, got {len(found)}{advice}")
@@ -72,7 +67,7 @@ def only_arrays(content: RecordDict, what: str, advice: str = "") -> tuple[str, 
 
 
 def viewed(content: RecordDict, hidden: Collection[str]) -> RecordDict:
-    """A new RecordDict whose arrays are what the inner strategy sees, and may take out."""
+    """A new RecordDict with the arrays that the inner strategy sees."""
     shown = RecordDict(dict(content))
     for name, record in content.array_records.items():
         shown[name] = inner_view(record, hidden).copy()
@@ -82,9 +77,9 @@ def viewed(content: RecordDict, hidden: Collection[str]) -> RecordDict:
 def restored(
     content: RecordDict, template: ArrayRecord, hidden: Collection[str], *, exact: bool
 ) -> RecordDict:
-    """A new RecordDict, all records copied, where a view of the global model is the model again.
+    """All records copied, with a view of the global model replaced by the model itself.
 
-    Every array has its own dtype if ``exact``, else those that numpy lacks.
+    Every array has its own dtype if ``exact``, else only those that numpy lacks.
     """
     shown = set(template).difference(hidden)
     own = RecordDict()
@@ -98,7 +93,55 @@ def restored(
 def readdressed(message: Message, content: RecordDict) -> Message:
     """The same message with other content.
 
-    Both share their metadata: when Flower gives the one that is sent its id, the inner strategy
-    finds it in its own.
+    Both share their metadata: when Flower assigns an id to the sent one, the inner strategy sees it
+    in its own.
     """
     return Message(content, metadata=message.metadata)  # type: ignore[call-overload, no-any-return]
+
+
+def check_weight(content: RecordDict, weighted_by: str, cluster_id: str) -> float:
+    """The weight of a reply; raises ProtocolError for one that would spoil the average."""
+    examples = examples_of(content, weighted_by)
+    if not (math.isfinite(examples) and examples > 0):
+        raise ProtocolError(
+            f"cluster {cluster_id} replied with {weighted_by} = {examples:g} or without it: it "
+            "weighs the reply, so it must be > 0"
+        )
+    return check_possible(content, weighted_by, cluster_id)
+
+
+def check_possible(content: RecordDict, weighted_by: str, cluster_id: str) -> float:
+    """The weight of a reply; raises ProtocolError for more examples than a client can have."""
+    examples = examples_of(content, weighted_by)
+    if weighted_by == EXAMPLES and not 0 <= examples <= MOST_EXAMPLES:
+        raise ProtocolError(
+            f"cluster {cluster_id} claims {weighted_by} = {examples:g}, which no round reaches: it "
+            "would outweigh all others, so its reply is not used"
+        )
+    return examples
+
+
+def counted_examples(plan: ClusterPlan | None, measured: ClusterTelemetry | None) -> int | None:
+    """Trained micro-batches, counted by the edge, times their planned size; None if not counted.
+
+    ``plan`` is the one that was sent; a cluster that lost devices keeps its micro-batches.
+    """
+    if plan is None or measured is None or measured.edge is None or not measured.edge.micro_batches:
+        return None
+    return measured.edge.micro_batches * plan.micro_batch_size
+
+
+def weighing(content: RecordDict, weighted_by: str, factor: float) -> RecordDict:
+    """``content`` with its weight in averages multiplied by ``factor``, as a new RecordDict."""
+    changed = RecordDict(dict(content))
+    for name, metrics in content.metric_records.items():
+        if weighted_by in metrics:
+            weight = factor * examples_of(content, weighted_by)
+            changed[name] = MetricRecord({**metrics, weighted_by: weight})
+    return changed
+
+
+def with_examples(content: RecordDict, examples: int) -> RecordDict:
+    """``content`` with another number of examples, as a new RecordDict."""
+    name, metrics = next(iter(content.metric_records.items()))
+    return RecordDict({**content, name: MetricRecord({**metrics, EXAMPLES: examples})})

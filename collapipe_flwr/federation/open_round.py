@@ -1,7 +1,5 @@
-"""One round between configuration and aggregation: messages out, replies in, edge sessions open.
-
-Each message gets its cluster's plan and part of the model, and each reply is joined with the edge's
-part to an unsplit model.
+"""One round between configuration and aggregation: each message gets its plan and its part of the
+model, each reply is joined with the edge's part.
 """
 
 from __future__ import annotations
@@ -13,30 +11,25 @@ from dataclasses import replace
 
 from flwr.app import ArrayRecord, Message, RecordDict
 
-from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import LinkError, ProtocolError
-from collapipe_flwr.federation.arrays import not_finite, shifted
-from collapipe_flwr.federation.example_counts import (
+from collapipe_flwr.federation.arrays import inner_view, not_finite, shifted
+from collapipe_flwr.federation.messages import (
+    LATE,
+    as_failed,
     check_possible,
     check_weight,
     counted_examples,
-    weighing,
-    with_examples,
-)
-from collapipe_flwr.federation.messages import (
-    LATE,
-    Sent,
-    as_failed,
     diverged,
+    error_text,
     only_arrays,
     readdressed,
     restored,
     sender_of,
-    sentence,
     viewed,
+    weighing,
     with_content,
+    with_examples,
 )
-from collapipe_flwr.federation.personal import PersonalArrays
 from collapipe_flwr.federation.records import (
     EXAMPLES,
     RoundAssignment,
@@ -46,8 +39,8 @@ from collapipe_flwr.federation.records import (
     write_assignment,
     write_progress,
 )
-from collapipe_flwr.federation.rounds import AcceptedRounds, ClosedRound, RoundPlan
-from collapipe_flwr.federation.split import SplitRound
+from collapipe_flwr.federation.rounds import AcceptedRounds, ClosedRound, RoundPlan, Sent
+from collapipe_flwr.federation.split import PersonalArrays, SplitRound
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.pipeline.config import PassesDone
 from collapipe_flwr.reporting.progress import ClusterProgress
@@ -70,9 +63,11 @@ class OpenRound:
         accepted: AcceptedRounds,
         personal: PersonalArrays,
         *,
-        waits_for_late: bool = False,
+        weighted_by: str,
+        waits_for_late: bool,
     ) -> None:
         self.plan = plan
+        self._weighted_by = weighted_by
         self._waits_for_late = waits_for_late
         self.template = template
         self._hidden = split.model.hidden_keys if split is not None else frozenset[str]()
@@ -82,39 +77,38 @@ class OpenRound:
         self._personal = personal
 
     def address(self, messages: Iterable[Message]) -> list[Message]:
-        """Make the message of every node that takes part; raises LinkError, RunError."""
+        """The messages to the clusters that take part; raises LinkError, RunError."""
         for message in messages:
             if self.plan.takes_part(message.metadata.dst_node_id):
-                self.sent.append(self._address(message))
+                self.sent.append(self._message_for(message))
         return [sent.message for sent in self.sent]
 
     def progress(self) -> dict[str, ClusterProgress]:
-        """How far the clusters are that were asked, as far as an edge can say it."""
-        found = self._split.passes() if self._split is not None else {}
-        names = [sent.cluster_id for sent in list(self.sent)]
-        return {name: self._progress(name, found.get(name, PassesDone())) for name in names}
+        """The progress of the clusters that were asked, as far as the edge knows it."""
+        passes = self._split.passes() if self._split is not None else {}
+        found = {}
+        for sent in list(self.sent):
+            done = passes.get(sent.cluster_id, PassesDone())
+            progress = ClusterProgress(trained=done.trained, tested=done.tested)
+            if (plan := self.plan.cluster_plan(sent.node_id)) is not None:
+                progress = replace(
+                    progress,
+                    of=plan.local_steps * plan.micro_batches,
+                    per_step=plan.micro_batches,
+                    examples=plan.micro_batch_size,
+                    predicted_s=plan.latency_s,
+                )
+            found[sent.cluster_id] = progress
+        return found
 
-    def _progress(self, cluster_id: str, passes: PassesDone) -> ClusterProgress:
-        plan = None if self.plan.plan is None else self.plan.plan.cluster(cluster_id)
-        done = ClusterProgress(trained=passes.trained, tested=passes.tested)
-        if plan is None:
-            return done
-        return replace(
-            done,
-            of=plan.local_steps * plan.micro_batches,
-            per_step=plan.micro_batches,
-            examples=plan.micro_batch_size,
-            predicted_s=plan.latency_s,
-        )
-
-    def receive(self, replies: Iterable[Message], weighted_by: str) -> ClosedRound:
-        """Sort the replies; one that cannot be used becomes an error for the inner strategy."""
+    def receive(self, replies: Iterable[Message]) -> ClosedRound:
+        """Sort the replies; unusable ones become errors for the inner strategy."""
         closed = ClosedRound(plan=self.plan, before=self.template, sent=self.sent)
         for reply, sent in self._attributed(replies):
             if sent is not None and self._is_late(reply):
                 closed.late.append(sent)
                 continue
-            shown = reply if sent is None else self._receive(reply, sent, weighted_by, closed)
+            shown = reply if sent is None else self._receive(reply, sent, closed)
             closed.replies.append(shown)
         for sent in self.sent:
             unheard = sent.cluster_id not in closed.models.keys() | closed.failures.keys()
@@ -122,14 +116,14 @@ class OpenRound:
                 closed.failures[sent.cluster_id] = "no reply before the round's timeout"
         return closed
 
-    def weighed(self, replies: Iterable[Message], weighted_by: str) -> list[Message]:
-        """Replies to an evaluation; one whose weight would spoil the average becomes an error."""
-        return [self._weighed(reply, weighted_by) for reply in replies]
+    def weighed(self, replies: Iterable[Message]) -> list[Message]:
+        """The replies to an evaluation; one with an unusable weight becomes an error."""
+        return [self._weighed(reply) for reply in replies]
 
     def total_loss(self, closed: ClosedRound) -> str:
-        """The sentence for a round whose clusters were asked and all failed, else empty.
+        """The error message for a round whose clusters all failed, else empty.
 
-        One that was late by plan is no loss: the next round waits longer for it.
+        A cluster that is late by plan has not failed: the next round waits longer for it.
         """
         late = any(r.has_error() and r.error.code == LATE for r in closed.replies)
         if not self.sent or closed.models or closed.late or late:
@@ -140,15 +134,13 @@ class OpenRound:
             f"first {cluster_id}: {why}"
         )
 
-    def receive_late(
-        self, reply: Message, sent: Sent, weighted_by: str, closed: ClosedRound
-    ) -> bool:
-        """Add a reply to this round to one that closes later, see `late_updates`.
+    def receive_late(self, reply: Message, sent: Sent, closed: ClosedRound) -> bool:
+        """Add a reply to this round to a later one, see `late_updates`.
 
-        Whether it can be used; else ``closed`` says why not.
+        Returns whether it can be used; if not, ``closed.failures`` has the reason.
         """
         alone = ClosedRound(plan=self.plan, before=self.template, sent=[sent])
-        shown, name = self._receive(reply, sent, weighted_by, alone), sent.cluster_id
+        shown, name = self._receive(reply, sent, alone), sent.cluster_id
         closed.received_bytes += alone.received_bytes
         closed.remarks += alone.remarks
         late_by = closed.plan.server_round - self.plan.server_round
@@ -157,9 +149,8 @@ class OpenRound:
             return False
         weight = 1.0 / math.sqrt(1.0 + late_by)
         moved = shifted(alone.models[name], self.template, closed.before)
-        content = weighing(shown.content, weighted_by, weight)
-        arrays_name = next(iter(content.array_records))
-        content[arrays_name] = viewed(RecordDict({"a": moved}), self._hidden).array_records["a"]
+        content = weighing(shown.content, self._weighted_by, weight)
+        content[next(iter(content.array_records))] = inner_view(moved, self._hidden).copy()
         closed.replies.append(with_content(shown, content))
         closed.models[name], closed.examples[name] = moved, weight * alone.examples[name]
         closed.telemetry |= alone.telemetry
@@ -173,30 +164,29 @@ class OpenRound:
         return True
 
     def accept(self, closed: ClosedRound) -> None:
-        """Count the replies as part of the global model: clusters continue from this round.
+        """Count the replies as part of the global model, from which clusters continue.
 
-        Those that joined late are accepted one by one.
+        Late updates are accepted one by one.
         """
         for sent in self.sent:
             if sent.cluster_id in closed.models and sent not in closed.late:
                 self.accept_cluster(sent.cluster_id, closed.models[sent.cluster_id])
 
     def accept_cluster(self, cluster_id: str, model: ArrayRecord) -> None:
-        """Count the reply of one cluster."""
         if self._split is not None:
             self._split.accept(cluster_id)
             self._personal.keep(cluster_id, model, self._split.model.personal_keys)
         self._accepted.accept(cluster_id, self.plan.server_round)
 
     def close(self, keep: Collection[str] = ()) -> None:
-        """End the edge sessions but those of the clusters to ``keep``."""
+        """End the edge sessions except those of the clusters to ``keep``."""
         if self._split is not None:
             self._split.close(keep)
 
     def _is_late(self, reply: Message) -> bool:
         return self._waits_for_late and reply.has_error() and reply.error.code == LATE
 
-    def _address(self, message: Message) -> Sent:
+    def _message_for(self, message: Message) -> Sent:
         node_id = message.metadata.dst_node_id
         cluster_id = self.plan.cluster_ids[node_id]
         plan = self.plan.cluster_plan(node_id)
@@ -206,7 +196,8 @@ class OpenRound:
         if self._split is not None:
             name, arrays = only_arrays(content, "the inner strategy's message", _ONE_MODEL)
             content[name] = arrays = self._personal.insert(cluster_id, arrays)
-            task = self._split.open(cluster_id, name, content, edge_depth(plan))
+            depth = plan.warmup_depth[-1] if plan is not None and plan.warmup_depth else 1
+            task = self._split.open(cluster_id, name, content, depth)
             content[name] = self._split.for_cluster(cluster_id, arrays)
         assignment = RoundAssignment(
             server_round=self.plan.server_round,
@@ -227,7 +218,8 @@ class OpenRound:
     def _attributed(self, replies: Iterable[Message]) -> Sequence[tuple[Message, Sent | None]]:
         """Pair replies with their messages; split rounds in a fixed order, so that sums repeat.
 
-        A reply to no message of this round is for the inner strategy alone; split, for nobody.
+        A reply to no message of this round is passed to the inner strategy if the model is not
+        split.
         """
         pairs = [(reply, sender_of(reply, self.sent)) for reply in replies]
         for reply, sent in pairs:
@@ -239,23 +231,21 @@ class OpenRound:
         ours.sort(key=lambda pair: pair[1].cluster_id)
         return ours
 
-    def _weighed(self, reply: Message, weighted_by: str) -> Message:
+    def _weighed(self, reply: Message) -> Message:
         sent = sender_of(reply, self.sent)
         if sent is None or reply.has_error():
             return reply
         try:
-            check_weight(examples_of(reply.content, weighted_by), weighted_by, sent.cluster_id)
+            check_weight(reply.content, self._weighted_by, sent.cluster_id)
         except ProtocolError as error:
             log.warning("the evaluation of cluster %s is unusable: %s", sent.cluster_id, error)
             return as_failed(sent, str(error))
         return reply
 
-    def _receive(
-        self, reply: Message, sent: Sent, weighted_by: str, closed: ClosedRound
-    ) -> Message:
+    def _receive(self, reply: Message, sent: Sent, closed: ClosedRound) -> Message:
         name = sent.cluster_id
         if reply.has_error():
-            closed.failures[name] = why = sentence(reply.error)
+            closed.failures[name] = why = error_text(reply.error)
             log.warning("cluster %s failed: %s", name, why)
             return reply
         closed.received_bytes += content_bytes(reply.content)
@@ -263,11 +253,10 @@ class OpenRound:
             content, telemetry = self._unpack(reply.content, name)
             counted = counted_examples(self.plan.cluster_plan(sent.node_id), telemetry)
             if counted is not None and telemetry is not None:
-                content = self._believed(content, counted, name, closed, weighted_by)
+                content = self._capped(content, counted, name, closed)
                 telemetry = replace(telemetry, examples=min(telemetry.examples, counted))
-            examples = examples_of(content, weighted_by)
             check = check_possible if self._split is None else check_weight
-            check(examples, weighted_by, name)
+            examples = check(content, self._weighted_by, name)
             shown = viewed(content, self._hidden)
         except LinkError as error:
             closed.failures[name] = str(error)
@@ -279,17 +268,12 @@ class OpenRound:
             closed.telemetry[name] = telemetry
         return with_content(reply, shown)
 
-    def _believed(
-        self,
-        content: RecordDict,
-        counted: int,
-        cluster_id: str,
-        closed: ClosedRound,
-        weighted_by: str,
+    def _capped(
+        self, content: RecordDict, counted: int, cluster_id: str, closed: ClosedRound
     ) -> RecordDict:
         """The reply with the examples that the edge counted, where it claims more."""
         claimed = examples_of(content, EXAMPLES)
-        if weighted_by != EXAMPLES or not claimed > counted:
+        if self._weighted_by != EXAMPLES or not claimed > counted:
             return content
         remark = (
             f"cluster {cluster_id} claims {claimed:g} examples, but the edge counted {counted}"
@@ -307,21 +291,12 @@ class OpenRound:
         if telemetry is not None and telemetry.cluster_id != cluster_id:
             raise ProtocolError(f"cluster {cluster_id} sent telemetry of {telemetry.cluster_id!r}")
         if self._split is None:
-            self._check_finite(content, cluster_id)
+            for arrays in content.array_records.values():
+                if (key := not_finite(arrays, self.template)) is not None:
+                    raise ProtocolError(f"cluster {cluster_id}: {diverged(key)}")
         else:
             name, arrays = only_arrays(content, f"the reply of cluster {cluster_id}")
             content[name] = self._split.join(cluster_id, arrays, self.template)
             if telemetry is not None:
                 telemetry = replace(telemetry, edge=self._split.report(cluster_id))
         return content, telemetry
-
-    def _check_finite(self, content: RecordDict, cluster_id: str) -> None:
-        """Raise ProtocolError for a whole model that would spoil everyone's."""
-        for arrays in content.array_records.values():
-            if (key := not_finite(arrays, self.template)) is not None:
-                raise ProtocolError(f"cluster {cluster_id}: {diverged(key)}")
-
-
-def edge_depth(plan: ClusterPlan | None) -> int:
-    """Micro-batches in flight that the plan gives the edge, the last stage."""
-    return plan.warmup_depth[-1] if plan is not None and plan.warmup_depth else 1

@@ -1,19 +1,25 @@
-"""What a round of a cluster of machines came to, from what they measured.
+"""The outcome of a round of a cluster of machines, from what they measured.
 
 Seconds are those of each machine's own clock: the control unit's from its order to its reply, every
 stage's for its passes. The way to the Flower server is not timed and counts as the cost model has
-it. Energy is a sensor's where a machine has one. Else it is modelled from measured times: the power
-of its profile while it computes, and its planned transmit powers while it sends. Weights that are
-handed out and collected are not timed hop by hop and spend no energy here.
+it. Energy is measured by a sensor if a machine has one, else modelled from measured times: the
+power of its profile while it computes, and its planned transmit powers while it sends. Weights that
+are placed and collected are not timed hop by hop and spend no energy here.
 
-A stage cannot have computed for longer than the round lasted: such a report is false, nothing is
-learnt from it, and its energy counts as planned. So do seconds that are zero or no number.
+A stage cannot have computed for longer than the round lasted, nor for zero seconds: such a report
+is ignored, and its energy counts as planned.
+
+`MovementMeter` measures how far the model moved, which the convergence bound learns from.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import (
     ClusterOutcome,
@@ -25,6 +31,8 @@ from collapipe_flwr.core.domain import (
 )
 from collapipe_flwr.costs.measured import EDGE, server_s, stage_parts
 from collapipe_flwr.costs.price import PricedCluster
+from collapipe_flwr.federation.arrays import averaging_view
+from collapipe_flwr.federation.rounds import ClosedRound
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.pipeline.meter import StageReport
 
@@ -34,16 +42,16 @@ CLOCKS_DIFFER = 1.1  # a stage's seconds over the control unit's, at most
 def measured_outcome(
     plan: ClusterPlan,
     planned: PricedCluster,
-    told: ClusterTelemetry,
+    measured: ClusterTelemetry,
     profile: ClusterProfile,
     model: ModelProfile,
     *,
     links: tuple[LinkSample, ...],
     recompute: bool,
 ) -> ClusterOutcome:
-    """The outcome of ``plan``, which was expected to come to ``planned``."""
-    reports = _by_member(plan, told)
-    trusted = {name: report for name, report in reports.items() if _is_true(report, told)}
+    """The outcome of ``plan``, whose predicted price was ``planned``."""
+    reports = _by_member(plan, measured)
+    trusted = {name: report for name, report in reports.items() if _is_true(report, measured)}
     energy_j = {member.device_id: planned.energy_j[member.device_id] for member in profile.members}
     for member in profile.members:
         if member.device_id in trusted:
@@ -51,36 +59,36 @@ def measured_outcome(
             energy_j[member.device_id] = _energy_j(plan, member.device_id, trusted, watt)
         elif not plan.memory_bytes.get(member.device_id):
             energy_j[member.device_id] = 0.0
-    is_timed = 0 < told.wall_s < math.inf
+    is_timed = 0 < measured.wall_s < math.inf
     return ClusterOutcome(
         cluster_id=plan.cluster_id,
-        latency_s=told.wall_s + server_s(profile, model) if is_timed else planned.latency_s,
+        latency_s=measured.wall_s + server_s(profile, model) if is_timed else planned.latency_s,
         energy_j=energy_j,
-        loss=told.loss,
-        gradient_noise=told.gradient_noise(plan),
+        loss=measured.loss,
+        gradient_noise=measured.gradient_noise(plan),
         links=links,
-        stages=tuple(_samples(plan, told, trusted, model, recompute)),
+        stages=tuple(_samples(plan, measured, trusted, model, recompute)),
         measured=is_timed,
         metered=tuple(name for name, report in trusted.items() if _is_metered(report)),
     )
 
 
-def _by_member(plan: ClusterPlan, told: ClusterTelemetry) -> dict[str, StageReport]:
+def _by_member(plan: ClusterPlan, measured: ClusterTelemetry) -> dict[str, StageReport]:
     """Reports by device id; the edge is `EDGE`."""
-    control_unit, *devices = told.reports or (None,)
+    control_unit, *devices = measured.reports or (None,)
     found = {report.name: report for report in devices if report is not None}
     if control_unit is not None:
         found[plan.member_ids[0]] = control_unit
-    return found if told.edge is None else {**found, EDGE: told.edge}
+    return found if measured.edge is None else {**found, EDGE: measured.edge}
 
 
 def _busy_s(report: StageReport) -> float:
     return report.forward_s + report.backward_s + report.optimizer_s
 
 
-def _is_true(report: StageReport, told: ClusterTelemetry) -> bool:
+def _is_true(report: StageReport, measured: ClusterTelemetry) -> bool:
     passes_s = report.forward_s + report.backward_s
-    return 0 < passes_s <= _busy_s(report) <= CLOCKS_DIFFER * told.wall_s
+    return 0 < passes_s <= _busy_s(report) <= CLOCKS_DIFFER * measured.wall_s
 
 
 def _is_metered(report: StageReport) -> bool:
@@ -98,19 +106,19 @@ def _energy_j(plan: ClusterPlan, name: str, reports: dict[str, StageReport], wat
 
 
 def _micro_batches(plan: ClusterPlan, report: StageReport | None) -> int:
-    """That passed a stage, or one of its replicas, in training."""
+    """Micro-batches that passed a stage, or one of its replicas, in training."""
     return (report.micro_batches or report.steps * plan.micro_batches) if report else 0
 
 
 def _samples(
     plan: ClusterPlan,
-    told: ClusterTelemetry,
+    measured: ClusterTelemetry,
     reports: dict[str, StageReport],
     model: ModelProfile,
     recompute: bool,
 ) -> Iterator[StageSample]:
     """A sample of every stage; none of a round in which blocks moved."""
-    if told.incidents:
+    if measured.incidents:
         return
     together = {name: s.device_ids for s in plan.segments for name in s.device_ids}
     for name, (passes, flop) in stage_parts(plan, model, recompute=recompute).items():
@@ -122,9 +130,66 @@ def _samples(
         yield StageSample(
             device_id=name,
             passes=passes,
-            flop=flop * told.examples / whole,
+            flop=flop * measured.examples / whole,
             busy_s=(report.forward_s + report.backward_s) / count,
             watt=report.energy_j / busy_s if report.energy_j and _is_metered(report) else None,
             planned_bytes=plan.memory_bytes.get(name, 0),
             peak_bytes=report.peak_tensor_bytes,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Movement:
+    """Norms over all averaged arrays; ``change_norm`` is None in the first round."""
+
+    norm: float
+    change_norm: float | None
+    spread: float
+
+
+class MovementMeter:
+    """How far the model moved in successive rounds; ``last`` is the previous update.
+
+    With x the global update and x_m that of cluster m: |x|, |x - previous x|, and the
+    example-weighted mean of |x_m - x|^2. Works key by key, so memory stays at one model.
+    """
+
+    def __init__(self) -> None:
+        self.last: dict[str, NDArray[np.floating]] = {}
+
+    def measure(self, closed: ClosedRound) -> Movement | None:
+        """The movement of a round; None if the inner strategy dropped it."""
+        if closed.after is None:
+            return None
+        before, after = averaging_view(closed.before), averaging_view(closed.after)
+        moved = {}
+        for key in (key for key in before if key in after):
+            start = before[key].numpy()
+            if np.isfinite(start).all():  # a mask may hold -inf
+                moved[key] = after[key].numpy() - start
+        change = None
+        if self.last.keys() == moved.keys():
+            change = math.sqrt(sum(_square(x - self.last[k]) for k, x in moved.items()))
+        self.last = moved
+        return Movement(
+            norm=math.sqrt(sum(_square(x) for x in moved.values())),
+            change_norm=change,
+            spread=_spread({k: after[k].numpy() for k in moved}, closed),
+        )
+
+
+def _spread(after: Mapping[str, NDArray[np.floating]], closed: ClosedRound) -> float:
+    total = math.fsum(closed.examples[name] for name in closed.models)
+    if total <= 0:
+        return 0.0
+    spread = 0.0
+    for name, record in closed.models.items():
+        view = averaging_view(record)
+        distance = sum(_square(view[k].numpy() - mean) for k, mean in after.items() if k in view)
+        spread += closed.examples[name] / total * distance
+    return spread
+
+
+def _square(x: NDArray[np.floating]) -> float:
+    flat = x.ravel().astype(np.float64, copy=False)
+    return float(flat @ flat)

@@ -1,9 +1,9 @@
 """The only place that spells the keys of Flower records.
 
-To a cluster: its :class:`RoundAssignment` and its :class:`Progress`, inside the ConfigRecord that
-the inner strategy made (built-in mods demand exactly one). From a cluster: one ArrayRecord, one
-MetricRecord (Flower averages everything in it) and its :class:`ClusterTelemetry` in a ConfigRecord,
-which is taken out before the inner strategy looks.
+A message to a cluster has its :class:`RoundAssignment` and its :class:`Progress` inside the
+ConfigRecord of the inner strategy (built-in mods demand exactly one). A reply has one ArrayRecord,
+one MetricRecord (Flower averages everything in it) and the :class:`ClusterTelemetry` in a
+ConfigRecord, which is removed before the inner strategy aggregates.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _SPARE = "collapipe.spare"
 _TALLY = "tally."
 _JSON = "json"
 
-SHORT = BatchShape(source_length=1, target_length=1)  # where nobody said
+SHORT = BatchShape(source_length=1, target_length=1)  # by default
 
 T = TypeVar("T")
 
@@ -67,7 +67,6 @@ class SplitTask:
 
     @property
     def run_id(self) -> str:
-        """The same for a run that is resumed."""
         return self.learning.run_id
 
 
@@ -85,7 +84,7 @@ class UnsplitTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundAssignment:
-    """What one cluster is told in one round; ``split`` is None where clients train whole models."""
+    """A cluster's order for one round; ``split`` is None where clients train whole models."""
 
     server_round: int
     cluster_id: str | None = None
@@ -95,7 +94,7 @@ class RoundAssignment:
 
 
 def write_assignment(content: RecordDict, assignment: RoundAssignment) -> RecordDict:
-    """A new RecordDict: ``content`` with the assignment in a copy of its first ConfigRecord."""
+    """``content`` with the assignment in a copy of its first ConfigRecord."""
     found: dict[str, str | int] = {_ROUND: assignment.server_round}
     if assignment.plan is not None:
         found[_PLAN] = to_json(assignment.plan)
@@ -129,12 +128,12 @@ def read_assignment(content: RecordDict) -> RoundAssignment:
 
 
 def takes_bundles(content: RecordDict) -> bool:
-    """Whether who gets this message takes its arrays in bundles."""
+    """Whether the receiver of this message accepts bundled arrays."""
     return _holder(content, _BUNDLES) is not None
 
 
 def write_progress(content: RecordDict, progress: Progress) -> RecordDict:
-    """A new RecordDict: ``content`` with the progress in a copy of its first ConfigRecord."""
+    """``content`` with the progress in a copy of its first ConfigRecord."""
     return _configured(content, {_PROGRESS: to_json(progress)})
 
 
@@ -150,7 +149,7 @@ def read_progress(content: RecordDict) -> Progress:
 
 
 def read_plan(text: str) -> ClusterPlan:
-    """A cluster's plan that obeys its own rules; raises ProtocolError."""
+    """A validated cluster plan; raises ProtocolError."""
     plan = from_json(ClusterPlan, text, _PLAN)
     try:
         check_cluster_plan(plan)
@@ -160,7 +159,7 @@ def read_plan(text: str) -> ClusterPlan:
 
 
 def write_telemetry(content: RecordDict, telemetry: ClusterTelemetry) -> RecordDict:
-    """A new RecordDict: ``content`` with the telemetry beside its records."""
+    """``content`` with the telemetry as a record of its own."""
     return RecordDict({**content, _TELEMETRY: ConfigRecord({_JSON: to_json(telemetry)})})
 
 
@@ -171,7 +170,7 @@ def take_telemetry(content: RecordDict) -> tuple[RecordDict, ClusterTelemetry | 
 
 
 def task_config(vocabulary_json: str, unsplit: UnsplitTask | None) -> ConfigRecord:
-    """What our ServerApp tells every client of ours: how texts are read, and which whole model.
+    """The config of our ServerApp for all clients: the vocabulary, and the unsplit task if any.
 
     ``unsplit`` is for a plain Flower strategy; split models are in the :class:`RoundAssignment`.
     """
@@ -202,7 +201,6 @@ def round_and_run(content: RecordDict) -> tuple[int, str]:
 
 
 def has_unsplit_task(content: RecordDict) -> bool:
-    """Whether a plain strategy asks for training of the unsplit model."""
     return _holder(content, _UNSPLIT) is not None
 
 
@@ -225,10 +223,10 @@ def read_unsplit_task(content: RecordDict) -> UnsplitTask | None:
 
 
 def asked_optimizer(content: RecordDict, optimizer: OptimizerConfig) -> OptimizerConfig:
-    """``optimizer`` with what the strategy that made a message asks for in its config.
+    """``optimizer`` with the settings in the inner strategy's config.
 
     ``proximal-mu`` (FedProx) is the weight of the proximal term, ``lr`` or ``learning-rate`` the
-    learning rate. Raises ConfigError for values that are none.
+    learning rate. Raises ConfigError for invalid values.
     """
     mu = _number(content, _PROXIMAL)
     if mu is not None:
@@ -238,20 +236,16 @@ def asked_optimizer(content: RecordDict, optimizer: OptimizerConfig) -> Optimize
 
 
 def write_profile(profile: ClusterProfile) -> RecordDict:
-    """The answer of a control unit that was asked to describe its cluster."""
     return RecordDict({_PROFILE: ConfigRecord({_JSON: to_json(profile)})})
 
 
 def write_spare() -> RecordDict:
-    """The answer of a node that the run has no place for."""
+    """The answer of a node beyond the run's clusters."""
     return RecordDict({_SPARE: ConfigRecord()})
 
 
 def read_profile(content: RecordDict) -> ClusterProfile | None:
-    """The description in an answer, None of a spare node.
-
-    Raises ProtocolError if it is missing or malformed.
-    """
+    """The description in an answer, None for a spare node; raises ProtocolError."""
     profile = _read(content, _PROFILE, ClusterProfile)
     if profile is None and _SPARE in content:
         return None
@@ -281,7 +275,7 @@ def examples_of(content: RecordDict, weighted_by: str) -> float:
 
 
 def content_bytes(content: RecordDict) -> int:
-    """Bytes of a message's records on the wire, without Flower's framing."""
+    """Bytes of a message's records, without Flower's framing."""
     return sum(
         array_bytes(r) if isinstance(r, ArrayRecord) else sum(_value_bytes(v) for v in r.values())
         for r in content.values()
@@ -300,7 +294,7 @@ def _value_bytes(value: object) -> int:
 
 
 def _configured(content: RecordDict, values: Mapping[str, str | int]) -> RecordDict:
-    """A new RecordDict: ``content`` with more values in a copy of its first ConfigRecord."""
+    """``content`` with more values in a copy of its first ConfigRecord."""
     name, config = next(iter(content.config_records.items()), (CONFIG, ConfigRecord()))
     return RecordDict({**content, name: ConfigRecord({**config, **values})})
 
@@ -311,13 +305,13 @@ def _holder(content: RecordDict, key: str) -> ConfigRecord | None:
 
 
 def _held(content: RecordDict, key: str) -> str | None:
-    """The text under a key of the first ConfigRecord that has it."""
+    """The string under a key of the first ConfigRecord that has it."""
     config = _holder(content, key)
     return None if config is None else _text(config, key)
 
 
 def _number(content: RecordDict, key: str) -> float | None:
-    """A number >= 0 in a config, None where there is none; raises ConfigError for others."""
+    """A number >= 0 in a config, if it has one; raises ConfigError for other values."""
     config = _holder(content, key)
     value = None if config is None else config[key]
     if value is None:

@@ -4,9 +4,9 @@
     strategy.start(grid, arrays, num_rounds=20)              # killed in round 13 ...
     # ... and started again with Checkpoints(folder=..., resume=True): rounds 13 to 20
 
-Flower always counts from round 1, so a resumed run adds the rounds that are done to every number
-that the strategies, the clients and the evaluation see. What is lost are the rounds since the
-newest checkpoint: with one after every round, the round in flight.
+Flower always counts from round 1, so a resumed run adds the finished rounds to every round number
+of the strategies, the clients and the evaluation. Only the rounds since the newest checkpoint are
+lost.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _INNER = "inner"  # the inner strategy's place among the memories
 
 
 class Checkpointed(Strategy):
-    """Saves the run between rounds, and resumes where ``checkpoints`` say so.
+    """Saves the run between rounds, and resumes it if ``checkpoints.resume`` is set.
 
-    ``others`` are parts of the run outside the strategy that remember something, by name.
+    ``others`` are resumable parts of the run outside the strategy, by name.
     """
 
     def __init__(
@@ -69,7 +69,6 @@ class Checkpointed(Strategy):
         self._chance = ""  # to restore when the first round begins
 
     def summary(self) -> None:
-        """Where checkpoints go, then the strategy's own summary."""
         log.info("\t├──> Checkpoints in %s", self._checkpoints.folder)
         self._strategy.summary()
 
@@ -83,7 +82,7 @@ class Checkpointed(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Evaluate | None = None,
     ) -> Result:
-        """The inner strategy's loop over the rounds left; ``num_rounds`` counts from the first run.
+        """The inner strategy's loop over the remaining rounds; ``num_rounds`` includes past ones.
 
         Raises RunError if the checkpoint cannot be read or is of another model or strategy.
         """
@@ -107,7 +106,6 @@ class Checkpointed(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """The strategy's messages of the true round."""
         self._arrays = arrays
         if self._chance:
             restore_rng_state(self._chance)
@@ -119,7 +117,7 @@ class Checkpointed(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The strategy's aggregation, and a checkpoint of it."""
+        """Aggregate, then save a checkpoint."""
         true_round = server_round + self._done
         arrays, metrics = self._strategy.aggregate_train(true_round, replies)
         self._arrays = arrays or self._arrays
@@ -130,13 +128,11 @@ class Checkpointed(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """The strategy's messages of the true round."""
         return self._strategy.configure_evaluate(server_round + self._done, arrays, config, grid)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """The strategy's aggregation."""
         return self._strategy.aggregate_evaluate(server_round + self._done, replies)
 
     def _checkpoint(self, server_round: int) -> Checkpoint:
@@ -152,7 +148,7 @@ class Checkpointed(Strategy):
         )
 
     def _resume(self, initial: ArrayRecord) -> ArrayRecord:
-        """The newest checkpoint's arrays, with everything else put back; else ``initial``."""
+        """Restore the newest checkpoint and return its arrays; ``initial`` without one."""
         checkpoint = self._checkpoints.newest()
         if checkpoint is None:
             return initial
@@ -176,7 +172,7 @@ class Checkpointed(Strategy):
 
     @contextmanager
     def _reading(self, checkpoint: Checkpoint, part: str) -> Iterator[None]:
-        """Turn what a damaged memory makes its part raise into one sentence."""
+        """Raise RunError in place of the errors that a damaged memory causes."""
         try:
             yield
         except RunError:
@@ -194,7 +190,7 @@ class Checkpointed(Strategy):
         return lambda server_round, arrays: evaluate(server_round + self._done, arrays)
 
     def _renumbered(self, result: Result, arrays: ArrayRecord) -> Result:
-        """Results under their true rounds; without a round left, the checkpoint's model."""
+        """The results under their true rounds; without a round left, the checkpoint's model."""
 
         def shift(history: dict[int, T]) -> dict[int, T]:
             return {server_round + self._done: value for server_round, value in history.items()}

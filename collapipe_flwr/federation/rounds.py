@@ -1,17 +1,17 @@
-"""What a round is, as values: the plan that opens it and the record that closes it.
+"""The values of a round: the plan that opens it and the record that closes it.
 
-:class:`RoundPlanner` is the interface between the strategy and its planner: DSSDA over described
-clusters, default profiles for clients that describe nothing, or a test.
+:class:`RoundPlanner` is the interface between the strategy and its planner.
 
-A cluster cannot know whether the server used its reply: it may come too late, be refused or get
-lost. So the server counts the replies that it aggregated (:class:`AcceptedRounds`), and every order
-to train names the last of them. The cluster continues from the state in which it ended that round,
-and with the examples that follow it; what it kept of other rounds since is void. The counts are
-part of a checkpoint, so a resumed run continues from what the checkpoint's model contains.
+A cluster cannot know whether the server used its reply, which may be late, refused or lost. So the
+server counts the replies that it aggregated (:class:`AcceptedRounds`), and every order to train
+names the last of them. The cluster continues from its state at the end of that round, and discards
+the results of other rounds since. The counts are part of a checkpoint, so a resumed run continues
+from the rounds that the checkpoint's model contains.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -23,7 +23,6 @@ from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.core.links import LinkReport
 from collapipe_flwr.federation.checkpoint import KEPT_CHECKPOINTS, Memory
-from collapipe_flwr.federation.messages import Sent
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.transport.weights import TransferStats
 
@@ -33,7 +32,8 @@ class Progress:
     """The accepted rounds of one cluster.
 
     ``rounds`` is their number and ``last_round`` the server round of the newest, 0 before the
-    first. ``saved`` is what ``last_round`` was in the checkpoints from which the run may resume.
+    first. ``saved`` are the values of ``last_round`` in the checkpoints from which the run may
+    resume.
     """
 
     rounds: int = 0
@@ -49,13 +49,13 @@ class Progress:
 
     @property
     def needed(self) -> tuple[int, ...]:
-        """The rounds whose end the cluster may be asked to continue from."""
+        """The rounds from whose end the cluster may be asked to continue."""
         return (self.last_round, *self.saved)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """A checkpoint's memory; ``saved`` holds the last rounds by cluster of each checkpoint."""
+    """The counts in a checkpoint; ``saved`` holds the last rounds in each checkpoint."""
 
     clusters: Mapping[str, Progress] = field(default_factory=dict)
     saved: tuple[Mapping[str, int], ...] = ()
@@ -69,13 +69,13 @@ class AcceptedRounds:
         self._saved: tuple[Mapping[str, int], ...] = ()  # oldest first
 
     def progress(self, cluster_id: str) -> Progress:
-        """The progress that is sent with an order to train."""
+        """The progress that an order to train contains."""
         now = self._clusters.get(cluster_id, Progress())
         saved = {rounds[cluster_id] for rounds in self._saved if cluster_id in rounds}
         return Progress(rounds=now.rounds, last_round=now.last_round, saved=tuple(sorted(saved)))
 
     def accept(self, cluster_id: str, server_round: int) -> None:
-        """Count a round whose reply went into the global model."""
+        """Count a round whose reply is part of the global model."""
         rounds = self._clusters.get(cluster_id, Progress()).rounds
         self._clusters[cluster_id] = Progress(rounds=rounds + 1, last_round=server_round)
 
@@ -86,17 +86,17 @@ class AcceptedRounds:
         return Memory(text=to_json(_Kept(clusters=self._clusters, saved=self._saved)))
 
     def load(self, memory: Memory) -> None:
-        """Continue from a checkpoint; raises ProtocolError if it holds no such counts."""
+        """Restore from a checkpoint; raises ProtocolError for other data."""
         kept = from_json(_Kept, memory.text, "the accepted rounds of the checkpoint")
         self._clusters, self._saved = dict(kept.clusters), kept.saved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundPlan:
-    """Which node is which cluster this round, and what the scheduler decided for them.
+    """The clusters behind the nodes of a round, and the scheduler's plan for them.
 
-    A binding plan is executed: clusters that it leaves out are not asked. One that is not
-    binding rests on assumptions about clients that described nothing, and everyone is asked.
+    A binding plan is executed: clusters that it leaves out are not asked. One that is not binding
+    rests on assumptions about clients that described nothing, and all clients are asked.
     """
 
     server_round: int
@@ -107,20 +107,29 @@ class RoundPlan:
     bundles: frozenset[str] = frozenset()  # likewise
 
     def cluster_plan(self, node_id: int) -> ClusterPlan | None:
-        """The plan of one node's cluster, None where it has none."""
+        """The plan of a node's cluster, if it has one."""
         cluster_id = self.cluster_ids.get(node_id)
         return None if self.plan is None or cluster_id is None else self.plan.cluster(cluster_id)
 
     def takes_part(self, node_id: int) -> bool:
-        """Whether the node is asked to train."""
         return not self.binding or self.cluster_plan(node_id) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """A training message as it was sent."""
+
+    node_id: int
+    cluster_id: str
+    message: Message
+    content_bytes: int
 
 
 @dataclass(slots=True, kw_only=True)
 class ClosedRound:
-    """A round whose replies are in, as a planner may learn from it; mappings are by cluster id.
+    """A round whose replies are in; mappings are by cluster id.
 
-    ``replies`` are in order of arrival as the inner strategy sees them: usable ones and errors.
+    ``replies`` are those for the inner strategy, in order of arrival: usable ones and errors.
     """
 
     plan: RoundPlan
@@ -132,7 +141,7 @@ class ClosedRound:
     examples: dict[str, float] = field(default_factory=dict)
     telemetry: dict[str, ClusterTelemetry] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
-    late: list[Sent] = field(default_factory=list)  # who may join a later round
+    late: list[Sent] = field(default_factory=list)  # that may join a later round
     joined: dict[str, ClusterPlan] = field(default_factory=dict)  # earlier plans that end with it
     remarks: list[str] = field(default_factory=list)  # on replies that were used nevertheless
     joined_late: list[str] = field(default_factory=list)  # of these, on replies to earlier rounds
@@ -143,8 +152,7 @@ class ClosedRound:
 class Outcome:
     """The result of a round, measured by clusters of machines and simulated for others.
 
-    Energy and queues are by cluster and device; the queues are those after the round. ``clusters``
-    is what the planner learnt from.
+    Queues are by cluster and device, after the round. ``clusters`` is what the planner learnt from.
     """
 
     latency_s: float | None = None
@@ -155,18 +163,18 @@ class Outcome:
 
 @runtime_checkable
 class RoundPlanner(Protocol):
-    """Decides before a round and learns after it."""
+    """Plans a round, and learns from its result."""
 
     def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
-        """The plan for ``nodes``; raises ScheduleError where none exists."""
+        """The plan for ``nodes``; raises ScheduleError if there is none."""
 
     def settle(self, closed: ClosedRound) -> Outcome:
-        """Price what happened, update queues and estimates."""
+        """Price the round, and update queues and estimates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRecord:
-    """Everything worth keeping of one round; handed to ``on_round``."""
+    """The record of one round, passed to ``on_round``."""
 
     server_round: int
     plan: Plan | None
@@ -183,7 +191,7 @@ class RoundRecord:
     joined: Mapping[str, ClusterPlan] = field(default_factory=dict)  # by cluster, what those did
 
     def __str__(self) -> str:
-        """A line for the round, and one for each cluster: who held what, how batches were cut."""
+        """A line for the round, then one per cluster: devices, blocks, micro-batches."""
         numbers = (f"{k} {v:.4g}" for k, v in self.train_metrics.items() if isinstance(v, float))
         lines = [f"round {self.server_round}: {', '.join(numbers) or 'nothing was aggregated'}"]
         for plan in filter(None, map(self.executed, sorted(self.asked))):
@@ -199,51 +207,48 @@ class RoundRecord:
     @property
     def link_bytes(self) -> dict[str, int]:
         """Bytes on the links of all clusters, by kind ("d2d", "d2e")."""
-        totals: dict[str, int] = {}
-        for told in self.telemetry.values():
-            for kind, count in told.link_bytes.items():
-                totals[kind] = totals.get(kind, 0) + count
+        totals: Counter[str] = Counter()
+        for measured in self.telemetry.values():
+            totals.update(measured.link_bytes)
         return totals
 
     def links(self, *, paced: bool) -> tuple[LinkReport, ...]:
         """Every hop of every cluster that replied; see `ClusterTelemetry.links`."""
-        plans = ((told, self.executed(name)) for name, told in self.telemetry.items())
         return tuple(
             link
-            for told, plan in plans
-            if plan is not None
-            for link in told.links(plan, paced=paced)
+            for name, measured in self.telemetry.items()
+            if (plan := self.executed(name)) is not None
+            for link in measured.links(plan, paced=paced)
         )
 
     def executed(self, cluster_id: str) -> ClusterPlan | None:
-        """The plan by which a cluster ended the round, that of an earlier one if it joined late."""
-        told = self.telemetry.get(cluster_id)
-        return (told.replanned if told else None) or self.planned(cluster_id)
+        """The plan with which a cluster finished the round, an earlier one's if it joined late."""
+        measured = self.telemetry.get(cluster_id)
+        return (measured.replanned if measured else None) or self.planned(cluster_id)
 
     def planned(self, cluster_id: str) -> ClusterPlan | None:
-        """The plan by which a cluster began."""
+        """The plan with which a cluster began."""
         now = None if self.plan is None else self.plan.cluster(cluster_id)
         return self.joined.get(cluster_id, now)
 
     @property
     def moved(self) -> TransferStats:
-        """Weights that travelled between control units and their devices, or did not have to."""
-        return sum((told.moved for told in self.telemetry.values()), TransferStats())
+        """Weights transferred between control units and devices, or spared."""
+        return sum((measured.moved for measured in self.telemetry.values()), TransferStats())
 
     @property
     def fresh_examples(self) -> int:
-        """Examples of all clusters that arrived since the last round."""
-        return sum(told.fresh_examples for told in self.telemetry.values())
+        """Examples that arrived since the last round, over all clusters."""
+        return sum(measured.fresh_examples for measured in self.telemetry.values())
 
     @property
     def prequential_loss(self) -> float | None:
-        """Mean loss on fresh examples before training on them; None where nothing is fresh."""
-        told = [t for t in self.telemetry.values() if t.prequential_loss is not None]
-        count = sum(t.fresh_examples for t in told)
-        losses = (t.fresh_examples * (t.prequential_loss or 0.0) for t in told)
+        """Mean loss on fresh examples before training on them, if there are any."""
+        measured = [t for t in self.telemetry.values() if t.prequential_loss is not None]
+        count = sum(t.fresh_examples for t in measured)
+        losses = (t.fresh_examples * (t.prequential_loss or 0.0) for t in measured)
         return sum(losses) / count if count else None
 
 
 def metrics_as_dict(metrics: MetricRecord | None) -> dict[str, float | Sequence[float]]:
-    """The aggregated metrics as plain numbers."""
     return dict(metrics.items()) if metrics is not None else {}

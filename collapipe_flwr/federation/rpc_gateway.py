@@ -22,15 +22,14 @@ from collapipe_flwr.pipeline.state import OptimizerState, PartState, between_rou
 from collapipe_flwr.transport.client import EdgeClient
 
 log = logging.getLogger("flwr.collapipe")
-_PASSES_S = 2.0  # who asks for them asks again
+_PASSES_S = 2.0  # the caller polls
 
 
 @contextmanager
 def open_edge(config: EdgeConfig) -> Iterator[EdgeClient]:
-    """A client of the edge that the user runs, or of one on loopback for this run.
+    """A client of the user's edge, or of one on loopback for this run.
 
-    The user's may restart between two rounds as well as within one, and while a run is resumed, so
-    it is waited for.
+    The user's edge may restart at any time, so it is waited for.
     """
     if config.address:
         with EdgeClient(
@@ -54,16 +53,14 @@ def open_edge(config: EdgeConfig) -> Iterator[EdgeClient]:
 
 
 class RpcEdgeGateway:
-    """Speaks to one edge through ``client``, whose deadlines bound every call.
+    """Sessions of one edge through ``client``, whose deadlines bound every call.
 
-    ``address`` is where clusters reach the same edge; it differs from the client's when the
-    server sees the edge under another name. Where clusters are told to keep their optimizer, that
-    of each decoder, too, continues in the next round from the end of the last accepted one.
+    Where clusters keep their optimizer, that of each decoder also continues from the last accepted
+    round.
     """
 
-    def __init__(self, client: EdgeClient, *, address: str | None = None) -> None:
+    def __init__(self, client: EdgeClient) -> None:
         self._client = client
-        self._address = address or client.address
         self._slots: dict[str, OptimizerState] = {}  # by cluster, of its last accepted round
         self._fetched: dict[SessionKey, OptimizerState] = {}  # not accepted yet
         self._keepers: dict[SessionKey, str] = {}  # clusters that keep their optimizer
@@ -71,8 +68,7 @@ class RpcEdgeGateway:
     def open(self, order: DecoderOrder) -> EdgeSession:
         """Open a session with a fresh token and push the decoder; nothing stays open on error.
 
-        An edge that goes away meanwhile is waited for as long as the client has patience, and
-        begins anew.
+        If the edge disconnects, this starts over, for as long as the client has patience.
         """
         broken: list[SessionKey] = []
         key = self._client.patiently(lambda: self._open(order, broken))
@@ -80,10 +76,10 @@ class RpcEdgeGateway:
             self._let_go(left)
         if order.learning.keep_optimizer:
             self._keepers[key] = order.cluster_id
-        return EdgeSession(address=self._address, key=key)
+        return EdgeSession(address=self._client.address, key=key)
 
     def fetch(self, session: EdgeSession) -> dict[str, torch.Tensor]:
-        """The decoder as the cluster's steps left it."""
+        """The trained decoder."""
         keep = session.key in self._keepers
         found = self._client.session(session.key).fetch_weights(with_optimizer=keep)
         state = PartState.of_tensors(found)
@@ -92,21 +88,19 @@ class RpcEdgeGateway:
         return dict(state.weights)
 
     def accept(self, session: EdgeSession) -> None:
-        """Keep the optimizer that was fetched for the cluster's next session."""
+        """Keep the fetched optimizer for the cluster's next session."""
         if session.key in self._keepers:
             self._slots[self._keepers[session.key]] = self._fetched.pop(session.key)
 
     def report(self, session: EdgeSession) -> StageReport | None:
-        """What the decoder's stage measured."""
         report = self._client.session(session.key).report()
         return report if report.steps else None
 
     def passes(self, session: EdgeSession) -> PassesDone:
-        """How far the cluster is, also within a step; raises LinkError."""
         return self._client.session(session.key).passes(within_s=_PASSES_S)
 
     def dump(self) -> Memory:
-        """The optimizers of the decoders after their last accepted rounds, by cluster."""
+        """The decoders' optimizers after the last accepted rounds, by cluster."""
         names = list(self._slots)
         tensors = {
             f"{index}/{key}": tensor
@@ -116,7 +110,7 @@ class RpcEdgeGateway:
         return Memory(text=json.dumps(names), tensors=tensors)
 
     def load(self, memory: Memory) -> None:
-        """Go on from a checkpoint; raises ModelError where it holds no whole optimiser."""
+        """Restore from a checkpoint; raises ModelError for an incomplete optimizer."""
         names = json.loads(memory.text) if memory.text else []
         own: dict[str, dict[str, torch.Tensor]] = {name: {} for name in names}
         for place, tensor in memory.tensors.items():
@@ -125,7 +119,7 @@ class RpcEdgeGateway:
         self._slots = {name: PartState.of_tensors(held).optimizer for name, held in own.items()}
 
     def close(self, session: EdgeSession) -> None:
-        """Free the session, and forget an optimizer that was not accepted."""
+        """Free the session, and drop an optimizer that was not accepted."""
         self._fetched.pop(session.key, None)
         self._keepers.pop(session.key, None)
         self._client.session(session.key).close()
@@ -142,7 +136,7 @@ class RpcEdgeGateway:
         return key
 
     def _let_go(self, key: SessionKey) -> None:
-        """Free a session that never came to be; the edge need not know it."""
+        """Free a session that failed to open; the edge need not know it."""
         with suppress(LinkError):
             self._client.session(key).close()
 

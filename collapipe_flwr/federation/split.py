@@ -1,16 +1,21 @@
 """Split training seen from the server: half of the model travels by Flower, half by the edge.
 
 The embedding and the encoder blocks go to the clusters in Flower messages; a decoder replica per
-cluster goes to the edge. When a cluster replies, both halves become one whole model again, every
-key exactly once, so that any Flower strategy can aggregate it.
+cluster goes to the edge. When a cluster replies, both halves become one whole model again, so that
+any Flower strategy can aggregate it.
 
-A cluster whose ClientApp has mods, which clip or noise what the client changed, gets the whole
-model in its message instead. Its control unit fetches what its decoder replica learnt and replies
-with the whole, so that no mod sees a part of an update.
+A cluster whose ClientApp has mods, which clip or noise updates, gets the whole model in its message
+instead. Its control unit fetches the trained decoder and replies with the whole model, so that no
+mod sees a part of an update.
+
+Personal parameters are trained, but never aggregated: the server keeps each cluster's own values,
+puts them into its messages, and takes them out of its replies. In the global model they keep their
+initial values.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -23,6 +28,7 @@ from flwr.app import Array, ArrayRecord, RecordDict
 from collapipe_flwr.cluster.fleet import LearningSettings
 from collapipe_flwr.core.errors import LinkError, ProtocolError, RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors, is_floating
+from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.messages import diverged
 from collapipe_flwr.federation.records import SplitTask, asked_optimizer
 from collapipe_flwr.models.described import DescribedModel
@@ -48,7 +54,7 @@ class DecoderOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeSession:
-    """An open session: what the cluster needs to connect to its replica."""
+    """The address and key of an open session."""
 
     address: str
     key: SessionKey
@@ -59,24 +65,24 @@ class EdgeGateway(Protocol):
     """Sessions at one edge server; every call ends within the gateway's own deadline."""
 
     def open(self, order: DecoderOrder) -> EdgeSession:
-        """Place a decoder replica; raises LinkError if the edge cannot be reached or refuses."""
+        """Open a session with a replica; raises LinkError."""
 
     def fetch(self, session: EdgeSession) -> dict[str, torch.Tensor]:
         """The replica's current weights; raises LinkError."""
 
     def accept(self, session: EdgeSession) -> None:
-        """The global model contains what was fetched: later sessions may build on its optimizer."""
+        """The global model contains the fetched weights: later sessions may use the optimizer."""
 
     def report(self, session: EdgeSession) -> StageReport | None:
         """What the replica's stage measured, None if it never ran; raises LinkError."""
 
     def close(self, session: EdgeSession) -> None:
-        """Forget the session (twice is fine); raises LinkError if the edge cannot be reached."""
+        """End the session; idempotent. Raises LinkError if the edge cannot be reached."""
 
 
 @runtime_checkable
 class ProgressGateway(Protocol):
-    """A gateway whose edge says how far it is, since every step ends there."""
+    """A gateway whose edge reports progress within a round."""
 
     def passes(self, session: EdgeSession) -> PassesDone:
         """The micro-batches done so far, also within a step; raises LinkError."""
@@ -93,7 +99,7 @@ class SplitRound:
         server_round: int,
         whole: Collection[str] = (),
     ) -> None:
-        """``whole`` are the clusters that get and return the whole model."""
+        """``whole`` are the clusters that receive and return the whole model."""
         self.model = model
         self._edge = edge
         self._learning = learning
@@ -104,7 +110,7 @@ class SplitRound:
     def open(self, cluster_id: str, name: str, content: RecordDict, depth: int) -> SplitTask:
         """Give ``cluster_id`` its decoder replica of the model ``content[name]``.
 
-        It learns as the model's settings and the config in ``content`` say. Raises LinkError,
+        It is trained with the model's settings and the config in ``content``. Raises LinkError,
         RunError or ConfigError.
         """
         arrays = content.array_records[name]
@@ -135,17 +141,17 @@ class SplitRound:
 
     def for_cluster(self, cluster_id: str, arrays: ArrayRecord) -> ArrayRecord:
         """The arrays that Flower carries: of embedding and encoder blocks, or all of them."""
-        elsewhere = self._elsewhere(cluster_id)
+        elsewhere = self._unsent_keys(cluster_id)
         return ArrayRecord({key: array for key, array in arrays.items() if key not in elsewhere})
 
     def join(self, cluster_id: str, reply: ArrayRecord, template: ArrayRecord) -> ArrayRecord:
         """The whole model of one cluster in the order of ``template``.
 
-        Raises ProtocolError if a key is missing, unknown or twice, or if an array is not like the
-        one that was sent or holds infinities; LinkError if the edge fails.
+        Raises ProtocolError if a key is missing or unknown, or if an array has another shape or
+        kind than the one that was sent or is not finite; LinkError if the edge fails.
         """
-        elsewhere = self._elsewhere(cluster_id)
-        decoder = self._fetched(cluster_id)
+        elsewhere = self._unsent_keys(cluster_id)
+        decoder = self._fetch_decoder(cluster_id)
         check_keys(set(reply), set(template) - elsewhere, f"cluster {cluster_id}")
         whole = ArrayRecord()
         for key, array in template.items():
@@ -158,11 +164,10 @@ class SplitRound:
         return whole
 
     def accept(self, cluster_id: str) -> None:
-        """The global model contains what was joined for this cluster."""
         self._edge.accept(self._sessions[cluster_id])
 
     def report(self, cluster_id: str) -> StageReport | None:
-        """What the decoder of one cluster measured; None, and a line in the log, if unknown."""
+        """What the decoder of one cluster measured; None, with a line in the log, if unknown."""
         try:
             return self._edge.report(self._sessions[cluster_id])
         except LinkError as error:
@@ -170,7 +175,7 @@ class SplitRound:
             return None
 
     def passes(self) -> dict[str, PassesDone]:
-        """How far clusters are, as far as the edge says so now; from any thread."""
+        """The progress of the clusters that the edge reports; from any thread."""
         found: dict[str, PassesDone] = {}
         if isinstance(self._edge, ProgressGateway):
             for cluster_id, session in list(self._sessions.items()):
@@ -179,10 +184,7 @@ class SplitRound:
         return found
 
     def close(self, keep: Collection[str] = ()) -> None:
-        """End every session but those of the clusters to ``keep``.
-
-        One that is gone already, or its edge, is logged and not raised.
-        """
+        """End every session but those of the clusters to ``keep``; errors are only logged."""
         for cluster_id in [name for name in self._sessions if name not in keep]:
             session = self._sessions.pop(cluster_id)
             try:
@@ -191,7 +193,7 @@ class SplitRound:
                 log.info("the edge session of cluster %s is gone: %s", cluster_id, error)
 
     def _check_keys(self, found: set[str]) -> None:
-        """Raise RunError unless the global model has the arrays of the model to split."""
+        """Raise RunError unless the global model has the keys of the model to split."""
         model = self.model
         missing = sorted(model.keys - found)
         extra = sorted(found - model.keys - model.aliases.keys())
@@ -202,14 +204,14 @@ class SplitRound:
                 "initial_arrays=ArrayRecord(model.state_dict()) of the whole model"
             )
 
-    def _elsewhere(self, cluster_id: str) -> frozenset[str]:
-        """The arrays that do not travel between this cluster and the Flower server."""
+    def _unsent_keys(self, cluster_id: str) -> frozenset[str]:
+        """The keys of arrays that Flower does not carry for this cluster."""
         if cluster_id in self._whole:
             return frozenset()
         return self.model.edge_keys.union(self.model.aliases)
 
-    def _fetched(self, cluster_id: str) -> ArrayRecord:
-        """The trained decoder; fetched of every cluster, since its optimizer may be kept."""
+    def _fetch_decoder(self, cluster_id: str) -> ArrayRecord:
+        """The trained decoder; also of whole clusters, since its optimizer may be kept."""
         replica = self._edge.fetch(self._sessions[cluster_id])
         copies = self.model.shared_keys - self.model.edge_keys
         decoder = encode_tensors({k: v for k, v in replica.items() if k not in copies})
@@ -244,9 +246,47 @@ def check_like(key: str, array: Array, template: Array, cluster_id: str) -> None
 
 
 def check_finite(whole: ArrayRecord, cluster_id: str) -> None:
-    """Raise ProtocolError for a model that diverged: averaged, it would spoil everyone's."""
+    """Raise ProtocolError for a model with infinities or NaN."""
     for key, tensor in decode_tensors(whole).items():
         if tuple(tensor.shape) != tuple(whole[key].shape):
             raise ProtocolError(f"cluster {cluster_id} returned {key} with data of another shape")
         if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
             raise ProtocolError(f"cluster {cluster_id}: {diverged(key)}")
+
+
+class PersonalArrays:
+    """The personal arrays of every cluster after its last accepted round, by key."""
+
+    def __init__(self) -> None:
+        self._clusters: dict[str, dict[str, Array]] = {}
+
+    def insert(self, cluster_id: str, arrays: ArrayRecord) -> ArrayRecord:
+        """``arrays`` with the cluster's own values; before its first round, the global ones."""
+        own = self._clusters.get(cluster_id, {})
+        return ArrayRecord({key: own.get(key, array) for key, array in arrays.items()})
+
+    def keep(self, cluster_id: str, model: ArrayRecord, keys: Collection[str]) -> None:
+        """Keep the personal arrays of an accepted model."""
+        if keys:
+            self._clusters[cluster_id] = {key: model[key] for key in keys}
+
+    def dump(self) -> Memory:
+        """All arrays as text, which keeps any dtype."""
+        kept = {
+            name: {
+                key: [array.dtype, list(array.shape), array.stype, array.data.hex()]
+                for key, array in arrays.items()
+            }
+            for name, arrays in self._clusters.items()
+        }
+        return Memory(text=json.dumps(kept))
+
+    def load(self, memory: Memory) -> None:
+        kept = json.loads(memory.text or "{}")
+        self._clusters = {
+            name: {
+                key: Array(dtype, tuple(shape), stype, bytes.fromhex(data))
+                for key, (dtype, shape, stype, data) in arrays.items()
+            }
+            for name, arrays in kept.items()
+        }

@@ -1,8 +1,8 @@
-"""The inner strategy's memory as JSON and arrays: what changed in it since it was made.
+"""The inner strategy's memory as JSON and arrays: attributes that changed since it was made.
 
-Pickle would run code from a checkpoint file, so plain values are walked instead: numbers, strings,
-lists, dicts, numpy arrays, Flower's records, and wrapped strategies. Attributes that are as the
-constructor left them are not saved, so a resumed run may change its settings.
+Pickle would run code from a checkpoint file, so plain values are encoded instead: numbers, strings,
+lists, dicts, numpy arrays, Flower's records, and wrapped strategies. Unchanged attributes are not
+saved, so a resumed run may change its settings.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _KIND = "__kind__"  # marks an object in JSON that is not a dict of the strategy
 def encode_state(strategy: Strategy, arrays: Arrays, path: str = "inner") -> dict[str, Any]:
     """The attributes of ``strategy`` as JSON; arrays go into ``arrays`` under their path.
 
-    Functions are left out: only the constructor can give them. Raises RunError for an attribute
-    that has no plain form.
+    Functions are left out: only the constructor can set them. Raises RunError for an attribute that
+    has no plain form.
     """
     return {
         name: _encode(value, arrays, f"{path}.{name}")
@@ -34,7 +34,7 @@ def encode_state(strategy: Strategy, arrays: Arrays, path: str = "inner") -> dic
 
 
 def changed_state(now: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes that are not as they were; a wrapped strategy attribute by attribute."""
+    """The attributes that changed; those of a wrapped strategy one by one."""
     changed = {}
     for name, value in now.items():
         if _is(value, "strategy"):
@@ -46,7 +46,6 @@ def changed_state(now: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str,
 
 
 def restore_state(strategy: Strategy, saved: Mapping[str, Any], arrays: Arrays) -> None:
-    """Give ``strategy`` its saved attributes back."""
     for name, value in saved.items():
         if _is(value, "strategy"):
             wrapped = getattr(strategy, name)
@@ -122,7 +121,7 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def _holds_arrays(value: Any) -> bool:
-    """Arrays are compared by their path only, so they count as changed."""
+    """Arrays are compared by path only, so they count as changed."""
     if isinstance(value, list):
         return any(_holds_arrays(v) for v in value)
     if not isinstance(value, dict):

@@ -3,11 +3,11 @@
     strategy = CollaPipe(FedAvg())          # an unmodified ClientApp keeps working
     result = strategy.start(grid=grid, initial_arrays=ArrayRecord(model.state_dict()))
 
-The inner strategy samples, configures and aggregates as ever, and its ``start`` drives. Around it,
-each node's message becomes a record of its own with its own plan; with a model to split, the
-message carries only embedding and encoder, the decoder goes to the edge, and both are one model
-again before the inner strategy aggregates. Nothing of the inner strategy is changed in place, and
-whatever else is asked of a `CollaPipe` is the inner strategy's.
+The inner strategy samples, configures and aggregates as usual, and its own ``start`` runs. Each
+node's message becomes a record of its own with its own plan; with a model to split, the message
+carries only embedding and encoder, the decoder goes to the edge, and both are one model again
+before the inner strategy aggregates. The inner strategy is not modified, and all other attributes
+of a `CollaPipe` are the inner strategy's.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from collapipe_flwr.federation.attempts import DEFAULT_TIMEOUT_S, Retries
 from collapipe_flwr.federation.inner import check_inner, driver
 from collapipe_flwr.federation.wrapped_grid import polling
 
-if TYPE_CHECKING:  # whoever only imports the strategy need not wait for torch
+if TYPE_CHECKING:  # importing the strategy does not load torch
     from collapipe_flwr.config.schema import EdgeConfig
     from collapipe_flwr.federation.checkpoint import Resumable
-    from collapipe_flwr.federation.described import Planning
     from collapipe_flwr.federation.hook_options import Learning
+    from collapipe_flwr.federation.planning import Planning
     from collapipe_flwr.federation.rounds import RoundPlanner, RoundRecord
     from collapipe_flwr.federation.split import EdgeGateway
     from collapipe_flwr.models.described import DescribedModel
@@ -47,23 +47,22 @@ class CollaPipe(Strategy):
     """Any Flower strategy, planned and split over clusters of devices.
 
     With a ``model``, a :class:`SplitModel`, each client is a :class:`Cluster` that holds embedding
-    and blocks, and the head is trained at the ``edge``: the address of a running one or how to
-    reach it, else one that lives in this process as long as :meth:`start` runs. ``scheduler`` is
-    the policy that plans rounds, by name or as :class:`Planning`; ``optimizer`` is what all parts
-    train with, as ``torch.optim`` class, ``functools.partial`` of one or :class:`OptimizerConfig`;
-    ``learning`` says the rest, for all rounds or by server round. ``on_round`` gets the record of
-    every round.
+    and blocks, and the head is trained at the ``edge``: its address or :class:`EdgeConfig`, else
+    one in this process while :meth:`start` runs. ``scheduler`` is the policy that plans rounds, by
+    name or as :class:`Planning`; ``optimizer`` is that of all parts, as ``torch.optim`` class,
+    ``functools.partial`` of one or :class:`OptimizerConfig`; ``learning`` holds the other settings,
+    for all rounds or by server round. ``on_round`` gets the record of every round.
 
-    Without a model clients train whole models as ever, and plans are advice. Callers with clusters
-    or an edge of their own pass a :class:`RoundPlanner` or an :class:`EdgeGateway`.
+    Without a model clients train whole models, and plans are advice. Callers with clusters or an
+    edge of their own pass a :class:`RoundPlanner` or an :class:`EdgeGateway`.
 
     A round in which every client fails is repeated up to ``retries`` times, after ever longer
     pauses. Then it leaves the arrays unchanged, as in Flower; ``on_total_failure="raise"`` ends the
-    run with a RunError instead. With ``late="join"``, replies that the deadline of a grid closed a
-    round without join a later round (`late_updates`).
+    run with a RunError instead. With ``late="join"``, replies that miss a grid's deadline join a
+    later round (`late_updates`).
 
-    Attributes that it lacks are read from the inner strategy, and new ones are set there. Raises
-    ConfigError for what it cannot wrap.
+    Missing attributes are read from the inner strategy, and new ones are set there. Raises
+    ConfigError for a strategy that cannot be wrapped.
     """
 
     def __init__(
@@ -104,13 +103,13 @@ class CollaPipe(Strategy):
         self.inner_strategy = inner_strategy  # last: new attributes are the inner strategy's now
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the inner strategy: its settings, and the methods that it adds."""
+        """Read an attribute of the inner strategy."""
         if name == "inner_strategy" or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.inner_strategy, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the inner strategy, if it is none of this class."""
+        """Set an attribute of the inner strategy, unless this class has it."""
         own = vars(self)
         if "inner_strategy" not in own or name in own or hasattr(type(self), name):
             super().__setattr__(name, value)
@@ -119,7 +118,6 @@ class CollaPipe(Strategy):
 
     @property
     def planner(self) -> RoundPlanner:
-        """What plans the rounds."""
         return self._rounds.planner
 
     @property
@@ -128,11 +126,10 @@ class CollaPipe(Strategy):
         return self._rounds.resumable
 
     def cluster_progress(self) -> dict[str, ClusterProgress]:
-        """How far each cluster is in the round that is open, by id; from any thread."""
+        """The progress of each cluster in the open round, by id; from any thread."""
         return self._rounds.progress()
 
     def summary(self) -> None:
-        """Log what wraps what, then the inner strategy's own summary."""
         where = "split between clusters and edge" if self._rounds.is_split else "whole models"
         log.info("\t├──> CollaPipe around %s: %s", type(self.inner_strategy).__name__, where)
         self.inner_strategy.summary()
@@ -140,8 +137,8 @@ class CollaPipe(Strategy):
     def start(self, *args: Any, **kwargs: Any) -> Result:
         """The inner strategy's own ``start``, with its arguments, around our hooks.
 
-        Edge sessions, and an edge of its own, end with it in any case. A grid of Flower's is asked
-        for replies as `PollingGrid` does.
+        Edge sessions, and an edge in this process, end with it. Flower's own grids are wrapped in a
+        `PollingGrid`.
         """
         args = tuple(polling(given) if isinstance(given, Grid) else given for given in args)
         kwargs = {k: polling(v) if isinstance(v, Grid) else v for k, v in kwargs.items()}
@@ -154,38 +151,34 @@ class CollaPipe(Strategy):
     def running(
         self, round_timeout_s: float = DEFAULT_TIMEOUT_S, last_round: int = 0
     ) -> AbstractContextManager[None]:
-        """Hold open what the rounds of a run need: the way to the edge, and its sessions.
+        """Hold the connection to the edge and its sessions open for the rounds of a run.
 
-        :meth:`start` does it; whoever calls the hooks without it has to. A round that is repeated
-        closes after ``round_timeout_s``, and the ``last_round`` waits as long for late updates.
-        Raises LinkError.
+        :meth:`start` does it; callers of the hooks without it have to. A repeated round closes
+        after ``round_timeout_s``, and the ``last_round`` waits as long for late updates. Raises
+        LinkError.
         """
         return self._rounds.running(round_timeout_s, last_round)
 
     def close(self) -> None:
-        """End the edge sessions of a round that is still open."""
+        """End the edge sessions of an open round."""
         self._rounds.close()
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """See `Rounds.configure_train`."""
         return self._rounds.configure_train(server_round, arrays, config, grid)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """See `Rounds.aggregate_train`."""
         return self._rounds.aggregate_train(server_round, replies)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """See `Rounds.configure_evaluate`."""
         return self._rounds.configure_evaluate(server_round, arrays, config, grid)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """See `Rounds.aggregate_evaluate`."""
         return self._rounds.aggregate_evaluate(server_round, replies)

@@ -1,8 +1,8 @@
 """Measurements of one cluster in one round, and what is derived from them.
 
-Wires are measured behind the rate that their senders keep to (`scheduler/link_estimates.py`). What
-a sender was held back by counts, too: by a limit in the cluster file. A rate that is the plan's own
-says nothing about the link, so a paced sample means "at least as planned" (``LinkSample.paced``).
+Links are measured beyond their senders' rate limits (`scheduler/link_estimates.py`). A rate limit
+in the cluster file counts as the link's; a limit at the planned rate says nothing about the link,
+so a paced sample means "at least as planned" (``LinkSample.paced``).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from collapipe_flwr.scheduler.link_estimates import carried_bit_per_s
 from collapipe_flwr.transport.weights import TransferStats
 
 D2D, D2E = "d2d", "d2e"
-KEPT = 0.8  # of a planned rate: who sent more slowly was held back by something else
+KEPT = 0.8  # of a planned rate: a slower sender was limited by something else
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterTelemetry:
-    """``reports`` stand in pipeline order: control unit, devices; ``edge`` is the decoder's."""
+    """``reports`` are in pipeline order: control unit, devices; ``edge`` is the decoder's."""
 
     cluster_id: str
     examples: int
@@ -51,7 +51,7 @@ class ClusterTelemetry:
     def link_bytes(self) -> dict[str, int]:
         """Bytes both ways: between members, and between the last of them and the edge.
 
-        Where a device was lost, another was the last; the edge knows what all of them sent.
+        If a device was lost, another was the last; the edge knows what all of them sent.
         """
         hops = [report.sent_down.bytes + report.received_down.bytes for report in self.reports]
         edge, beside = self.edge, sum(report.sent_beside_bytes for report in self.reports)
@@ -59,10 +59,10 @@ class ClusterTelemetry:
         return {D2D: sum(hops) - last + beside, D2E: last}
 
     def links(self, plan: ClusterPlan, *, paced: bool) -> tuple[LinkReport, ...]:
-        """The hops of ``plan``, with its rates where senders kept to them (``paced``).
+        """The hops of ``plan``, with its rates if senders kept to them (``paced``).
 
-        None where the round ran over several chains. Where stages have replicas, every two that
-        meet have an entry; bytes of one end count by the micro-batches that they share.
+        Empty if the round ran over several chains. Where stages have replicas, each connected pair
+        has an entry; bytes of one end count by the micro-batches that the pair shares.
         """
         names = tuple(report.name for report in self.reports[1:])
         if self.edge is None or names != plan.device_ids:
@@ -84,7 +84,7 @@ class ClusterTelemetry:
 
     @property
     def timeline(self) -> dict[str, tuple[Span, ...]]:
-        """What every stage did when, in pipeline order; empty unless the run asked for it."""
+        """The spans of every stage in pipeline order; empty unless the run asked for them."""
         stages = (*self.reports, self.edge) if self.edge else self.reports
         return {report.name: report.spans for report in stages if report.spans}
 
@@ -111,14 +111,16 @@ class ClusterTelemetry:
         )
 
 
-def link_samples(plan: ClusterPlan, told: ClusterTelemetry, *, paced: bool) -> Iterator[LinkSample]:
-    """A sample of every hop that was measured; none of a round that lost devices.
+def link_samples(
+    plan: ClusterPlan, measured: ClusterTelemetry, *, paced: bool
+) -> Iterator[LinkSample]:
+    """A sample of every measured hop; none of a round that lost devices, or one with replicas.
 
-    None of one with replicas, either: the planned rate of a hop is that of its slowest link.
+    The planned rate of a hop between replicas is that of its slowest link.
     """
-    if told.incidents or max(plan.replicas) > 1:
+    if measured.incidents or max(plan.replicas) > 1:
         return
-    reports = told.links(plan, paced=paced)
+    reports = measured.links(plan, paced=paced)
     for ends, hop, seen in zip(pairwise((*plan.member_ids, "")), plan.hops, reports, strict=False):
         ways = ((hop.forward_bit_per_s, seen.forward), (hop.backward_bit_per_s, seen.backward))
         rates = [
@@ -138,7 +140,7 @@ def link_samples(plan: ClusterPlan, told: ClusterTelemetry, *, paced: bool) -> I
 def _meetings(
     plan: ClusterPlan, ahead: int, behind: int
 ) -> Iterator[tuple[int, int, float, float]]:
-    """Replicas of neighbouring stages that meet, and how much of either's work that is."""
+    """Pairs of replicas of adjacent stages that exchange data, with each one's share of work."""
     counts = Counter((m % ahead, m % behind) for m in range(plan.micro_batches))
     for (i, j), count in sorted(counts.items()):
         own = (len(range(i, plan.micro_batches, ahead)), len(range(j, plan.micro_batches, behind)))
@@ -146,7 +148,7 @@ def _meetings(
 
 
 def _seen_by_both(sent: LinkTraffic, received: LinkTraffic, share: float) -> LinkTraffic:
-    """One direction of a hop, with the rate that follows from the notes of both ends."""
+    """One direction of a hop, with the rate that the notes of both ends give."""
     return LinkTraffic(
         bytes=round(share * sent.bytes),
         sending_s=share * sent.sending_s,
@@ -155,7 +157,7 @@ def _seen_by_both(sent: LinkTraffic, received: LinkTraffic, share: float) -> Lin
 
 
 def _reached(traffic: LinkTraffic, planned_bit_per_s: float, *, paced: bool) -> float | None:
-    """Bits per second that the link reached; None where it is unknown."""
+    """The link's bit/s, if known."""
     if traffic.wire_bit_per_s is None:
         return None
     sent = 8.0 * traffic.bytes / traffic.sending_s if traffic.sending_s > 0 else math.inf

@@ -1,10 +1,16 @@
-"""Grids around another one: what both have in common is passed on."""
+"""Grids around another one, which forward what they have in common.
+
+Replies are fetched in threads: a SuperNode that dies while it uploads its reply blocks Flower's
+grid for three minutes, with all replies of the same request. Such a request is left to its thread,
+and delays neither the other replies nor the round's timeout.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING
 
 from flwr.app import Message, RecordDict
@@ -12,18 +18,86 @@ from flwr.serverapp import Grid
 
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.federation.bundles import Bundles, unbundle
-from collapipe_flwr.federation.fetches import Fetches, answered
 
 if TYPE_CHECKING:
     from flwr.supercore.run import Run
 
 log = logging.getLogger("flwr.collapipe")
+MOST_REQUESTS = 16  # of one poll
+PATIENCE_S = 5.0  # of one poll, until requests are left to their threads
 SHARE = 0.1
-SHORTEST_S, LONGEST_S = 0.25, 2.0  # a look is a transaction in the SuperLink's database
+SHORTEST_S, LONGEST_S = 0.25, 2.0  # a poll is a transaction in the SuperLink's database
+
+
+class _Fetch:
+    """One request for the replies to a few messages, in a thread."""
+
+    def __init__(self, grid: Grid, message_ids: Collection[str]) -> None:
+        self._grid, self.message_ids = grid, frozenset(message_ids)
+        self._found: list[Message] = []
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="replies", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._found = list(self._grid.pull_messages(self.message_ids))
+        except Exception as error:  # raised in the thread that asks for the result
+            self._error = error
+
+    def is_over(self, within_s: float = 0.0) -> bool:
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
+
+    def result(self) -> list[Message]:
+        if self._error is not None:
+            raise self._error
+        return self._found
+
+
+class Fetches:
+    """The requests to a grid that are still running in threads."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self._under_way: list[_Fetch] = []
+
+    def pull(self, message_ids: Iterable[str]) -> list[Message]:
+        """The complete replies to these messages; raises what the grid raises."""
+        wanted = set(message_ids)
+        found = [
+            reply
+            for fetch in self._ended(wanted)
+            for reply in fetch.result()
+            if reply.metadata.reply_to_message_id in wanted
+        ]
+        wanted -= answered(found).union(*(fetch.message_ids for fetch in self._under_way))
+        left, end_s = sorted(wanted), time.monotonic() + PATIENCE_S
+        for few in (left[n::MOST_REQUESTS] for n in range(min(len(left), MOST_REQUESTS))):
+            fetch = _Fetch(self._grid, few)
+            if fetch.is_over(max(end_s - time.monotonic(), 0.0)):
+                found += fetch.result()
+            else:
+                self._under_way.append(fetch)
+        return found
+
+    def forget(self) -> None:
+        """Drop replies that arrived after the exchange that asked for them."""
+        self._under_way = [fetch for fetch in self._under_way if not fetch.is_over()]
+
+    def _ended(self, wanted: set[str]) -> list[_Fetch]:
+        ended = [each for each in self._under_way if each.message_ids & wanted and each.is_over()]
+        self._under_way = [each for each in self._under_way if each not in ended]
+        return ended
+
+
+def answered(replies: Iterable[Message]) -> set[str]:
+    """The ids of the messages that were replied to."""
+    return {reply.metadata.reply_to_message_id for reply in replies}
 
 
 class WrappedGrid(Grid):
-    """Passes on all calls but `send_and_receive`, which is what subclasses are for."""
+    """Forwards all calls except `send_and_receive`, which subclasses implement."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
@@ -43,11 +117,9 @@ class WrappedGrid(Grid):
         group_id: str,
         ttl: float | None = None,
     ) -> Message:
-        """A message of the grid."""
         return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
 
     def get_node_ids(self) -> Iterable[int]:
-        """The nodes of the grid."""
         return self._grid.get_node_ids()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -58,12 +130,12 @@ class WrappedGrid(Grid):
 
 
 class PollingGrid(WrappedGrid):
-    """``grid``, which looks for replies when they are expected.
+    """``grid``, which polls for replies when they are expected.
 
-    Flower's own grid of a deployment sleeps 3 s between two looks. This one takes a tenth of the
-    time that is left until the replies should be there, by how long the last exchange of this kind
-    took, or of the time that they are late: a look costs the server a few small requests. Small
-    arrays travel in bundles to those who take them so.
+    Flower's own grid of a deployment sleeps 3 s between two polls. This one sleeps a tenth of the
+    time until the replies are expected, by the duration of the last exchange of this kind, or of
+    the time that they are late: a poll costs the server a few small requests. Small arrays travel
+    in bundles to receivers that accept them.
     """
 
     def __init__(
@@ -98,7 +170,7 @@ class PollingGrid(WrappedGrid):
         return replies
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Push, with arrays in bundles where the receiver takes them so."""
+        """Push, with bundled arrays where the receiver accepts them."""
         from collapipe_flwr.federation.messages import readdressed  # both load torch
         from collapipe_flwr.federation.records import takes_bundles
 
@@ -110,7 +182,7 @@ class PollingGrid(WrappedGrid):
         return self._grid.push_messages(sent)
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """The replies that are whole, without bundles."""
+        """The complete replies, unbundled."""
         found = self._fetches.pull(message_ids)
         for reply in found:
             try:
@@ -121,12 +193,12 @@ class PollingGrid(WrappedGrid):
         return found
 
     def _interval_s(self, kind: str, passed_s: float) -> float:
-        """Seconds until the next look, ``passed_s`` after messages of a type were pushed."""
+        """Seconds until the next poll, ``passed_s`` after messages of this type were pushed."""
         away_s = abs(self._took_s.get(kind, 0.0) - passed_s)
         return min(max(SHARE * away_s, SHORTEST_S), LONGEST_S)
 
 
 def polling(grid: Grid) -> Grid:
-    """``grid``, or a `PollingGrid` around one of Flower's own."""
+    """``grid``, wrapped in a `PollingGrid` if it is one of Flower's."""
     is_flowers = type(grid).__module__.partition(".")[0] == "flwr"
     return PollingGrid(grid) if is_flowers else grid

@@ -13,8 +13,8 @@ import pytest
 from benchmarks.rounds.measure import PHASES, _timing, measure
 from benchmarks.rounds.watch import Process, Watch
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.federation.client_process import offered
-from tests.federation.test_client_process import SOCKET, until
+from collapipe_flwr.federation.client.client_process import offered
+from tests.federation.client.test_client_process import SOCKET, until
 
 FIRST = {"planned_s": 1.0, "called_s": 5.0, "begun_s": 20.0, "ended_s": 30.0, "answered_s": 31.0}
 MARKS = [

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.federation.node_state import RoundFiles, read_slots, write_slots
+from collapipe_flwr.federation.client.node_state import RoundFiles, read_slots, write_slots
 from collapipe_flwr.pipeline.state import OptimizerState
 from tests.full_disk import full_disk
 from tests.power_cuts import rebuilt, watched

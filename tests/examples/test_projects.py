@@ -16,8 +16,8 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 
-from collapipe_flwr.federation.launcher import private_environment, private_superlink
 from collapipe_flwr.federation.local_grid import LocalGrid
+from collapipe_flwr.federation.run.launcher import private_environment, private_superlink
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROJECTS = {"huggingface": "huggingface_example", "vision-transformer": "vision_example"}

@@ -24,7 +24,7 @@ from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.federation.checkpoint import Checkpoints
 from collapipe_flwr.federation.hooks import Rounds
 from collapipe_flwr.federation.local_grid import LocalGrid
-from collapipe_flwr.federation.recorder import RunRecorder
+from collapipe_flwr.federation.run.recorder import RunRecorder
 from server_app.app import run
 from tests.forked import Forked
 

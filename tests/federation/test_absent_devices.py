@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
-from collapipe_flwr.federation.planner import ScheduledRounds, without_absent
+from collapipe_flwr.federation.absence import without_absent
+from collapipe_flwr.federation.planner import ScheduledRounds
 from tests.federation.test_planner import EMPTY, NODES, closed, rounds, told, weights
 
 CLUSTERS = ("cluster-0", "cluster-1")

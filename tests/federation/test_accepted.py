@@ -17,9 +17,9 @@ from collapipe_flwr.core.errors import ProtocolError, RunError
 from collapipe_flwr.data.batches import round_rows
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.checkpoint import Memory
+from collapipe_flwr.federation.client.node_state import RoundFiles
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.members import Members
-from collapipe_flwr.federation.node_state import RoundFiles
 from collapipe_flwr.federation.records import (
     ARRAYS,
     METRICS,

@@ -17,7 +17,7 @@ from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.federation import bundles
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.bundles import Bundles, accept_bundles, unbundle, unbundling
-from collapipe_flwr.federation.cluster import Cluster, mods_of
+from collapipe_flwr.federation.client.cluster import Cluster, mods_of
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.records import ARRAYS, takes_bundles
 from collapipe_flwr.federation.wrapped_grid import PollingGrid

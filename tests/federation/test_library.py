@@ -30,10 +30,10 @@ from collapipe_flwr import (
 )
 from collapipe_flwr.cluster.loader import LoaderBatches
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
-from collapipe_flwr.federation.cluster import mods_of
-from collapipe_flwr.federation.personal import PersonalArrays
+from collapipe_flwr.federation.client.cluster import mods_of
+from collapipe_flwr.federation.client.site import RoundDevices
 from collapipe_flwr.federation.rounds import RoundRecord
-from collapipe_flwr.federation.site import RoundDevices
+from collapipe_flwr.federation.split import PersonalArrays
 
 CLASSES, BATCH, LENGTH, EXAMPLES = 3, 8, 6, 20
 NODES = (1, 2)

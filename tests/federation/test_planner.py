@@ -14,7 +14,7 @@ from collapipe_flwr.cluster.fleet import CONTROL_UNIT
 from collapipe_flwr.core.domain import BlockCost, ModelProfile
 from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.federation.arrays import encode_tensors
-from collapipe_flwr.federation.movement import MovementMeter
+from collapipe_flwr.federation.outcomes import MovementMeter
 from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.federation.rounds import ClosedRound
 from collapipe_flwr.federation.telemetry import ClusterTelemetry

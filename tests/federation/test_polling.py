@@ -91,7 +91,7 @@ class Halved(LocalGrid):
 
 @pytest.fixture
 def halved(monkeypatch: pytest.MonkeyPatch) -> Iterator[Halved]:
-    monkeypatch.setattr("collapipe_flwr.federation.fetches.PATIENCE_S", 0.05)
+    monkeypatch.setattr("collapipe_flwr.federation.wrapped_grid.PATIENCE_S", 0.05)
     grid = Halved()
     yield grid
     grid.is_whole.set()

@@ -61,7 +61,7 @@ def _each_model_is_profiled_once() -> Iterator[None]:
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("server_app.app", "collapipe_flwr.federation.site"):
+        for module in ("server_app.app", "collapipe_flwr.federation.client.site"):
             patch.setattr(f"{module}.profile_model", profile)
         yield
 

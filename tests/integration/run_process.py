@@ -15,7 +15,7 @@ from pathlib import Path
 from client_app.app import app as client_app
 from collapipe_flwr.config.schema import parse
 from collapipe_flwr.federation.local_grid import LocalGrid
-from collapipe_flwr.federation.recorder import RunRecorder
+from collapipe_flwr.federation.run.recorder import RunRecorder
 from server_app.app import run
 from tests.power_cuts import CALLS
 

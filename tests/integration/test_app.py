@@ -155,7 +155,7 @@ def test_a_run_that_ends_by_an_unknown_error_says_what_and_where(
     owner = (
         "server_app.app._save_model"
         if place == "server"
-        else "collapipe_flwr.federation.pipeline_round.train_round"
+        else "collapipe_flwr.federation.client.pipeline_round.train_round"
     )
     monkeypatch.setattr(owner, broken)
     told = r"unexpected KeyError \('x'\) in \w+/(\w+/)*\w+\.py, line \d+"

@@ -23,8 +23,8 @@ from flwr.serverapp.strategy import (
     Strategy,
 )
 
-from collapipe_flwr.federation.launcher import private_environment, private_superlink
 from collapipe_flwr.federation.local_grid import LocalGrid
+from collapipe_flwr.federation.run.launcher import private_environment, private_superlink
 from collapipe_flwr.federation.strategy import CollaPipe
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart-strategy"

@@ -11,8 +11,8 @@ import pytest
 from collapipe_flwr.config.cluster_file import cluster_text
 from collapipe_flwr.config.parsing import declared_config
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.federation.local_run import run_locally
-from collapipe_flwr.federation.running import Order, edge_of
+from collapipe_flwr.federation.local_grid import run_locally
+from collapipe_flwr.federation.run.running import Order, edge_of
 from tests.cluster.hosted import daemons
 from tests.integration.conftest import TINY
 

@@ -25,7 +25,7 @@ from flwr.serverapp.strategy import (
 from transformers import BertConfig, BertForSequenceClassification
 
 from collapipe_flwr.federation.arrays import decode_tensors
-from collapipe_flwr.federation.cluster import Cluster
+from collapipe_flwr.federation.client.cluster import Cluster
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.records import read_assignment
 from collapipe_flwr.federation.strategy import CollaPipe

@@ -12,8 +12,8 @@ from client_app.app import app as client_app
 from collapipe_flwr.config.schema import parse
 from collapipe_flwr.core.errors import CollaPipeError
 from collapipe_flwr.core.keys import Value
-from collapipe_flwr.federation.learner import Evaluator, make_learner
 from collapipe_flwr.federation.local_grid import LocalGrid
+from collapipe_flwr.federation.run.learner import Evaluator, make_learner
 from server_app.app import run
 from tests.integration.conftest import TINY, RunApp
 

@@ -17,7 +17,7 @@ from flwr.serverapp.strategy import FedAdam
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.federation.checkpoint import Checkpoints
-from collapipe_flwr.federation.recorder import RunRecorder
+from collapipe_flwr.federation.run.recorder import RunRecorder
 from collapipe_flwr.federation.strategy import CollaPipe
 from collapipe_flwr.reporting.console import RoundPrinter
 from collapipe_flwr.reporting.events import RoundEvent, RunStory

@@ -15,7 +15,7 @@ from torch import Tensor
 from collapipe_flwr.cluster.local_data import LocalData, Place
 from collapipe_flwr.config.schema import parse
 from collapipe_flwr.core.keys import Value
-from collapipe_flwr.federation.learner import make_learner
+from collapipe_flwr.federation.run.learner import make_learner
 from tests.closeness import assert_near, near
 from tests.laws.test_cluster_equals_whole import (
     SGD,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from collapipe_flwr.federation.described import Planning
+from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.scheduler.policies import POLICIES, make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 

@@ -1,0 +1,112 @@
+"""Devices that plans do without: those that do not answer, and those in quarantine.
+
+A control unit reports at the end of a round which of its devices do not answer. They are left out
+of snapshots until it reports them back, so a device that returns takes part one round later.
+
+A device that answered but was at fault (`cluster.suspects`) would be at fault again in the next
+round, at the price of a replay. It is left out of the next plans, of twice as many after every
+further offence, and then tried again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from collapipe_flwr.core.domain import ChannelState, ClusterSnapshot, LinkShares, Snapshot
+from collapipe_flwr.federation.telemetry import ClusterTelemetry
+
+log = logging.getLogger("flwr.collapipe")
+FIRST_ROUNDS, MOST_ROUNDS = 2, 64
+Absent = Mapping[str, Collection[str]]  # device ids by cluster id
+Matrix = tuple[tuple[float, ...], ...]  # of numbers by pair of members
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quarantine:
+    """A device that is left out up to round ``until``, after this number of ``offences``."""
+
+    until: int
+    offences: int = 1
+
+
+Quarantines = Mapping[str, Mapping[str, Quarantine]]  # by cluster and device
+
+
+@dataclass(slots=True)
+class Absence:
+    """The devices that do not answer, and those in quarantine, by cluster."""
+
+    absent: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    quarantines: dict[str, dict[str, Quarantine]] = field(default_factory=dict)
+
+    def devices(self, server_round: int) -> dict[str, tuple[str, ...]]:
+        """The devices that are left out of a round, by cluster."""
+        found = dict(self.absent)
+        for name, quarantines in self.quarantines.items():
+            held = tuple(
+                d for d, quarantine in quarantines.items() if quarantine.until >= server_round
+            )
+            found[name] = (*found.get(name, ()), *held)
+        return found
+
+    def learn(self, server_round: int, cluster_id: str, measured: ClusterTelemetry) -> None:
+        """Record absences and offences that a cluster reports, and devices that worked."""
+        self.absent[cluster_id] = measured.absent
+        found = self.quarantines.setdefault(cluster_id, {})
+        for report in measured.reports:
+            if report.name not in measured.quarantined:
+                found.pop(report.name, None)
+        for device_id, why in measured.quarantined.items():
+            offences = found[device_id].offences + 1 if device_id in found else 1
+            rounds = min(FIRST_ROUNDS * 2 ** min(offences - 1, 30), MOST_ROUNDS)
+            found[device_id] = Quarantine(until=server_round + rounds, offences=offences)
+            log.warning(
+                "%s is quarantined, and planned with again in round %d: %s",
+                device_id,
+                server_round + rounds + 1,
+                why,
+            )
+
+    def lift(self, cluster_ids: Collection[str]) -> None:
+        """Use all devices of these clusters next time: without them they cannot take part."""
+        for name in cluster_ids:
+            self.absent.pop(name, None)
+            for device_id, quarantine in self.quarantines.get(name, {}).items():
+                self.quarantines[name][device_id] = replace(quarantine, until=0)
+
+
+def without_absent(snapshot: Snapshot, absent: Absent) -> Snapshot:
+    """The snapshot without absent devices, and without clusters that have no device left."""
+    left = [_without(c, absent.get(c.profile.cluster_id, ())) for c in snapshot.clusters]
+    return replace(snapshot, clusters=tuple(c for c in left if c.profile.devices))
+
+
+def without_clusters(snapshot: Snapshot, cluster_ids: Collection[str]) -> Snapshot:
+    left = (c for c in snapshot.clusters if c.profile.cluster_id not in cluster_ids)
+    return replace(snapshot, clusters=tuple(left))
+
+
+def _without(cluster: ClusterSnapshot, missing: Collection[str]) -> ClusterSnapshot:
+    devices, channel, links = cluster.profile.devices, cluster.channel, cluster.links
+    kept = [n for n, device in enumerate(devices) if device.device_id not in missing]
+    if len(kept) == len(devices):
+        return cluster
+    members = [0, *(n + 1 for n in kept)]  # 0 is the control unit
+    return replace(
+        cluster,
+        profile=replace(cluster.profile, devices=tuple(devices[n] for n in kept)),
+        channel=ChannelState(
+            d2d_gain=_between(channel.d2d_gain, members),
+            edge_gain=tuple(channel.edge_gain[i] for i in members),
+        ),
+        links=links
+        and LinkShares(
+            d2d=_between(links.d2d, members), edge=tuple(links.edge[i] for i in members)
+        ),
+    )
+
+
+def _between(matrix: Matrix, members: Sequence[int]) -> Matrix:
+    return tuple(tuple(matrix[i][j] for j in members) for i in members)

@@ -1,0 +1,279 @@
+"""The client side of the library: a Flower ClientApp whose model trains on a cluster of devices.
+
+app = ClientApp()
+cluster = Cluster(app)
+
+@app.train()
+def train(message, context):
+    return cluster.train(message, context, load_data(context))
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.clientapp.mod import arrays_size_mod, message_size_mod
+from torch import Tensor
+
+from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig
+from collapipe_flwr.cluster.loader import Batches, LoaderBatches, joined, stacked
+from collapipe_flwr.cluster.profile import describe_cluster
+from collapipe_flwr.config.schema import EdgeConfig, WorldConfig
+from collapipe_flwr.core.domain import ClusterProfile
+from collapipe_flwr.core.errors import ConfigError, RunError, unexpected_as_run_error
+from collapipe_flwr.core.imports import allow
+from collapipe_flwr.core.keys import AUTO
+from collapipe_flwr.federation import records
+from collapipe_flwr.federation.arrays import decode_tensors, stow_tensors, take_record
+from collapipe_flwr.federation.bundles import accept_bundles, unbundling
+from collapipe_flwr.federation.client import COMPUTE_KEY
+from collapipe_flwr.federation.client.pipeline_round import PipelineRound, telemetry
+from collapipe_flwr.federation.client.site import Site, cluster_file
+from collapipe_flwr.federation.messages import only_arrays
+from collapipe_flwr.host.allocator import configured_malloc, give_back
+
+Metrics = Callable[[Tensor, Tensor], Mapping[str, float] | float]
+LABEL_NAMES = ("labels", "label")
+DEVICES = "raspberry-pi-4,raspberry-pi-5,jetson-nano"
+EXAMPLES = 1000  # of a round, by default
+_HARMLESS = (message_size_mod, arrays_size_mod, unbundling)
+
+
+class Cluster:
+    """Trains the model of a Flower client on its devices, and evaluates it there.
+
+    ``devices`` are the presets of simulated devices, with ``;`` between the clients, which are
+    assigned in rotation. A node whose ``--node-config`` names a ``cluster`` file uses the daemons
+    in that file instead. Rounds are planned for ``examples``. ``edge`` is how nodes without a
+    cluster file reach an edge with TLS. ``threads`` are those of torch in this process, and parts
+    in it run on ``compute`` (``auto``, ``cpu``, ``cuda:1``).
+
+    ``site`` instead reads all of this from a context, for an app with settings of its own; None
+    means that the run has no place for a node.
+
+    Models, losses and schedules of the package that calls this may be imported by name. Registers
+    the query ``describe`` on ``app``, which returns the cluster's profile. Raises ConfigError for
+    unknown presets.
+    """
+
+    def __init__(
+        self,
+        app: ClientApp,
+        *,
+        devices: str = DEVICES,
+        control_unit: str = "raspberry-pi-5",
+        memory_share: float = 1.0,
+        examples: int | Callable[[Context], int] = EXAMPLES,
+        edge: EdgeConfig | None = None,
+        threads: int = 1,
+        compute: str = AUTO,
+        site: Callable[[Context], Site | None] | None = None,
+    ) -> None:
+        self._app = app
+        lists = tuple(tuple(map(str.strip, each.split(","))) for each in devices.split(";"))
+        world = WorldConfig(devices=lists, control_unit=control_unit, memory_share=memory_share)
+        for index in range(len(lists)):
+            describe_cluster(world, index, EXAMPLES)
+        self._examples = examples
+        self._site_of = site or partial(_site, world, edge or EdgeConfig(), threads, compute)
+        self._takes_bundles = accept_bundles(app)
+        self._package = sys._getframe(1).f_globals["__name__"].partition(".")[0]
+        app.query("describe")(self.describe)
+        # Mods of the app expect messages with arrays, and refuse all others.
+        app._registered_funcs["query.describe"] = self.describe
+
+    def describe(self, message: Message, context: Context) -> Message:
+        """Reply with the description of the cluster."""
+        with unexpected_as_run_error():
+            site = self._site_of(context)
+            if site is None:
+                return Message(records.write_spare(), reply_to=message)
+            return Message(records.write_profile(self._profile(site, context)), reply_to=message)
+
+    def _profile(self, site: Site, context: Context) -> ClusterProfile:
+        examples = self._examples(context) if callable(self._examples) else self._examples
+        whole = bool(mods_of(self._app))
+        return replace(site.profile(examples), whole=whole, bundles=self._takes_bundles)
+
+    def _profile_now(self, context: Context) -> ClusterProfile | None:
+        """The current profile of a cluster file's devices; None for simulated ones."""
+        site = self._site_of(context)
+        if site is None or site.cluster is None or not site.cluster.devices:
+            return None
+        return self._profile(site, context)
+
+    def train(
+        self,
+        message: Message,
+        context: Context,
+        batches: Iterable[Any] | Batches,
+        *,
+        epochs: int = 1,
+    ) -> Message:
+        """Train on every batch, ``epochs`` times over, and return the reply of a ClientApp.
+
+        ``batches`` yields dicts of tensors or pairs (inputs, labels), as a DataLoader does. One
+        batch is one optimizer step; the server's plan chooses the micro-batches and the devices.
+        :class:`Batches` cut themselves, and have epochs of their own. The reply has the trained
+        arrays, ``train_loss`` (the mean over the steps) and ``num-examples``. The arrays of
+        ``message`` are consumed, unless the app has mods.
+
+        Raises DataError for batches or examples of another size than planned, and LinkError if the
+        edge, or all devices, are lost.
+        """
+        start_s = time.perf_counter()
+        with configured_malloc():
+            asked, name, weights = self._begin(message, context)
+            if not isinstance(batches, Batches):
+                batches = LoaderBatches(loader=batches, epochs=epochs, planned=asked.shapes)
+            state = None
+            if asked.task.learning.keep_optimizer:
+                state = asked.site.state(
+                    message, context, server_round=asked.server_round, run_id=asked.task.run_id
+                )
+            result, absent = asked.run(weights, batches, state)
+            loss = sum(result.losses) / max(len(result.losses), 1)
+            metrics = MetricRecord({"train_loss": loss, records.EXAMPLES: batches.examples})
+            trained = asked.completed(weights, result.weights)
+            content = RecordDict({name: take_record(trained), records.METRICS: metrics})
+            measured = telemetry(result, batches, absent, wall_s=time.perf_counter() - start_s)
+            measured = replace(measured, profile=self._profile_now(context))
+            content = records.write_telemetry(content, measured)
+        return Message(content, reply_to=message)
+
+    def evaluate(
+        self,
+        message: Message,
+        context: Context,
+        batches: Iterable[Any] | TestSet,
+        *,
+        metrics: Metrics | None = None,
+    ) -> Message:
+        """Evaluate on every batch, and return the reply of a ClientApp.
+
+        The reply has ``eval_loss`` (the mean over all that the loss counts), ``num-examples`` and
+        the result of ``metrics`` for the logits (N, ...) and labels of all N examples: numbers by
+        name, or one number, named after the function. Sequences of different lengths are padded,
+        labels by -100. A :class:`TestSet` has its own metrics.
+        """
+        with configured_malloc():
+            asked, _, weights = self._begin(message, context)
+            if not isinstance(batches, TestSet):
+                batches = LoaderTest(loader=batches, metrics=metrics)
+            found = asked.test(weights, batches.steps(*asked.sizes), batches.wanted)
+        scores = MetricRecord({"eval_loss": found.loss, **batches.scores(found)})
+        return Message(RecordDict({records.METRICS: scores}), reply_to=message)
+
+    def _begin(
+        self, message: Message, context: Context
+    ) -> tuple[PipelineRound, str, Mapping[str, Tensor]]:
+        """The requested round, and the weights with the name of their record."""
+        site = self._site_of(context)
+        if site is None:
+            raise RunError(f"node {context.node_id} has no place in this run")
+        torch.set_num_threads(site.threads)
+        if self._package != "__main__":
+            allow(self._package)
+        asked = PipelineRound.of(message.content, site)
+        name, arrays = only_arrays(message.content, "the server's message")
+        weights = self._weights(arrays)
+        give_back()  # what the message took
+        return asked, name, weights
+
+    def _weights(self, arrays: ArrayRecord) -> Mapping[str, Tensor]:
+        """The model's tensors, kept in memory only where mods compare them with the reply."""
+        return decode_tensors(arrays) if mods_of(self._app) else stow_tensors(arrays)
+
+
+def _site(
+    world: WorldConfig, edge: EdgeConfig, threads: int, compute: str, context: Context
+) -> Site:
+    index = int(context.node_config.get("partition-id", context.node_id))
+    return Site(
+        index=index,
+        edge=edge,
+        cluster=cluster_file(context.node_config),
+        simulated=partial(describe_cluster, world, index),
+        threads=threads,
+        compute=str(context.node_config.get(COMPUTE_KEY, compute)),
+    )
+
+
+def mods_of(app: ClientApp) -> list[Callable[..., Any]]:
+    """The mods of train functions of ``app`` that may change messages or replies."""
+    found = []
+    for name, function in app._registered_funcs.items():
+        inner: Any = function if name.startswith("train.") else None
+        while (held := inspect.getclosurevars(inner).nonlocals if inner else {}).get("_mod"):
+            found.append(held["_mod"])
+            inner = held["_ffn"]
+    return [mod for mod in found if mod not in _HARMLESS]
+
+
+@runtime_checkable
+class TestSet(Protocol):
+    """Batches that cut themselves by a plan, as `Batches` do, and score their predictions."""
+
+    @property
+    def wanted(self) -> PredictionConfig | None:
+        """How the model predicts; None for the loss alone."""
+
+    def steps(self, batch_size: int, micro_batch_size: int) -> Iterable[list[dict[str, Tensor]]]:
+        """The micro-batches of every batch; raises DataError."""
+
+    def scores(self, found: EvalResult) -> dict[str, float | list[float]]:
+        """The reply's metrics besides the loss; ``num-examples`` is its weight in averages."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LoaderTest:
+    """The :class:`TestSet` of a user's ``loader``, scored by a function of logits and labels."""
+
+    loader: Iterable[Any]
+    metrics: Metrics | None
+    _batches: LoaderBatches = field(init=False)
+    _seen: list[dict[str, Tensor]] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self._batches = LoaderBatches(loader=self.loader, any_size=True)
+
+    @property
+    def wanted(self) -> PredictionConfig | None:
+        return None if self.metrics is None else PredictionConfig(logits=True)
+
+    def steps(self, batch_size: int, micro_batch_size: int) -> Iterator[list[dict[str, Tensor]]]:
+        """Every batch as the loader yields it, kept if it has to be scored."""
+        for step in self._batches.steps(batch_size, micro_batch_size):
+            if self.metrics is not None:
+                self._seen += step
+            yield step
+
+    def scores(self, found: EvalResult) -> dict[str, float | list[float]]:
+        """The number of examples, and the metrics over all of them; raises ConfigError."""
+        scores: dict[str, float | list[float]] = {records.EXAMPLES: self._batches.examples}
+        if self.metrics is None:
+            return scores
+        logits = stacked([part for step in found.predictions for part in step])
+        value = self.metrics(logits, _labels(joined(self._seen)))
+        if not isinstance(value, Mapping):
+            value = {getattr(self.metrics, "__name__", "metric"): value}
+        return scores | {str(name): float(score) for name, score in value.items()}
+
+
+def _labels(batch: Mapping[str, Tensor]) -> Tensor:
+    labels = next((batch[name] for name in LABEL_NAMES if name in batch), None)
+    if labels is None:
+        raise ConfigError(
+            f"metrics need labels, but the batches hold only {', '.join(batch)}: have the loader "
+            "yield them as 'labels'"
+        )
+    return labels

@@ -1,0 +1,249 @@
+"""A node of the app as a cluster: its run-config, its partition, its devices, its rounds.
+
+If it learns from a stream, examples that arrived since the last round are evaluated first, then
+trained on. The stream position is part of the node's `NodeState`, so rows of a round that the
+server did not accept are fresh again. If the position is missing, all that has arrived counts as
+read, so that nothing is fresh twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+
+import numpy as np
+import torch
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from torch import Tensor
+
+from collapipe_flwr.cluster.evaluation import (
+    EvalResult,
+    PredictionConfig,
+    TestPart,
+    prediction_config,
+    tally_of,
+)
+from collapipe_flwr.cluster.local_data import LocalData, Place, RoundExamples, local_data, own_data
+from collapipe_flwr.cluster.profile import describe_cluster
+from collapipe_flwr.cluster.unsplit import evaluate_unsplit, train_unsplit
+from collapipe_flwr.config.schema import AppConfig, parse
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.json_codec import from_json, to_json
+from collapipe_flwr.data.batches import Example
+from collapipe_flwr.data.stream import Stream, StreamPlace, next_round
+from collapipe_flwr.data.tokenizer import Vocabulary
+from collapipe_flwr.federation import records
+from collapipe_flwr.federation.arrays import take_record, take_tensors
+from collapipe_flwr.federation.client import COMPUTE_KEY
+from collapipe_flwr.federation.client.node_state import OPTIMIZER, Kept, NodeState, recall_optimizer
+from collapipe_flwr.federation.client.site import Site, cluster_file
+from collapipe_flwr.federation.records import UnsplitTask
+from collapipe_flwr.models.described import splitter_of
+from collapipe_flwr.pipeline.compute import hold, home
+from collapipe_flwr.pipeline.optimizer import Optimizer
+from collapipe_flwr.pipeline.state import between_rounds, load_optimizer_state, optimizer_state_of
+
+log = logging.getLogger("flwr.collapipe")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A node of a run: its configuration, its partition, its devices."""
+
+    config: AppConfig
+    place: Place
+    site: Site
+    context: Context
+
+    @staticmethod
+    def of(context: Context) -> Node:
+        """Parse run-config and ``--node-config``; raises ConfigError.
+
+        Data files in the node's config take precedence over those of the run.
+        """
+        own = own_data(context.node_config)
+        config = parse({**context.run_config, **own})
+        index = context.node_config.get("partition-id")
+        if index is None:
+            raise ConfigError(
+                "this node has no 'partition-id': start the SuperNode with "
+                '--node-config "partition-id=0 num-partitions=2"'
+            )
+        place = Place(index=int(index), count=config.run.clusters, own_data=bool(own))
+        site = Site(
+            index=place.index,
+            edge=config.edge,
+            cluster=cluster_file(context.node_config),
+            simulated=partial(describe_cluster, config.world, place.index),
+            threads=config.train.threads,
+            compute=str(context.node_config.get(COMPUTE_KEY, config.train.compute)),
+            state_dir=config.train.state_dir,
+        )
+        return Node(config=config, place=place, site=site, context=context)
+
+    @staticmethod
+    def site_of(context: Context) -> Site | None:
+        """The node's devices; None for a node beyond the run's clusters."""
+        node = Node.of(context)
+        return node.site if node.place.index < node.place.count else None
+
+    @staticmethod
+    def examples_of(context: Context) -> int:
+        """The number of examples in one of the node's rounds."""
+        node = Node.of(context)
+        return local_data(node.config, node.place, None).examples_per_round
+
+    def state(self, message: Message) -> NodeState:
+        """The state that the node brings into the round of ``message``."""
+        server_round, run_id = records.round_and_run(message.content)
+        return self.site.state(message, self.context, server_round=server_round, run_id=run_id)
+
+    def examples(self, message: Message) -> RoundExamples:
+        """The examples of a round, from the node's partition or from its stream."""
+        data, state = self._data(message), self.state(message)
+        if self.config.data.stream:
+            return _from_stream(self.config, data, state)
+        chosen = data.chosen(state.progress.rounds)
+        return RoundExamples(data=data, round_index=state.server_round, chosen=chosen)
+
+    def test(self, message: Message) -> NodeTest:
+        return NodeTest(data=self._data(message))
+
+    def _data(self, message: Message) -> LocalData:
+        """The node's examples, tokenized with the server's vocabulary."""
+        vocabulary = _vocabulary(records.read_vocabulary(message.content))
+        return local_data(self.config, self.place, vocabulary)
+
+
+@dataclass(slots=True, kw_only=True)
+class NodeTest:
+    """A node's share of the test set, and the scores of predictions for it."""
+
+    data: LocalData
+    _parts: list[TestPart] = field(default_factory=list)
+
+    @property
+    def wanted(self) -> PredictionConfig:
+        return prediction_config(self.data.task)
+
+    def steps(self, batch_size: int, micro_batch_size: int) -> Iterator[list[dict[str, Tensor]]]:
+        """The micro-batches of each batch; raises DataError if there is no example."""
+        for step in self.data.test_steps(batch_size, micro_batch_size):
+            self._parts += step
+            yield [dict(part.tensors) for part in step]
+
+    def scores(self, found: EvalResult) -> dict[str, float | list[float]]:
+        """The number of labels, which weighs the loss, and the counts of every metric."""
+        predictions = [ids for step in found.predictions for ids in step]
+        tally = tally_of(self.data.task, self._parts if predictions else (), predictions)
+        return {records.EXAMPLES: found.targets, **records.tally_metrics(tally)}
+
+
+@lru_cache(maxsize=4)
+def _vocabulary(text: str) -> Vocabulary:
+    return Vocabulary.from_json(text)
+
+
+def _from_stream(config: AppConfig, data: LocalData, state: NodeState) -> RoundExamples:
+    stream = data.stream(config.data.stream)
+    rng = np.random.default_rng([config.run.seed, state.index, state.server_round])
+    found = next_round(
+        stream,
+        _place(stream, state),
+        data.past,
+        limit=data.examples_per_round,
+        replay_share=config.data.stream_replay,
+        rng=rng,
+    )
+    state.remember(STREAM, found.place)
+    fresh: list[Example] = found.fresh.to_list()
+    chosen: list[Example] = fresh + found.replayed.to_list()
+    return RoundExamples(
+        data=data,
+        round_index=state.server_round,
+        chosen=[chosen[row] for row in rng.permutation(len(chosen))],
+        fresh=fresh,
+    )
+
+
+def _place(stream: Stream, state: NodeState) -> StreamPlace:
+    """The stream position after the cluster's accepted rounds."""
+    place = state.recall(STREAM)
+    if place is not None:
+        return place
+    if not state.progress.rounds:
+        return StreamPlace()
+    place = stream.everything()
+    log.warning(
+        "no place in data.stream of an earlier round here (a new SuperNode, or a resumed "
+        "run): all %d examples that have arrived count as read%s",
+        sum(file.read for file in place.files),
+        state.advice,
+    )
+    return place
+
+
+def _parse_place(text: str) -> StreamPlace:
+    return from_json(StreamPlace, text, "the place in data.stream")
+
+
+STREAM: Kept[StreamPlace] = Kept(
+    name="collapipe.stream",
+    suffix=".json",
+    write=lambda place, path: path.write_text(to_json(place), encoding="utf-8"),
+    read=lambda path: _parse_place(path.read_text(encoding="utf-8")),
+    encode=lambda place: ConfigRecord({"place": to_json(place)}),
+    decode=lambda record: _parse_place(str(record["place"])),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnsplitRound:
+    """An order of a plain strategy to a node."""
+
+    node: Node
+    message: Message
+    task: UnsplitTask
+
+    @staticmethod
+    def of(message: Message, context: Context) -> UnsplitRound | None:
+        """The round that ``message`` asks for; None if its model is split."""
+        task = records.read_unsplit_task(message.content)
+        if task is None:
+            return None
+        node = Node.of(context)
+        torch.set_num_threads(node.config.train.threads)
+        return UnsplitRound(node=node, message=message, task=task)
+
+    def train(self) -> Message:
+        config, asked = self.node.config, self.task
+        state = self.node.state(self.message)
+        keeps = config.train.optimizer_state == "keep"
+        examples = self.node.examples(self.message)
+        splitter = splitter_of(asked.model_spec_json)
+        weights = take_tensors(self.message.content.array_records[records.ARRAYS])
+        model = hold(splitter.build_whole(weights, trains=True), self.node.site.place)
+        optimizer = Optimizer(asked.optimizers[state.server_round - 1], model.named_parameters())
+        load_optimizer_state(optimizer, recall_optimizer(state) if keeps else {})
+        steps = examples.steps(asked.batch_size, asked.micro_batch_size)
+        rates = optimizer.settings.rates(batches=examples.num_batches(asked.batch_size))
+        losses = train_unsplit(splitter, model, optimizer, steps, asked.execution, rates)
+        if keeps:
+            state.remember(OPTIMIZER, between_rounds(optimizer_state_of(optimizer)))
+        loss = sum(losses) / max(len(losses), 1)
+        metrics = MetricRecord({"train_loss": loss, records.EXAMPLES: examples.examples})
+        arrays = take_record(dict(home(splitter.trained_weights(model))))
+        content = RecordDict({records.ARRAYS: arrays, records.METRICS: metrics})
+        return Message(content, reply_to=self.message)
+
+    def evaluate(self) -> Message:
+        splitter = splitter_of(self.task.model_spec_json)
+        test = self.node.test(self.message)
+        batches = test.steps(self.task.batch_size, self.task.micro_batch_size)
+        weights = take_tensors(self.message.content.array_records[records.ARRAYS])
+        model = hold(splitter.build_whole(weights), self.node.site.place)
+        found = evaluate_unsplit(splitter, model, batches, test.wanted)
+        metrics = MetricRecord({"eval_loss": found.loss, **test.scores(found)})
+        return Message(RecordDict({records.METRICS: metrics}), reply_to=self.message)

@@ -1,0 +1,233 @@
+"""What a cluster carries from one round to the next, in its own files or in Flower's state.
+
+The result of a round is pending until a later order names that round as the last accepted one; the
+cluster continues from exactly that round, whatever it has trained since. A resumed run repeats the
+rounds after its checkpoint, so the files that the server's checkpoints need are kept, too.
+
+There is one file per round in a folder per run and cluster, readable by its owner only. A file is
+moved to its place once it is on disk, and those that it replaces are deleted after that; its name
+ends with the SHA-256 of its bytes, which detects damage.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import partial
+from hashlib import file_digest, sha256
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+from safetensors import SafetensorError
+
+from collapipe_flwr.core.durable import clean, draft, make_folder, publish
+from collapipe_flwr.core.errors import CollaPipeError, ConfigError, ModelError
+from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
+from collapipe_flwr.federation.client import STATE_KEY
+from collapipe_flwr.federation.rounds import Progress
+from collapipe_flwr.pipeline.offload import read_tensors, write_tensors
+from collapipe_flwr.pipeline.state import OptimizerState, PartState
+
+log = logging.getLogger("flwr.collapipe")
+_NAME = re.compile(r"round-(\d{6,})-([0-9a-f]{64})")
+T = TypeVar("T")
+Record = ArrayRecord | ConfigRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept(Generic[T]):
+    """One kind of state: how it is written to a file, and to a record of Flower's.
+
+    ``read`` raises a CollaPipeError for another file; ``decode`` returns None for another record.
+    """
+
+    name: str
+    suffix: str
+    write: Callable[[T, Path], None]
+    read: Callable[[Path], T]
+    encode: Callable[[T], Record]
+    decode: Callable[[Record], T | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeState:
+    """The state of cluster number ``index`` in one round of a run.
+
+    Files in ``state_dir`` survive a restart of the SuperNode and are used by a resumed run. Without
+    one, Flower's ``records`` hold the state, which ends with the SuperNode or the run.
+    """
+
+    records: RecordDict
+    server_round: int
+    progress: Progress
+    run_id: str
+    index: int
+    state_dir: Path | None
+
+    def recall(self, kept: Kept[T]) -> T | None:
+        """What the last accepted round left, if it can be read."""
+        if files := self._files(kept):
+            return files.recall(self.progress.last_round, kept.read)
+        record = self._record(kept.name)
+        return None if record is None else kept.decode(record)
+
+    def remember(self, kept: Kept[T], value: T) -> None:
+        """Keep the result of this round beside that of the last accepted one."""
+        if files := self._files(kept):
+            write = partial(kept.write, value)
+            files.remember(self.server_round, self.progress.needed, write)
+        else:
+            self.records[_key(kept.name, self.server_round)] = kept.encode(value)
+
+    @property
+    def advice(self) -> str:
+        """How to keep missing state next time; empty if it was kept in files."""
+        return "" if self.state_dir else f"; {STATE_KEY} in --node-config would keep it"
+
+    def _files(self, kept: Kept[T]) -> RoundFiles | None:
+        if self.state_dir is None:
+            return None
+        return RoundFiles.of(self.state_dir, self.run_id, self.index, kept.suffix)
+
+    def _record(self, name: str) -> Record | None:
+        """The record of the last accepted round; drops all others."""
+        accepted = _key(name, self.progress.last_round)
+        for key in [key for key in self.records if key.startswith(name) and key != accepted]:
+            del self.records[key]
+        found = self.records.get(accepted)
+        return found if isinstance(found, ArrayRecord | ConfigRecord) else None
+
+
+def state_folder(found: object, run_id: str) -> Path | None:
+    """The folder that node-config or run-config name; raises ConfigError if it is no path."""
+    if not isinstance(found, str):
+        raise ConfigError(f"node-config {STATE_KEY} must be the path of a folder: {found!r}")
+    return Path(found).expanduser() if found and run_id else None
+
+
+def recall_optimizer(state: NodeState) -> OptimizerState:
+    """The optimizer state of the last accepted round, of embedding and blocks or of a whole model.
+
+    Empty for a fresh optimizer. The head's part is kept by the server (`RpcEdgeGateway`).
+    """
+    slots = state.recall(OPTIMIZER)
+    if slots is None and state.progress.rounds:
+        log.warning(
+            "no optimiser state of an earlier round here (a new SuperNode, or a resumed "
+            "run): it starts anew%s",
+            state.advice,
+        )
+    return slots or {}
+
+
+def write_slots(slots: OptimizerState, path: Path) -> None:
+    """Write optimizer state as one safetensors file."""
+    write_tensors(PartState(weights={}, optimizer=slots).tensors(), path)
+
+
+def read_slots(path: Path) -> OptimizerState:
+    """Read a file of `write_slots`; raises ModelError for another file."""
+    try:
+        return PartState.of_tensors(read_tensors(path)).optimizer
+    except SafetensorError as error:
+        raise ModelError(str(error)) from error
+
+
+def _decode_slots(record: Record) -> OptimizerState | None:
+    if not isinstance(record, ArrayRecord):
+        return None
+    return PartState.of_tensors(decode_tensors(record)).optimizer
+
+
+def _key(name: str, server_round: int) -> str:
+    return f"{name}.round-{server_round}"
+
+
+OPTIMIZER: Kept[OptimizerState] = Kept(
+    name="collapipe.optimizer",
+    suffix=".safetensors",
+    write=write_slots,
+    read=read_slots,
+    encode=lambda slots: encode_tensors(PartState(weights={}, optimizer=slots).tensors()),
+    decode=_decode_slots,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundFiles:
+    """The files with one ``suffix`` of one cluster in one run."""
+
+    folder: Path
+    suffix: str
+
+    @staticmethod
+    def of(state_dir: Path, run_id: str, place: int, suffix: str) -> RoundFiles:
+        """The files of cluster number ``place``; ``run_id`` may be any text."""
+        run = sha256(run_id.encode()).hexdigest()[:32]
+        return RoundFiles(folder=state_dir / run / f"cluster-{place}", suffix=suffix)
+
+    def recall(self, accepted: int, load: Callable[[Path], T]) -> T | None:
+        """The result of the last accepted round, if it can be read.
+
+        Files of later rounds, which the global model does not contain, are deleted. A file that is
+        damaged, or that ``load`` refuses with a CollaPipeError, is named in the log.
+        """
+        found = [(path, done) for path, done in self._found() if done >= accepted]
+        for path in (path for path, done in found if done > accepted):
+            path.unlink()
+        kept = [path for path, done in found if done == accepted]
+        return _read(kept[0], load) if kept else None
+
+    def remember(
+        self, server_round: int, needed: Collection[int], save: Callable[[Path], None]
+    ) -> None:
+        """Keep the result of this round, and of earlier rounds only those still ``needed``.
+
+        Nothing is kept if a later round has begun from the same files: the server has given this
+        one up. Raises ConfigError when the file cannot be written.
+        """
+        try:
+            if any(done > server_round for _, done in self._found()):
+                return
+            for folder in (self.folder.parents[1], self.folder.parent, self.folder):
+                make_folder(folder, 0o700)
+            clean(self.folder)
+            kept = self._write(server_round, save)
+            for path, done in self._found():
+                if path != kept and done not in needed:
+                    path.unlink()
+        except OSError as error:
+            raise ConfigError(f'state-dir: "{self.folder}" cannot be written: {error}') from error
+
+    def _write(self, server_round: int, save: Callable[[Path], None]) -> Path:
+        with draft(self.folder / f"round-{server_round:06d}{self.suffix}") as written:
+            save(written)
+            written.chmod(0o600)
+            with written.open("rb") as file:
+                digest = file_digest(file, "sha256").hexdigest()
+            path = self.folder / f"round-{server_round:06d}-{digest}{self.suffix}"
+            publish(written, path)
+        return path
+
+    def _found(self) -> Iterator[tuple[Path, int]]:
+        paths = sorted(self.folder.iterdir()) if self.folder.is_dir() else ()
+        for path in paths:
+            named = _NAME.fullmatch(path.stem)
+            if named and path.suffix == self.suffix:
+                yield path, int(named[1])
+
+
+def _read(path: Path, load: Callable[[Path], T]) -> T | None:
+    named = _NAME.fullmatch(path.stem)
+    assert named is not None
+    try:
+        with path.open("rb") as file:
+            if file_digest(file, "sha256").hexdigest() != named[2]:
+                raise ConfigError("its bytes are not those that were written")
+        return load(path)
+    except (OSError, CollaPipeError) as error:
+        log.error("%s cannot be read: %s", path, error)
+        return None

@@ -1,0 +1,179 @@
+"""A planned round of one cluster: devices here, the decoder at the edge.
+
+Shared by a user's `Cluster` and our own ClientApp; it knows neither tasks nor data sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import sha256
+
+from flwr.app import RecordDict
+from torch import Tensor
+
+from collapipe_flwr.cluster.control_unit import RoundResult, evaluate_batches, train_round
+from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig
+from collapipe_flwr.cluster.fleet import RoundOrder
+from collapipe_flwr.cluster.loader import Batches
+from collapipe_flwr.core.domain import ClusterPlan
+from collapipe_flwr.core.errors import ProtocolError
+from collapipe_flwr.federation import records
+from collapipe_flwr.federation.client.node_state import OPTIMIZER, NodeState, recall_optimizer
+from collapipe_flwr.federation.client.site import Site
+from collapipe_flwr.federation.records import SplitTask
+from collapipe_flwr.federation.telemetry import ClusterTelemetry
+from collapipe_flwr.models.any_splitter import AnySplitter
+from collapipe_flwr.models.described import splitter_of
+from collapipe_flwr.models.module_splitter import ModuleSplitter
+from collapipe_flwr.models.splitter import Splitter
+from collapipe_flwr.pipeline.offload import Lookup
+from collapipe_flwr.pipeline.step import MicroBatch
+
+Weights = Mapping[str, Tensor]
+Steps = Iterable[Sequence[Mapping[str, Tensor]]]  # each of micro-batches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineRound:
+    """What the server asks of a cluster in one round, and where the cluster does it."""
+
+    server_round: int
+    plan: ClusterPlan
+    task: SplitTask
+    site: Site
+    splitter: AnySplitter
+
+    @staticmethod
+    def of(content: RecordDict, site: Site) -> PipelineRound:
+        """The round that a message asks for; raises ProtocolError if it asks for none."""
+        assignment = records.read_assignment(content)
+        if assignment.split is None or assignment.plan is None:
+            raise ProtocolError(
+                "the server sent neither a plan with an edge nor a whole task: its strategy needs "
+                "a model to split, CollaPipe(..., model=SplitModel(...))"
+            )
+        return PipelineRound(
+            server_round=assignment.server_round,
+            plan=assignment.plan,
+            task=assignment.split,
+            site=site,
+            splitter=splitter_of(assignment.split.model_spec_json),
+        )
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Examples of a step and of a micro-batch."""
+        size = self.plan.micro_batch_size
+        return size * self.plan.micro_batches, size
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The largest planned tensor shapes of an example, images excepted."""
+        if isinstance(self.splitter, ModuleSplitter):
+            return {name: shape[1:] for name, _, shape in self.splitter.spec.example if shape[1:]}
+        texts = isinstance(self.splitter, Splitter) and self.splitter.input_name == "input_ids"
+        return {"input_ids": (self.task.shape.source_length,)} if texts else {}
+
+    def run(
+        self, weights: Weights, batches: Batches, state: NodeState | None
+    ) -> tuple[RoundResult, tuple[str, ...]]:
+        """One optimizer step per batch; returns the result and the devices absent at the end.
+
+        The optimizer continues from ``state``, or starts anew without one. Raises as `train_round`.
+        """
+        with self.site.devices(self.task, self.splitter) as devices:
+            order = replace(self._order(weights), batches=batches.num_batches(self.sizes[0]))
+            if state is not None:
+                order = replace(order, slots=recall_optimizer(state), keep_optimizer=True)
+            result = train_round(
+                self.splitter,
+                order,
+                self._micro_batches(batches.steps(*self.sizes)),
+                devices.fleet,
+                self._micro_batches(batches.probe(*self.sizes)),
+                recovery=devices.recovery,
+            )
+            if state is not None:
+                state.remember(OPTIMIZER, result.slots)
+            if self.task.whole:
+                edge = devices.edge.fetch_weights()
+                result = replace(result, weights=Lookup.of(edge, result.weights))
+            return result, devices.absent()
+
+    def completed(self, sent: Weights, trained: Lookup[Tensor]) -> Lookup[Tensor]:
+        """The reply's weights: those trained, or all that were ``sent``, updated."""
+        if not self.task.whole:
+            return trained
+        aliases = self.splitter.aliases
+        changed = {key: name for key in sent if (name := aliases.get(key, key)) in trained}
+        fresh = {key: partial(trained.__getitem__, name) for key, name in changed.items()}
+        return Lookup.of(sent, Lookup(fresh))
+
+    def test(self, weights: Weights, steps: Steps, wanted: PredictionConfig | None) -> EvalResult:
+        """Loss of the chain on batches of micro-batches, and predictions where ``wanted``.
+
+        A model whose embedding holds borrowed rows only cannot generate, so it predicts nothing.
+        """
+        splitter = self.splitter
+        if wanted is not None and wanted.generates(splitter.decodes) and splitter.ties:
+            wanted = None
+        with self.site.devices(self.task, splitter) as devices:
+            return evaluate_batches(
+                splitter,
+                self._order(weights),
+                self._micro_batches(steps),
+                devices.fleet,
+                recovery=devices.recovery,
+                wanted=wanted,
+            )
+
+    def _order(self, weights: Weights) -> RoundOrder:
+        return RoundOrder(
+            plan=self.plan,
+            weights=weights,
+            learning=self.task.learning,
+            dropout_seed=self._dropout_seed(),
+            server_round=self.server_round,
+            compute=self.site.place,
+        )
+
+    def _dropout_seed(self) -> int | None:
+        """A seed per run, cluster and round; None, which is faster, for a model without dropout."""
+        if not self.splitter.drops:
+            return None
+        place = f"{self.task.learning.seed}/{self.plan.cluster_id}/{self.server_round}"
+        return int.from_bytes(sha256(place.encode()).digest()[:6], "big")
+
+    def _micro_batches(self, steps: Steps) -> Iterator[list[MicroBatch]]:
+        for step in steps:
+            yield [
+                MicroBatch(
+                    inputs=tensors,
+                    context=self.splitter.context(tensors),
+                    weight=self.splitter.weight_of(tensors),
+                )
+                for tensors in step
+            ]
+
+
+def telemetry(
+    result: RoundResult, batches: Batches, absent: tuple[str, ...], *, wall_s: float
+) -> ClusterTelemetry:
+    """The measurements of a round of ``wall_s`` seconds, from its message to its reply."""
+    replanned = any(incident.lost for incident in result.incidents)
+    return ClusterTelemetry(
+        cluster_id=result.plan.cluster_id,
+        examples=batches.examples * batches.epochs,
+        wall_s=wall_s,
+        losses=result.losses,
+        reports=result.reports,
+        moved=result.moved,
+        replanned=result.plan if replanned else None,
+        incidents=tuple(str(incident) for incident in result.incidents),
+        absent=absent,
+        quarantined=result.quarantined,
+        fresh_examples=batches.fresh_examples,
+        prequential_loss=result.probe.loss if batches.fresh_examples else None,
+    )

@@ -1,0 +1,159 @@
+"""A Flower node as a cluster: its devices, in this process or on boards, its edge, its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from flwr.app import Context, Message
+
+from collapipe_flwr.cluster.fleet import Fleet, ThreadFleet
+from collapipe_flwr.cluster.profile import profile_of
+from collapipe_flwr.cluster.recovery import Recovery
+from collapipe_flwr.cluster.remote import RemoteFleet
+from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
+from collapipe_flwr.config.schema import EdgeConfig
+from collapipe_flwr.core.domain import ClusterProfile
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.keys import AUTO
+from collapipe_flwr.federation.node_keys import CLUSTER_KEY, STATE_KEY
+from collapipe_flwr.federation.node_state import NodeState, state_folder
+from collapipe_flwr.federation.client import CLUSTER_KEY, STATE_KEY
+from collapipe_flwr.federation.client.node_state import NodeState, state_folder
+from collapipe_flwr.federation.records import SplitTask, read_progress
+from collapipe_flwr.models.any_splitter import AnySplitter
+from collapipe_flwr.models.profile import profile_model
+from collapipe_flwr.pipeline.compute import resolve
+from collapipe_flwr.pipeline.config import NextHop
+from collapipe_flwr.transport.client import EdgeClient, Session
+
+_ANY = 1  # examples, where a round is under way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundDevices:
+    """The devices of one round, and how it recovers when some of them are lost."""
+
+    fleet: Fleet
+    recovery: Recovery
+    edge: Session
+
+    def absent(self) -> tuple[str, ...]:
+        """The devices of the cluster that do not answer."""
+        ours = [device.device_id for device in self.recovery.profile.devices]
+        return tuple(sorted(self.fleet.missing(ours)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Node number ``index``: the devices of a ``cluster`` file, or ``simulated`` ones in threads.
+
+    ``simulated`` describes them for rounds of so many examples. ``edge`` is how a node without a
+    file reaches the edge. ``threads`` are those of torch in this process, ``compute`` the device of
+    its parts. ``state_dir`` keeps state between rounds, unless the node names a folder of its own.
+    """
+
+    index: int
+    edge: EdgeConfig
+    cluster: ClusterConfig | None
+    simulated: Callable[[int], ClusterProfile]
+    threads: int = 1
+    compute: str = AUTO
+    state_dir: str = ""
+
+    def profile(self, examples: int) -> ClusterProfile:
+        """The cluster as the planner sees it."""
+        return profile_of(self.cluster, examples) if self.cluster else self.simulated(examples)
+
+    def state(
+        self, message: Message, context: Context, *, server_round: int, run_id: str
+    ) -> NodeState:
+        """The state from the last accepted round, for ``server_round`` of a run.
+
+        Raises ConfigError if the node's state folder is no path.
+        """
+        folder = context.node_config.get(STATE_KEY, self.state_dir)
+        return NodeState(
+            records=context.state,
+            server_round=server_round,
+            progress=read_progress(message.content),
+            run_id=run_id,
+            index=self.index,
+            state_dir=state_folder(folder, run_id),
+        )
+
+    @property
+    def place(self) -> torch.device:
+        """The device of parts in this process; raises ConfigError if it does not exist."""
+        return resolve(self.compute)
+
+    @contextmanager
+    def devices(self, task: SplitTask, splitter: AnySplitter) -> Iterator[RoundDevices]:
+        """The devices, joined to the edge session of ``task``."""
+        learning = task.learning
+        with self._client(task) as client:
+            edge = client.session(task.session)
+            fleet: Fleet = ThreadFleet(edge.connect)
+            if self.cluster is not None:
+                address, name = self._edge(task)
+                fleet = RemoteFleet(
+                    cluster=self.cluster,
+                    edge=NextHop(address=address, key=task.session, certificate_name=name),
+                    deadline_s=learning.deadline_s,
+                    heartbeat=learning.heartbeat,
+                )
+            recovery = Recovery(
+                profile=self.profile(_ANY),
+                model=lambda: profile_model(splitter, task.shape, learning.optimizer.state_bytes),
+                edge=edge,
+                snapshot_every=learning.snapshot_every,
+            )
+            yield RoundDevices(fleet=fleet, recovery=recovery, edge=edge)
+
+    def _client(self, task: SplitTask) -> EdgeClient:
+        """The control unit's own client of the edge, which waits for one that restarts."""
+        address, name = self._edge(task)
+        tls = self.edge.tls()
+        if self.cluster is not None:
+            tls = self.cluster.tls_files(self.cluster.control_unit.name)
+        return EdgeClient(
+            address,
+            tls=tls,
+            certificate_name=name,
+            deadline_s=task.learning.deadline_s,
+            patience_s=task.learning.deadline_s,
+            heartbeat=task.learning.heartbeat,
+        )
+
+    def _edge(self, task: SplitTask) -> tuple[str, str]:
+        """Address and certificate name by which this cluster reaches the edge."""
+        if self.cluster is None:
+            return task.edge_address, self.edge.certificate_name
+        name = self.cluster.edge.name if self.cluster.tls else ""
+        return self.cluster.edge.address or task.edge_address, name
+
+
+def cluster_file(node_config: Mapping[str, object]) -> ClusterConfig | None:
+    """The cluster named by ``--node-config "cluster='FILE' ..."``; None for a simulated one."""
+    path = node_config.get(CLUSTER_KEY, "")
+    if not isinstance(path, str):
+        raise ConfigError(f"node-config cluster must be the path of a file, got {path!r}")
+    return _read(Path(path), _changed(Path(path))) if path else None
+
+
+def _changed(path: Path) -> tuple[int, int] | None:
+    """Modification time and size of the file; None without a file."""
+    if not path.is_file():
+        return None
+    found = path.stat()
+    return found.st_mtime_ns, found.st_size
+
+
+@lru_cache(maxsize=4)
+def _read(path: Path, changed: tuple[int, int] | None) -> ClusterConfig:
+    del changed  # a process that stays reads a file again that was written again
+    return read_cluster(path)

@@ -1,0 +1,295 @@
+"""How rounds are planned: for clusters that describe themselves, and for clients that do not.
+
+A node without a known description is queried before its first round; a node that does not answer is
+not planned for. Without a model to split, clients train whole models in their own processes: their
+plans are one block (the whole model) on one assumed machine each, and advice only. No client is
+left out because of them, and nothing is priced after the round.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from flwr.app import ArrayRecord
+from flwr.serverapp import Grid
+
+from collapipe_flwr.cluster.fleet import LearningSettings
+from collapipe_flwr.core.domain import BlockCost, ClusterProfile, ModelProfile
+from collapipe_flwr.core.errors import RunError
+from collapipe_flwr.core.json_codec import from_json, to_json
+from collapipe_flwr.federation.checkpoint import Memory
+from collapipe_flwr.federation.members import NO_CLUSTER, described
+from collapipe_flwr.federation.planner import ScheduledRounds
+from collapipe_flwr.federation.records import array_bytes
+from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan, RoundPlanner
+from collapipe_flwr.models.described import DescribedModel
+from collapipe_flwr.models.profile import profile_model
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig
+from collapipe_flwr.simulation.world import EnergyBudget, World, budgeted, make_world
+
+log = logging.getLogger("flwr.collapipe")
+MOST_MICRO_BATCHES = 8  # of a user's batch: what each takes besides is unknown in the first rounds
+# For nodes to describe their clusters: a weak board imports for minutes. Halved by waits in vain.
+DESCRIBE_S = 300.0
+LEAST_DESCRIBE_S = 2.0
+ASSUMED_DEVICE = "raspberry-pi-5"
+ASSUMED_EXAMPLES = 1000
+_ASSUMPTION = (
+    f"the clients describe no devices: one {ASSUMED_DEVICE} with {ASSUMED_EXAMPLES} examples "
+    "assumed for each"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planning:
+    """How rounds are planned: the policy, its settings, and the simulated surroundings.
+
+    ``policy`` is a scheduler or its name. ``radio``, ``channel`` and ``seed`` place simulated
+    clusters around the edge. Every device may spend ``budget`` per round on average. ``paced`` says
+    that senders keep to planned rates. Simulated devices deviate from their profiles by
+    ``truth_error`` (`simulation.world.World`).
+    """
+
+    policy: str | Scheduler = "dssda"
+    settings: SchedulerConfig = field(default_factory=SchedulerConfig)
+    radio: str = "wifi"
+    channel: str = "static"
+    seed: int = 0
+    budget: EnergyBudget = field(default_factory=EnergyBudget)
+    paced: bool = False
+    truth_error: float = 0.0
+
+    def for_batches(self, size: int, *, cut: bool = True) -> Planning:
+        """The same for steps of ``size`` examples, of which plans choose only the micro-batches."""
+        most = min(size, MOST_MICRO_BATCHES) if cut else 1
+        counts = tuple(n for n in range(1, most + 1) if size % n == 0)
+        sizes = tuple(size // count for count in reversed(counts))
+        settings = replace(
+            self.settings, batch_size=size, micro_batch_sizes=sizes, micro_batches=counts
+        )
+        return replace(self, settings=settings)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The policy's scheduler; raises ConfigError for an unknown name."""
+        if isinstance(self.policy, str):
+            return make_scheduler(self.policy, self.settings)
+        return self.policy
+
+    def rounds(
+        self, profiles: Sequence[ClusterProfile], names: Mapping[int, str], model: ModelProfile
+    ) -> ScheduledRounds:
+        """The planner for described clusters; ``names`` maps nodes to clusters and may change.
+
+        Raises ConfigError for unknown names.
+        """
+        world = make_world(
+            cluster_devices=[profile.members for profile in profiles],
+            examples=[profile.examples for profile in profiles],
+            cluster_ids=[profile.cluster_id for profile in profiles],
+            radio=self.radio,
+            channel=self.channel,
+            seed=self.seed,
+            truth_error=self.truth_error,
+        )
+        described = tuple(budgeted(profile, self.budget, model) for profile in profiles)
+        return ScheduledRounds(
+            self.scheduler,
+            replace(world, clusters=described),
+            model,
+            names,
+            options=self.settings,
+            paced=self.paced,
+            budgeted=lambda profile: budgeted(profile, self.budget, model),
+        )
+
+
+class DescribedClusters:
+    """A :class:`RoundPlanner` that asks unknown nodes for their descriptions first."""
+
+    def __init__(self, planning: Planning, model: Callable[[], ModelProfile]) -> None:
+        self._planning = planning
+        self._model = model
+        self._profiles: dict[str, ClusterProfile] = {}  # by cluster id
+        self._names: dict[int, str] = {}  # by node
+        self._rounds: ScheduledRounds | None = None
+        self._loaded = Memory()
+        self._wait_s = DESCRIBE_S
+
+    def query_unknown(self, grid: Grid, nodes: Sequence[int]) -> None:
+        """Query unknown nodes; raises RunError if none of ``nodes`` has described a cluster."""
+        unknown = [node for node in nodes if node not in self._names]
+        if unknown:
+            found = described(grid, unknown, self._wait_s)
+            self._register(found)
+            if len(found) < len(unknown):
+                self._wait_s = max(self._wait_s / 2, LEAST_DESCRIBE_S)
+        if nodes and not any(node in self._names for node in nodes):
+            raise RunError(
+                f"none of {len(nodes)} nodes describes a cluster: {NO_CLUSTER}, and look into the "
+                "clients' logs"
+            )
+
+    def plan_evaluation(
+        self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord
+    ) -> RoundPlan:
+        """A plan for nodes that only evaluate; the scheduler's state stays as it is."""
+        rounds = self._planner()
+        before = rounds.state
+        plan = rounds.plan(server_round, nodes, arrays)
+        rounds.state = before
+        return plan
+
+    def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
+        """See `RoundPlanner.plan`; nodes without a description take no part."""
+        return self._planner().plan(server_round, nodes, arrays)
+
+    def settle(self, closed: ClosedRound) -> Outcome:
+        rounds = self._planner()
+        outcome = rounds.settle(closed)
+        self._profiles |= {profile.cluster_id: profile for profile in rounds.world.clusters}
+        return outcome
+
+    def dump(self) -> Memory:
+        return self._rounds.dump() if self._rounds else self._loaded
+
+    def load(self, memory: Memory) -> None:
+        """Restore from a checkpoint, once the clusters are known."""
+        self._rounds, self._loaded = None, memory
+
+    def _register(self, found: Mapping[int, ClusterProfile]) -> None:
+        for node, profile in found.items():
+            name = profile.cluster_id
+            for before in [n for n, known in self._names.items() if known == name]:
+                del self._names[before]
+            self._names[node] = name
+            if name not in self._profiles:
+                self._profiles[name], self._loaded = profile, self.dump()
+                self._rounds = None
+
+    def _planner(self) -> ScheduledRounds:
+        if self._rounds is None:
+            profiles = [self._profiles[name] for name in sorted(self._profiles)]
+            self._rounds = self._planning.rounds(profiles, self._names, self._model())
+            self._rounds.load(self._loaded)
+        return self._rounds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    nodes: tuple[int, ...]
+    state: str
+
+
+class DefaultProfilePlanner:
+    """A :class:`RoundPlanner` that knows only the nodes and the size of the model."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._nodes: list[int] = []
+        self._rounds: ScheduledRounds | None = None
+        self._loaded = Memory()
+
+    def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
+        """A plan that is advice; raises ScheduleError where the scheduler finds none."""
+        names = {node: f"node-{node}" for node in nodes}
+        if not nodes:
+            return RoundPlan(server_round=server_round, plan=None, cluster_ids=names, binding=False)
+        planned = self._rounds_for(nodes, arrays).plan(server_round, nodes, arrays)
+        assert planned.plan is not None
+        advice = replace(planned.plan, fallback=_ASSUMPTION)
+        return replace(planned, plan=advice, binding=False)
+
+    def settle(self, closed: ClosedRound) -> Outcome:
+        """Nothing was measured, so nothing is priced."""
+        del closed
+        return Outcome()
+
+    def dump(self) -> Memory:
+        memory = self._rounds.dump() if self._rounds else self._loaded
+        kept = _Kept(nodes=tuple(self._nodes), state=memory.text)
+        return replace(memory, text=to_json(kept))
+
+    def load(self, memory: Memory) -> None:
+        """Restore from a checkpoint; raises ProtocolError for another planner's."""
+        kept = from_json(_Kept, memory.text, "the planner's checkpoint")
+        self._nodes = list(kept.nodes)
+        self._rounds, self._loaded = None, replace(memory, text=kept.state)
+
+    def _rounds_for(self, nodes: Sequence[int], arrays: ArrayRecord) -> ScheduledRounds:
+        new = sorted(set(nodes) - set(self._nodes))
+        if self._rounds is None or new:
+            self._nodes += new
+            names = {node: f"node-{node}" for node in self._nodes}
+            model = assumed_model(arrays)
+            world = assumed_world(list(names.values()), model)
+            known = self._rounds.dump() if self._rounds else self._loaded
+            self._rounds = ScheduledRounds(self._scheduler, world, model, names)
+            self._rounds.load(known)
+        return self._rounds
+
+
+def assumed_model(arrays: ArrayRecord) -> ModelProfile:
+    """One block that holds every array; 2 FLOP per parameter and example forward, 4 backward."""
+    size = max(array_bytes(arrays), 1)
+    flop = 2.0 * size / 4  # as if every parameter took 4 bytes
+    nothing = BlockCost(
+        forward_flop=0.0,
+        backward_flop=0.0,
+        parameter_bytes=0,
+        state_bytes=0,
+        stash_bytes=0.0,
+        output_bytes=1.0,  # one byte crosses to the edge, none is too few for a radio model
+    )
+    whole = replace(
+        nothing,
+        forward_flop=flop,
+        backward_flop=2 * flop,
+        parameter_bytes=size,
+        state_bytes=4 * size,  # weights, gradients, two moments
+    )
+    return ModelProfile(embedding=nothing, blocks=(whole,), decoder=nothing)
+
+
+def assumed_world(cluster_ids: Sequence[str], model: ModelProfile) -> World:
+    """One machine per cluster, with enough memory for the model."""
+    count = len(cluster_ids)
+    world = make_world(
+        cluster_devices=[[ASSUMED_DEVICE, ASSUMED_DEVICE]] * count,
+        examples=[ASSUMED_EXAMPLES] * count,
+        cluster_ids=cluster_ids,
+    )
+    room = 2 * model.blocks[0].state_bytes
+    clusters = tuple(
+        replace(c, devices=tuple(replace(d, memory_bytes=d.memory_bytes + room) for d in c.devices))
+        for c in world.clusters
+    )
+    return replace(world, clusters=clusters)
+
+
+def planner_of(
+    scheduler: str | Scheduler | Planning | RoundPlanner | None,
+    model: DescribedModel | None,
+    learning: Callable[[int], LearningSettings],
+) -> RoundPlanner:
+    """The planner of a run: ``scheduler`` itself if it is one; with a ``model``, one for clusters
+    that describe themselves, else one with default profiles. Raises ConfigError for an unknown
+    name.
+    """
+    if isinstance(scheduler, RoundPlanner):
+        return scheduler
+    if isinstance(scheduler, Planning):
+        planning = scheduler
+    else:
+        planning = Planning(policy=scheduler or ("dssda" if model else "fedavg"))
+    if model is None:
+        return DefaultProfilePlanner(planning.scheduler)
+    if model.batch_size is not None:
+        planning = planning.for_batches(model.batch_size, cut=not model.splitter.whole_batches)
+    optimizer = learning(1).optimizer
+    return DescribedClusters(
+        planning, lambda: profile_model(model.splitter, model.shape, optimizer.state_bytes)
+    )

@@ -1,0 +1,1 @@
+"""One run of the app: checked, started, followed, recorded; and the parts of its ServerApp."""

@@ -1,0 +1,327 @@
+"""Everything that is known of a run before Flower starts, checked by the run's own code.
+
+The checks are those of the ServerApp and the clusters: `make_learner` reads data, tokenizer and
+model, `make_planner` plans the first round. Cheap checks come first, and each raises one sentence
+with the key, the value and the fix. Nothing is written.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from collapipe_flwr.cluster.profile import describe_cluster, profile_of
+from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
+from collapipe_flwr.config.parsing import declared_config, read_toml, refuse_unknown
+from collapipe_flwr.config.schema import AppConfig, known_keys, parse
+from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
+from collapipe_flwr.core.errors import ConfigError, DataError, blaming, require
+from collapipe_flwr.core.hub import folder_only, no_such_path
+from collapipe_flwr.core.links import TlsFiles, host_and_port
+from collapipe_flwr.federation.launcher import Launch
+from collapipe_flwr.host.metrics import check_address
+from collapipe_flwr.core.links import TlsFiles
+from collapipe_flwr.federation.run.launcher import Launch
+from collapipe_flwr.host.metrics_server import check_address
+from collapipe_flwr.reporting.report.charts import counted
+from collapipe_flwr.reporting.run_directory import check_new
+from collapipe_flwr.reporting.sinks import check_sinks
+
+if TYPE_CHECKING:  # seconds, which a run that is refused before needs not wait for
+    from collapipe_flwr.cluster.local_data import Place
+    from collapipe_flwr.federation.run.learner import Learner
+
+DEFAULT_SUPERNODES = 2  # Flower's own
+_CONNECT_S = 3.0
+_RESOURCES = ("client-resources-num-cpus", "init-args-num-cpus")
+_FEDERATION_KEYS = (
+    "num-supernodes",
+    *_RESOURCES,
+    "client-resources-num-gpus",
+    "init-args-num-gpus",
+    "init-args-logging-level",
+    "init-args-log-to-driver",
+    "backend",
+    "verbose",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preflight:
+    """The learner, model profile and clusters of a checked run."""
+
+    learner: Learner
+    model: ModelProfile
+    clusters: tuple[ClusterProfile, ...]
+
+    @property
+    def verdict(self) -> str:
+        """A summary line, then a line for each file with skipped rows."""
+        task, spec = self.learner.task, self.learner.splitter.spec
+        found = f"{spec.model_type} of {len(self.model.blocks)} blocks for {spec.task}"
+        sizes = f"{len(task.train)} training and {len(task.test)} test examples"
+        devices = sum(len(cluster.devices) for cluster in self.clusters)
+        clusters = counted(len(self.clusters), "cluster")
+        what = f"{found}, {sizes}, {clusters} of {devices} devices in all"
+        return "\n".join((what, *task.skipped.values()))
+
+
+def preflight(
+    config: AppConfig,
+    *,
+    run_dir: Path | None = None,
+    federation: Path | None = None,
+    cluster_files: Sequence[Path] = (),
+    simulated: bool = True,
+) -> Preflight:
+    """Check a run; raises ConfigError, DataError, ModelError or InfeasibleError.
+
+    ``federation`` is Flower's file of a simulation. ``cluster_files`` are those of the SuperNodes;
+    without any, the clusters are simulated.
+    """
+    check_extras(config, simulated=simulated and not cluster_files)
+    check_folders(config, run_dir)
+    if "prometheus" in config.reporting.sinks:
+        with blaming("reporting.metrics"):
+            check_address(config.reporting.metrics)
+    clusters = [read_cluster(path) for path in cluster_files]
+    check_members(config, clusters)
+    if simulated and not cluster_files:
+        check_federation(config, federation)
+    check_paths(config)
+    return _loaded(config, run_dir, clusters)
+
+
+def _loaded(
+    config: AppConfig, run_dir: Path | None, clusters: Sequence[ClusterConfig]
+) -> Preflight:
+    """The checks that need the data and the model."""
+    from collapipe_flwr.federation.run.run_strategy import make_planner, make_strategy
+
+    make_strategy(config)
+    from collapipe_flwr.federation.run.learner import make_learner
+    from collapipe_flwr.models.profile import profile_model
+
+    places = list(_places(config, clusters))
+    learner = make_learner(config)
+    check_examples(config, learner)
+    model = profile_model(learner.splitter, learner.shape, config.train.optimizer.state_bytes)
+    check_disk(config, run_dir, model)
+    profiles = tuple(
+        _described(config, place, cluster, _examples(config, learner, place))
+        for place, cluster in places
+    )
+    if config.run.runtime == "pipeline":
+        nodes = dict(enumerate(profiles, 1))
+        make_planner(config, model, nodes, {n: p.cluster_id for n, p in nodes.items()})
+    return Preflight(learner=learner, model=model, clusters=profiles)
+
+
+def check_launch(launch: Launch) -> str:
+    """Check a run before it starts; returns a one-line summary.
+
+    Of an app with run-config keys of its own, only their names and the output directory are
+    checked.
+    """
+    declared = declared_config(launch.app)
+    if set(declared) != known_keys():
+        check_new(launch.run_dir)
+        _check_writable("--output-dir", launch.output_dir)
+        return f"{launch.app} has run-config keys of its own: only their names were checked"
+    where = {"output-dir": str(launch.output_dir), "run-name": launch.run_name}
+    found = preflight(
+        parse({**declared, **launch.run_config, **where}),
+        run_dir=launch.run_dir,
+        federation=launch.federation_config,
+        cluster_files=launch.clusters,
+    )
+    return found.verdict
+
+
+def check_extras(config: AppConfig, *, simulated: bool) -> None:
+    """Raise ConfigError for a missing package, with the command that installs it."""
+    require("datasets", "data")
+    if simulated:
+        require("ray", "simulation")
+    if config.data.task == "translation":
+        require("sacrebleu", "metrics")
+    if config.data.task == "image-classification":
+        require("PIL", "data")
+    if config.lora.rank:
+        require("peft", "lora")
+    check_sinks(config.reporting.sinks)
+
+
+def check_paths(config: AppConfig) -> None:
+    """Raise DataError for a missing file or folder, before any library reads it."""
+    for key, name in {"data.train": config.data.train, "data.test": config.data.test}.items():
+        path = Path(name.rpartition(":")[0] or name).expanduser()  # DIRECTORY:split, or a file
+        if folder_only(name) and not (path.exists() or Path(name).expanduser().exists()):
+            raise DataError(no_such_path(key, name))
+
+
+def check_folders(config: AppConfig, run_dir: Path | None) -> None:
+    """Raise ConfigError for a folder that cannot be written or resumed."""
+    if config.run.resume:
+        from collapipe_flwr.federation.run.recorder import check_resumable
+
+        check_resumable(config, Path(config.run.resume).resolve())
+    elif run_dir is not None:
+        check_new(run_dir)
+    output = Path(config.run.output_dir) if run_dir is None else run_dir.parent
+    for key, folder in {"output-dir": output, "train.state-dir": _state(config)}.items():
+        if folder is not None:
+            _check_writable(key, folder)
+
+
+def _state(config: AppConfig) -> Path | None:
+    return Path(config.train.state_dir).expanduser() if config.train.state_dir else None
+
+
+def _check_writable(key: str, folder: Path) -> None:
+    existing = _existing(folder)
+    if not existing.is_dir():
+        raise ConfigError(f'{key} "{folder}": {existing} is no folder; choose another')
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f'{key} "{folder}": {existing} cannot be written; choose another, or change its rights'
+        )
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or its nearest existing parent."""
+    folder = folder.absolute()
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def check_disk(config: AppConfig, run_dir: Path | None, model: ModelProfile) -> None:
+    """Raise ConfigError if checkpoints and the trained model do not fit on the disk."""
+    from collapipe_flwr.federation.checkpoint import KEPT_CHECKPOINTS
+
+    size = sum(p.parameter_bytes for p in (model.embedding, *model.blocks, model.decoder))
+    kept = KEPT_CHECKPOINTS + 1 if config.run.checkpoint_every else 0  # one is being written
+    needed = size * (kept + 1)
+    folder = Path(config.run.output_dir) if run_dir is None else run_dir
+    free = shutil.disk_usage(_existing(folder)).free
+    if free < needed:
+        raise ConfigError(
+            f'output-dir "{folder}" has {free / 1e6:.1f} MB free, but the model and its '
+            f"checkpoints take {needed / 1e6:.1f} MB: make room, choose another folder, or set "
+            "checkpoint-every=0"
+        )
+
+
+def check_members(config: AppConfig, clusters: Sequence[ClusterConfig]) -> None:
+    """Raise ConfigError for an unusable edge or certificate, or for clashing clusters."""
+    if (tls := config.edge.tls()) is not None:
+        _check_files("edge.tls-ca, edge.tls-cert, edge.tls-key", tls)
+    if config.edge.address:
+        _check_edge(config.edge.address)
+    if clusters and len(clusters) != config.run.clusters:
+        raise ConfigError(
+            f"clusters is {config.run.clusters}, but {len(clusters)} cluster files were given: "
+            f"set clusters={len(clusters)}, or name one file for each"
+        )
+    names = [cluster.id for cluster in clusters]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f'two cluster files have the id "{twice}": give each its own')
+    for cluster in clusters:
+        files = cluster.tls_files(cluster.control_unit.name)
+        if files is not None:
+            _check_files(f"cluster {cluster.id}: [tls] of {cluster.control_unit.name}", files)
+
+
+def _check_files(what: str, files: TlsFiles) -> None:
+    for path in (files.ca, files.certificate, files.key):
+        if path is not None and not (path.is_file() and os.access(path, os.R_OK)):
+            raise ConfigError(
+                f'{what}: "{path}" is no file that can be read; correct the path, or write the '
+                "files by `collapipe certs`"
+            )
+
+
+def _check_edge(address: str) -> None:
+    with blaming("edge.address"):
+        place = host_and_port(address)
+    try:
+        socket.create_connection(place, _CONNECT_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"edge.address {address}: no edge at {address} answers ({error}); start it there by "
+            f"`collapipe edge --listen {address}`, or leave edge.address empty"
+        ) from error
+
+
+def check_federation(config: AppConfig, path: Path | None) -> None:
+    """Raise ConfigError where Flower would start too few nodes, or Ray could run none."""
+    values: dict[str, Any] = {} if path is None else read_toml(path, f"--federation-config {path}")
+    refuse_unknown(values, _FEDERATION_KEYS, f"--federation-config {path}: key")
+    nodes = values.get("num-supernodes", DEFAULT_SUPERNODES)
+    for key in ("num-supernodes", *_RESOURCES):
+        if type(values.get(key, 1)) is not int or values.get(key, 1) < 1:
+            raise ConfigError(
+                f"--federation-config {path}: {key} must be a whole number >= 1, got "
+                f"{values[key]!r}"
+            )
+    if nodes < config.run.clusters:
+        raise ConfigError(
+            f"clusters is {config.run.clusters}, but Flower would start {nodes} nodes: set "
+            f"num-supernodes = {config.run.clusters} in the file of --federation-config"
+        )
+    have = values.get("init-args-num-cpus", os.cpu_count() or 1)
+    wanted = values.get("client-resources-num-cpus", min(2, have))
+    if wanted > have:
+        raise ConfigError(
+            f"--federation-config {path}: client-resources-num-cpus is {wanted}, but Ray has "
+            f"{have} CPUs, so no cluster could ever start: set it to {have} or less"
+        )
+
+
+def _places(
+    config: AppConfig, clusters: Sequence[ClusterConfig]
+) -> Iterator[tuple[Place, ClusterConfig | None]]:
+    """The clusters of the run, after their device presets were checked."""
+    from collapipe_flwr.cluster.local_data import Place
+
+    for index in range(config.run.clusters):
+        place = Place(index=index, count=config.run.clusters)
+        file = clusters[index] if clusters else None
+        _described(config, place, file, 1)
+        yield place, file
+
+
+def _described(
+    config: AppConfig, place: Place, file: ClusterConfig | None, examples: int
+) -> ClusterProfile:
+    if file is None:
+        return describe_cluster(config.world, place.index, examples)
+    with blaming(f"cluster file of {file.id}"):
+        return profile_of(file, examples)
+
+
+def check_examples(config: AppConfig, learner: Learner) -> None:
+    """Collate a test example, and split the training set into the clusters' shares.
+
+    Raises DataError if the test set cannot be used or a cluster would have no training data.
+    """
+    task = learner.task
+    task.collate(task.examples(task.test).select([0]).to_list())
+    task.partition(0, config.run.clusters)
+    if config.data.stream:
+        from collapipe_flwr.data.stream import Stream
+
+        for index in range(config.run.clusters):
+            folder = Path(config.data.stream).expanduser() / str(index)
+            Stream(folder, task.read_file, task.examples)
+
+
+def _examples(config: AppConfig, learner: Learner, place: Place) -> int:
+    """The number of examples in a cluster's round."""
+    task, given = learner.task, config.train.examples_per_round
+    return given or len(task.examples(task.partition(*place.share)))

@@ -1,0 +1,255 @@
+"""One `collapipe run`, from its start to a correct final summary.
+
+The result of a run is what its directory says, as far as this attempt wrote it: a ServerApp that
+fails before it writes anything leaves the summary of an earlier attempt, which is not a result.
+However the attempt ends, the summary is corrected afterwards, when no other process can write it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
+from collapipe_flwr.config.parsing import (
+    declared_config,
+    is_file,
+    overridden,
+    read_overrides,
+)
+from collapipe_flwr.core.durable import make_folder
+from collapipe_flwr.core.errors import ConfigError, RunError, require, wrong_input
+from collapipe_flwr.core.links import TlsFiles
+from collapipe_flwr.federation.launcher import Launch, first_error, run_app
+from collapipe_flwr.federation.run.launcher import Launch, first_error, run_app
+from collapipe_flwr.reporting.following import Follower
+from collapipe_flwr.reporting.report.page import closing_report, has_report
+from collapipe_flwr.reporting.run_directory import (
+    RunDirectory,
+    newest_checkpoint,
+    read_summary,
+    resumed_config,
+    rounds_done,
+    summary_stamp,
+)
+from collapipe_flwr.reporting.run_lock import INTERRUPTED, RUNNING
+from collapipe_flwr.reporting.screen import Follower, Screen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """The arguments of `collapipe run`."""
+
+    project: Path
+    run_config: tuple[str, ...] = ()
+    federation_config: Path | None = None
+    output_dir: Path = Path("runs")
+    resume: Path | None = None
+    clusters: tuple[Path, ...] = ()  # files of those that train, instead of simulated ones
+    run_name: str = field(default_factory=lambda: time.strftime("%Y%m%d-%H%M%S"))
+
+    def launch(self) -> Launch:
+        """The run to start; raises ConfigError for keys that the app does not declare."""
+        declared = declared_config(self.project)
+        overrides: Mapping[str, Any] = read_overrides(self.run_config, declared)
+        if self.clusters and "edge.address" not in overrides:
+            overrides = {**edge_of(self.clusters), **overrides}
+        overridden(declared, overrides)
+        run_dir = self.output_dir.resolve() / self.run_name
+        if self.resume is not None:
+            run_dir = self.resume.resolve()
+            overrides = resumed_config(run_dir, overrides)
+        return Launch(
+            app=self.project.resolve(),
+            output_dir=run_dir.parent,
+            run_name=run_dir.name,
+            run_config={"train.state-dir": str(run_dir / "clusters"), **overrides},
+            federation_config=self.federation_config and self.federation_config.resolve(),
+            clusters=tuple(path.resolve() for path in self.clusters),
+        )
+
+    @property
+    def options(self) -> list[str]:
+        """The same arguments, valid in any folder."""
+        sources = (str(Path(s).resolve()) if is_file(s) else s for s in self.run_config)
+        options = [str(self.project.resolve()), *(o for s in sources for o in ("-c", s))]
+        options += ["--output-dir", str(self.output_dir.resolve())]
+        options += [o for path in self.clusters for o in ("--cluster", str(path.resolve()))]
+        if self.federation_config is not None:
+            options += ["--federation-config", str(self.federation_config.resolve())]
+        return (
+            options if self.resume is None else [*options, "--resume", str(self.resume.resolve())]
+        )
+
+
+def edge_of(files: Sequence[Path]) -> dict[str, Any]:
+    """The run-config by which a server on this machine reaches the edge of cluster files.
+
+    Raises ConfigError if a file has TLS but no address of its edge.
+    """
+    cluster = read_cluster(files[0])
+    if cluster.tls and not cluster.edge.address:
+        raise ConfigError(
+            f"--cluster {files[0]}: [edge] has no address: write it there, or let an edge join"
+        )
+    found: dict[str, Any] = {"clusters": len(files), "edge.address": cluster.edge.address}
+    if (tls := _server_files(cluster, alone=len(files) == 1)) is not None:
+        pem = {"edge.tls-ca": tls.ca, "edge.tls-cert": tls.certificate, "edge.tls-key": tls.key}
+        found |= {"edge.certificate-name": cluster.edge.name}
+        found |= {key: str(path and path.resolve()) for key, path in pem.items()}
+    return found
+
+
+def _server_files(cluster: ClusterConfig, *, alone: bool) -> TlsFiles | None:
+    """The server's TLS files; for a single cluster, its control unit's will do."""
+    own, unit = (cluster.tls_files(m.name) for m in (cluster.server, cluster.control_unit))
+    if own is None or own.key is None or unit is None or unit.key is None:
+        return own
+    return unit if alone and unit.key.exists() and not own.key.exists() else own
+
+
+class Attempt:
+    """A run that is started or resumed, shown on ``screen``."""
+
+    def __init__(self, order: Order, screen: Screen) -> None:
+        self._order, self._screen = order, screen
+        with wrong_input():
+            self._launch = order.launch()
+        self.run_dir = self._launch.run_dir
+        self._began = False
+        self._before = summary_stamp(self.run_dir)
+
+    def check(self) -> None:
+        """Check the run in a child process before anything is started.
+
+        This process thus loads no heavy libraries, and answers signals at once. Raises ConfigError
+        for a missing extra, and SystemExit if the child refused the run and printed why.
+        """
+        with wrong_input():
+            if not self._order.clusters:
+                require("ray", "simulation")
+        command = [sys.executable, "-m", "collapipe_flwr.cli.child", "check-config"]
+        with (
+            self._screen.phase("checking run-config, data, model and plan"),
+            subprocess.Popen(
+                [*command, *self._order.options],
+                cwd=self._launch.app,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            ) as process,
+        ):
+            assert process.stdout is not None
+            found = process.stdout.read()
+        if process.returncode:
+            raise SystemExit(process.returncode)
+        for line in found.splitlines():
+            self._screen.say(line)
+        if self._order.resume is not None:
+            self._screen.say(self._resumed())
+
+    def _resumed(self) -> str:
+        """How the earlier attempt ended, and where this one continues."""
+        summary, newest = self._summary, newest_checkpoint(self.run_dir)
+        asked, status = summary.get("rounds_asked"), summary.get("status", "interrupted")
+        place = f"round {rounds_done(self.run_dir)}" + (f" of {asked}" if asked else "")
+        where = f"goes on after round {newest}" if newest else "begins again"
+        return f"the run was {status} after {place}; it {where}"
+
+    def stopping(self) -> str:
+        """The message after a signal: where the run stops and how to resume it."""
+        if not self._began:
+            return "stopping; nothing was started yet"
+        done = rounds_done(self.run_dir) if self._wrote else 0
+        asked = self._summary.get("rounds_asked")
+        place = f"round {done}" + (f" of {asked}" if asked else "")
+        where = f"stopping after {place}" if done else "stopping before the end of the first round"
+        return f"{where}; {self._way_on()}"
+
+    def carry_out(self) -> Mapping[str, Any]:
+        """Run to the end; returns the summary of a completed run.
+
+        Raises RunError for any other, SystemExit on a signal.
+        """
+        begin = self._open_log()
+        follower = Follower(self.run_dir, self._screen)
+        reason: str | None = None
+        self._began = True
+        try:
+            engine = "starting Flower: SuperLink, Ray and the apps"
+            with self._screen.phase("starting the apps" if self._order.clusters else engine):
+                run_app(self._launch, follower.look)
+        except SystemExit:
+            self._close("stopped", "stopped by a signal")
+            self._report(hasty=True)
+            raise
+        except RunError as error:
+            reason = str(error)
+        reason = reason or first_error(self._launch.log, begin)
+        self._close("failed", reason or "it ended without a word")
+        self._report()
+        summary = self._summary if self._wrote else {}
+        if summary.get("status") != "completed":
+            why = summary.get("reason") or reason or "it ended before its first round"
+            raise RunError(self._failure(why))
+        return summary
+
+    @property
+    def _wrote(self) -> bool:
+        """Whether this attempt has written the summary."""
+        return summary_stamp(self.run_dir) != self._before
+
+    @property
+    def _summary(self) -> Mapping[str, Any]:
+        return read_summary(self.run_dir) or {}
+
+    def _open_log(self) -> int:
+        """Create the folder of the log; returns the size that the log has already."""
+        log = self._launch.log
+        try:
+            make_folder(log.parent)
+            with log.open("ab") as file:
+                return file.tell()
+        except OSError as error:
+            raise ConfigError(
+                f"--output-dir: {log} cannot be written ({error.strerror}); choose another folder"
+            ) from error
+
+    def _close(self, status: str, reason: str) -> None:
+        """Replace the status of an attempt whose processes ended while it was running."""
+        summary = self._summary
+        if self._wrote and summary.get("status") in (RUNNING, INTERRUPTED):
+            directory = RunDirectory.reopen(self.run_dir)
+            directory.write_summary({**summary, "status": status, "reason": reason})
+
+    def _report(self, *, hasty: bool = False) -> None:
+        """Write the report if it is missing, and print its path."""
+        logged = self._screen.verbose and has_report(self.run_dir)
+        if self._wrote and not logged:
+            name = shown(self.run_dir)
+            self._screen.say(closing_report(self.run_dir, name, hasty=hasty))
+
+    def _failure(self, why: str) -> str:
+        why = why.rstrip(".")
+        return f"the run failed: {why} ({self._way_on()}; the whole log is {self._launch.log})"
+
+    def _way_on(self) -> str:
+        newest = newest_checkpoint(self.run_dir)
+        if not newest:
+            return "no round has a checkpoint yet, so start it again"
+        behind = newest < rounds_done(self.run_dir)
+        where = f" (it goes on after round {newest})" if behind else ""
+        command = f"collapipe run {shown(self._launch.app)} --resume {shown(self.run_dir)}"
+        return f"resume with `{command}`{where}"
+
+
+def shown(path: Path) -> str:
+    """The shortest form of a path from the current folder."""
+    relative = os.path.relpath(path)
+    return relative if len(relative) < len(str(path)) else str(path)

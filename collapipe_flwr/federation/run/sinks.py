@@ -1,0 +1,178 @@
+"""Rounds of a strategy as events, and their sinks: TensorBoard, W&B, MLflow or Prometheus."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from collapipe_flwr.config.schema import METRICS_ADDRESS
+from collapipe_flwr.core.durable import make_folder
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.json_codec import plain
+from collapipe_flwr.federation.rounds import RoundRecord
+from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, cluster_json, incident_json
+from collapipe_flwr.reporting.feeding import Feeder
+from collapipe_flwr.reporting.run_directory import run_id_of
+from collapipe_flwr.reporting.scalars import Scalar, scalars
+from collapipe_flwr.reporting.sinks import KINDS, WatchedRun, check_sinks
+
+log = logging.getLogger("flwr.collapipe")
+_LAST_S = 60.0  # for all sinks to take what is left
+_ARTEFACTS = ("summary.json", "events.jsonl", "report.html")
+
+
+def round_event(record: RoundRecord, wall_s: float) -> RoundEvent:
+    """The event of a round before its evaluation."""
+    links = record.link_bytes
+    loss = record.train_metrics.get("loss")
+    return RoundEvent(
+        round_index=record.server_round,
+        plan=None if record.plan is None else plain(record.plan),
+        loss=loss if isinstance(loss, float) else None,
+        metrics={},
+        predicted_latency_s=None if record.plan is None else record.plan.latency_s,
+        latency_s=record.outcome.latency_s,
+        clusters={
+            outcome.cluster_id: cluster_json(record.planned(outcome.cluster_id), outcome)
+            for outcome in record.outcome.clusters
+        },
+        energy_j=_by_device(record.outcome.energy_j),
+        queues_j=_by_device(record.outcome.queues_j),
+        bytes=LinkBytes(
+            d2d=links["d2d"],
+            d2e=links["d2e"],
+            flower=record.flower_bytes_sent + record.flower_bytes_received,
+            weights=record.moved.sent_bytes + record.moved.received_bytes,
+            spared=record.moved.spared_bytes,
+        ),
+        memory_bytes={
+            _role(cluster_id, role): size
+            for cluster_id, measured in record.telemetry.items()
+            for role, size in measured.peak_memory_bytes.items()
+        },
+        fresh_examples=record.fresh_examples,
+        prequential_loss=record.prequential_loss,
+        wall_s=wall_s,
+        incidents=tuple(_incidents(record)),
+        failures=(
+            *record.remarks,
+            *(f"{cluster}: {why}" for cluster, why in record.failures.items()),
+            *(
+                f"{name}: {what}"
+                for name, measured in record.telemetry.items()
+                for what in measured.incidents
+            ),
+        ),
+    )
+
+
+def _incidents(record: RoundRecord) -> Iterator[dict[str, str]]:
+    """The entries of ``failures`` by kind and cluster, and the quarantined devices."""
+    for text in record.remarks:
+        kind = "retry" if text in record.retried else "remark"
+        yield incident_json("late" if text in record.joined_late else kind, text)
+    for cluster, why in record.failures.items():
+        yield incident_json("lost", why, cluster)
+    for cluster, measured in record.telemetry.items():
+        for text in measured.incidents:
+            yield incident_json("recovered", text, cluster)
+        for device, why in measured.quarantined.items():
+            yield incident_json("quarantined", f"{device}: {why}", cluster)
+
+
+def _by_device(nested: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Flatten cluster, device to device: the ids of devices contain that of their cluster."""
+    return {device: value for devices in nested.values() for device, value in devices.items()}
+
+
+def _role(cluster_id: str, role: str) -> str:
+    """Add the cluster's id where a role lacks it: to the control unit and the edge."""
+    return role if role.startswith(f"{cluster_id}/") else f"{cluster_id}/{role}"
+
+
+class Sinks:
+    """Passes every round to the sinks in ``names``, for example "tensorboard,mlflow".
+
+    Pass it as ``on_round`` of a :class:`CollaPipe`, and close it, or use it in a ``with`` block.
+    The tools store their data in ``folder``; runs with the same folder are one run. ``settings``
+    become hyperparameters. Prometheus scrapes ``metrics_address``.
+
+    No sink slows or ends a run: ``warn`` gets one sentence about each that fails, which is tried
+    again with the next round. Raises ConfigError for a sink that is unknown or not installed, and
+    if the folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        names: str | Iterable[str],
+        folder: str | Path,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        metrics_address: str = METRICS_ADDRESS,
+        warn: Callable[[str], None] = log.warning,
+    ) -> None:
+        wanted = names.split(",") if isinstance(names, str) else names
+        chosen = list(dict.fromkeys(name.strip() for name in wanted if name.strip()))
+        check_sinks(chosen)
+        self._folder, self.warn = Path(folder).resolve(), warn
+        self._round_began_s = time.monotonic()
+        self._feeders: list[Feeder] = []
+        if chosen:
+            run = self._run(settings or {}, metrics_address)
+            self._feeders = [Feeder(name, partial(KINDS[name].make, run)) for name in chosen]
+
+    def _run(self, settings: Mapping[str, Any], metrics_address: str) -> WatchedRun:
+        try:
+            make_folder(self._folder)
+            run_id = run_id_of(self._folder)
+        except OSError as error:
+            raise ConfigError(f"{self._folder} cannot be written ({error.strerror})") from error
+        return WatchedRun(
+            folder=self._folder, run_id=run_id, settings=settings, metrics_address=metrics_address
+        )
+
+    def __call__(self, record: RoundRecord) -> None:
+        now_s = time.monotonic()
+        self.write(round_event(record, now_s - self._round_began_s))
+        self._round_began_s = now_s
+
+    def write(self, event: RoundEvent) -> None:
+        """Write an evaluated round."""
+        self._hand_over(event.round_index, scalars(event))
+
+    def log(self, server_round: int, metrics: Mapping[str, float]) -> None:
+        """Write numbers of your own for a round, such as those of an ``evaluate_fn``."""
+        self._hand_over(
+            server_round, [Scalar(name=f"test/{name}", value=v) for name, v in metrics.items()]
+        )
+
+    def _hand_over(self, step: int, values: Sequence[Scalar]) -> None:
+        for feeder in self._feeders:
+            feeder.write(step, values)
+        self._tell()
+
+    def close(self, status: str = "completed", within_s: float = _LAST_S) -> None:
+        """End the run in all sinks, with "completed" or another status; idempotent."""
+        present = [path for name in _ARTEFACTS if (path := self._folder / name).is_file()]
+        ends_s = time.monotonic() + within_s
+        for feeder in self._feeders:
+            feeder.end(status, present)
+        for feeder in self._feeders:
+            feeder.wait(max(0.0, ends_s - time.monotonic()))
+        self._tell()
+        self._feeders = []
+
+    def _tell(self) -> None:
+        for feeder in self._feeders:
+            if sentence := feeder.take_problem():
+                self.warn(sentence)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close("completed" if error is None else "failed")

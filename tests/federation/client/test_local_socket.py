@@ -1,0 +1,55 @@
+"""Records on the local socket between a ClientApp and its control unit."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import weakref
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+
+from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
+from collapipe_flwr.federation.client.local_socket import Parcel, read_parcel, write_parcel
+
+END_S = 30.0
+
+
+def carried(*contents: RecordDict) -> Parcel:
+    here, there = socket.socketpair()
+    with here, there, there.makefile("rb") as file:
+        there.settimeout(END_S)
+        writing = threading.Thread(target=write_parcel, args=(here, {"a": 1}, *contents))
+        writing.start()
+        found = read_parcel(file)
+        writing.join(END_S)
+    return found
+
+
+def arrays() -> ArrayRecord:
+    return encode_tensors({"a": torch.arange(6.0).reshape(2, 3), "b": torch.zeros(0)})
+
+
+def test_a_record_that_is_sent_twice_arrives_twice_and_stays_where_it_is_kept() -> None:
+    kept = arrays()
+    metrics, config = MetricRecord({"loss": 0.5}), ConfigRecord({"key": b"\0", "more": [1, 2]})
+    told = carried(
+        RecordDict({"arrays": kept, "metrics": metrics}), RecordDict({"last": kept, "c": config})
+    )
+    assert told.head == {"a": 1}
+    content, state = told.contents
+    assert content["metrics"] == metrics and state["c"] == config
+    for record in (kept, content["arrays"], state["last"]):
+        assert isinstance(record, ArrayRecord)
+        found, wanted = decode_tensors(record), decode_tensors(arrays())
+        assert list(found) == list(wanted)
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def test_what_was_sent_is_held_no_longer() -> None:
+    content = RecordDict({"arrays": arrays()})
+    array = content["arrays"]["a"]
+    gone = weakref.ref(array)
+    del array
+    carried(content)
+    assert gone() is None and not content["arrays"]

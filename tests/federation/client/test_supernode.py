@@ -1,0 +1,91 @@
+"""`collapipe supernode` is Flower's SuperNode with shorter waits, as long as Flower has them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from collapipe_flwr.federation.client import supernode
+from collapipe_flwr.federation.client.supernode import Waits, shorten_waits
+
+LOOP = "flwr.supernode.start_client_internal"
+
+
+class Clock:
+    """Time passes in sleep alone."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.slept_s: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.slept_s.append(seconds)
+        self.now_s += seconds
+
+
+def waits(clock: Clock) -> Waits:
+    return Waits(lambda: clock.now_s, clock.sleep)
+
+
+def test_a_reply_is_looked_for_soon() -> None:
+    clock = Clock()
+    waits(clock).sleep(0.5)
+    assert clock.slept_s == [0.1]
+
+
+def test_waits_for_a_message_grow_to_flower_s_in_a_minute() -> None:
+    clock = Clock()
+    loop = waits(clock)
+    while clock.now_s < 90.0:
+        loop.sleep(3.0)
+    assert clock.slept_s == sorted(clock.slept_s)
+    assert clock.slept_s[:15] == pytest.approx([0.25] * 15)
+    assert clock.slept_s[-1] == 3.0
+    assert len(clock.slept_s) < 100
+    before_s = clock.now_s
+    loop.sleep(0.5)  # a message has come, its reply is waited for
+    loop.sleep(3.0)
+    assert clock.now_s - before_s == pytest.approx(0.1 + 0.25)
+
+
+def test_a_shorter_wait_than_ours_stays() -> None:
+    clock = Clock()
+    waits(clock).sleep(0.01)
+    assert clock.slept_s == [0.01]
+
+
+def test_flower_s_loop_still_waits_as_we_think(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = importlib.import_module(LOOP)
+    waited = re.findall(r"\btime\.sleep\(([\d.]+)\)", inspect.getsource(loop))
+    assert sorted(map(float, waited)) == [0.5, 0.5, 3.0]
+    monkeypatch.setattr(loop, "time", time)  # and back again
+    monkeypatch.setenv("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.7")  # what the user set stays
+    shorten_waits()
+    assert isinstance(loop.time, Waits)
+    assert loop.time.time() == pytest.approx(time.time(), abs=60.0)
+    assert supernode.os.environ["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] == "0.7"
+
+
+def test_a_loop_that_is_written_another_way_keeps_its_waits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)  # Flower ends it there
+    loop = importlib.import_module(LOOP)
+    monkeypatch.delattr(loop, "time")
+    shorten_waits()
+    assert not hasattr(loop, "time")
+    assert "keeps its own waits" in caplog.text
+
+
+def test_arguments_are_flower_s() -> None:
+    command = [sys.executable, "-m", "collapipe_flwr.cli", "supernode", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "usage: collapipe supernode" in done.stdout
+    assert "--superlink" in done.stdout and "--node-config" in done.stdout

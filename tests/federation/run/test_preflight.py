@@ -1,0 +1,172 @@
+"""A wrong run is refused before it starts: one sentence with the key and the way out."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collapipe_flwr.config.parsing import declared_config
+from collapipe_flwr.config.schema import parse
+from collapipe_flwr.core import errors, hub
+from collapipe_flwr.core.errors import CollaPipeError
+from collapipe_flwr.core.keys import Value
+from collapipe_flwr.federation.run.preflight import Preflight, preflight
+from tests.federation.wrong_inputs import (
+    DATA,
+    EXTRAS,
+    FEDERATIONS,
+    MODELS,
+    RUNS,
+    TAGGED,
+    TAGS,
+    TEXTS,
+    write_files,
+)
+
+# datasets leaves it to the garbage collector to close a file that it could not read.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+PROJECT = Path(__file__).parents[3]
+DECLARED = declared_config(PROJECT)
+WRONG = [
+    *((TEXTS, *wrong) for wrong in (*DATA, *MODELS, *RUNS)),
+    *((TAGS, *wrong) for wrong in TAGGED),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("inputs")
+    write_files(path)
+    yield path
+    gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def _here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+
+
+def check(values: Mapping[str, Value], **options: Any) -> Preflight:
+    config = parse({**DECLARED, "output-dir": "runs", **values})
+    run_dir = Path(config.run.output_dir) / config.run.run_name if config.run.run_name else None
+    return preflight(config, **{"run_dir": run_dir, **options})
+
+
+def assert_one_sentence(sentence: str, key: str, way_out: str) -> None:
+    assert key in sentence and way_out in sentence
+    assert "\n" not in sentence and "Traceback" not in sentence and len(sentence) < 600
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(WRONG) + len(EXTRAS) + len(FEDERATIONS) >= 90
+
+
+@pytest.mark.parametrize("good", [{}, TEXTS, TAGS], ids=["demo", "texts", "tags"])
+def test_a_good_run_is_told_in_one_line(good: Mapping[str, Value]) -> None:
+    assert re.fullmatch(
+        r"\S+ of \d blocks for .* 2 clusters of 6 devices in all", check(good).verdict
+    )
+
+
+@pytest.mark.parametrize(
+    ("base", "wrong", "key", "way_out"),
+    WRONG,
+    ids=[" ".join(f"{k}={v}" for k, v in wrong.items()) for _, wrong, _, _ in WRONG],
+)
+def test_a_wrong_input_is_one_sentence_with_its_key_and_the_way_out(
+    base: Mapping[str, Value],
+    wrong: dict[str, Value],
+    key: str,
+    way_out: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    asked: list[object] = []  # nothing here may be a name on the hub
+    monkeypatch.setattr(hub, "_ask", lambda *found: asked.append(found))
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(CollaPipeError) as refusal:
+        check({**base, **wrong})
+    assert_one_sentence(str(refusal.value), key, way_out)
+    assert sorted(folder.rglob("*")) == before  # a check writes nothing
+    assert not asked and capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("package", EXTRAS)
+def test_a_missing_extra_is_named_with_the_line_that_installs_it(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(errors, "find_spec", lambda name: None if name == package else found(name))
+    wrong, name = EXTRAS[package]
+    with pytest.raises(CollaPipeError) as refusal:
+        check({**TEXTS, **wrong})
+    way_out = package if package != "PIL" else "pillow"
+    assert_one_sentence(str(refusal.value), f"the package {way_out}", f"pip install '{name}'")
+
+
+@pytest.mark.parametrize("name", FEDERATIONS)
+def test_a_wrong_federation_config_is_one_sentence(name: str, folder: Path) -> None:
+    with pytest.raises(CollaPipeError) as refusal:
+        check(TEXTS, federation=folder / name)
+    assert_one_sentence(str(refusal.value), "--federation-config", FEDERATIONS[name])
+
+
+def test_a_hub_that_does_not_answer_is_given_up_soon_and_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from datasets import config as of_datasets
+    from huggingface_hub import constants
+
+    asked: list[object] = []
+    for module in (constants, of_datasets):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "LIMIT_S", 0.1)
+    monkeypatch.setattr(hub, "_ask", lambda *found: asked.append(found))
+    hub.is_reachable.cache_clear()
+    try:
+        for key in ("model.pretrained", "data.tokenizer", "data.train"):
+            with pytest.raises(CollaPipeError) as refusal:
+                check({**TEXTS, key: "nobody-has-this-name"})
+            assert_one_sentence(str(refusal.value), key, "hub")
+    finally:
+        hub.is_reachable.cache_clear()
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "key", "way_out"),
+    [
+        (
+            "run",
+            ["-c", "data.task=classification", "-c", "data.train=nope.csv"],
+            "data.train",
+            "correct the path",
+        ),
+        pytest.param(
+            "check-config",
+            ["-c", "world.memory-share=0.000001"],
+            "world.memory-share",
+            "add a device",
+            marks=pytest.mark.slow,  # which `run` starts, too
+        ),
+        ("run", ["--resume", "folder"], "--resume", "is not the folder of a run"),
+    ],
+    ids=["data", "memory", "resume"],
+)
+def test_the_commands_end_with_2_and_that_sentence_last(
+    command: str, arguments: list[str], key: str, way_out: str, folder: Path
+) -> None:
+    words = [sys.executable, "-m", "collapipe_flwr.cli", command, str(PROJECT), *arguments]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 2
+    assert_one_sentence(done.stderr.removesuffix("\n"), key, way_out)
+    assert "completed" not in done.stdout and not (folder / "runs").exists()

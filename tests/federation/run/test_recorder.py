@@ -1,0 +1,86 @@
+"""The last word on a run: a report of it, and a status that nothing said afterwards changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from collapipe_flwr.core.domain import ClusterOutcome
+from collapipe_flwr.federation.rounds import Outcome, RoundRecord
+from collapipe_flwr.federation.run.recorder import RunRecorder, round_event
+from collapipe_flwr.federation.telemetry import ClusterTelemetry
+from collapipe_flwr.reporting.console import RoundPrinter
+from collapipe_flwr.reporting.events import RunStory
+from collapipe_flwr.reporting.run_directory import RunDirectory, read_summary
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> RunRecorder:
+    story = RunStory(
+        metric_name="accuracy",
+        energy_budget_j={},
+        memory_limit_bytes={"attic/pi": 10**9},
+        versions={"flwr": "1.41.0"},
+    )
+    directory = RunDirectory(tmp_path / "run")
+    return RunRecorder(directory, RoundPrinter(1), lambda _: {}, story=story, every=1)
+
+
+def test_every_ending_leaves_a_report(recorder: RunRecorder, tmp_path: Path) -> None:
+    report = tmp_path / "run" / "report.html"
+    recorder.fail("no power in the attic")
+    assert "failed: no power in the attic" in report.read_text()
+    recorder.finish()
+    assert "no power" not in report.read_text()
+
+
+def test_what_is_said_after_the_end_does_not_change_how_it_ended(
+    recorder: RunRecorder, tmp_path: Path
+) -> None:
+    recorder.fail("no power")
+    recorder.say("wandb did not take the last rounds")
+    summary = read_summary(tmp_path / "run")
+    assert summary is not None
+    assert (summary["status"], summary["reason"]) == ("failed", "no power")
+    assert summary["notes"] == ["wandb did not take the last rounds"]
+    assert summary["memory_limit_bytes"] == {"attic/pi": 10**9}
+    assert summary["versions"] == {"flwr": "1.41.0"}
+
+
+def test_an_event_says_of_what_kind_incidents_are() -> None:
+    told = ClusterTelemetry(
+        cluster_id="attic",
+        examples=8,
+        wall_s=1.0,
+        losses=(1.0,),
+        incidents=("attic/pi lost, replayed from step 3",),
+        quarantined={"attic/nano": "sent NaN"},
+    )
+    late, odd = "cluster attic joins late by 1 rounds, weight 0.71", "cluster attic claims much"
+    record = RoundRecord(
+        server_round=2,
+        plan=None,
+        asked=("attic", "cellar"),
+        failures={"cellar": "no reply"},
+        train_metrics={},
+        telemetry={"attic": told},
+        outcome=Outcome(
+            clusters=(ClusterOutcome(cluster_id="attic", latency_s=1.0, energy_j={}, loss=1.5),)
+        ),
+        flower_bytes_sent=0,
+        flower_bytes_received=0,
+        remarks=("all 2 clusters failed", late, odd),
+        retried=("all 2 clusters failed",),
+        joined_late=(late,),
+    )
+    event = round_event(record, wall_s=1.0).as_json()
+    assert [(i["kind"], i["cluster"], i["text"]) for i in event["incidents"]] == [
+        ("retry", "", "all 2 clusters failed"),
+        ("late", "", late),
+        ("remark", "", odd),
+        ("lost", "cellar", "no reply"),
+        ("recovered", "attic", "attic/pi lost, replayed from step 3"),
+        ("quarantined", "attic", "attic/nano: sent NaN"),
+    ]
+    assert event["clusters"]["attic"]["loss"] == 1.5

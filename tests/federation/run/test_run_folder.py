@@ -1,0 +1,29 @@
+"""A run resumes as itself: its run-config counts, not how its values were written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from collapipe_flwr.config.schema import parse
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.federation.run.recorder import check_same_run
+
+
+def saved(folder: Path, **values: object) -> Path:
+    text = json.dumps({key.replace("__", ".").replace("_", "-"): v for key, v in values.items()})
+    (folder / "run-config.json").write_text(text)
+    return folder
+
+
+def test_a_list_may_be_written_in_another_way(tmp_path: Path) -> None:
+    path = saved(tmp_path, scheduler__micro_batches="2, 4", data__image_mean="0.50")
+    check_same_run(parse({"scheduler.micro-batches": "2,4"}), path)
+
+
+def test_the_first_key_that_differs_is_named_with_both_values(tmp_path: Path) -> None:
+    path = saved(tmp_path, scheduler__micro_batches="2, 4", seed=7)
+    with pytest.raises(ConfigError, match=r"scheduler\.micro-batches is '2,8', but .* '2,4'"):
+        check_same_run(parse({"scheduler.micro-batches": "2,8"}), path)

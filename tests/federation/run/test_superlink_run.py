@@ -1,0 +1,151 @@
+"""A run is followed through what it prints into Flower's log, and ends as Flower says."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collapipe_flwr.core.errors import ConfigError, ProtocolError
+from collapipe_flwr.federation.run import superlink_run
+from collapipe_flwr.federation.run.superlink_run import SuperLinkRun
+from collapipe_flwr.reporting.live.feed import Feed
+from collapipe_flwr.reporting.live.state import Place
+from collapipe_flwr.reporting.log_lines import LogLine, print_line, replay
+from collapipe_flwr.reporting.run_directory import EVENTS, RunDirectory, read_summary_head
+from tests.reporting.made_up_runs import MadeUpRun
+
+_FLWR = """#!{python}
+import sys
+from pathlib import Path
+folder = Path({folder!r})
+if sys.argv[1] == "ls":
+    print((folder / "runs.json").read_text())
+else:
+    assert sys.argv[1:] == ["log", "7", "boards", "--stream"], sys.argv
+    sys.stdout.write((folder / "log").read_text())
+    (folder / "runs.json").write_text((folder / "ended.json").read_text())
+"""
+FakeFlwr = Callable[[str, dict[str, Any]], None]
+
+
+@pytest.fixture
+def flwr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeFlwr:
+    """Stands for Flower's command: a log, and what becomes of run 7."""
+    program = tmp_path / "flwr"
+    program.write_text(_FLWR.format(python=sys.executable, folder=str(tmp_path)))
+    program.chmod(0o755)
+    monkeypatch.setattr(superlink_run, "_flwr", lambda: str(program))
+
+    def prepare(log: str, ended: dict[str, Any]) -> None:
+        (tmp_path / "log").write_text(log)
+        for name, run in (("runs", {"status": "running"}), ("ended", ended)):
+            runs = [{"run-id": "7", **run}]
+            (tmp_path / f"{name}.json").write_text(json.dumps({"success": True, "runs": runs}))
+
+    return prepare
+
+
+def _followed(folder: Path) -> tuple[Path, dict[str, Any]]:
+    run = SuperLinkRun("boards", None, folder)
+    feed = Feed(lambda: run.run_dir)
+    known = Place()
+    with run.following(), feed.following():
+        while True:
+            found = feed.next(known, timeout_s=60.0)
+            assert found is not None, "the end of the run did not arrive"
+            known, news = found[0], json.loads(found[1])
+            if news["head"]["status"] not in ("waiting", "starting", "running"):
+                return run.run_dir, news
+
+
+def _printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[MadeUpRun, str]:
+    """A run of three rounds, resumed after its first, and what it printed."""
+    run = MadeUpRun(tmp_path / "there")
+    run.directory.tell = print_line
+    first = run.end_round()
+    run.end_round()
+    run.story = type(run.story)(
+        metric_name="accuracy", energy_budget_j=run.story.energy_budget_j, events=(first,)
+    )
+    run.directory.rewrite_events([first.as_json()])
+    run.end_round()
+    run.end_round()
+    return run, capsys.readouterr().out
+
+
+def test_the_directory_here_becomes_that_of_the_run(
+    tmp_path: Path, flwr: FakeFlwr, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there, printed = _printed(tmp_path, capsys)
+    print_line("config", {"seed": 7})
+    printed = capsys.readouterr().out + printed
+    there.save("completed")
+    printed += capsys.readouterr().out
+    noise = "\x1b[92mINFO\x1b[0m: round 1\n"
+    flwr(noise + printed.replace("\n", f"\n{noise}"), {"status": "finished:completed"})
+    here, news = _followed(tmp_path)
+    assert (here / EVENTS).read_bytes() == (there.path / EVENTS).read_bytes()
+    assert read_summary_head(here) == read_summary_head(there.path)
+    assert (news["head"]["status"], news["head"]["config"]) == ("completed", {"seed": 7})
+
+
+def test_it_runs_as_long_as_nobody_says_otherwise(
+    tmp_path: Path, flwr: FakeFlwr, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, printed = _printed(tmp_path, capsys)
+    flwr(printed, {"status": "running"})
+    run = SuperLinkRun("boards", "7", tmp_path)
+    print_line("config", {"seed": 7})
+    for line in [*capsys.readouterr().out.splitlines(), *printed.splitlines()]:
+        run._take(line)
+    feed = Feed(lambda: run.run_dir)
+    feed.look()
+    found = feed.next(Place(), timeout_s=0.0)
+    assert found is not None
+    assert json.loads(found[1])["head"]["status"] == "running"
+
+
+def test_a_run_that_died_ends_as_flower_says(
+    tmp_path: Path, flwr: FakeFlwr, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, printed = _printed(tmp_path, capsys)
+    flwr(printed, {"status": "finished:failed", "status-details": "the app was killed"})
+    _, news = _followed(tmp_path)
+    assert (news["head"]["status"], news["head"]["reason"]) == (
+        "failed",
+        "the app was killed",
+    )
+
+
+def test_a_run_that_prints_no_rounds_says_what_it_lacks(tmp_path: Path, flwr: FakeFlwr) -> None:
+    flwr("INFO: nothing of ours\n", {"status": "finished:completed"})
+    _, news = _followed(tmp_path)
+    assert news["head"]["status"] == "completed"
+    assert "reporting.log-lines=true" in news["head"]["reason"]
+
+
+def test_what_flower_refuses_is_passed_on(tmp_path: Path, flwr: FakeFlwr) -> None:
+    flwr("", {})
+    (tmp_path / "runs.json").write_text('{"success": false, "error-message": "no connection\\n"}')
+    with pytest.raises(ConfigError, match="--superlink boards: no connection"):
+        SuperLinkRun("boards", None, tmp_path)
+
+
+def test_damaged_lines_are_recognized_and_those_of_others_are_none() -> None:
+    line = str(LogLine(kind="event", value={"round_index": 3}))
+    assert LogLine.of_text(f"{line}\n") == LogLine(kind="event", value={"round_index": 3})
+    assert LogLine.of_text("round 3/12\n") is None
+    for damaged in (line[:-7], line.replace("event ", "event !"), "collapipe-log event"):
+        with pytest.raises(ProtocolError):
+            LogLine.of_text(damaged)
+
+
+def test_lines_of_a_later_version_are_passed_over(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    replay(LogLine(kind="later", value={}), directory)
+    assert list(directory.path.iterdir()) == []
