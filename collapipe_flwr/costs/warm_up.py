@@ -9,13 +9,14 @@ judged by playing a step with them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from collapipe_flwr.core.replay import StepTimes, replay
 
 AS_GOOD = 1e-3  # relative makespan
+STEPS_KEPT = 20_000  # whose seconds need not be found again: a search returns to many of its rows
 Depths = tuple[int, ...]
 
 
@@ -42,8 +43,9 @@ def choose_warm_up(step: StepTimes, limit: Sequence[int], micro_batches: int) ->
     return _trimmed(play, _quickest(play, limit, micro_batches, 0.0))
 
 
+@lru_cache(maxsize=STEPS_KEPT)
 def quickest_step_s(
-    step: StepTimes, limit: Sequence[int], micro_batches: int, least_s: float
+    step: StepTimes, limit: tuple[int, ...], micro_batches: int, least_s: float
 ) -> float:
     """How long a step takes with about such depths; none takes less than ``least_s``."""
     play = _play(step, micro_batches)

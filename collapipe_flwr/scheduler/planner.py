@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 
 import numpy as np
 
-from collapipe_flwr.costs.arrays import Array
+from collapipe_flwr.costs.arrays import Array, Ints
 from collapipe_flwr.costs.chain import (
     Chain,
     RowPrices,
@@ -129,11 +130,11 @@ class Planner(RoundProblem):
         near, values = self._promising(best, best.rows)
         orders = [np.argsort(values, kind="stable")[:POLISH_RIVALS]]
         if self.settings.schedule == "1f1b" and len(near):
-            found = self._played(best, near)
+            found, places = self._played(best, near)
             yield [found.together()]
-            orders.append(np.argsort(found.alone(), kind="stable")[:POLISH_RIVALS])
+            orders.append(places[np.argsort(found.alone(), kind="stable")[:POLISH_RIVALS]])
         if self.tables.num_clusters <= POLISHED_CLUSTERS:
-            first = dict.fromkeys(np.stack(orders, axis=1).ravel().tolist())
+            first = dict.fromkeys(r for pair in zip_longest(*orders) for r in pair if r is not None)
             now = best.rows
             yield [replaced(now, near.cluster_r[[r]], near.take(np.array([r]))) for r in first]
         if far:
@@ -149,14 +150,19 @@ class Planner(RoundProblem):
         slow = best.rows.take(best.priced.latency_s > SLOW * best.priced.latency_s.max())
         even = equal_shares(best.chain, self.tables.snapshot.radio.bandwidth_hz)
         for now in (best, self.priced(best.chain, even, best.rho)):
-            found = self._played(now, near)
-            for rows in beam(slow, self._fitting_neighbours, partial(self._played, now)):
+            found, _ = self._played(now, near)
+            for rows in beam(slow, self._fitting_neighbours, partial(self._played_alone, now)):
                 found = found.joined(rows)
             yield found.together()
 
-    def _played(self, now: Solution, rows: Layouts) -> RunnersUp:
+    def _played_alone(self, now: Solution, rows: Layouts) -> RunnersUp:
+        return self._played(now, rows, joint=False)[0]
+
+    def _played(
+        self, now: Solution, rows: Layouts, *, joint: bool = True
+    ) -> tuple[RunnersUp, Ints]:
         own, hz_m = self.estimates(now.chain, now.priced), now.allocation.edge_hz_r
-        return runners_up(self, now.rows, own, hz_m, rows)
+        return runners_up(self, now.rows, own, hz_m, rows, joint=joint)
 
     def _promising(self, best: Solution, rows: Layouts) -> tuple[Layouts, Array]:
         """Rows a move away from ``rows`` that by dual prices cost little more than those of
@@ -209,22 +215,23 @@ class Planner(RoundProblem):
             plain.append(replace(plain[0], edge_hz_r=hz_m, times=times))
         prices = best.allocation.latency_price_r
         others = [replace(each, latency_price_r=prices) for each in plain]
-        solutions = [self.priced(chain, each, rho) for each in others]
-        return min([best, *solutions], key=lambda s: s.objective)
+        for each in others:
+            best = min(best, self.priced(chain, each, rho, best), key=lambda s: s.objective)
+        return best
 
     def evened(self, best: Solution) -> Solution:
         """More bandwidth for slower clusters, all at full power, while the objective falls."""
         band_hz = self.tables.snapshot.radio.bandwidth_hz
         for _ in range(EVENINGS):
-            before, trials = best, [best]
+            before = best
             for power in EVENING:
                 late = before.priced.latency_s / before.priced.latency_s.max()
                 hz_m = before.allocation.edge_hz_r * late**power
                 hz_m *= band_hz / hz_m.sum()
                 times = full_power_times(best.chain, hz_m)
                 allocation = replace(before.allocation, edge_hz_r=hz_m, times=times)
-                trials.append(self.priced(best.chain, allocation, best.rho))
-            best = min(trials, key=lambda s: s.objective)
+                trial = self.priced(best.chain, allocation, best.rho, best)
+                best = min(best, trial, key=lambda s: s.objective)
             if not best.objective < before.objective * (1.0 - ENOUGH):
                 break
         return best
@@ -240,24 +247,33 @@ class Planner(RoundProblem):
         )
         return self.priced(chain, allocation, rho)
 
-    def priced(self, chain: Chain, allocation: Allocation, rho: float) -> Solution:
+    def priced(
+        self, chain: Chain, allocation: Allocation, rho: float, best: Solution | None = None
+    ) -> Solution:
         """Latency, energy and objective of a decision.
 
-        1F1B is played where clusters are few; of many, the lower bound must do.
+        1F1B is played where clusters are few; of many, and where it shows that ``best`` is better,
+        the lower bound must do.
         """
         powers = powers_for(chain, allocation.edge_hz_r, allocation.times)
         priced = price_rows(chain, allocation.times, powers)
-        if self.tables.num_clusters <= FEW_CLUSTERS:
+        objective = self._objective(chain, priced, rho)
+        few = self.tables.num_clusters <= FEW_CLUSTERS
+        if few and (best is None or objective < best.objective):
             priced = played(chain, allocation.times, priced)
-        late = self.latency_price * rho * float(priced.latency_s.max())
+            objective = self._objective(chain, priced, rho)
         return Solution(
             chain=chain,
             allocation=allocation,
             powers=powers,
             priced=priced,
             rho=rho,
-            objective=late + float(self.worth(chain, priced).sum()),
+            objective=objective,
         )
+
+    def _objective(self, chain: Chain, priced: RowPrices, rho: float) -> float:
+        late = self.latency_price * rho * float(priced.latency_s.max())
+        return late + float(self.worth(chain, priced).sum())
 
     def opening_prices(self) -> DualPrices:
         """Equal bandwidth; a second of any cluster costs as much as one of the round."""

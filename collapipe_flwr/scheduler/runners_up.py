@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from collapipe_flwr.costs.arrays import Array, Ints
+from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.chain import (
     chain_of,
     full_power_times,
@@ -28,6 +28,7 @@ from collapipe_flwr.scheduler.problem import RoundProblem
 from collapipe_flwr.scheduler.scorer import Estimates
 
 WIDTH = 16  # rows of a cluster that a beam goes on from
+AT_A_TIME = 8  # rows of a cluster that are played before others are looked at again
 PATIENCE = 2  # moves in vain
 
 
@@ -67,20 +68,55 @@ class RunnersUp:
 
 
 def runners_up(
-    problem: RoundProblem, now: Layouts, own: Estimates, edge_hz_m: Array, near: Layouts
-) -> RunnersUp:
-    """Play ``near`` over the bandwidth that each row's cluster has towards the edge.
+    problem: RoundProblem,
+    now: Layouts,
+    own: Estimates,
+    edge_hz_m: Array,
+    near: Layouts,
+    *,
+    joint: bool = True,
+) -> tuple[RunnersUp, Ints]:
+    """The rows of ``near`` that matter, played over their clusters' bandwidth, and their places.
 
-    Of rows that the plan's own beat in any case the lower bound will do.
+    Those that may be among the best `WIDTH` of their clusters alone. For a ``joint`` choice also
+    those that none with the same micro-batches beats in latency as well as in energy. The lower
+    bound of a row's latency is enough to leave it out.
     """
-    hz, owner = edge_hz_m[near.cluster_r], near.cluster_r
+    hz = edge_hz_m[near.cluster_r]
     chain = chain_of(problem.tables, near, problem.settings)
     times = full_power_times(chain, hz)
-    bounded = price_rows(chain, times, powers_for(chain, hz, times))
-    least = problem.estimates(chain, bounded)
-    good = (least.latency < own.latency[owner]) | (least.worth < own.worth[owner])
-    costs = problem.estimates(chain, played(chain, times, bounded, np.flatnonzero(good)))
-    return RunnersUp(problem=problem, now=now, own=own, near=near, costs=costs)
+    priced = price_rows(chain, times, powers_for(chain, hz, times))
+    costs, pair_r = problem.estimates(chain, priced), problem.pair_of(near)
+    every = RunnersUp(problem=problem, now=now, own=own, near=near, costs=costs)
+    done = np.zeros(len(near), bool)
+    while True:
+        more = _next(every, pair_r, done, joint=joint)
+        if not len(more):
+            found = np.flatnonzero(done)
+            return every.take(found), found
+        priced = played(chain, times, priced, more)
+        every = replace(every, costs=problem.estimates(chain, priced))
+        done[more] = True
+
+
+def _next(every: RunnersUp, pair_r: Ints, done: Mask, *, joint: bool) -> Ints:
+    """The most promising rows of every cluster that may matter and are not ``done``."""
+    values, owner, costs = every.alone(), every.near.cluster_r, every.costs
+    own_pair = every.problem.pair_of(every.now)
+    chosen = []
+    for m in np.unique(owner[~done]):
+        known, open_r = np.flatnonzero(done & (owner == m)), np.flatnonzero(~done & (owner == m))
+        least = np.sort(values[known])[WIDTH - 1] if len(known) >= WIDTH else np.inf
+        matters = values[open_r] < least
+        if joint:
+            latency = np.append(costs.latency[known], every.own.latency[m])
+            worth = np.append(costs.worth[known], every.own.worth[m])
+            pairs = np.append(pair_r[known], own_pair[m])
+            beaten = (latency <= costs.latency[open_r, None]) & (worth <= costs.worth[open_r, None])
+            matters |= ~(beaten & (pairs == pair_r[open_r, None])).any(1)
+        open_r = open_r[matters]
+        chosen.append(open_r[np.argsort(values[open_r], kind="stable")[:AT_A_TIME]])
+    return np.concatenate(chosen) if chosen else np.zeros(0, np.int64)
 
 
 def beam(

@@ -155,10 +155,10 @@ class Search:
     def _promising(self, pool: Pool) -> Mask:
         """Rows with pairs of which the first plan is not far from the best one."""
         picking = Picking(self.problem, pool)
-        found = {int(pair): picking.common(int(pair)) for pair in np.unique(pool.pair_r)}
-        least, choice = min(found.values(), key=lambda one: one[0])
+        least, choice = picking.common()
         most = (PROMISING if self.few else PROMISING_MANY) * least
-        keep = np.isin(pool.pair_r, [pair for pair, (value, _) in found.items() if value <= most])
+        good = [pair for pair, best in picking.commons.items() if best.value <= most]
+        keep = np.isin(pool.pair_r, good)
         # A pair that is bad for all of them may be good for the one that the others wait for.
         own = pool.rows.cluster_r * len(self.problem.batches()) + pool.pair_r
         keep |= np.isin(own, own[picking.exchanged(choice) < least])
