@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
 
 import numpy as np
 
-from collapipe_flwr.costs.arrays import Array, Ints
+from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import (
     Chain,
     RowPrices,
@@ -128,15 +127,17 @@ class Planner(RoundProblem):
         The latter, for few clusters, by dual prices and in turn by what they cost as played.
         """
         near, values = self._promising(best, best.rows)
-        orders = [np.argsort(values, kind="stable")[:POLISH_RIVALS]]
+        lists = [near.take(np.argsort(values, kind="stable")[:POLISH_RIVALS])]
         if self.settings.schedule == "1f1b" and len(near):
-            found, places = self._played(best, near)
+            found = self._played(best, near)
             yield [found.together()]
-            orders.append(places[np.argsort(found.alone(), kind="stable")[:POLISH_RIVALS]])
+            quickest = np.argsort(found.alone(), kind="stable")[:POLISH_RIVALS]
+            lists.append(found.near.take(quickest))
         if self.tables.num_clusters <= POLISHED_CLUSTERS:
-            first = dict.fromkeys(r for pair in zip_longest(*orders) for r in pair if r is not None)
-            now = best.rows
-            yield [replaced(now, near.cluster_r[[r]], near.take(np.array([r]))) for r in first]
+            places = [(rows, r) for r in range(POLISH_RIVALS) for rows in lists if r < len(rows)]
+            single = [rows.take(np.array([r])) for rows, r in places]
+            plans = [replaced(best.rows, row.cluster_r, row) for row in single]
+            yield list({key_of(plan): plan for plan in plans}.values())
         if far:
             for rows in self._far(best, near):
                 yield [rows]
@@ -150,17 +151,15 @@ class Planner(RoundProblem):
         slow = best.rows.take(best.priced.latency_s > SLOW * best.priced.latency_s.max())
         even = equal_shares(best.chain, self.tables.snapshot.radio.bandwidth_hz)
         for now in (best, self.priced(best.chain, even, best.rho)):
-            found, _ = self._played(now, near)
+            found = self._played(now, near)
             for rows in beam(slow, self._fitting_neighbours, partial(self._played_alone, now)):
                 found = found.joined(rows)
             yield found.together()
 
     def _played_alone(self, now: Solution, rows: Layouts) -> RunnersUp:
-        return self._played(now, rows, joint=False)[0]
+        return self._played(now, rows, joint=False)
 
-    def _played(
-        self, now: Solution, rows: Layouts, *, joint: bool = True
-    ) -> tuple[RunnersUp, Ints]:
+    def _played(self, now: Solution, rows: Layouts, *, joint: bool = True) -> RunnersUp:
         own, hz_m = self.estimates(now.chain, now.priced), now.allocation.edge_hz_r
         return runners_up(self, now.rows, own, hz_m, rows, joint=joint)
 

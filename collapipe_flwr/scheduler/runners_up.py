@@ -75,8 +75,8 @@ def runners_up(
     near: Layouts,
     *,
     joint: bool = True,
-) -> tuple[RunnersUp, Ints]:
-    """The rows of ``near`` that matter, played over their clusters' bandwidth, and their places.
+) -> RunnersUp:
+    """The rows of ``near`` that matter, played over the bandwidth of their clusters.
 
     Those that may be among the best `WIDTH` of their clusters alone. For a ``joint`` choice also
     those that none with the same micro-batches beats in latency as well as in energy. The lower
@@ -92,8 +92,7 @@ def runners_up(
     while True:
         more = _next(every, pair_r, done, joint=joint)
         if not len(more):
-            found = np.flatnonzero(done)
-            return every.take(found), found
+            return every.take(np.flatnonzero(done))
         priced = played(chain, times, priced, more)
         every = replace(every, costs=problem.estimates(chain, priced))
         done[more] = True
