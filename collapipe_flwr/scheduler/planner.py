@@ -1,4 +1,4 @@
-"""One round's decision: segments and batches, then radio, alternately, never getting worse."""
+"""Plans one round: alternate between segments with batches and radio while the objective falls."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ class Solution:
         return by_member(self.priced.energy_j, self.rows, shape)
 
     def radio_mi(self, shape: tuple[int, ...]) -> Array:
-        """What of them is radio."""
+        """The part of `spent_mi` that transmissions take."""
         return by_member(self.priced.energy_j - self.chain.computing_j, self.rows, shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planner(RoundProblem):
-    """Solves the problem of one round."""
+    """Solve the problem of one round."""
 
     def solve(self, stay: Solution | None = None) -> Solution:
         """The best plan found, from scratch or also from ``stay``; raises InfeasibleError.
@@ -236,7 +236,7 @@ class Planner(RoundProblem):
         return best
 
     def _allocated(self, chain: Chain, rho: float, excess_s: Array | float = 0.0) -> Solution:
-        """The radio's optimum if its formula says ``excess_s`` too much, or too little below 0."""
+        """The optimal radio if the formula's latencies are ``excess_s`` too high."""
         most = 0.9 * convex_latency_s(chain, None)
         allocation = allocate(
             replace(chain, fixed_s=chain.fixed_s - np.minimum(excess_s, most)),
@@ -275,7 +275,7 @@ class Planner(RoundProblem):
         return late + float(self.worth(chain, priced).sum())
 
     def opening_prices(self) -> DualPrices:
-        """Equal bandwidth; a second of any cluster costs as much as one of the round."""
+        """Prices to start from: equal bandwidth, every cluster's second at the round's price."""
         clusters = self.tables.num_clusters
         return DualPrices(
             latency_price=self.latency_price,
@@ -287,7 +287,7 @@ class Planner(RoundProblem):
         )
 
     def dual_prices(self, now: Solution) -> DualPrices:
-        """Prices that ``now`` implies."""
+        """The dual prices at the solution ``now``."""
         return DualPrices(
             latency_price=self.latency_price,
             price_mi=self.price_mi,

@@ -1,9 +1,9 @@
 """Plans near the one in place, by what they cost as 1F1B is played while bandwidth stays.
 
-Every row is played at full power over the bandwidth that its cluster has. That can be had, so a
-plan that costs less in this way is a better one, whatever the radio program makes of it. A round
-lasts as long as its slowest cluster: where several are about as slow, none of them alone makes it
-shorter, so the rows of all clusters are also chosen together.
+Every row is played at full power over its cluster's present bandwidth. That is a feasible radio
+decision, so a plan that costs less in this way is better, whatever the radio program finds for it.
+A round lasts as long as its slowest cluster. Where several are about as slow, changing one of them
+does not shorten the round, so rows of all clusters are also chosen jointly.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PATIENCE = 2  # moves in vain
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnersUp:
-    """Rows that may each take the place of their cluster's row of a plan."""
+    """Rows, each of which may replace its cluster's row of a plan."""
 
     problem: RoundProblem
     now: Layouts  # the plan: one row per cluster
@@ -43,16 +43,16 @@ class RunnersUp:
     costs: Estimates  # what those cost
 
     def take(self, rows: Ints) -> RunnersUp:
-        """Only these rows."""
+        """The chosen rows."""
         return replace(self, near=self.near.take(rows), costs=self.costs.take(rows))
 
     def joined(self, more: RunnersUp) -> RunnersUp:
-        """Those of ``more`` behind these."""
+        """These rows, then those of ``more``."""
         costs = self.costs.joined(more.costs)
         return replace(self, near=stack([self.near, more.near]), costs=costs)
 
     def alone(self) -> Array:
-        """What a plan costs with each row in it, less what the plan's energy does, (R,)."""
+        """The objective with each row in the plan, less the plan's own priced energy, (R,)."""
         problem, owner = self.problem, self.near.cluster_r
         late_s = problem.learning.rho_rows(problem.tables, self.near, self.now)
         late_s *= np.maximum(self.costs.latency, others_max(self.own.latency)[owner])
@@ -60,7 +60,7 @@ class RunnersUp:
         return np.asarray(problem.latency_price * late_s + more)
 
     def together(self) -> Layouts:
-        """The best plan found with rows of any clusters in it; the plan itself if none is."""
+        """The best plan found with new rows in any number of clusters, perhaps the plan itself."""
         rows = stack([self.now, self.near])
         pool = Pool(rows, self.own.joined(self.costs), self.problem.pair_of(rows))
         chosen = rows.take(Picking(self.problem, pool).best()[1])

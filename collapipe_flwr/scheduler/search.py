@@ -230,7 +230,7 @@ class Search:
         return Moves(near, self.cost_mi, most).all() if len(near) else none
 
     def _in_order(self, pool: Pool, choice: Ints, rows: Ints) -> Ints:
-        """``rows``, first those of clusters that the round waits for, then the dearest."""
+        """``rows``, those of the slowest clusters first, then by priced energy, highest first."""
         owner, latency = pool.rows.cluster_r[rows], pool.costs.latency[choice]
         slow = latency > PRESSING * latency.max()
         return rows[np.lexsort((-pool.costs.worth[choice][owner], ~slow[owner]))]
