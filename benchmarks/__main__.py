@@ -40,7 +40,7 @@ def bench_scheduler(
         os.environ[f"{name}_NUM_THREADS"] = "1"
 
     from benchmarks.scheduling.decisions import bench_plan
-    from benchmarks.scheduling.price_report import run_price_bench
+    from benchmarks.scheduling.prices import run_price_bench
     from benchmarks.scheduling.report import run_bench
     from benchmarks.scheduling.search_gaps import read_sizes
     from collapipe_flwr.simulation.setting import seeds_of, whole_numbers

@@ -162,7 +162,7 @@ class Clairvoyant:
         """The least Lagrangian of one choice of batches in every round, and its energies."""
         options = [self.options[m][b] for m, b in enumerate(self.choices[k])]
         chosen = [o for o in options if o is not None]
-        rounds = len(self._first(chosen).seconds_ta)
+        rounds = len(chosen[0].seconds_ta)
         energy = np.zeros((rounds, *theta.shape))
         if len(chosen) < len(options):
             return np.full(rounds, np.inf), energy
@@ -182,10 +182,6 @@ class Clairvoyant:
                 held = self.spread_mn[m][option.order_ta[t, a]]
                 energy[t, m, : len(held)] = held * option.joule_tn[t]
         return total.min(1) - theta.sum(), energy
-
-    @staticmethod
-    def _first(options: list[Options]) -> Options:
-        return options[0]
 
 
 def _places(seconds_ta: Array, edges_tp: Array) -> Ints:

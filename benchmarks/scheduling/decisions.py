@@ -98,7 +98,7 @@ class BenchResult:
 
 
 def timed_rounds(clusters: int) -> int:
-    """Rounds whose decisions are timed: fewer where each takes long."""
+    """Number of timed decisions: fewer at sizes where each takes long."""
     return next((n for size, n in ROUNDS.items() if clusters <= size), min(ROUNDS.values()))
 
 

@@ -1,4 +1,4 @@
-"""Section ``prices``: DSSDA over a run against what no scheduler beats and what keeps every round.
+"""Section ``prices``: DSSDA over a run, a bound on all schedulers, and a rival for every round.
 
 Costs are means over rounds of rho T, in seconds: rounds to the target over the reference's, times
 how long the round takes.
@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 from benchmarks.scheduling.assignments import Round
 from benchmarks.scheduling.clairvoyant import clairvoyant
 from benchmarks.scheduling.every_round import every_round_cost
+from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.tables import tabulate
+from collapipe_flwr.reporting.output import prepare, progress, write_json
 from collapipe_flwr.scheduler.base import learning_in
 from collapipe_flwr.scheduler.model_share import capped, least_shares
 from collapipe_flwr.scheduler.policies import make_scheduler
@@ -24,6 +29,7 @@ from collapipe_flwr.simulation.episode import EpisodeRound, run_episode
 from collapipe_flwr.simulation.setting import Setting
 from collapipe_flwr.simulation.world import EnergyBudget, World
 
+WORST = 3  # seeds of each world in the table
 NEUTRAL = Setting(clusters=5, devices=4)
 WORLDS = {
     "paper": Setting(),
@@ -154,3 +160,52 @@ def energy_used(world: World, done: Sequence[EpisodeRound]) -> Array:
         found = {d: j for c in one.priced.clusters for d, j in c.energy_j.items()}
         spent[t] = [found.get(d.device_id, 0.0) / d.energy_budget_j for d in members]
     return np.asarray(np.cumsum(spent, axis=0) / np.arange(1, len(done) + 1)[:, None])
+
+
+def run_price_bench(
+    worlds: Sequence[str],
+    seeds: Sequence[int],
+    rounds: int,
+    schedule: str,
+    json_file: Path | None,
+) -> None:
+    """Measure seed by seed; the file is complete for the seeds so far, whenever it ends."""
+    if unknown := sorted(set(worlds) - set(WORLDS)):
+        raise ConfigError(f"--worlds: unknown {', '.join(unknown)}; choose {', '.join(WORLDS)}")
+    prepare("--json", json_file)
+    cases: list[PriceCase] = []
+    with progress(len(worlds) * len(seeds)) as tick:
+        for world in worlds:
+            for seed in seeds:
+                cases.append(price_case(world, setting_of(world, schedule), seed, rounds))
+                write_json(json_file, PriceBench(tuple(cases), schedule).as_json())
+                tick(f"prices, {world}")
+    Console(highlight=False).print(price_table(PriceBench(tuple(cases), schedule)))
+
+
+def price_table(bench: PriceBench) -> Table:
+    """Every world's means and worst seeds."""
+    title = f"mean rho T of a run, {bench.schedule}"
+    table = Table(title=title, title_justify="left")
+    for name in ("world", "seed", "above the bound", "over every round", "budget used", "any end"):
+        table.add_column(name)
+    for world in dict.fromkeys(c.world for c in bench.cases):
+        found = bench.summary(world)
+        table.add_row(
+            world,
+            f"mean of {found['seeds']:.0f}",
+            f"{100 * found['above_bound_mean']:.2f} %",
+            f"{100 * found['behind_every_round_mean']:+.2f} %",
+            f"{found['energy_used_max']:.3f}",
+            f"{found['energy_at_any_end_max']:.3f}",
+        )
+        for case in bench.of(world)[:WORST]:
+            table.add_row(
+                "",
+                str(case.seed),
+                f"{100 * case.above_bound:.2f} %",
+                f"{100 * case.behind:+.2f} %",
+                f"{case.energy_used:.3f}",
+                f"{case.energy_at_any_end:.3f}",
+            )
+    return table

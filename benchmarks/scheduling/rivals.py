@@ -117,18 +117,17 @@ def _replace(costs: PlainCosts, rows: Rows, rng: np.random.Generator) -> Mask:
     return np.asarray(spare != NONE)
 
 
-def _drop(_costs: PlainCosts, rows: Rows, rng: np.random.Generator) -> Mask:
+def _drop(costs: PlainCosts, rows: Rows, rng: np.random.Generator) -> Mask:
     depth, slot = rows.depth, _slots(rows.depth, rng)
-    good = depth > 1
-    for k in np.flatnonzero(good):
-        s = int(slot[k])
-        ahead = s > 0 and (s == depth[k] - 1 or rng.random() < 0.5)
-        rows.blocks[k, s - 1 if ahead else s + 1] += rows.blocks[k, s]
-        rows.blocks[k, s:-1], rows.device[k, s:-1] = (
-            rows.blocks[k, s + 1 :],
-            rows.device[k, s + 1 :],
-        )
-        rows.blocks[k, -1], rows.device[k, -1] = 0, NONE
+    ahead = (slot > 0) & ((slot == depth - 1) | (rng.random(len(rows)) < 0.5))
+    heir, good = np.where(ahead, slot - 1, slot + 1), depth > 1
+    at = np.flatnonzero(good)
+    rows.blocks[at, heir[at]] += rows.blocks[at, slot[at]]
+    place = np.arange(costs.devices)
+    source = np.minimum(place + (place >= slot[at, None]), costs.devices - 1)
+    for table, nothing in ((rows.blocks, 0), (rows.device, NONE)):
+        table[at] = table[at[:, None], source]
+        table[at, -1] = nothing
     return np.asarray(good)
 
 
@@ -136,15 +135,14 @@ def _add(costs: PlainCosts, rows: Rows, rng: np.random.Generator) -> Mask:
     spare, slot = _spare(costs, rows, rng), _slots(rows.depth, rng)
     have = rows.blocks[np.arange(len(rows)), slot]
     good = (spare != NONE) & (have > 1)
-    for k in np.flatnonzero(good):
-        s, part = int(slot[k]), int(rng.integers(1, have[k]))
-        rows.blocks[k, s] -= part
-        s += int(rng.random() < 0.5)
-        rows.blocks[k, s + 1 :], rows.device[k, s + 1 :] = (
-            rows.blocks[k, s:-1],
-            rows.device[k, s:-1],
-        )
-        rows.blocks[k, s], rows.device[k, s] = part, spare[k]
+    part, behind = 1 + _slots(np.maximum(have - 1, 1), rng), rng.random(len(rows)) < 0.5
+    at = np.flatnonzero(good)
+    rows.blocks[at, slot[at]] -= part[at]
+    new, place = slot[at] + behind[at], np.arange(costs.devices)
+    source = place - (place > new[:, None])
+    for table, value in ((rows.blocks, part), (rows.device, spare)):
+        table[at] = table[at[:, None], source]
+        table[at, new] = value[at]
     return np.asarray(good)
 
 

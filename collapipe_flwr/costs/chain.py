@@ -8,15 +8,16 @@ memory allows and no deeper than useful (`warm_up`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from collapipe_flwr.core.replay import StepTimes
-from collapipe_flwr.costs.arrays import Array
+from collapipe_flwr.costs.arrays import Array, Ints
 from collapipe_flwr.costs.layouts import Hops, Layouts, hops_of
 from collapipe_flwr.costs.makespan import gpipe_makespan_s, step_makespan_s
+from collapipe_flwr.costs.many_steps import ManySteps
 from collapipe_flwr.costs.radio import power_for_time_w, send_time_s
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.warm_up import (
@@ -35,6 +36,8 @@ from collapipe_flwr.costs.work import (
     radio_energy_j,
     steps_of,
 )
+
+FEW_STEPS = 40  # are played faster one by one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,19 +136,50 @@ def price_rows(chain: Chain, times: Array, powers: Array) -> RowPrices:
     )
 
 
-def played(
-    chain: Chain, times: Array, bounded: RowPrices, rows: Iterable[int] | None = None
-) -> RowPrices:
+def played(chain: Chain, times: Array, bounded: RowPrices, rows: Ints | None = None) -> RowPrices:
     """What `price_rows` says of these times, with makespans of 1F1B as ``rows`` are played."""
     if chain.options.schedule == "gpipe":
         return bounded
-    limits, counts = deepest(chain), chain.rows.micro_batches_r.tolist()
-    makespan_s = bounded.makespan_s.copy()
-    for row in range(len(chain.rows)) if rows is None else rows:
-        step, least_s = step_times(chain, times, row), float(makespan_s[row])
-        makespan_s[row] = quickest_step_s(step, limits[row], counts[row], least_s)
+    every = np.arange(len(chain.rows)) if rows is None else rows
+    limits, makespan_s = deepest(chain, every), bounded.makespan_s.copy()
+    counts = chain.rows.micro_batches_r
+    for group in _groups(chain, every):
+        if len(group) < FEW_STEPS or chain.options.half_duplex:
+            for row in group.tolist():
+                limit, least_s = _limit(chain, limits, row), float(makespan_s[row])
+                step, count = step_times(chain, times, row), int(counts[row])
+                makespan_s[row] = quickest_step_s(step, limit, count, least_s)
+        else:
+            many, limit_kr = many_steps(chain, times, limits, group)
+            makespan_s[group] = many.quickest_s(limit_kr, makespan_s[group])
     latency_s = chain.fixed_s + chain.steps_r * makespan_s
     return replace(bounded, makespan_s=makespan_s, latency_s=latency_s)
+
+
+def _groups(chain: Chain, rows: Ints) -> list[Ints]:
+    """``rows`` by their number of micro-batches."""
+    counts = chain.rows.micro_batches_r[rows]
+    return [rows[counts == count] for count in np.unique(counts)]
+
+
+def many_steps(chain: Chain, times: Array, limits: Ints, rows: Ints) -> tuple[ManySteps, Ints]:
+    """Steps of rows with the same number of micro-batches, and the most in flight, (K, R)."""
+    depth_r = chain.rows.depth_r[rows]
+    width = int(depth_r.max())
+    stages = [*range(width + 1), -1]
+    hops = np.zeros((width + 2, len(rows), 2))
+    hops[:-1] = times[rows, : width + 1].swapaxes(0, 1)
+    used_kr = np.arange(width + 2)[:, None] <= depth_r
+    used_kr[-1] = True
+    many = ManySteps(
+        ahead_kr=np.ascontiguousarray(chain.forward_stage_s[rows][:, stages].T),
+        back_kr=np.ascontiguousarray(chain.backward_stage_s[rows][:, stages].T),
+        there_kr=np.ascontiguousarray(hops[:, :, 0]),
+        home_kr=np.ascontiguousarray(hops[:, :, 1]),
+        used_kr=used_kr,
+        micro_batches=int(chain.rows.micro_batches_r[rows[0]]),
+    )
+    return many, np.ascontiguousarray(limits[rows][:, stages].T)
 
 
 def makespan_of(chain: Chain, times: Array) -> Array:
@@ -168,14 +202,16 @@ def step_times(chain: Chain, times: Array, row: int) -> StepTimes:
     )
 
 
-def deepest(chain: Chain) -> list[list[int]]:
-    """The most micro-batches in flight that memory allows on each stage of every row, at most J.
+def deepest(chain: Chain, which: Ints | None = None) -> Ints:
+    """The most micro-batches in flight that memory allows on each stage, at most J, (R, S + 2).
 
     No stage may be deeper than the one before it: it would wait for forwards that the shallower
-    one holds back until a backward returns, and both would wait for ever.
+    one holds back until a backward returns, and both would wait for ever. Of rows other than
+    ``which`` the numbers mean nothing.
     """
-    tables, rows, options = chain.tables, chain.rows, chain.options
-    shape = chain.forward_stage_s.shape
+    every = np.arange(len(chain.rows)) if which is None else which
+    tables, rows, options = chain.tables, chain.rows.take(every), chain.options
+    shape = (len(rows), chain.forward_stage_s.shape[1])
     empty = peak_bytes(tables, rows, options, np.zeros(shape))
     each = peak_bytes(tables, rows, options, np.ones(shape)) - empty
     room = capacity_bytes(tables, rows, options) - empty
@@ -184,14 +220,35 @@ def deepest(chain: Chain) -> list[list[int]]:
     own = np.clip(fits, 1, most)
     # Unused slots hold nothing back, and the edge comes behind the used ones.
     own[:, 1:-1] = np.where(rows.used_rs, own[:, 1:-1], most)
-    falling = np.minimum.accumulate(own, axis=1).astype(np.int64).tolist()
-    return [[*of[: depth + 1], of[-1]] for of, depth in zip(falling, rows.depth_r, strict=True)]
+    limits = np.zeros(chain.forward_stage_s.shape, np.int64)
+    limits[every] = np.minimum.accumulate(own, axis=1).astype(np.int64)
+    return limits
+
+
+def _limit(chain: Chain, limits: Ints, row: int) -> tuple[int, ...]:
+    """Of control unit, devices and edge of one row."""
+    of: list[int] = limits[row].tolist()
+    return (*of[: chain.rows.depth_of(row) + 1], of[-1])
 
 
 def choose_depths(chain: Chain, times: Array, rows: Sequence[int]) -> list[WarmUp]:
     """Depths of control unit, segments and edge of these rows."""
-    limits, counts = deepest(chain), chain.rows.micro_batches_r.tolist()
-    return [choose_warm_up(step_times(chain, times, row), limits[row], counts[row]) for row in rows]
+    every = np.asarray(rows, dtype=np.int64)
+    limits, found = deepest(chain, every), dict[int, WarmUp]()
+    for group in _groups(chain, every):
+        if len(group) < FEW_STEPS or chain.options.half_duplex:
+            for row in group.tolist():
+                limit, count = _limit(chain, limits, row), int(chain.rows.micro_batches_r[row])
+                found[row] = choose_warm_up(step_times(chain, times, row), limit, count)
+        else:
+            many, limit_kr = many_steps(chain, times, limits, group)
+            depth_kr, seconds_r = many.choose_warm_up(limit_kr)
+            for row, of, seconds in zip(
+                group.tolist(), depth_kr.T.tolist(), seconds_r, strict=True
+            ):
+                depths = (*of[: chain.rows.depth_of(row) + 1], of[-1])
+                found[row] = WarmUp(depths, float(seconds))
+    return [found[row] for row in rows]
 
 
 def schedule_rows(chain: Chain, times: Array) -> tuple[list[Depths], Array]:

@@ -82,7 +82,7 @@ class Tables:
 def tabulate(snapshot: Snapshot, codec: str = "fp32") -> Tables:
     """Arrays of ``snapshot``; raises ScheduleError where a number cannot be planned with.
 
-    ``codec`` is that of all links but those of clusters that are bound to another one.
+    All links use ``codec``, except in clusters whose profile names another one.
     """
     _check(snapshot)
     clusters = snapshot.clusters

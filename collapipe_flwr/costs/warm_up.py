@@ -9,13 +9,14 @@ judged by playing a step with them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from collapipe_flwr.core.replay import StepTimes, replay
 
 AS_GOOD = 1e-3  # relative makespan
+STEPS_KEPT = 20_000  # cached results of `quickest_step_s`: a search prices many rows repeatedly
 Depths = tuple[int, ...]
 
 
@@ -26,7 +27,7 @@ class WarmUp(NamedTuple):
     makespan_s: float
 
     def is_near(self, other_s: float) -> bool:
-        """Whether it takes no longer than another, a little aside."""
+        """Whether it takes at most `AS_GOOD` longer than another."""
         return other_s >= self.makespan_s * (1.0 - AS_GOOD)
 
 
@@ -42,10 +43,11 @@ def choose_warm_up(step: StepTimes, limit: Sequence[int], micro_batches: int) ->
     return _trimmed(play, _quickest(play, limit, micro_batches, 0.0))
 
 
+@lru_cache(maxsize=STEPS_KEPT)
 def quickest_step_s(
-    step: StepTimes, limit: Sequence[int], micro_batches: int, least_s: float
+    step: StepTimes, limit: tuple[int, ...], micro_batches: int, least_s: float
 ) -> float:
-    """How long a step takes with about such depths; none takes less than ``least_s``."""
+    """The makespan with about these depths; ``least_s`` is a lower bound for all depths."""
     play = _play(step, micro_batches)
     found = _quickest(play, limit, micro_batches, least_s)
     return (found if found.is_near(least_s) else _trimmed(play, found)).makespan_s
@@ -82,7 +84,7 @@ def _deepened(play: _Play, limit: Sequence[int], micro_batches: int, least_s: fl
 
 
 def _trimmed(play: _Play, found: WarmUp) -> WarmUp:
-    """Less on every stage, from the last one on, where a step takes no longer for it."""
+    """Lower the depth of every stage, from the last one on, as far as the step takes no longer."""
     shortest_s = found.makespan_s
     for stage in reversed(range(len(found.depths) - 1)):
         least = found.depths[stage + 1]

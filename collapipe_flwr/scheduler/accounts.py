@@ -1,8 +1,8 @@
 """What devices may spend in a round besides their budget, and what that says about prices.
 
 An account gains the device's share of its budget every round and pays for what the round took.
-Whoever spends no more than there is keeps its budget on average. It opens with an advance, which
-is paid back in the first rounds.
+A device that never overdraws its account keeps its budget on average. Accounts open with an
+advance, which is paid back in the first rounds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all schedulers share: queues, estimates, reference, and turning decisions into plans."""
+"""The base of all schedulers: queues, estimates, the reference plan, and plans from decisions."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from collapipe_flwr.scheduler.protocol import (
 )
 from collapipe_flwr.scheduler.radio.interior_point import equal_shares
 
-USUAL_WEIGHT = 100.0  # V where nothing says which
+USUAL_WEIGHT = 100.0  # V unless given or learnt
 THRIFT = 1e-3  # of the latency weight: the price of energy while all queues are empty
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What all policies do alike: start from a reference plan, and learn from rounds."""
+    """What policies share: states start from a reference plan and learn from rounds."""
 
     settings: SchedulerConfig
     name: str
@@ -91,7 +91,7 @@ class Policy:
         )
 
     def _placeholders(self, state: SchedulerState, accounts_j: Nested) -> Nested:
-        """Place-holders after a round: who heeds no prices learns none."""
+        """Place-holders after a round: unchanged for policies that ignore prices."""
         del accounts_j
         return state.placeholder_j
 
@@ -118,8 +118,8 @@ def _reference(tables: Tables, settings: SchedulerConfig) -> Reference:
 def _plain_rows(tables: Tables, settings: SchedulerConfig) -> Layouts:
     """Blocks by speed over up to three devices; where that fits nowhere, by memory over all.
 
-    The batch is the same for everyone, the middle one of those that fit. Where nothing fits, the
-    last that was tried stands: planning refuses such a snapshot, and says why.
+    All clusters have the same batch, the one nearest to the middle of the grid that fits. Where
+    none fits, the last one tried is returned: planning then refuses the snapshot with a reason.
     """
     members, clusters = tables.members, np.arange(tables.num_clusters)
     few = min(3, tables.num_blocks)
@@ -238,7 +238,7 @@ def by_name(tables: Tables, values_mi: Array) -> dict[str, dict[str, float]]:
 
 
 def solution_plan(solution: Solution, policy: str, share: float) -> Plan:
-    """The solution in names and units that the rest of the product speaks."""
+    """Convert a solution to a `Plan` with device names."""
     chain = solution.chain
     depths, step_s = schedule_rows(chain, solution.allocation.times)
     priced = price_clusters(chain, solution.priced.energy_j, depths, step_s)

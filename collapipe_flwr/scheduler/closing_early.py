@@ -1,10 +1,11 @@
 """Rounds that close without their slowest clusters, whose updates join later ones.
 
-A round closes at ``slack`` times what its median cluster needs, or when all are there. Who needs
-longer is late by s rounds: its update joins once in 1 + s rounds and weighs 1 / sqrt(1 + s). A plan
-for all shortens the slowest cluster's round at the others' cost. Where progress per second is worth
-more than that, one cluster is not waited for, or two, four and so on: those are planned for
-themselves, with bandwidth and memory of the edge by their number. Section 4.7 of docs/theory.md.
+A round closes at ``slack`` times what its median cluster needs, or when all are there. A cluster
+that needs longer is late by s rounds: its update joins once in 1 + s rounds and weighs
+1 / sqrt(1 + s). A plan for all shortens the slowest cluster's round at the others' cost. Where
+progress per second is worth more than that, the round does not wait for one cluster, or two, four
+and so on. Those are planned by themselves, with bandwidth and memory of the edge in proportion to
+their number. Section 4.7 of docs/theory.md.
 Our reconstruction.
 """
 

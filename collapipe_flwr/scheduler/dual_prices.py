@@ -86,8 +86,8 @@ class _Way:
     width: Array
     noise_w: Array  # power that gives 0 dB
     coded: Array  # bits sent for a bit, over the link's share
-    watt: Array  # limit of whoever sends, to broadcast over (M, I, I + 1)
-    price: Array  # of whose joules
+    watt: Array  # the sender's limit, broadcast over (M, I, I + 1)
+    price: Array  # the sender's, per joule
 
     def points(self, slope_m: Array, counts: Ints) -> tuple[Point, Point]:
         """The quick and, for every J, the calm point."""

@@ -17,10 +17,10 @@ The last are those of the slowest device that works: to begin and to end a round
 long as so many blocks with one example, whatever it does in between.
 
 While samples agree with the claims to within ``AGREES``, they make these only more certain, and
-plans are bit-equal to those without samples. Who did not work for ``PATIENCE`` rounds is planned
-with its claim again, so that a device that was slow is tried some day; whichever of claim and
-memory is nearer to the next sample goes on from there, so one look suffices. After every look in
-vain the patience doubles.
+plans are bit-equal to those without samples. A device without work for ``PATIENCE`` rounds is
+planned with its claim again, so that a device that was slow is tried again. The estimate then
+continues from the claim or the old estimate, whichever is nearer to the next sample, so one round
+suffices. The patience doubles whenever the old estimate was right.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def _scaled_memory(device: DeviceProfile, known: LogFilter | None) -> DeviceProf
 
 
 def profiles_learned(estimates: ProfileEstimates, outcome: RoundOutcome) -> ProfileEstimates:
-    """Fold in what a round showed; whoever measured nothing changes nothing."""
+    """Fold in the measurements of a round; parties without measurements keep their estimates."""
     stages, watts = _copied(estimates.stages), _copied(estimates.watts)
     memories, rounds = _copied(estimates.memories), dict(estimates.rounds)
     for cluster in outcome.clusters:

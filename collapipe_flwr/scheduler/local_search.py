@@ -1,4 +1,4 @@
-"""Neighbours of layouts: what one move makes of a row, and every pair of micro-batches."""
+"""Neighbours of layouts: rows one move away, and rows with every pair of micro-batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.layouts import UNUSED, Layouts, stack
 
 Neighbours = tuple[Ints, Layouts]
-"""Whose neighbour each row is, and the rows."""
+"""The parent of every row, and the rows."""
 Kind = Callable[["Moves"], Neighbours]
 
 
@@ -135,7 +135,7 @@ class Moves:
 
 
 def _wider(table: Ints, padding: int) -> Ints:
-    """One slot more."""
+    """``table`` with one more slot."""
     return np.concatenate([table, np.full_like(table[:, :1], padding)], axis=1)
 
 

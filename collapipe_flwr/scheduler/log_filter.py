@@ -57,7 +57,7 @@ class LogFilter:
 
     ``surprise`` is how far the last value was off, in ln, if that was beyond the gate; a filter
     that has seen nothing takes any value for a change. ``unseen`` counts rounds without a value,
-    and ``looks`` how often somebody tried again in vain after that.
+    and ``looks`` how many later trials confirmed the estimate.
     """
 
     mean: tuple[float, ...]

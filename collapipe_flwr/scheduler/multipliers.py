@@ -40,7 +40,7 @@ ALWAYS = 1e-6  # price of energy where its multiplier is 0, so that nothing is w
 
 @dataclass(slots=True)
 class Dual:
-    """The problem of a snapshot, in reference latencies and budgets, and the plans seen of it."""
+    """The dual of a snapshot's problem, in reference latencies and budgets, and the plans seen."""
 
     planner: Planner
     solutions: list[Solution] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Dual:
         return late + float((theta_mi * self.excess(solution)).sum())
 
     def respond(self, theta_mi: Array) -> Solution:
-        """A plan that is best at these multipliers as far as the search sees."""
+        """The best plan that the search finds at these multipliers."""
         near = min(self.solutions, key=lambda s: self.value(s, theta_mi))
         found = self.at(theta_mi)
         self.solutions.append(found.improve(found.radio(near.rows)))
@@ -114,7 +114,7 @@ class Dual:
         return best
 
     def _highest(self) -> tuple[float, Array]:
-        """Where the plans seen so far leave the Lagrangian highest."""
+        """The maximum over multipliers of the least Lagrangian of all plans seen so far."""
         nothing = np.zeros_like(self.planner.price_mi)
         cost = np.array([self.value(s, nothing) for s in self.solutions])
         excess = np.array([self.excess(s).ravel() for s in self.solutions])

@@ -1,4 +1,4 @@
-"""One round's decision: segments and batches, then radio, alternately, never getting worse."""
+"""Plans one round: alternate between segments with batches and radio while the objective falls."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ class Solution:
         return by_member(self.priced.energy_j, self.rows, shape)
 
     def radio_mi(self, shape: tuple[int, ...]) -> Array:
-        """What of them is radio."""
+        """The part of `spent_mi` that transmissions take."""
         return by_member(self.priced.energy_j - self.chain.computing_j, self.rows, shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planner(RoundProblem):
-    """Solves the problem of one round."""
+    """Solve the problem of one round."""
 
     def solve(self, stay: Solution | None = None) -> Solution:
         """The best plan found, from scratch or also from ``stay``; raises InfeasibleError.
@@ -127,15 +127,17 @@ class Planner(RoundProblem):
         The latter, for few clusters, by dual prices and in turn by what they cost as played.
         """
         near, values = self._promising(best, best.rows)
-        orders = [np.argsort(values, kind="stable")[:POLISH_RIVALS]]
+        lists = [near.take(np.argsort(values, kind="stable")[:POLISH_RIVALS])]
         if self.settings.schedule == "1f1b" and len(near):
             found = self._played(best, near)
             yield [found.together()]
-            orders.append(np.argsort(found.alone(), kind="stable")[:POLISH_RIVALS])
+            quickest = np.argsort(found.alone(), kind="stable")[:POLISH_RIVALS]
+            lists.append(found.near.take(quickest))
         if self.tables.num_clusters <= POLISHED_CLUSTERS:
-            first = dict.fromkeys(np.stack(orders, axis=1).ravel().tolist())
-            now = best.rows
-            yield [replaced(now, near.cluster_r[[r]], near.take(np.array([r]))) for r in first]
+            places = [(rows, r) for r in range(POLISH_RIVALS) for rows in lists if r < len(rows)]
+            single = [rows.take(np.array([r])) for rows, r in places]
+            plans = [replaced(best.rows, row.cluster_r, row) for row in single]
+            yield list({key_of(plan): plan for plan in plans}.values())
         if far:
             for rows in self._far(best, near):
                 yield [rows]
@@ -150,13 +152,16 @@ class Planner(RoundProblem):
         even = equal_shares(best.chain, self.tables.snapshot.radio.bandwidth_hz)
         for now in (best, self.priced(best.chain, even, best.rho)):
             found = self._played(now, near)
-            for rows in beam(slow, self._fitting_neighbours, partial(self._played, now)):
+            for rows in beam(slow, self._fitting_neighbours, partial(self._played_alone, now)):
                 found = found.joined(rows)
             yield found.together()
 
-    def _played(self, now: Solution, rows: Layouts) -> RunnersUp:
+    def _played_alone(self, now: Solution, rows: Layouts) -> RunnersUp:
+        return self._played(now, rows, joint=False)
+
+    def _played(self, now: Solution, rows: Layouts, *, joint: bool = True) -> RunnersUp:
         own, hz_m = self.estimates(now.chain, now.priced), now.allocation.edge_hz_r
-        return runners_up(self, now.rows, own, hz_m, rows)
+        return runners_up(self, now.rows, own, hz_m, rows, joint=joint)
 
     def _promising(self, best: Solution, rows: Layouts) -> tuple[Layouts, Array]:
         """Rows a move away from ``rows`` that by dual prices cost little more than those of
@@ -209,28 +214,29 @@ class Planner(RoundProblem):
             plain.append(replace(plain[0], edge_hz_r=hz_m, times=times))
         prices = best.allocation.latency_price_r
         others = [replace(each, latency_price_r=prices) for each in plain]
-        solutions = [self.priced(chain, each, rho) for each in others]
-        return min([best, *solutions], key=lambda s: s.objective)
+        for each in others:
+            best = min(best, self.priced(chain, each, rho, best), key=lambda s: s.objective)
+        return best
 
     def evened(self, best: Solution) -> Solution:
         """More bandwidth for slower clusters, all at full power, while the objective falls."""
         band_hz = self.tables.snapshot.radio.bandwidth_hz
         for _ in range(EVENINGS):
-            before, trials = best, [best]
+            before = best
             for power in EVENING:
                 late = before.priced.latency_s / before.priced.latency_s.max()
                 hz_m = before.allocation.edge_hz_r * late**power
                 hz_m *= band_hz / hz_m.sum()
                 times = full_power_times(best.chain, hz_m)
                 allocation = replace(before.allocation, edge_hz_r=hz_m, times=times)
-                trials.append(self.priced(best.chain, allocation, best.rho))
-            best = min(trials, key=lambda s: s.objective)
+                trial = self.priced(best.chain, allocation, best.rho, best)
+                best = min(best, trial, key=lambda s: s.objective)
             if not best.objective < before.objective * (1.0 - ENOUGH):
                 break
         return best
 
     def _allocated(self, chain: Chain, rho: float, excess_s: Array | float = 0.0) -> Solution:
-        """The radio's optimum if its formula says ``excess_s`` too much, or too little below 0."""
+        """The optimal radio if the formula's latencies are ``excess_s`` too high."""
         most = 0.9 * convex_latency_s(chain, None)
         allocation = allocate(
             replace(chain, fixed_s=chain.fixed_s - np.minimum(excess_s, most)),
@@ -240,27 +246,36 @@ class Planner(RoundProblem):
         )
         return self.priced(chain, allocation, rho)
 
-    def priced(self, chain: Chain, allocation: Allocation, rho: float) -> Solution:
+    def priced(
+        self, chain: Chain, allocation: Allocation, rho: float, best: Solution | None = None
+    ) -> Solution:
         """Latency, energy and objective of a decision.
 
-        1F1B is played where clusters are few; of many, the lower bound must do.
+        1F1B is played where clusters are few; of many, and where it shows that ``best`` is better,
+        the lower bound must do.
         """
         powers = powers_for(chain, allocation.edge_hz_r, allocation.times)
         priced = price_rows(chain, allocation.times, powers)
-        if self.tables.num_clusters <= FEW_CLUSTERS:
+        objective = self._objective(chain, priced, rho)
+        few = self.tables.num_clusters <= FEW_CLUSTERS
+        if few and (best is None or objective < best.objective):
             priced = played(chain, allocation.times, priced)
-        late = self.latency_price * rho * float(priced.latency_s.max())
+            objective = self._objective(chain, priced, rho)
         return Solution(
             chain=chain,
             allocation=allocation,
             powers=powers,
             priced=priced,
             rho=rho,
-            objective=late + float(self.worth(chain, priced).sum()),
+            objective=objective,
         )
 
+    def _objective(self, chain: Chain, priced: RowPrices, rho: float) -> float:
+        late = self.latency_price * rho * float(priced.latency_s.max())
+        return late + float(self.worth(chain, priced).sum())
+
     def opening_prices(self) -> DualPrices:
-        """Equal bandwidth; a second of any cluster costs as much as one of the round."""
+        """Prices to start from: equal bandwidth, every cluster's second at the round's price."""
         clusters = self.tables.num_clusters
         return DualPrices(
             latency_price=self.latency_price,
@@ -272,7 +287,7 @@ class Planner(RoundProblem):
         )
 
     def dual_prices(self, now: Solution) -> DualPrices:
-        """Prices that ``now`` implies."""
+        """The dual prices at the solution ``now``."""
         return DualPrices(
             latency_price=self.latency_price,
             price_mi=self.price_mi,

@@ -42,12 +42,12 @@ class LatencyOnly(Dssda):
     name: str = "latency-only"
 
     def _started(self, state: SchedulerState, snapshot: Snapshot) -> SchedulerState:
-        """Queues that nobody heeds start empty."""
+        """Start with empty queues, which this policy ignores."""
         del snapshot
         return replace(state, weight=self.settings.penalty_weight or USUAL_WEIGHT)
 
     def _placeholders(self, state: SchedulerState, accounts_j: Nested) -> Nested:
-        """As they are."""
+        """Unchanged."""
         del accounts_j
         return state.placeholder_j
 

@@ -9,6 +9,7 @@ per cluster for all clusters together.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -81,17 +82,22 @@ def _gains(group: Ints, worth: Array, most: float = 0.0) -> tuple[Mask, Array]:
     return first, np.where(first, 0.0, gain)
 
 
-@dataclass(frozen=True, slots=True)
 class Picking:
     """Puts plans together from a pool that has at least one row of every cluster."""
 
-    problem: RoundProblem
-    pool: Pool
+    def __init__(self, problem: RoundProblem, pool: Pool) -> None:
+        self.problem, self.pool = problem, pool
+        # By cluster, and the quickest first; rounds to the target differ by cluster and pair alone.
+        self._order = np.lexsort((pool.costs.latency, pool.rows.cluster_r))
+        owner = pool.rows.cluster_r[self._order]
+        self._first = np.diff(owner, prepend=-1) != 0
+        kinds = pool.rows.cluster_r * (int(pool.pair_r.max()) + 2) + pool.pair_r
+        _, which, self._kind_r = np.unique(kinds, return_index=True, return_inverse=True)
+        self._kinds = pool.rows.take(which)
 
     def best(self) -> tuple[float, Ints]:
         """The least objective found, and the row of every cluster."""
-        starts = [self.common(int(pair)) for pair in np.unique(self.pool.pair_r)]
-        best = self._changed(min(starts, key=lambda start: start[0])[1])
+        best = self._changed(self.common()[1])
         if self.problem.tables.num_clusters > SWEPT_CLUSTERS:
             return best
         for _ in range(SWEEPS):
@@ -121,7 +127,7 @@ class Picking:
         order = np.argsort(pool.rows.cluster_r, kind="stable")
         owner, costs = pool.rows.cluster_r[order], pool.costs.take(order)
         now = pool.rows.take(near)
-        rho = problem.learning.rho_rows(problem.tables, pool.rows.take(order), now)
+        rho = self._rho(now)[order]
         added = problem.latency_price * (rho - problem.learning.rho(problem.tables, now))
         starts = np.searchsorted(owner, np.arange(problem.tables.num_clusters))
         shortest = np.minimum.reduceat(costs.latency, starts).max()
@@ -141,28 +147,24 @@ class Picking:
         rho = problem.learning.rho(problem.tables, self.pool.rows.take(choice))
         return problem.latency_price * rho * float(costs.latency.max()) + float(costs.worth.sum())
 
-    def common(self, pair: int) -> tuple[float, Ints]:
+    def common(self) -> tuple[float, Ints]:
         """The best where every cluster that can takes one pair, the others what is quickest."""
-        pool, clusters = self.pool, np.arange(self.problem.tables.num_clusters)
-        away = pool.pair_r != pair
-        order = np.lexsort((pool.costs.latency, away, pool.rows.cluster_r))
-        stays = ~away[order]
-        stays[np.searchsorted(pool.rows.cluster_r[order], clusters)] = True
-        order = order[stays]
-        owner, costs = pool.rows.cluster_r[order], pool.costs.take(order)
-        first, gain = _gains(owner, costs.worth)
-        quickest = order[first]
-        rho = self.problem.learning.rho(self.problem.tables, pool.rows.take(quickest))
-        # As the ceiling rises, one cluster after another may take a row that needs less energy.
-        rising = np.argsort(costs.latency, kind="stable")
-        ceilings = costs.latency[rising]
-        energy = costs.worth[first].sum() - np.cumsum(gain[rising])
-        values = self.problem.latency_price * rho * ceilings + energy
-        values[ceilings < costs.latency[first].max()] = np.inf
-        best = int(np.argmin(values))
-        within = np.where(costs.latency <= ceilings[best], costs.worth, np.inf)
-        cheapest = np.lexsort((within, owner))
-        return float(values[best]), order[cheapest[np.flatnonzero(first)]]
+        best = min(self.commons.values(), key=lambda one: one.value)
+        return best.value, best.choice()
+
+    @cached_property
+    def commons(self) -> dict[int, Common]:
+        """What is best by the pair that clusters have in common."""
+        pairs: list[int] = np.unique(self.pool.pair_r).tolist()
+        return {pair: Common(self.problem, self.pool, self._with_pair(pair)) for pair in pairs}
+
+    def _with_pair(self, pair: int) -> Ints:
+        """Rows with a pair by cluster and latency, the quickest of clusters without such a row."""
+        owner, same = self.pool.rows.cluster_r, self.pool.pair_r == pair
+        without = np.ones(self.problem.tables.num_clusters, bool)
+        without[owner[same]] = False
+        order = self._order
+        return order[same[order] | (self._first & without[owner[order]])]
 
     def _changed(self, choice: Ints) -> tuple[float, Ints]:
         """Change one cluster's row at a time while that gains."""
@@ -179,8 +181,41 @@ class Picking:
     def exchanged(self, choice: Ints) -> Array:
         """The objective with each row in the place of its cluster's row of ``choice``, (R,)."""
         pool, problem, owner = self.pool, self.problem, self.pool.rows.cluster_r
-        rho = problem.learning.rho_rows(problem.tables, pool.rows, pool.rows.take(choice))
+        rho = self._rho(pool.rows.take(choice))
         others = others_max(pool.costs.latency[choice])[owner]
         late = problem.latency_price * rho * np.maximum(pool.costs.latency, others)
         rest = pool.costs.worth[choice].sum() - pool.costs.worth[choice]
         return np.asarray(late + pool.costs.worth + rest[owner])
+
+    def _rho(self, now: Layouts) -> Array:
+        """`Learning.rho_rows` of the pool."""
+        rho = self.problem.learning.rho_rows(self.problem.tables, self._kinds, now)
+        return np.asarray(rho[self._kind_r])
+
+
+class Common:
+    """The best choice of one row per cluster of ``order``, by cluster and latency, at one rho."""
+
+    def __init__(self, problem: RoundProblem, pool: Pool, order: Ints) -> None:
+        self._order, self._costs = order, pool.costs.take(order)
+        owner, latency = pool.rows.cluster_r[order], self._costs.latency
+        first, gain = _gains(owner, self._costs.worth)
+        self._starts = np.flatnonzero(first)
+        rho = problem.learning.rho(problem.tables, pool.rows.take(order[first]))
+        # As the ceiling rises, one cluster after another may take a row that needs less energy.
+        rising = np.argsort(latency, kind="stable")
+        ceilings = latency[rising]
+        energy = self._costs.worth[first].sum() - np.cumsum(gain[rising])
+        values = problem.latency_price * rho * ceilings + energy
+        values[ceilings < latency[first].max()] = np.inf
+        best = int(np.argmin(values))
+        self.value, self._ceiling = float(values[best]), float(ceilings[best])
+
+    def choice(self) -> Ints:
+        """The row of every cluster."""
+        latency, worth = self._costs.latency, self._costs.worth
+        within = np.where(latency <= self._ceiling, worth, np.inf)
+        least = np.minimum.reduceat(within, self._starts)
+        owner = np.repeat(np.arange(len(least)), np.diff(self._starts, append=len(within)))
+        cheapest = np.flatnonzero(within == least[owner])
+        return self._order[cheapest[np.searchsorted(owner[cheapest], np.arange(len(least)))]]

@@ -1,4 +1,4 @@
-"""One round's problem: what stays fixed while it is planned, and rounds to the target."""
+"""One round's problem: its fixed inputs, and the rounds to the target."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def learning_for(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundProblem:
-    """What stays fixed while one round is planned; energy costs ``price_mi`` per joule.
+    """The fixed inputs of planning one round; energy costs ``price_mi`` per joule.
 
     Computing that takes more than ``room_mi`` joules of a device costs a surcharge.
     """

@@ -2,8 +2,8 @@
 
 Micro-batches and the edge's warm-up depth stay as planned, so that every step computes what it
 would have computed; only segments move. They minimise the step's compute time exactly
-(``segment_dp``) over the devices that are left, within their memories. Links are not priced: in the
-middle of a round nobody has fresh channel states, and the next round is planned in full again.
+(``segment_dp``) over the devices that are left, within their memories. Links are not priced: no
+fresh channel states are known in the middle of a round, and the next one is planned in full again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Replicas where they win: the last word on a plan whose segments, batches and radio are decided.
+"""Replicas where they win: the last step, after segments, batches and radio are decided.
 
 Only the slowest cluster makes a round shorter, so its plan is changed, then that of the next
 slowest, as long as what it pays falls by `WORTH` each time. A change lets a device without a

@@ -1,9 +1,9 @@
 """Plans near the one in place, by what they cost as 1F1B is played while bandwidth stays.
 
-Every row is played at full power over the bandwidth that its cluster has. That can be had, so a
-plan that costs less in this way is a better one, whatever the radio program makes of it. A round
-lasts as long as its slowest cluster: where several are about as slow, none of them alone makes it
-shorter, so the rows of all clusters are also chosen together.
+Every row is played at full power over its cluster's present bandwidth. That is a feasible radio
+decision, so a plan that costs less in this way is better, whatever the radio program finds for it.
+A round lasts as long as its slowest cluster. Where several are about as slow, changing one of them
+does not shorten the round, so rows of all clusters are also chosen jointly.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from collapipe_flwr.costs.arrays import Array, Ints
+from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.chain import (
     chain_of,
     full_power_times,
@@ -28,12 +28,13 @@ from collapipe_flwr.scheduler.problem import RoundProblem
 from collapipe_flwr.scheduler.scorer import Estimates
 
 WIDTH = 16  # rows of a cluster that a beam goes on from
+AT_A_TIME = 8  # rows of a cluster that are played before others are looked at again
 PATIENCE = 2  # moves in vain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnersUp:
-    """Rows that may each take the place of their cluster's row of a plan."""
+    """Rows, each of which may replace its cluster's row of a plan."""
 
     problem: RoundProblem
     now: Layouts  # the plan: one row per cluster
@@ -42,16 +43,16 @@ class RunnersUp:
     costs: Estimates  # what those cost
 
     def take(self, rows: Ints) -> RunnersUp:
-        """Only these rows."""
+        """The chosen rows."""
         return replace(self, near=self.near.take(rows), costs=self.costs.take(rows))
 
     def joined(self, more: RunnersUp) -> RunnersUp:
-        """Those of ``more`` behind these."""
+        """These rows, then those of ``more``."""
         costs = self.costs.joined(more.costs)
         return replace(self, near=stack([self.near, more.near]), costs=costs)
 
     def alone(self) -> Array:
-        """What a plan costs with each row in it, less what the plan's energy does, (R,)."""
+        """The objective with each row in the plan, less the plan's own priced energy, (R,)."""
         problem, owner = self.problem, self.near.cluster_r
         late_s = problem.learning.rho_rows(problem.tables, self.near, self.now)
         late_s *= np.maximum(self.costs.latency, others_max(self.own.latency)[owner])
@@ -59,7 +60,7 @@ class RunnersUp:
         return np.asarray(problem.latency_price * late_s + more)
 
     def together(self) -> Layouts:
-        """The best plan found with rows of any clusters in it; the plan itself if none is."""
+        """The best plan found with new rows in any number of clusters, perhaps the plan itself."""
         rows = stack([self.now, self.near])
         pool = Pool(rows, self.own.joined(self.costs), self.problem.pair_of(rows))
         chosen = rows.take(Picking(self.problem, pool).best()[1])
@@ -67,20 +68,54 @@ class RunnersUp:
 
 
 def runners_up(
-    problem: RoundProblem, now: Layouts, own: Estimates, edge_hz_m: Array, near: Layouts
+    problem: RoundProblem,
+    now: Layouts,
+    own: Estimates,
+    edge_hz_m: Array,
+    near: Layouts,
+    *,
+    joint: bool = True,
 ) -> RunnersUp:
-    """Play ``near`` over the bandwidth that each row's cluster has towards the edge.
+    """The rows of ``near`` that matter, played over the bandwidth of their clusters.
 
-    Of rows that the plan's own beat in any case the lower bound will do.
+    Those that may be among the best `WIDTH` of their clusters alone. For a ``joint`` choice also
+    those that none with the same micro-batches beats in latency as well as in energy. The lower
+    bound of a row's latency is enough to leave it out.
     """
-    hz, owner = edge_hz_m[near.cluster_r], near.cluster_r
+    hz = edge_hz_m[near.cluster_r]
     chain = chain_of(problem.tables, near, problem.settings)
     times = full_power_times(chain, hz)
-    bounded = price_rows(chain, times, powers_for(chain, hz, times))
-    least = problem.estimates(chain, bounded)
-    good = (least.latency < own.latency[owner]) | (least.worth < own.worth[owner])
-    costs = problem.estimates(chain, played(chain, times, bounded, np.flatnonzero(good)))
-    return RunnersUp(problem=problem, now=now, own=own, near=near, costs=costs)
+    priced = price_rows(chain, times, powers_for(chain, hz, times))
+    costs, pair_r = problem.estimates(chain, priced), problem.pair_of(near)
+    every = RunnersUp(problem=problem, now=now, own=own, near=near, costs=costs)
+    done = np.zeros(len(near), bool)
+    while True:
+        more = _next(every, pair_r, done, joint=joint)
+        if not len(more):
+            return every.take(np.flatnonzero(done))
+        priced = played(chain, times, priced, more)
+        every = replace(every, costs=problem.estimates(chain, priced))
+        done[more] = True
+
+
+def _next(every: RunnersUp, pair_r: Ints, done: Mask, *, joint: bool) -> Ints:
+    """The most promising rows of every cluster that may matter and are not ``done``."""
+    values, owner, costs = every.alone(), every.near.cluster_r, every.costs
+    own_pair = every.problem.pair_of(every.now)
+    chosen = []
+    for m in np.unique(owner[~done]):
+        known, open_r = np.flatnonzero(done & (owner == m)), np.flatnonzero(~done & (owner == m))
+        least = np.sort(values[known])[WIDTH - 1] if len(known) >= WIDTH else np.inf
+        matters = values[open_r] < least
+        if joint:
+            latency = np.append(costs.latency[known], every.own.latency[m])
+            worth = np.append(costs.worth[known], every.own.worth[m])
+            pairs = np.append(pair_r[known], own_pair[m])
+            beaten = (latency <= costs.latency[open_r, None]) & (worth <= costs.worth[open_r, None])
+            matters |= ~(beaten & (pairs == pair_r[open_r, None])).any(1)
+        open_r = open_r[matters]
+        chosen.append(open_r[np.argsort(values[open_r], kind="stable")[:AT_A_TIME]])
+    return np.concatenate(chosen) if chosen else np.zeros(0, np.int64)
 
 
 def beam(

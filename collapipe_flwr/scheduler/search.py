@@ -155,10 +155,10 @@ class Search:
     def _promising(self, pool: Pool) -> Mask:
         """Rows with pairs of which the first plan is not far from the best one."""
         picking = Picking(self.problem, pool)
-        found = {int(pair): picking.common(int(pair)) for pair in np.unique(pool.pair_r)}
-        least, choice = min(found.values(), key=lambda one: one[0])
+        least, choice = picking.common()
         most = (PROMISING if self.few else PROMISING_MANY) * least
-        keep = np.isin(pool.pair_r, [pair for pair, (value, _) in found.items() if value <= most])
+        good = [pair for pair, best in picking.commons.items() if best.value <= most]
+        keep = np.isin(pool.pair_r, good)
         # A pair that is bad for all of them may be good for the one that the others wait for.
         own = pool.rows.cluster_r * len(self.problem.batches()) + pool.pair_r
         keep |= np.isin(own, own[picking.exchanged(choice) < least])
@@ -230,7 +230,7 @@ class Search:
         return Moves(near, self.cost_mi, most).all() if len(near) else none
 
     def _in_order(self, pool: Pool, choice: Ints, rows: Ints) -> Ints:
-        """``rows``, first those of clusters that the round waits for, then the dearest."""
+        """``rows``, those of the slowest clusters first, then by priced energy, highest first."""
         owner, latency = pool.rows.cluster_r[rows], pool.costs.latency[choice]
         slow = latency > PRESSING * latency.max()
         return rows[np.lexsort((-pool.costs.worth[choice][owner], ~slow[owner]))]

@@ -1,8 +1,8 @@
 """DSSDA held against every other policy, and against the claims of the paper's abstract.
 
-Who breaks an energy budget in some seed does not count as the best pipeline. Beside what was seen
-stands what is possible: what a plan as good as the bound of docs/theory.md, section 10, would
-reach. Where that is less than a claim needs, no scheduler can keep it in this setting.
+A policy that breaks an energy budget in some seed does not count as the best pipeline. Every claim
+also states what is possible: the value of a plan as good as the bound of docs/theory.md, section
+10. Where that is less than a claim needs, no scheduler can keep it in this setting.
 """
 
 from __future__ import annotations

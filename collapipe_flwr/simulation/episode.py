@@ -51,9 +51,9 @@ class EpisodeRound:
 def simulated_outcome(
     plan: Plan, priced: PricedRound, truth: Snapshot, seen: Snapshot, options: PricingOptions
 ) -> RoundOutcome:
-    """What the price says; whoever worked shows its true stage time and power.
+    """The outcome by the price; members with work report their true stage times and powers.
 
-    ``seen`` are the links, and the devices that did not work, as plans knew them.
+    ``seen`` holds the links, and the devices without work, as plans knew them.
     """
     clusters = tuple(
         simulated_cluster(part, found, truth, seen, options)
@@ -84,7 +84,7 @@ def simulated_cluster(
 def simulated_stages(
     plan: ClusterPlan, profile: ClusterProfile, truth: Snapshot, options: PricingOptions
 ) -> tuple[StageSample, ...]:
-    """A sample of everyone who worked, with the true times and powers of ``profile``."""
+    """A sample of every member with work, with the true times and powers of ``profile``."""
     members = {member.device_id: member for member in profile.members}
     samples = []
     parts = stage_parts(plan, truth.model, recompute=options.recompute)

@@ -1,4 +1,4 @@
-"""What one episode of one policy was worth: the numbers of the tables, defined once.
+"""The score of one episode of one policy: the numbers of the tables, defined once.
 
 ``compute_efficiency`` is the capacity used: useful FLOPs of the round (one forward and one backward
 pass of all blocks over every example; no padding, re-computation or optimiser) divided by what all

@@ -24,7 +24,7 @@ Tick = Callable[[str], None]
 
 
 def silent(doing: str) -> None:
-    """The tick of work that nobody watches."""
+    """A tick that does nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

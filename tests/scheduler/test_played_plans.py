@@ -16,9 +16,10 @@ from collapipe_flwr.costs.chain import (
     price_rows,
     schedule_rows,
 )
-from collapipe_flwr.costs.layouts import replaced
+from collapipe_flwr.costs.layouts import key_of, replaced
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler import planner as planning
+from collapipe_flwr.scheduler import runners_up as playing
 from collapipe_flwr.scheduler.planner import Solution
 from collapipe_flwr.scheduler.radio.interior_point import equal_shares
 from collapipe_flwr.scheduler.runners_up import RunnersUp, runners_up
@@ -87,6 +88,7 @@ def test_what_a_runner_up_costs_can_be_had() -> None:
     near = near.take(fits(planner.tables, near, planner.settings))
     own, hz_m = planner.estimates(now.chain, now.priced), now.allocation.edge_hz_r
     found = runners_up(planner, rows, own, hz_m, near)
+    near = found.near
     for r in (0, len(near) // 2, len(near) - 1, int(found.alone().argmin())):
         changed = replaced(rows, near.cluster_r[[r]], near.take(np.array([r])))
         energy = float(own.worth.sum())
@@ -97,3 +99,24 @@ def cost_of(found: Solution) -> float:
     """rho T in seconds."""
     priced = played(found.chain, found.allocation.times, found.priced)
     return found.rho * float(priced.latency_s.max())
+
+
+def test_rows_that_are_left_out_are_not_among_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best of each cluster alone, and the best choice for all, are those of playing all."""
+    for seed in SEEDS:
+        planner = search_planner(SIZE, seed, queues=True)
+        now = planner.radio(planner.choose(planner.opening_prices(), None))
+        near = planner.neighbours(now.rows)
+        near = near.take(fits(planner.tables, near, planner.settings))
+        own, hz_m = planner.estimates(now.chain, now.priced), now.allocation.edge_hz_r
+        found = runners_up(planner, now.rows, own, hz_m, near)
+        with monkeypatch.context() as patch:
+            patch.setattr(playing, "WIDTH", len(near))
+            every = runners_up(planner, now.rows, own, hz_m, near)
+        assert len(found.near) < 0.8 * len(every.near) == 0.8 * len(near)
+        for m in range(SIZE.clusters):
+            best, all_ = (
+                np.sort(each.alone()[each.near.cluster_r == m]) for each in (found, every)
+            )
+            assert (best[: playing.WIDTH] == all_[: playing.WIDTH]).all()
+        assert key_of(found.together()) == key_of(every.together())

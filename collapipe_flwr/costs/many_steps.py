@@ -1,0 +1,169 @@
+"""Many steps of 1F1B played side by side: what `warm_up` finds for each, bit by bit.
+
+Suffixes: ``_k`` stage (control unit, slots, edge), ``_r`` row. Unused slots lie between the last
+device and the edge. They compute nothing, nothing is sent behind them, and like the edge they hold
+one micro-batch, so they change no end of anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from collapipe_flwr.costs.arrays import Array, Ints, Mask
+from collapipe_flwr.costs.warm_up import AS_GOOD
+
+AT_A_TIME = 4  # depths of a row that are played together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManySteps:
+    """Steps with the same number of micro-batches, over full-duplex links."""
+
+    ahead_kr: Array  # seconds per micro-batch
+    back_kr: Array
+    there_kr: Array  # of the hop behind each stage; 0 behind the edge
+    home_kr: Array
+    used_kr: Mask
+    micro_batches: int
+
+    def take(self, rows: Ints) -> ManySteps:
+        """The chosen rows."""
+        return ManySteps(
+            ahead_kr=self.ahead_kr[:, rows],
+            back_kr=self.back_kr[:, rows],
+            there_kr=self.there_kr[:, rows],
+            home_kr=self.home_kr[:, rows],
+            used_kr=self.used_kr[:, rows],
+            micro_batches=self.micro_batches,
+        )
+
+    def choose_warm_up(self, limit_kr: Ints) -> tuple[Ints, Array]:
+        """Depths, (K, R), and seconds, (R,), as `warm_up.choose_warm_up` has them."""
+        nothing = np.zeros(limit_kr.shape[1])
+        return self._trimmed(*self._quickest(limit_kr, nothing), np.arange(len(nothing)))
+
+    def quickest_s(self, limit_kr: Ints, least_r: Array) -> Array:
+        """Seconds, (R,), as `warm_up.quickest_step_s` has them."""
+        depth_kr, found_r = self._quickest(limit_kr, least_r)
+        return self._trimmed(depth_kr, found_r, np.flatnonzero(~_near(found_r, least_r)))[1]
+
+    def _quickest(self, limit_kr: Ints, least_r: Array) -> tuple[Ints, Array]:
+        depth_kr, found_r = self._deepened(limit_kr, least_r)
+        if len(slow := np.flatnonzero(~_near(found_r, least_r))):
+            falling = self._falling(limit_kr)[:, slow]
+            other_kr, other_r = self.take(slow)._deepened(falling, least_r[slow])
+            better = other_r < found_r[slow]
+            depth_kr[:, slow[better]], found_r[slow[better]] = other_kr[:, better], other_r[better]
+        return depth_kr, found_r
+
+    def _falling(self, limit_kr: Ints) -> Ints:
+        """Less in flight on every stage than on the one ahead of it."""
+        falling = limit_kr.copy()
+        for k in range(1, len(limit_kr)):
+            less = np.maximum(np.minimum(limit_kr[k], falling[k - 1] - 1), 1)
+            falling[k] = np.where(self.used_kr[k], less, falling[k - 1])
+        return falling
+
+    def _deepened(self, limit_kr: Ints, least_r: Array) -> tuple[Ints, Array]:
+        depth_kr, found_r = np.ones_like(limit_kr), np.full(limit_kr.shape[1], np.inf)
+        open_r = np.arange(len(found_r))
+        for first in range(0, self.micro_batches, AT_A_TIME):
+            slacks = range(first, min(first + AT_A_TIME, self.micro_batches))
+            trials = [self._with_slack(limit_kr, slack)[:, open_r] for slack in slacks]
+            again = self.take(np.tile(open_r, len(trials)))
+            played = again.play(np.concatenate(trials, axis=1)).reshape(len(trials), -1)
+            going = np.ones(len(open_r), bool)
+            for trial_kr, seconds_r in zip(trials, played, strict=True):
+                going &= ~_near(found_r[open_r], least_r[open_r])
+                going &= ~_near(found_r[open_r], seconds_r)
+                found_r[open_r[going]] = seconds_r[going]
+                depth_kr[:, open_r[going]] = trial_kr[:, going]
+            open_r = open_r[going]
+            if not len(open_r):
+                break
+        return depth_kr, found_r
+
+    def _with_slack(self, limit_kr: Ints, slack: int) -> Ints:
+        depth_kr = np.ones_like(limit_kr)
+        for k in range(len(limit_kr) - 2, -1, -1):
+            behind = depth_kr[k + 1]
+            depth = np.maximum(np.minimum(limit_kr[k], behind + 1 + slack), behind)
+            depth_kr[k] = np.where(self.used_kr[k], depth, 1)
+        return depth_kr
+
+    def _trimmed(self, depth_kr: Ints, found_r: Array, rows: Ints) -> tuple[Ints, Array]:
+        """Only these rows; all depths of a stage are played at once, then searched."""
+        shortest_r = found_r.copy()
+        for k in range(len(depth_kr) - 2, -1, -1):
+            fewer = depth_kr[k, rows] - depth_kr[k + 1, rows]
+            open_r = rows[self.used_kr[k, rows] & (fewer > 0)]
+            if not len(open_r):
+                continue
+            low, high = depth_kr[k + 1, open_r], depth_kr[k, open_r]
+            places, first = np.repeat(np.arange(len(open_r)), high - low), low.copy()
+            starts = np.cumsum(high - low) - (high - low)
+            trial_kr = depth_kr[:, open_r[places]]
+            trial_kr[k] = first[places] + np.arange(len(places)) - starts[places]
+            played = self.take(open_r[places]).play(trial_kr)
+            while len(going := np.flatnonzero(low < high)):
+                middle, row = (low[going] + high[going]) // 2, open_r[going]
+                seconds_r = played[starts[going] + middle - first[going]]
+                slow = seconds_r > shortest_r[row] * (1.0 + AS_GOOD)
+                low[going] = np.where(slow, middle + 1, low[going])
+                high[going] = np.where(slow, high[going], middle)
+                found_r[row] = np.where(slow, found_r[row], seconds_r)
+                shortest_r[row] = np.where(
+                    slow, shortest_r[row], np.minimum(shortest_r[row], seconds_r)
+                )
+            depth_kr[k, open_r] = high
+        return depth_kr, found_r
+
+    def play(self, depth_kr: Ints) -> Array:
+        """Seconds of every step with depths that do not rise, (R,); see `warm_up`."""
+        stages, rows = depth_kr.shape
+        count, place = self.micro_batches, np.arange(rows)
+        flight_kr = np.minimum(depth_kr, count)
+        least, most = flight_kr.min(1).tolist(), flight_kr.max(1).tolist()
+        # When micro-batches arrive. Where a row has no forward pass left it reads from the last
+        # line but one, which stays 0, and writes to the last, which nothing reads.
+        arrivals = np.zeros((stages + 1, (count + 2) * rows))
+        free, down, up = (np.zeros((stages, rows)) for _ in range(3))
+        back, home = self.back_kr, self.home_kr
+
+        def forward(passes: list[int], number_kr: Ints, valid_kr: Mask) -> None:
+            ahead, there = self.ahead_kr * valid_kr, self.there_kr * valid_kr
+            reads = np.where(valid_kr, number_kr, count) * rows + place
+            writes = np.where(valid_kr, number_kr, count + 1) * rows + place
+            for k in passes:
+                end, link = free[k], down[k]
+                np.maximum(arrivals[k].take(reads[k]), end, out=end)
+                end += ahead[k]
+                np.maximum(end, link, out=link)
+                link += there[k]
+                arrivals[k + 1][writes[k]] = link
+
+        for number in range(max(most)):  # what needs no gradient
+            passes = [k for k in range(stages) if number < most[k]]
+            forward(passes, np.full_like(flight_kr, number), number < flight_kr)
+        for wave in range(count):
+            gradient = np.zeros(rows)
+            for k in range(stages - 1, 0, -1):
+                end, link = free[k], up[k]
+                np.maximum(gradient, end, out=end)
+                end += back[k]
+                np.maximum(end, link, out=link)
+                link += home[k - 1]
+                gradient = link
+            np.maximum(gradient, free[0], out=free[0])
+            free[0] += back[0]
+            passes = [k for k in range(stages) if wave + least[k] < count]
+            if passes:
+                forward(passes, wave + flight_kr, wave + flight_kr < count)
+        return free[0]
+
+
+def _near(found_r: Array, other_r: Array) -> Mask:
+    """As `WarmUp.is_near`."""
+    return np.asarray(other_r >= found_r * (1.0 - AS_GOOD))

@@ -1,0 +1,65 @@
+"""Steps that are played side by side end exactly when each of them alone does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks.scheduling.search_gaps import SearchSize, search_planner
+from collapipe_flwr.costs import chain as chains
+from collapipe_flwr.costs.arrays import Array
+from collapipe_flwr.costs.chain import (
+    Chain,
+    chain_of,
+    choose_depths,
+    full_power_times,
+    played,
+    powers_for,
+    price_rows,
+)
+from collapipe_flwr.costs.layouts import stack
+from collapipe_flwr.costs.work import fits
+from collapipe_flwr.scheduler.local_search import every_batch
+
+SIZE = SearchSize(clusters=3, devices=5, blocks=10, seeds=range(1), schedule="1f1b")
+
+
+def many_rows(seed: int, share: float) -> tuple[Chain, Array, Array]:
+    """Neighbours of a plan with all micro-batches; little bandwidth hides few links."""
+    planner = search_planner(SIZE, seed, queues=True)
+    rows = planner.choose(planner.opening_prices(), None)
+    rows = stack([rows, planner.neighbours(rows)])
+    rows = every_batch(rows, planner.batches())[1]
+    rows = rows.take(fits(planner.tables, rows, planner.settings))
+    rows = rows.take(np.arange(0, len(rows), 7))
+    chain = chain_of(planner.tables, rows, planner.settings)
+    hz = np.full(len(rows), share * planner.tables.snapshot.radio.bandwidth_hz)
+    return chain, full_power_times(chain, hz), hz
+
+
+@pytest.mark.parametrize("share", [0.3, 0.01])
+@pytest.mark.parametrize("seed", range(3))
+def test_side_by_side_is_as_one_by_one(
+    seed: int, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain, times, hz = many_rows(seed, share)
+    bounded = price_rows(chain, times, powers_for(chain, hz, times))
+    every = range(len(chain.rows))
+    monkeypatch.setattr(chains, "FEW_STEPS", 1)
+    together, depths = played(chain, times, bounded), choose_depths(chain, times, every)
+    monkeypatch.setattr(chains, "FEW_STEPS", len(chain.rows) + 1)
+    alone = played(chain, times, bounded)
+    assert (together.makespan_s == alone.makespan_s).all()
+    assert depths == choose_depths(chain, times, every)
+    assert (together.makespan_s > bounded.makespan_s).any()
+
+
+def test_without_a_tight_bound_the_same_is_found() -> None:
+    """A bound ends the search for depths; it does not change what is found without."""
+    chain, times, hz = many_rows(3, 0.05)
+    bounded = price_rows(chain, times, powers_for(chain, hz, times))
+    loose = replace(bounded, makespan_s=np.zeros_like(bounded.makespan_s))
+    found, other = (played(chain, times, each).makespan_s for each in (bounded, loose))
+    assert found == pytest.approx(other, rel=2e-3)
