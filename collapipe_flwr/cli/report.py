@@ -94,7 +94,7 @@ def watch(
             find = run_finder(None if run is None else Path(run), output_dir)
         _serve(find, host, port)
         return
-    from collapipe_flwr.federation.superlink_run import SuperLinkRun
+    from collapipe_flwr.federation.run.superlink_run import SuperLinkRun
 
     with TemporaryDirectory(prefix="collapipe-watch-") as folder:
         with wrong_input():

@@ -61,8 +61,6 @@ def run(
     did not complete. The last line printed is the path of the run directory; `run.log` in it has
     all that Flower, Ray and the apps print.
     """
-    from collapipe_flwr.federation.running import Attempt
-    from collapipe_flwr.core.processes import terminable
     from collapipe_flwr.federation.run.running import Attempt
     from collapipe_flwr.reporting.screen import Screen
 

@@ -13,9 +13,6 @@ from collapipe_flwr.federation.split import EdgeGateway
 from collapipe_flwr.models.described import DescribedModel
 from collapipe_flwr.models.split_model import SplitModel
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig, optimizer_config
-from collapipe_flwr.scheduler.protocol import Scheduler
-from collapipe_flwr.pipeline.optimizer import OptimizerConfig
-from collapipe_flwr.pipeline.user_optimizer import optimizer_config
 
 Learning = LearningSettings | Callable[[int], LearningSettings]  # the same, or by server round
 

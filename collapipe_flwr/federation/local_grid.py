@@ -23,7 +23,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
-from collapipe_flwr.config.overrides import declared_config, overridden, read_toml
+from collapipe_flwr.config.parsing import declared_config, overridden, read_toml
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError, RunError
 from collapipe_flwr.federation.client import CLUSTER_KEY, CONTROL_UNIT_KEY
 from collapipe_flwr.federation.client.relay import load_app

@@ -20,8 +20,6 @@ from collapipe_flwr.config.schema import EdgeConfig
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import AUTO
-from collapipe_flwr.federation.node_keys import CLUSTER_KEY, STATE_KEY
-from collapipe_flwr.federation.node_state import NodeState, state_folder
 from collapipe_flwr.federation.client import CLUSTER_KEY, STATE_KEY
 from collapipe_flwr.federation.client.node_state import NodeState, state_folder
 from collapipe_flwr.federation.records import SplitTask, read_progress

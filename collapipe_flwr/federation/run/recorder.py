@@ -17,10 +17,8 @@ from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.federation.arrays import decode_tensors
 from collapipe_flwr.federation.checkpoint import Checkpoints
 from collapipe_flwr.federation.rounds import RoundRecord
-from collapipe_flwr.federation.sinks import Sinks
-from collapipe_flwr.pipeline.meter import write_trace
 from collapipe_flwr.federation.run.sinks import Sinks, round_event
-from collapipe_flwr.pipeline.timeline import write_trace
+from collapipe_flwr.pipeline.meter import write_trace
 from collapipe_flwr.reporting.console import RoundPrinter
 from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory
 from collapipe_flwr.reporting.progress import Look, ProgressFile

@@ -26,9 +26,7 @@ from collapipe_flwr.config.parsing import (
 from collapipe_flwr.core.durable import make_folder
 from collapipe_flwr.core.errors import ConfigError, RunError, require, wrong_input
 from collapipe_flwr.core.links import TlsFiles
-from collapipe_flwr.federation.launcher import Launch, first_error, run_app
 from collapipe_flwr.federation.run.launcher import Launch, first_error, run_app
-from collapipe_flwr.reporting.following import Follower
 from collapipe_flwr.reporting.report.page import closing_report, has_report
 from collapipe_flwr.reporting.run_directory import (
     RunDirectory,

@@ -15,10 +15,9 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.json_codec import plain
 from collapipe_flwr.federation.rounds import RoundRecord
 from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, cluster_json, incident_json
-from collapipe_flwr.reporting.feeding import Feeder
 from collapipe_flwr.reporting.run_directory import run_id_of
 from collapipe_flwr.reporting.scalars import Scalar, scalars
-from collapipe_flwr.reporting.sinks import KINDS, WatchedRun, check_sinks
+from collapipe_flwr.reporting.sinks import KINDS, Feeder, WatchedRun, check_sinks
 
 log = logging.getLogger("flwr.collapipe")
 _LAST_S = 60.0  # for all sinks to take what is left
