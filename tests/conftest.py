@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from itertools import islice
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from collapipe_flwr.host import allocator
 from collapipe_flwr.pipeline import backward
 
 gc.disable()  # until all modules are loaded
@@ -57,6 +59,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _the_heap_is_left_alone() -> Iterator[None]:
+    """Hosts in this process would give back the heap of all tests after each of their sessions."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(allocator, "_function", lambda _: None)  # as on other systems
+        yield
 
 
 @pytest.fixture

@@ -93,11 +93,22 @@ def _ask_for_large_pages() -> None:
         return
     malloc.restype = ctypes.c_void_p  # type: ignore[attr-defined]
     grown = malloc(_OWN_PAGES_BYTES // 2)
-    for line in _MAPS.read_text().splitlines():
-        if line.endswith("[heap]"):
-            start, stop = (int(address, 16) for address in line.split(maxsplit=1)[0].split("-"))
-            madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_HUGEPAGE)
+    for start, stop in _heap():
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_HUGEPAGE)
     free(ctypes.c_void_p(grown))
+
+
+def _heap() -> list[tuple[int, int]]:
+    """Its ranges of addresses, which are listed one after the other and before all libraries."""
+    found = []
+    with _MAPS.open() as lines:
+        for line in lines:
+            if line.endswith("[heap]\n"):
+                first, last = line.split(maxsplit=1)[0].split("-")
+                found.append((int(first, 16), int(last, 16)))
+            elif found:
+                break
+    return found
 
 
 def _function(name: str) -> Callable[..., int] | None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor
 from collapipe_flwr.cluster.control_unit import RoundResult, evaluate_batches, train_round
 from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFleet
 from collapipe_flwr.cluster.recovery import MOST_REPLAYS, RecoveringRound, Recovery
-from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, DeviceProfile
+from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, DeviceProfile, ModelProfile
 from collapipe_flwr.core.errors import CollaPipeError, InfeasibleError, LinkError
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.host.service import EdgeService
@@ -137,11 +138,15 @@ def new_edge(splitter: Splitter, first: dict[str, Tensor]) -> Edge:
     return Edge(service)
 
 
+@cache
+def costs_of(splitter: Splitter) -> ModelProfile:
+    return profile_model(splitter, BatchShape(source_length=8, target_length=1))
+
+
 def recovery(splitter: Splitter, edge: Edge, every: int = 0, **options: int) -> Recovery:
-    shape = BatchShape(source_length=8, target_length=1)
     return Recovery(
         profile=profile(**options),
-        model=lambda: profile_model(splitter, shape),
+        model=lambda: costs_of(splitter),
         edge=edge,
         snapshot_every=every,
     )

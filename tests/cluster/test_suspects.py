@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from collapipe_flwr.pipeline.link import GRAD
 from collapipe_flwr.pipeline.roles import MiddleStage
 from tests.cluster.test_recovery import (  # noqa: F401
     CUT,
+    DEVICES,
     STEPS,
     Edge,
     assert_same,
@@ -80,9 +82,16 @@ def trained(splitter, first, make: Make, edge: Edge, **options) -> RoundResult: 
     )
 
 
-@pytest.mark.parametrize("device_id", ["A/d0", "A/d1", "A/d2"])
+HOWS = ("raising", "nan", "infinite", "absurd", "gradient", "gradient shape", "weights")
+QUICK = set(zip(HOWS, cycle(DEVICES), strict=False))  # each way and each device at least once
+
+
 @pytest.mark.parametrize(
-    "how", ["raising", "nan", "infinite", "absurd", "gradient", "gradient shape", "weights"]
+    ("how", "device_id"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in product(HOWS, DEVICES)
+    ],
 )
 def test_who_computes_wrongly_is_named_and_the_round_is_done_without_it(
     splitter,  # noqa: F811

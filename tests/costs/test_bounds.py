@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, combinations, pairwise, permutations
+from itertools import accumulate, combinations, pairwise, permutations, product
 
 import numpy as np
 import pytest
@@ -115,26 +115,33 @@ def a_world(seed: int, budget: EnergyBudget, channel: str = "block-fading") -> W
     )
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("policy", ["dssda", "splitfed", "uniform", "throughput", "latency-only"])
-def test_no_policys_round_is_shorter(policy: str, schedule: str) -> None:
-    for seed in range(3):
-        options = SchedulerConfig(
-            micro_batch_sizes=(2, 4),
-            micro_batches=(2, 8),
-            schedule=schedule,
-            recompute=seed == 1,
-            half_duplex=seed == 2,
-            best_batches=True,
-            bound=False,
-        )
-        world = a_world(seed, EnergyBudget())
-        pairs = np.array(options.batches)
-        for done in run_episode(world, make_scheduler(policy, options), MODEL, 3, options=options):
-            tables = tabulate(world.snapshot(done.plan.round_index, MODEL), options.coarsest)
-            for m, cluster in enumerate(done.priced.clusters):
-                least_s = ClusterBound([tables], m, options, pairs).least_s()[0][0]
-                assert least_s <= cluster.latency_s
+POLICIES = ("dssda", "splitfed", "uniform", "throughput", "latency-only")
+
+
+@pytest.mark.parametrize(
+    ("policy", "schedule", "seed"),
+    [  # each policy under each schedule on one of the seeds, and on all with the slow tests
+        pytest.param(*case, marks=() if number % 3 == number // 3 % 3 else pytest.mark.slow)
+        for number, case in enumerate(product(POLICIES, ("gpipe", "1f1b"), range(3)))
+    ],
+)
+def test_no_policys_round_is_shorter(policy: str, schedule: str, seed: int) -> None:
+    options = SchedulerConfig(
+        micro_batch_sizes=(2, 4),
+        micro_batches=(2, 8),
+        schedule=schedule,
+        recompute=seed == 1,
+        half_duplex=seed == 2,
+        best_batches=True,
+        bound=False,
+    )
+    world = a_world(seed, EnergyBudget())
+    pairs = np.array(options.batches)
+    for done in run_episode(world, make_scheduler(policy, options), MODEL, 3, options=options):
+        tables = tabulate(world.snapshot(done.plan.round_index, MODEL), options.coarsest)
+        for m, cluster in enumerate(done.priced.clusters):
+            least_s = ClusterBound([tables], m, options, pairs).least_s()[0][0]
+            assert least_s <= cluster.latency_s
 
 
 @pytest.mark.parametrize("seed", range(4))

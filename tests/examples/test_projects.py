@@ -123,8 +123,7 @@ def model_from_flower(source: Path, folder: Path, env: dict[str, str]) -> Weight
 @pytest.mark.parametrize(
     ("name", "plain_model", "split_model"),
     [
-        pytest.param("huggingface", model_from_here, model_from_flower, id="huggingface"),
-        pytest.param("vision-transformer", model_from_here, model_from_here, id="vision"),
+        *(pytest.param(name, model_from_here, model_from_here) for name in PROJECTS),
         *(
             pytest.param(name, model_from_flower, model_from_flower, marks=pytest.mark.slow)
             for name in PROJECTS

@@ -44,8 +44,19 @@ def test_the_clusters_find_the_loss_that_the_server_finds(run_app: RunApp, runti
     assert found[0]["clusters_loss"] != pytest.approx(found[1]["clusters_loss"], rel=1e-3)
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("runtime", ["pipeline", "whole"])
+# Summaries are generated as translations are, and have other metrics.
+@pytest.mark.parametrize(
+    ("runtime", "task"),
+    [
+        pytest.param(
+            runtime,
+            task,
+            marks=pytest.mark.slow if (runtime, task) == ("pipeline", "summarisation") else (),
+        )
+        for runtime in ("pipeline", "whole")
+        for task in TASKS
+    ],
+)
 def test_the_clusters_find_the_metrics_that_the_server_finds(
     run_app: RunApp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, runtime: str
 ) -> None:

@@ -22,7 +22,7 @@ from collapipe_flwr.core.keys import Value
 from collapipe_flwr.federation.checkpoint import Checkpoints
 from collapipe_flwr.reporting.run_directory import newest_checkpoint, read_events, read_summary
 from tests.forked import start
-from tests.integration.conftest import TINY, RunApp
+from tests.integration.conftest import TINY
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks a warm process")
 VALUES: Mapping[str, Value] = {
@@ -90,28 +90,25 @@ def _killed_at(folder: Path, step: int, whole: Path) -> None:
     _assert_resumes(folder, whole)
 
 
-def _steps(folder: Path) -> int:
+def _undisturbed(folder: Path) -> tuple[Path, int]:
+    """A run that comes to its end, and how many steps its writes have."""
     assert _run(folder, "write=0") == 0
-    return int((folder / "runs" / "writes").read_text())
+    return folder / "runs" / "run", int((folder / "runs" / "writes").read_text())
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_killed_at_a_random_step_of_a_write_resumes_to_its_end(
-    seed: int, tmp_path: Path, shared_run: RunApp
+    seed: int, tmp_path: Path
 ) -> None:
-    whole = shared_run({k: v for k, v in VALUES.items() if TINY.get(k) != v})
-    steps = _steps(tmp_path / "count")
+    whole, steps = _undisturbed(tmp_path / "count")
     _killed_at(tmp_path / "killed", random.Random(seed).randint(1, steps), whole)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_a_run_killed_at_every_step_of_its_writes_resumes_to_its_end(
-    tmp_path: Path, shared_run: RunApp
-) -> None:
-    whole = shared_run({k: v for k, v in VALUES.items() if TINY.get(k) != v})
-    steps = _steps(tmp_path / "count")
+def test_a_run_killed_at_every_step_of_its_writes_resumes_to_its_end(tmp_path: Path) -> None:
+    whole, steps = _undisturbed(tmp_path / "count")
     assert steps > 50
     for step in range(1, steps + 1):
         _killed_at(tmp_path / str(step), step, whole)
@@ -120,10 +117,8 @@ def test_a_run_killed_at_every_step_of_its_writes_resumes_to_its_end(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_a_run_killed_at_random_moments_leaves_whole_files_and_resumes(
-    tmp_path: Path, shared_run: RunApp
-) -> None:
-    whole = shared_run({k: v for k, v in VALUES.items() if TINY.get(k) != v})
+def test_a_run_killed_at_random_moments_leaves_whole_files_and_resumes(tmp_path: Path) -> None:
+    whole, _ = _undisturbed(tmp_path / "count")
     assert _run(tmp_path / "first", "") == 0  # and warms the process that others are forked from
     start_s = time.monotonic()
     assert _run(tmp_path / "second", "") == 0

@@ -52,7 +52,7 @@ def test_measured_peaks_keep_the_share(shared_run: RunApp) -> None:
     assert max(_devices(free).values()) > share * whole_bytes  # the cap is why
 
 
-@pytest.mark.parametrize("replicas", [False, True])
+@pytest.mark.parametrize("replicas", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_measured_peaks_under_1f1b_keep_the_share_at_every_depth(
     run_app: RunApp, monkeypatch: pytest.MonkeyPatch, replicas: bool
 ) -> None:

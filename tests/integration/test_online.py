@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ TEST_EXAMPLES = 12  # TINY holds out as many
 FRESH: dict[str, Value] = {"data.stream-replay": 0.7}  # of 40 examples: 12 fresh in a round
 
 
+@cache
 def _test_set() -> list[dict[str, str]]:
     rows: list[dict[str, str]] = make_learner(parse(TINY)).task.test.to_list()
     return [{"source": row["source"], "target": row["target"]} for row in rows]

@@ -75,25 +75,40 @@ def _die_and_resume(
     return run_app({**values, "resume": str(runs / str(values.get("run-name", "run")))})
 
 
-@pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS)
+SLOW = {"in a round", "before a checkpoint"}  # where a process that is killed dies, too, see below
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(moment, marks=pytest.mark.slow if name in SLOW else (), id=name)
+        for name, moment in MOMENTS.items()
+    ],
+)
 def test_a_run_that_died_at_any_moment_ends_with_the_same_bits_and_story(
     run_app: RunApp, tmp_path: Path, undisturbed: Path, moment: tuple[type, str, int]
 ) -> None:
     _assert_same_run(undisturbed, _die_and_resume(run_app, tmp_path / "runs", ADAM, moment))
 
 
-def test_a_run_of_a_plain_strategy_resumes_as_well(run_app: RunApp) -> None:
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param((FedAdam, "aggregate_train", 2), id="in a round"),
+        pytest.param((Checkpoints, "save", 2), marks=pytest.mark.slow, id="before a checkpoint"),
+        pytest.param(
+            (RunRecorder, "evaluate", 3),
+            marks=pytest.mark.slow,
+            id="between checkpoint and evaluation",
+        ),
+    ],
+)
+def test_a_run_of_a_plain_strategy_resumes_as_well(
+    run_app: RunApp, shared_run: RunApp, tmp_path: Path, moment: tuple[type, str, int]
+) -> None:
     plain: dict[str, Value] = {**ADAM, "runtime": "whole"}
-    undisturbed = run_app({**plain, "run-name": "undisturbed"})
-    moments = {
-        "in a round": (FedAdam, "aggregate_train", 2),
-        "before a checkpoint": (Checkpoints, "save", 2),
-        "between checkpoint and evaluation": (RunRecorder, "evaluate", 3),
-    }
-    for number, moment in enumerate(moments.values()):
-        values = {**plain, "run-name": f"run-{number}"}
-        resumed = _die_and_resume(run_app, undisturbed.parent, values, moment)
-        _assert_same_run(undisturbed, resumed)
+    resumed = _die_and_resume(run_app, tmp_path / "runs", plain, moment)
+    _assert_same_run(shared_run(plain), resumed)
 
 
 def test_checkpoints_every_second_round_lose_one_more_and_change_nothing(

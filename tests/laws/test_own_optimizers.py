@@ -268,8 +268,17 @@ def test_a_schedule_that_cannot_be_followed_is_refused(schedule: str, words: str
         list(islice(OptimizerConfig(schedule=schedule).rates(), 3))
 
 
-@pytest.mark.parametrize("clip_norm", [0.0, 0.5])
-@pytest.mark.parametrize(("every", "step"), [(0, 2), (1, 2), (2, 3)])
+@pytest.mark.parametrize(
+    ("every", "step", "clip_norm"),
+    [
+        (0, 2, 0.5),
+        (1, 2, 0.0),
+        (2, 3, 0.5),
+        pytest.param(0, 2, 0.0, marks=pytest.mark.slow),
+        pytest.param(1, 2, 0.5, marks=pytest.mark.slow),
+        pytest.param(2, 3, 0.0, marks=pytest.mark.slow),
+    ],
+)
 def test_the_proximal_term_is_that_of_the_loss(
     bert: Splitter, clip_norm: float, every: int, step: int
 ) -> None:

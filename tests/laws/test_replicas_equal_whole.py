@@ -280,8 +280,8 @@ def test_what_a_run_asks_of_stages_holds_for_replicas(
     _, expected = train_replicated(splitter, weights, alone, steps, SGD, execution=execution)
     _, found = train_replicated(splitter, weights, cut, steps, SGD, execution=execution)
     assert_near(found, expected)
-    _, unbounded = train_replicated(splitter, weights, alone, steps, SGD)
     if execution.clip_norm:
+        _, unbounded = train_replicated(splitter, weights, alone, steps, SGD)
         assert _largest_difference(unbounded, expected) > 1e-3
 
 

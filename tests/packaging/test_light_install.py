@@ -66,7 +66,11 @@ def collapipe(*words: str, env: dict[str, str]) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("installed", [False, True], ids=["absent", "installed"])
+@pytest.mark.parametrize(
+    "installed",
+    # What is never imported where it is installed need not be there.
+    [pytest.param(False, marks=pytest.mark.slow, id="absent"), pytest.param(True, id="installed")],
+)
 def test_device_edge_and_check_import_no_flower_nor_data_nor_solver(
     tmp_path: Path, installed: bool
 ) -> None:

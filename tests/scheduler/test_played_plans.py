@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -29,6 +30,12 @@ EIGHT = SearchSize(clusters=8, devices=5, blocks=24, seeds=range(1), schedule="1
 SEEDS = range(61000, 61006)
 
 
+def quick_and(all_of_them: Sequence[int], *few: int) -> pytest.MarkDecorator:
+    """These seeds always, and all of them with the slow tests."""
+    every = pytest.param(all_of_them, marks=pytest.mark.slow, id="all")
+    return pytest.mark.parametrize("seeds", [pytest.param(few, id="few"), every])
+
+
 def test_a_decision_is_priced_as_it_will_be_played() -> None:
     found = search_planner(SIZE, SEEDS[0], queues=True).solve()
     _, step_s = schedule_rows(found.chain, found.allocation.times)
@@ -38,12 +45,13 @@ def test_a_decision_is_priced_as_it_will_be_played() -> None:
     assert (found.priced.latency_s >= bounded.latency_s * (1 - 1e-12)).all()
 
 
-def test_plans_are_better_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@quick_and(SEEDS, 61001, 61005)
+def test_plans_are_better_for_it(monkeypatch: pytest.MonkeyPatch, seeds: Sequence[int]) -> None:
     """By rho T as played: in the mean, and on no seed worse by more than 1 %."""
-    ours = np.array([cost_of(search_planner(SIZE, seed, queues=False).solve()) for seed in SEEDS])
+    ours = np.array([cost_of(search_planner(SIZE, seed, queues=False).solve()) for seed in seeds])
     with monkeypatch.context() as patch:
         patch.setattr(planning, "FEW_CLUSTERS", 0)  # the bound decides, as between many clusters
-        found = [search_planner(SIZE, seed, queues=False).solve() for seed in SEEDS]
+        found = [search_planner(SIZE, seed, queues=False).solve() for seed in seeds]
     before = np.array([cost_of(solution) for solution in found])
     assert (ours <= 1.01 * before).all(), ours / before
     assert ours.mean() < 0.98 * before.mean()
@@ -65,11 +73,14 @@ def test_no_radio_is_worse_than_full_power_over_equal_or_given_bandwidth(*, queu
             assert planner.radio(rows, given).objective <= most * (1 + 1e-12)
 
 
-def test_rows_of_all_clusters_are_chosen_together(monkeypatch: pytest.MonkeyPatch) -> None:
+@quick_and(range(61000, 61005), 61000, 61001)
+def test_rows_of_all_clusters_are_chosen_together(
+    monkeypatch: pytest.MonkeyPatch, seeds: Sequence[int]
+) -> None:
     """Where several clusters are about as slow, no change of a single one shortens the round."""
 
     def objectives() -> Array:
-        found = [search_planner(EIGHT, seed, queues=True).solve() for seed in range(61000, 61005)]
+        found = [search_planner(EIGHT, seed, queues=True).solve() for seed in seeds]
         return np.array([solution.objective for solution in found])
 
     ours = objectives()

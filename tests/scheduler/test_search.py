@@ -32,9 +32,9 @@ OVERLAPPED = replace(SIZE, schedule="1f1b")
     ("seed", "queues"),
     [
         (1000, False),
-        (1001, False),
-        (1004, False),
-        (1002, True),
+        pytest.param(1001, False, marks=pytest.mark.slow),
+        pytest.param(1004, False, marks=pytest.mark.slow),
+        pytest.param(1002, True, marks=pytest.mark.slow),
         (1009, True),
         (50168, False),
         (50133, True),
@@ -58,16 +58,16 @@ def test_no_rival_is_better_by_a_hundredth_where_moves_alone_get_stuck(
         # Two moves of the slowest cluster, neither of which is worth having alone.
         (OVERLAPPED, 63054, False),
         # A longer round that saves energy, far from a shorter one that is about as good.
-        (OVERLAPPED, 63140, True),
+        pytest.param(OVERLAPPED, 63140, True, marks=pytest.mark.slow),
         # Bandwidth that neither the radio's program gives nor equal shares do.
         (replace(EIGHT, schedule="1f1b"), 66030, False),
         # Rows that are good over equal bandwidth, while the plan in place has another.
-        (OVERLAPPED, 66149, True),
+        pytest.param(OVERLAPPED, 66149, True, marks=pytest.mark.slow),
         # Many moves of the slowest cluster, and of all four, as a beam finds them.
         (OVERLAPPED, 67027, False),
-        (OVERLAPPED, 66047, False),
+        pytest.param(OVERLAPPED, 66047, False, marks=pytest.mark.slow),
         # Bandwidth that is moved once more when the rows are known.
-        (replace(EIGHT, schedule="1f1b"), 67186, False),
+        pytest.param(replace(EIGHT, schedule="1f1b"), 67186, False, marks=pytest.mark.slow),
     ],
 )
 def test_no_rival_is_better_by_a_hundredth_where_several_must_change(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -11,10 +12,17 @@ from collapipe_flwr.core.domain import Snapshot
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.simulation.episode import Distortion
+from collapipe_flwr.simulation.score import Score
 from collapipe_flwr.simulation.setting import Setting
 from collapipe_flwr.simulation.simulate import simulate
 
 EXACT = Distortion()
+
+
+@cache
+def score(setting: Setting) -> Score:
+    (policy,) = simulate(setting).policies
+    return policy.scores[0]
 
 
 def seen(setting: Setting, distortion: Distortion, index: int) -> Snapshot:
@@ -54,7 +62,7 @@ def test_delay_shows_the_channel_of_an_earlier_round(small: Setting) -> None:
 def test_wrong_and_late_profiles_cost_little_and_break_no_budget(small: Setting, kind: str) -> None:
     setting = replace(small, devices=4, rounds=30, policies=("dssda",))
     wrong = replace(setting, distortion=Distortion(error=0.3, kind=kind, delay=1))
-    exact, misled = (simulate(s).policies[0].scores[0] for s in (setting, wrong))
+    exact, misled = score(setting), score(wrong)
     assert np.mean(misled.latency_s) <= 1.15 * np.mean(exact.latency_s)
     assert misled.latency_s != exact.latency_s
     assert exact.energy_over_budget <= 1 and misled.energy_over_budget <= 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +28,11 @@ SETTINGS = SchedulerConfig(micro_batch_sizes=(4, 16), micro_batches=(2, 8))
 KINDS = ("raspberry-pi-4", "raspberry-pi-5", "jetson-nano", "phone")
 Change = Callable[[int, DeviceProfile], DeviceProfile]
 Lie = Callable[[int, RoundOutcome], RoundOutcome]
+
+
+def first_of(seeds: int) -> list[Any]:
+    """The first seed always, all others with the slow tests."""
+    return [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, seeds))]
 
 
 def a_world(
@@ -89,6 +96,12 @@ def episode(
     return done
 
 
+@cache
+def honest(hysteresis: float = SETTINGS.hysteresis) -> list[Round]:
+    """What all tests of sensors that lie compare with."""
+    return episode(equal_boards(1), 12, settings=replace(SETTINGS, hysteresis=hysteresis))
+
+
 def changed(snapshot: Snapshot, change: Callable[[DeviceProfile], DeviceProfile]) -> Snapshot:
     clusters = (replace(c, profile=c.profile.with_members(change)) for c in snapshot.clusters)
     return replace(snapshot, clusters=tuple(clusters))
@@ -131,7 +144,7 @@ def test_predictions_are_within_a_tenth_after_three_rounds() -> None:
         assert max(r.error for r in rounds[3:]) < 0.1
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", first_of(3))
 def test_a_throttled_device_loses_blocks_within_three_rounds_and_gets_them_back(seed: int) -> None:
     world = equal_boards(seed)
     name = busiest(episode(world, 1)[0].plan)
@@ -148,7 +161,7 @@ def test_a_throttled_device_loses_blocks_within_three_rounds_and_gets_them_back(
     assert rounds[-1].latency_s == pytest.approx(rounds[3].latency_s, rel=0.01)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", first_of(3))
 def test_a_device_that_draws_twice_its_preset_keeps_its_budget(seed: int) -> None:
     world = a_world(seed, share=1.8)
     name = busiest(episode(world, 1)[0].plan)
@@ -191,20 +204,16 @@ def lying(values: Sequence[float], *, joules: bool = False) -> Lie:
 @pytest.mark.parametrize("joules", [False, True])
 @pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
 def test_a_sensor_without_a_number_changes_no_plan(value: float, joules: bool) -> None:
-    world = equal_boards(1)
-    assert blocks_of("cluster-0/d1", episode(world, 1)[0].plan)
-    lies = lying([]), lying([value] * 4, joules=joules)
-    honest, lied = (episode(world, 12, told=lie) for lie in lies)
-    assert [r.plan for r in honest] == [r.plan for r in lied]
+    assert blocks_of("cluster-0/d1", honest()[0].plan)
+    lied = episode(equal_boards(1), 12, told=lying([value] * 4, joules=joules))
+    assert [r.plan for r in honest()] == [r.plan for r in lied]
 
 
 @pytest.mark.parametrize("value", [1000.0, 1e-3])
 def test_a_jump_of_a_thousand_times_moves_plans_by_a_bounded_step(value: float) -> None:
-    world, settings = equal_boards(1), replace(SETTINGS, hysteresis=0.0)
-    honest, lied = (
-        episode(world, 12, told=lying(values), settings=settings) for values in ([], [value])
-    )
-    for one, other in zip(honest, lied, strict=True):
+    settings = replace(SETTINGS, hysteresis=0.0)
+    lied = episode(equal_boards(1), 12, told=lying([value]), settings=settings)
+    for one, other in zip(honest(0.0), lied, strict=True):
         assert other.plan.fallback is None
         moved = [
             abs(
@@ -249,7 +258,7 @@ def test_a_simulation_scores_and_bounds_what_is_true(small: Setting) -> None:
 
 
 @pytest.mark.parametrize("weight", [0.0, 5.0])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", first_of(4))
 def test_devices_far_from_their_profiles_keep_their_budgets(seed: int, weight: float) -> None:
     """Whatever V: accounts pay for what was really spent, and limit what comes next."""
     world = a_world(seed, 2, truth_error=0.4, share=1.8)

@@ -81,9 +81,8 @@ def environment(tmp_path: Path) -> Mapping[str, str]:
     return _beside_flower(tmp_path, FLWR)
 
 
-def _beside_flower(tmp_path: Path, flwr: str, *, checked: bool = False) -> Mapping[str, str]:
-    if not checked:
-        (tmp_path / "sitecustomize.py").write_text(UNCHECKED)
+def _beside_flower(tmp_path: Path, flwr: str) -> Mapping[str, str]:
+    (tmp_path / "sitecustomize.py").write_text(UNCHECKED)
     os.mkfifo(tmp_path / "pids")
     (tmp_path / "python").symlink_to(sys.executable)
     for name, code in {"flower-superlink": SUPERLINK, "flwr": flwr}.items():
@@ -175,7 +174,7 @@ def test_a_refused_resume_leaves_the_run_as_it_was_and_never_says_completed(
 def test_a_run_that_flower_ends_in_good_order_without_a_result_exits_with_1_and_its_first_error(
     tmp_path: Path,
 ) -> None:
-    env = {**os.environ, **_beside_flower(tmp_path, REFUSING, checked=True)}
+    env = {**os.environ, **_beside_flower(tmp_path, REFUSING)}
     command = [f"{tmp_path}/python", "-m", "collapipe_flwr.cli", "run", str(ROOT)]
     command += ["--output-dir", str(tmp_path / "runs")]
     done = subprocess.run(
