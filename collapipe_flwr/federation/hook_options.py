@@ -13,7 +13,7 @@ from collapipe_flwr.federation.default_profile import DefaultProfilePlanner
 from collapipe_flwr.federation.described import DescribedClusters, Planning
 from collapipe_flwr.federation.rounds import RoundPlanner
 from collapipe_flwr.federation.split import EdgeGateway
-from collapipe_flwr.models.described import DescribedModel
+from collapipe_flwr.models.any_splitter import DescribedModel
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.split_model import SplitModel
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig

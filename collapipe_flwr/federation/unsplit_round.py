@@ -13,7 +13,7 @@ from collapipe_flwr.federation.arrays import take_record, take_tensors
 from collapipe_flwr.federation.node import Node
 from collapipe_flwr.federation.node_state import OPTIMIZER, recall_optimizer
 from collapipe_flwr.federation.records import UnsplitTask
-from collapipe_flwr.models.described import splitter_of
+from collapipe_flwr.models.splitter import splitter_of
 from collapipe_flwr.pipeline.compute import hold, home
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.state import between_rounds, load_optimizer_state, optimizer_state_of

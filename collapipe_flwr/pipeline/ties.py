@@ -21,8 +21,7 @@ from collapipe_flwr.core.errors import ProtocolError
 if TYPE_CHECKING:
     from torch import nn
 
-    from collapipe_flwr.models.borrowed import Borrower
-    from collapipe_flwr.models.objective import LossPart
+    from collapipe_flwr.models.part import Borrower, LossPart
     from collapipe_flwr.pipeline.optimizer import Optimizer
 
 _SHARED = "shared/"
