@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig, predict_unsplit
 from collapipe_flwr.models.any_splitter import AnySplitter
-from collapipe_flwr.models.objective import scores_of
+from collapipe_flwr.models.tasks import scores_of
 from collapipe_flwr.pipeline.backward import fuse_accumulation
 from collapipe_flwr.pipeline.compute import CPU, bring, computing_in, one_thread, place_of
 from collapipe_flwr.pipeline.config import Execution

@@ -1,10 +1,11 @@
-"""Which examples a cluster has, which of them it trains on in a round, in an order that can be
-repeated exactly, and how a step's examples are cut into micro-batches.
+"""The examples of a cluster, those of one round in an order that can be repeated exactly, and the
+cut of a step's examples into micro-batches.
 """
 
 from __future__ import annotations
 
 import warnings
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,7 @@ def _natural(examples: Dataset, count: int, by: str) -> list[Rows]:
 
 def _dirichlet(examples: Dataset, count: int, by: str, settings: DataConfig) -> list[Rows]:
     """Draw each cluster's share of every value of column ``by`` from Dirichlet(alpha)."""
-    with extra("data"):  # imported here: it takes seconds, and each message starts a process
+    with extra("data"):  # imported here: it takes seconds, and every message starts a process
         from flwr_datasets.partitioner import DirichletPartitioner
 
     partitioner = DirichletPartitioner(
@@ -123,7 +124,7 @@ def round_rows(size: int, *, seed: int, rounds_done: int, cluster_id: int, limit
 
 
 def _order_of(epoch: int, size: int, limit: int, seed: int, cluster_id: int) -> Order:
-    """The order of a pass. It depends on the pass in which the round began that it begins in."""
+    """The order of a pass; it depends on the rows that its first round took of earlier passes."""
     passes = [epoch]
     while passes[-1] * size % limit:
         passes.append(_round_start(passes[-1], size, limit) // size)
@@ -135,7 +136,7 @@ def _order_of(epoch: int, size: int, limit: int, seed: int, cluster_id: int) -> 
 
 
 def _round_start(epoch: int, size: int, limit: int) -> int:
-    """Where the round began in which a pass begins, in rows since the first round."""
+    """The start of the round in which a pass begins, in rows since the first round."""
     return epoch * size // limit * limit
 
 
@@ -144,7 +145,7 @@ def _shuffled(epoch: int, size: int, seed: int, cluster_id: int) -> Order:
 
 
 def _after(begun: Order, order: Order) -> Order:
-    """``order``, but the rows that the round has used of an unfinished pass come last."""
+    """``order``, but with the rows last that the round has already used of the pass before."""
     again = np.isin(order, begun)
     return np.concatenate([order[~again], order[again]])
 
@@ -159,7 +160,7 @@ def bucket_by_length(lengths: Sequence[int], count: int) -> list[Rows]:
     """Rows in ``count`` groups of similar length (fewer if there are fewer rows).
 
     The largest group, in tokens after padding to its own longest row, is as small as it can be;
-    it is never larger than that of an equal cut. Rows stand from short to long. A micro-batch
+    it is never larger than that of an equal cut. Rows are in order of length. A micro-batch
     counts with its share of a step's targets, so the gradient does not depend on the cut.
     """
     order = sorted(range(len(lengths)), key=lambda row: lengths[row])
@@ -175,19 +176,14 @@ def padded_tokens(lengths: Sequence[int]) -> int:
 
 
 def _smallest_cut(ascending: Sequence[int], count: int) -> list[int]:
-    """Group sizes by bisection over the limit that every group must keep."""
-    low, high = max(ascending), padded_tokens(ascending)
-    while low < high:
-        middle = (low + high) // 2
-        if len(_greedy(ascending, middle)) <= count:
-            high = middle
-        else:
-            low = middle + 1
-    return _split_until(_greedy(ascending, low), count)
+    """Group sizes, by bisection over the most padded tokens that a group may have."""
+    limits = range(max(ascending), padded_tokens(ascending) + 1)
+    smallest = bisect_left(limits, True, key=lambda limit: len(_greedy(ascending, limit)) <= count)
+    return _split_until(_greedy(ascending, limits[smallest]), count)
 
 
 def _greedy(ascending: Sequence[int], limit: int) -> list[int]:
-    """Sizes of the fewest groups whose padded tokens keep to ``limit``, filled from the long end.
+    """Sizes of the fewest groups of at most ``limit`` padded tokens, filled from the long end.
 
     The longest row of a group decides how many fit, so each group takes as many as it can.
     """
@@ -201,7 +197,7 @@ def _greedy(ascending: Sequence[int], limit: int) -> list[int]:
 
 
 def _split_until(sizes: list[int], count: int) -> list[int]:
-    """Halve the group with most rows until there are ``count``: a pipeline wants them all."""
+    """Halve the group with most rows until there are ``count``."""
     while len(sizes) < count:
         largest = max(range(len(sizes)), key=lambda group: sizes[group])
         half = sizes[largest] // 2

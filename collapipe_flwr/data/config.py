@@ -1,4 +1,4 @@
-"""What a user says about the data: the run-config's ``data.*`` keys."""
+"""The run-config's ``data.*`` keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from collapipe_flwr.core.keys import (
 TASK_CLASSES = {
     "number-words": "seq2seq:NumberWords",
     "classification": "classification:Classification",
-    "token-classification": "token_classification:TokenClassification",
+    "token-classification": "classification:TokenClassification",
     "image-classification": "classification:ImageClassification",
     "masked-lm": "language:MaskedLM",
     "causal-lm": "language:CausalLM",
@@ -32,7 +32,7 @@ TRAIN_TOKENIZER = "train"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """What is learned from: the built-in task, or your own files or hub data set.
+    """The data: the built-in task, or your own files or hub data set.
 
     ``seed`` is the run's. Raises ConfigError, naming the key, for unusable values.
     """

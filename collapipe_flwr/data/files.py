@@ -1,6 +1,6 @@
-"""Reads a table by ``datasets.load_dataset``: a local file, a directory or a hub data set.
+"""Tables by ``datasets.load_dataset``: a local file, a directory or a hub data set.
 
-Everything that goes wrong there becomes one DataError that names the run-config key.
+Every failure becomes one DataError that names the run-config key.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _UNIVERSAL = re.compile(r"# \S+ = ")
 
 @contextmanager
 def _opened(path: Path, key: str) -> Iterator[IO[bytes]]:
-    """A file, unpacked if need be; raises DataError where it cannot be read."""
+    """A file, decompressed if it is gzip; raises DataError if it cannot be read."""
     opening: Any = gzip.open if path.suffix == ".gz" else open
     try:
         with opening(path, "rb") as file:
@@ -91,7 +91,7 @@ def _refuse_comments(lines: Iterable[str], what: str) -> None:
 
 
 def _sentences(rows: Iterable[list[str]]) -> Iterator[list[list[str]]]:
-    """Lines between those that are empty or begin a document."""
+    """The groups of lines between those that are empty or begin a document."""
     for is_between, lines in groupby(rows, lambda fields: not fields or fields[0] == _DOCUMENT):
         if not is_between:
             yield list(lines)
@@ -106,7 +106,7 @@ _FORMATS = {
     ".txt": "text",
     **dict.fromkeys(CONLL_SUFFIXES, "conll"),
 }
-_SAVED = ("state.json", "dataset_dict.json")  # what save_to_disk of datasets leaves in a folder
+_SAVED = ("state.json", "dataset_dict.json")  # written by save_to_disk of datasets
 _HEADER_BYTES = 1 << 20
 _NO_DATA = "corresponds to no data"  # as datasets says it
 
@@ -156,13 +156,13 @@ def load_table(
 
 
 def is_one_table(name: str) -> bool:
-    """Whether ``name`` gives the same rows, whatever split is asked for."""
+    """Whether ``name`` stands for the same rows with any ``split``."""
     chosen = _folder_and_split(name)[1]
     return Path(name).expanduser().is_file() or bool(chosen) or name.count(":") > 1
 
 
 def _folder_and_split(name: str) -> tuple[Path, str]:
-    """``DIRECTORY:split``; no split where it is anything else."""
+    """The parts of ``DIRECTORY:split``; an empty split for anything else."""
     before, _, split = name.rpartition(":")
     folder = Path(before).expanduser()
     return folder, split if before and folder.is_dir() else ""
@@ -174,7 +174,7 @@ def _suffix(path: Path) -> str:
 
 
 def _options(path: Path, key: str) -> dict[str, Any]:
-    """Read every CSV column as text: a label "007" or "NA" must stay what it is."""
+    """Options to read every CSV column as text: labels such as "007" or "NA" stay unchanged."""
     if _FORMATS[_suffix(path)] != "csv":
         return {}
     separator = "\t" if _suffix(path) == ".tsv" else ","
@@ -196,7 +196,7 @@ def _header(path: Path, separator: str, key: str) -> list[str]:
             f'{key} "{path}" must begin with a line of distinct column names, got {names}: '
             "give each column its own name"
         )
-    if len(first) > len(names):  # pandas would shift the columns
+    if len(first) > len(names):  # pandas would shift columns
         raise DataError(
             f'{key} "{path}" has a row with {len(first)} fields behind a first line with '
             f"{len(names)} names: give every field a name"
@@ -205,7 +205,7 @@ def _header(path: Path, separator: str, key: str) -> list[str]:
 
 
 def _folder(path: Path, *, key: str, split: str, only_split_serves: bool) -> Dataset:
-    """A split of a folder of files, or of one that ``save_to_disk`` of datasets wrote."""
+    """A split of a folder of files, or of one written by ``save_to_disk`` of datasets."""
     found: Dataset | DatasetDict
     if not any((path / name).is_file() for name in _SAVED):
         found = _loaded(key, str(path), str(path))
@@ -233,7 +233,7 @@ def _load(key: str, shown: str, source: str, **options: Any) -> Dataset:
 def _loaded(key: str, shown: str, source: str, **options: Any) -> Any:
     try:
         with warnings.catch_warnings(), _without_log():
-            # datasets leaves it to the garbage collector to close a CSV file.
+            # datasets leaves CSV files open until garbage collection
             warnings.simplefilter("ignore", ResourceWarning)
             return load_dataset(source, **options)
     except (OSError, EOFError, ValueError, RuntimeError, StopIteration, DatasetsError) as error:
@@ -242,7 +242,7 @@ def _loaded(key: str, shown: str, source: str, **options: Any) -> Any:
 
 @contextmanager
 def _without_log() -> Iterator[None]:
-    """What datasets logs of an error stands in the error."""
+    """Silence the logging of datasets: its errors say the same."""
     before = get_verbosity()
     set_verbosity(CRITICAL)
     try:
@@ -258,7 +258,7 @@ def _with_rows(table: Dataset, key: str, shown: str) -> Dataset:
 
 
 def _reason(error: BaseException) -> str:
-    """What datasets says, and the way out."""
+    """The error of datasets, and what to do."""
     cause = error.__cause__ or error
     first = str(cause).strip().split("\n", maxsplit=1)[0] or "it is empty"
     if isinstance(cause, UnicodeDecodeError):

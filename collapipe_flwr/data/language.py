@@ -25,14 +25,13 @@ with extra("data"):
     from datasets import Dataset
 
 _CHOSEN_MASKED, _CHOSEN_RANDOM = 0.8, 0.1  # of the chosen tokens; the rest stays as it is
-_LARGEST_EXPONENT = 700.0  # beyond it a perplexity is no number
+_LARGEST_EXPONENT = 700.0  # exp overflows beyond it
 
 
 class LanguageModel(Task):
-    """A text column (or the lines of a text file); perplexity, and the share of tokens guessed.
+    """A text column (or the lines of a text file); perplexity, and the accuracy of tokens.
 
-    Empty rows are skipped: there is nothing to learn from them.
-    Predictions and references are token ids, joined by spaces.
+    Empty rows are skipped. Predictions and references are token ids, joined by spaces.
     """
 
     metric_name: ClassVar[str] = "perplexity"  # lower is better
@@ -42,7 +41,7 @@ class LanguageModel(Task):
     readers: ClassVar[Mapping[str, ReadColumn]] = {"text": column}
 
     def read_file(self, name: str) -> Dataset:
-        return self.file_rows(name)  # its rows are counted, the empty ones, too
+        return self.file_rows(name)  # a stream's place counts empty rows, too
 
     def checked(self, examples: Dataset, key: str) -> Dataset:
         del key
@@ -56,10 +55,10 @@ class LanguageModel(Task):
 
 
 class MaskedLM(LanguageModel):
-    """Guess 15% of the tokens from both sides, as BERT learns.
+    """Predict masked tokens (15 %), as in BERT.
 
-    Which tokens are chosen follows from the run's seed, the round and the example alone, so
-    neither the cut into micro-batches nor the machine changes it; the test always has the same.
+    The choice of tokens depends on the run's seed, the round and the example alone, not on the cut
+    into micro-batches or the machine; it is always the same in the test.
     """
 
     model_task: ClassVar[str] = "masked-lm"
@@ -135,7 +134,7 @@ class CausalLM(LanguageModel):
         for _, members in groupby(order, key=lambda row: groups[row]):
             tokens = [token for ids in self._ids([texts[r] for r in members]) for token in ids]
             cut = (tokens[start : start + length] for start in range(0, len(tokens), length))
-            blocks += [block for block in cut if len(block) > 1]  # it has a token to guess
+            blocks += [block for block in cut if len(block) > 1]  # it has a token to predict
         if not blocks:
             raise DataError("data.train has no text of two tokens or more to learn from")
         return Dataset.from_dict({"ids": blocks})

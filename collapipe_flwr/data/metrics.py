@@ -1,7 +1,7 @@
-"""Metrics over texts, as counts that add up over parts of a test set, and what their sums mean.
+"""Metrics over texts: counts that add up over parts of a test set, and values of their sums.
 
-A part's average cannot be averaged: parts differ in words and entities. Counts can be added, so
-clusters that each know a share of the test find together what one machine would find on all of it.
+Averages of parts cannot be averaged, since parts differ in words and entities. Counts can be
+added, so clusters with a share of the test each get the value of the whole test together.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Tally = dict[str, Counts]  # by metric
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """A metric: counts of predictions against references, pair by pair, and its value."""
+    """A metric: counts of predictions against references, and the value of added counts."""
 
     count: Callable[[Texts, Texts], Counts]
     value: Callable[[Counts], float]
@@ -53,7 +53,7 @@ def _count_matches(predictions: Texts, references: Texts) -> Counts:
 def _sacrebleu(name: str) -> Measure:
     """A corpus score of sacrebleu, 0 .. 100, which is imported on first use.
 
-    The sums that it is made of have no public names there.
+    Its statistics are available by private methods only.
     """
 
     def metric() -> Any:
@@ -84,9 +84,9 @@ Entity = tuple[str, int, int]  # type, first word, word behind the last
 def find_entities(tags: Sequence[str]) -> set[Entity]:
     """The entities of one sentence, as conlleval counts them.
 
-    Tags read ``B-PER``, ``I-PER``, ``O`` (also ``E-`` and ``S-``); a tag without a prefix is a type
-    of its own and continues while it repeats. An entity begins at B or S, behind O, behind E or S,
-    and where the type changes; so sequences that break the scheme still mean something.
+    Tags are ``B-PER``, ``I-PER``, ``O`` (also ``E-`` and ``S-``); a tag without a prefix is a type
+    of its own and continues while it repeats. An entity begins at B or S, after O, after E or S,
+    and where the type changes, so that sequences that violate the scheme are counted too.
     """
     found: set[Entity] = set()
     start, before = 0, ("O", "")
@@ -102,7 +102,7 @@ def find_entities(tags: Sequence[str]) -> set[Entity]:
 
 
 def _count_entities(predictions: Texts, references: Texts) -> Counts:
-    """Hits, and all that were guessed or wanted; sentences are tags joined by spaces."""
+    """True positives, and predictions plus references; sentences are tags joined by spaces."""
     hits = guessed = wanted = 0
     for predicted, reference in zip(predictions, references, strict=True):
         ours, theirs = find_entities(predicted.split()), find_entities(reference.split())

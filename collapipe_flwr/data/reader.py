@@ -1,7 +1,7 @@
 """Columns of the user's own tables as texts, or as lists of texts.
 
-Classes that a column holds as numbers have names that the data set declares or the user gives.
-Their order is that of the numbers, which a sorted list of the names would not keep.
+The names of classes that a column holds as numbers are declared by the data set or given by the
+user. They keep the order of the numbers, unlike a sorted list.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ ReadColumn = Callable[..., list[Any]]  # as `column`
 
 
 def class_names(table: Dataset, name: str) -> tuple[str, ...]:
-    """What the data set calls the numbers of a column (or of the lists in it); () if nothing.
+    """The class names that the data set declares for a column (or for the lists in it), or ().
 
-    They stand in the order of its numbers, and may be more than its rows use.
+    They are in the order of the numbers, and may be more than the rows use.
     """
     feature: Any = table.features.get(name)
     feature = getattr(feature, "feature", feature)
@@ -33,11 +33,11 @@ def class_names(table: Dataset, name: str) -> tuple[str, ...]:
 def with_names(table: Dataset, name: str, names: Sequence[str]) -> Dataset:
     """The table with a column of numbers (or of lists of them) declared as these classes.
 
-    Lists of texts may also hold "-100", which becomes one more class; as a number it stays what
-    it is. Raises DataError for any other value that is neither a number nor a name of a class.
+    Lists of texts may also hold "-100", which becomes one more class; the number stays unchanged.
+    Raises DataError for any other value that is neither a number nor a name of a class.
     """
     if name not in table.column_names:
-        return table  # whoever reads the column says so
+        return table  # refused where the column is read
     feature = table.features[name]
     try:
         if not isinstance(feature, List):
@@ -67,7 +67,7 @@ def empty_rows(texts: Sequence[str]) -> list[int]:
 
 
 def numbered(rows: Sequence[int], what: str = "row") -> str:
-    """``rows 3, 8 and 41`` of rows from 0 on; a long list is cut short."""
+    """``rows 3, 8 and 41`` of row numbers from 0 on; a long list is shortened."""
     shown = [str(row + 1) for row in rows[:_MOST_NAMED]]
     left = len(rows) - len(shown)
     if left:
@@ -88,7 +88,7 @@ def column(table: Dataset, name: str, *, key: str, of: str) -> list[str]:
     values, what = table[name][:], f'{key} "{name}" of "{of}"'
     _refuse_nested(values, what, name)
     if names := class_names(table, name):
-        unknown = (None, -1)  # as datasets marks rows whose class is held back
+        unknown = (None, -1)  # hidden labels of a hub's test set
         values = [None if v in unknown else name_of(v, names, what) for v in values]
     return ["" if value is None else str(value) for value in values]
 

@@ -100,12 +100,11 @@ class Seq2Seq(Task):
 
 
 class NumberWords(Seq2Seq):
-    """A built-in task that takes real learning: English number words to digits.
+    """The built-in task: English number words to digits.
 
-    "forty two thousand seven" -> "42007": copying does not help, since every word's digit depends
-    on the words that follow it, and absent places must be filled with zeros. The numbers of the
-    test set occur in no training set. Clusters get the numbers by their leading word, so that none
-    of them alone has seen the whole task.
+    "forty two thousand seven" -> "42007": every word's digit depends on the words that follow it,
+    and absent places must be filled with zeros. The numbers of the test set occur in no training
+    set. Clusters get the numbers by their leading word, so that no cluster sees the whole task.
     """
 
     metric_name: ClassVar[str] = "exact_match"
@@ -142,7 +141,7 @@ class Translation(Seq2Seq):
 
 
 class Summarisation(Seq2Seq):
-    """Scored by our own ROUGE."""
+    """Scored by ROUGE."""
 
     metric_name: ClassVar[str] = "rougeL"
     measures: ClassVar[Mapping[str, Measure]] = ROUGE

@@ -1,9 +1,9 @@
 """Examples that arrive while training runs: a folder to which files are added.
 
 A cluster reads the files in the order in which it first saw them (by name within one look), each
-row once. Files may grow at their end, row by row; what was read of them must stay, since later
-rounds replay it. So the past needs no buffer: a round replays rows drawn from everything before
-its place in the stream. Names that begin with a dot or end in ``.tmp`` or ``.part`` are ignored.
+row once. Files may grow at their end, row by row; rows that were read must stay, since later
+rounds replay them: a round draws from all rows before its place in the stream, without a buffer.
+Names that begin with a dot or end in ``.tmp`` or ``.part`` are ignored.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ with extra("data"):
 
 _log = logging.getLogger("flwr.collapipe")
 _UNFINISHED = (".tmp", ".part")
-_CLOSED = (".parquet",)  # formats whose end is not their last row
-# What ends the last row, in formats where half of one would be taken for a whole one.
+_CLOSED = (".parquet",)  # formats that cannot grow row by row
+# The end of a complete last row, in formats where an incomplete row could be read as a row.
 _ROW_ENDS = {
     **dict.fromkeys((".csv", ".tsv", ".txt"), b"\n"),
     **dict.fromkeys(CONLL_SUFFIXES, b"\n\n"),
@@ -38,9 +38,9 @@ _TAIL_BYTES, _CHUNK_BYTES = 4, 1 << 20
 class FilePlace:
     """How far one file was read: ``read`` examples, from the first on.
 
-    ``size`` bytes with the digest ``sha256`` were there at the last look, the file's rows up to
-    ``pieces[-1]``. It grew when it had as many as the numbers before: examples are made of the
-    rows between two of them, so that those that were read stay what they were.
+    At the last look the file had ``size`` bytes with the digest ``sha256``, and ``pieces[-1]``
+    rows. The earlier ``pieces`` are its rows at earlier looks: examples are made of the rows
+    between two of them, so that growth does not change the examples that were read.
     """
 
     name: str
@@ -60,7 +60,7 @@ class StreamPlace:
 class Stream:
     """One cluster's folder.
 
-    ``read`` gives the rows of a file and ``examples`` what is learned from rows; both raise
+    ``read`` returns the rows of a file and ``examples`` the training examples of rows; both raise
     DataError.
     """
 
@@ -82,8 +82,8 @@ class Stream:
     def files(self, before: StreamPlace) -> list[tuple[FilePlace, Dataset | None]]:
         """The files of ``before`` and those that have arrived since, as they are now.
 
-        One that cannot be read has no examples in this round and is named in the log. Raises
-        DataError if a file of which rows were read is gone or has changed other than by growing.
+        A file that cannot be read has no examples in this round and is logged. Raises DataError
+        if a file of which rows were read is gone or has changed other than by growing.
         """
         known = {file.name: file for file in before.files}
         names = {path.name for path in self._folder.glob("[!.]*") if path.is_file()}
@@ -98,7 +98,7 @@ class Stream:
         return [self._look(known.get(name, FilePlace(name=name))) for name in order]
 
     def everything(self) -> StreamPlace:
-        """The place behind all that can be read now."""
+        """The place behind all rows that can be read now."""
         found = self.files(StreamPlace())
         return StreamPlace(files=tuple(replace(file, read=len(rows or ())) for file, rows in found))
 
@@ -177,9 +177,9 @@ def next_round(
 ) -> StreamRound:
     """``limit`` examples: at most ``1 - replay_share`` of them fresh, the rest drawn from before.
 
-    ``past`` are the examples that the cluster started with. When little has arrived, replay fills
-    the round, so that a round always is as long as planned. Raises DataError when there is
-    nothing at all, or when files that were read have changed.
+    ``past`` are the examples that the cluster started with. Replay fills the round, so that it
+    always is as long as planned. Raises DataError when there are no examples at all, or when files
+    that were read have changed.
     """
     room = limit - int(limit * replay_share)
     places: list[FilePlace] = []
@@ -205,7 +205,7 @@ def _between(table: Dataset, start: int, stop: int) -> Dataset:
 
 
 def _draw(seen: Dataset, wanted: int, rng: np.random.Generator) -> Dataset:
-    """``wanted`` rows, none a second time before each came once."""
+    """``wanted`` random rows; none is repeated before all were drawn."""
     if wanted and not len(seen):
         raise DataError("data.stream and data.train are both empty: there is nothing to train on")
     rows: list[int] = []

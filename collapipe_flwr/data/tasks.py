@@ -1,4 +1,4 @@
-"""What differs between tasks: their examples, inputs, outputs and metrics."""
+"""A task over the user's data: its examples, inputs, outputs and metrics."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ _MOST_TOKENIZER_TEXTS = 100_000  # more change nothing in a vocabulary of some t
 class Task(ABC):
     """One task over the user's own data, ``data.train`` and ``data.test``; see `load_task`.
 
-    Everything is read on first use: a control unit never touches the test set, and only the
-    examples of a round are turned into tokens. With a ``vocabulary`` (on a control unit: the
-    server's) nothing is learned from local data. Without one the tokenizer is trained or loaded,
-    and the labels are those of the training set.
+    Everything is read on first use: a control unit never reads the test set, and only the
+    examples of a round are tokenized. With a ``vocabulary`` (on a control unit: the server's)
+    tokenizer and labels do not depend on local data. Without one the tokenizer is trained or
+    loaded, and the labels are those of the training set.
 
     With a ``data.partition-column`` the training examples also get a column ``group``. Without
     ``data.test`` a seeded choice of the rows of ``data.train`` is held out for the test:
@@ -54,15 +54,15 @@ class Task(ABC):
     """
 
     model_task: ClassVar[str]  # what the model is built for, as in ModelSpec.task
-    metric_name: ClassVar[str]  # the metric that counts
-    measures: ClassVar[Mapping[str, Measure]]  # all of them but those of the loss
+    metric_name: ClassVar[str]  # the main metric
+    measures: ClassVar[Mapping[str, Measure]]  # all metrics but those of the loss
     columns: ClassVar[Mapping[str, str]]  # of the examples: the field that names the user's column
     readers: ClassVar[Mapping[str, ReadColumn]] = {}  # of columns that need no text in each row
     text_columns: ClassVar[tuple[str, ...]]  # the tokenizer's training texts; () if there are none
     starts_with_bos: ClassVar[bool]  # how a trained tokenizer begins a text
     needs_mask_token: ClassVar[bool] = False  # of a trained tokenizer
-    usual_partition: ClassVar[str] = "iid"  # what data.partition "auto" means
-    group_column: ClassVar[str] = ""  # of an example: what other partitions go by, if anything
+    usual_partition: ClassVar[str] = "iid"  # data.partition "auto"
+    group_column: ClassVar[str] = ""  # the column of other partitions without a partition-column
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Task(ABC):
         return self.checked(self.file_rows(name), f'data.stream "{name}"')
 
     def file_rows(self, name: str) -> Dataset:
-        """All rows of such a file."""
+        """All rows of a file in ``data.stream``."""
         skip = self.settings.skip_bad_rows
         table = self._named(load_table(name, key="data.stream", split="train", skip_bad_rows=skip))
         return self._read(table, self.columns, name)
@@ -134,44 +134,44 @@ class Task(ABC):
 
     @abstractmethod
     def read(self, guesses: Tensor, batch: Batch) -> list[str]:
-        """What a model's best classes, or generated ids, mean: (B,) or (B, T), a text per example.
+        """The text of each example's predicted classes or generated ids, (B,) or (B, T).
 
-        ``batch`` is what the examples were collated to.
+        ``batch`` are the collated examples.
         """
 
     @abstractmethod
     def references(self, examples: Sequence[Example], batch: Batch) -> list[str]:
-        """The texts that ``read`` should give for these examples and what they collate to."""
+        """The texts that ``read`` should return for these examples, collated to ``batch``."""
 
     def count(self, predictions: Sequence[str], references: Sequence[str]) -> Tally:
-        """What adds up over parts of a test set, for each metric; see ``score``."""
+        """The counts of each metric, which add up over parts of a test set; see ``score``."""
         return {name: m.count(predictions, references) for name, m in self.measures.items()}
 
     def score(self, tally: Tally) -> dict[str, float]:
-        """Metrics by name, of the added counts of all parts."""
+        """Metrics by name, from the added counts of all parts."""
         return {name: self.measures[name].value(counts) for name, counts in tally.items()}
 
     def score_loss(self, loss: float) -> dict[str, float]:
-        """Metrics that follow from the mean loss; together with ``score`` all of the task."""
+        """Metrics from the mean loss; with those of ``score`` all metrics of the task."""
         del loss
         return {}
 
     def examples(self, rows: Dataset) -> Dataset:
-        """What is learned from these rows of ``train`` or ``test``: usually the rows themselves."""
+        """The examples made of these rows of ``train`` or ``test``: usually the rows themselves."""
         return rows
 
     def collate_for(self, examples: Sequence[Example], round_index: int) -> dict[str, Tensor]:
-        """``collate`` for training; a task that draws at random draws anew every round."""
+        """``collate`` for training; random choices differ from round to round."""
         del round_index
         return self.collate(examples)
 
     def lengths(self, examples: Sequence[Example]) -> list[int]:
-        """Tokens that the encoder computes on for each example; all 1 where nothing is padded."""
+        """The encoder's tokens for each example; all 1 if nothing is padded."""
         mask = self.collate(examples).get("attention_mask")
         return [1] * len(examples) if mask is None else mask.sum(dim=1).tolist()
 
     def save_inputs(self, directory: Path) -> None:
-        """Put beside a saved model what turns raw examples into its inputs."""
+        """Save the tokenizer or preprocessor of a saved model beside it."""
         self.tokenizer.save_pretrained(directory)
 
     def find_labels(self) -> tuple[str, ...]:
@@ -182,7 +182,7 @@ class Task(ABC):
     def labels(self) -> tuple[str, ...]:
         """The vocabulary's label names; empty unless the task classifies.
 
-        A checkpoint that knows all labels of the data keeps its own order, which its head learned.
+        If a checkpoint has all labels of the data, the order is that of its head.
         """
         if self._given_vocabulary is not None:
             return self._given_vocabulary.labels

@@ -1,8 +1,8 @@
-"""The tokenizer: trained on the spot or loaded, and able to travel with the model as JSON.
+"""The tokenizer: trained on the examples or loaded, and serialized to travel with the model.
 
-Trained ones are byte-level BPE, so no text is ever unknown and nothing is downloaded; digits are
-split one by one, so that a number is spelled rather than looked up. With the smallest vocabulary
-there are no merges left and the tokens are the bytes themselves.
+Trained ones are byte-level BPE without unknown tokens; digits are split one by one, so that a
+number is spelled rather than looked up. With the smallest vocabulary there are no merges, and the
+tokens are the bytes themselves.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Byte-level BPE of at most ``vocab_size`` tokens; equal texts give equal tokenizers.
 
-    Every text ends with EOS (two texts: each of them); with ``starts_with_bos`` it begins with
-    BOS, which is the token that BERT-type classifiers pool; ``with_mask`` adds a mask token.
+    Every text ends with EOS (in a pair: each of the two); with ``starts_with_bos`` it begins with
+    BOS, the token that BERT-type classifiers pool; ``with_mask`` adds a mask token.
     """
     tokenizer = Tokenizer(models.BPE(unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -95,7 +95,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
             raise DataError(
                 f'data.tokenizer "{name}" has neither a padding nor an end token: add a pad_token'
             )
-        loaded.pad_token = loaded.eos_token  # the mask hides it, so any token serves
+        loaded.pad_token = loaded.eos_token  # any token serves, since it is masked
     return cast(PreTrainedTokenizerFast, loaded)
 
 
@@ -152,7 +152,7 @@ def encode(
 ) -> dict[str, Tensor]:
     """``input_ids`` and ``attention_mask`` (B, T), padded at the right to the longest text.
 
-    Texts beyond ``max_length`` tokens are cut; their special tokens are kept.
+    Texts are truncated to ``max_length`` tokens, special tokens included.
     """
     return dict(_encoded(tokenizer, list(texts), max_length))
 
@@ -160,11 +160,10 @@ def encode(
 def encode_words(
     tokenizer: PreTrainedTokenizerFast, rows: Sequence[Sequence[str]], max_length: int
 ) -> tuple[dict[str, Tensor], list[list[int]]]:
-    """The same for texts that are cut into words, and for each the place of every word's first
-    token.
+    """The same for texts that are split into words, and the positions of each word's first token.
 
-    A word that leaves no token (an odd control character) is read as the unknown token, so that
-    the places are those of the first words of the row, none left out.
+    A word without tokens (an odd control character) is read as the unknown token, so that every
+    word has a position until the text is truncated.
     """
     spaced = [[word if i == 0 else f" {word}" for i, word in enumerate(row)] for row in rows]
     encoded = _encoded(tokenizer, spaced, max_length, is_split_into_words=True)
@@ -205,8 +204,8 @@ def _has_gap(words: Sequence[int | None]) -> bool:
 class Vocabulary:
     """A tokenizer as JSON, and for classification the label names in the order of their ids.
 
-    The server makes it once and sends it along; a control unit never learns its own, since its
-    local data may lack a label or spell words differently.
+    The server makes it once and sends it along; a control unit's local data may lack a label or
+    spell words differently.
     """
 
     tokenizer_json: str

@@ -10,7 +10,7 @@ from collapipe_flwr.cluster.fleet import LearningSettings
 from collapipe_flwr.config.schema import EdgeConfig
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.federation.split import EdgeGateway
-from collapipe_flwr.models.described import DescribedModel
+from collapipe_flwr.models.any_splitter import DescribedModel
 from collapipe_flwr.models.split_model import SplitModel
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig, optimizer_config
 

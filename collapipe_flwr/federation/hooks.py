@@ -34,7 +34,7 @@ from collapipe_flwr.federation.rounds import (
 )
 from collapipe_flwr.federation.rpc_gateway import RpcEdgeGateway, open_edge
 from collapipe_flwr.federation.split import EdgeGateway, PersonalArrays, SplitRound
-from collapipe_flwr.models.described import DescribedModel
+from collapipe_flwr.models.any_splitter import DescribedModel
 from collapipe_flwr.reporting.progress import ClusterProgress
 from collapipe_flwr.scheduler.protocol import Scheduler
 

@@ -31,7 +31,7 @@ from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors, is_
 from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.messages import diverged
 from collapipe_flwr.federation.records import SplitTask, asked_optimizer
-from collapipe_flwr.models.described import DescribedModel
+from collapipe_flwr.models.any_splitter import DescribedModel
 from collapipe_flwr.pipeline.config import PassesDone, SessionKey
 from collapipe_flwr.pipeline.meter import StageReport
 

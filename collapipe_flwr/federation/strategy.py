@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # importing the strategy does not load torch
     from collapipe_flwr.federation.planning import Planning
     from collapipe_flwr.federation.rounds import RoundPlanner, RoundRecord
     from collapipe_flwr.federation.split import EdgeGateway
-    from collapipe_flwr.models.described import DescribedModel
+    from collapipe_flwr.models.any_splitter import DescribedModel
     from collapipe_flwr.reporting.progress import ClusterProgress
     from collapipe_flwr.scheduler.protocol import Scheduler
 

@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 def build_transformers_part(request: SessionRequest, weights: Mapping[str, Tensor]) -> nn.Module:
     """A segment of a transformers model, or its last part where no blocks are placed."""
-    from collapipe_flwr.models.described import splitter_of  # slow imports: only when needed
+    from collapipe_flwr.models.splitter import splitter_of  # slow imports: only when needed
 
     splitter = splitter_of(request.spec_json)
     if request.placement is None:

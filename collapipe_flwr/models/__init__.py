@@ -12,14 +12,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collapipe_flwr.models.described import splitter_of
     from collapipe_flwr.models.describing import make_spec
     from collapipe_flwr.models.parts import EdgePart, EmbeddingPart, SegmentPart
     from collapipe_flwr.models.profile import profile_model
     from collapipe_flwr.models.saving import save_adapter, save_whole
     from collapipe_flwr.models.spec import BatchShape, LoraConfig, ModelConfig, ModelSpec
     from collapipe_flwr.models.split_model import SplitModel
-    from collapipe_flwr.models.splitter import Splitter
+    from collapipe_flwr.models.splitter import Splitter, splitter_of
 
 __all__ = [
     "BatchShape",
@@ -42,10 +41,9 @@ _MODULES = {
     "parts": ("EdgePart", "EmbeddingPart", "SegmentPart"),
     "profile": ("profile_model",),
     "saving": ("save_adapter", "save_whole"),
-    "described": ("splitter_of",),
     "split_model": ("SplitModel",),
     "spec": ("BatchShape", "LoraConfig", "ModelConfig", "ModelSpec"),
-    "splitter": ("Splitter",),
+    "splitter": ("Splitter", "splitter_of"),
 }
 
 # The interpreter's last collections would walk through all of torch and transformers: a second.

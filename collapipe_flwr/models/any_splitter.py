@@ -1,25 +1,25 @@
-"""What the pipeline asks of a cut model, whatever kind of model it is."""
+"""The interface of the splitters, of whatever kind of model, and a model with its batches."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.borrowed import Borrower
+from collapipe_flwr.core.imports import is_within
 from collapipe_flwr.models.layout import EDGE, EMBEDDING, Layout
 from collapipe_flwr.models.lora import key_of
-from collapipe_flwr.models.objective import Batch, LossPart, Objective
-from collapipe_flwr.models.part import Part, Weights
+from collapipe_flwr.models.part import Borrower, LossPart, Part, Weights
 from collapipe_flwr.models.skeleton import read_tensor
+from collapipe_flwr.models.tasks import Batch, Objective
 
 if TYPE_CHECKING:
-    from collapipe_flwr.models.module_spec import ModuleSpec
-    from collapipe_flwr.models.spec import BatchShape, ModelSpec
+    from collapipe_flwr.models.spec import BatchShape, ModelSpec, ModuleSpec
 
 TensorShape = tuple[torch.Size, torch.dtype]
 
@@ -27,7 +27,7 @@ TensorShape = tuple[torch.Size, torch.dtype]
 class AnySplitter(ABC):
     """Cuts one model into embedding, segments of blocks, and edge.
 
-    Numbers do not depend on the cut: loss and gradients equal those of ``build_whole``. Keys are
+    Results do not depend on the cut: loss and gradients equal those of ``build_whole``. Keys are
     those of the unsplit model's ``state_dict``; ``aliases`` are those that travel under another
     key. ``state_keys`` are all of them, in its order.
     """
@@ -37,9 +37,9 @@ class AnySplitter(ABC):
     shapes: Mapping[str, TensorShape]
     objective: Objective
     state_keys: tuple[str, ...]
-    decodes: bool  # a decoder, not just a head, stands at the edge
-    generates: bool  # its parts can write a text token by token
-    drops: bool  # it leaves something out by chance while it trains
+    decodes: bool  # the edge holds a decoder, not just a head
+    generates: bool  # its parts can generate text token by token
+    drops: bool  # it draws random numbers in training, as dropout does
     whole_batches: bool  # results depend on how a batch is cut (BatchNorm): one micro-batch only
     _layout: Layout
 
@@ -50,20 +50,20 @@ class AnySplitter(ABC):
         return self._layout.travelling(self._layout.owners)
 
     def embedding_keys(self) -> tuple[str, ...]:
-        """What the control unit owns."""
+        """The keys that the control unit owns."""
         return self._layout.travelling(self._layout.keys_of(EMBEDDING))
 
     def segment_keys(self, first_block: int, stop_block: int) -> tuple[str, ...]:
-        """What a device with these blocks owns."""
+        """The keys that a device with these blocks owns."""
         self._check_range(first_block, stop_block)
         return self._layout.travelling(self._layout.keys_of(*range(first_block, stop_block)))
 
     def held_keys(self, block: int) -> tuple[str, ...]:
-        """Everything that a device with this block holds for it, frozen weights included."""
+        """All keys that a device holds for this block, frozen weights included."""
         return self._layout.keys_of(block)
 
     def edge_keys(self) -> tuple[str, ...]:
-        """What the edge owns."""
+        """The keys that the edge owns."""
         return self._layout.travelling(self._layout.keys_of(EDGE))
 
     @property
@@ -83,12 +83,12 @@ class AnySplitter(ABC):
 
     @property
     def ties(self) -> Mapping[str, tuple[str, ...]]:
-        """Tables of the edge that the embedding reads row by row: key to embedding's paths."""
+        """Tables of the edge that the embedding reads row by row: key to its paths there."""
         return self._layout.ties
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Keys of the unsplit ``state_dict`` that travel under another one: a tied table's."""
+        """Keys of the unsplit ``state_dict`` (of tied tables) to those that travel instead."""
         return {
             key_of(path): key
             for key, paths in self._layout.all_places().items()
@@ -97,7 +97,10 @@ class AnySplitter(ABC):
         }
 
     def travelling(self, state: Weights) -> dict[str, Tensor]:
-        """What travels of the unsplit model's ``state_dict``; raises ModelError for another's."""
+        """The part of the unsplit model's ``state_dict`` that travels.
+
+        Raises ModelError if a key is missing or has another shape.
+        """
         for key in self.all_keys():
             if key not in state:
                 raise ModelError(f"the weights lack {key!r}: pass the state_dict of this model")
@@ -109,7 +112,7 @@ class AnySplitter(ABC):
         return {key: state[key] for key in self.all_keys()}
 
     def whole_state(self, weights: Weights) -> dict[str, Tensor]:
-        """The unsplit model's ``state_dict`` of what travels, every alias included."""
+        """The unsplit model's ``state_dict`` from what travels; the inverse of ``travelling``."""
         aliases = self.aliases
         return {key: weights[aliases.get(key, key)] for key in self.state_keys}
 
@@ -117,11 +120,11 @@ class AnySplitter(ABC):
 
     @abstractmethod
     def context(self, batch: Batch) -> dict[str, Tensor]:
-        """The part of ``batch`` that segments and edge need."""
+        """The tensors of ``batch`` that segments and edge need."""
 
     @abstractmethod
     def run_whole(self, model: nn.Module, batch: Batch) -> Any:
-        """The outputs of what ``build_whole`` built; see ``loss_of`` and ``scores_of``."""
+        """The outputs of a model from ``build_whole``; see ``loss_of`` and ``scores_of``."""
 
     def weight_of(self, batch: Batch) -> float:
         """What the mean loss of ``batch`` runs over; raises ModelError if a tensor is missing."""
@@ -138,25 +141,25 @@ class AnySplitter(ABC):
     # Weights
 
     def initial_weights(self, seed: int) -> dict[str, Tensor]:
-        """First values of all keys; see ``first_weights``."""
+        """Initial values of all keys; see ``first_weights``."""
         return self.first_weights(seed)[0]
 
     @abstractmethod
     def first_weights(self, seed: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-        """First values of all keys; behind them the keys of what a checkpoint lacks."""
+        """Initial values of all keys, and the keys that the checkpoint lacks."""
 
     def trained_weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """What travels of a model that ``build_whole`` built, as it is now."""
+        """The current tensors that travel of a model from ``build_whole``."""
         places = self._layout.places
         return {key: read_tensor(model, places[key][0]).detach() for key in self.all_keys()}
 
     def resident_keys_of_segment(self, first_block: int, stop_block: int) -> frozenset[str]:
-        """What a device with these blocks reads from the checkpoint, if it has one."""
+        """The keys that a device with these blocks reads from the checkpoint, if it has one."""
         holdings = self._layout.holdings(*range(first_block, stop_block), runs_blocks=True)
         return self._layout.resident.intersection(holdings.all)
 
     def read_resident(self, keys: Iterable[str]) -> dict[str, Tensor]:
-        """These frozen weights, for a member without the checkpoint; raises ModelError."""
+        """These frozen weights, for a device without the checkpoint; raises ModelError."""
         raise ModelError(f"nothing is read from a checkpoint here, but {next(iter(keys))!r} is")
 
     # Parts
@@ -190,3 +193,63 @@ def shapes_of(state: Weights, layout: Layout) -> dict[str, TensorShape]:
     return {
         key: (state[paths[0]].shape, state[paths[0]].dtype) for key, paths in layout.places.items()
     }
+
+
+class DescribedModel:
+    """A model as server and clusters know it: its ``splitter``, for batches of ``shape``.
+
+    Plans choose the batch size if ``batch_size`` is None. ``personal`` parameters (modules or
+    tensors) are never averaged; raises ModelError for one that the model does not have.
+    """
+
+    def __init__(
+        self,
+        splitter: AnySplitter,
+        shape: BatchShape,
+        *,
+        batch_size: int | None = None,
+        personal: tuple[str, ...] = (),
+    ) -> None:
+        self.splitter = splitter
+        self.shape = shape
+        self.batch_size = batch_size
+        self.personal = personal
+        for name in personal:
+            if not any(is_within(key, [name]) for key in splitter.all_keys()):
+                raise ModelError(f"personal names {name!r}, which is no part of the model")
+
+    @property
+    def spec_json(self) -> str:
+        """The description from which other processes cut the same model."""
+        return self.splitter.spec.to_json()
+
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        """All keys of the model, without ``aliases``."""
+        return frozenset(self.splitter.all_keys())
+
+    @cached_property
+    def edge_keys(self) -> frozenset[str]:
+        """The keys that the edge trains."""
+        return frozenset(self.splitter.edge_keys())
+
+    @property
+    def shared_keys(self) -> frozenset[str]:
+        """The keys that both sides read: clusters own them, the edge gets copies."""
+        return frozenset(self.splitter.shared_keys)
+
+    @cached_property
+    def hidden_keys(self) -> frozenset[str]:
+        """Keys that are sent but not averaged: constants and personal parameters."""
+        return self.splitter.constant_keys | self.personal_keys
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """See ``AnySplitter.aliases``."""
+        return self.splitter.aliases
+
+    @property
+    def personal_keys(self) -> frozenset[str]:
+        """All keys of the ``state_dict`` that ``personal`` names, aliases included."""
+        keys = self.splitter.state_keys if self.personal else ()
+        return frozenset(key for key in keys if is_within(key, self.personal))

@@ -1,8 +1,8 @@
 """Checkpoints of transformers, folders or hub names: whole models by the library's own loader, and
 single tensors read in place.
 
-A safetensors file begins with an index of its tensors, and its other pages come into memory when
-they are touched. So a device that holds four of twelve blocks reads a third of the file.
+A safetensors file begins with an index of its tensors, and its other pages are read when they are
+touched: a device that holds four of twelve blocks reads a third of the file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from collapipe_flwr.models.skeleton import build_skeleton, builder_of, derive_co
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.validation import first_lines, refusing
 
-_PROBLEMS = ("missing_keys", "mismatched_keys")
 _TIE_FLAGS = ("tie_word_embeddings", "share_encoder_decoder_embeddings")
 
 
@@ -68,7 +67,7 @@ def read_pretrained_config(pretrained: str) -> PreTrainedConfig:
 def load_checkpoint(
     spec: ModelSpec, seed: int, *, body: frozenset[str]
 ) -> tuple[PreTrainedModel, tuple[str, ...]]:
-    """The model of ``spec.pretrained``, and which tensors it has not from there, in order.
+    """The model of ``spec.pretrained``, and the sorted keys that are not from there.
 
     A head that the checkpoint lacks, or has for other classes, is drawn from ``seed``. Raises
     ModelError if the checkpoint cannot be read or lacks one of the ``body`` keys.
@@ -77,9 +76,15 @@ def load_checkpoint(
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         model, report = _read_checkpoint(spec, config)
-    _check_complete(spec, model, report, body)
-    lacking = {key for problem in _PROBLEMS for key in _keys(report, problem)}
-    return model, tuple(sorted(lacking.difference(model.all_tied_weights_keys)))
+    lacking = set[str]()
+    for problem in ("missing", "mismatched"):
+        entries = report[f"{problem}_keys"]  # of mismatched ones with their shapes
+        keys = {entry if isinstance(entry, str) else entry[0] for entry in entries}
+        keys.difference_update(model.all_tied_weights_keys)
+        if wrong := sorted(keys & body):
+            raise not_fitting(spec, problem, wrong)
+        lacking |= keys
+    return model, tuple(sorted(lacking))
 
 
 def published_skeleton(spec: ModelSpec) -> PreTrainedModel:
@@ -111,7 +116,7 @@ def _read_checkpoint(
             spec.pretrained,
             config=config,
             dtype=torch.float32,
-            ignore_mismatched_sizes=True,  # judged by _check_complete
+            ignore_mismatched_sizes=True,  # judged by load_checkpoint
             output_loading_info=True,
         )
     return model, report
@@ -119,27 +124,13 @@ def _read_checkpoint(
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """The library's table of lacking tensors stays away: ``load_checkpoint`` tells of them."""
+    """Hide the library's table of missing tensors, which ``load_checkpoint`` returns."""
     before = logging.get_verbosity()
     logging.set_verbosity(ERROR)
     try:
         yield
     finally:
         logging.set_verbosity(before)
-
-
-def _keys(report: Mapping[str, Any], problem: str) -> list[str]:
-    return [key if isinstance(key, str) else key[0] for key in report[problem]]
-
-
-def _check_complete(
-    spec: ModelSpec, model: PreTrainedModel, report: Mapping[str, Any], body: frozenset[str]
-) -> None:
-    needed = body - set(model.all_tied_weights_keys)
-    for problem in _PROBLEMS:
-        wrong = sorted(needed.intersection(_keys(report, problem)))
-        if wrong:
-            raise not_fitting(spec, problem.split("_")[0], wrong)
 
 
 def not_fitting(spec: ModelSpec, problem: str, keys: Sequence[str]) -> ModelError:
@@ -165,7 +156,7 @@ class _Stored:
 class CheckpointSource:
     """The tensors of ``spec.pretrained`` under the keys of the unadapted model.
 
-    ``in`` asks for tensors of the files, ``read`` also computes the model's constants, which
+    ``in`` tests for tensors of the files; ``read`` also computes the model's constants, which
     checkpoints leave out. Raises ModelError if there is no such checkpoint on this machine.
     """
 
@@ -174,7 +165,7 @@ class CheckpointSource:
         self._pretrained = spec.pretrained
         self._skeleton = published_skeleton(spec)
         self._places = _places(spec.pretrained, self._skeleton)
-        self._computing = threading.Lock()  # a constant is computed inside of the skeleton
+        self._computing = threading.Lock()  # constants are computed within the skeleton
 
     def __contains__(self, key: object) -> bool:
         return key in self._places
@@ -192,9 +183,9 @@ class CheckpointSource:
 
 
 class Completed(dict[str, Tensor]):
-    """Given weights, and from the checkpoint those ``resident`` ones that were not given.
+    """Given weights, and ``resident`` ones that ``read`` gets from the checkpoint at each access.
 
-    They are read each time that they are asked for, and not listed.
+    Iteration yields the given ones only.
     """
 
     def __init__(
@@ -217,7 +208,7 @@ def _read(stored: _Stored, key: str, model: PreTrainedModel) -> Tensor:
     if stored.joined_by is None:
         file, name, _ = stored.pieces[0]
         return _tensor(file, name)
-    converter = deepcopy(stored.joined_by)  # it keeps what it is given
+    converter = deepcopy(stored.joined_by)  # it accumulates tensors
     for file, name, pattern in stored.pieces:
         converter.add_tensor(key, name, pattern, _tensor(file, name))  # type: ignore[arg-type]
     joined = converter.convert(key, model=model, config=model.config)[key]
@@ -232,7 +223,7 @@ def _tensor(file: Path, name: str) -> Tensor:
 
 
 def _places(pretrained: str, skeleton: PreTrainedModel) -> dict[str, _Stored]:
-    """Where each tensor of the model lies; what a converter would divide is left out."""
+    """Where each tensor of the model is stored, without those that a converter would divide."""
     wanted = skeleton.state_dict()
     found: dict[str, _Stored] = {}
     transforms = get_model_conversion_mapping(skeleton)
@@ -251,7 +242,7 @@ def _places(pretrained: str, skeleton: PreTrainedModel) -> dict[str, _Stored]:
 
 
 def _with_aliases(found: dict[str, _Stored], aliases: Mapping[str, str]) -> dict[str, _Stored]:
-    """A tied table is stored once, under any of its names."""
+    """Add the other names of tied tables, which are stored once, under any of their names."""
     for alias, source in aliases.items():
         if source not in found and alias in found:
             found[source] = found[alias]

@@ -26,10 +26,8 @@ from collapipe_flwr.models.skeleton import build_skeleton
 from collapipe_flwr.models.spec import BatchShape, LoraConfig, ModelSpec
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.tasks import (
-    auto_class,
     built_class,
     find_task,
-    has_head,
     known_task,
 )
 from collapipe_flwr.models.validation import LAYERDROPS, UNFIT, needs_token, refusing
@@ -86,12 +84,12 @@ def make_spec(
         "eos_token_id": eos_token_id,
         "decoder_start_token_id": decoder_start_token_id,
     }
-    _set_tokens(config, {key: token for key, token in tokens.items() if token is not None})
+    _set_tokens(config, tokens)
     if pretrained is None:
         _forget_foreign_tokens(config)
     if labelled:
         _set_labels(config, num_labels, id2label)
-    for key in LAYERDROPS:  # one that the user asks for is kept, and refused by the splitter
+    for key in LAYERDROPS:  # the splitter refuses one that the user sets
         if hasattr(config, key) and key not in (overrides or {}):
             setattr(config, key, 0.0)
     _set_exact_training(config, ties)
@@ -114,15 +112,15 @@ def make_spec(
 def describe_live(
     model: PreTrainedModel, *, loss: str, weight: str, ties: str, shared: str, edge_blocks: int
 ) -> ModelSpec:
-    """Describe a model as it is, own heads and what its user froze included.
+    """Describe a live model, with own heads and frozen parameters but without weights.
 
-    Its weights do not travel in the description. Raises ModelError if it cannot be split.
+    Raises ModelError if it cannot be split.
     """
     kind = type(model)
     config: PreTrainedConfig = deepcopy(model.config)
     _set_exact_training(config, ties)
     task = known_task(kind)
-    own = not has_head(task, config) or built_class(auto_class(task, config), config) is not kind
+    own = built_class(task, config) is not kind
     if own:
         allow_own(kind)
     spec = ModelSpec(
@@ -145,7 +143,7 @@ def describe_live(
 
 
 def _adapted(spec: ModelSpec, lora: LoraConfig) -> ModelSpec:
-    """``spec`` with adapters, every choice made."""
+    """``spec`` with adapters, defaults filled in."""
     plain = build_skeleton(spec)
     if not lora.target_modules:
         lora = replace(lora, target_modules=default_targets(spec.model_type))
@@ -163,7 +161,7 @@ def _adapted(spec: ModelSpec, lora: LoraConfig) -> ModelSpec:
 
 
 def _refuse_tied(model: PreTrainedModel, lora: LoraConfig) -> None:
-    """A table used in several places cannot train in one of them alone."""
+    """Raise ModelError for a tied table among the modules to train in full."""
     tied = set(model.all_tied_weights_keys) | set(model.all_tied_weights_keys.values())
     for name in lora.modules_to_save:
         owners = [key for key in tied if key.rpartition(".")[0].endswith(name)]
@@ -222,16 +220,18 @@ def _set_vocabulary(config: PreTrainedConfig, vocab_size: int, pretrained: str |
         )
 
 
-def _set_tokens(config: PreTrainedConfig, tokens: Mapping[str, int]) -> None:
+def _set_tokens(config: PreTrainedConfig, tokens: Mapping[str, int | None]) -> None:
     size = getattr(config, "vocab_size", None)
     for key, token in tokens.items():
+        if token is None:
+            continue
         if size is not None and not 0 <= token < size:
             raise ModelError(f"{key} must be below the vocabulary's {size} tokens, got {token}")
         setattr(config, key, token)
 
 
 def _forget_foreign_tokens(config: PreTrainedConfig) -> None:
-    """The defaults name tokens of the published model's vocabulary, which is not this one."""
+    """Unset default token ids that are beyond this vocabulary: they are the published model's."""
     size = getattr(config, "vocab_size", None)
     if size is None:
         return
@@ -250,7 +250,7 @@ def _forget_foreign_tokens(config: PreTrainedConfig) -> None:
 def _forget_token(config: PreTrainedConfig, key: str) -> None:
     try:
         setattr(config, key, None)
-    except StrictDataclassError as cause:  # a few types demand a number, which some never read
+    except StrictDataclassError as cause:  # a few types require a number, some without reading it
         if key not in _NEVER_READ:
             raise needs_token(config, key) from cause
 
@@ -263,7 +263,7 @@ def _set_labels(
             raise ModelError(f"num_labels is {num_labels}, id2label names {len(id2label)} labels")
         config.id2label = dict(id2label)
         config.label2id = {name: index for index, name in id2label.items()}
-        config.problem_type = None  # a checkpoint may have learnt to estimate, or several at once
+        config.problem_type = None  # a checkpoint may be of regression or of several labels
     elif num_labels is not None:
         if num_labels < 1:
             raise ModelError(f"num_labels must be 1 or more, got {num_labels}")
@@ -271,9 +271,9 @@ def _set_labels(
 
 
 def _set_exact_training(config: PreTrainedConfig, ties: str) -> None:
-    """What a cut model needs: single precision, outputs by name, and tables that are not tied.
+    """Set what a cut model needs: single precision, outputs by name, and untied tables.
 
-    The library's own switch unties where it has one; the splitter unties the rest.
+    The library unties where it has a setting for it; the splitter unties the rest.
     """
     config.dtype = "float32"
     config.return_dict = True
@@ -286,7 +286,7 @@ def _set_exact_training(config: PreTrainedConfig, ties: str) -> None:
 
 
 def rehearse(splitter: Splitter) -> None:
-    """Run all parts once, on shapes only, and let them complain."""
+    """Run all parts once, on shapes only; raises ModelError where that fails."""
     try:
         profile_model(splitter, BatchShape(source_length=2, target_length=2))
     except VALUES_ASKED as cause:

@@ -1,33 +1,35 @@
-"""Model types without a record: find their blocks by running the library once on fake tensors.
+"""Model types without a record: their blocks are found by one forward pass on fake tensors.
 
-A cut is sound if a block reads nothing of the model but the hidden states of the block before
-it. The trace proves that or says what stands against it.
+Fake tensors have shapes and neither values nor memory. A cut is sound if a block reads nothing of
+the model but the hidden states of the block before it. The trace proves that, or finds the reason
+why not.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import is_within
-from collapipe_flwr.models import block_inputs
-from collapipe_flwr.models.families import FAMILIES, Family, base_path, stack_path
+from collapipe_flwr.models.families import FAMILIES, Family, base_path, no_inputs, stack_path
 from collapipe_flwr.models.module_call import arguments_of, hidden_of
-from collapipe_flwr.models.skeleton import (
-    build_skeleton,
-    example_inputs,
-    place_tensor,
-    read_config,
-    shapes_only,
-)
+from collapipe_flwr.models.skeleton import build_skeleton, example_inputs, place_tensor, read_config
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.stack import without_cache
 from collapipe_flwr.models.tasks import TASKS, has_head, is_librarys
@@ -38,11 +40,48 @@ VALUES_ASKED = (DataDependentOutputException, DynamicOutputShapeException)
 _EXAMPLES, _LENGTH = 2, 8
 
 
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Tensors made in the body are fake, and so is everything computed from them."""
+    # torch logs a traceback of errors that callers report in one sentence
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    # transformers makes a few scalars that escape the mode (Gemma's embedding scale)
+    with FakeTensorMode(allow_non_fake_inputs=True), _WithoutValues():
+        yield
+
+
+class _WithoutValues(TorchFunctionMode):
+    """Replaces two functions that fake tensors do not support.
+
+    A mixture's product of every token with its expert is computed as if all went to the first.
+    Shapes, operations and what autograd keeps are the same; the true product has no rule for
+    fake tensors in single precision.
+
+    The random number that decides whether a block is skipped is 0: blocks are skipped where there
+    is any layerdrop, which has no exact cut, and some versions of transformers compare it with 0.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        del types
+        if func is torch._grouped_mm:
+            tokens, experts, *_ = args
+            return tokens @ experts[0]
+        if func is torch.rand and args == ([],):
+            return torch.tensor(0.0)
+        return func(*args, **(kwargs or {}))
+
+
 @dataclass(slots=True)
 class _Trace:
-    """What the run showed: modules ahead of block 0, block arguments and results.
+    """Records of the pass: modules ahead of block 0, block arguments and results.
 
-    ``output`` is the stack's, computed from a result of the last block that has no history.
+    ``output`` is the stack's, computed from a detached result of the last block.
     """
 
     before: list[str] = field(default_factory=list)
@@ -53,7 +92,7 @@ class _Trace:
 
 @lru_cache(maxsize=64)
 def discover_family(spec: ModelSpec) -> Family:
-    """A record for ``spec``'s model type; raises ModelError saying why it cannot be split."""
+    """A record for ``spec``'s model type; raises ModelError with the reason if there is none."""
     with shapes_only():
         model = _fake_model(spec)
         decodes = bool(model.config.is_encoder_decoder)
@@ -69,7 +108,7 @@ def discover_family(spec: ModelSpec) -> Family:
         model_types=(spec.model_type,),
         blocks=blocks,
         before=tuple(trace.before),
-        inputs=block_inputs.no_inputs,
+        inputs=no_inputs,
         tasks=tuple(sorted(tasks)),
         stack=stack_path[len(base_path(model)) :].lstrip("."),
         input_name=stack.main_input_name,
@@ -81,7 +120,7 @@ def discover_family(spec: ModelSpec) -> Family:
 
 
 def _head_tasks(spec: ModelSpec) -> set[str]:
-    config = read_config(spec)  # a model may show that of its text part instead
+    config = read_config(spec)  # a model may have that of its text part instead
     return {task for task in TASKS if task != "seq2seq" and has_head(task, config)}
 
 
@@ -136,7 +175,7 @@ def _run(stack: PreTrainedModel, blocks_path: str, spec: ModelSpec) -> _Trace:
             lambda _, args, kwargs: trace.arguments.append((args, kwargs)), with_kwargs=True
         )
         block.register_forward_hook(lambda _, __, result: trace.results.append(result))
-    blocks[-1].register_forward_hook(lambda _, __, result: _without_history(result))
+    blocks[-1].register_forward_hook(lambda _, __, result: _detached(result))
     inputs = example_inputs(stack.config, stack.main_input_name, _LENGTH, _EXAMPLES)
     for name in arguments_of(stack, needed=True):
         if name not in inputs:
@@ -156,23 +195,23 @@ def _run(stack: PreTrainedModel, blocks_path: str, spec: ModelSpec) -> _Trace:
 
 
 def _watch_before(stack: nn.Module, blocks_path: str, trace: _Trace) -> None:
-    """Note the outermost modules with parameters that run ahead of block 0."""
+    """Record the outermost modules with parameters that run ahead of block 0."""
     for name, module in stack.named_modules():
         if not name or is_within(blocks_path, [name]) or is_within(name, [blocks_path]):
             continue
         parent = name.rpartition(".")[0]
         outermost = not parent or is_within(blocks_path, [parent])
         if outermost and next(module.parameters(), None) is not None:
-            module.register_forward_pre_hook(partial(_note, trace, name))
+            module.register_forward_pre_hook(partial(_record_before, trace, name))
 
 
-def _note(trace: _Trace, name: str, *_: object) -> None:
+def _record_before(trace: _Trace, name: str, *_: object) -> None:
     if not trace.arguments and name not in trace.before:
         trace.before.append(name)
 
 
 def _check_chain(trace: _Trace, spec: ModelSpec) -> None:
-    """Hidden states go from block to block untouched, and nothing else is learned input."""
+    """Raise ModelError unless hidden states alone connect the blocks, and nothing changes them."""
     for index, (args, kwargs) in enumerate(trace.arguments):
         if not args or not isinstance(args[0], Tensor):
             raise refusal(spec, f"block {index} does not take hidden states first")
@@ -191,7 +230,7 @@ def _check_chain(trace: _Trace, spec: ModelSpec) -> None:
 
 
 def _check_end(trace: _Trace, stack: nn.Module, blocks: str, spec: ModelSpec) -> None:
-    """Behind the last block nothing is read of what came before it."""
+    """Raise ModelError if anything learned ahead of the last block's result is read behind it."""
     ahead = [stack.get_submodule(name) for name in (*trace.before, blocks)]
     learned = [parameter for module in ahead for parameter in module.parameters()]
     read = torch.autograd.grad(hidden_of(trace.output).sum(), learned, allow_unused=True)
@@ -199,10 +238,10 @@ def _check_end(trace: _Trace, stack: nn.Module, blocks: str, spec: ModelSpec) ->
         raise refusal(spec, "what stands behind its blocks reads more than the last one's result")
 
 
-def _without_history(result: Any) -> Any:
+def _detached(result: Any) -> Any:
     if isinstance(result, Tensor):
         return result.detach().requires_grad_()
-    return (_without_history(result[0]), *result[1:])
+    return (_detached(result[0]), *result[1:])
 
 
 def _requires_grad(value: Any) -> bool:
@@ -214,13 +253,13 @@ def _requires_grad(value: Any) -> bool:
 
 
 def refusal(spec: ModelSpec, reason: str) -> ModelError:
-    """Why no cut of this model type is exact."""
+    """A model type of which no cut is exact."""
     what = spec.model_class or f"model type {spec.model_type!r}"
     return ModelError(f"{what} cannot be split: {reason}")
 
 
 def _is_recorded(family: Family, spec: ModelSpec) -> bool:
-    """Whether a record is of the model's own body, and not of one that it is derived from."""
+    """Whether a record is of the model's own body, not only of a class that it derives from."""
     if not spec.model_class:
         return True
     model = build_skeleton(replace(spec, lora=None))
@@ -231,7 +270,7 @@ def _is_recorded(family: Family, spec: ModelSpec) -> bool:
 
 
 def family_for(spec: ModelSpec) -> Family:
-    """The record of the model type, or what a trace finds; raises ModelError."""
+    """The record of the model type, or the one that a trace finds; raises ModelError."""
     family = FAMILIES.get(spec.model_type)
     if family is None or not _is_recorded(family, spec):
         family = discover_family(replace(spec, lora=None))

@@ -1,22 +1,150 @@
-"""One small record per family: where its embedding, its blocks and its last norm live.
+"""How each family of transformers splits: one small record, and how its blocks' inputs are built.
 
 Paths are relative to the *stack*: the module that owns embedding and blocks. That is the base
 model, or its encoder in encoder-decoder models, whatever task head sits on top.
+
+Blocks need masks and positions besides hidden states. Only the 2-D padding mask (and positions,
+where the user gives them) crosses the network; each device rebuilds the rest. A builder returns,
+for one micro-batch, a function from block index to keyword arguments. Of hidden states it uses
+shape, dtype and device, not the values.
+
+Shape suffixes: B examples, T tokens, D hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.masking_utils import (
+    create_bidirectional_mask,
+    create_bidirectional_sliding_window_mask,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+)
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models import block_inputs
-from collapipe_flwr.models.block_inputs import InputsBuilder
 from collapipe_flwr.models.tasks import is_librarys
+
+Context = Mapping[str, Tensor]
+BlockArguments = Callable[[int], dict[str, Any]]
+InputsBuilder = Callable[..., BlockArguments]  # stack, hidden states, context, maybe a PartCache
+_CAUSAL: Mapping[str, Callable[..., Any]] = {
+    "full_attention": create_causal_mask,
+    "sliding_attention": create_sliding_window_causal_mask,
+}
+
+
+def no_inputs(stack: Any, hidden_BTD: Tensor, context: Context) -> BlockArguments:
+    """Vision and audio encoders: every position attends to every other."""
+    del stack, hidden_BTD, context
+    return lambda _: {"attention_mask": None}
+
+
+def bidirectional(stack: Any, hidden_BTD: Tensor, context: Context) -> BlockArguments:
+    """Encoders whose blocks take one padding mask."""
+    mask = create_bidirectional_mask(**_mask_source(stack, hidden_BTD, context))
+    return lambda _: {"attention_mask": mask}
+
+
+def modernbert(stack: Any, hidden_BTD: Tensor, context: Context) -> BlockArguments:
+    """Full and sliding attention alternate, each with its own rotary angles."""
+    source = _mask_source(stack, hidden_BTD, context)
+    masks = {
+        "full_attention": create_bidirectional_mask(**source),
+        "sliding_attention": create_bidirectional_sliding_window_mask(**source),
+    }
+    kinds: list[str] = stack.config.layer_types
+    positions = _positions(hidden_BTD, context)
+    rotary = {kind: stack.rotary_emb(hidden_BTD, positions, kind) for kind in set(kinds)}
+    return lambda index: {
+        "attention_mask": masks[kinds[index]],
+        "position_embeddings": rotary[kinds[index]],
+    }
+
+
+def causal(kinds_of: Callable[[Any], Sequence[str]]) -> InputsBuilder:
+    """Decoder-only models, with rotary positions where their stack has them.
+
+    ``kinds_of`` maps the configuration to the attention type of each block: full or sliding.
+    """
+
+    def build(
+        stack: Any, hidden_BTD: Tensor, context: Context, cache: Any = None
+    ) -> BlockArguments:
+        positions, kinds = _positions(hidden_BTD, context, cache), kinds_of(stack.config)
+        source = _mask_source(stack, hidden_BTD, context)
+        masks = {
+            kind: _CAUSAL[kind](**source, past_key_values=cache, position_ids=positions)
+            for kind in set(kinds)
+        }
+        common: dict[str, Any] = {"position_ids": positions, "use_cache": cache is not None}
+        if cache is not None:
+            common["past_key_values"] = cache
+        if hasattr(stack, "rotary_emb"):
+            common["position_embeddings"] = stack.rotary_emb(hidden_BTD, position_ids=positions)
+        return lambda index: {"attention_mask": masks[kinds[index]], **common}
+
+    return build
+
+
+def no_window(config: Any) -> list[str]:
+    """Full attention in all blocks; the library ignores a window in the configuration."""
+    return ["full_attention"] * config.num_hidden_layers
+
+
+def one_window(config: Any) -> list[str]:
+    """Sliding attention in all blocks if the configuration has a window (Mistral)."""
+    kind = "full_attention" if config.sliding_window is None else "sliding_attention"
+    return [kind] * config.num_hidden_layers
+
+
+def t5(stack: Any, hidden_BTD: Tensor, context: Context) -> BlockArguments:
+    """Every block adds the relative bias, whose table is in block 0."""
+    mask = create_bidirectional_mask(**_mask_source(stack, hidden_BTD, context))
+    length = hidden_BTD.shape[1]
+    attention = stack.get_submodule("block.0.layer.0.SelfAttention")
+    bias = attention.compute_bias(length, length, device=hidden_BTD.device)
+    return lambda _: {"attention_mask": mask, "position_bias": bias}
+
+
+def deberta_v2(stack: Any, hidden_BTD: Tensor, context: Context) -> BlockArguments:
+    """Disentangled attention: every block reads the relative embeddings."""
+    encoder = stack.encoder
+    arguments = {
+        "attention_mask": encoder.get_attention_mask(token_mask(hidden_BTD, context)),
+        "relative_pos": encoder.get_rel_pos(hidden_BTD),
+        "rel_embeddings": encoder.get_rel_embedding(),
+    }
+    return lambda _: arguments
+
+
+def token_mask(hidden_BTD: Tensor, context: Context) -> Tensor:
+    """The padding mask (B, T) as integers; all ones where the batch has none."""
+    mask_BT = context.get("attention_mask")
+    if mask_BT is None:
+        return torch.ones(hidden_BTD.shape[:2], dtype=torch.long, device=hidden_BTD.device)
+    return mask_BT.to(torch.long)
+
+
+def _mask_source(stack: Any, hidden_BTD: Tensor, context: Context) -> dict[str, Any]:
+    mask_BT = context.get("attention_mask")
+    return {"config": stack.config, "inputs_embeds": hidden_BTD, "attention_mask": mask_BT}
+
+
+def _positions(hidden_BTD: Tensor, context: Context, cache: Any = None) -> Tensor:
+    given = context.get("position_ids")
+    if given is not None:
+        return given
+    start = 0 if cache is None else cache.get_seq_length()
+    stop = start + hidden_BTD.shape[1]
+    return torch.arange(start, stop, device=hidden_BTD.device).unsqueeze(0)
+
 
 _UNDERSTANDING = ("sequence-classification", "token-classification", "masked-lm")
 _GENERATING = ("causal-lm", "sequence-classification", "token-classification")
@@ -28,7 +156,7 @@ class Family:
 
     ``before`` are the modules that run ahead of the first block, ``after`` those that run in
     order behind the last, ``shared`` the parameters that every block reads, and ``joined`` a
-    module that runs behind block 0 and sees that block's input too.
+    module that runs behind block 0 and also reads that block's input.
     """
 
     model_types: tuple[str, ...]
@@ -45,7 +173,7 @@ class Family:
     input_name: str = "input_ids"
     entry: str = "inputs_embeds"  # the argument through which a task head takes hidden states
     caches: bool = False  # its blocks generate token by token, and `inputs` takes a cache
-    decodes: bool = False  # a decoder, not blocks and a head, stands at the edge
+    decodes: bool = False  # the edge holds a decoder, not blocks and a head
     replayed: bool = False  # run inside the library's own loop (``ReplayedStack``)
     block_results: int = 0  # length of the tuple that a block returns; 0: hidden states, bare
 
@@ -56,7 +184,7 @@ _FAMILIES = (
             model_types=model_types,
             blocks=blocks,
             before=("embeddings",),
-            inputs=block_inputs.bidirectional,
+            inputs=bidirectional,
             tasks=_UNDERSTANDING,
         )
         for model_types, blocks in (
@@ -68,7 +196,7 @@ _FAMILIES = (
         model_types=("deberta-v2",),
         blocks="encoder.layer",
         before=("embeddings",),
-        inputs=block_inputs.deberta_v2,
+        inputs=deberta_v2,
         tasks=_UNDERSTANDING,
         shared=("encoder.rel_embeddings", "encoder.LayerNorm"),
         joined="encoder.conv",
@@ -86,7 +214,7 @@ _FAMILIES = (
         model_types=("modernbert",),
         blocks="layers",
         before=("embeddings",),
-        inputs=block_inputs.modernbert,
+        inputs=modernbert,
         tasks=_UNDERSTANDING,
         after=("final_norm",),
     ),
@@ -94,7 +222,7 @@ _FAMILIES = (
         model_types=("vit",),
         blocks="layers",
         before=("embeddings",),
-        inputs=block_inputs.no_inputs,
+        inputs=no_inputs,
         tasks=("image-classification",),
         after=("layernorm",),
         input_name="pixel_values",
@@ -107,7 +235,7 @@ _FAMILIES = (
             decodes=True,
             blocks="layers",
             before=("embed_tokens", "embed_positions", "layernorm_embedding"),
-            inputs=block_inputs.bidirectional,
+            inputs=bidirectional,
             tasks=("seq2seq",),
             after=after,
         )
@@ -122,7 +250,7 @@ _FAMILIES = (
         decodes=True,
         blocks="block",
         before=("embed_tokens",),
-        inputs=block_inputs.t5,
+        inputs=t5,
         tasks=("seq2seq",),
         after=("final_layer_norm", "dropout"),
         shared=("block.0.layer.0.SelfAttention.relative_attention_bias",),
@@ -134,7 +262,7 @@ _FAMILIES = (
         blocks="layers",
         before=("conv1", "conv2", "embed_positions"),
         input_name="input_features",
-        inputs=block_inputs.no_inputs,
+        inputs=no_inputs,
         tasks=("seq2seq",),
         after=("layer_norm",),
     ),
@@ -142,7 +270,7 @@ _FAMILIES = (
         model_types=("gpt2",),
         blocks="h",
         before=("wte", "wpe"),
-        inputs=block_inputs.causal(block_inputs.no_window),
+        inputs=causal(no_window),
         caches=True,
         tasks=_GENERATING,
         after=("ln_f",),
@@ -152,14 +280,14 @@ _FAMILIES = (
             model_types=model_types,
             blocks="layers",
             before=("embed_tokens",),
-            inputs=block_inputs.causal(kinds_of),
+            inputs=causal(kinds_of),
             caches=True,
             tasks=_GENERATING,
             after=("norm",),
         )
         for model_types, kinds_of in (
-            (("llama", "gemma"), block_inputs.no_window),
-            (("mistral",), block_inputs.one_window),
+            (("llama", "gemma"), no_window),
+            (("mistral",), one_window),
             (("qwen2", "qwen3"), attrgetter("layer_types")),
         )
     ),
@@ -170,14 +298,14 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def stack_path(model: PreTrainedModel, family: Family) -> str:
-    """Where the stack stands in the whole model: ``bert``, ``model.encoder``, ..."""
+    """The path of the stack in the whole model: ``bert``, ``model.encoder``, ..."""
     return join_path(base_path(model), family.stack)
 
 
 def base_path(model: PreTrainedModel) -> str:
-    """Where the base model stands in one with a head; empty if it is the whole model.
+    """The path of the base model in one with a head; empty if it is the whole model.
 
-    A head that is no class of the library may keep it under any name.
+    A head that is no class of the library may have any name for it.
     """
     base = model.base_model
     if base is model and not is_librarys(type(model)):

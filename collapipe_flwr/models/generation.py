@@ -1,41 +1,49 @@
 """Generation at the edge: the library's own ``generate``, fed with what the devices computed.
 
-An encoder-decoder model gets its encoder's output once and decodes here with a cache. Of a
-decoder-only model the lower blocks stand on devices: for every new token the head's forward asks
-for its hidden states, and the answer comes up through the devices, each with a cache of its own.
-With beams every row of a step says which row of the last one it goes on from, and the devices'
-caches follow.
+The decoder of an encoder-decoder model gets the encoder's output once and decodes here with a
+cache. The lower blocks of a decoder-only model are on devices: for every new token the head's
+forward asks for its hidden states, which pass through the devices, each with a cache of its own.
+With beam search every row of a step names the row of the last step that it continues, and the
+devices reorder their caches accordingly.
 
-Chance is drawn from a generator of the text's own, seeded like torch's: so texts that are made
-at once do not disturb each other, and each is what the unsplit model samples from that seed.
+Each text is sampled from a generator of its own, seeded like torch's: texts that are generated at
+the same time do not affect each other, and each is what the unsplit model samples from that seed.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.block_inputs import TopCache
-from collapipe_flwr.models.stack import Stack
 from collapipe_flwr.models.validation import refusing
 
-# Token ids (B, T) and the rows (B,) that they go on from -> hidden states (B, T, D) of the devices
+if TYPE_CHECKING:
+    from collapipe_flwr.models.stack import Stack
+
+# Token ids (B, T) and the rows (B,) that they continue -> hidden states (B, T, D) of the devices
 Ask = Callable[[Tensor, Tensor | None], Tensor]
-Emit = Callable[[Tensor], bool]  # new token ids (T,), maybe none -> whether to go on
+Emit = Callable[[Tensor], bool]  # new token ids (T,), maybe none -> whether to continue
 FEEDING: ContextVar[Feed | None] = ContextVar("FEEDING", default=None)
-SEED = "seed"  # beside the generation settings: where chance begins
-# What a text costs, not what it says: a cut model has a cache of its own, and one way to go on.
-_OWN_WAY: dict[str, Any] = {
+SEED = "seed"  # beside the generation settings: of the text's random generator
+# Settings that change the cost of a text but not the text: a cut model has its own cache.
+_OVERRIDES: dict[str, Any] = {
     "use_cache": True,
     "cache_implementation": None,
     "prompt_lookup_num_tokens": None,
@@ -43,19 +51,84 @@ _OWN_WAY: dict[str, Any] = {
     "return_dict_in_generate": False,
     "num_return_sequences": 1,
 }
-_FURTHER_PASSES = ("guidance_scale", "dola_layers")  # need more of the lower blocks than they give
+_UNSUPPORTED = ("guidance_scale", "dola_layers")  # they need further passes or inner blocks
+
+
+class PartCache(DynamicCache):
+    """The library's cache for blocks ``first_block .. stop_block - 1``, full or sliding.
+
+    Blocks address it by their index in the whole model. It counts its tokens itself, since the
+    part may hold no block.
+    """
+
+    def __init__(self, config: Any, first_block: int, stop_block: int) -> None:
+        super().__init__(config=_sliced(config, first_block, stop_block))
+        self._first_block = first_block
+        self.tokens = 0  # seen by the part, whose last step adds to it
+
+    @property
+    def is_compileable(self) -> bool:
+        """Never: the library would prepare masks for a cache of fixed size."""
+        return False
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append to a block's keys and values, and return all of them."""
+        own = layer_idx - self._first_block
+        both: tuple[Tensor, Tensor] = super().update(key_states, value_states, own, *args, **kwargs)
+        return both
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens before this step, the same for every block."""
+        del layer_idx
+        return self.tokens
+
+
+class TopCache(PartCache):
+    """The cache of the uppermost blocks, which also records how the library reorders rows.
+
+    The devices' caches hold one row until the first step, so the first rows are all row 0.
+    """
+
+    def __init__(self, config: Any, first_block: int, stop_block: int) -> None:
+        super().__init__(config, first_block, stop_block)
+        self._rows: Tensor | None = None
+        self._widened = False
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Row i continues row ``beam_idx[i]``, a tensor (B,)."""
+        super().reorder_cache(beam_idx)
+        self._rows = beam_idx
+
+    def take_rows(self, width: int) -> Tensor | None:
+        """The rows of the last step that the next ``width`` continue; None if in order."""
+        rows, self._rows = self._rows, None
+        if not self._widened:
+            self._widened = True
+            return torch.zeros(width, dtype=torch.long) if width > 1 else None
+        return rows
+
+
+def _sliced(config: Any, first_block: int, stop_block: int) -> Any:
+    part = copy.deepcopy(config.get_text_config(decoder=True))
+    kinds = getattr(part, "layer_types", None)
+    part.num_hidden_layers = stop_block - first_block
+    if kinds is not None:
+        part.layer_types = kinds[first_block:stop_block]
+    return part
 
 
 @dataclass(slots=True, kw_only=True)
 class Feed:
-    """Where the head of a decoder-only model gets hidden states from, in this thread."""
+    """The source of hidden states for the head of a decoder-only model, in this thread."""
 
     ask: Ask
     cache: TopCache
     prompt_BTD: Tensor | None  # of the devices; None once it is used
 
     def forward(self, stack: Stack, ids_BT: Tensor) -> ModelOutput:
-        """What the base model returns for the tokens that come next."""
+        """The base model's result for the next tokens."""
         if self.prompt_BTD is not None:
             hidden_BTD = self.prompt_BTD.expand(len(ids_BT), -1, -1)
             self.prompt_BTD = None
@@ -68,7 +141,7 @@ class Feed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What arrived of one text: hidden states (1, T, D), and its ids for decoder-only models."""
+    """One text to continue: hidden states (1, T, D), and its ids for decoder-only models."""
 
     hidden_BTD: Tensor
     attention_mask: Tensor | None = None
@@ -77,7 +150,7 @@ class Prompt:
 
 
 class _Watch(StoppingCriteria):
-    """Tells of every new token, and stops where nobody listens."""
+    """Emits every new token; generation stops when ``emit`` returns False."""
 
     def __init__(self, emit: Emit, beams: int) -> None:
         self._emit = emit
@@ -90,20 +163,20 @@ class _Watch(StoppingCriteria):
 
 
 class _Draw(LogitsProcessor):
-    """Chooses as the library would, but by a generator of its own: only that token stays."""
+    """Samples as the library does, but from its own generator; masks all other tokens."""
 
     def __init__(self, seed: int) -> None:
-        self._chance = torch.Generator().manual_seed(seed)
+        self._random = torch.Generator().manual_seed(seed)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
         del input_ids
-        chances = scores.softmax(-1).to("cpu")  # where the generator draws, wherever they are from
-        chosen = torch.multinomial(chances, 1, generator=self._chance).to(scores.device)
+        probabilities = scores.softmax(-1).to("cpu")  # the generator's device
+        chosen = torch.multinomial(probabilities, 1, generator=self._random).to(scores.device)
         return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
 
 
 def _sampling(seed: int) -> Callable[..., Any]:
-    """The library's own sampling, with `_Draw` behind all that shapes its probabilities."""
+    """The library's own sampling, with `_Draw` as the last logits processor."""
 
     def sample(model: Any, input_ids: Tensor, logits_processor: Any, **model_kwargs: Any) -> Any:
         drawn = type(logits_processor)([*logits_processor, _Draw(seed)])
@@ -113,10 +186,10 @@ def _sampling(seed: int) -> Callable[..., Any]:
 
 
 def generate(model: Any, stack: Stack, prompt: Prompt, emit: Emit, ask: Ask) -> Tensor:
-    """The new token ids (T,) of one text, special ones included; ``emit`` hears of them before.
+    """The new token ids (T,) of one text, special ones included; ``emit`` gets each at once.
 
     With beam search tokens are known at the end only: ``emit`` is called with none. Raises
-    ModelError where the library refuses.
+    ModelError where the library fails.
     """
     settings, seed = _settings(model, prompt.settings_json)
     beams = settings.num_beams or 1
@@ -144,8 +217,8 @@ def _decode(model: Any, stack: Stack, prompt: Prompt, common: dict[str, Any]) ->
         attention_mask=prompt.attention_mask,
         **common,
     )
-    hears = stack.family.input_name == "input_features"
-    return output[0, 0 if hears else 1 :]  # a model that hears leaves out its first tokens
+    speech = stack.family.input_name == "input_features"
+    return output[0, 0 if speech else 1 :]  # Whisper's output already lacks its first tokens
 
 
 def _continue(model: Any, stack: Stack, prompt: Prompt, ask: Ask, common: dict[str, Any]) -> Tensor:
@@ -165,12 +238,12 @@ def _continue(model: Any, stack: Stack, prompt: Prompt, ask: Ask, common: dict[s
 
 
 def _settings(model: Any, text: str) -> tuple[GenerationConfig, int]:
-    """How to generate one text, and its seed; the model's own settings where none came."""
+    """The generation settings of one text and its seed; the model's own for an empty ``text``."""
     with refusing("generation settings cannot be read", (ValueError, TypeError, AttributeError)):
         values = json.loads(text) if text else model.generation_config.to_dict()
         seed = int(values.pop(SEED, 0))
-        settings = GenerationConfig.from_dict({**values, **_OWN_WAY})
-    for key in _FURTHER_PASSES:
+        settings = GenerationConfig.from_dict({**values, **_OVERRIDES})
+    for key in _UNSUPPORTED:
         if getattr(settings, key, None) not in (None, 1):
             raise ModelError(
                 f"generation with {key} runs the model in ways that a cut one cannot: remove it "

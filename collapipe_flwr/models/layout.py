@@ -1,4 +1,4 @@
-"""Who owns which tensor: the control unit, a block, or the edge.
+"""The owner of each tensor: the control unit, a block, or the edge.
 
 Names are the library's own (``state_dict`` keys of the whole model). A table that the model
 uses in several places has one key, its *source*, and several places.
@@ -6,15 +6,17 @@ uses in several places has one key, its *source*, and several places.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import is_within
 from collapipe_flwr.models.families import Family, find_blocks, join_path, stack_path
 from collapipe_flwr.models.lora import is_superseded, key_of
-from collapipe_flwr.models.spec import ModelSpec
+from collapipe_flwr.models.spec import ModelSpec, ModuleSpec
 
 EMBEDDING = -1
 EDGE = -2
@@ -27,10 +29,10 @@ class Layout:
 
     ``places`` lists for every key the paths at which the module tree holds that tensor;
     ``ties`` maps keys that the edge owns to the paths at which the embedding reads them too.
-    ``shared_keys`` are held by every part that runs blocks. ``constants`` never train whatever
-    the user says (buffers, sinusoids, what is beneath adapters), ``frozen`` ones because the user
-    says so. ``resident`` constants come from the checkpoint on each machine and do not travel;
-    their matrices are kept in ``frozen_dtype``.
+    ``shared_keys`` are held by every part that runs blocks. ``constants`` never train (buffers,
+    sinusoids, weights beneath adapters), ``frozen`` ones by the user's choice. ``resident``
+    constants come from the checkpoint on each machine and do not travel; their matrices are kept
+    in ``frozen_dtype``.
     """
 
     owners: Mapping[str, Owner]
@@ -47,7 +49,7 @@ class Layout:
         return tuple(key for key, owner in self.owners.items() if owner in owners)
 
     def travelling(self, keys: Iterable[str]) -> tuple[str, ...]:
-        """These keys but those that are resident."""
+        """These keys without resident ones."""
         return tuple(key for key in keys if key not in self.resident)
 
     def all_places(self) -> dict[str, tuple[str, ...]]:
@@ -55,16 +57,20 @@ class Layout:
         return {key: paths + self.ties.get(key, ()) for key, paths in self.places.items()}
 
     def holdings(self, *owners: Owner, runs_blocks: bool = False) -> Holdings:
-        """What a part of these owners holds; one that ``runs_blocks`` has all shared keys."""
+        """The tensors of a part with these owners; one that ``runs_blocks`` has all shared keys."""
         owned = {key: self.places[key] for key in self.keys_of(*owners)}
         shared = self.shared_keys if runs_blocks else ()
         replicas = {key: self.places[key] for key in shared if key not in owned}
         return Holdings(layout=self, owned=owned, replicas=replicas)
 
+    def everything(self) -> Holdings:
+        """The tensors of the unsplit model, tied ones in all their places."""
+        return Holdings(layout=self, owned=self.all_places())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holdings:
-    """The tensors that a part holds: key to the paths that lead to it.
+    """The tensors that a part holds, by key with the paths of each.
 
     ``replicas`` are read here but owned by another part.
     """
@@ -144,3 +150,60 @@ def _owner(path: str, family: Family, stack: str, first_at_edge: int) -> Owner:
     if is_within(path, [join_path(stack, name) for name in with_first]):
         return 0 if first_at_edge > 0 else EDGE
     return EDGE
+
+
+def tensors_by_key(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Every distinct tensor of the ``state_dict`` by its first key, with all of its keys."""
+    groups: dict[int, list[str]] = {}
+    for path, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor):
+            raise ModelError(f"its state_dict holds {path!r}, which is no tensor")
+        groups.setdefault(id(tensor), []).append(path)
+    return {paths[0]: tuple(paths) for paths in groups.values()}
+
+
+def module_layout(model: nn.Module, spec: ModuleSpec) -> Layout:
+    """Assign every tensor of a module to its owner; raises ModelError where it fits no spec."""
+    places = tensors_by_key(model)
+    names = block_names(model, spec.blocks)
+    wrong = sorted({*spec.before, *spec.updated, *spec.frozen}.difference(places))
+    if len(names) != spec.num_blocks or wrong:
+        raise ModelError(
+            f"{spec.build!r} builds another model here ({len(names)} blocks at {spec.blocks!r}, "
+            f"{len(wrong)} tensors missing): have the same version of it everywhere"
+        )
+    first_at_edge = spec.num_blocks - spec.edge_blocks
+    owners: dict[str, Owner] = {}
+    for key in places:
+        index = block_index(key, names)
+        if key in spec.before:
+            owners[key] = EMBEDDING
+        else:
+            owners[key] = EDGE if index is None or index >= first_at_edge else index
+    trainable = {key for key, tensor in model.named_parameters() if tensor.requires_grad}
+    return Layout(
+        owners=owners,
+        places=places,
+        ties={key: _tables(model, places[key]) for key, _ in spec.tied},
+        constants=frozenset(places).difference(trainable, spec.updated),
+        frozen=frozenset(spec.frozen),
+    )
+
+
+def block_names(model: nn.Module, blocks: str) -> list[str]:
+    """The paths of the blocks in order; none where the model has no such list."""
+    try:
+        found = model.get_submodule(blocks)
+    except AttributeError:
+        return []
+    return [f"{blocks}.{name}" if blocks else name for name in found._modules]
+
+
+def block_index(path: str, names: Sequence[str]) -> int | None:
+    """The number of the block that holds the tensor at ``path``; None for one outside."""
+    return next((i for i, name in enumerate(names) if is_within(path, [name])), None)
+
+
+def _tables(model: nn.Module, paths: Iterable[str]) -> tuple[str, ...]:
+    owners = {path: model.get_submodule(path.rpartition(".")[0]) for path in paths}
+    return tuple(path for path, owner in owners.items() if isinstance(owner, nn.Embedding))

@@ -1,7 +1,7 @@
 """How a torch module and its blocks are called.
 
 Blocks are called with hidden states and other arguments. Of these, tensors travel in the context
-of a micro-batch, all else is as it was in the example: the *template*, which is JSON.
+of a micro-batch; all else is as in the example: the *template*, which is JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PLAIN = (type(None), bool, int, float, str)
 _FAST = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
-class Left(Exception):
+class StopForward(Exception):
     """Ends a model's forward from within, with the arguments of the call where it ended."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -34,13 +34,25 @@ class Left(Exception):
         self.kwargs = kwargs
 
 
-def leave(*args: Any, **kwargs: Any) -> NoReturn:
-    """Stands in for the forward of a module that is not to be reached."""
-    raise Left(*args, **kwargs)
+def stop_forward(*args: Any, **kwargs: Any) -> NoReturn:
+    """The forward of the module at which the model's forward is to end."""
+    raise StopForward(*args, **kwargs)
+
+
+@contextmanager
+def replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Run the body with other forwards in place of these modules' own."""
+    try:
+        for module, forward in forwards.items():
+            module.forward = forward
+        yield
+    finally:
+        for module in forwards:
+            del module.forward
 
 
 def names_in(function: Callable[..., Any], *, needed: bool = False) -> tuple[str, ...]:
-    """The arguments that a function names, or only the ``needed`` ones: without a default."""
+    """The names of a function's arguments, or only of the ``needed`` ones: without a default."""
     parameters = inspect.signature(function).parameters.values()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = (p for p in parameters if p.kind not in variadic)
@@ -48,14 +60,14 @@ def names_in(function: Callable[..., Any], *, needed: bool = False) -> tuple[str
 
 
 def arguments_of(module: nn.Module, *, needed: bool = False) -> tuple[str, ...]:
-    """The arguments that a module's forward names; see `names_in`."""
+    """The names of the arguments of a module's forward; see `names_in`."""
     return names_in(type(module).forward, needed=needed)[1:]
 
 
 def call(model: nn.Module, inputs: Sequence[str], batch: Mapping[str, Tensor]) -> Any:
     """The outputs of a model for these tensors of a batch.
 
-    Those that its forward names are given by name, the others by position.
+    They are passed by name if its forward has an argument of that name, otherwise by position.
     """
     named = arguments_of(model)
     missing = [key for key in inputs if key not in batch and key not in named]
@@ -82,7 +94,7 @@ def split_arguments(
 
 
 def describe(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The template of these arguments; raises ModelError for what cannot travel."""
+    """The template of these arguments; raises ModelError for types that cannot travel."""
     return {name: _describe(name, value) for name, value in arguments.items()}
 
 
@@ -95,8 +107,8 @@ def pack(arguments: Mapping[str, Any], template: Template) -> dict[str, Tensor]:
     for name in found.keys() | template.keys():
         if not _fits(found.get(name), template.get(name)):
             raise ModelError(
-                f"blocks are called with {name}={_told(found.get(name))}, in the example of "
-                f"SplitModel with {name}={_told(template.get(name))}: give an example like the "
+                f"blocks are called with {name}={_shown(found.get(name))}, in the example of "
+                f"SplitModel with {name}={_shown(template.get(name))}: give an example like the "
                 "batches"
             )
     packed: dict[str, Tensor] = {}
@@ -107,7 +119,7 @@ def pack(arguments: Mapping[str, Any], template: Template) -> dict[str, Tensor]:
 
 def unpack(context: Mapping[str, Tensor], template: Template) -> dict[str, Any]:
     """The arguments of blocks from a context."""
-    return {name: _build(PREFIX + name, told, context) for name, told in template.items()}
+    return {name: _build(PREFIX + name, entry, context) for name, entry in template.items()}
 
 
 def shape_tensor(tensor: Tensor) -> Tensor:
@@ -128,21 +140,21 @@ def hidden_of(result: Any) -> Tensor:
     return hidden
 
 
-def handing_on(hidden: Tensor, results: int) -> Callable[..., Any]:
-    """The forward of a block that hands on ``hidden`` in the form in which blocks do."""
+def returning(hidden: Tensor, results: int) -> Callable[..., Any]:
+    """The forward of a block that returns ``hidden``, in a tuple of ``results`` if not 0."""
     return lambda *_, **__: (hidden, *(None,) * (results - 1)) if results else hidden
 
 
 @contextmanager
 def as_in_training(model: nn.Module) -> Iterator[None]:
-    """Layers of torch's transformer compute in evaluation as they do in training.
+    """Keep torch's transformer layers from their fast path in evaluation.
 
-    Otherwise they would fuse a whole layer, and drop padding from a tensor that all layers share.
+    It would fuse a whole layer, and drop padding from a tensor that all layers share.
     """
     if torch.is_grad_enabled() or not any(isinstance(m, _FAST) for m in model.modules()):
         yield
         return
-    with BaseTorchFunctionMode():  # which changes nothing, but torch fuses nothing under a mode
+    with BaseTorchFunctionMode():  # it changes nothing, but no fast path is taken under a mode
         yield
 
 
@@ -167,24 +179,24 @@ def _walk(name: str, value: Any, note: Callable[[str, Tensor], None]) -> None:
             _walk(f"{name}/{index}", item, note)
 
 
-def _build(name: str, told: Mapping[str, Any], context: Mapping[str, Tensor]) -> Any:
-    if "items" in told:
+def _build(name: str, entry: Mapping[str, Any], context: Mapping[str, Tensor]) -> Any:
+    if "items" in entry:
         return tuple(
-            _build(f"{name}/{index}", item, context) for index, item in enumerate(told["items"])
+            _build(f"{name}/{index}", item, context) for index, item in enumerate(entry["items"])
         )
     if name not in context:
-        return told.get("value")
+        return entry.get("value")
     tensor = context[name]
-    return torch.view_as_complex(tensor) if told.get("tensor") == "complex" else tensor
+    return torch.view_as_complex(tensor) if entry.get("tensor") == "complex" else tensor
 
 
-def _fits(found: Mapping[str, Any] | None, told: Mapping[str, Any] | None) -> bool:
-    """Whether they are the same, or one of them is a tensor and the other None: no mask, say."""
+def _fits(found: Mapping[str, Any] | None, entry: Mapping[str, Any] | None) -> bool:
+    """Whether they are equal, or one is a tensor and the other None, as for an optional mask."""
     optional = ({"tensor": "real"}, {"value": None})
-    return found == told or (found in optional and told in optional)
+    return found == entry or (found in optional and entry in optional)
 
 
-def _told(told: Mapping[str, Any] | None) -> str:
-    if told is None:
+def _shown(entry: Mapping[str, Any] | None) -> str:
+    if entry is None:
         return "nothing"
-    return repr(told["value"]) if "value" in told else "a tensor"
+    return repr(entry["value"]) if "value" in entry else "a tensor"

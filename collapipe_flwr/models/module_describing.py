@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import is_within
+from collapipe_flwr.models.layout import block_index, block_names, tensors_by_key
 from collapipe_flwr.models.module_call import names_in
-from collapipe_flwr.models.module_spec import ModuleSpec, build_module
-from collapipe_flwr.models.module_splitter import block_index, block_names, tensors_by_key
 from collapipe_flwr.models.module_trace import ModuleTrace, trace_module
 from collapipe_flwr.models.part import normalises_batches
+from collapipe_flwr.models.skeleton import build_module
+from collapipe_flwr.models.spec import ModuleSpec
 from collapipe_flwr.models.validation import refusing
 
 _LISTS = (nn.ModuleList, nn.Sequential)
@@ -35,14 +36,17 @@ def describe_module(
     weight: str,
     edge_blocks: int,
 ) -> ModuleSpec:
-    """Rebuild ``model`` as others will, and trace it; raises ModelError if no cut is exact."""
+    """Rebuild ``model`` as other machines will, and trace it.
+
+    Raises ModelError if no cut is exact.
+    """
     _refuse_arguments(model, arguments_json)
     twin = _twin(model, build, arguments_json)
     try:
         blocks = blocks or _find_blocks(model)
         names = _names_of_blocks(model, blocks)
         _refuse_shared(model, names)
-        trace = trace_module(twin, blocks, inputs, few(example))
+        trace = trace_module(twin, blocks, inputs, first_examples(example))
         keys = tensors_by_key(model)
         owners = _owners(model, keys, names, trace, embed, head)
         tied = [key for key in keys if len(owners.get(key, ())) > 1]
@@ -86,41 +90,33 @@ def _refuse_arguments(model: nn.Module, arguments_json: str) -> None:
 
 
 def _twin(model: nn.Module, build: str, arguments_json: str) -> nn.Module:
-    """The model as others build it, with the live one's weights."""
+    """The model as other machines build it, with the live one's weights."""
     twin = build_module(build, arguments_json, seed=0)
     name = type(model).__name__
     way_out = (
         "pass SplitModel(build, arguments={...}), the class or function that built the live one"
     )
     ours, theirs = model.state_dict(), twin.state_dict()
-    differing = [
-        key
-        for key in (*ours, *theirs)
-        if key not in theirs or key not in ours or _kind(ours[key]) != _kind(theirs[key])
-    ]
-    if differing:
-        key = differing[0]
-        raise ModelError(
-            f"{name} cannot be split: other machines build another one, in which {key!r} is "
-            f"{_told(theirs.get(key))} instead of {_told(ours.get(key))}: {way_out}"
-        )
+    for key in (*ours, *theirs):
+        here, there = _kind(ours.get(key)), _kind(theirs.get(key))
+        if here != there:
+            raise ModelError(
+                f"{name} cannot be split: other machines build another one, in which {key!r} is "
+                f"{there} instead of {here}: {way_out}"
+            )
     with refusing(f"{name} cannot be split", (RuntimeError,)):
         twin.load_state_dict(ours)
     return twin
 
 
-def _kind(tensor: Any) -> Any:
-    return (tensor.shape, tensor.dtype) if isinstance(tensor, Tensor) else type(tensor)
-
-
-def _told(tensor: Any) -> str:
+def _kind(tensor: Any) -> str:
     if not isinstance(tensor, Tensor):
         return "missing" if tensor is None else f"a {type(tensor).__name__}"
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def few(example: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The first of its examples, where all tensors hold equally many."""
+def first_examples(example: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The first few examples, if all tensors hold the same number."""
     sizes = {len(tensor) if tensor.dim() else -1 for tensor in example.values()}
     if len(sizes) != 1:
         return dict(example)
@@ -128,7 +124,7 @@ def few(example: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _find_blocks(model: nn.Module) -> str:
-    """The only list of two or more equal modules that stands in no other such list."""
+    """The only list of two or more modules of one class that is in no other such list."""
     found: list[str] = []
     for path, module in model.named_modules():
         kinds = [type(child) for child in module._modules.values()]
@@ -156,7 +152,7 @@ def _names_of_blocks(model: nn.Module, blocks: str) -> list[str]:
 
 
 def _refuse_shared(model: nn.Module, names: Sequence[str]) -> None:
-    """Raise ModelError for a tensor of a block that another place holds too."""
+    """Raise ModelError for a tensor of a block that is also used elsewhere."""
     for paths in tensors_by_key(model).values():
         holders = {block_index(path, names) for path in paths}
         if len(holders) > 1:
@@ -186,15 +182,15 @@ def _owners(
     for key in keys:
         if block_index(key, names) is not None:
             continue
-        places = {"embed"} if key in trace.ahead else set()
-        places |= {"head"} if key in trace.behind else set()
         if is_within(key, embed):
-            places = {"embed"}
+            found[key] = {"embed"}
         elif is_within(key, head):
-            places = {"head"}
-        if len(places) > 1 and key not in parameters:
+            found[key] = {"head"}
+        else:
+            sides = {"embed": trace.ahead, "head": trace.behind}
+            found[key] = {side for side, read in sides.items() if key in read}
+        if len(found[key]) > 1 and key not in parameters:
             raise ModelError(f"the buffer {key!r} is read both before and behind its blocks")
-        found[key] = places
     return found
 
 

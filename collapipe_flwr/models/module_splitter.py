@@ -1,33 +1,61 @@
-"""The cut of a torch module: embedding | segments of blocks | edge."""
+"""The cut of a torch module: its own forward, with other forwards in place of its blocks.
+
+The embedding leaves the model's forward where block 0 is called. Segments call their blocks in a
+row. The edge runs the whole forward: ahead of the blocks on zeros of the right shapes, through
+blocks that return the hidden states that came over the network, and behind them on these.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.core.imports import is_within
 from collapipe_flwr.models.any_splitter import AnySplitter, shapes_of
-from collapipe_flwr.models.layout import EDGE, EMBEDDING, Holdings, Layout
-from collapipe_flwr.models.module_call import SHAPE, as_in_training, call, shape_tensor
-from collapipe_flwr.models.module_parts import ModuleEdge, ModuleEmbedding, ModuleSegment
-from collapipe_flwr.models.module_spec import ModuleSpec, build_hollow, build_module
-from collapipe_flwr.models.objective import (
+from collapipe_flwr.models.layout import EDGE, EMBEDDING, Holdings, module_layout
+from collapipe_flwr.models.module_call import (
+    SHAPE,
+    StopForward,
+    as_in_training,
+    blocks_of,
+    call,
+    hidden_of,
+    pack,
+    replaced,
+    returning,
+    shape_tensor,
+    split_arguments,
+    stop_forward,
+    unpack,
+)
+from collapipe_flwr.models.part import Borrower, LossPart, Part, Weights
+from collapipe_flwr.models.skeleton import (
+    build_module,
+    build_module_skeleton,
+    place_tensor,
+    read_tensor,
+)
+from collapipe_flwr.models.spec import BatchShape, ModuleSpec
+from collapipe_flwr.models.stack import Around, run_block
+from collapipe_flwr.models.tasks import (
     EXAMPLES,
     LABELS,
     Batch,
     Objective,
+    count_labels,
     labels_of,
     named_loss,
     scores_of,
 )
-from collapipe_flwr.models.part import Part, Weights
-from collapipe_flwr.models.spec import BatchShape
-from collapipe_flwr.models.tasks import count_labels
+from collapipe_flwr.models.validation import UNFIT, first_lines, refusing
 
 _COSTED = 2  # examples, where a batch may be cut: some layers need more than one
 
@@ -38,16 +66,16 @@ class ModuleSplitter(AnySplitter):
     def __init__(self, spec: ModuleSpec) -> None:
         self.spec: ModuleSpec = spec
         self.objective = _objective(spec)
-        skeleton = self._hollow()
+        skeleton = self._skeleton()
         self.num_blocks = spec.num_blocks - spec.edge_blocks
         self._layout = module_layout(skeleton, spec)
         self.shapes = shapes_of(skeleton.state_dict(), self._layout)
         self.state_keys = tuple(skeleton.state_dict())
-        self.decodes = self.generates = False  # torch modules write nothing here
+        self.decodes = self.generates = False  # of torch modules only training is known
         self.drops, self.whole_batches = spec.drops, spec.whole_batches
 
     def context(self, batch: Batch) -> dict[str, Tensor]:
-        """All but inputs that nobody reads behind the blocks; of these the shapes."""
+        """All tensors except inputs that are not read behind the blocks; of these the shapes."""
         hidden = [key for key in self.spec.inputs if key not in self.spec.tail and key in batch]
         found = {key: value for key, value in batch.items() if key not in hidden}
         return {**found, **{SHAPE + key: shape_tensor(batch[key]) for key in hidden}}
@@ -68,91 +96,32 @@ class ModuleSplitter(AnySplitter):
         return zeros, few or 1
 
     def first_weights(self, seed: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-        """Those that the module draws itself."""
+        """The values that the module draws itself."""
         model = build_module(self.spec.build, self.spec.arguments_json, seed)
         return self.travelling({k: t.detach() for k, t in model.state_dict().items()}), ()
 
     def build_embedding(self, weights: Weights) -> ModuleEmbedding:
         holdings = self._layout.holdings(EMBEDDING)
-        return ModuleEmbedding(self._hollow(), self.spec, holdings, weights)
+        return ModuleEmbedding(self._skeleton(), self.spec, holdings, weights)
 
     def build_segment(self, first_block: int, stop_block: int, weights: Weights) -> ModuleSegment:
         self._check_range(first_block, stop_block)
         holdings = self._layout.holdings(*range(first_block, stop_block))
         blocks = slice(first_block, stop_block)
-        return ModuleSegment(self._hollow(), self.spec, holdings, weights, blocks)
+        return ModuleSegment(self._skeleton(), self.spec, holdings, weights, blocks)
 
     def build_edge(self, weights: Weights) -> ModuleEdge:
         holdings = self._layout.holdings(EDGE)
-        return ModuleEdge(self._hollow(), self.spec, holdings, weights, self.objective)
+        return ModuleEdge(self._skeleton(), self.spec, holdings, weights, self.objective)
 
     def build_whole(self, weights: Weights, *, trains: bool = False) -> nn.Module:
         del trains
-        model = self._hollow()
-        Part(model, Holdings(layout=self._layout, owned=self._layout.all_places()), weights)
+        model = self._skeleton()
+        Part(model, self._layout.everything(), weights)
         return model.train(False)
 
-    def _hollow(self) -> nn.Module:
-        return build_hollow(self.spec.build, self.spec.arguments_json)
-
-
-def tensors_by_key(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Every distinct tensor of the ``state_dict`` by its first key, with all of its keys."""
-    groups: dict[int, list[str]] = {}
-    for path, tensor in model.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, Tensor):
-            raise ModelError(f"its state_dict holds {path!r}, which is no tensor")
-        groups.setdefault(id(tensor), []).append(path)
-    return {paths[0]: tuple(paths) for paths in groups.values()}
-
-
-def module_layout(model: nn.Module, spec: ModuleSpec) -> Layout:
-    """Assign every tensor of a module to its owner; raises ModelError where it fits no spec."""
-    places = tensors_by_key(model)
-    names = block_names(model, spec.blocks)
-    wrong = sorted({*spec.before, *spec.updated, *spec.frozen}.difference(places))
-    if len(names) != spec.num_blocks or wrong:
-        raise ModelError(
-            f"{spec.build!r} builds another model here ({len(names)} blocks at {spec.blocks!r}, "
-            f"{len(wrong)} tensors missing): have the same version of it everywhere"
-        )
-    first_at_edge = spec.num_blocks - spec.edge_blocks
-    before, tied = frozenset(spec.before), dict(spec.tied)
-    owners = {
-        key: EMBEDDING if key in before else _owner(key, names, first_at_edge) for key in places
-    }
-    trainable = {key for key, tensor in model.named_parameters() if tensor.requires_grad}
-    return Layout(
-        owners=owners,
-        places=places,
-        ties={key: _tables(model, places[key]) for key in tied},
-        constants=frozenset(places).difference(trainable, spec.updated),
-        frozen=frozenset(spec.frozen),
-    )
-
-
-def block_names(model: nn.Module, blocks: str) -> list[str]:
-    """The paths of the blocks in order; none where the model has no such list."""
-    try:
-        found = model.get_submodule(blocks)
-    except AttributeError:
-        return []
-    return [f"{blocks}.{name}" if blocks else name for name in found._modules]
-
-
-def block_index(path: str, names: Sequence[str]) -> int | None:
-    """The number of the block that holds the tensor at ``path``; None for one outside."""
-    return next((i for i, name in enumerate(names) if is_within(path, [name])), None)
-
-
-def _tables(model: nn.Module, paths: Iterable[str]) -> tuple[str, ...]:
-    owners = {path: model.get_submodule(path.rpartition(".")[0]) for path in paths}
-    return tuple(path for path, owner in owners.items() if isinstance(owner, nn.Embedding))
-
-
-def _owner(key: str, names: Sequence[str], first_at_edge: int) -> int:
-    index = block_index(key, names)
-    return EDGE if index is None or index >= first_at_edge else index
+    def _skeleton(self) -> nn.Module:
+        return build_module_skeleton(self.spec.build, self.spec.arguments_json)
 
 
 def _objective(spec: ModuleSpec) -> Objective:
@@ -162,5 +131,131 @@ def _objective(spec: ModuleSpec) -> Objective:
 
 
 def cross_entropy(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """The loss of a module that names none: of its logits and the batch's labels."""
+    """The default loss of a module: cross entropy of its logits and the batch's labels."""
     return functional.cross_entropy(scores_of(outputs), labels_of(batch))
+
+
+class ModuleEmbedding(Borrower):
+    """The model's forward up to block 0."""
+
+    def __init__(
+        self, model: nn.Module, spec: ModuleSpec, holdings: Holdings, weights: Weights
+    ) -> None:
+        super().__init__(model, holdings, weights, dict(spec.tied))
+        self._spec, self._template = spec, json.loads(spec.call_json)
+        self._found: dict[str, Tensor] = {}
+        self._first = blocks_of(model, spec.blocks)[0]
+        self._first.forward = stop_forward
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Hidden states from the tensors of a batch; raises ModelError if they do not fit."""
+        try:
+            with as_in_training(self.model):
+                call(self.model, self._spec.inputs, inputs)
+        except StopForward as reached:
+            hidden, others = split_arguments(self._first, reached.args, reached.kwargs)
+            self._found = pack(others, self._template)
+            return hidden
+        except UNFIT as cause:
+            shapes = {key: tuple(inputs[key].shape) for key in self._spec.inputs if key in inputs}
+            raise ModelError(
+                f"the embedding cannot read inputs of shape {shapes}: {first_lines(cause)}"
+            ) from cause
+        raise ModelError("the model returned without calling its first block")
+
+    def block_context(self) -> dict[str, Tensor]:
+        return self._found
+
+
+class ModuleSegment(Part):
+    """Consecutive blocks on one device."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: ModuleSpec,
+        holdings: Holdings,
+        weights: Weights,
+        blocks: slice,
+    ) -> None:
+        super().__init__(model, holdings, weights)
+        self._template = json.loads(spec.call_json)
+        self._blocks = blocks_of(model, spec.blocks)[blocks]
+        self._updated = [p[0] for key, p in holdings.owned.items() if key in spec.updated]
+        self._around: Around | None = None
+
+    def compute_again(self, around: Around | None) -> bool:
+        """See ``SegmentPart``; recomputation does not change buffers a second time."""
+        self._around = around
+        return True
+
+    def forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        """Hidden states behind this segment's last block."""
+        arguments = unpack(context, self._template)
+        again = self._around and partial(self._keeping, self._around)
+        with as_in_training(self.model):
+            for block in self._blocks:
+                hidden = run_block(block, hidden, arguments, again)
+        return hidden
+
+    @contextmanager
+    def _keeping(self, around: Around) -> Iterator[None]:
+        kept = {path: read_tensor(self.model, path).clone() for path in self._updated}
+        with around():
+            yield
+        for path, value in kept.items():
+            read_tensor(self.model, path).copy_(value)
+
+
+class ModuleEdge(LossPart):
+    """Upper blocks, head and loss."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: ModuleSpec,
+        holdings: Holdings,
+        weights: Weights,
+        objective: Objective,
+    ) -> None:
+        layout = holdings.layout
+        ahead = [path for key in layout.keys_of(EMBEDDING) for path in layout.places[key]]
+        absent = {path: _zeros_like(read_tensor(model, path)) for path in ahead}
+        super().__init__(model, holdings, weights, objective)
+        for path, zeros in absent.items():
+            place_tensor(model, path, zeros)
+        self._spec, self._template = spec, json.loads(spec.call_json)
+        self._blocks = blocks_of(model, spec.blocks)
+        self._dtypes = {name: getattr(torch, dtype) for name, dtype, _ in spec.example}
+
+    def outputs(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Any:
+        """The result of the model's forward."""
+        with as_in_training(self.model):
+            if self._spec.edge_blocks:
+                arguments = unpack(context, self._template)
+                for block in self._blocks[-self._spec.edge_blocks :]:
+                    hidden = hidden_of(block(hidden, **arguments))
+            forwards = dict.fromkeys(self._blocks, returning(hidden, self._spec.results))
+            with replaced(forwards), refusing("the edge cannot compute its output"):
+                return call(self.model, self._spec.inputs, self._inputs(context))
+
+    def _inputs(self, context: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inputs that arrived, and zeros in place of the others."""
+        found: dict[str, Tensor] = {}
+        for name in self._spec.inputs:
+            if name in context:
+                found[name] = context[name]
+            elif SHAPE + name in context:
+                sizes = context[SHAPE + name]
+                with unset_fake_temporarily():
+                    shape = sizes.tolist()
+                found[name] = torch.zeros(shape, dtype=self._dtypes[name], device=sizes.device)
+        return found
+
+
+def _zeros_like(tensor: Tensor) -> Tensor:
+    """Zeros that take no memory for a parameter; a buffer may be written to."""
+    if not isinstance(tensor, nn.Parameter):
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    zeros = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+    return nn.Parameter(zeros, requires_grad=False)

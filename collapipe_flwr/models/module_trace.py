@@ -1,15 +1,16 @@
 """Where a torch module may be cut: one forward pass in training mode, every operation watched.
 
 A cut is sound if a block reads nothing of the model but its own tensors, the hidden states of the
-block before it, and arguments that are the same for all blocks; and if what stands behind the
+block before it, and arguments that are the same for all blocks; and if the head behind the
 blocks reads the last hidden states, its own tensors, and otherwise only inputs of the batch. The
-trace proves that or says what stands against it.
+trace proves that, or finds the reason why not.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.models.layout import block_index, block_names, tensors_by_key
 from collapipe_flwr.models.module_call import (
     blocks_of,
     call,
@@ -25,7 +27,6 @@ from collapipe_flwr.models.module_call import (
     hidden_of,
     split_arguments,
 )
-from collapipe_flwr.models.module_splitter import block_index, block_names, tensors_by_key
 from collapipe_flwr.models.validation import refusing
 
 _AHEAD, _BETWEEN, _BEHIND = -1, -2, -3  # where the pass is, or the number of a block
@@ -37,24 +38,25 @@ Label = tuple[str, str]  # "input" | "owned" | "block", and its name
 def trace_module(
     model: nn.Module, blocks: str, inputs: Sequence[str], batch: Mapping[str, Tensor]
 ) -> ModuleTrace:
-    """Watch one forward pass; buffers of ``model`` change. Raises ModelError if no cut is exact."""
+    """Watch one forward pass in training mode; raises ModelError if no cut is exact.
+
+    ``model`` is of no further use: its buffers change, and its blocks keep their hooks.
+    """
     batch = {name: tensor.clone() for name, tensor in batch.items()}  # apart, not views of one
     trace = ModuleTrace(model, blocks, {name: batch[name] for name in inputs if name in batch})
     model.train()
     before = {key: buffer.clone() for key, buffer in model.named_buffers()}
-    hooks = [hook for i, b in enumerate(trace.blocks) for hook in trace.hooks(i, b)]
-    try:
-        with (
-            refusing("it cannot read the example"),
-            torch.random.fork_rng(devices=()),
-            torch.no_grad(),
-            trace,
-        ):
-            call(model, inputs, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    trace.check_end()
+    with (
+        refusing("it cannot read the example"),
+        torch.random.fork_rng(devices=()),
+        torch.no_grad(),
+        trace,
+    ):
+        call(model, inputs, batch)
+    if len(trace.calls) != len(trace.blocks):
+        raise ModelError(
+            f"its {len(trace.blocks)} blocks ran {len(trace.calls)} times, not once each"
+        )
     saved = tensors_by_key(model)
     trace.updated = tuple(
         key
@@ -65,7 +67,7 @@ def trace_module(
 
 
 class ModuleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows every tensor of a forward pass from where it comes to where it is read.
+    """Tracks which parameters, inputs and blocks every tensor of a forward pass is computed from.
 
     ``ahead`` and ``behind`` are the keys read there, ``ids_of`` the inputs that tables ahead are
     looked up with (None: something else), ``tail`` the inputs that are read behind the blocks.
@@ -86,7 +88,7 @@ class ModuleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.blocks = blocks_of(model, blocks)
         self._names = block_names(model, blocks)
         self._place = _AHEAD
-        self._calls: list[tuple[Tensor, dict[str, Any]]] = []
+        self.calls: list[tuple[Tensor, dict[str, Any]]] = []
         self._hidden: Any = None  # that the last block returned
         self._alive: list[Tensor] = [*inputs.values()]  # or their memory would be used again
         self._inputs = {_storage(tensor): name for name, tensor in inputs.items()}
@@ -100,24 +102,12 @@ class ModuleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._learned = {key for key, _ in model.named_parameters()}
         for at, key in self._owned.items():
             self._labels[at] = frozenset({("owned", key)})
-        self._early: set[int] = set()  # what was there before the last block was done
-        self._open: set[int] = set()  # what the block that runs may read
-
-    def hooks(self, index: int, block: nn.Module) -> tuple[Any, ...]:
-        """Hooks that tell where the pass is."""
-        return (
-            block.register_forward_pre_hook(
-                lambda _, args, kwargs: self._begin(index, args, kwargs), with_kwargs=True
-            ),
-            block.register_forward_hook(lambda _, __, result: self._end(index, result)),
-        )
-
-    def check_end(self) -> None:
-        """Raise ModelError unless every block ran."""
-        if len(self._calls) != len(self.blocks):
-            raise ModelError(
-                f"its {len(self.blocks)} blocks ran {len(self._calls)} times, not once each"
-            )
+        self._early: set[int] = set()  # storages from before the last block's end
+        self._open: set[int] = set()  # storages that the running block may read
+        for index, block in enumerate(self.blocks):
+            begin, end = partial(self._begin, index), partial(self._end, index)
+            block.register_forward_pre_hook(begin, with_kwargs=True)
+            block.register_forward_hook(end)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -161,7 +151,7 @@ class ModuleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_owned(key)
         elif self._place >= 0 and self._labels.get(at):
             raise ModelError(
-                f"block {self._place} reads {_told(self._labels[at])} besides what it is called "
+                f"block {self._place} reads {_source(self._labels[at])} besides what it is called "
                 "with: pass it to all blocks as an argument"
             )
         elif self._place == _BEHIND and at in self._early:
@@ -181,18 +171,20 @@ class ModuleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             (self.behind if self._place == _BEHIND else self.ahead).add(key)
 
     def _note_tail(self, labels: frozenset[Label]) -> None:
-        for kind, name in sorted(labels):
-            if kind != "input":
-                what = _told(frozenset({(kind, name)}))
-                raise ModelError(
-                    f"what stands behind its blocks reads {what}, which is on another machine: "
-                    "only the result of the last block and inputs of the batch may be read there"
-                )
-            self.tail.add(name)
+        foreign = [label for label in labels if label[0] != "input"]
+        if foreign:
+            raise ModelError(
+                f"what stands behind its blocks reads {_source(foreign)}, which is on another "
+                "machine: only the result of the last block and inputs of the batch may be read "
+                "there"
+            )
+        self.tail.update(name for _, name in labels)
 
-    def _begin(self, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        hidden, others = split_arguments(self.blocks[index], args, kwargs)
-        if index != len(self._calls):
+    def _begin(
+        self, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        hidden, others = split_arguments(block, args, kwargs)
+        if index != len(self.calls):
             raise ModelError(f"its block {index} is called out of turn, or more than once")
         if index and hidden is not self._hidden:
             raise ModelError(f"something happens between its blocks {index - 1} and {index}")
@@ -203,12 +195,12 @@ class ModuleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = [leaf for leaf in tree_leaves(others) if isinstance(leaf, Tensor)]
         for tensor in tensors:
             self._check_argument(tensor)
-        self._calls.append((hidden, others))
+        self.calls.append((hidden, others))
         self._open = {_storage(tensor) for tensor in (hidden, *tensors)}
         self._place = index
 
     def _check_argument(self, tensor: Tensor) -> None:
-        """Raise ModelError for what is learned; a buffer, say a causal mask, is handed on."""
+        """Raise ModelError for learned tensors; buffers such as a causal mask may be passed on."""
         at = _storage(tensor)
         read = {name for kind, name in self._labels.get(at, ()) if kind == "owned"}
         if learned := sorted(read & self._learned):
@@ -220,13 +212,13 @@ class ModuleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_owned(self._owned[at])
 
     def _refuse_other_arguments(self, index: int, others: Mapping[str, Any]) -> None:
-        ours, theirs = tree_leaves(others), tree_leaves(self._calls[0][1])
+        ours, theirs = tree_leaves(others), tree_leaves(self.calls[0][1])
         if describe(others) != self.template or not all(map(_same, ours, theirs)):
             raise ModelError(f"block {index} is called with other arguments than block 0")
 
-    def _end(self, index: int, result: Any) -> None:
+    def _end(self, index: int, _: nn.Module, __: Any, result: Any) -> None:
         hidden: Any = hidden_of(result)
-        given = self._calls[-1][0]
+        given = self.calls[-1][0]
         if not isinstance(hidden, Tensor) or hidden.shape != given.shape:
             shape = tuple(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
             raise ModelError(
@@ -253,7 +245,7 @@ def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _makes_mask() -> bool:
-    """Whether transformers looks if a padding mask is needed at all: blocks get it, or None."""
+    """Whether transformers is deciding if a padding mask is needed: blocks get it, or None."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
@@ -274,13 +266,12 @@ def _same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-def _told(labels: frozenset[Label]) -> str:
-    """The most telling of the places that a tensor comes from."""
+def _source(labels: Iterable[Label]) -> str:
+    """Where a tensor comes from: the last block, else a parameter, else an input."""
     order = ("block", "owned", "input")
     kind, name = min(labels, key=lambda label: (order.index(label[0]), label[1]))
-    told = {
+    return {
         "block": f"the result of block {name}",
         "owned": f"a tensor made from {name!r}",
         "input": f"the input {name!r}",
-    }
-    return told[kind]
+    }[kind]

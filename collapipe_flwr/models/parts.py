@@ -1,36 +1,32 @@
-"""The three kinds of part: embedding (control unit), segment (device), edge (decoder or head)."""
+"""The parts of a transformers model: embedding, segment of blocks, and edge (decoder or head)."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.block_inputs import PartCache
-from collapipe_flwr.models.borrowed import Borrower
-from collapipe_flwr.models.generation import FEEDING, Ask, Emit, Prompt, generate
+from collapipe_flwr.models.generation import FEEDING, Ask, Emit, PartCache, Prompt, generate
 from collapipe_flwr.models.layout import Holdings
-from collapipe_flwr.models.module_call import Left, arguments_of, leave
-from collapipe_flwr.models.objective import LABELS, LossPart, Objective
-from collapipe_flwr.models.part import Part, Weights
+from collapipe_flwr.models.module_call import StopForward, arguments_of, stop_forward
+from collapipe_flwr.models.part import Borrower, LossPart, Part, Weights
 from collapipe_flwr.models.skeleton import blank_pixels
 from collapipe_flwr.models.stack import Around, Stack, without_cache
-from collapipe_flwr.models.tasks import Task
-from collapipe_flwr.models.validation import first_lines, misfit_of_inputs, misfit_of_labels
+from collapipe_flwr.models.tasks import IGNORED_LABEL, LABELS, Objective, Task
+from collapipe_flwr.models.validation import first_lines, most_positions
 
 _LIMITS = ("vocab_size", "max_position_embeddings", "image_size", "max_source_positions")
 
 
 class EmbeddingPart(Borrower):
-    """Token, patch or audio embedding: the library's own forward, left at the first block.
+    """Token, patch or audio embedding: the library's own forward, stopped at the first block.
 
-    Inputs that an own head does not pass on are ``unread``.
+    ``unread`` are inputs that an own head does not pass on.
     """
 
     def __init__(
@@ -40,7 +36,7 @@ class EmbeddingPart(Borrower):
         super().__init__(stack.model, holdings, weights, ids_of)
         self._stack = stack.module
         self._accepted = set(arguments_of(self._stack)) - unread
-        stack.entrance.forward = leave
+        stack.entrance.forward = stop_forward
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Hidden states (B, T, D) from ``input_ids``, ``pixel_values`` or ``input_features``.
@@ -50,7 +46,7 @@ class EmbeddingPart(Borrower):
         known = {key: value for key, value in inputs.items() if key in self._accepted}
         try:
             self._stack(**known)
-        except Left as reached:
+        except StopForward as reached:
             hidden_BTD: Tensor = reached.args[0]
             return hidden_BTD
         except (ValueError, TypeError, IndexError, RuntimeError) as cause:
@@ -81,14 +77,14 @@ class SegmentPart(Part):
         return range(self._stack.first_block, self._stack.stop_block)
 
     def compute_again(self, around: Around | None) -> bool:
-        """Keep only the inputs of blocks between forward and backward, or with None all again.
+        """Turn activation checkpointing of each block on, or with None off.
 
-        ``around`` is entered for the second computation of each block. Returns whether blocks are
-        computed one by one here; if not, nothing changes.
+        ``around`` is entered for the second computation of each block. Returns False, and changes
+        nothing, if blocks are not run one by one here.
         """
         if self._stack.family.replayed:
             return False
-        self._stack = replace(self._stack, again=around)
+        self._stack.again = around
         return True
 
     def forward(self, hidden_BTD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
@@ -100,7 +96,7 @@ class SegmentPart(Part):
         return self._stack.run_blocks(hidden_BTD, context)
 
     def new_cache(self) -> PartCache:
-        """An empty cache for one text that is generated; see ``advance``."""
+        """An empty cache for the generation of one text; see ``advance``."""
         return PartCache(self.model.config, self._stack.first_block, self._stack.stop_block)
 
     def advance(self, hidden_BTD: Tensor, cache: PartCache) -> Tensor:
@@ -109,10 +105,10 @@ class SegmentPart(Part):
 
 
 class EdgePart(LossPart):
-    """What stands behind the devices: upper blocks and a head, or a whole decoder.
+    """Upper blocks and a head, or a whole decoder.
 
     A head that is no class of the library (``own_head``) may call its base model in any way, so it
-    is called with what the user calls it with, and its base model ignores that.
+    gets the user's own arguments, and its base model ignores them.
     """
 
     def __init__(
@@ -132,10 +128,10 @@ class EdgePart(LossPart):
         self._arrived_BTD: Tensor | None = None  # while such a head runs
         self._accepted = {*arguments_of(stack.model)} - {stack.family.entry, "encoder_outputs"}
         if objective.loss is not None and not stack.family.decodes:
-            self._accepted -= {LABELS}  # else the library computes a loss that nobody reads
+            self._accepted -= {LABELS}  # else the library computes a loss that is not used
         if not stack.family.decodes:
-            # The head calls its base model as always, and gets what the devices computed.
-            # Weakly, so that a part that is dropped frees its memory at once.
+            # The head calls its base model as always, and gets what the devices computed. The
+            # reference is weak, so that memory is freed as soon as the part is dropped.
             edge = weakref.ref(self)
             stack.module.forward = lambda *args, **kwargs: _alive(edge)._finish(*args, **kwargs)
 
@@ -151,7 +147,7 @@ class EdgePart(LossPart):
         return self._call(**{self._stack.family.entry: hidden_BTD}, **known)
 
     def generate(self, prompt: Prompt, emit: Emit, ask: Ask) -> Tensor:
-        """The new token ids (T,) of one text; see ``generating.generate``."""
+        """The new token ids (T,) of one text; see ``generation.generate``."""
         return generate(self.model, self._stack, prompt, emit, ask)
 
     def _call(self, **arguments: Any) -> ModelOutput:
@@ -165,27 +161,27 @@ class EdgePart(LossPart):
         return output
 
     def _call_own(self, hidden_BTD: Tensor, known: dict[str, Any]) -> ModelOutput:
-        if self._stack.family.input_name not in known:
-            known[self._stack.family.input_name] = self._blank(hidden_BTD)
+        name = self._stack.family.input_name
+        if name not in known:
+            if name != "pixel_values":
+                raise ModelError(f"{name!r} did not come to the edge with the hidden states")
+            config: Any = self._stack.module.config
+            known[name] = blank_pixels(config, hidden_BTD)  # the true ones stay on the control unit
         self._arrived_BTD = hidden_BTD
         try:
             return self._call(**known)
         finally:
             self._arrived_BTD = None
 
-    def _blank(self, hidden_BTD: Tensor) -> Tensor:
-        """In place of the inputs that stay on the control unit: nothing, of their shape."""
-        config: Any = self._stack.module.config
-        if self._stack.family.input_name == "pixel_values":
-            return blank_pixels(config, hidden_BTD)
-        raise ModelError(
-            f"{self._stack.family.input_name!r} did not come to the edge with the hidden states"
-        )
-
     def _finish(self, *args: Tensor, **kwargs: Any) -> Any:
-        """What the base model would return, had it run all blocks itself."""
+        """The base model's result, computed from the devices' hidden states."""
         if self._arrived_BTD is not None:
-            _refuse_inner_outputs(kwargs)
+            for name in ("output_hidden_states", "output_attentions"):
+                if kwargs.get(name):
+                    raise ModelError(
+                        f"the head asks its base model for {name}, which are on the devices: let "
+                        "it read the last hidden states only"
+                    )
             found = self._stack.finish(self._arrived_BTD)
             return found.to_tuple() if kwargs.get("return_dict") is False else found
         feed = FEEDING.get()
@@ -196,16 +192,54 @@ class EdgePart(LossPart):
         return self._stack.finish(args[0] if hidden_BTD is None else hidden_BTD)
 
 
-def _refuse_inner_outputs(asked: Mapping[str, Any]) -> None:
-    for name in ("output_hidden_states", "output_attentions"):
-        if asked.get(name):
-            raise ModelError(
-                f"the head asks its base model for {name}, which are on the devices: let it read "
-                "the last hidden states only"
-            )
-
-
 def _alive(edge: weakref.ref[EdgePart]) -> EdgePart:
     part = edge()
     assert part is not None, "the head outlived its part"
     return part
+
+
+def misfit_of_inputs(config: Any, inputs: Mapping[str, Tensor]) -> str | None:
+    """The fault of a batch's tokens, in one sentence; None if they have none."""
+    ids = inputs.get("input_ids")
+    if ids is None or ids.numel() == 0:
+        return None
+    vocabulary, positions = getattr(config, "vocab_size", None), most_positions(config)
+    wrong = _outside(ids, vocabulary)
+    if wrong is not None:
+        return (
+            f"the batch holds token {wrong}, but the model's vocabulary has {vocabulary} tokens: "
+            "use the tokenizer that belongs to the model"
+        )
+    if positions is not None and ids.shape[-1] > positions:
+        return (
+            f"the batch holds sequences of {ids.shape[-1]} tokens, but the model has only "
+            f"{positions} positions: shorten them, or raise max_position_embeddings"
+        )
+    return None
+
+
+def misfit_of_labels(config: Any, task: Task, labels: Tensor | None) -> str | None:
+    """The fault of a batch's labels, in one sentence; None if they have none."""
+    if labels is None or labels.is_floating_point():
+        return None
+    vocabulary = getattr(config, "decoder_vocab_size", None) or getattr(config, "vocab_size", None)
+    classes: Any = config.num_labels if task.labelled else vocabulary
+    wrong = _outside(labels[labels != IGNORED_LABEL], classes)
+    if wrong is None:
+        return None
+    way_out = (
+        "give the model as many labels as the data has (num_labels)"
+        if task.labelled
+        else "use the tokenizer that belongs to the model"
+    )
+    return f"the batch holds the label {wrong}, but the model knows 0 to {classes - 1}: {way_out}"
+
+
+def _outside(ids: Tensor, size: int | None) -> int | None:
+    """One of the ids that is not in 0 .. ``size`` - 1; None if all are."""
+    if size is None or ids.numel() == 0:
+        return None
+    lowest, highest = int(ids.min()), int(ids.max())
+    if lowest < 0:
+        return lowest
+    return highest if highest >= size else None

@@ -1,10 +1,10 @@
-"""What each piece of a model costs per example, without weights and without computing.
+"""The costs of each part of a model per example, without weights and without computing.
 
-The pieces run once on fake tensors, which have shapes and no memory: the counted operations and
+The parts run once on fake tensors, which have shapes and no memory: the counted operations and
 the tensors kept for the backward pass are those of a real run on a CPU in training mode.
-Forward operations count two per multiply-add; the backward pass costs twice the forward one, and
-where adapters leave weights frozen, what autograd really does: no gradient of a frozen weight,
-none of hidden states that nobody below learns from.
+A multiply-add counts as two operations; the backward pass costs twice the forward one, and with
+frozen weights below adapters what autograd really computes: no gradients of frozen weights, nor
+of hidden states that no trained parameter needs.
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from collapipe_flwr.core.domain import BlockCost, ModelProfile
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.any_splitter import AnySplitter
-from collapipe_flwr.models.discovery import VALUES_ASKED
-from collapipe_flwr.models.module_spec import ModuleSpec
-from collapipe_flwr.models.objective import numbers_of, scores_of
+from collapipe_flwr.models.discovery import VALUES_ASKED, shapes_only
 from collapipe_flwr.models.part import Part, Weights
-from collapipe_flwr.models.skeleton import shapes_only
-from collapipe_flwr.models.spec import BatchShape
+from collapipe_flwr.models.spec import BatchShape, ModuleSpec
 from collapipe_flwr.models.splitter import Splitter
+from collapipe_flwr.models.tasks import numbers_of, scores_of
 from collapipe_flwr.models.validation import UNFIT
 
 Sizes = Mapping[str, tuple[torch.Size, torch.dtype]]  # of parameters, by key
@@ -90,7 +88,7 @@ def _profile(splitter: AnySplitter, shape: BatchShape, optimizer_bytes: StateByt
 
 
 def _numbers(outputs: Any) -> Tensor:
-    """What a head computes: its logits, or whatever tensors it returns."""
+    """The logits of a head, or one tensor from all that it returns; raises ModelError."""
     if isinstance(outputs, Mapping) and "logits" in outputs:
         return scores_of(outputs)
     found = numbers_of(outputs)
@@ -118,8 +116,7 @@ def _block_costs(
 ) -> tuple[tuple[BlockCost, ...], Tensor]:
     """Every block's costs, and hidden states like those behind the last one.
 
-    Blocks with equal tensor shapes, and as much of the optimizer, cost the same and are measured
-    once.
+    Blocks with equal tensor shapes and optimizer state cost the same and are measured once.
     """
     known: dict[object, BlockCost] = {}
     costs = []
@@ -145,7 +142,7 @@ def _block_costs(
 def _cost(
     part: Part, run: Callable[[], Tensor], optimizer_bytes: StateBytes, *, sends: bool = True
 ) -> BlockCost:
-    """What ``run``ning the part costs, whose output it ``sends`` on."""
+    """The costs of the part, measured by ``run``; its output is sent on if it ``sends``."""
     parameters = list(part.parameters())
     output, forward_flop, stash_bytes = _measure(run, parameters)
     trained = {k: (p.shape, p.dtype) for k, p in part.named_parameters() if p.requires_grad}
@@ -187,7 +184,7 @@ def _measure(
 
 
 def _backward_flop(run: Callable[[], Tensor]) -> float:
-    """Multiply-adds of the backward pass that autograd really runs."""
+    """Operations of the backward pass that autograd really runs."""
     output: Any = run()
     if not output.requires_grad:
         return 0.0
@@ -206,12 +203,12 @@ def _attention_flop(
 
 
 def _attention_backward_flop(gradient: torch.Size, *args: torch.Size, **kwargs: object) -> int:
-    """Two products for each of the forward pass; what the kernel computes again is left out."""
+    """Two products for each of the forward pass, without the kernel's recomputation."""
     del gradient
     return 2 * _attention_flop(args[0], args[1], args[2], **kwargs)
 
 
-# torch counts the fused attention of GPUs but not the one that its CPU backend takes.
+# torch counts the fused attention of GPUs but not that of its CPU backend.
 _CPU_ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flop,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flop,
@@ -222,7 +219,7 @@ def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-_SPREAD = 0.02  # of the drawn weights: any will do, but none may overflow
+_SPREAD = 0.02  # of the drawn weights, arbitrary but small enough not to overflow
 _LEAST_REPEATS, _MOST_REPEATS = 3, 200
 
 
@@ -251,8 +248,8 @@ def time_block(
 ) -> TimedBlock:
     """Medians over repeats of the first block, after one warm-up.
 
-    ``cost`` is what ``Splitter.profile`` says of that block; its weights are drawn here, so a
-    checkpoint is not read.
+    ``cost`` is that block's of ``profile_model``. Its weights are drawn here, so that no
+    checkpoint is read.
     """
     block = splitter.build_segment(0, 1, _drawn(splitter))
     width = int(splitter.config.get_text_config().hidden_size)

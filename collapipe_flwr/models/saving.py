@@ -24,8 +24,8 @@ _ADAPTER_FILE = "adapter_model.safetensors"
 def save_adapter(spec: ModelSpec, weights: Mapping[str, Tensor], directory: Path | str) -> None:
     """Write a folder that ``PeftModel.from_pretrained`` puts on the model of ``spec.pretrained``.
 
-    It holds adapters and modules trained in full, and frozen tensors that the checkpoint lacks:
-    whoever loads it would draw others.
+    It holds adapters and modules trained in full, and also the frozen tensors that the checkpoint
+    lacks, which loading would draw anew.
     """
     assert spec.lora is not None
     config = add_adapters(build_skeleton(replace(spec, lora=None)), spec.lora, spec.task)
@@ -62,7 +62,7 @@ def save_whole(
 
 @contextmanager
 def _written(what: str, directory: Path | str) -> Iterator[Path]:
-    """A folder to fill, which then becomes ``directory``, or its files join those that are there.
+    """A draft folder that becomes ``directory``; its files join those of an existing one.
 
     Raises ModelError when it cannot be written.
     """
@@ -81,7 +81,7 @@ def _written(what: str, directory: Path | str) -> Iterator[Path]:
 
 
 def _merged(spec: ModelSpec, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of the model without adapters that computes the same; frozen ones unrounded."""
+    """The weights of the equal model without adapters, from unquantized frozen weights."""
     assert spec.lora is not None
     exact = replace(spec, lora=replace(spec.lora, frozen_dtype="float32"))
     model = Splitter(exact).build_whole(weights)

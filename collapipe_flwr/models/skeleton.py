@@ -1,33 +1,32 @@
-"""Models without weights: skeletons on the meta device, and runs on fake tensors.
+"""Skeletons: models with their parameters on the meta device.
 
-A skeleton costs no memory for weights, keeps the library's absolute names, and says which
-tensors a model has. Parts fill in the tensors that they own and drop the others. Fake tensors
-have shapes and neither values nor memory: a model that runs on them shows its operations.
+A skeleton needs no memory for weights, keeps the library's absolute names, and lists the tensors
+of a model. Parts fill in the tensors that they own and drop the others.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.overrides import TorchFunctionMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.core.imports import load_builder
 from collapipe_flwr.models.lora import add_adapters
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.tasks import auto_class, model_class
 from collapipe_flwr.models.validation import UNFIT, refusing, why_unfit
 
-# Building a transformers model patches library globals for a moment; devices may be threads.
-_BUILDING = threading.Lock()
+# Building patches globals of torch or transformers for a moment; devices may be threads. The lock
+# is reentrant, and users' modules are imported ahead of it, since they may build models themselves.
+_BUILDING = threading.RLock()
 _MOST = {"layer": 4096, "depth": 4096, "num_blocks": 4096, "label": 2**17}  # by words in keys
 
 
@@ -47,7 +46,7 @@ def read_config(spec: ModelSpec) -> PreTrainedConfig:
 
 
 def _refuse_endless(values: Mapping[str, Any]) -> None:
-    """A peer's configuration may not have the library build modules or labels without end."""
+    """Raise ModelError for a peer's configuration that asks for huge numbers of modules."""
     for key, value in values.items():
         counts = "per_layer" not in key  # else it is the size of something in a layer
         most = next((most for word, most in _MOST.items() if counts and word in key), None)
@@ -65,15 +64,15 @@ def build_skeleton(spec: ModelSpec) -> PreTrainedModel:
     """
     config = read_config(spec)
     builder = builder_of(spec, config)
-    with unset_fake_temporarily():  # some read values of tensors while they are built
-        with _BUILDING, torch.device("meta"):
+    # some models read values of tensors while they are built
+    with unset_fake_temporarily(), _BUILDING:
+        with torch.device("meta"):
             model = _from_config(builder, config)
         for key in spec.untied:
             model.all_tied_weights_keys.pop(key, None)
         _fill_constants(model)
         if spec.lora is not None:
-            with _BUILDING:
-                add_adapters(model, spec.lora, spec.task)
+            add_adapters(model, spec.lora, spec.task)
     return model
 
 
@@ -84,6 +83,52 @@ def build_random(spec: ModelSpec, seed: int) -> PreTrainedModel:
     with _BUILDING, torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         return _from_config(builder, config)
+
+
+def build_module(path: str, arguments_json: str, seed: int | None = None) -> nn.Module:
+    """The module that a class or function at an import path builds, with initial weights.
+
+    With a ``seed`` they are drawn from it, and the global generator is left as it was. Raises
+    ModelError.
+    """
+    builder, arguments = load_builder(path, nn.Module), json.loads(arguments_json)
+    with unset_fake_temporarily(), torch.random.fork_rng(devices=(), enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        with refusing(f"{path!r} cannot be built", (Exception,)):  # whatever the user's code does
+            model = builder(**arguments)
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{path!r} must return an nn.Module, got {type(model).__name__}")
+    return model
+
+
+def build_module_skeleton(path: str, arguments_json: str) -> nn.Module:
+    """The module with its parameters on the meta device, and with real buffers."""
+    load_builder(path, nn.Module)
+    try:
+        with _on_meta():
+            return build_module(path, arguments_json, seed=0)
+    except ModelError:
+        return build_module(path, arguments_json, seed=0)  # it reads what it draws
+
+
+@contextmanager
+def _on_meta() -> Iterator[None]:
+    """Modules that this thread builds in the body register their parameters without memory."""
+    kind: Any = nn.Module
+    with _BUILDING:
+        register, here = kind.register_parameter, threading.get_ident()
+
+        def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            if param is not None and threading.get_ident() == here and not param.is_meta:
+                param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+            register(module, name, param)
+
+        kind.register_parameter = register_on_meta
+        try:
+            yield
+        finally:
+            kind.register_parameter = register
 
 
 def builder_of(spec: ModelSpec, config: PreTrainedConfig) -> Any:
@@ -101,10 +146,9 @@ def place_tensor(model: nn.Module, path: str, tensor: Tensor) -> None:
 
 
 def leave_holes(model: nn.Module, paths: Iterable[str]) -> None:
-    """Drop the tensors at ``paths``.
+    """Replace the tensors at ``paths`` by empty ones; those of a dtype are the same object.
 
-    A hole is an empty tensor: unlike None, which norms and biases take for "do without", any use
-    of it fails. All holes of a dtype are the same.
+    Any use of an empty tensor fails, whereas norms and biases accept None.
     """
     holes: dict[torch.dtype, nn.Parameter] = {}
     for path in paths:
@@ -162,7 +206,7 @@ def _fill_constants(model: PreTrainedModel) -> None:
 
 
 def derive_constant(model: PreTrainedModel, path: str) -> Tensor | None:
-    """A fresh value of what the library never trains (sinusoids, ...); None for what trains."""
+    """The value of a tensor that the library computes and never trains; None for others."""
     blueprint = read_tensor(model, path)
     if blueprint.requires_grad:
         return None
@@ -177,9 +221,9 @@ def derive_constant(model: PreTrainedModel, path: str) -> Tensor | None:
 
 
 def _compute(model: PreTrainedModel, path: str, empty: Tensor) -> bool:
-    """Have the library fill the tensor at ``path``; False if no module around it does.
+    """Fill the tensor at ``path`` by the library's own ``_init_weights``; False if that fails.
 
-    Most modules compute their own; some models compute them for all their blocks.
+    Most modules compute their own constants; some models compute those of all their blocks.
     """
     owner = path
     with torch.no_grad():
@@ -206,55 +250,16 @@ def _closest_model(model: PreTrainedModel, path: str) -> PreTrainedModel:
     return closest
 
 
-@contextmanager
-def shapes_only() -> Iterator[None]:
-    """Tensors made in the body are fakes, and so is whatever is computed from them."""
-    # torch logs a traceback of what is then refused in one sentence
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-    # transformers makes a few scalars that escape the mode (Gemma's embedding scale)
-    with FakeTensorMode(allow_non_fake_inputs=True), _WithoutValues():
-        yield
-
-
-class _WithoutValues(TorchFunctionMode):
-    """Stands in for two functions that fake tensors cannot compute.
-
-    A mixture's product of every token with its expert is computed as if all went to the first.
-    Shapes, operations and what autograd keeps are the same; the true product has no rule for
-    fake tensors in single precision.
-
-    The random number that decides whether a block is skipped is 0: blocks are skipped where there
-    is any layerdrop, which has no exact cut, and some versions of transformers compare it with 0.
-    """
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        del types
-        if func is torch._grouped_mm:
-            tokens, experts, *_ = args
-            return tokens @ experts[0]
-        if func is torch.rand and args == ([],):
-            return torch.tensor(0.0)
-        return func(*args, **(kwargs or {}))
-
-
 def example_inputs(
     config: Any, input_name: str, length: int, examples: int = 1
 ) -> dict[str, Tensor]:
-    """What the embedding reads for examples of ``length`` tokens.
+    """The embedding's inputs for ``examples`` of ``length`` tokens.
 
-    Images and sound have the size that ``config`` says, whatever ``length`` is.
+    Images and sound have the size that ``config`` gives; ``length`` is ignored.
     """
     if input_name == "pixel_values":
         _require(config, "image_size", "num_channels")
-        size = config.image_size
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        return {input_name: torch.zeros(examples, config.num_channels, height, width)}
+        return {input_name: torch.zeros(examples, *_picture_shape(config))}
     if input_name == "input_features":
         _require(config, "max_source_positions", "num_mel_bins")
         frames = 2 * config.max_source_positions  # the second convolution halves them
@@ -264,11 +269,15 @@ def example_inputs(
 
 
 def blank_pixels(config: Any, hidden_BTD: Tensor) -> Tensor:
-    """Pictures (B, C, H, W) of the size that ``config`` says, which take no memory."""
+    """Blank pictures (B, C, H, W) of the size that ``config`` gives, without memory."""
+    blank = torch.zeros((), device=hidden_BTD.device, dtype=hidden_BTD.dtype)
+    return blank.expand(len(hidden_BTD), *_picture_shape(config))
+
+
+def _picture_shape(config: Any) -> tuple[int, int, int]:
     size = config.image_size
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    blank = torch.zeros((), device=hidden_BTD.device, dtype=hidden_BTD.dtype)
-    return blank.expand(len(hidden_BTD), config.num_channels, height, width)
+    return config.num_channels, height, width
 
 
 def _require(config: Any, *keys: str) -> None:

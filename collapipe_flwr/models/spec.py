@@ -1,5 +1,6 @@
-"""What a model is: the run-config's ``model.*`` and ``lora.*`` keys, and the ``ModelSpec`` that
-travels in Flower and gRPC messages as one JSON string.
+"""The description of a model: the run-config's ``model.*`` and ``lora.*`` keys, and the
+``ModelSpec`` (of transformers) or ``ModuleSpec`` (of plain torch) that travels in Flower and gRPC
+messages as one JSON string.
 """
 
 from __future__ import annotations
@@ -85,20 +86,20 @@ class ModelSpec:
     ``pretrained`` names the folder or hub repository of the first weights; None draws them.
     The last ``edge_blocks`` blocks of a decoder-less model stay at the edge with its head.
 
-    ``ties`` says what happens to a table that embedding and edge would share: ``untie`` makes
+    ``ties`` concerns a table that embedding and edge would share: ``untie`` makes
     two independent tables with equal first values, ``rows`` keeps one at the edge (``parts``).
-    ``shared`` says what happens to parameters that every block reads (T5's relative bias,
-    DeBERTa's relative embeddings): ``freeze`` never trains them, ``sum`` leaves it to the caller
-    to add up the gradients of their replicas before each optimiser step. ``untied`` names keys
-    that the architecture ties but the checkpoint does not (the output table of T5 1.1).
+    ``shared`` concerns parameters that every block reads (T5's relative bias, DeBERTa's relative
+    embeddings): ``freeze`` never trains them, with ``sum`` the caller adds up the gradients of
+    their replicas before each optimizer step. ``untied`` names keys that the architecture ties but
+    the checkpoint does not (the output table of T5 1.1).
 
-    ``model_class`` is the import path of a transformers class, own heads included; empty: that of
-    the task. ``loss`` is that of a function of outputs and batch; empty: the model's own. The mean
-    runs over ``weight`` (see ``Objective``; empty: labels, or examples where the loss or the head
-    is an own one). ``frozen`` are keys that the user does not train.
+    ``model_class`` is the import path of a transformers class or own head; empty: that of the
+    task. ``loss`` is that of a function of outputs and batch; empty: the model's own. The mean
+    runs over ``weight`` (see ``Objective``; empty: labels, or examples if the loss or the head is
+    an own one). ``frozen`` are keys that the user does not train.
 
-    With ``lora`` only adapters (and ``modules_to_save``) train. What is frozen is read by every
-    part from ``pretrained`` itself, but for the keys ``absent`` there, which travel.
+    With ``lora`` only adapters (and ``modules_to_save``) train. Every part reads frozen weights
+    from ``pretrained`` itself, but for the keys ``absent`` there, which travel.
     """
 
     task: str
@@ -134,7 +135,7 @@ class ModelSpec:
     def to_json(self) -> str:
         """One string; the inverse of ``from_json``.
 
-        Hosts of older versions know no ``_YOUNG`` key, so these are left out where empty.
+        Hosts of older versions reject ``_YOUNG`` keys, so these are left out if empty.
         """
         values = asdict(self)
         kept = {k: value for k, value in values.items() if value or k not in _YOUNG}
@@ -149,6 +150,89 @@ class ModelSpec:
             raise ModelError(str(error)) from error
         _require_config(spec.config_json)
         return spec
+
+
+Example = tuple[str, str, tuple[int, ...]]  # tensor of a batch, dtype, shape
+_MOST_BLOCKS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleSpec:
+    """One torch module, without weights; ``build`` is the import path of its class or function.
+
+    ``before`` are the keys that the control unit owns, ``tied`` those tables among the edge's that
+    the embedding reads too, with the input that holds the ids. ``updated`` are buffers that
+    training changes, ``frozen`` parameters that it does not.
+
+    ``inputs`` are the tensors of a batch that forward takes; ``tail`` those that travel because
+    the head behind the blocks reads them. ``call_json`` describes the arguments of blocks beside
+    hidden states, ``results`` is the length of the tuple that they return (0: bare hidden states).
+    ``example`` is the shape of one batch. All is found by a trace of the live model.
+    """
+
+    build: str
+    arguments_json: str = "{}"
+    blocks: str
+    num_blocks: int
+    before: tuple[str, ...]
+    tied: tuple[tuple[str, str], ...] = ()
+    updated: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    inputs: tuple[str, ...]
+    tail: tuple[str, ...] = ()
+    call_json: str = "{}"
+    results: int = 0
+    example: tuple[Example, ...]
+    drops: bool = True
+    whole_batches: bool = False
+    edge_blocks: int = 0
+    loss: str = ""
+    weight: str = ""
+
+    def __post_init__(self) -> None:
+        import torch  # slow, and the run-config is read without it
+
+        for text in (self.arguments_json, self.call_json):
+            if not isinstance(json.loads(text), dict):
+                raise ModelError(f"{text[:80]!r} holds no arguments by name")
+        for name, dtype, _ in self.example:
+            if not isinstance(getattr(torch, dtype, None), torch.dtype):
+                raise ModelError(f"the example's {name!r} is of no type that torch has: {dtype!r}")
+        if not 0 < self.num_blocks <= _MOST_BLOCKS:
+            raise ModelError(f"a module of {self.num_blocks} blocks cannot be cut")
+        if not 0 <= self.edge_blocks < self.num_blocks:
+            raise ModelError(
+                f"edge_blocks must be below the model's {self.num_blocks} blocks, got "
+                f"{self.edge_blocks}"
+            )
+
+    @property
+    def batch_size(self) -> int:
+        """Examples in the example; 0 where its tensors do not agree."""
+        sizes = {shape[0] if shape else 0 for _, _, shape in self.example}
+        return sizes.pop() if len(sizes) == 1 else 0
+
+    def to_json(self) -> str:
+        """One string; the inverse of ``from_json``."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> ModuleSpec:
+        """Rebuild a spec; raises ModelError if ``text`` is not one."""
+        try:
+            return from_json(cls, text, "it")
+        except (ProtocolError, ValueError) as cause:  # its arguments are JSON within
+            raise ModelError(f"the description of a module cannot be read: {cause}") from cause
+
+
+def spec_of(spec_json: str) -> ModelSpec | ModuleSpec:
+    """The description that a string holds; raises ModelError."""
+    try:
+        values = json.loads(spec_json)
+    except (ValueError, RecursionError):
+        values = None  # refused below
+    is_module = isinstance(values, dict) and "build" in values
+    return ModuleSpec.from_json(spec_json) if is_module else ModelSpec.from_json(spec_json)
 
 
 def _require_config(text: str) -> None:

@@ -1,4 +1,4 @@
-"""A live model as its user has it, described so that it can be cut and rebuilt anywhere."""
+"""A user's live model, described so that it can be cut and rebuilt on other machines."""
 
 from __future__ import annotations
 
@@ -14,36 +14,34 @@ from transformers import PreTrainedModel
 
 from collapipe_flwr.core.errors import CollaPipeError, ModelError
 from collapipe_flwr.core.imports import allow_own, path_of
-from collapipe_flwr.models.any_splitter import AnySplitter
-from collapipe_flwr.models.described import DescribedModel, splitter_of
+from collapipe_flwr.models.any_splitter import AnySplitter, DescribedModel
 from collapipe_flwr.models.describing import describe_live
 from collapipe_flwr.models.module_call import arguments_of
-from collapipe_flwr.models.module_describing import describe_module, few
-from collapipe_flwr.models.module_spec import ModuleSpec, build_module
-from collapipe_flwr.models.objective import numbers_of
+from collapipe_flwr.models.module_describing import describe_module, first_examples
 from collapipe_flwr.models.profile import profile_model
-from collapipe_flwr.models.skeleton import example_inputs
-from collapipe_flwr.models.spec import BatchShape, ModelSpec
-from collapipe_flwr.models.splitter import Splitter
+from collapipe_flwr.models.skeleton import build_module, example_inputs
+from collapipe_flwr.models.spec import BatchShape, ModelSpec, ModuleSpec
+from collapipe_flwr.models.splitter import Splitter, splitter_of
+from collapipe_flwr.models.tasks import numbers_of
 from collapipe_flwr.models.validation import UNFIT, first_lines, refusing
 
 Batch = Mapping[str, Any] | tuple[Any, ...] | list[Any]
-_CLOSE = 1e-5  # of the largest number: sums may be added up in another order
+_CLOSE = 1e-5  # of the largest number: the order of sums may differ
 INPUTS, LABELS = "inputs", "labels"  # what a batch of two tensors is made of
 
 
 class SplitModel(DescribedModel):
-    """Describes ``model`` for training in parts; raises ModelError saying why it cannot be cut.
+    """Describes ``model`` for training in parts; raises ModelError with the reason if it cannot be.
 
     ``model`` is a live model, or what builds one with ``arguments`` (JSON). Models of transformers
     need ``batch_size`` and the ``length`` of the longest texts; other modules an ``example``, which
     is a batch of the user's loader: a mapping of tensors, or inputs and labels.
 
     ``blocks`` is the path of the list of blocks. ``embed`` and ``head`` name modules or tensors
-    that belong before and behind it where a trace cannot tell. ``loss(outputs, batch)`` returns the
-    mean loss; None is the model's own, or cross entropy. That mean runs over ``weight``:
-    "examples", "labels", or the sum of a tensor of the batch. ``inputs`` names what forward reads
-    of a batch. ``personal`` parameters (modules or tensors) are never averaged.
+    that belong before and behind it where a trace cannot decide. ``loss(outputs, batch)`` returns
+    the mean loss; None is the model's own, or cross entropy. That mean runs over ``weight``:
+    "examples", "labels", or the sum of a tensor of the batch. ``inputs`` are the tensors of a batch
+    that forward reads. ``personal`` parameters (modules or tensors) are never averaged.
     """
 
     def __init__(
@@ -102,7 +100,7 @@ class SplitModel(DescribedModel):
 
     @property
     def spec(self) -> ModelSpec | ModuleSpec:
-        """What travels, so that other processes cut the same model."""
+        """The description from which other processes cut the same model."""
         return self.splitter.spec
 
     def weights(self) -> dict[str, Tensor]:
@@ -110,12 +108,12 @@ class SplitModel(DescribedModel):
         return self.splitter.travelling({k: t.detach() for k, t in self.model.state_dict().items()})
 
     def _path(self) -> str:
-        """By which every process that allows it builds the model."""
+        """The import path of what builds the model."""
         allow_own(self._build)
         return path_of(self._build, "the model")
 
     def _batch(self) -> dict[str, Tensor]:
-        """The example that a module is traced with; raises ModelError where none was given."""
+        """The example that a module is traced with; raises ModelError if none was given."""
         if self._example is None:
             raise ModelError(
                 f"SplitModel needs an example to cut {type(self.model).__name__}: pass one batch "
@@ -167,9 +165,9 @@ class SplitModel(DescribedModel):
             length = min(self.shape.source_length, 8)
             batch = example_inputs(splitter.input_config, splitter.input_name, length, examples=2)
         if batch is not None and not splitter.decodes:
-            _check_exact(self.model, splitter, few(batch))
+            _check_exact(self.model, splitter, first_examples(batch))
         if self._example is not None:
-            _check_loss(self.model, splitter, few(self._example))
+            _check_loss(self.model, splitter, first_examples(self._example))
 
 
 def as_batch(batch: Batch) -> dict[str, Tensor]:
@@ -229,7 +227,7 @@ def _check_exact(model: nn.Module, splitter: AnySplitter, batch: Mapping[str, Te
 
 
 def _close(ours: Tensor, theirs: Tensor) -> bool:
-    """Up to the rounding of numbers as large as the largest one."""
+    """Equal up to rounding, relative to the largest number."""
     if ours.shape != theirs.shape or not theirs.numel():
         return ours.shape == theirs.shape
     return float((ours - theirs).abs().max()) <= _CLOSE * max(float(theirs.abs().max()), 1.0)
@@ -251,7 +249,7 @@ def _through_parts(
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode, and afterwards each module as it was."""
+    """Evaluation mode in the body, and afterwards each module's own mode."""
     modes = {module: module.training for module in model.modules()}
     model.train(False)
     try:
@@ -261,7 +259,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-_WRAPPERS = {  # where torch's wrappers keep the module that they wrap
+_WRAPPERS = {  # of torch, with the attribute that holds the wrapped module
     "OptimizedModule": "_orig_mod",
     "DataParallel": "module",
     "DistributedDataParallel": "module",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -16,16 +16,24 @@ from collapipe_flwr.models.any_splitter import AnySplitter, shapes_of
 from collapipe_flwr.models.checkpoint import CheckpointSource, Completed, load_checkpoint
 from collapipe_flwr.models.discovery import family_for
 from collapipe_flwr.models.families import Family, find_blocks, stack_path
-from collapipe_flwr.models.layout import EDGE, EMBEDDING, Holdings, make_layout
+from collapipe_flwr.models.layout import EDGE, EMBEDDING, make_layout
 from collapipe_flwr.models.lora import first_adapter, is_adapter, is_superseded, key_of
 from collapipe_flwr.models.module_call import arguments_of
-from collapipe_flwr.models.objective import EXAMPLES, LABELS, Objective, named_loss
+from collapipe_flwr.models.module_splitter import ModuleSplitter
 from collapipe_flwr.models.part import Part, Weights, normalises_batches
 from collapipe_flwr.models.parts import EdgePart, EmbeddingPart, SegmentPart
 from collapipe_flwr.models.skeleton import build_random, build_skeleton, example_inputs
-from collapipe_flwr.models.spec import BatchShape, ModelSpec
+from collapipe_flwr.models.spec import BatchShape, ModelSpec, ModuleSpec, spec_of
 from collapipe_flwr.models.stack import ReplayedStack, Stack, passes_on
-from collapipe_flwr.models.tasks import OWN_TASK, Task, find_task
+from collapipe_flwr.models.tasks import (
+    EXAMPLES,
+    LABELS,
+    OWN_TASK,
+    Objective,
+    Task,
+    find_task,
+    named_loss,
+)
 from collapipe_flwr.models.validation import blocks_for_devices, most_positions, refuse_inexact
 
 _COMMON_INPUTS = frozenset({"attention_mask", "position_ids"})
@@ -77,7 +85,7 @@ class Splitter(AnySplitter):
         return {key: value for key, value in batch.items() if self._travels(key)}
 
     def _travels(self, key: str) -> bool:
-        """Own heads get their own arguments, and own losses whatever the body does not read."""
+        """Own heads get their own arguments, and own losses all that the body does not read."""
         if key in self._unread:
             return False
         if key in self._context_keys:
@@ -96,7 +104,7 @@ class Splitter(AnySplitter):
     def example(self, shape: BatchShape) -> tuple[dict[str, Tensor], int]:
         """One example of the task.
 
-        A single class label is left out: its loss costs nothing. So are those of an own task.
+        It has no label if that is one class (its loss costs nothing), or if the task is an own one.
         """
         inputs = example_inputs(self.input_config, self.input_name, shape.source_length)
         if self.task.label_per_example or self.task is OWN_TASK:
@@ -107,10 +115,10 @@ class Splitter(AnySplitter):
     # Weights
 
     def first_weights(self, seed: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-        """First values of all keys: from ``spec.pretrained``, else drawn from ``seed``.
+        """Initial values of all keys: from ``spec.pretrained``, else drawn from ``seed``.
 
-        Behind them the keys of a head that the checkpoint lacks and that is drawn as well. Raises
-        ModelError if it cannot be read or lacks tensors of the model's body.
+        The second result are the keys of a head that the checkpoint lacks; they are drawn as well.
+        Raises ModelError if it cannot be read or lacks tensors of the model's body.
         """
         model, drawn = self._first_model(seed)
         differing = self._untied_in(model)
@@ -129,11 +137,11 @@ class Splitter(AnySplitter):
         return weights, drawn
 
     def untied_by_checkpoint(self) -> tuple[str, ...]:
-        """Keys that the architecture ties and ``spec.pretrained`` holds with own values."""
+        """Keys that the architecture ties, but ``spec.pretrained`` holds with different values."""
         return self._untied_in(self._first_model(seed=0)[0])
 
     def absent_from_checkpoint(self) -> tuple[str, ...]:
-        """Frozen keys that cannot be read from ``spec.pretrained``: a head's lower layers, say."""
+        """Frozen keys that ``spec.pretrained`` lacks, such as the lower layers of a new head."""
         plain = Splitter(replace(self.spec, lora=None))
         derivable = plain.constant_keys.difference(plain.shared_keys)
         return tuple(
@@ -143,7 +151,6 @@ class Splitter(AnySplitter):
         )
 
     def read_resident(self, keys: Iterable[str]) -> dict[str, Tensor]:
-        """These frozen weights, for a member without the checkpoint; raises ModelError."""
         return {key: self._source.read(key) for key in keys}
 
     # Parts
@@ -170,16 +177,9 @@ class Splitter(AnySplitter):
         )
 
     def build_whole(self, weights: Weights, *, trains: bool = False) -> PreTrainedModel:
-        """The unsplit transformers model with these weights, in evaluation mode.
-
-        One that ``trains`` keeps no cache for generating.
-        """
+        """See ``AnySplitter``; a model that ``trains`` keeps no cache for generation."""
         model = build_skeleton(self.spec)
-        Part(
-            model,
-            Holdings(layout=self._layout, owned=self._layout.all_places()),
-            self._completed(weights),
-        )
+        Part(model, self._layout.everything(), self._completed(weights))
         for path in [p for p in model.all_tied_weights_keys if p in self._layout.owners]:
             model.all_tied_weights_keys.pop(path)
         model.train(False)
@@ -188,7 +188,7 @@ class Splitter(AnySplitter):
         return model
 
     def _untied_in(self, model: PreTrainedModel) -> tuple[str, ...]:
-        """Paths of tied tables whose value in a model without adapters is not that of their key."""
+        """Paths of tied tables with other values than their key in a model without adapters."""
         found = model.state_dict()
         return tuple(
             path
@@ -199,14 +199,14 @@ class Splitter(AnySplitter):
         )
 
     def _first_model(self, seed: int) -> tuple[PreTrainedModel, tuple[str, ...]]:
-        """The model, and what a checkpoint lacked of it."""
+        """The model with initial weights, and the keys that the checkpoint lacks."""
         if self.spec.pretrained is None:
             return build_random(self.spec, seed), ()
         return load_checkpoint(self.spec, seed, body=self.body_keys)
 
     @property
     def body_keys(self) -> frozenset[str]:
-        """What a checkpoint must bring: everything where a decoder, all but a head otherwise."""
+        """The keys that a checkpoint must have: all, but those of a head without a decoder."""
         head = () if self.decodes else self._layout.keys_of(EDGE)
         return frozenset(key for key in self._layout.owners if not is_adapter(key)).difference(head)
 
@@ -252,3 +252,10 @@ def _drops(skeleton: PreTrainedModel, spec: ModelSpec) -> bool:
     if spec.model_class:
         shares += [m.p for m in skeleton.modules() if isinstance(m, nn.Dropout)]
     return any(share > 0 for share in (*shares, spec.lora.dropout if spec.lora else 0.0))
+
+
+@lru_cache(maxsize=4)
+def splitter_of(spec_json: str) -> AnySplitter:
+    """The splitter of a model of any kind, the same one in every round; raises ModelError."""
+    spec = spec_of(spec_json)
+    return ModuleSplitter(spec) if isinstance(spec, ModuleSpec) else Splitter(spec)

@@ -1,8 +1,8 @@
-"""Running some blocks of a stack, with the mathematics of the library's own loop around them.
+"""Some blocks of a stack, run as the library's own loop runs them.
 
 With activation checkpointing only the inputs of a block stay between forward and backward; in the
-backward pass the block runs again, passes its gradient back, and is forgotten before the block
-ahead of it begins.
+backward pass the block runs again, passes its gradient back, and is freed before the block ahead
+of it begins.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,9 +21,20 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.block_inputs import BlockArguments, PartCache, token_mask
-from collapipe_flwr.models.families import Family, find_blocks, stack_path
-from collapipe_flwr.models.module_call import Left, arguments_of, handing_on, hidden_of
+from collapipe_flwr.models.families import (
+    Family,
+    find_blocks,
+    stack_path,
+    token_mask,
+)
+from collapipe_flwr.models.generation import PartCache
+from collapipe_flwr.models.module_call import (
+    StopForward,
+    arguments_of,
+    hidden_of,
+    replaced,
+    returning,
+)
 from collapipe_flwr.models.skeleton import blank_pixels
 
 Forward = Callable[..., Any]
@@ -33,11 +44,11 @@ Around = Callable[[], AbstractContextManager[object]]  # entered for every secon
 def run_block(
     block: nn.Module, hidden_BTD: Tensor, arguments: Mapping[str, Any], around: Around | None
 ) -> Tensor:
-    """What `block` makes of hidden states, with `around` computed again in the backward pass.
+    """The block's hidden states; with `around` it is recomputed in the backward pass.
 
     Gradients are those of a plain call. They reach its parameters, `hidden_BTD` and tensors that
-    are themselves `arguments`, not those inside of one. Random numbers are drawn twice: `around`
-    must see to it that they are the same.
+    are themselves `arguments`, not those inside of one. Random numbers are drawn twice: `around`,
+    entered for the second time, must make them the same.
     """
     if around is None:
         return hidden_of(block(hidden_BTD, **arguments))
@@ -70,8 +81,9 @@ class _Checkpointed(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
         if not any(tensor.requires_grad for tensor in inputs[1:]):
             return run(*inputs)
-        # For a mask that trains attention takes another kernel; what autograd keeps is dropped.
-        with torch.enable_grad(), saved_tensors_hooks(_same, _same):  # and nobody measures it
+        # Attention takes another kernel if its mask trains; what autograd keeps is dropped, and
+        # the hooks hide it from those of a caller.
+        with torch.enable_grad(), saved_tensors_hooks(_same, _same):
             trains = [tensor.requires_grad for tensor in inputs]
             return run(*_leaves(inputs, trains)).detach()
 
@@ -86,7 +98,7 @@ class _Checkpointed(torch.autograd.Function):
 
 
 def _leaves(tensors: Sequence[Tensor], trains: Sequence[bool]) -> list[Tensor]:
-    """The same numbers, cut off from what they were computed from."""
+    """The same values, detached."""
     return [t.detach().requires_grad_(wants) for t, wants in zip(tensors, trains, strict=True)]
 
 
@@ -94,11 +106,11 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class Stack:
-    """Blocks ``first_block .. stop_block - 1`` of a model and what stands around the list.
+    """Blocks ``first_block .. stop_block - 1`` of a model, and the modules around the list.
 
-    With ``again`` each block is computed a second time in its backward pass, see ``run_block``.
+    With ``again`` each block is recomputed in its backward pass, see ``run_block``.
     """
 
     model: PreTrainedModel
@@ -106,16 +118,12 @@ class Stack:
     first_block: int
     stop_block: int
     again: Around | None = None
+    module: nn.Module = field(init=False)  # that owns embedding and blocks
+    blocks: nn.ModuleList = field(init=False)  # all of them, those of other parts hollow
 
-    @property
-    def module(self) -> nn.Module:
-        """The module that owns embedding and blocks."""
-        return self.model.get_submodule(stack_path(self.model, self.family))
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        """All blocks of the stack, those of other parts hollow."""
-        return find_blocks(self.model, self.family)
+    def __post_init__(self) -> None:
+        self.module = self.model.get_submodule(stack_path(self.model, self.family))
+        self.blocks = find_blocks(self.model, self.family)
 
     @property
     def entrance(self) -> nn.Module:
@@ -143,24 +151,17 @@ class Stack:
         if self.first_block < self.stop_block:
             caches = () if cache is None else (cache,)
             arguments = self.family.inputs(self.module, hidden_BTD, context, *caches)
-            hidden_BTD = self._run(hidden_BTD, context, arguments)
+            for index in range(self.first_block, self.stop_block):
+                output_BTD = run_block(self.blocks[index], hidden_BTD, arguments(index), self.again)
+                if index == 0 and self.family.joined:
+                    output_BTD = self._join(hidden_BTD, output_BTD, context)
+                hidden_BTD = output_BTD
         if cache is not None:
             cache.tokens += hidden_BTD.shape[1]
         return hidden_BTD
 
-    def _run(
-        self, hidden_BTD: Tensor, context: Mapping[str, Tensor], arguments: BlockArguments
-    ) -> Tensor:
-        blocks = self.blocks
-        for index in range(self.first_block, self.stop_block):
-            output_BTD = run_block(blocks[index], hidden_BTD, arguments(index), self.again)
-            if index == 0 and self.family.joined:
-                output_BTD = self._join(hidden_BTD, output_BTD, context)
-            hidden_BTD = output_BTD
-        return hidden_BTD
-
     def finish(self, hidden_BTD: Tensor) -> ModelOutput:
-        """What the library's stack returns, from hidden states behind the last block."""
+        """The result of the library's stack, from hidden states behind the last block."""
         for name in self.family.after:
             hidden_BTD = self.module.get_submodule(name)(hidden_BTD)
         pooler: Any = getattr(self.module, "pooler", None)
@@ -190,14 +191,13 @@ def passes_on(module: nn.Module) -> bool:
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedStack(Stack):
     """A stack whose blocks run inside the library's own forward.
 
-    The library loops over all blocks; those that this part lacks are stood in for. Blocks ahead of
-    the part hand on the hidden states that came over the network, the last one jumps out of the
-    loop. Masks, positions and other arguments are thus the library's own, without knowing the
-    family. It serves model types without a record, and tests as the oracle of those with one.
+    The library loops over all blocks. Those ahead of the part return the hidden states that came
+    over the network, and the part's last one ends the loop. Masks, positions and other arguments
+    are thus the library's own, without a record of the family. Model types without a record need
+    it; in tests it is the oracle of those with one.
     """
 
     def run_blocks(
@@ -206,22 +206,22 @@ class ReplayedStack(Stack):
         context: Mapping[str, Tensor],
         cache: PartCache | None = None,
     ) -> Tensor:
-        """See ``Stack.run_blocks``; there is no generating token by token."""
+        """See ``Stack.run_blocks``; raises ModelError if there is a ``cache``."""
         if cache is not None:
-            return Stack.run_blocks(self, hidden_BTD, context, cache)  # slots break super()
+            return super().run_blocks(hidden_BTD, context, cache)
         if self.first_block == self.stop_block:
             return hidden_BTD
         try:
             self._replay(hidden_BTD, context, self._forward_of)
-        except Left as done:
+        except StopForward as done:
             behind_BTD: Tensor = done.args[0]
             return behind_BTD
         raise AssertionError("the library's loop did not reach the last block")
 
     def finish(self, hidden_BTD: Tensor) -> ModelOutput:
-        """What the library's stack returns, from hidden states behind the last block."""
-        handed_on = handing_on(hidden_BTD, self.family.block_results)
-        output: ModelOutput = self._replay(hidden_BTD, {}, lambda *_: handed_on)
+        """The result of the library's stack, from hidden states behind the last block."""
+        forward = returning(hidden_BTD, self.family.block_results)
+        output: ModelOutput = self._replay(hidden_BTD, {}, lambda *_: forward)
         return output
 
     def _replay(
@@ -233,22 +233,15 @@ class ReplayedStack(Stack):
         unread_BTD = torch.zeros_like(hidden_BTD)  # the library may change it in place
         known = {key: context[key] for key in ("attention_mask", "position_ids") if key in context}
         stack: Any = self.module  # the edge replaces this instance's own forward
-        stand_ins = {
-            **{
-                stack.get_submodule(name): (lambda *_, **__: unread_BTD)
-                for name in self.family.before
-            },
-            **{block: forward_of(i, block, hidden_BTD) for i, block in enumerate(self.blocks)},
+        forwards: dict[nn.Module, Forward] = {
+            stack.get_submodule(name): (lambda *_, **__: unread_BTD) for name in self.family.before
         }
-        try:
-            for module, forward in stand_ins.items():
-                module.forward = forward
+        for index, block in enumerate(self.blocks):
+            forwards[block] = forward_of(index, block, hidden_BTD)
+        with replaced(forwards):
             return type(stack).forward(
                 stack, **self._input(hidden_BTD), **known, **without_cache(stack)
             )
-        finally:
-            for module in stand_ins:
-                del module.forward
 
     def _input(self, hidden_BTD: Tensor) -> dict[str, Tensor]:
         """Anything of the right shape: the first block of this part reads ``hidden_BTD``."""
@@ -258,14 +251,14 @@ class ReplayedStack(Stack):
 
     def _forward_of(self, index: int, block: nn.Module, hidden_BTD: Tensor) -> Forward:
         if index < self.first_block:
-            return handing_on(hidden_BTD, self.family.block_results)
+            return returning(hidden_BTD, self.family.block_results)
         is_first, is_last = index == self.first_block, index == self.stop_block - 1
 
         def forward(came_BTD: Tensor, *args: Any, **kwargs: Any) -> Any:
             given_BTD = hidden_BTD if is_first else came_BTD
             output = type(block).forward(block, given_BTD, *args, **kwargs)
             if is_last:
-                raise Left(hidden_of(output))
+                raise StopForward(hidden_of(output))
             return output
 
         return forward

@@ -1,4 +1,8 @@
-"""The tasks: which transformers head learns them, and what their loss averages over."""
+"""The tasks: which transformers head learns them, what their loss is, and what it is a mean over.
+
+The step of a batch that is cut into micro-batches is that of the mean over the whole batch: each
+micro-batch counts with its share of the weight.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
@@ -21,10 +27,16 @@ from transformers import (
 )
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.core.imports import load_class
+from collapipe_flwr.core.imports import load_class, load_function
 from collapipe_flwr.models.spec import ModelSpec
+from collapipe_flwr.models.validation import UNFIT, first_lines
+
+Batch = Mapping[str, Tensor]
+Loss = Callable[[Any, Batch], Tensor]  # outputs of the model's forward, batch -> scalar mean
 
 IGNORED_LABEL = -100  # transformers' mark for positions without a target
+LABELS = "labels"
+EXAMPLES = "examples"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +50,8 @@ class Task:
     label_per_example: bool = False
 
 
-def best_class(scores: Tensor) -> Tensor:
-    """What a head holds for best: ids (B,) of scores (B, C), or (B, T) of (B, T, C)."""
-    return scores.argmax(dim=-1)
-
-
 def count_labels(labels: Tensor) -> int:
-    """How many there are, without those that are ignored."""
+    """The number of labels that are not ignored."""
     return int((labels != IGNORED_LABEL).sum())
 
 
@@ -117,23 +124,25 @@ def model_class(spec: ModelSpec) -> type[PreTrainedModel] | None:
 
 
 def known_task(kind: type) -> str:
-    """The task whose head a class is, or is derived from; that of ``OWN_TASK`` if none is."""
+    """The task whose head a class is or derives from; that of ``OWN_TASK`` if none is."""
     names = {base.__name__ for base in kind.__mro__ if is_librarys(base)}
-    # BART's model stands among the masked ones, too
+    # BART's model is registered for masked-lm, too
     for task in sorted(_TASKS, key=lambda task: task.name != "seq2seq"):
         for auto_class in task.auto_classes:
             mapping: Any = auto_class._model_mapping  # type: ignore[attr-defined]
-            heads = mapping._model_mapping.values()  # names, or several of them
+            heads = mapping._model_mapping.values()  # names, or tuples of names
             if any(names.intersection((h,) if isinstance(h, str) else h) for h in heads):
                 return task.name
     return OWN_TASK.name
 
 
-def built_class(auto_class: Any, config: PreTrainedConfig) -> type:
-    """The class that an Auto class builds for a configuration."""
-    found: Any = auto_class._model_mapping[type(config)]
-    first: type = found[0] if isinstance(found, tuple) else found
-    return first
+def built_class(task: str, config: PreTrainedConfig) -> type | None:
+    """The library's class for the task on this architecture; None if there is none."""
+    for candidate in _auto_classes(task, config):
+        found: Any = candidate._model_mapping[type(config)]
+        first: type = found[0] if isinstance(found, tuple) else found
+        return first
+    return None
 
 
 def is_librarys(kind: type) -> bool:
@@ -144,3 +153,104 @@ def is_librarys(kind: type) -> bool:
 def _auto_classes(task: str, config: PreTrainedConfig) -> list[Any]:
     candidates: tuple[Any, ...] = find_task(task).auto_classes
     return [candidate for candidate in candidates if type(config) in candidate._model_mapping]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """A loss and its weight.
+
+    ``weight`` is what the mean runs over: ``labels`` (those that ``targets`` counts), ``examples``,
+    or the name of a tensor of the batch, whose sum it is. ``loss`` None is the model's own.
+    """
+
+    weight: str
+    targets: Callable[[Tensor], int]
+    loss: Loss | None = None
+
+    def weight_of(self, batch: Batch) -> float:
+        """What the mean loss of this batch runs over; raises ModelError if a tensor is missing."""
+        if self.weight == EXAMPLES:
+            return _count_examples(batch)
+        if self.weight == LABELS:
+            return self.targets(labels_of(batch))
+        weights = _tensor(batch, self.weight).to("cpu")  # not every accelerator supports float64
+        return float(weights.sum(dtype=torch.float64))
+
+    def loss_of(self, outputs: Any, batch: Batch) -> Tensor:
+        """The mean loss, a scalar; raises ModelError where there is none."""
+        if self.loss is None:
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+            if loss is None:
+                raise ModelError(
+                    "the model returned no loss: give the batch labels, or name a loss"
+                )
+        else:
+            loss = _called(self.loss, outputs, batch)
+        if not isinstance(loss, Tensor) or loss.dim():
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ModelError(f"the loss must be one number, the mean over the batch, got {shape}")
+        return loss
+
+
+def _called(loss: Loss, outputs: Any, batch: Batch) -> Any:
+    try:
+        return loss(outputs, batch)
+    except UNFIT as cause:
+        raise ModelError(
+            f"the loss {loss.__module__}:{loss.__qualname__} fails: {type(cause).__name__}: "
+            f"{first_lines(cause)}; the edge gets what forward does not read of a batch, here "
+            f"{', '.join(sorted(repr(key) for key in batch if '/' not in key)) or 'nothing'}"
+        ) from cause
+
+
+def named_loss(path: str) -> Loss | None:
+    """The loss at an import path; None for an empty one. Raises ModelError."""
+    found: Loss | None = load_function(path) if path else None
+    return found
+
+
+def scores_of(outputs: Any) -> Tensor:
+    """The logits among what a model's forward returns; raises ModelError."""
+    if isinstance(outputs, Mapping):
+        outputs = outputs.get("logits")
+    elif isinstance(outputs, (tuple, list)) and outputs:
+        outputs = outputs[0]
+    if not isinstance(outputs, Tensor):
+        raise ModelError("the model's outputs hold no logits: let it return them as 'logits'")
+    return outputs
+
+
+def best_class(scores: Tensor) -> Tensor:
+    """Predicted ids (B,) of scores (B, C), or (B, T) of (B, T, C)."""
+    return scores.argmax(dim=-1)
+
+
+def numbers_of(outputs: Any) -> list[Tensor]:
+    """All floating-point tensors that a forward returns, in order."""
+    leaves = tree_leaves(dict(outputs) if isinstance(outputs, Mapping) else outputs)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def labels_of(batch: Batch) -> Tensor:
+    """The labels of a batch, as transformers or data sets call them; raises ModelError."""
+    return _tensor(batch, "label" if LABELS not in batch and "label" in batch else LABELS)
+
+
+def _count_examples(batch: Batch) -> int:
+    """From the labels, or else from any tensor of a batch, or from the shape of one that stays."""
+    if LABELS in batch or "label" in batch:
+        return len(labels_of(batch))
+    own = sorted(key for key in batch if "/" not in key)
+    shapes = sorted(key for key in batch if key.startswith("shape/"))
+    if own:
+        return len(batch[own[0]])
+    return int(_tensor(batch, shapes[0] if shapes else LABELS)[0])
+
+
+def _tensor(batch: Batch, name: str) -> Tensor:
+    if name not in batch:
+        raise ModelError(
+            f"the edge needs the tensor {name!r} to compute a loss: have the loader yield it, or "
+            "give SplitModel another loss or weight"
+        )
+    return batch[name]

@@ -1,23 +1,19 @@
-"""What may be cut, and what fits: one clear sentence for every refusal.
-
-Checks of a model run before it is cut. Those of a batch read its values, so they run only where
-the library has failed already.
-"""
+"""Checks of a model before it is cut, and foreign errors as one sentence each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor
 from transformers import PreTrainedConfig
 
 from collapipe_flwr.core.errors import CollaPipeError, ModelError
-from collapipe_flwr.models.families import Family
 from collapipe_flwr.models.spec import ModelSpec
-from collapipe_flwr.models.tasks import IGNORED_LABEL, Task
+
+if TYPE_CHECKING:
+    from collapipe_flwr.models.families import Family
 
 # mBART's decoder starts with the label's language token
 _START_TOKENS = {"mbart": ("pad_token_id",)}
@@ -70,11 +66,11 @@ def _require_start_tokens(config: Any, family: Family) -> None:
 
 
 def needs_token(config: Any, key: str) -> ModelError:
-    """A special token that only the tokenizer knows is not given."""
+    """The error for a special token that is not given; only the tokenizer knows it."""
     return ModelError(f"{config.model_type!r} models need {key}; take it from the tokenizer")
 
 
-# These begin to count behind the padding token's number.
+# These count positions from the padding token's id + 1.
 _SHIFTED_POSITIONS = ("roberta", "xlm-roberta", "camembert")
 
 
@@ -88,46 +84,7 @@ def most_positions(config: Any) -> int | None:
     return positions
 
 
-def misfit_of_inputs(config: Any, inputs: Mapping[str, Tensor]) -> str | None:
-    """What is wrong with the tokens of a batch; None if it is something else."""
-    ids = inputs.get("input_ids")
-    if ids is None or ids.numel() == 0:
-        return None
-    vocabulary, positions = getattr(config, "vocab_size", None), most_positions(config)
-    lowest, highest = int(ids.min()), int(ids.max())
-    if vocabulary is not None and not 0 <= lowest <= highest < vocabulary:
-        wrong = lowest if lowest < 0 else highest
-        return (
-            f"the batch holds token {wrong}, but the model's vocabulary has {vocabulary} tokens: "
-            "use the tokenizer that belongs to the model"
-        )
-    if positions is not None and ids.shape[-1] > positions:
-        return (
-            f"the batch holds sequences of {ids.shape[-1]} tokens, but the model has only "
-            f"{positions} positions: shorten them, or raise max_position_embeddings"
-        )
-    return None
-
-
-def misfit_of_labels(config: Any, task: Task, labels: Tensor | None) -> str | None:
-    """What is wrong with the labels of a batch; None if it is something else."""
-    if labels is None or labels.is_floating_point():
-        return None
-    known = labels[labels != IGNORED_LABEL]
-    vocabulary = getattr(config, "decoder_vocab_size", None) or getattr(config, "vocab_size", None)
-    classes = config.num_labels if task.labelled else vocabulary
-    if classes is None or known.numel() == 0 or 0 <= int(known.min()) <= int(known.max()) < classes:
-        return None
-    wrong = int(known.min()) if int(known.min()) < 0 else int(known.max())
-    way_out = (
-        "give the model as many labels as the data has (num_labels)"
-        if task.labelled
-        else "use the tokenizer that belongs to the model"
-    )
-    return f"the batch holds the label {wrong}, but the model knows 0 to {classes - 1}: {way_out}"
-
-
-# What the library raises for settings that it, or torch below it, can do nothing with.
+# What transformers, or torch below it, raises for settings that do not fit together.
 UNFIT = (
     ValueError,
     TypeError,
@@ -144,7 +101,7 @@ _WRITTEN_FOR_USERS = (ValueError, AssertionError, ImportError, NotImplementedErr
 
 
 def first_lines(cause: BaseException) -> str:
-    """The beginning of a foreign message, on one line."""
+    """The beginning of another library's message, on one line."""
     if isinstance(cause, StrictDataclassError):  # names its validator first
         cause = cause.__cause__ or cause
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
@@ -153,7 +110,7 @@ def first_lines(cause: BaseException) -> str:
 
 @contextmanager
 def refusing(what: str, kinds: tuple[type[Exception], ...] = UNFIT) -> Iterator[None]:
-    """Raise ModelError for errors of these kinds: ``what`` fails, and what they say."""
+    """Raise ModelError for errors of these kinds: ``what`` fails, with their message."""
     try:
         yield
     except CollaPipeError:
@@ -163,7 +120,7 @@ def refusing(what: str, kinds: tuple[type[Exception], ...] = UNFIT) -> Iterator[
 
 
 def why_unfit(cause: BaseException, config: PreTrainedConfig) -> str:
-    """Why the library can do nothing with ``config``, and where its settings are explained."""
+    """Why transformers cannot use ``config``, and where its settings are explained."""
     if isinstance(cause, (*_WRITTEN_FOR_USERS, StrictDataclassError)):
         return first_lines(cause)
     said = f" ({first_lines(cause)})" if isinstance(cause, AttributeError) else ""  # one it lacks

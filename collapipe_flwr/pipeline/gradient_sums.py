@@ -28,8 +28,7 @@ from collapipe_flwr.core.schedule import PIECE_BYTES, pieces_ahead
 from collapipe_flwr.pipeline.link import Frame, FrameKind, Link
 
 if TYPE_CHECKING:
-    from collapipe_flwr.models.borrowed import Borrower
-    from collapipe_flwr.models.objective import LossPart
+    from collapipe_flwr.models.part import Borrower, LossPart
     from collapipe_flwr.pipeline.optimizer import Optimizer
 
 MOST_TENSORS = 64  # of a frame

@@ -31,7 +31,7 @@ from collapipe_flwr.pipeline.stage import Stage
 from collapipe_flwr.pipeline.step import LOGITS, MicroBatch, Step, StepResult
 
 if TYPE_CHECKING:
-    from collapipe_flwr.models.objective import LossPart
+    from collapipe_flwr.models.part import LossPart
 
 _SAME_SUM = 1e-6  # of weights, relative: another machine may add them in another order
 _SQUARE_NORM, _FACTOR = "square_norm", "factor"

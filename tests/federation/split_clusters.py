@@ -24,7 +24,7 @@ from collapipe_flwr.federation.records import (
 from collapipe_flwr.federation.rounds import Outcome, RoundPlan
 from collapipe_flwr.federation.strategy import CollaPipe
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
-from collapipe_flwr.models.described import DescribedModel
+from collapipe_flwr.models.any_splitter import DescribedModel
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from tests.federation.memory_edge import MemoryEdge
 

@@ -32,7 +32,7 @@ from collapipe_flwr.federation.records import (
     write_profile,
 )
 from collapipe_flwr.federation.strategy import CollaPipe
-from collapipe_flwr.models.described import DescribedModel
+from collapipe_flwr.models.any_splitter import DescribedModel
 from tests.federation.memory_edge import MemoryEdge
 from tests.federation.split_clusters import EDGE_KEYS, FixedPlanner, model, trainer, wrapped
 from tests.federation.strategies import AVERAGING, PRIVATE

@@ -9,7 +9,7 @@ import torch
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models import Splitter, make_spec
-from collapipe_flwr.models.block_inputs import PartCache
+from collapipe_flwr.models.generation import PartCache
 from tests.closeness import assert_near
 
 LLAMA: dict[str, Any] = {

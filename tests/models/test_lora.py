@@ -299,7 +299,7 @@ def test_a_large_table_is_widened_piece_by_piece(
     weights = moved(splitter.initial_weights(seed=2))
     results = []
     for rows in (10_000, 7):
-        monkeypatch.setattr("collapipe_flwr.models.quantization._CHUNK_ROWS", rows)
+        monkeypatch.setattr("collapipe_flwr.models.lora._CHUNK_ROWS", rows)
         parts = list(_parts(splitter, weights))
         loss = _loss(parts, batch, splitter.context(batch))
         loss.backward()

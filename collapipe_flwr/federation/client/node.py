@@ -40,7 +40,7 @@ from collapipe_flwr.federation.client import COMPUTE_KEY
 from collapipe_flwr.federation.client.node_state import OPTIMIZER, Kept, NodeState, recall_optimizer
 from collapipe_flwr.federation.client.site import Site, cluster_file
 from collapipe_flwr.federation.records import UnsplitTask
-from collapipe_flwr.models.described import splitter_of
+from collapipe_flwr.models.splitter import splitter_of
 from collapipe_flwr.pipeline.compute import hold, home
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.state import between_rounds, load_optimizer_state, optimizer_state_of

@@ -25,9 +25,8 @@ from collapipe_flwr.federation.client.site import Site
 from collapipe_flwr.federation.records import SplitTask
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.any_splitter import AnySplitter
-from collapipe_flwr.models.described import splitter_of
 from collapipe_flwr.models.module_splitter import ModuleSplitter
-from collapipe_flwr.models.splitter import Splitter
+from collapipe_flwr.models.splitter import Splitter, splitter_of
 from collapipe_flwr.pipeline.offload import Lookup
 from collapipe_flwr.pipeline.step import MicroBatch
 
