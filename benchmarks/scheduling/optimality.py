@@ -82,6 +82,7 @@ def instance(seed: int) -> Instance:
     rng = np.random.default_rng([seed, 2509])
     clusters = int(rng.integers(1, 4))
     settings = SchedulerConfig(
+        schedule="gpipe",
         penalty_weight=float(10 ** rng.uniform(-1, 2)),
         micro_batch_sizes=(2, 8) if clusters == 1 else (4,),
         micro_batches=(2, 8),

@@ -41,7 +41,7 @@ def profile(
     micro_batches: Annotated[
         str, Option(help="Numbers of micro-batches to choose from.")
     ] = "1,2,4,8",
-    schedule: Annotated[str, Option(help="As scheduler.schedule: gpipe or 1f1b.")] = "gpipe",
+    schedule: Annotated[str, Option(help="As scheduler.schedule: gpipe or 1f1b.")] = "1f1b",
     max_model_share: Annotated[
         float, Option(help="As scheduler.max-model-share; 1: no cap on a device's share.")
     ] = 1.0,

@@ -46,7 +46,7 @@ class LearningSettings:
     """How a cluster learns in one round, set by the server for all clusters."""
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: str = "gpipe"
+    schedule: str = "1f1b"
     deadline_s: float = 60.0  # longest silence of a neighbour inside a step
     seed: int = 0
     execution: Execution = field(default_factory=Execution)

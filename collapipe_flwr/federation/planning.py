@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 
 from collapipe_flwr.cluster.fleet import LearningSettings
 from collapipe_flwr.core.domain import BlockCost, ClusterProfile, ModelProfile
-from collapipe_flwr.core.errors import RunError
+from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.members import NO_CLUSTER, described
@@ -289,7 +289,12 @@ def planner_of(
         return DefaultProfilePlanner(planning.scheduler)
     if model.batch_size is not None:
         planning = planning.for_batches(model.batch_size, cut=not model.splitter.whole_batches)
-    optimizer = learning(1).optimizer
+    first, planned = learning(1), planning.settings.schedule
+    if first.schedule != planned:
+        raise ConfigError(
+            f"rounds are planned for schedule {planned!r}, but run by {first.schedule!r}: give "
+            f"learning=LearningSettings(schedule={planned!r}), or change the scheduler"
+        )
     return DescribedClusters(
-        planning, lambda: profile_model(model.splitter, model.shape, optimizer.state_bytes)
+        planning, lambda: profile_model(model.splitter, model.shape, first.optimizer.state_bytes)
     )

@@ -32,8 +32,10 @@ from collapipe_flwr.cluster.loader import LoaderBatches
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.client.cluster import mods_of
 from collapipe_flwr.federation.client.site import RoundDevices
+from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.rounds import RoundRecord
 from collapipe_flwr.federation.split import PersonalArrays
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 
 CLASSES, BATCH, LENGTH, EXAMPLES = 3, 8, 6, 20
 NODES = (1, 2)
@@ -442,3 +444,11 @@ def test_a_client_without_a_cluster_is_named(caplog, monkeypatch) -> None:
     with pytest.raises(RunError, match=r"none of 2 nodes describes a cluster"):
         run(strategy, plain_client(), rounds=1)
     assert "make a collapipe_flwr.Cluster from the ClientApp" in caplog.text
+
+
+def test_rounds_run_by_the_schedule_that_they_are_planned_for() -> None:
+    planning = Planning(settings=SchedulerConfig(schedule="gpipe"))
+    with pytest.raises(ConfigError, match=r"planned for schedule 'gpipe', but run by '1f1b': give"):
+        CollaPipe(FedAvg(), model=split(), scheduler=planning)
+    same = LearningSettings(schedule="gpipe")
+    CollaPipe(FedAvg(), model=split(), scheduler=planning, learning=same)
