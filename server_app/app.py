@@ -75,7 +75,7 @@ def run(grid: Grid, config: AppConfig) -> None:
 
 def _run(grid: Grid, config: AppConfig, progress: ProgressFile, printer: RoundPrinter) -> None:
     progress.enter("reading the data and the model")
-    torch.set_num_threads(config.train.threads)  # the edge sums as the clusters do
+    torch.set_num_threads(config.train.threads)  # same summation order as in the clusters
     make_strategy(config)  # refuses wrong arguments
     check_sinks(config.reporting.sinks)
     learner = make_learner(config)

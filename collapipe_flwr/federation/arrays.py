@@ -187,9 +187,8 @@ def _decode_tensor(key: str, array: Array) -> torch.Tensor:
         flat = torch.empty(0, dtype=torch.uint8) if raw is None else raw
         return flat.view(_RAW_DTYPES[array.dtype]).reshape(tuple(array.shape))
     except (EOFError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        why = (
-            "its data is no array" if "pickle" in str(error) else error
-        )  # numpy's advice: trust it
+        # numpy advises to trust the data and allow pickle
+        why = "its data is no array" if "pickle" in str(error) else error
         raise ProtocolError(
             f"array {key} ({array.dtype}, shape {tuple(array.shape)}, {array.stype}, "
             f"{len(array.data)} bytes) cannot be read: {why}"

@@ -18,7 +18,7 @@ from flwr.clientapp.typing import ClientAppCallable
 
 from collapipe_flwr.core.errors import ProtocolError
 
-MOST_BYTES = 2**22  # of a bundle's members: with their index below the chunks that Flower cuts
+MOST_BYTES = 2**22  # of a bundle's members: with their index, below Flower's chunk size
 _STYPE = "collapipe.bundle"
 _INDEX = struct.Struct("!I")
 

@@ -73,7 +73,7 @@ class Checkpoint:
     arrays: ArrayRecord
     strategy: str  # class name of the inner strategy
     memories: Mapping[str, Memory] = field(default_factory=dict)
-    chance: str = field(repr=False, default="")
+    rng_state: str = field(repr=False, default="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +86,10 @@ class Checkpoints:
 
     folder: Path
     resume: bool = False
-    keep: int = KEPT_CHECKPOINTS
     every: int = 1
 
     def save(self, checkpoint: Checkpoint) -> Path:
-        """Write a checkpoint, then delete all but the newest ``keep``; raises RunError."""
+        """Write a checkpoint, then delete all but the newest two; raises RunError."""
         path = self.folder / f"round-{checkpoint.server_round:06d}"
         with _writing(path):
             make_folder(self.folder)
@@ -99,7 +98,7 @@ class Checkpoints:
                 folder.mkdir()
                 _write(folder, checkpoint)
                 publish(folder, path)
-            for old in self._paths()[: -self.keep]:
+            for old in self._paths()[:-KEPT_CHECKPOINTS]:
                 shutil.rmtree(old)
         return path
 
@@ -161,7 +160,7 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
         "memories": {part: memory.text for part, memory in memories.items()},
     }
     (folder / _STATE).write_text(json.dumps(state))
-    (folder / _CHANCE).write_text(checkpoint.chance or rng_state())
+    (folder / _CHANCE).write_text(checkpoint.rng_state or rng_state())
 
 
 def _read(folder: Path) -> Checkpoint:
@@ -175,7 +174,7 @@ def _read(folder: Path) -> Checkpoint:
             arrays=encode_tensors({key: model[key] for key in state["keys"]}),
             strategy=state["strategy"],
             memories=_memories(folder, state["memories"]),
-            chance=(folder / _CHANCE).read_text(),
+            rng_state=(folder / _CHANCE).read_text(),
         )
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise RunError(

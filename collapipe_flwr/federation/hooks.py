@@ -47,17 +47,17 @@ _NOT_RUNNING = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskedRound:
+class RoundRequest:
     """The arguments of Flower's call, and the state of the random generators at that time."""
 
     server_round: int
     arrays: ArrayRecord
     config: ConfigRecord
     grid: Grid
-    chance: str
+    rng_state: str
 
 
-class Rounds:
+class StrategyHooks:
     """The hooks around those of ``inner``; see :class:`CollaPipe` for the arguments."""
 
     def __init__(
@@ -84,13 +84,13 @@ class Rounds:
         self._accepted = AcceptedRounds()
         self._personal = PersonalArrays()
         self._on_round = on_round
-        self._raises = raises  # where all clients of a round fail
+        self._raises = raises  # if all clients of a round fail
         self._retries = retries
         self._attempts = Attempts(retries)
-        self._asked: AskedRound | None = None  # the newest one
+        self._asked: RoundRequest | None = None  # the newest one
         self._timeout_s = DEFAULT_TIMEOUT_S
         self._joins_late = joins_late
-        self._last_round = 0  # 0: not known
+        self._last_round = 0  # 0: unknown
         self.late = LateUpdates()
         self._round: OpenRound | None = None
         self._planned: RoundPlan | None = None  # of the newest round
@@ -150,8 +150,12 @@ class Rounds:
         if self._model is not None and self._gateway is None:
             raise RunError(_NOT_RUNNING)
         self._attempts = Attempts(self._retries)
-        self._asked = AskedRound(
-            server_round=server_round, arrays=arrays, config=config, grid=grid, chance=rng_state()
+        self._asked = RoundRequest(
+            server_round=server_round,
+            arrays=arrays,
+            config=config,
+            grid=grid,
+            rng_state=rng_state(),
         )
         return self._with_retries(self._configured)
 
@@ -169,7 +173,7 @@ class Rounds:
         asked = self._asked
         self.close()
         if self._attempts.failures:
-            restore_rng_state(asked.chance)  # the same draws as in the first attempt
+            restore_rng_state(asked.rng_state)  # the same draws as in the first attempt
         view = inner_view(asked.arrays, self._hidden_keys)
         configure, number = self.inner_strategy.configure_train, asked.server_round
         messages = self._to_idle_nodes(configure(number, view, asked.config, asked.grid))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from flwr.app import Message
@@ -26,7 +26,7 @@ from collapipe_flwr.federation.open_round import OpenRound
 from collapipe_flwr.federation.rounds import ClosedRound, Sent
 
 log = logging.getLogger("flwr.collapipe")
-_LOOK_S = 0.2
+_POLL_S = 0.2
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,9 +42,9 @@ class LateUpdate:
 class LateUpdates:
     """The updates that are still missing, by cluster."""
 
-    def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self) -> None:
         self._under_way: dict[str, LateUpdate] = {}
-        self._sleep = sleep
+        self._sleep = time.sleep
 
     @property
     def nodes(self) -> frozenset[int]:
@@ -74,7 +74,7 @@ class LateUpdates:
             left = [late for late in awaited if late.reply is None]
             if len(self._under_way) - len(left) >= wanted or time.monotonic() >= end_s or not left:
                 break
-            self._sleep(_LOOK_S)
+            self._sleep(_POLL_S)
         for late in left:
             if time.monotonic() - late.since_s >= within_s:
                 log.warning("cluster %s has not replied for %g s", late.sent.cluster_id, within_s)

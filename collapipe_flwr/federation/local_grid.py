@@ -129,7 +129,7 @@ class LocalGrid(Grid):
         delivered = Message(self._wire(message.content), metadata=message.metadata)  # type: ignore[call-overload]
         try:
             reply = self._nodes[node](delivered, self._contexts[node])
-        except Exception as error:  # as Flower does with whatever a client raises
+        except Exception as error:  # as Flower does
             reason = f"{type(error)}:<'{error}'>"
             return Message(Error(CLIENT_APP_RAISED, reason), reply_to=message)
         if reply.has_content():

@@ -39,6 +39,8 @@ from collapipe_flwr.federation.wrapped_grid import WrappedGrid
 
 log = logging.getLogger("flwr.collapipe")
 NO_CLUSTER = "make a collapipe_flwr.Cluster from the ClientApp"
+NEWCOMER_S = 60.0  # for a new node to describe its cluster; halved after a timeout
+_POLL_S = 0.5
 _NODE_UNAVAILABLE = 5  # flwr's error code of a node whose heartbeats are missing
 
 
@@ -53,7 +55,7 @@ class Members(WrappedGrid):
         self._empty_since_s: float | None = None
         self._newcomers = Newcomers(grid)
         self._clusters = dict(clusters)
-        self._strangers: set[int] = set()  # of no cluster of this run, or not any more
+        self._strangers: set[int] = set()  # belong to no cluster of this run, or were replaced
         self._accepted = AcceptedRounds()  # of plain strategies
         self._train_bytes = 0
         self._connected: set[int] = set(clusters)  # when nodes were last asked for
@@ -169,7 +171,6 @@ class Patience:
 
     now: Callable[[], float] = time.monotonic
     pause: Callable[[float], None] = time.sleep
-    between_looks_s: float = 0.5
 
 
 def discover_clusters(
@@ -196,7 +197,7 @@ def discover_clusters(
         if patience.now() >= deadline:
             connected, spare = len(strangers) + len(clusters), len(answers) - len(clusters)
             raise RunError(_missing(expected, connected, spare, timeout_s))
-        patience.pause(patience.between_looks_s)
+        patience.pause(_POLL_S)
     _refuse_namesakes(clusters)
     return clusters
 
@@ -254,12 +255,12 @@ class Newcomers:
     """Identifies nodes that connect during a run.
 
     Each node is waited for once; a later answer is read at the next call, without a wait. Every
-    wait that times out halves the next one, so unresponsive nodes cost at most twice ``wait_s``.
+    wait that times out halves the next one, so unresponsive nodes cost at most twice `NEWCOMER_S`.
     """
 
-    def __init__(self, grid: Grid, wait_s: float = 60.0) -> None:
+    def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        self._wait_s = wait_s
+        self._wait_s = NEWCOMER_S
         self._asked: dict[str, Message] = {}  # that are not answered yet, by id
         self._waited: set[int] = set()
 

@@ -1,4 +1,10 @@
-"""Messages of a round: their content, the sender of each reply, and why replies failed."""
+"""Messages of a round: their content, the sender and weight of each reply, and why replies failed.
+
+The number of examples weighs a reply in averages, so a cluster that claims too many would replace
+the model by its own. The edge counts the micro-batches of every cluster, and the plan contains
+their size: a claim above the product is reduced to it. Where nothing was counted, only impossible
+numbers are refused.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +22,7 @@ from collapipe_flwr.federation.records import EXAMPLES, examples_of
 from collapipe_flwr.federation.rounds import Sent
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 
-LONGEST_SENTENCE = 400  # characters of a client's words that are shown
+LONGEST_SENTENCE = 400  # characters of a client's error message
 BAD_REPLY = 300  # Error.code of replies that arrived but cannot be used; Flower's own are below 100
 LATE = 301  # Error.code of replies that were not waited for
 _FLOWER_WRAPPING = re.compile(r".*occurred\. Message: ?|^<class '[^']*'>:<'|'>\s*$", re.DOTALL)

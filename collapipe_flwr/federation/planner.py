@@ -306,9 +306,8 @@ def _other_examples(
     found = {}
     for part in plan.clusters:
         measured = telemetry.get(part.cluster_id)
-        steps = (
-            measured.reports[0].steps if measured and measured.reports else 0
-        )  # the control unit's
+        control_unit = measured.reports[0] if measured and measured.reports else None
+        steps = control_unit.steps if control_unit else 0
         batch = part.micro_batch_size * part.micro_batches
         profile = profiles[part.cluster_id]
         if profile.real_links and steps and steps != math.ceil(profile.examples / batch):

@@ -31,8 +31,8 @@ from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig
 from collapipe_flwr.simulation.world import EnergyBudget, World, budgeted, make_world
 
 log = logging.getLogger("flwr.collapipe")
-MOST_MICRO_BATCHES = 8  # of a user's batch: what each takes besides is unknown in the first rounds
-# For nodes to describe their clusters: a weak board imports for minutes. Halved by waits in vain.
+MOST_MICRO_BATCHES = 8  # of a user's batch: the overhead of each is unknown in the first rounds
+# For nodes to describe their clusters: a weak board imports for minutes. Halved after a timeout.
 DESCRIBE_S = 300.0
 LEAST_DESCRIBE_S = 2.0
 ASSUMED_DEVICE = "raspberry-pi-5"

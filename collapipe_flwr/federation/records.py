@@ -62,8 +62,8 @@ class SplitTask:
     edge_address: str
     session: SessionKey
     learning: LearningSettings
-    shape: BatchShape = SHORT  # of what is learned from
-    whole: bool = False  # the message holds the edge's arrays as well, and so must the reply
+    shape: BatchShape = SHORT  # of the training data
+    whole: bool = False  # message and reply also hold the edge's arrays
 
     @property
     def run_id(self) -> str:
@@ -90,7 +90,7 @@ class RoundAssignment:
     cluster_id: str | None = None
     plan: ClusterPlan | None = None
     split: SplitTask | None = None
-    bundles: bool = False  # it takes arrays in bundles, see ClusterProfile
+    bundles: bool = False  # the cluster accepts bundled arrays, see ClusterProfile
 
 
 def write_assignment(content: RecordDict, assignment: RoundAssignment) -> RecordDict:

@@ -66,7 +66,7 @@ class Checkpointed(Strategy):
         self._first_state = encode_state(self._inner, {})
         self._arrays = ArrayRecord()
         self._done = 0  # rounds before this process
-        self._chance = ""  # to restore when the first round begins
+        self._rng_state = ""  # to restore when the first round begins
 
     def summary(self) -> None:
         log.info("\t├──> Checkpoints in %s", self._checkpoints.folder)
@@ -107,9 +107,9 @@ class Checkpointed(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         self._arrays = arrays
-        if self._chance:
-            restore_rng_state(self._chance)
-            self._chance = ""
+        if self._rng_state:
+            restore_rng_state(self._rng_state)
+            self._rng_state = ""
         true_round = server_round + self._done
         self._checkpoints.note_rng_state(true_round - 1)
         return self._strategy.configure_train(true_round, arrays, config, grid)
@@ -144,7 +144,7 @@ class Checkpointed(Strategy):
             arrays=self._arrays,
             strategy=type(self._inner).__name__,
             memories={_INNER: inner, **{name: p.dump() for name, p in self._parts.items()}},
-            chance=rng_state(),
+            rng_state=rng_state(),
         )
 
     def _resume(self, initial: ArrayRecord) -> ArrayRecord:
@@ -165,7 +165,7 @@ class Checkpointed(Strategy):
         for name, part in self._parts.items():
             with self._reading(checkpoint, name):
                 part.load(checkpoint.memories.get(name, Memory()))
-        self._chance = checkpoint.chance
+        self._rng_state = checkpoint.rng_state
         self._done = checkpoint.server_round
         log.info("resumed after round %d", self._done)
         return checkpoint.arrays

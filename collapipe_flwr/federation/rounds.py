@@ -103,8 +103,8 @@ class RoundPlan:
     plan: Plan | None
     cluster_ids: Mapping[int, str]
     binding: bool
-    whole: frozenset[str] = frozenset()  # clusters that describe themselves so, see ClusterProfile
-    bundles: frozenset[str] = frozenset()  # likewise
+    whole: frozenset[str] = frozenset()  # clusters, see ClusterProfile
+    bundles: frozenset[str] = frozenset()  # clusters, see ClusterProfile
 
     def cluster_plan(self, node_id: int) -> ClusterPlan | None:
         """The plan of a node's cluster, if it has one."""
@@ -142,8 +142,8 @@ class ClosedRound:
     telemetry: dict[str, ClusterTelemetry] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     late: list[Sent] = field(default_factory=list)  # that may join a later round
-    joined: dict[str, ClusterPlan] = field(default_factory=dict)  # earlier plans that end with it
-    remarks: list[str] = field(default_factory=list)  # on replies that were used nevertheless
+    joined: dict[str, ClusterPlan] = field(default_factory=dict)  # earlier plans that end now
+    remarks: list[str] = field(default_factory=list)  # on replies that were used
     joined_late: list[str] = field(default_factory=list)  # of these, on replies to earlier rounds
     received_bytes: int = 0
 
@@ -185,10 +185,10 @@ class RoundRecord:
     outcome: Outcome
     flower_bytes_sent: int
     flower_bytes_received: int
-    remarks: tuple[str, ...] = ()  # attempts that failed, and what was not believed
+    remarks: tuple[str, ...] = ()  # failed attempts, and corrected claims
     retried: tuple[str, ...] = ()  # of these, the attempts
     joined_late: tuple[str, ...] = ()  # of these, replies to earlier rounds
-    joined: Mapping[str, ClusterPlan] = field(default_factory=dict)  # by cluster, what those did
+    joined: Mapping[str, ClusterPlan] = field(default_factory=dict)  # their plans, by cluster
 
     def __str__(self) -> str:
         """A line for the round, then one per cluster: devices, blocks, micro-batches."""

@@ -179,7 +179,7 @@ class SplitRound:
         found: dict[str, PassesDone] = {}
         if isinstance(self._edge, ProgressGateway):
             for cluster_id, session in list(self._sessions.items()):
-                with suppress(LinkError):  # the round itself finds out what that means
+                with suppress(LinkError):  # the round itself handles a lost edge
                     found[cluster_id] = self._edge.passes(session)
         return found
 

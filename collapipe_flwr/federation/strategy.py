@@ -79,7 +79,7 @@ class CollaPipe(Strategy):
         retries: int | Retries = 0,
         late: str = DROP,
     ) -> None:
-        from collapipe_flwr.federation.hooks import Rounds  # loads torch
+        from collapipe_flwr.federation.hooks import StrategyHooks  # loads torch
 
         check_inner(inner_strategy, CollaPipe, split=model is not None)
         if on_total_failure not in (CONTINUE, RAISE):
@@ -88,7 +88,7 @@ class CollaPipe(Strategy):
             )
         if late not in (DROP, JOIN):
             raise ConfigError(f"late must be {DROP!r} or {JOIN!r}, got {late!r}")
-        self._rounds = Rounds(
+        self._hooks = StrategyHooks(
             inner_strategy,
             model=model,
             scheduler=scheduler,
@@ -100,7 +100,7 @@ class CollaPipe(Strategy):
             retries=retries if isinstance(retries, Retries) else Retries(most=retries),
             joins_late=late == JOIN,
         )
-        self.inner_strategy = inner_strategy  # last: new attributes are the inner strategy's now
+        self.inner_strategy = inner_strategy  # last: from now on, attributes are set there
 
     def __getattr__(self, name: str) -> Any:
         """Read an attribute of the inner strategy."""
@@ -118,19 +118,19 @@ class CollaPipe(Strategy):
 
     @property
     def planner(self) -> RoundPlanner:
-        return self._rounds.planner
+        return self._hooks.planner
 
     @property
     def resumable(self) -> dict[str, Resumable]:
         """The parts around the inner strategy whose memory a checkpoint keeps, by name."""
-        return self._rounds.resumable
+        return self._hooks.resumable
 
     def cluster_progress(self) -> dict[str, ClusterProgress]:
         """The progress of each cluster in the open round, by id; from any thread."""
-        return self._rounds.progress()
+        return self._hooks.progress()
 
     def summary(self) -> None:
-        where = "split between clusters and edge" if self._rounds.is_split else "whole models"
+        where = "split between clusters and edge" if self._hooks.is_split else "whole models"
         log.info("\t├──> CollaPipe around %s: %s", type(self.inner_strategy).__name__, where)
         self.inner_strategy.summary()
 
@@ -157,28 +157,28 @@ class CollaPipe(Strategy):
         after ``round_timeout_s``, and the ``last_round`` waits as long for late updates. Raises
         LinkError.
         """
-        return self._rounds.running(round_timeout_s, last_round)
+        return self._hooks.running(round_timeout_s, last_round)
 
     def close(self) -> None:
         """End the edge sessions of an open round."""
-        self._rounds.close()
+        self._hooks.close()
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        return self._rounds.configure_train(server_round, arrays, config, grid)
+        return self._hooks.configure_train(server_round, arrays, config, grid)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        return self._rounds.aggregate_train(server_round, replies)
+        return self._hooks.aggregate_train(server_round, replies)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        return self._rounds.configure_evaluate(server_round, arrays, config, grid)
+        return self._hooks.configure_evaluate(server_round, arrays, config, grid)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        return self._rounds.aggregate_evaluate(server_round, replies)
+        return self._hooks.aggregate_evaluate(server_round, replies)

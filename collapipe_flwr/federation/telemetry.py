@@ -35,11 +35,11 @@ class ClusterTelemetry:
     edge: StageReport | None = None
     moved: TransferStats = field(default_factory=TransferStats)  # between control unit and devices
     fresh_examples: int = 0  # that arrived since the last round
-    prequential_loss: float | None = None  # on them, by the global model, before any training
-    replanned: ClusterPlan | None = None  # what the round ended with, where devices were lost
-    incidents: tuple[str, ...] = ()  # what broke, and how the round went on
+    prequential_loss: float | None = None  # of the global model on fresh examples, before training
+    replanned: ClusterPlan | None = None  # the last plan, if devices were lost
+    incidents: tuple[str, ...] = ()  # failures, and how the round continued
     absent: tuple[str, ...] = ()  # devices that did not answer at the end
-    quarantined: Mapping[str, str] = field(default_factory=dict)  # that answer; what each did
+    quarantined: Mapping[str, str] = field(default_factory=dict)  # what each did wrong
     profile: ClusterProfile | None = None  # of machines, at the end: devices join and are removed
 
     @property

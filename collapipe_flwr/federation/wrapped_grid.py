@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("flwr.collapipe")
 MOST_REQUESTS = 16  # of one poll
 PATIENCE_S = 5.0  # of one poll, until requests are left to their threads
-SHARE = 0.1
+SHARE = 0.1  # of the time until replies are expected, or since
 SHORTEST_S, LONGEST_S = 0.25, 2.0  # a poll is a transaction in the SuperLink's database
 
 
@@ -42,7 +42,7 @@ class _Fetch:
     def _run(self) -> None:
         try:
             self._found = list(self._grid.pull_messages(self.message_ids))
-        except Exception as error:  # raised in the thread that asks for the result
+        except Exception as error:  # raised by `result`
             self._error = error
 
     def is_over(self, within_s: float = 0.0) -> bool:
@@ -157,7 +157,7 @@ class PollingGrid(WrappedGrid):
         self._fetches.forget()
         kind = sent[0].metadata.message_type if sent else ""
         start_s = self._now()
-        missing = set(filter(None, self.push_messages(sent)))  # None: it was refused
+        missing = set(filter(None, self.push_messages(sent)))  # None: refused
         replies: list[Message] = []
         while missing and (timeout is None or self._now() - start_s < timeout):
             found = self.pull_messages(missing)
@@ -188,7 +188,7 @@ class PollingGrid(WrappedGrid):
             try:
                 if reply.has_content():
                     unbundle(reply.content)
-            except ProtocolError as error:  # what it lacks now is missed later on
+            except ProtocolError as error:  # the missing arrays are reported later
                 log.warning("a reply of node %s: %s", reply.metadata.src_node_id, error)
         return found
 

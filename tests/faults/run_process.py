@@ -22,14 +22,14 @@ from flwr.serverapp.strategy import FedAvg
 from collapipe_flwr.config.schema import parse
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.federation.checkpoint import Checkpoints
-from collapipe_flwr.federation.hooks import Rounds
+from collapipe_flwr.federation.hooks import StrategyHooks
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.run.recorder import RunRecorder
 from server_app.app import run
 from tests.forked import Forked
 
 HOOKS = {
-    "planning": (Rounds, "_configured", lambda rounds: rounds._asked.server_round),
+    "planning": (StrategyHooks, "_configured", lambda rounds: rounds._asked.server_round),
     "aggregating": (FedAvg, "aggregate_train", lambda _, number, *__: number),
     "checkpointing": (Checkpoints, "save", lambda _, checkpoint: checkpoint.server_round),
     "evaluating": (RunRecorder, "evaluate", lambda _, number, __: number),

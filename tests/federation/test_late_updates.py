@@ -60,7 +60,7 @@ def trained(grid: LateGrid, edge: MemoryEdge, rounds: int, records: list | None 
     planner = FixedPlanner("c1", "c2")
     records = [] if records is None else records
     strategy = wrapped(edge, planner, records, inner, late="join")
-    strategy._rounds.late._sleep = grid.hurry
+    strategy._hooks.late._sleep = grid.hurry
     result = strategy.start(grid, encode_tensors(model()), num_rounds=rounds)
     assert edge.replicas == {}
     return decode_tensors(result.arrays)

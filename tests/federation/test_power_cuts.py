@@ -31,7 +31,7 @@ def assert_whole(found: Checkpoint) -> None:
     memory = found.memories["inner"]
     assert memory.text == str(found.server_round)
     assert (memory.arrays["m"] == marks.numpy()).all() and torch.equal(memory.tensors["t"], marks)
-    assert json.loads(found.chance).keys() == json.loads(rng_state()).keys()
+    assert json.loads(found.rng_state).keys() == json.loads(rng_state()).keys()
 
 
 def test_after_every_cut_the_newest_checkpoint_is_whole_and_none_is_missed(tmp_path: Path) -> None:

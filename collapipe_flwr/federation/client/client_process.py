@@ -50,7 +50,7 @@ def offered() -> Iterator[None]:
     """In the body, put a faster `flwr-clientapp` first on the path of child processes."""
     python = sys.executable
     if len(os.fsencode(python)) > _LONGEST or any(map(str.isspace, python)):
-        yield  # a script cannot name it
+        yield  # a script's first line cannot contain it
         return
     before = os.environ.get("PATH", os.defpath)
     with tempfile.TemporaryDirectory(prefix="collapipe-supernode-") as folder:
@@ -112,7 +112,7 @@ def _fork(path: str) -> socket.socket | None:
             peer, _ = listener.accept()
             try:
                 child = os.fork()
-            except OSError:  # memory or processes are used up: the program works by itself
+            except OSError:  # out of memory or processes: the program runs Flower's itself
                 child = -1
             if not child:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -120,7 +120,7 @@ def _fork(path: str) -> socket.socket | None:
                     signal.signal(stop, handler)
                 return peer
             peer.close()
-    shutil.rmtree(Path(path).parent, ignore_errors=True)  # a SuperNode that was killed left it
+    shutil.rmtree(Path(path).parent, ignore_errors=True)  # left by a SuperNode that was killed
     return None
 
 
@@ -131,7 +131,7 @@ def _run(program: Callable[[], Any], peer: socket.socket) -> None:
         begun, streams, *_ = socket.recv_fds(peer, 1, 3)
     except OSError:
         begun = b""
-    if not begun:  # it waits no longer
+    if not begun:  # it has given up
         return
     with peer.makefile("rb") as file:
         sys.argv, folder, environment = marshal.load(file)

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 
-_FORK_S = 20.0  # until a fork counts as not made
+_FORK_S = 20.0  # to wait for a fork
 
 
 def main(forks_at: str, alone: str) -> int:
@@ -18,7 +18,7 @@ def main(forks_at: str, alone: str) -> int:
 
     ``alone`` is the file to execute if there is no fork server.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a word
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback
     while (spare := os.open(os.devnull, os.O_RDWR)) < 3:  # a stream that was closed
         pass
     os.close(spare)

@@ -186,7 +186,7 @@ class Cluster:
         asked = PipelineRound.of(message.content, site)
         name, arrays = only_arrays(message.content, "the server's message")
         weights = self._weights(arrays)
-        give_back()  # what the message took
+        give_back()  # the message's memory
         return asked, name, weights
 
     def _weights(self, arrays: ArrayRecord) -> Mapping[str, Tensor]:

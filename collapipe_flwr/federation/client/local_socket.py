@@ -131,9 +131,8 @@ def write_parcel(peer: socket.socket, head: Mapping[str, Any], *contents: Record
         for content in contents:
             records = array_records(content)
             for name in list(records):
-                content[name] = record = records.pop(
-                    name
-                ).copy()  # the caller's record stays complete
+                record = records.pop(name).copy()  # the caller's record stays complete
+                content[name] = record
                 for key in list(record):
                     if data := record.pop(key).data:  # a reader may be gone before an empty one
                         peer.sendall(data)

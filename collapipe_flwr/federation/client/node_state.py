@@ -46,7 +46,7 @@ class Kept(Generic[T]):
 
     name: str
     suffix: str
-    write: Callable[[T, Path], None]
+    write: Callable[[T, Path], object]
     read: Callable[[Path], T]
     encode: Callable[[T], Record]
     decode: Callable[[Record], T | None]
@@ -182,7 +182,7 @@ class RoundFiles:
         return _read(kept[0], load) if kept else None
 
     def remember(
-        self, server_round: int, needed: Collection[int], save: Callable[[Path], None]
+        self, server_round: int, needed: Collection[int], save: Callable[[Path], object]
     ) -> None:
         """Keep the result of this round, and of earlier rounds only those still ``needed``.
 
@@ -202,7 +202,7 @@ class RoundFiles:
         except OSError as error:
             raise ConfigError(f'state-dir: "{self.folder}" cannot be written: {error}') from error
 
-    def _write(self, server_round: int, save: Callable[[Path], None]) -> Path:
+    def _write(self, server_round: int, save: Callable[[Path], object]) -> Path:
         with draft(self.folder / f"round-{server_round:06d}{self.suffix}") as written:
             save(written)
             written.chmod(0o600)

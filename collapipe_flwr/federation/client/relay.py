@@ -34,8 +34,8 @@ from collapipe_flwr.federation.client.local_socket import (
 )
 
 log = logging.getLogger("flwr.collapipe")
-READY, AGAIN, REFUSED = "ready", "again", "refused"  # what a control unit says to `AppCode`
-ALIVE = "alive"  # what it says now and then while it works
+READY, AGAIN, REFUSED = "ready", "again", "refused"  # a control unit's verdicts on `AppCode`
+ALIVE = "alive"  # sent periodically while it works
 VERSION = 1
 LOAD_S = 300.0  # for a board to import an app
 SILENCE_S = 60.0  # of a control unit at work, until it counts as lost

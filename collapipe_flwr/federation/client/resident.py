@@ -53,7 +53,7 @@ _OURS = "collapipe."  # how the keys of our records begin
 ANSWERED, RAISED, ABANDONED = "answered", "raised", "abandoned"
 _LOOK_S = 0.1
 _ALIVE_S = 5.0
-_BODY_S = 60.0  # of silence of a relay that sends its message
+_BODY_S = 60.0  # until a silent relay counts as lost
 _CODE = "COLLAPIPE_CONTROL_UNIT_CODE"  # what the process was executed for, as JSON
 _PATH = "COLLAPIPE_CONTROL_UNIT_PATH"  # PYTHONPATH at its first start
 _FIRST_FD = 3
@@ -101,7 +101,7 @@ def message_about(message: Message) -> dict[str, Any]:
         return about
     from collapipe_flwr.federation.records import read_assignment, round_and_run  # loads torch
 
-    with suppress(CollaPipeError):  # the app says what is wrong with it
+    with suppress(CollaPipeError):  # the app reports it
         about["round"], about["run"] = round_and_run(message.content)
         about["cluster"] = read_assignment(message.content).cluster_id
     return about
@@ -131,7 +131,7 @@ def serve(settings: ResidentSettings, announce: Callable[[str], None]) -> None:
         with serving_metrics(settings.metrics, unit.metrics):
             unit.serve()
         settings.path.unlink(missing_ok=True)
-        os._exit(0)  # a round that was not answered in time ends here, threads or not
+        os._exit(0)  # ends a message that was not answered in time
 
 
 @dataclass(slots=True)
@@ -156,7 +156,7 @@ class _Work:
         try:
             reply = self.app(self.message, self.context)
             log.info("answered after %.1f s", time.monotonic() - began_s)
-        except Exception as error:  # as Flower does with whatever a client raises
+        except Exception as error:  # as Flower does
             log.error("the app raised an exception", exc_info=error)
             self.head = {"raised": [type(error).__name__, str(error)]}
             return
@@ -176,7 +176,7 @@ class ControlUnit:
         self.metrics = ResidentMetrics()
         self._code = wanted_code()
         self._app: ClientApp | None = None
-        self._why = ""  # there is no app
+        self._why = ""  # the app is missing
 
     def serve(self) -> None:
         """Answer relays until a stop is requested."""
@@ -281,7 +281,7 @@ def restart(listener: socket.socket, code: AppCode) -> NoReturn:
         "LISTEN_FDS": "1",
         "LISTEN_PID": str(os.getpid()),
         "PYTHONPATH": os.pathsep.join(filter(None, (code.folder, path))),
-        "PYTHONSAFEPATH": "1",  # where the command was given, other files of that name may lie
+        "PYTHONSAFEPATH": "1",  # the working directory may hold files of the same name
         _PATH: path,
         _CODE: json.dumps(asdict(code)),
     }

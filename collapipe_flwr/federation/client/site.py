@@ -29,7 +29,7 @@ from collapipe_flwr.pipeline.compute import resolve
 from collapipe_flwr.pipeline.config import NextHop
 from collapipe_flwr.transport.client import EdgeClient, Session
 
-_ANY = 1  # examples, where a round is under way
+_ANY = 1  # the number of examples does not matter within a round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,5 +153,5 @@ def _changed(path: Path) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=4)
 def _read(path: Path, changed: tuple[int, int] | None) -> ClusterConfig:
-    del changed  # a process that stays reads a file again that was written again
+    del changed  # a resident process reads a changed file again
     return read_cluster(path)

@@ -29,7 +29,7 @@ from collapipe_flwr.reporting.report.charts import counted
 from collapipe_flwr.reporting.run_directory import check_new
 from collapipe_flwr.reporting.sinks import check_sinks
 
-if TYPE_CHECKING:  # seconds, which a run that is refused before needs not wait for
+if TYPE_CHECKING:  # slow to import, and not needed by the first checks
     from collapipe_flwr.cluster.local_data import Place
     from collapipe_flwr.federation.run.learner import Learner
 

@@ -146,7 +146,7 @@ class RunRecorder:
         if server_round == 0:
             self.story = replace(self.story, initial=metrics)
             self._round_started_s = time.monotonic()
-            self._save("running")  # a resumed run cannot find it out again
+            self._save("running")  # a resumed run cannot evaluate it again
             self._printer.show_untrained(metrics)
             self._sinks.write(RoundEvent(round_index=0, metrics=metrics, wall_s=0.0))
         else:
@@ -315,7 +315,7 @@ def check_same_run(config: AppConfig, path: Path) -> None:
             f"resume with {_ROUNDS}={first}, or start a new run from its model"
         )
     now = flatten(config)
-    then = flatten(parse({key: saved[key] for key in now if key in saved}))  # in today's spelling
+    then = flatten(parse({key: saved[key] for key in now if key in saved}))  # in new spelling
     for key, value in now.items():
         if key in _FREE or key.endswith(_FREE_ENDS) or key not in saved:
             continue

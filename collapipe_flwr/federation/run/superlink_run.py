@@ -101,7 +101,7 @@ class SuperLinkRun:
         try:
             line = LogLine.of_text(text)
         except ProtocolError:
-            return  # the next one is whole again, and a summary follows each round
+            return  # a damaged line; a summary follows each round
         if line is None or (line.kind == "config" and read_config(self.run_dir) is not None):
             return
         replay(line, self._directory)
