@@ -161,7 +161,7 @@ class ManySteps:
             passes = [k for k in range(stages) if wave + least[k] < count]
             if passes:
                 forward(passes, wave + flight_kr, wave + flight_kr < count)
-        return free[0]
+        return np.asarray(free[0])
 
 
 def _near(found_r: Array, other_r: Array) -> Mask:

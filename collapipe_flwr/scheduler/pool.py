@@ -164,7 +164,7 @@ class Picking:
         without = np.ones(self.problem.tables.num_clusters, bool)
         without[owner[same]] = False
         order = self._order
-        return order[same[order] | (self._first & without[owner[order]])]
+        return np.asarray(order[same[order] | (self._first & without[owner[order]])])
 
     def _changed(self, choice: Ints) -> tuple[float, Ints]:
         """Change one cluster's row at a time while that gains."""
