@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from collapipe_flwr.core.errors import ConfigError, DataError, extra
@@ -255,7 +256,7 @@ class ImageClassification(Labelled):
         }
         (directory / "preprocessor_config.json").write_text(json.dumps(record, indent=2) + "\n")
 
-    def _pixels(self, picture: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
+    def _pixels(self, picture: Any) -> NDArray[np.float32]:
         """Channels, height, width; scaled by mean and deviation."""
         size = self.settings.image_size
         opened = open_picture(picture).convert(_MODES[self.settings.image_channels])
@@ -266,7 +267,7 @@ class ImageClassification(Labelled):
         return np.ascontiguousarray((pixels / 255.0 - mean) / std, dtype=np.float32)
 
     @cached_property
-    def _scale(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    def _scale(self) -> tuple[NDArray[Any], NDArray[Any]]:
         """Mean and deviation, one number or one per channel."""
         channels = self.settings.image_channels
         scale = (self.settings.image_mean, self.settings.image_std)
@@ -297,7 +298,7 @@ def open_picture(value: Any) -> Pictures.Image:
         ) from error
 
 
-def _whole_bytes(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _whole_bytes(numbers: NDArray[Any]) -> NDArray[np.uint8]:
     pixels = numbers.astype(np.uint8)
     if not np.array_equal(pixels, numbers):
         raise ValueError("its numbers must be whole ones from 0 to 255")

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from collapipe_flwr.core.errors import DataError, extra
@@ -88,9 +89,7 @@ class MaskedLM(LanguageModel):
             inputs["input_ids"][row, chosen] = torch.from_numpy(shown)
         return {**inputs, "labels": labels}
 
-    def _choose(
-        self, ids: np.ndarray[tuple[int], np.dtype[np.int64]], draw: int
-    ) -> tuple[list[int], np.ndarray[tuple[int], np.dtype[np.int64]]]:
+    def _choose(self, ids: NDArray[np.int64], draw: int) -> tuple[list[int], NDArray[np.int64]]:
         """Places of the chosen tokens of one example, at least one, and what is shown there."""
         rng = np.random.default_rng([self.settings.seed, draw, zlib.crc32(ids.tobytes())])
         places = np.flatnonzero(~np.isin(ids, self.tokenizer.all_special_ids))
