@@ -56,7 +56,7 @@ def fresh_rows(stream: Stream, place: StreamPlace) -> tuple[list[str], StreamPla
     return found.fresh["text"][:], found.place
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(
     arrivals=st.lists(st.tuples(st.integers(0, 7), st.booleans()), min_size=1, max_size=6),
     limit=st.integers(1, 6),

@@ -22,7 +22,7 @@ from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.strategy import CollaPipe
 from tests.federation.strategies import ALL, AVERAGING, PRIVATE, TREES, Make
 
-ROUNDS = 3
+ROUNDS = 2
 NODES = 5
 MODS = {
     "DifferentialPrivacyClientSideAdaptiveClipping": [adaptiveclipping_mod],

@@ -83,6 +83,14 @@ def _each_plan_is_searched_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_is_flushed() -> Iterator[None]:
+    """Files need not outlive this machine; tests of power cuts and killed runs are elsewhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
 def runs_in(folder: Path) -> RunApp:
     """Runs the apps with these overrides of the small run; returns the run directory."""
 

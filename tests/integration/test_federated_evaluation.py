@@ -44,14 +44,20 @@ def test_the_clusters_find_the_loss_that_the_server_finds(run_app: RunApp, runti
     assert found[0]["clusters_loss"] != pytest.approx(found[1]["clusters_loss"], rel=1e-3)
 
 
-# Summaries are generated as translations are, and have other metrics.
+# Summaries are generated as translations are; a whole model is evaluated in one way for all tasks
+# that neither generate nor cut their texts into blocks.
+SLOW = {("pipeline", "summarisation")} | {
+    ("whole", task) for task in set(TASKS) - {"classification", "causal-lm", "translation"}
+}
+
+
 @pytest.mark.parametrize(
     ("runtime", "task"),
     [
         pytest.param(
             runtime,
             task,
-            marks=pytest.mark.slow if (runtime, task) == ("pipeline", "summarisation") else (),
+            marks=pytest.mark.slow if (runtime, task) in SLOW else (),
         )
         for runtime in ("pipeline", "whole")
         for task in TASKS

@@ -119,7 +119,7 @@ class Late(LocalGrid):
         return [r for r in replies if self.trained != 2 or r.metadata.src_node_id != 2]
 
 
-@pytest.mark.parametrize("state_dir", ["state", ""])
+@pytest.mark.parametrize("state_dir", ["state", pytest.param("", marks=pytest.mark.slow)])
 def test_rows_of_a_round_that_was_lost_are_fresh_in_the_next(
     stream: Path, tmp_path: Path, state_dir: str
 ) -> None:

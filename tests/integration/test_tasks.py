@@ -50,7 +50,7 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_run_of_every_task(run_app: RunApp, tmp_path: Path, task: str) -> None:
-    run_dir = run_app({**task_values(task, tmp_path), **QUICK})
+    run_dir = run_app({**task_values(task, tmp_path), **QUICK, "num-server-rounds": 1})
     found = events(run_dir)
     assert set(found[-1]["metrics"]) == {"loss", *METRICS[task]}
     assert found[-1]["loss"] > 0

@@ -145,7 +145,7 @@ def test_budgets_hold_in_the_long_run_where_latency_alone_breaks_them() -> None:
     )
 
     def worst(name: str) -> float:
-        _, outcomes, state = run(make_scheduler(name, ONE), world, model, 60, ONE)
+        _, outcomes, state = run(make_scheduler(name, ONE), world, model, 40, ONE)
         budgets = state.budget_j["cluster-0"]
         spent = [o.clusters[0].energy_j for o in outcomes]
         return max(np.mean([e[d] for e in spent]) / b for d, b in budgets.items())
@@ -277,7 +277,7 @@ def test_hysteresis_keeps_segments_that_are_nearly_as_good(a_world: MakeWorld) -
 
     def switches(hysteresis: float) -> int:
         options = replace(ONE, hysteresis=hysteresis)
-        plans, _, _ = run(make_scheduler("dssda", options), world, model, 10, options)
+        plans, _, _ = run(make_scheduler("dssda", options), world, model, 6, options)
         return sum(
             a.clusters[m].segments != b.clusters[m].segments
             for a, b in pairwise(plans)

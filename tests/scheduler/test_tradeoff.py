@@ -23,8 +23,8 @@ from collapipe_flwr.simulation.world import EnergyBudget, World, make_world
 from tests.computed_once import computed_once
 from tests.scheduler.conftest import QueuesAlone
 
-ROUNDS = 60
-WEIGHTS = (0.1, 1.0, 3.0, 10.0)
+ROUNDS = 40
+WEIGHTS = (0.1, 1.0, 10.0)
 SETTINGS = SchedulerConfig(
     schedule="gpipe",
     micro_batch_sizes=(4,),
