@@ -215,7 +215,7 @@ class EdgeService:
         with session.at_rest():
             self._parts.part(session)
             if session.saved is None or session.steps != step:
-                raise SessionRefused(f"the session is after step {session.steps}, not {step}")
+                raise SessionRefused(f"the session stands after step {session.steps}, not {step}")
             if session.saved.step != step:
                 self._parts.save(session)
 

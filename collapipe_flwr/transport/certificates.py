@@ -209,7 +209,7 @@ def check_names(members: Hosts, signed: Hosts) -> None:
             bearer = bearers.get(_compared(host), name)
             if bearer != name and bearer in members:
                 raise ConfigError(
-                    f"{name}.pem, which was signed here, is valid for the host {host!r}, so its "
+                    f"{name}.pem, which was signed here, is valid for the host {host!r}: its "
                     f"holder would pass as {bearer}; call that member otherwise, or make a new CA "
                     "with --new-ca"
                 )
