@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -32,7 +33,8 @@ def small() -> Setting:
 
 def test_a_tiny_bench_has_the_promised_form(small: Setting) -> None:
     ticks: list[str] = []
-    plan = BenchPlan(decisions=(small,), radio=small, instances=1, search=())
+    exact = replace(small, settings=replace(small.settings, schedule="gpipe"))
+    plan = BenchPlan(decisions=(small,), radio=exact, instances=1, search=())
     result = bench(plan, ticks.append)
     values = json.loads(json.dumps(result.as_json()))
     assert {"clusters", "devices", "blocks", "median_s"} <= set(values["decisions"][0])
