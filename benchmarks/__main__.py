@@ -107,7 +107,7 @@ def bench_testbed(
     repetitions: Annotated[int, typer.Option(help="Runs of each policy.", min=1)] = 2,
     seed: Annotated[int, typer.Option(help="Of the first repetition.", min=0)] = 500,
     examples: Annotated[int, typer.Option(help="Of a cluster in a round.", min=16)] = 256,
-    target: Annotated[float, typer.Option(help="Accuracy to reach.", min=0.0, max=1.0)] = 0.9,
+    target: Annotated[float, typer.Option(help="Accuracy to reach.", min=0.0, max=1.0)] = 0.7,
     slow_down: Annotated[
         float, typer.Option(help="How many times slower than boards; 0: as this host needs.", min=0)
     ] = 0.0,
