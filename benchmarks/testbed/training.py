@@ -1,8 +1,9 @@
 """What is trained on the testbed: the same by every policy.
 
 Blocks and budgets are those of preset `paper` of `collapipe simulate`, the memory cap is that of
-runs; the width is smaller, since these boards are processes of one host. The batch is the same for all policies, so a
-step computes the same for all, and the time to a target differs by the length of rounds alone.
+runs; the width is smaller, since these boards are processes of one host. The batch is the same for
+all policies, so a step computes the same for all, and the time to a target differs by the length of
+rounds alone.
 """
 
 from __future__ import annotations
