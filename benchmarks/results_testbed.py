@@ -17,6 +17,7 @@ Json = dict[str, Any]
 COMMAND = "collapipe bench testbed"
 WHOLE = ("fedavg", "splitfed")  # one device of a cluster holds all blocks
 RIVALS = ("fedavg", "splitfed", "uniform")
+REPAID = 10  # rounds, see `scheduler.protocol.REPAID`
 SATURATED = 0.9  # of the host's processors
 WIDTH = 100
 LATENCY, EFFICIENCY, MEMORY = 48.98, 15.09, 0.5
@@ -101,6 +102,12 @@ def _table(policies: Mapping[str, Json], settings: Json) -> Iterator[str]:
     )
     if not all(map(_keeps, policies.values())):
         yield from ("", "\\* breaks an energy budget: does not count as a winner.")
+    if "dssda" in policies and not _keeps(policies["dssda"]) and settings["rounds"] < REPAID:
+        yield ""
+        yield from _paragraph(
+            "DSSDA may spend one budget in advance, which is paid back by the end of round "
+            f"{REPAID}: after {settings['rounds']} rounds a device may be above its budget."
+        )
     busy = max(p["host_busy_share"] for p in policies.values())
     yield from ("", f"The host's processors were busy for {100 * busy:.0f} % of the time at most.")
     if busy > SATURATED:
