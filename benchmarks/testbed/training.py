@@ -121,7 +121,8 @@ def write_data(seeds: Sequence[int], folder: Path) -> None:
         for name, count, part in zip(
             ("test", "train"), (TEST_ROWS, TRAIN_ROWS), held_out, strict=True
         ):
-            rows = [_row(rng, [numbers[part] for numbers in by_digit]) for _ in range(count)]
+            parts = [numbers[part] for numbers in by_digit]
+            rows = [_row(rng, parts) for _ in range(count)]
             path = data_folder(folder, seed) / f"{name}.jsonl"
             path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 

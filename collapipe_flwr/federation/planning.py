@@ -26,6 +26,7 @@ from collapipe_flwr.federation.records import array_bytes
 from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan, RoundPlanner
 from collapipe_flwr.models.any_splitter import DescribedModel
 from collapipe_flwr.models.profile import profile_model
+from collapipe_flwr.scheduler.base import Policy
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig
 from collapipe_flwr.simulation.world import EnergyBudget, World, budgeted, make_world
@@ -285,6 +286,8 @@ def planner_of(
         planning = scheduler
     else:
         planning = Planning(policy=scheduler or ("dssda" if model else "fedavg"))
+        if isinstance(scheduler, Policy):
+            planning = replace(planning, settings=scheduler.settings)
     if model is None:
         return DefaultProfilePlanner(planning.scheduler)
     if model.batch_size is not None:

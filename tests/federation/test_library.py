@@ -35,6 +35,7 @@ from collapipe_flwr.federation.client.site import RoundDevices
 from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.rounds import RoundRecord
 from collapipe_flwr.federation.split import PersonalArrays
+from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 
 CLASSES, BATCH, LENGTH, EXAMPLES = 3, 8, 6, 20
@@ -448,7 +449,8 @@ def test_a_client_without_a_cluster_is_named(caplog, monkeypatch) -> None:
 
 def test_rounds_run_by_the_schedule_that_they_are_planned_for() -> None:
     planning = Planning(settings=SchedulerConfig(schedule="gpipe"))
-    with pytest.raises(ConfigError, match=r"planned for schedule 'gpipe', but run by '1f1b': give"):
-        CollaPipe(FedAvg(), model=split(), scheduler=planning)
     same = LearningSettings(schedule="gpipe")
-    CollaPipe(FedAvg(), model=split(), scheduler=planning, learning=same)
+    for scheduler in (planning, make_scheduler("dssda", planning.settings)):
+        with pytest.raises(ConfigError, match="planned for schedule 'gpipe', but run by '1f1b'"):
+            CollaPipe(FedAvg(), model=split(), scheduler=scheduler)
+        CollaPipe(FedAvg(), model=split(), scheduler=scheduler, learning=same)
