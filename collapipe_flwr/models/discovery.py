@@ -27,7 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import is_within
-from collapipe_flwr.models.families import FAMILIES, Family, base_path, no_inputs, stack_path
+from collapipe_flwr.models.families import FAMILIES, Family, base_path, stack_path
 from collapipe_flwr.models.module_call import arguments_of, hidden_of
 from collapipe_flwr.models.skeleton import build_skeleton, example_inputs, place_tensor, read_config
 from collapipe_flwr.models.spec import ModelSpec
@@ -108,13 +108,12 @@ def discover_family(spec: ModelSpec) -> Family:
         model_types=(spec.model_type,),
         blocks=blocks,
         before=tuple(trace.before),
-        inputs=no_inputs,
+        inputs=None,
         tasks=tuple(sorted(tasks)),
         stack=stack_path[len(base_path(model)) :].lstrip("."),
         input_name=stack.main_input_name,
         entry="pixel_values" if stack.main_input_name == "pixel_values" else "inputs_embeds",
         decodes=decodes,
-        replayed=True,
         block_results=0 if isinstance(first, Tensor) else len(first),
     )
 

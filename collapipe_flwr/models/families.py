@@ -162,7 +162,7 @@ class Family:
     model_types: tuple[str, ...]
     blocks: str
     before: tuple[str, ...]
-    inputs: InputsBuilder
+    inputs: InputsBuilder | None  # None: taken from the library's own loop (``Stack``)
     tasks: tuple[str, ...]
     stack: str = ""
     after: tuple[str, ...] = ()
@@ -174,7 +174,6 @@ class Family:
     entry: str = "inputs_embeds"  # the argument through which a task head takes hidden states
     caches: bool = False  # its blocks generate token by token, and `inputs` takes a cache
     decodes: bool = False  # the edge holds a decoder, not blocks and a head
-    replayed: bool = False  # run inside the library's own loop (``ReplayedStack``)
     block_results: int = 0  # length of the tuple that a block returns; 0: hidden states, bare
 
 

@@ -184,10 +184,9 @@ class ModuleSegment(Part):
         self._updated = [p[0] for key, p in holdings.owned.items() if key in spec.updated]
         self._around: Around | None = None
 
-    def compute_again(self, around: Around | None) -> bool:
+    def compute_again(self, around: Around | None) -> None:
         """See ``SegmentPart``; recomputation does not change buffers a second time."""
         self._around = around
-        return True
 
     def forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Tensor:
         """Hidden states behind this segment's last block."""

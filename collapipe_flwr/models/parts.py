@@ -76,16 +76,12 @@ class SegmentPart(Part):
         """The blocks that this part holds, counted from 0 over the whole model."""
         return range(self._stack.first_block, self._stack.stop_block)
 
-    def compute_again(self, around: Around | None) -> bool:
+    def compute_again(self, around: Around | None) -> None:
         """Turn activation checkpointing of each block on, or with None off.
 
-        ``around`` is entered for the second computation of each block. Returns False, and changes
-        nothing, if blocks are not run one by one here.
+        ``around`` is entered for the second computation of each block.
         """
-        if self._stack.family.replayed:
-            return False
         self._stack.again = around
-        return True
 
     def forward(self, hidden_BTD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
         """Hidden states (B, T, D) behind this segment's last block.

@@ -24,7 +24,7 @@ from collapipe_flwr.models.part import Part, Weights, normalises_batches
 from collapipe_flwr.models.parts import EdgePart, EmbeddingPart, SegmentPart
 from collapipe_flwr.models.skeleton import build_random, build_skeleton, example_inputs
 from collapipe_flwr.models.spec import BatchShape, ModelSpec, ModuleSpec, spec_of
-from collapipe_flwr.models.stack import ReplayedStack, Stack, passes_on
+from collapipe_flwr.models.stack import Stack, passes_on
 from collapipe_flwr.models.tasks import (
     EXAMPLES,
     LABELS,
@@ -59,7 +59,7 @@ class Splitter(AnySplitter):
         self.num_blocks = blocks_for_devices(total_blocks, spec, self._family)
         self._layout = make_layout(skeleton, self._family, spec)
         self.config = skeleton.config
-        self.has_record = not self._family.replayed  # its type is known, not found by a trace
+        self.has_record = self._family.inputs is not None  # its type is known, not found by a trace
         self.most_tokens = most_positions(self.config)  # of a sequence; None: no limit
         self.input_name = self._family.input_name
         stack = skeleton.get_submodule(stack_path(skeleton, self._family))
@@ -211,8 +211,7 @@ class Splitter(AnySplitter):
         return frozenset(key for key in self._layout.owners if not is_adapter(key)).difference(head)
 
     def _stack(self, first_block: int, stop_block: int) -> Stack:
-        kind = ReplayedStack if self._family.replayed else Stack
-        return kind(
+        return Stack(
             model=build_skeleton(self.spec),
             family=self._family,
             first_block=first_block,

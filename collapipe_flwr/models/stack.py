@@ -1,4 +1,4 @@
-"""Some blocks of a stack, run as the library's own loop runs them.
+"""Some blocks of a stack, run one by one with the arguments of the library's own loop.
 
 With activation checkpointing only the inputs of a block stay between forward and backward; in the
 backward pass the block runs again, passes its gradient back, and is freed before the block ahead
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.families import (
+    BlockArguments,
     Family,
     find_blocks,
     stack_path,
@@ -34,6 +36,7 @@ from collapipe_flwr.models.module_call import (
     hidden_of,
     replaced,
     returning,
+    split_arguments,
 )
 from collapipe_flwr.models.skeleton import blank_pixels
 
@@ -110,7 +113,9 @@ def _same(tensor: Tensor) -> Tensor:
 class Stack:
     """Blocks ``first_block .. stop_block - 1`` of a model, and the modules around the list.
 
-    With ``again`` each block is recomputed in its backward pass, see ``run_block``.
+    With ``again`` each block is recomputed in its backward pass, see ``run_block``. Blocks of a
+    family without ``inputs`` get the arguments that the library's own loop over them passes: masks,
+    positions and others are thus its own.
     """
 
     model: PreTrainedModel
@@ -149,8 +154,7 @@ class Stack:
                 "split: only its training is known"
             )
         if self.first_block < self.stop_block:
-            caches = () if cache is None else (cache,)
-            arguments = self.family.inputs(self.module, hidden_BTD, context, *caches)
+            arguments = self._arguments(hidden_BTD, context, cache)
             for index in range(self.first_block, self.stop_block):
                 output_BTD = run_block(self.blocks[index], hidden_BTD, arguments(index), self.again)
                 if index == 0 and self.family.joined:
@@ -162,6 +166,10 @@ class Stack:
 
     def finish(self, hidden_BTD: Tensor) -> ModelOutput:
         """The result of the library's stack, from hidden states behind the last block."""
+        if self.family.inputs is None:
+            forward = returning(hidden_BTD, self.family.block_results)
+            output: ModelOutput = self._replay(hidden_BTD, {}, dict.fromkeys(self.blocks, forward))
+            return output
         for name in self.family.after:
             hidden_BTD = self.module.get_submodule(name)(hidden_BTD)
         pooler: Any = getattr(self.module, "pooler", None)
@@ -169,6 +177,44 @@ class Stack:
             last_hidden_state=hidden_BTD,
             pooler_output=None if pooler is None else pooler(hidden_BTD),
         )
+
+    def _arguments(
+        self, hidden_BTD: Tensor, context: Mapping[str, Tensor], cache: PartCache | None
+    ) -> BlockArguments:
+        if self.family.inputs is not None:
+            caches = () if cache is None else (cache,)
+            return self.family.inputs(self.module, hidden_BTD, context, *caches)
+        found: list[dict[str, Any]] = []
+
+        def note(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            found.append(split_arguments(block, args, kwargs)[1])
+            if len(found) == len(self.blocks):
+                raise StopForward
+            return returning(hidden_BTD, self.family.block_results)()
+
+        with suppress(StopForward):
+            self._replay(
+                hidden_BTD, context, {block: partial(note, block) for block in self.blocks}
+            )
+        return found.__getitem__
+
+    def _replay(
+        self, hidden_BTD: Tensor, context: Mapping[str, Tensor], forwards: Mapping[Any, Forward]
+    ) -> Any:
+        """The library's own forward, with these ``forwards`` in place of its blocks'.
+
+        What it reads ahead of them has the right shape and no values, since they need not read it.
+        """
+        unread_BTD = torch.zeros_like(hidden_BTD)  # the library may change it in place
+        if self.family.input_name == "pixel_values":
+            inputs = {"pixel_values": blank_pixels(self.module.config, hidden_BTD)}
+        else:
+            inputs = {"inputs_embeds": torch.zeros_like(hidden_BTD)}
+        known = {key: context[key] for key in ("attention_mask", "position_ids") if key in context}
+        stack: Any = self.module  # the edge replaces this instance's own forward
+        before = [stack.get_submodule(name) for name in self.family.before]
+        with replaced({**dict.fromkeys(before, lambda *_, **__: unread_BTD), **forwards}):
+            return type(stack).forward(stack, **inputs, **known, **without_cache(stack))
 
     def _join(self, before_BTD: Tensor, after_BTD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
         assert self.family.joined is not None
@@ -189,76 +235,3 @@ def passes_on(module: nn.Module) -> bool:
     """Whether a module's own forward takes arguments that it does not name."""
     parameters = inspect.signature(type(module).forward).parameters.values()
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-
-
-class ReplayedStack(Stack):
-    """A stack whose blocks run inside the library's own forward.
-
-    The library loops over all blocks. Those ahead of the part return the hidden states that came
-    over the network, and the part's last one ends the loop. Masks, positions and other arguments
-    are thus the library's own, without a record of the family. Model types without a record need
-    it; in tests it is the oracle of those with one.
-    """
-
-    def run_blocks(
-        self,
-        hidden_BTD: Tensor,
-        context: Mapping[str, Tensor],
-        cache: PartCache | None = None,
-    ) -> Tensor:
-        """See ``Stack.run_blocks``; raises ModelError if there is a ``cache``."""
-        if cache is not None:
-            return super().run_blocks(hidden_BTD, context, cache)
-        if self.first_block == self.stop_block:
-            return hidden_BTD
-        try:
-            self._replay(hidden_BTD, context, self._forward_of)
-        except StopForward as done:
-            behind_BTD: Tensor = done.args[0]
-            return behind_BTD
-        raise AssertionError("the library's loop did not reach the last block")
-
-    def finish(self, hidden_BTD: Tensor) -> ModelOutput:
-        """The result of the library's stack, from hidden states behind the last block."""
-        forward = returning(hidden_BTD, self.family.block_results)
-        output: ModelOutput = self._replay(hidden_BTD, {}, lambda *_: forward)
-        return output
-
-    def _replay(
-        self,
-        hidden_BTD: Tensor,
-        context: Mapping[str, Tensor],
-        forward_of: Callable[[int, nn.Module, Tensor], Forward],
-    ) -> Any:
-        unread_BTD = torch.zeros_like(hidden_BTD)  # the library may change it in place
-        known = {key: context[key] for key in ("attention_mask", "position_ids") if key in context}
-        stack: Any = self.module  # the edge replaces this instance's own forward
-        forwards: dict[nn.Module, Forward] = {
-            stack.get_submodule(name): (lambda *_, **__: unread_BTD) for name in self.family.before
-        }
-        for index, block in enumerate(self.blocks):
-            forwards[block] = forward_of(index, block, hidden_BTD)
-        with replaced(forwards):
-            return type(stack).forward(
-                stack, **self._input(hidden_BTD), **known, **without_cache(stack)
-            )
-
-    def _input(self, hidden_BTD: Tensor) -> dict[str, Tensor]:
-        """Anything of the right shape: the first block of this part reads ``hidden_BTD``."""
-        if self.family.input_name != "pixel_values":
-            return {"inputs_embeds": torch.zeros_like(hidden_BTD)}
-        return {"pixel_values": blank_pixels(self.module.config, hidden_BTD)}
-
-    def _forward_of(self, index: int, block: nn.Module, hidden_BTD: Tensor) -> Forward:
-        if index < self.first_block:
-            return returning(hidden_BTD, self.family.block_results)
-        is_first, is_last = index == self.first_block, index == self.stop_block - 1
-
-        def forward(came_BTD: Tensor, *args: Any, **kwargs: Any) -> Any:
-            given_BTD = hidden_BTD if is_first else came_BTD
-            output = type(block).forward(block, given_BTD, *args, **kwargs)
-            if is_last:
-                raise StopForward(hidden_of(output))
-            return output
-
-        return forward

@@ -23,7 +23,7 @@ LAYERDROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 def refuse_inexact(config: Any, family: Family, task: str) -> None:
     """Raise ModelError where a cut model would compute something else than the whole one."""
-    is_encoder = not family.decodes and not family.replayed
+    is_encoder = not family.decodes and family.inputs is not None
     if is_encoder and getattr(config, "is_decoder", False):
         raise ModelError(f"is_decoder must be false for {config.model_type!r}: it is an encoder")
     if getattr(config, "apply_spec_augment", False):
@@ -60,7 +60,7 @@ def blocks_for_devices(total_blocks: int, spec: ModelSpec, family: Family) -> in
 def _require_start_tokens(config: Any, family: Family) -> None:
     """Raise ModelError where a decoder could not shift its labels."""
     needed = _START_TOKENS.get(config.model_type, _ALL_START_TOKENS)
-    for key in needed if family.decodes and not family.replayed else ():
+    for key in needed if family.decodes and family.inputs is not None else ():
         if getattr(config, key, None) is None:
             raise needs_token(config, key)
 

@@ -192,7 +192,9 @@ class Stage(ABC):
         begin = getattr(self.part, "compute_again", None)
         # Weakly, or part and stage would keep each other alive.
         around: WeakMethod[Callable[[], Around]] = WeakMethod(self._recomputing)
-        return begin is not None and begin(lambda: _alive(around))
+        if begin is not None:
+            begin(lambda: _alive(around))
+        return begin is not None
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models import Splitter, make_spec
 from collapipe_flwr.models.discovery import discover_family
 from collapipe_flwr.models.families import FAMILIES
-from collapipe_flwr.models.stack import ReplayedStack
+from collapipe_flwr.models.stack import Stack
 
 RECORDED = [
     ("bert", "masked-lm"),
@@ -66,7 +66,7 @@ def test_the_library_s_own_loop_is_the_oracle(
     batch = tiny.batch(model_type, task)
     context = splitter.context(batch)
     hidden_BTD = splitter.build_embedding(weights)(batch).detach()
-    oracle = ReplayedStack(
+    oracle = Stack(
         model=splitter.build_whole(weights).train(),
         family=discover_family(spec),
         first_block=first,

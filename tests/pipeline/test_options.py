@@ -252,7 +252,6 @@ class _Blocks(nn.Module):
 
     def compute_again(self, around):
         self.around = around
-        return True
 
 
 def test_a_part_that_computes_its_blocks_again_goes_with_its_stage():
