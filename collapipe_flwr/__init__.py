@@ -11,86 +11,60 @@ from typing import TYPE_CHECKING, Any
 from collapipe_flwr.renamed import install
 
 if TYPE_CHECKING:
-    from collapipe_flwr.cluster.fleet import LearningSettings
-    from collapipe_flwr.config.schema import EdgeConfig
-    from collapipe_flwr.core.errors import (
-        CollaPipeError,
-        ConfigError,
-        DataError,
-        LinkError,
-        ModelError,
-        RunError,
-        ScheduleError,
-    )
-    from collapipe_flwr.federation.client.cluster import Cluster
-    from collapipe_flwr.federation.client.relay import Relay
-    from collapipe_flwr.federation.local_grid import LocalGrid
-    from collapipe_flwr.federation.planning import Planning
-    from collapipe_flwr.federation.rounds import RoundRecord
-    from collapipe_flwr.federation.run.sinks import Sinks
-    from collapipe_flwr.federation.strategy import CollaPipe
-    from collapipe_flwr.models.split_model import SplitModel
-    from collapipe_flwr.pipeline.config import Execution
-    from collapipe_flwr.pipeline.optimizer import OptimizerConfig, ParameterGroup
-    from collapipe_flwr.scheduler.protocol import SchedulerConfig
+    from collapipe_flwr.cluster.fleet import LearningSettings as LearningSettings
+    from collapipe_flwr.config.schema import EdgeConfig as EdgeConfig
+    from collapipe_flwr.core.errors import CollaPipeError as CollaPipeError
+    from collapipe_flwr.core.errors import ConfigError as ConfigError
+    from collapipe_flwr.core.errors import DataError as DataError
+    from collapipe_flwr.core.errors import LinkError as LinkError
+    from collapipe_flwr.core.errors import ModelError as ModelError
+    from collapipe_flwr.core.errors import RunError as RunError
+    from collapipe_flwr.core.errors import ScheduleError as ScheduleError
+    from collapipe_flwr.federation.client.cluster import Cluster as Cluster
+    from collapipe_flwr.federation.client.relay import Relay as Relay
+    from collapipe_flwr.federation.local_grid import LocalGrid as LocalGrid
+    from collapipe_flwr.federation.planning import Planning as Planning
+    from collapipe_flwr.federation.rounds import RoundRecord as RoundRecord
+    from collapipe_flwr.federation.run.sinks import Sinks as Sinks
+    from collapipe_flwr.federation.strategy import CollaPipe as CollaPipe
+    from collapipe_flwr.models.split_model import SplitModel as SplitModel
+    from collapipe_flwr.pipeline.config import Execution as Execution
+    from collapipe_flwr.pipeline.optimizer import OptimizerConfig as OptimizerConfig
+    from collapipe_flwr.pipeline.optimizer import ParameterGroup as ParameterGroup
+    from collapipe_flwr.scheduler.protocol import SchedulerConfig as SchedulerConfig
 
 __version__ = "0.1.0"
-__all__ = [
-    "Cluster",
-    "CollaPipe",
-    "CollaPipeError",
-    "ConfigError",
-    "DataError",
-    "EdgeConfig",
-    "Execution",
-    "LearningSettings",
-    "LinkError",
-    "LocalGrid",
-    "ModelError",
-    "OptimizerConfig",
-    "ParameterGroup",
-    "Planning",
-    "Relay",
-    "RoundRecord",
-    "RunError",
-    "ScheduleError",
-    "SchedulerConfig",
-    "Sinks",
-    "SplitModel",
-    "__version__",
-]
-_MODULES = {
-    "cluster.fleet": ("LearningSettings",),
-    "config.schema": ("EdgeConfig",),
-    "core.errors": (
-        "CollaPipeError",
-        "ConfigError",
-        "DataError",
-        "LinkError",
-        "ModelError",
-        "RunError",
-        "ScheduleError",
-    ),
-    "federation.client.cluster": ("Cluster",),
-    "federation.planning": ("Planning",),
-    "federation.local_grid": ("LocalGrid",),
-    "federation.client.relay": ("Relay",),
-    "federation.rounds": ("RoundRecord",),
-    "federation.run.sinks": ("Sinks",),
-    "federation.strategy": ("CollaPipe",),
-    "models.split_model": ("SplitModel",),
-    "pipeline.config": ("Execution",),
-    "pipeline.optimizer": ("OptimizerConfig", "ParameterGroup"),
-    "scheduler.protocol": ("SchedulerConfig",),
+_HOMES = {
+    "Cluster": "federation.client.cluster",
+    "CollaPipe": "federation.strategy",
+    "CollaPipeError": "core.errors",
+    "ConfigError": "core.errors",
+    "DataError": "core.errors",
+    "EdgeConfig": "config.schema",
+    "Execution": "pipeline.config",
+    "LearningSettings": "cluster.fleet",
+    "LinkError": "core.errors",
+    "LocalGrid": "federation.local_grid",
+    "ModelError": "core.errors",
+    "OptimizerConfig": "pipeline.optimizer",
+    "ParameterGroup": "pipeline.optimizer",
+    "Planning": "federation.planning",
+    "Relay": "federation.client.relay",
+    "RoundRecord": "federation.rounds",
+    "RunError": "core.errors",
+    "ScheduleError": "core.errors",
+    "SchedulerConfig": "scheduler.protocol",
+    "Sinks": "federation.run.sinks",
+    "SplitModel": "models.split_model",
 }
+__all__ = [*_HOMES, "__version__"]
 
 install()
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{module}"), name)
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -39,8 +39,8 @@ from collapipe_flwr.federation.run.run_strategy import (
 )
 from collapipe_flwr.federation.run.sinks import Sinks
 from collapipe_flwr.federation.wrapped_grid import polling
-from collapipe_flwr.models import save_adapter, save_whole
 from collapipe_flwr.models.profile import profile_model
+from collapipe_flwr.models.saving import save_adapter, save_whole
 from collapipe_flwr.pipeline.compute import resolve
 from collapipe_flwr.reporting.console import RoundPrinter
 from collapipe_flwr.reporting.events import RunStory

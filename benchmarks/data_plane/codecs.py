@@ -26,8 +26,10 @@ from collapipe_flwr.data.batches import batches, round_examples
 from collapipe_flwr.data.tasks import Task, load_task
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.models import BatchShape, Splitter, make_spec
+from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.profile import profile_model
+from collapipe_flwr.models.spec import BatchShape
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import (
     Execution,
     NextHop,

@@ -17,9 +17,10 @@ from benchmarks.data_plane.crew import Crew
 from benchmarks.data_plane.job import TOKEN
 from benchmarks.data_plane.network import Loopback
 from benchmarks.data_plane.ours import OPTIMIZER
-from collapipe_flwr.models import ModelSpec, Splitter, make_spec
+from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.profile import profile_model
-from collapipe_flwr.models.spec import BatchShape
+from collapipe_flwr.models.spec import BatchShape, ModelSpec
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import (
     Execution,
     NextHop,

@@ -29,8 +29,10 @@ from collapipe_flwr.config.cluster_file import ClusterConfig, parse_cluster
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.core.links import Heartbeat
-from collapipe_flwr.models import BatchShape, Splitter, make_spec
+from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.profile import profile_model
+from collapipe_flwr.models.spec import BatchShape
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import NextHop, SessionKey, SessionRequest, StageConfig
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.step import MicroBatch

@@ -20,7 +20,7 @@ from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.links import LinkConfig
-from collapipe_flwr.models import Splitter
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import NextHop, SessionKey
 from collapipe_flwr.pipeline.link import (
     GRAD,

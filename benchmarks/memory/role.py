@@ -29,9 +29,10 @@ from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.unsplit import train_unsplit
 from collapipe_flwr.core.processes import end_with_parent
 from collapipe_flwr.host.allocator import configure_malloc, give_back
-from collapipe_flwr.models import ModelSpec, Splitter
 from collapipe_flwr.models.checkpoint import CheckpointSource
 from collapipe_flwr.models.lora import add_adapters, first_adapter, is_adapter
+from collapipe_flwr.models.spec import ModelSpec
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.tasks import auto_class
 from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.link import (

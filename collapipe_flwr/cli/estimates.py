@@ -58,7 +58,7 @@ def profile(
     from rich.console import Console
 
     from collapipe_flwr.cluster.forecast import ModelChoice, build_model, forecast
-    from collapipe_flwr.models import BatchShape
+    from collapipe_flwr.models.spec import BatchShape
     from collapipe_flwr.reporting.output import prepare, write_json
     from collapipe_flwr.reporting.tables import as_json, show_forecast
     from collapipe_flwr.scheduler.protocol import SchedulerConfig

@@ -11,10 +11,12 @@ from transformers import CONFIG_MAPPING
 
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import ConfigError, InfeasibleError
-from collapipe_flwr.models import BatchShape, LoraConfig, Splitter, make_spec
 from collapipe_flwr.models.checkpoint import read_pretrained_config
+from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.families import FAMILIES
 from collapipe_flwr.models.profile import TimedBlock, profile_model, time_block
+from collapipe_flwr.models.spec import BatchShape, LoraConfig
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.world import make_world

@@ -20,8 +20,9 @@ from transformers import AutoConfig, AutoFeatureExtractor, AutoTokenizer, Genera
 
 from collapipe_flwr.core.errors import ConfigError, DataError, ModelError
 from collapipe_flwr.generation.backends import ServedModel, Weights
-from collapipe_flwr.models import Splitter, make_spec
+from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.generation import SEED
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.validation import first_lines
 from collapipe_flwr.pipeline.compute import resolve
 from collapipe_flwr.transport.generation import GenerateRequest

@@ -46,7 +46,7 @@ with daemons(1) as (devices, edge):
 """
 ROLE = """
 from benchmarks.memory.footprint import RoleOrder, peaks_of
-from collapipe_flwr.models import make_spec
+from collapipe_flwr.models.describing import make_spec
 sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 spec = make_spec("causal-lm", model_type="llama", overrides=sizes, vocab_size=1000)
 peaks_of(RoleOrder(spec_json=spec.to_json(), role="edge", steps=10**9))

@@ -16,7 +16,8 @@ from collapipe_flwr.cluster.control_unit import train_round
 from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder
 from collapipe_flwr.federation.arrays import encode_tensors, stow_tensors, take_record
 from collapipe_flwr.host.allocator import configure_malloc, give_back
-from collapipe_flwr.models import Splitter, make_spec
+from collapipe_flwr.models.describing import make_spec
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.step import MicroBatch
 
 DEVICES, STEPS = 2, 2

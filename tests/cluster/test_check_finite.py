@@ -17,7 +17,7 @@ from collapipe_flwr.cluster.control_unit import RoundResult, train_round
 from collapipe_flwr.cluster.fleet import Fleet, LearningSettings, RoundOrder, ThreadFleet
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.core.errors import LinkError
-from collapipe_flwr.models import Splitter
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import Execution, NextHop, SessionRequest, StageConfig
 from collapipe_flwr.transport.client import EdgeClient
 from tests.cluster.hosted import daemons

@@ -14,7 +14,8 @@ from collapipe_flwr.cluster.control_unit import train_round
 from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFleet
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import LinkError, ScheduleError
-from collapipe_flwr.models import Splitter, make_spec
+from collapipe_flwr.models.describing import make_spec
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.step import MicroBatch

@@ -19,8 +19,8 @@ from collapipe_flwr.cluster.forecast import (
 )
 from collapipe_flwr.cluster.profile import cluster_of_presets
 from collapipe_flwr.core.errors import ConfigError, ModelError
-from collapipe_flwr.models import BatchShape
 from collapipe_flwr.models.profile import profile_model, time_block
+from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.scheduler.plans import check_cluster_plan
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 

@@ -21,7 +21,10 @@ from collapipe_flwr.config.cluster_file import parse_cluster
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService, build_transformers_part
 from collapipe_flwr.host.stores import WeightCache
-from collapipe_flwr.models import LoraConfig, Splitter, make_spec, save_whole
+from collapipe_flwr.models.describing import make_spec
+from collapipe_flwr.models.saving import save_whole
+from collapipe_flwr.models.spec import LoraConfig
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import NextHop, SessionRequest
 from collapipe_flwr.pipeline.state import digest_of
 from collapipe_flwr.transport.client import EdgeClient

@@ -16,7 +16,7 @@ from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.core.schedule import ALONE
 from collapipe_flwr.costs.work import PricingOptions
-from collapipe_flwr.models import Splitter
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.link import Link, fan_of, memory_pair
 from collapipe_flwr.scheduler.remaining import without_lost
 from collapipe_flwr.scheduler.replan import ReplanInput

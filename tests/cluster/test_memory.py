@@ -24,9 +24,10 @@ from collapipe_flwr.host.ledger import Ledger
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.stores import TensorStore
-from collapipe_flwr.models import Splitter, make_spec
+from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.spec import BatchShape
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import NextHop, SessionRequest
 from collapipe_flwr.pipeline.state import OptimizerState, PartState
 from collapipe_flwr.transport.client import EdgeClient

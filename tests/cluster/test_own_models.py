@@ -15,7 +15,8 @@ from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder
 from collapipe_flwr.config.cluster_file import parse_cluster
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.core.imports import allow
-from collapipe_flwr.models import SplitModel, Splitter
+from collapipe_flwr.models.split_model import SplitModel
+from collapipe_flwr.models.splitter import Splitter
 from tests.closeness import assert_near, near
 from tests.cluster.daemon_processes import ROOT, Daemon, running
 from tests.laws.test_cluster_equals_whole import Cut

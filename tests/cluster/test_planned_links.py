@@ -17,8 +17,10 @@ from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterLinks
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.links import LinkConfig, Note
-from collapipe_flwr.models import BatchShape, Splitter, make_spec
+from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.profile import profile_model
+from collapipe_flwr.models.spec import BatchShape
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import Execution, NextHop, SessionRequest, StageConfig
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig

@@ -21,8 +21,9 @@ from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, DeviceProfil
 from collapipe_flwr.core.errors import CollaPipeError, InfeasibleError, LinkError
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.models import BatchShape, Splitter
 from collapipe_flwr.models.profile import profile_model
+from collapipe_flwr.models.spec import BatchShape
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import SessionRequest, StageConfig
 from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig

@@ -24,7 +24,9 @@ from collapipe_flwr.generation.backends import (
     edge_session,
     edge_thread,
 )
-from collapipe_flwr.models import SegmentPart, Splitter, make_spec
+from collapipe_flwr.models.describing import make_spec
+from collapipe_flwr.models.parts import SegmentPart
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline import generation, generation_driver
 from collapipe_flwr.pipeline.generation_driver import GenerationDriver
 from collapipe_flwr.pipeline.link import Mailbox

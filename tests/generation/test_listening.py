@@ -17,7 +17,9 @@ from collapipe_flwr.core.errors import ConfigError, ModelError
 from collapipe_flwr.data.tokenizer import train_tokenizer
 from collapipe_flwr.generation.text_generator import cluster_generator, local_generator
 from collapipe_flwr.generation.text_model import TextModel
-from collapipe_flwr.models import Splitter, make_spec, save_whole
+from collapipe_flwr.models.describing import make_spec
+from collapipe_flwr.models.saving import save_whole
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.transport.generation import GenerateRequest
 from tests.cluster.hosted import daemons
 from tests.generation.test_backends import SEQ2SEQ, lively

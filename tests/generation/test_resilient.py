@@ -15,7 +15,7 @@ from torch import Tensor
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.generation.backends import ThreadBackend
 from collapipe_flwr.generation.resilient import MOST_REPLAYS, ResilientGenerator
-from collapipe_flwr.models import SegmentPart
+from collapipe_flwr.models.parts import SegmentPart
 from collapipe_flwr.pipeline.generation import GeneratingEdge
 from collapipe_flwr.pipeline.generation_driver import GenerationDriver
 from collapipe_flwr.pipeline.link import Frame, FrameKind

@@ -20,7 +20,8 @@ from collapipe_flwr.core.errors import ConfigError, LinkError, ModelError
 from collapipe_flwr.data.tokenizer import train_tokenizer
 from collapipe_flwr.generation.text_generator import cluster_generator, local_generator
 from collapipe_flwr.generation.text_model import TextModel
-from collapipe_flwr.models import make_spec, save_whole
+from collapipe_flwr.models.describing import make_spec
+from collapipe_flwr.models.saving import save_whole
 from collapipe_flwr.transport.generation import GenerateRequest, TextClient, TextServer
 from tests.cluster.hosted import daemons
 from tests.generation.test_backends import GPT2, SEQ2SEQ, Splitter, lively

@@ -17,8 +17,9 @@ from collapipe_flwr.core.domain import ModelProfile, Plan, Snapshot
 from collapipe_flwr.core.json_codec import to_json
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.federation.local_grid import LocalGrid
-from collapipe_flwr.models import BatchShape, Splitter
 from collapipe_flwr.models.profile import StateBytes, profile_model
+from collapipe_flwr.models.spec import BatchShape
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.scheduler.dssda import Dssda
 from collapipe_flwr.scheduler.protocol import SchedulerState
 from server_app.app import run

@@ -16,7 +16,10 @@ import torch
 from torch import nn
 
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit, train_unsplit
-from collapipe_flwr.models import LoraConfig, Splitter, make_spec, save_whole
+from collapipe_flwr.models.describing import make_spec
+from collapipe_flwr.models.saving import save_whole
+from collapipe_flwr.models.spec import LoraConfig
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.compute import hold, home, one_thread, place_of
 from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig, optimizer_config

@@ -15,7 +15,10 @@ from torch.nn.utils import clip_grad_norm_
 
 from collapipe_flwr.cluster.control_unit import train_round
 from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFleet
-from collapipe_flwr.models import LoraConfig, Splitter, make_spec, save_whole
+from collapipe_flwr.models.describing import make_spec
+from collapipe_flwr.models.saving import save_whole
+from collapipe_flwr.models.spec import LoraConfig
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import Execution, StageConfig
 from collapipe_flwr.pipeline.link import memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig

@@ -22,7 +22,8 @@ from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFle
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit, train_unsplit
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.models import Splitter, make_spec
+from collapipe_flwr.models.describing import make_spec
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import SessionKey, SessionRequest, StageConfig
 from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig

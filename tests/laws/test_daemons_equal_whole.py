@@ -22,7 +22,7 @@ from collapipe_flwr.config.cluster_file import (
     read_cluster,
 )
 from collapipe_flwr.core.errors import LinkError, Unreachable
-from collapipe_flwr.models import Splitter
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import NextHop, SessionRequest, StageConfig
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig, ParameterGroup
 from collapipe_flwr.transport.certificates import sign_all

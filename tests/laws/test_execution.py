@@ -20,7 +20,7 @@ from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFle
 from collapipe_flwr.cluster.unsplit import train_unsplit
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.models import Splitter
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import Execution, SessionRequest, StageConfig
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.step import MicroBatch

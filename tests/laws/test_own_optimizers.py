@@ -20,9 +20,9 @@ from collapipe_flwr.cluster.unsplit import train_unsplit
 from collapipe_flwr.core import imports
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.models import Splitter
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.spec import BatchShape
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import Execution, SessionRequest, StageConfig
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig, optimizer_config
 from collapipe_flwr.pipeline.state import OptimizerState, PartState, between_rounds

@@ -26,7 +26,10 @@ from collapipe_flwr.core.errors import ModelError, ScheduleError
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.core.schedule import ALONE
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.models import LoraConfig, Splitter, make_spec, save_whole
+from collapipe_flwr.models.describing import make_spec
+from collapipe_flwr.models.saving import save_whole
+from collapipe_flwr.models.spec import LoraConfig
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline import gradient_sums
 from collapipe_flwr.pipeline.config import Execution, SessionRequest, StageConfig
 from collapipe_flwr.pipeline.link import Link, fan_of, memory_pair

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from collapipe_flwr.models import ModelSpec, make_spec
+from collapipe_flwr.models.describing import make_spec
+from collapipe_flwr.models.spec import ModelSpec
 
 VOCABULARY = 50
 BLOCKS = 4

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from collapipe_flwr.models import Splitter
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.randomness import SeededRandomness
 from tests.closeness import assert_near
 

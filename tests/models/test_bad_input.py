@@ -11,7 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models import LoraConfig, Splitter, make_spec, save_whole
+from collapipe_flwr.models.describing import make_spec
+from collapipe_flwr.models.saving import save_whole
+from collapipe_flwr.models.spec import LoraConfig
+from collapipe_flwr.models.splitter import Splitter
 from tests.models.conftest import OVERRIDES
 
 

@@ -17,7 +17,9 @@ from transformers import (
 )
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models import Splitter, make_spec, save_whole
+from collapipe_flwr.models.describing import make_spec
+from collapipe_flwr.models.saving import save_whole
+from collapipe_flwr.models.splitter import Splitter
 from tests.full_disk import full_disk
 from tests.power_cuts import rebuilt, watched
 

@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers.models.electra import modeling_electra
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models import Splitter, make_spec
+from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.discovery import discover_family
 from collapipe_flwr.models.families import FAMILIES
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.stack import Stack
 
 RECORDED = [

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from collapipe_flwr.models import ModelSpec, Splitter
 from collapipe_flwr.models.skeleton import build_random, build_skeleton
+from collapipe_flwr.models.spec import ModelSpec
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.randomness import SeededRandomness
 from tests.closeness import assert_near
 

@@ -16,16 +16,11 @@ from torch.optim import AdamW
 from transformers import BertForMaskedLM
 
 from collapipe_flwr.core.errors import ConfigError, ModelError
-from collapipe_flwr.models import (
-    BatchShape,
-    LoraConfig,
-    ModelSpec,
-    Splitter,
-    make_spec,
-    save_adapter,
-    save_whole,
-)
+from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.profile import profile_model
+from collapipe_flwr.models.saving import save_adapter, save_whole
+from collapipe_flwr.models.spec import BatchShape, LoraConfig, ModelSpec
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.tasks import auto_class
 from tests.closeness import assert_near
 from tests.skeletons import skeletons_are_copied  # noqa: F401

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models import ModelSpec, Splitter, make_spec
+from collapipe_flwr.models.describing import make_spec
+from collapipe_flwr.models.spec import ModelSpec
+from collapipe_flwr.models.splitter import Splitter
 from tests.models.conftest import OVERRIDES
 
 

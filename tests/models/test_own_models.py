@@ -21,7 +21,9 @@ from collapipe_flwr.cluster.evaluation import PredictionConfig
 from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFleet
 from collapipe_flwr.core import imports
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models import ModelSpec, SplitModel, Splitter
+from collapipe_flwr.models.spec import ModelSpec
+from collapipe_flwr.models.split_model import SplitModel
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.tasks import known_task
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from tests.closeness import assert_near, near

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models import Splitter
+from collapipe_flwr.models.splitter import Splitter
 
 FAMILIES = [
     ("bert", "sequence-classification"),

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from collapipe_flwr.models import BatchShape, Splitter, make_spec
+from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.profile import profile_model
+from collapipe_flwr.models.spec import BatchShape
+from collapipe_flwr.models.splitter import Splitter
 
 LENGTH = 11
 SHAPE = BatchShape(source_length=LENGTH, target_length=LENGTH)

@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMaskedLM, BertModel
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models import Splitter, make_spec, save_whole
 from collapipe_flwr.models.checkpoint import CheckpointSource
+from collapipe_flwr.models.describing import make_spec
+from collapipe_flwr.models.saving import save_whole
+from collapipe_flwr.models.splitter import Splitter
 
 CASES = [
     ("bert", "masked-lm"),

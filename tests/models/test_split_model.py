@@ -16,8 +16,9 @@ from collapipe_flwr.cluster.evaluation import PredictionConfig
 from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFleet
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit
 from collapipe_flwr.core.errors import ModelError, ScheduleError
-from collapipe_flwr.models import SplitModel, profile_model, splitter_of
-from collapipe_flwr.models.split_model import as_batch
+from collapipe_flwr.models.profile import profile_model
+from collapipe_flwr.models.split_model import SplitModel, as_batch
+from collapipe_flwr.models.splitter import splitter_of
 from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from tests.closeness import assert_near, near

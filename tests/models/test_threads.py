@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from collapipe_flwr.models import BatchShape, Splitter
 from collapipe_flwr.models.profile import profile_model
+from collapipe_flwr.models.spec import BatchShape
+from collapipe_flwr.models.splitter import Splitter
 
 
 def test_parts_built_and_run_in_threads_equal_those_of_one_thread(tiny: Any) -> None:

@@ -9,8 +9,10 @@ import torch
 from torch.optim import SGD
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models import BatchShape, EdgePart, EmbeddingPart, Splitter
+from collapipe_flwr.models.parts import EdgePart, EmbeddingPart
 from collapipe_flwr.models.profile import profile_model
+from collapipe_flwr.models.spec import BatchShape
+from collapipe_flwr.models.splitter import Splitter
 from tests.closeness import assert_near
 
 TIED = [

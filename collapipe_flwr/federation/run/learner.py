@@ -20,9 +20,11 @@ from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.config import TRAIN_TOKENIZER
 from collapipe_flwr.data.metrics import Tally, added
 from collapipe_flwr.data.tasks import Task, load_task
-from collapipe_flwr.models import BatchShape, ModelSpec, Splitter, make_spec
 from collapipe_flwr.models.any_splitter import DescribedModel
 from collapipe_flwr.models.checkpoint import read_pretrained_config
+from collapipe_flwr.models.describing import make_spec
+from collapipe_flwr.models.spec import BatchShape, ModelSpec
+from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.compute import CPU, hold
 from collapipe_flwr.reporting.progress import ClusterProgress
 
