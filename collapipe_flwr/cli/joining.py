@@ -139,22 +139,28 @@ def deploy(
     """
     from rich.console import Console
 
-    from collapipe_flwr.deployment.deploy import Deployment, DeploySettings, next_steps, show
+    from collapipe_flwr.deployment.deploy import Deployment, next_steps, show
     from collapipe_flwr.deployment.inventory import read_inventory
     from collapipe_flwr.deployment.ssh import Outcome
 
-    wanted, console = read_inventory(inventory), Console()
-    settings = DeploySettings(dry=dry_run, accept_new=accept_new, deadline_s=deadline_s)
+    console = Console()
 
     def told(result: Result) -> None:
         if result.outcome is not Outcome.KEPT:
             line = f"{result.machine}: {result.outcome.value} {result.step}"
             console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    deployed = Deployment(wanted, settings, told).run()
-    show(wanted, deployed, console)
+    deployed = Deployment(
+        inventory=read_inventory(inventory),
+        dry=dry_run,
+        accept_new=accept_new,
+        deadline_s=deadline_s,
+        on_result=told,
+    )
+    deployed.run()
+    show(deployed, console)
     if not dry_run and not deployed.failures:
-        next_steps(wanted, deployed, inventory, console)
+        next_steps(deployed, inventory, console)
     needs_fixing = deployed.failures or any(check.faults for check in deployed.checks)
     raise typer.Exit(1 if needs_fixing else 0)
 

@@ -15,9 +15,9 @@ from collapipe_flwr.cluster.profile import Measurements
 from collapipe_flwr.core.durable import write_text
 from collapipe_flwr.core.errors import CollaPipeError, LinkError
 from collapipe_flwr.core.json_codec import from_json
-from collapipe_flwr.deployment import roles
+from collapipe_flwr.deployment import roles, ssh
 from collapipe_flwr.deployment.inventory import DEVICE, EDGE, SERVER, Inventory, Machine, Role
-from collapipe_flwr.deployment.ssh import Outcome, Result, Ssh, Step, results_in, script_of
+from collapipe_flwr.deployment.ssh import Outcome, Result, Step, results_in, script_of
 from collapipe_flwr.reporting.output import number_table
 from collapipe_flwr.reporting.tables import show_measurements
 
@@ -25,22 +25,19 @@ T = TypeVar("T")
 _AT_ONCE = 32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeploySettings:
-    """A ``dry`` deployment looks at the machines and changes nothing.
+@dataclass(kw_only=True)
+class Deployment:
+    """Deploys an inventory, and holds the results of all steps, and of the check of each cluster.
 
-    ``deadline_s`` is for each phase on a machine; ``accept_new``: see `Ssh`.
+    A ``dry`` one looks at the machines and changes nothing. ``deadline_s`` is for each phase on a
+    machine; ``accept_new``: see `ssh.run`. ``on_result`` is called with each step when it ends.
     """
 
+    inventory: Inventory
     dry: bool = False
     accept_new: bool = False
     deadline_s: float = 1800.0
-
-
-@dataclass(kw_only=True)
-class Deployed:
-    """The results of all steps, and of the check of each cluster that had one."""
-
+    on_result: Callable[[Result], object] = lambda _: None
     results: list[Result] = field(default_factory=list)
     checks: list[Measurements] = field(default_factory=list)
     ca_pem: str = ""
@@ -50,43 +47,29 @@ class Deployed:
         """One for each machine that failed."""
         return [result for result in self.results if result.outcome is Outcome.FAILED]
 
-    def of(self, machine: Machine, *outcomes: Outcome) -> list[Result]:
-        """The results of a machine with one of these outcomes."""
-        return [r for r in self.results if r.machine == machine.name and r.outcome in outcomes]
+    def of(self, machine: Machine, outcome: Outcome) -> list[Result]:
+        """The results of a machine with this outcome."""
+        return [r for r in self.results if r.machine == machine.name and r.outcome is outcome]
 
-
-class Deployment:
-    """Deploys an inventory; ``on_result`` is called with each step when it ends."""
-
-    def __init__(
-        self,
-        inventory: Inventory,
-        settings: DeploySettings,
-        on_result: Callable[[Result], object] = lambda _: None,
-    ) -> None:
-        self._inventory = inventory
-        self._settings = settings
-        self._on_result = on_result
-        self._deployed = Deployed()
-
-    def run(self) -> Deployed:
+    def run(self) -> None:
         """Run all phases; a machine that fails is left out of the next ones."""
-        inventory, unit = self._inventory, self._inventory.registrar
+        inventory, unit = self.inventory, self.inventory.registrar
         self._phase(inventory.machines, lambda m: list(roles.preparing(inventory, m)))
         self._phase([unit], lambda _: list(roles.founding(inventory)))
         if self._failed(unit):
-            self._give_up()
-            return self._deployed
+            why = f"waits for the control unit on {unit.host}: deploy again"
+            for machine in self._well():
+                self._fail(machine, "cluster", why)
+            return
         self._join()
         self._phase(inventory.machines, lambda m: list(roles.serving(inventory, m)))
-        if not self._settings.dry and not self._failed(unit):
+        if not self.dry and not self._failed(unit):
             self._check()
-        return self._deployed
 
     def _join(self) -> None:
         """Admit the machines that have not joined yet, each by a token of its role."""
         newcomers = self._newcomers()
-        if self._settings.dry:
+        if self.dry:
             for machine, role in newcomers:
                 name = roles.joining(role).name
                 self._note(Result(machine=machine.name, step=name, outcome=Outcome.WOULD))
@@ -99,13 +82,13 @@ class Deployment:
             mine = [(r, tokens[r.cluster, r.kind]) for m, r in newcomers if m is machine]
             return [roles.joining(role, token) for role, token in mine if token]
 
-        self._phase([m for m in self._inventory.machines if steps(m)], steps)
+        self._phase([m for m in self.inventory.machines if steps(m)], steps)
 
     def _newcomers(self) -> list[tuple[Machine, Role]]:
         """Roles without the files of a member, on the machines that have not failed."""
 
         def missing(machine: Machine) -> list[tuple[Machine, Role]]:
-            others = [role for role in machine.roles if not self._inventory.keeps_ca(role)]
+            others = [role for role in machine.roles if not self.inventory.keeps_ca(role)]
             steps = [roles.joining(role) for role in others]
             found = self._results(machine, steps, dry=True)
             would = {result.step for result in found if result.outcome is Outcome.WOULD}
@@ -118,9 +101,9 @@ class Deployment:
 
     def _token(self, role: Role, members: int) -> str | None:
         """A token for so many members in a role of its cluster; None if that fails."""
-        unit = self._inventory.registrar
+        unit = self.inventory.registrar
         try:
-            text = self._run(unit, roles.token_script(self._inventory, role, members))
+            text = self._run(unit, roles.token_script(self.inventory, role, members))
         except LinkError as error:
             self._fail(unit, f"token for {role.kind} of {role.cluster}", str(error))
             return None
@@ -128,27 +111,27 @@ class Deployment:
         return words[words.index("join") + 1] if "join" in words[:-1] else None
 
     def _check(self) -> None:
-        inventory, unit = self._inventory, self._inventory.registrar
+        inventory, unit = self.inventory, self.inventory.registrar
         try:
             self._run(unit, roles.settling_script(inventory))
-            self._deployed.ca_pem = self._run(unit, roles.ca_script(inventory))
+            self.ca_pem = self._run(unit, roles.ca_script(inventory))
         except LinkError as error:
             self._fail(unit, "check", str(error))
             return
-        changed = any(result.outcome is Outcome.DID for result in self._deployed.results)
+        changed = any(result.outcome is Outcome.DID for result in self.results)
         for machine, role in inventory.control_units:
             if not self._failed(machine):
                 self._check_one(machine, role, keep=changed)
 
     def _check_one(self, unit: Machine, role: Role, *, keep: bool) -> None:
-        script = roles.check_script(self._inventory, role, keep=keep)
+        script = roles.check_script(self.inventory, role, keep=keep)
         try:
             text = self._run(unit, script)
             check = from_json(Measurements, text, "what the check measured")
         except CollaPipeError as error:
             self._fail(unit, "check", str(error))
             return
-        self._deployed.checks.append(check)
+        self.checks.append(check)
         there = {member.name for member in check.members}
         for machine in self._well():
             mine = machine.role(DEVICE)
@@ -164,7 +147,7 @@ class Deployment:
         self, machines: Iterable[Machine], steps: Callable[[Machine], Sequence[Step]]
     ) -> None:
         def one(machine: Machine) -> None:
-            for result in self._results(machine, steps(machine), dry=self._settings.dry):
+            for result in self._results(machine, steps(machine), dry=self.dry):
                 self._note(result)
 
         self._everywhere([m for m in machines if not self._failed(m)], one)
@@ -186,37 +169,35 @@ class Deployment:
 
     def _run(self, machine: Machine, script: str) -> str:
         """The output of a script there; raises LinkError."""
-        config, accept_new = self._inventory.ssh_config, self._settings.accept_new
-        ssh = Ssh(machine=machine, config=config, accept_new=accept_new)
-        return ssh.run(script, deadline_s=self._settings.deadline_s)
+        config, deadline_s = self.inventory.ssh_config, self.deadline_s
+        return ssh.run(
+            machine, script, deadline_s=deadline_s, config=config, accept_new=self.accept_new
+        )
 
     def _well(self) -> list[Machine]:
-        return [machine for machine in self._inventory.machines if not self._failed(machine)]
+        return [machine for machine in self.inventory.machines if not self._failed(machine)]
 
     def _failed(self, machine: Machine) -> bool:
-        return bool(self._deployed.of(machine, Outcome.FAILED))
-
-    def _give_up(self) -> None:
-        why = f"waits for the control unit on {self._inventory.registrar.host}: deploy again"
-        for machine in self._well():
-            self._fail(machine, "cluster", why)
+        return bool(self.of(machine, Outcome.FAILED))
 
     def _fail(self, machine: Machine, step: str, why: str) -> None:
         self._note(Result(machine=machine.name, step=step, outcome=Outcome.FAILED, why=why))
 
     def _note(self, result: Result) -> None:
-        self._deployed.results.append(result)
-        self._on_result(result)
+        self.results.append(result)
+        self.on_result(result)
 
 
-def show(inventory: Inventory, deployed: Deployed, console: Console) -> None:
+def show(deployed: Deployment, console: Console) -> None:
     """Print the tables of the checks and of the deployment, and one sentence per failure."""
     for check in deployed.checks:
         show_measurements(check, console)
     table = number_table(
-        f"deployment of {', '.join(inventory.clusters)}", ("machine", "host", "came to"), ()
+        f"deployment of {', '.join(deployed.inventory.clusters)}",
+        ("machine", "host", "came to"),
+        (),
     )
-    for machine in inventory.machines:
+    for machine in deployed.inventory.machines:
         table.add_row(machine.name, machine.host, summary_of(deployed, machine))
     console.print(table)
     for failure in deployed.failures:
@@ -227,7 +208,7 @@ def show(inventory: Inventory, deployed: Deployed, console: Console) -> None:
         console.print("nothing was changed: all of it was done already", style="green")
 
 
-def summary_of(deployed: Deployed, machine: Machine) -> str:
+def summary_of(deployed: Deployment, machine: Machine) -> str:
     """A few words about one machine."""
     if failed := deployed.of(machine, Outcome.FAILED):
         return f"[red]failed at {failed[0].step}[/red]"
@@ -238,8 +219,9 @@ def summary_of(deployed: Deployed, machine: Machine) -> str:
     return f"[green]{len(did)} steps done[/green]" if did else "[green]nothing to do[/green]"
 
 
-def next_steps(inventory: Inventory, deployed: Deployed, path: Path, console: Console) -> None:
+def next_steps(deployed: Deployment, path: Path, console: Console) -> None:
     """Write the files that a run needs beside the inventory, and print how to start one."""
+    inventory = deployed.inventory
     folder = path.parent / f"{inventory.name}-run"
     folder.mkdir(exist_ok=True)
     for name, text in (("ca.pem", deployed.ca_pem), ("boards.toml", run_config(inventory))):

@@ -52,28 +52,20 @@ class Access:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """A role's table, or one of a device; other machines reach it at ``address``."""
-
-    name: str = key("", matches(r"([A-Za-z0-9][A-Za-z0-9._-]{0,62})?", MEMBER_NAME.says))
-    host: str = key("", _HOST)
-    address: str = key("", _HOST)  # empty: as ssh
-    options: str = key("", _OPTIONS)  # of its daemon
-    access: Access = inline(Access())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """What a machine does, as the member ``name`` of a cluster, which others reach at ``address``.
+    """What a machine does, as the member ``name`` of a ``cluster``; its keys are those of a table.
 
-    All clusters share edge and server, which join the first one.
+    Other machines reach it at ``address``. All clusters share edge and server, which join the
+    first one.
     """
 
-    kind: str
-    name: str
-    address: str
-    options: str = ""
+    kind: str = ""
     cluster: str = ""
+    name: str = key("", matches(r"([A-Za-z0-9][A-Za-z0-9._-]{0,62})?", MEMBER_NAME.says))
+    host: str = key("", _HOST)
+    address: str = key("", _HOST)  # left out of a table: as ssh
+    options: str = key("", _OPTIONS)  # of its daemon
+    access: Access = inline(Access())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +80,11 @@ class Machine:
     def name(self) -> str:
         """Its name in results."""
         return " + ".join(role.name for role in self.roles)
+
+    @property
+    def login(self) -> str:
+        """USER@HOST for ssh."""
+        return f"{self.access.user}@{self.host}" if self.access.user else self.host
 
     def role(self, kind: str) -> Role | None:
         """Its role of that kind."""
@@ -138,15 +135,6 @@ class _Top:
     ssh_config: str = key("")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Named:
-    """A table of an inventory, with its role and cluster."""
-
-    kind: str
-    cluster: str
-    table: Table
-
-
 def read_inventory(path: Path) -> Inventory:
     """The inventory in a TOML file; raises ConfigError that names file, key and value."""
     values = read_toml(path, f"inventory {path}")
@@ -162,31 +150,29 @@ def _parsed(values: Mapping[str, Any], folder: Path) -> Inventory:
     refuse_unknown(values, {*shared, CONTROL_UNIT, EDGE, SERVER, DEVICE}, "key")
     top = parse_section(_Top(), "", plain)
     common = parse_section(Access(), "", plain)
-    tables = list(_tables(values))
-    machines = tuple(_machines(tables, common, folder))
+    roles = list(_roles(values))
+    machines = tuple(_machines(roles, common, folder))
     config = folder / top.ssh_config if top.ssh_config else None
     if config is not None and not config.is_file():
         raise ConfigError(f"ssh-config {config} is not there")
-    clusters = tuple(dict.fromkeys(named.cluster for named in tables))
+    clusters = tuple(dict.fromkeys(role.cluster for role in roles))
     return Inventory(clusters=clusters, machines=machines, ssh_config=config)
 
 
-def _tables(values: Mapping[str, Any]) -> Iterable[_Named]:
+def _roles(values: Mapping[str, Any]) -> Iterable[Role]:
     """The first control unit comes first, followed by edge and server, which clusters share."""
-    first: Table | None = None
+    shared: tuple[str, ...] = (EDGE, SERVER)
     for cluster, prefix, own in _clusters(values):
-        unit = parse_table(Table(), prefix + CONTROL_UNIT, own.get(CONTROL_UNIT, {}))
+        blank = Role(kind=CONTROL_UNIT, cluster=cluster)
+        unit = parse_table(blank, prefix + CONTROL_UNIT, own.get(CONTROL_UNIT, {}))
         if not unit.host:
             raise ConfigError(f"{prefix}{CONTROL_UNIT}.host is missing: say where ssh finds it")
-        named = replace(unit, name=f"cu-{cluster}")
-        yield _Named(kind=CONTROL_UNIT, cluster=cluster, table=named)
-        for kind in () if first else (EDGE, SERVER):
-            found = parse_table(Table(), kind, values.get(kind, {}))
-            shared = replace(found, name=kind, host=found.host or unit.host)
-            yield _Named(kind=kind, cluster=cluster, table=shared)
-        first = unit
-        for device in _devices(own, prefix):
-            yield _Named(kind=DEVICE, cluster=cluster, table=device)
+        yield replace(unit, name=f"cu-{cluster}")
+        for kind in shared:
+            found = parse_table(replace(blank, kind=kind), kind, values.get(kind, {}))
+            yield replace(found, name=kind, host=found.host or unit.host)
+        shared = ()
+        yield from _devices(own, prefix, replace(blank, kind=DEVICE))
 
 
 def _clusters(values: Mapping[str, Any]) -> Iterable[tuple[str, str, Mapping[str, Any]]]:
@@ -213,61 +199,50 @@ def _clusters(values: Mapping[str, Any]) -> Iterable[tuple[str, str, Mapping[str
         raise ConfigError("at least one [[cluster]] table is needed")
 
 
-def _devices(values: Mapping[str, Any], prefix: str) -> Iterable[Table]:
+def _devices(values: Mapping[str, Any], prefix: str, blank: Role) -> Iterable[Role]:
     devices = values.get(DEVICE, [])
     if not isinstance(devices, list) or not devices:
         head = f"[[{_CLUSTER}.{DEVICE}]]" if prefix else f"[[{DEVICE}]]"
         raise ConfigError(f"at least one {head} table with a name and a host is needed")
     for number, table in enumerate(devices, start=1):
         where = f"{prefix}{DEVICE}[{number}]"
-        device = parse_table(Table(), where, table)
+        device = parse_table(blank, where, table)
         for what in ("name", "host"):
             if not getattr(device, what):
                 raise ConfigError(f"{where}.{what} is missing")
         yield device
 
 
-def _machines(tables: list[_Named], common: Access, folder: Path) -> Iterable[Machine]:
-    names = [named.table.name.casefold() for named in tables]
-    twice = [n.table.name for n in tables if names.count(n.table.name.casefold()) > 1]
+def _machines(roles: list[Role], common: Access, folder: Path) -> Iterable[Machine]:
+    names = [role.name.casefold() for role in roles]
+    twice = [role.name for role in roles if names.count(role.name.casefold()) > 1]
     if twice:
         raise ConfigError(f"two members are called {twice[0]!r}: names must differ")
-    for host in dict.fromkeys(named.table.host for named in tables):
-        here = [named for named in tables if named.table.host == host]
+    for host in dict.fromkeys(role.host for role in roles):
+        here = [role for role in roles if role.host == host]
         for kind, what in ((DEVICE, "device"), (CONTROL_UNIT, "control unit")):
-            if sum(named.kind == kind for named in here) > 1:
+            if sum(role.kind == kind for role in here) > 1:
                 raise ConfigError(f"two {what}s are on host {host!r}: a machine can be one {what}")
+        address = here[0].address or host
         yield Machine(
             host=host,
-            access=_access([named.table for named in here], common, folder),
-            roles=tuple(
-                Role(
-                    kind=named.kind,
-                    name=named.table.name,
-                    address=named.table.address or here[0].table.address or host,
-                    options=named.table.options,
-                    cluster=named.cluster,
-                )
-                for named in here
-            ),
+            access=_access(here, common, folder),
+            roles=tuple(replace(role, address=role.address or address) for role in here),
         )
 
 
-def _access(tables: list[Table], common: Access, folder: Path) -> Access:
+def _access(roles: list[Role], common: Access, folder: Path) -> Access:
     """Each setting from the first of a machine's tables that has it, else the common one."""
-    found: dict[str, Any] = {}
-    for name in (field.name for field in fields(Access)):
-        said = [value for table in tables if (value := getattr(table.access, name))]
-        found[name] = said[0] if said else getattr(common, name)
-    access = Access(**found)
-    own = [table.access for table in tables]
+    own = [role.access for role in roles]
+    found = {f.name: [getattr(each, f.name) for each in (*own, common)] for f in fields(Access)}
+    access = Access(**{name: next(filter(None, said), said[-1]) for name, said in found.items()})
     if any(each.wheel for each in own) and not any(each.environment for each in own):
         access = replace(access, environment="")
     if access.environment:
         return replace(access, wheel="", constraints="")
     if not access.wheel:
         raise ConfigError(
-            f"host {tables[0].host!r} has neither a wheel nor an environment: build a wheel by "
+            f"host {roles[0].host!r} has neither a wheel nor an environment: build a wheel by "
             "`pip wheel --no-deps .` in the sources and name it, or an environment that is there"
         )
     return replace(

@@ -10,7 +10,7 @@ import pytest
 
 from collapipe_flwr.core.errors import LinkError, LinkTimeout
 from collapipe_flwr.deployment.inventory import Access, Machine, Role
-from collapipe_flwr.deployment.ssh import Ssh, Step, results_in, script_of
+from collapipe_flwr.deployment.ssh import Step, results_in, run, script_of
 
 MACHINE = Machine(
     host="10.0.0.11",
@@ -86,15 +86,15 @@ def test_a_failure_of_ssh_is_one_sentence_with_the_way_out(
 ) -> None:
     says(fake_ssh, text, code)
     with pytest.raises(LinkError, match=sentence) as told:
-        Ssh(machine=MACHINE).run("true", deadline_s=30)
+        run(MACHINE, "true", deadline_s=30)
     assert "\n" not in str(told.value)
 
 
 def test_ssh_gets_its_settings_and_the_whole_script(fake_ssh: Path, tmp_path: Path) -> None:
     fake_ssh.write_text('#!/bin/sh\necho "$@"\ncat\n')
     fake_ssh.chmod(0o755)
-    ssh = Ssh(machine=MACHINE, config=tmp_path / "config", accept_new=True)
-    said = ssh.run("echo hello", deadline_s=30)
+    config = tmp_path / "config"
+    said = run(MACHINE, "echo hello", deadline_s=30, config=config, accept_new=True)
     for words in (f"-F {tmp_path}/config", "-p 2222 -l pi -- 10.0.0.11", "BatchMode=yes"):
         assert words in said
     assert "StrictHostKeyChecking=accept-new" in said
@@ -105,4 +105,4 @@ def test_a_machine_that_hangs_has_a_deadline(fake_ssh: Path) -> None:
     fake_ssh.write_text("#!/bin/sh\nexec sleep 60\n")
     fake_ssh.chmod(0o755)
     with pytest.raises(LinkTimeout, match=r"did not finish within 0.5 s: deploy again"):
-        Ssh(machine=MACHINE).run("true", deadline_s=0.5)
+        run(MACHINE, "true", deadline_s=0.5)
