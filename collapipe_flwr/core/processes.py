@@ -57,6 +57,19 @@ def terminable(answer: Callable[[], str] | None = None) -> Iterator[None]:
 
 
 @contextmanager
+def meanwhile(work: Callable[[threading.Event], object], name: str) -> Iterator[None]:
+    """Run ``work`` in a thread while the body runs; its argument is set when the body ends."""
+    over = threading.Event()
+    thread = threading.Thread(target=work, args=(over,), name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
 def _handled(handler: _Handler) -> Iterator[None]:
     before = {sign: signal.signal(sign, handler) for sign in _SIGNS}
     try:

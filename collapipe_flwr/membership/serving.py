@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from collapipe_flwr.config.cluster_file import ClusterConfig
 from collapipe_flwr.core.errors import ConfigError, RunError
-from collapipe_flwr.core.processes import stopping
+from collapipe_flwr.core.processes import meanwhile, stopping
 from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import Listener
 from collapipe_flwr.membership.admission import JoiningService
@@ -55,12 +54,10 @@ def serve(
         if announce:
             pin = bytes.fromhex(fingerprint(registry.ca.read_bytes()))
             stack.enter_context(announced(config, joining.address, pin))
-        watching = threading.Thread(target=RosterSender(registry).watch, args=(stop,), daemon=True)
-        watching.start()
+        stack.enter_context(meanwhile(RosterSender(registry).watch, "rosters"))
         say(f"newcomers of {', '.join(registry.clusters())} are let in at {joining.address}")
         while not stop.wait(_LOOK_S):
             if process is not None and process.poll() is not None:
-                stop.set()
                 raise RunError(f"the edge ended with {process.returncode}: see what it printed")
 
 

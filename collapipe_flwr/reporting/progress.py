@@ -17,6 +17,7 @@ from pathlib import Path
 
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.core.json_codec import from_json, to_json
+from collapipe_flwr.core.processes import meanwhile
 
 PROGRESS = "progress.json"
 LOOK_S = 0.5  # between two looks at how far the clusters are
@@ -96,14 +97,10 @@ class ProgressFile:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Poll while the body runs, then remove the file."""
-        over = threading.Event()
-        thread = threading.Thread(target=self._watch, args=(over,), name="progress", daemon=True)
-        thread.start()
         try:
-            yield
+            with meanwhile(self._watch, "progress"):
+                yield
         finally:
-            over.set()
-            thread.join()
             if self.folder is not None:
                 with suppress(OSError):
                     (self.folder / PROGRESS).unlink(missing_ok=True)

@@ -16,6 +16,7 @@ is evaluated. Rounds after the checkpoint are trained again, so their events are
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -268,6 +269,9 @@ def newest_checkpoint(run_dir: Path) -> int:
 
 def rounds_done(run_dir: Path) -> int:
     """The last round in a run directory; 0 before the first."""
+    with suppress(RunError):  # a damaged last line, before which the last round is
+        if event := newest_event(run_dir):
+            return int(event["round_index"])
     return max((event["round_index"] for event in read_events(run_dir)[-1:]), default=0)
 
 
@@ -300,6 +304,25 @@ def iter_events(run_dir: Path) -> Iterator[dict[str, Any]]:
                 yield parse_event(path, number, line)
             except RunError as error:
                 damage = error
+
+
+def newest_event(run_dir: Path) -> dict[str, Any] | None:
+    """The last complete line of ``events.jsonl``, however long the file is; None without any."""
+    path = run_dir / EVENTS
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return None
+    with file:
+        place, found = file.seek(0, os.SEEK_END), b""
+        while place and found.count(b"\n") < 2:
+            step = min(place, _BLOCK_BYTES)
+            place -= step
+            file.seek(place)
+            found = file.read(step) + found
+    complete = found.rpartition(b"\n")[0]
+    line = complete.rpartition(b"\n")[2]
+    return parse_event(path, 0, line) if line else None
 
 
 def parse_event(path: Path, number: int, line: bytes) -> dict[str, Any]:

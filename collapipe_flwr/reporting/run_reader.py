@@ -13,6 +13,7 @@ from collapipe_flwr.reporting.progress import read_progress
 from collapipe_flwr.reporting.run_directory import (
     EVENTS,
     events_bytes,
+    newest_event,
     parse_event,
     read_config,
     read_summary_head,
@@ -22,7 +23,6 @@ from collapipe_flwr.reporting.run_lock import as_it_is
 
 Json = dict[str, Any]
 _MARK_BYTES = 256  # before the place: where they differ, the file is not the one that was read
-_BLOCK_BYTES = 1 << 20
 _ABOUT_BYTES = 8 << 20  # of events that are read at once
 _TOLD = ("status", "reason", "rounds_asked", "notes", "untrained", "wall_s")
 
@@ -77,25 +77,6 @@ class EventTail:
             return False
         file.seek(self._place - len(self._mark))
         return file.read(len(self._mark)) == self._mark
-
-
-def newest_event(run_dir: Path) -> dict[str, Any] | None:
-    """The last complete line of ``events.jsonl``, however long the file is; None without any."""
-    path = run_dir / EVENTS
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        return None
-    with file:
-        place, found = file.seek(0, os.SEEK_END), b""
-        while place and found.count(b"\n") < 2:
-            step = min(place, _BLOCK_BYTES)
-            place -= step
-            file.seek(place)
-            found = file.read(step) + found
-    complete = found.rpartition(b"\n")[0]
-    line = complete.rpartition(b"\n")[2]
-    return parse_event(path, 0, line) if line else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

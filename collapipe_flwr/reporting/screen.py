@@ -34,26 +34,21 @@ _PER_S = 2.0  # redraws of the bars: the processor is for the run
 _ENDING = "stopping Flower"
 
 
-class Screen:
+class Screen(RoundPrinter):
     """The terminal of `collapipe run`: ``quiet`` shows nothing, ``verbose`` the log itself."""
 
     def __init__(self, *, quiet: bool = False, verbose: bool = False) -> None:
+        super().__init__(console=Console(quiet=quiet, highlight=False))
         self.verbose = verbose
-        self._console = Console(quiet=quiet, highlight=False)
         if not self._console.is_terminal:
             self._console.width = _PLAIN
         self._draws = self._console.is_terminal and not verbose and not quiet
         self._bars = Bars()
         self._said = ""
-        self.printer = RoundPrinter(console=self._console)
-
-    def say(self, text: str) -> None:
-        """One line."""
-        self.printer.say(text)
 
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
-        """Show ``text`` while the body runs, until :meth:`show` replaces it."""
+        """Show ``text`` while the body runs, until :meth:`show_progress` replaces it."""
         if not self._draws:
             self.say(text)
             yield
@@ -66,7 +61,7 @@ class Screen:
         finally:
             self._bars.show(None)
 
-    def show(self, progress: RunProgress) -> None:
+    def show_progress(self, progress: RunProgress) -> None:
         """Show the progress; without a terminal, each phase outside of rounds is printed once."""
         if self._draws:
             self._bars.show(progress)
@@ -90,7 +85,7 @@ class Follower:
 
     def __init__(self, run_dir: Path, screen: Screen) -> None:
         self._run_dir = run_dir
-        self._screen, self._printer = screen, screen.printer
+        self._screen = screen
         self._began_s = time.time()  # older progress is of an earlier attempt
         self._last = newest_checkpoint(run_dir)
         self._stamp = summary_stamp(run_dir)
@@ -116,22 +111,22 @@ class Follower:
             # The ServerApp removes its progress file last; what still runs is Flower.
             self._shown = RunProgress(phase=_ENDING, since_s=time.time())
         if self._shown is not None:
-            self._screen.show(self._shown)
+            self._screen.show_progress(self._shown)
 
     def _show_rounds(self) -> None:
         summary = read_summary(self._run_dir) or {}
-        self._printer.rounds = summary.get("rounds_asked")
+        self._screen.rounds = summary.get("rounds_asked")
         for note in summary.get("notes", ()):
             if note not in self._notes:
                 self._notes.add(note)
-                self._printer.say(note)
+                self._screen.say(note)
         if summary.get("untrained") and not self._untrained:
             self._untrained = True
-            self._printer.show_untrained(summary["untrained"])
+            self._screen.show_untrained(summary["untrained"])
         for event in self._events.new():
             if event["round_index"] > self._last:
                 self._last = event["round_index"]
-                self._printer.show(RoundEvent.of_json(event))
+                self._screen.show(RoundEvent.of_json(event))
 
     def _pass_on_log(self) -> None:
         log = self._run_dir / LOG

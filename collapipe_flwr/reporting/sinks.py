@@ -200,20 +200,12 @@ class Prometheus:
         yield from families.values()
 
 
-@dataclass(frozen=True, slots=True)
-class SinkKind:
-    """A sink by name: its class, and the package and extra that it needs."""
-
-    make: Callable[[WatchedRun, int], Sink]
-    module: str
-    extra: str
-
-
-KINDS = {
-    "tensorboard": SinkKind(TensorBoard, "tensorboard", "tensorboard"),
-    "wandb": SinkKind(WeightsAndBiases, "wandb", "wandb"),
-    "mlflow": SinkKind(MLflow, "mlflow", "mlflow"),
-    "prometheus": SinkKind(Prometheus, "prometheus_client", "prometheus"),
+# By name, which is also that of the extra: its class, and a module of the package that it needs.
+KINDS: dict[str, tuple[Callable[[WatchedRun, int], Sink], str]] = {
+    "tensorboard": (TensorBoard, "tensorboard"),
+    "wandb": (WeightsAndBiases, "wandb"),
+    "mlflow": (MLflow, "mlflow"),
+    "prometheus": (Prometheus, "prometheus_client"),
 }
 
 
@@ -222,7 +214,7 @@ def check_sinks(names: Iterable[str]) -> None:
     for name in names:
         if name not in KINDS:
             raise ConfigError(f"no sink is called {name!r}; there are {', '.join(KINDS)}")
-        require(KINDS[name].module, KINDS[name].extra)
+        require(KINDS[name][1], name)
 
 
 class Feeder:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.core.errors import RunError
-from collapipe_flwr.reporting.run_directory import EVENTS, RunDirectory
-from collapipe_flwr.reporting.run_reader import EventTail, newest_event
+from collapipe_flwr.reporting.run_directory import EVENTS, RunDirectory, newest_event
+from collapipe_flwr.reporting.run_reader import EventTail
 
 
 def _event(index: int, text: str = "") -> dict[str, object]:

@@ -101,8 +101,7 @@ def test_a_sink_that_is_unknown_or_not_installed_is_refused_with_the_way_out(
 ) -> None:
     with pytest.raises(ConfigError, match="no sink is called 'tensorbord'; there are tensorboard"):
         Sinks("tensorbord", tmp_path)
-    missing = kinds.SinkKind(kinds.MLflow, "no_such_package", "mlflow")
-    monkeypatch.setitem(kinds.KINDS, "mlflow", missing)
+    monkeypatch.setitem(kinds.KINDS, "mlflow", (kinds.MLflow, "no_such_package"))
     with pytest.raises(ConfigError, match=r"pip install 'collapipe-flwr\[mlflow\]'"):
         Sinks("mlflow", tmp_path)
     assert not list(tmp_path.iterdir())

@@ -62,7 +62,7 @@ def test_where_there_is_no_terminal_each_phase_and_round_is_a_plain_line(folder:
 def test_after_the_server_apps_last_phase_flower_is_what_still_runs(folder: Path) -> None:
     shown: list[str] = []
     screen = SimpleNamespace(
-        verbose=False, printer=None, show=lambda progress: shown.append(progress.phase)
+        verbose=False, show_progress=lambda progress: shown.append(progress.phase)
     )
     follower = Follower(folder, cast(Screen, screen))
     follower.look()

@@ -122,7 +122,7 @@ class Sinks:
         self._feeders: list[Feeder] = []
         if chosen:
             run = self._run(settings or {}, metrics_address)
-            self._feeders = [Feeder(name, partial(KINDS[name].make, run)) for name in chosen]
+            self._feeders = [Feeder(name, partial(KINDS[name][0], run)) for name in chosen]
 
     def _run(self, settings: Mapping[str, Any], metrics_address: str) -> WatchedRun:
         try:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.processes import meanwhile
 from collapipe_flwr.reporting.live.state import Place, RunState
 from collapipe_flwr.reporting.report.overview import tiles
 from collapipe_flwr.reporting.report.page import require_report, run_sections, section_html
@@ -43,17 +44,13 @@ class Feed:
     @contextmanager
     def following(self) -> Iterator[None]:
         """Follow the run while the body runs; afterwards pages are told that it is over."""
-        stop = threading.Event()
-        thread = threading.Thread(target=self._follow, args=(stop,), name="watch", daemon=True)
-        thread.start()
         try:
-            yield
+            with meanwhile(self._follow, "watch"):
+                yield
         finally:
-            stop.set()
             with self._changed:
                 self._over = True
                 self._changed.notify_all()
-            thread.join()
 
     def next(self, known: Place, timeout_s: float) -> tuple[Place, str] | None:
         """What a page at ``known`` lacks, as JSON, and the place that this leads to.
