@@ -9,15 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.reporting.figures import (
-    Curve,
-    draw_curves,
-    legend_outside,
-    new_figure,
-    plain_numbers,
-    whole_rounds,
-    write_picture,
-)
+from collapipe_flwr.reporting import figures
 from collapipe_flwr.reporting.report.run_data import RunData, read_run
 from collapipe_flwr.reporting.run_directory import labelled_run
 
@@ -25,6 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MOST_BESIDE = 3  # panels
+# Costs that are left out where all runs have one of these values.
+_USUAL = {"status": {"completed", ""}, "rounds without a cluster": {""}}
 
 
 def read_curves(sources: Sequence[str]) -> list[RunData]:
@@ -76,52 +70,42 @@ def _points(run: RunData, name: str) -> list[float | None]:
 
 
 def _costs(runs: Sequence[RunData]) -> str:
-    lost = [_lost_rounds(run) for run in runs]
-    ends = [run.summary.get("status", "") for run in runs]
-    rows = [
-        *([["status", *ends]] if set(ends) - {"completed", ""} else []),
-        ["largest difference of the loss", *(_farthest(run, runs[0]) for run in runs)],
-        ["wall-clock seconds", *(f"{run.summary['wall_s']:.0f}" for run in runs)],
-        *([["rounds without a cluster", *lost]] if any(lost) else []),
-        ["Flower MB", *(_megabytes(run, "flower") for run in runs)],
-        ["device-to-device MB", *(_megabytes(run, "d2d") for run in runs)],
-        ["device-to-edge MB", *(_megabytes(run, "d2e") for run in runs)],
-        ["largest device, peak MB", *(_largest_device(run) for run in runs)],
+    columns = [_column(run, runs[0]) for run in runs]
+    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
+    shown = [row for row in rows if not set(row[1:]) <= _USUAL.get(row[0], set())]
+    return _table(["", *(run.name for run in runs)], shown)
+
+
+def _column(run: RunData, first: RunData) -> dict[str, str]:
+    """The costs of a run by name, empty where they are nothing or unknown."""
+    summary, sizes = run.summary, run.summary["bytes"]
+    lost = {index for rounds in summary.get("lost", {}).values() for index in rounds}
+    pairs = zip(_points(run, "loss"), _points(first, "loss"), strict=False)
+    gaps = [abs(ours - theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
+    peaks = [
+        size
+        for role, size in summary["peak_memory_bytes"].items()
+        if not role.endswith(("/edge", "/control-unit"))
     ]
-    return _table(["", *(run.name for run in runs)], rows)
+    return {
+        "status": summary.get("status", ""),
+        "largest difference of the loss": f"{max(gaps):.1e}" if gaps and run is not first else "",
+        "wall-clock seconds": f"{summary['wall_s']:.0f}",
+        "rounds without a cluster": str(len(lost) or ""),
+        "Flower MB": _megabytes(sizes["flower"]),
+        "device-to-device MB": _megabytes(sizes["d2d"]),
+        "device-to-edge MB": _megabytes(sizes["d2e"]),
+        "largest device, peak MB": _megabytes(max(peaks, default=0)),
+    }
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.1f}" if size else ""
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def _farthest(run: RunData, first: RunData) -> str:
-    """Largest difference of a run's loss from the first run's; empty for the first."""
-    pairs = zip(_points(run, "loss"), _points(first, "loss"), strict=False)
-    gaps = [abs(ours - theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
-    return f"{max(gaps):.1e}" if gaps and run is not first else ""
-
-
-def _lost_rounds(run: RunData) -> str:
-    """Number of rounds that lost a cluster; empty for none."""
-    lost = run.summary.get("lost", {})
-    return str(len({index for rounds in lost.values() for index in rounds}) or "")
-
-
-def _megabytes(run: RunData, link: str) -> str:
-    size = run.summary["bytes"][link]
-    return f"{size / 1e6:.1f}" if size else ""
-
-
-def _largest_device(run: RunData) -> str:
-    """Largest peak of tensor memory of any device; empty if none was measured."""
-    sizes = [
-        size
-        for role, size in run.summary["peak_memory_bytes"].items()
-        if not role.endswith(("/edge", "/control-unit"))
-    ]
-    return f"{max(sizes) / 1e6:.1f}" if sizes else ""
 
 
 def draw(runs: Sequence[RunData], path: Path, metrics: Sequence[str] = ()) -> None:
@@ -132,28 +116,25 @@ def draw(runs: Sequence[RunData], path: Path, metrics: Sequence[str] = ()) -> No
     names = metric_names(runs, metrics)
     if not names:
         raise ConfigError(f"--plot {path}: no run was evaluated yet, so there is nothing to draw")
-    write_picture(drawn(runs, names), path)
+    figures.write_picture(drawn(runs, names), path)
 
 
 def drawn(runs: Sequence[RunData], names: Sequence[str]) -> Figure:
     """A panel for each metric with a curve for each run; round 0 is the untrained model."""
     wide = min(len(names), _MOST_BESIDE)
     rows = -(-len(names) // wide)
-    figure = new_figure((2.5 + 4.0 * wide, 0.5 + 3.0 * rows), "")
+    figure = figures.new_figure((2.5 + 4.0 * wide, 0.5 + 3.0 * rows), "")
     panels = list(figure.subplots(rows, wide, squeeze=False).flat)
     for axes, name in zip(panels, names, strict=False):
         axes.set(title=name, yscale="log" if name == "perplexity" else "linear")
-        draw_curves(axes, [_curve(run, name) for run in runs])
-        plain_numbers(axes)
-        whole_rounds(axes)
+        scores = [(run.name, [run.untrained.get(name), *_points(run, name)]) for run in runs]
+        known = [(run, {i: v for i, v in enumerate(y) if v is not None}) for run, y in scores]
+        figures.draw_curves(
+            axes, [figures.Curve(run, list(y), list(y.values())) for run, y in known]
+        )
+        figures.plain_numbers(axes)
+        figures.whole_rounds(axes)
     for axes in panels[len(names) :]:
         axes.set_axis_off()
-    legend_outside(figure, panels[0])
+    figures.legend_outside(figure, panels[0])
     return figure
-
-
-def _curve(run: RunData, name: str) -> Curve:
-    """The rounds in which it was evaluated; 0 is the untrained model."""
-    scores = [run.untrained.get(name), *_points(run, name)]
-    known = {i: score for i, score in enumerate(scores) if score is not None}
-    return Curve(run.name, list(known), list(known.values()))

@@ -55,7 +55,9 @@ def draw_curves(axes: Axes, curves: Sequence[Curve]) -> None:
 
     The scale of the axes must be set before.
     """
-    covers = _covers([_heights(axes, curve) for curve in curves])
+    shown = axes.yaxis.get_transform().transform
+    heights = [shown(np.array(curve.y, float)).tolist() for curve in curves]
+    covers = _covers([dict(zip(c.x, y, strict=True)) for c, y in zip(curves, heights, strict=True)])
     for number, curve in enumerate(curves):
         width = _WIDTH + _WIDER * covers[number]
         axes.plot(
@@ -74,14 +76,8 @@ def draw_curves(axes: Axes, curves: Sequence[Curve]) -> None:
         )
 
 
-def _heights(axes: Axes, curve: Curve) -> dict[float, float]:
-    """Heights by x, on the scale of the axes."""
-    shown = axes.yaxis.get_transform().transform(np.array(curve.y, float))
-    return dict(zip(curve.x, shown.tolist(), strict=True))
-
-
 def _covers(curves: Sequence[Mapping[float, float]]) -> list[int]:
-    """For each curve, the number of later ones that nearly coincide with it at most points."""
+    """The number of later curves that nearly coincide with each at most points, by their scale."""
     heights = [y for curve in curves for y in curve.values()]
     near = _NEAR * (max(heights, default=0.0) - min(heights, default=0.0))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -10,18 +10,7 @@ from typing import TYPE_CHECKING
 
 from collapipe_flwr.core.domain import Segment
 from collapipe_flwr.core.errors import ConfigError, extra
-from collapipe_flwr.reporting.figures import (
-    COLOURS,
-    Curve,
-    colour,
-    draw_curves,
-    legend_outside,
-    new_figure,
-    plain_numbers,
-    whole_rounds,
-    write_picture,
-)
-from collapipe_flwr.simulation.score import Score
+from collapipe_flwr.reporting import figures
 from collapipe_flwr.simulation.setting import PRESETS, Setting
 from collapipe_flwr.simulation.simulate import PolicyResult, Simulation, TradeoffPoint
 
@@ -32,7 +21,7 @@ if TYPE_CHECKING:
 _INCHES = (9.0, 5.0)
 _MOST_NAMED = 6  # seeds
 _BELOW_0 = 0.1  # so that a curve at 0 is not cut
-_LIGHT = COLOURS[3:6]  # black is read better on them than white
+_LIGHT = figures.COLOURS[3:6]  # black is read better on them than white
 
 
 def check_plot(folder: Path) -> None:
@@ -50,39 +39,37 @@ def save_figures(
 ) -> list[Path]:
     """Draw everything; returns the files written."""
     paths = []
-    for name, figure in figures(simulation, tradeoff).items():
+    for name, figure in drawn(simulation, tradeoff).items():
         paths.append(folder / f"{name}.png")
-        write_picture(figure, paths[-1])
+        figures.write_picture(figure, paths[-1])
     return paths
 
 
-def figures(simulation: Simulation, tradeoff: Sequence[TradeoffPoint]) -> dict[str, Figure]:
+def drawn(simulation: Simulation, tradeoff: Sequence[TradeoffPoint]) -> dict[str, Figure]:
     """All pictures by the names of their files."""
     setting = simulation.setting
     ran = [p for p in simulation.policies if p.refusal is None]
-    first = f"seed {setting.seeds[0]}"
-    drawn = {
+    where, first = describe(setting), f"seed {setting.seeds[0]}"
+    found = {
         "latency": _by_round(
-            ran,
+            {p.policy: _over_seeds(median, [s.latency_s for s in p.scores]) for p in ran},
             "Latency over rounds",
             "latency of the round [s]",
             "log",
-            lambda scores: _over_seeds(median, [s.latency_s for s in scores]),
-            f"{describe(setting)}\n{_seeds(setting, 'median over ')}",
+            f"{where}\n{_seeds(setting, 'median over ')}",
         ),
         "queues": _by_round(
-            ran,
+            {p.policy: _over_seeds(max, [s.queue_share for s in p.scores]) for p in ran},
             "Longest energy queue: what stays bounded keeps its budget",
             "queue [budgets of a round]",
             "symlog",
-            lambda scores: _over_seeds(max, [s.queue_share for s in scores]),
-            f"{describe(setting)}\n{_seeds(setting, 'worst of ')}",
+            f"{where}\n{_seeds(setting, 'worst of ')}",
         ),
-        "segments": _segments(ran, f"{describe(setting)}\n{first}"),
+        "segments": _segments(ran, f"{where}\n{first}"),
     }
     if tradeoff:
-        drawn["tradeoff"] = _weights(tradeoff, f"{describe(setting)}\n{first}")
-    return drawn
+        found["tradeoff"] = _weights(tradeoff, f"{where}\n{first}")
+    return found
 
 
 def describe(setting: Setting) -> str:
@@ -117,37 +104,31 @@ def _over_seeds(
 
 
 def _by_round(
-    ran: Sequence[PolicyResult],
-    title: str,
-    y: str,
-    scale: str,
-    series: Callable[[Sequence[Score]], Sequence[float]],
-    caption: str,
+    series: Mapping[str, Sequence[float]], title: str, label: str, scale: str, caption: str
 ) -> Figure:
     """A curve for each policy."""
-    figure = new_figure(_INCHES, title, caption)
-    axes = figure.add_subplot(ylabel=y)
-    found = [(result.policy, series(result.scores)) for result in ran]
-    axes.set_yscale(scale)
-    draw_curves(axes, [Curve(name, range(1, len(y) + 1), y) for name, y in found])
-    plain_numbers(axes)
+    figure = figures.new_figure(_INCHES, title, caption)
+    axes = figure.add_subplot(ylabel=label, yscale=scale)
+    curves = [figures.Curve(name, range(1, len(y) + 1), y) for name, y in series.items()]
+    figures.draw_curves(axes, curves)
+    figures.plain_numbers(axes)
     if scale == "symlog":
         axes.set_ylim(bottom=-_BELOW_0)
-    whole_rounds(axes)
-    legend_outside(figure, axes)
+    figures.whole_rounds(axes)
+    figures.legend_outside(figure, axes)
     return figure
 
 
 def _weights(points: Sequence[TradeoffPoint], caption: str) -> Figure:
     """Two panels, as two scales on one would differ by colour only."""
-    figure = new_figure(_INCHES, "Trade-off of the penalty weight V", caption)
+    figure = figures.new_figure(_INCHES, "Trade-off of the penalty weight V", caption)
     above, below = figure.subplots(2, sharex=True)
     weights = [p.penalty_weight for p in points]
     for axes, label, values in (
         (above, "mean latency [s]", [p.latency_mean_s for p in points]),
         (below, "longest queue\n[budgets of a round]", [p.queue_share_max for p in points]),
     ):
-        draw_curves(axes, [Curve(label, weights, values)])
+        figures.draw_curves(axes, [figures.Curve(label, weights, values)])
         axes.set(xscale="log", ylabel=label)
         axes.grid(alpha=0.3)
     below.set_xlabel("penalty weight V")
@@ -160,7 +141,7 @@ def _segments(ran: Sequence[PolicyResult], caption: str) -> Figure:
 
     plans = [(r.policy, r.scores[0].last_plan.clusters[0]) for r in ran]
     cluster_id = plans[0][1].cluster_id
-    figure = new_figure(
+    figure = figures.new_figure(
         (_INCHES[0], 2.0 + 0.4 * len(plans)),
         f"Segments of {cluster_id} in round {ran[0].scores[0].last_plan.round_index}",
         caption,
@@ -178,7 +159,7 @@ def _segments(ran: Sequence[PolicyResult], caption: str) -> Figure:
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     handles = [
-        Patch(facecolor=colour(number - 1), label=f"{number}: {device.rpartition('/')[2]}")
+        Patch(facecolor=figures.colour(number - 1), label=f"{number}: {device.rpartition('/')[2]}")
         for device, number in numbers.items()
     ]
     figure.legend(handles=handles, loc="outside right upper", fontsize="small", frameon=False)
@@ -188,12 +169,14 @@ def _segments(ran: Sequence[PolicyResult], caption: str) -> Figure:
 def _draw_segment(axes: Axes, row: int, segment: Segment, numbers: dict[str, int]) -> None:
     holders = [numbers[device] for device in segment.device_ids]
     left, width = segment.first_block, segment.stop_block - segment.first_block
-    axes.barh(row, width, left=left, color=colour(holders[0] - 1), edgecolor="white", linewidth=2)
+    axes.barh(
+        row, width, left=left, color=figures.colour(holders[0] - 1), edgecolor="white", linewidth=2
+    )
     axes.text(
         left + width / 2,
         row,
         "+".join(map(str, holders)),
         ha="center",
         va="center",
-        color="black" if colour(holders[0] - 1) in _LIGHT else "white",
+        color="black" if figures.colour(holders[0] - 1) in _LIGHT else "white",
     )

@@ -10,7 +10,7 @@ import pytest
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting.simulation import run_simulation
-from collapipe_flwr.reporting.simulation_figures import describe, figures
+from collapipe_flwr.reporting.simulation_figures import describe, drawn
 from collapipe_flwr.scheduler.policies import POLICIES
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.models import ModelShape
@@ -53,24 +53,24 @@ TRADEOFF = [
 
 def test_every_policy_is_seen_and_no_legend_covers_a_curve(everything: Simulation) -> None:
     pytest.importorskip("matplotlib")
-    drawn = figures(everything, TRADEOFF)
+    found = drawn(everything, TRADEOFF)
     ran = [p.policy for p in everything.policies if p.refusal is None]
     assert len(ran) >= 7
-    for figure in drawn.values():
+    for figure in found.values():
         assert_readable(figure)
     for name in ("latency", "queues"):
-        lines = drawn[name].axes[0].lines
+        lines = found[name].axes[0].lines
         assert [line.get_label() for line in lines] == ran
-        assert [text.get_text() for text in drawn[name].legends[0].get_texts()] == ran
+        assert [text.get_text() for text in found[name].legends[0].get_texts()] == ran
         looks = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in lines}
         assert len(looks) == len(ran)
-    rows = [label.get_text().split()[0] for label in drawn["segments"].axes[0].get_yticklabels()]
+    rows = [label.get_text().split()[0] for label in found["segments"].axes[0].get_yticklabels()]
     assert rows == ran
 
 
 def test_pictures_name_preset_and_seeds(everything: Simulation) -> None:
     pytest.importorskip("matplotlib")
-    captions = {name: f.get_supxlabel() for name, f in figures(everything, TRADEOFF).items()}
+    captions = {name: f.get_supxlabel() for name, f in drawn(everything, TRADEOFF).items()}
     assert all(text.startswith("preset paper, changed; 1 clusters") for text in captions.values())
     assert captions["latency"].endswith("median over seeds 3, 4")
     assert captions["queues"].endswith("worst of seeds 3, 4")
