@@ -6,7 +6,7 @@ Every column of the tables is explained in docs/simulate.md.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import isfinite
 from pathlib import Path
 from typing import cast
@@ -19,12 +19,12 @@ from collapipe_flwr.core.links import CODECS
 from collapipe_flwr.reporting.output import number_table, prepare, progress, write_json
 from collapipe_flwr.reporting.simulation_figures import check_plot, save_figures
 from collapipe_flwr.simulation.claims import comparison, simulation_json
+from collapipe_flwr.simulation.score import Score
 from collapipe_flwr.simulation.setting import Setting
 from collapipe_flwr.simulation.simulate import (
     FACTORS,
     OURS,
     Simulation,
-    TradeoffPoint,
     penalty_sweep,
     simulate,
 )
@@ -75,10 +75,10 @@ def run_simulation(
             console.print(str(path), markup=False, soft_wrap=True)
 
 
-def _tradeoff(simulation: Simulation) -> Sequence[TradeoffPoint]:
+def _tradeoff(simulation: Simulation) -> Mapping[float, Score]:
     """The sweep over the penalty weight; nothing if our policy did not take part."""
     if simulation.policy(OURS) is None:
-        return ()
+        return {}
     with progress(simulation.setting.rounds * len(FACTORS)) as tick:
         return penalty_sweep(simulation.setting, lambda _: tick("trade-off"))
 

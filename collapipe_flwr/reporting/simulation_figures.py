@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from collapipe_flwr.core.domain import Segment
 from collapipe_flwr.core.errors import ConfigError, extra
 from collapipe_flwr.reporting import figures
+from collapipe_flwr.simulation.score import Score
 from collapipe_flwr.simulation.setting import PRESETS, Setting
-from collapipe_flwr.simulation.simulate import PolicyResult, Simulation, TradeoffPoint
+from collapipe_flwr.simulation.simulate import PolicyResult, Simulation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +36,7 @@ def check_plot(folder: Path) -> None:
 
 
 def save_figures(
-    simulation: Simulation, tradeoff: Sequence[TradeoffPoint], folder: Path
+    simulation: Simulation, tradeoff: Mapping[float, Score], folder: Path
 ) -> list[Path]:
     """Draw everything; returns the files written."""
     paths = []
@@ -45,7 +46,7 @@ def save_figures(
     return paths
 
 
-def drawn(simulation: Simulation, tradeoff: Sequence[TradeoffPoint]) -> dict[str, Figure]:
+def drawn(simulation: Simulation, tradeoff: Mapping[float, Score]) -> dict[str, Figure]:
     """All pictures by the names of their files."""
     setting = simulation.setting
     ran = [p for p in simulation.policies if p.refusal is None]
@@ -119,16 +120,19 @@ def _by_round(
     return figure
 
 
-def _weights(points: Sequence[TradeoffPoint], caption: str) -> Figure:
+def _weights(scores: Mapping[float, Score], caption: str) -> Figure:
     """Two panels, as two scales on one would differ by colour only."""
     figure = figures.new_figure(_INCHES, "Trade-off of the penalty weight V", caption)
     above, below = figure.subplots(2, sharex=True)
-    weights = [p.penalty_weight for p in points]
     for axes, label, values in (
-        (above, "mean latency [s]", [p.latency_mean_s for p in points]),
-        (below, "longest queue\n[budgets of a round]", [p.queue_share_max for p in points]),
+        (above, "mean latency [s]", [s.latency_mean_s for s in scores.values()]),
+        (
+            below,
+            "longest queue\n[budgets of a round]",
+            [max(s.queue_share) for s in scores.values()],
+        ),
     ):
-        figures.draw_curves(axes, [figures.Curve(label, weights, values)])
+        figures.draw_curves(axes, [figures.Curve(label, list(scores), values)])
         axes.set(xscale="log", ylabel=label)
         axes.grid(alpha=0.3)
     below.set_xlabel("penalty weight V")

@@ -102,8 +102,7 @@ def _read_trace(path: Path) -> tuple[float, ...]:
 
 
 def _rng(placement: Placement, seed: int, round_index: int) -> np.random.Generator:
-    name = [ord(letter) for letter in placement.cluster_id]
-    return np.random.default_rng([seed, round_index, *name])
+    return np.random.default_rng([seed, round_index, *map(ord, placement.cluster_id)])
 
 
 def _gains(placement: Placement, member_m: Array) -> tuple[Array, Array]:
@@ -117,7 +116,4 @@ def _loss(placement: Placement, metres: Array) -> Array:
 
 
 def _channel(d2d: Array, edge: Array) -> ChannelState:
-    return ChannelState(
-        d2d_gain=tuple(tuple(float(g) for g in row) for row in d2d),
-        edge_gain=tuple(float(g) for g in edge),
-    )
+    return ChannelState(d2d_gain=tuple(map(tuple, d2d.tolist())), edge_gain=tuple(edge.tolist()))

@@ -30,10 +30,7 @@ from typing import Any, TypeGuard
 from collapipe_flwr.core.domain import DeviceProfile
 from collapipe_flwr.core.errors import ConfigError
 
-GIGA = 1e9
-
-
-MEGA = 1e6
+GIGA, MEGA = 1e9, 1e6
 
 
 def _board(

@@ -20,7 +20,6 @@ import numpy as np
 from collapipe_flwr.core.domain import (
     ClusterOutcome,
     ClusterPlan,
-    ClusterProfile,
     ClusterSnapshot,
     DeviceProfile,
     ModelProfile,
@@ -70,25 +69,10 @@ def simulated_cluster(
     options: PricingOptions,
 ) -> ClusterOutcome:
     """The part of one cluster in `simulated_outcome`."""
-    there = {c.profile.cluster_id: c.profile for c in truth.clusters}
-    samples = simulated_stages(plan, there[plan.cluster_id], truth, options)
-    return ClusterOutcome(
-        cluster_id=plan.cluster_id,
-        latency_s=priced.latency_s,
-        energy_j=priced.energy_j,
-        stages=samples,
-        explained_s=None if seen is truth else explained_s(plan, samples, seen, options),
-    )
-
-
-def simulated_stages(
-    plan: ClusterPlan, profile: ClusterProfile, truth: Snapshot, options: PricingOptions
-) -> tuple[StageSample, ...]:
-    """A sample of every member with work, with the true times and powers of ``profile``."""
+    profile = next(c.profile for c in truth.clusters if c.profile.cluster_id == plan.cluster_id)
     members = {member.device_id: member for member in profile.members}
     samples = []
-    parts = stage_parts(plan, truth.model, recompute=options.recompute)
-    for name, (passes, each) in parts.items():
+    for name, (passes, each) in stage_parts(plan, truth.model, recompute=options.recompute).items():
         member, flop = members.get(name), plan.micro_batch_size * each
         samples.append(
             StageSample(
@@ -101,7 +85,14 @@ def simulated_stages(
                 peak_bytes=plan.memory_bytes.get(name, 0),
             )
         )
-    return tuple(samples)
+    stages = tuple(samples)
+    return ClusterOutcome(
+        cluster_id=plan.cluster_id,
+        latency_s=priced.latency_s,
+        energy_j=priced.energy_j,
+        stages=stages,
+        explained_s=None if seen is truth else explained_s(plan, stages, seen, options),
+    )
 
 
 def run_episode(
@@ -164,13 +155,12 @@ class Distortion:
 
     def _cluster(self, cluster: ClusterSnapshot, seed: int, index: int) -> ClusterSnapshot:
         profile = cluster.profile
-        name = [ord(letter) for letter in profile.cluster_id]
-        rng = np.random.default_rng([seed, index, 30, *name])
+        rng = np.random.default_rng([seed, index, 30, *map(ord, profile.cluster_id)])
         shape = (len(profile.members), 2)
         factors = iter(rng.uniform(1.0 - self.error, 1.0 + self.error, size=shape))
-        seen = profile.with_members(lambda member: _wrong(member, *map(float, next(factors))))
-        return replace(cluster, profile=seen)
 
+        def wrong(device: DeviceProfile) -> DeviceProfile:
+            speed, joule = map(float, next(factors))
+            return scaled(device, speed=speed, power=speed * joule)
 
-def _wrong(device: DeviceProfile, speed: float, joule: float) -> DeviceProfile:
-    return scaled(device, speed=speed, power=speed * joule)
+        return replace(cluster, profile=profile.with_members(wrong))

@@ -11,13 +11,14 @@ The time to the target gradient norm is measured for every policy with one and t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
 
-from collapipe_flwr.core.domain import DeviceProfile, ModelProfile, Plan
+from collapipe_flwr.core.domain import ModelProfile, Plan
 from collapipe_flwr.costs.convergence import LearningConstants, NoiseScale, bound_sums
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import initial_state, learning_in
@@ -96,30 +97,33 @@ def score(
     target: Target,
 ) -> Score:
     """Condense an episode in which ``model`` was trained."""
+    budgets_j = {d.device_id: d.energy_budget_j for c in world.clusters for d in c.members}
+    spent_j: defaultdict[str, float] = defaultdict(float)
+    for device, joule in (e for r in rounds for c in r.priced.clusters for e in c.energy_j.items()):
+        spent_j[device] += joule
+
+    def in_budgets(energy_j: Mapping[str, float]) -> float:
+        """The largest energy of a device, in units of its budget."""
+        return max(energy_j.get(name, 0.0) / budget_j for name, budget_j in budgets_j.items())
+
     return Score(
         seed=seed,
         latency_s=tuple(r.priced.latency_s for r in rounds),
         decision_s=tuple(r.decision_s for r in rounds),
-        queue_share=tuple(_queue_share(world, r) for r in rounds),
+        queue_share=tuple(
+            in_budgets({d: q for c in r.state.energy_queue_j.values() for d, q in c.items()})
+            for r in rounds
+        ),
         compute_efficiency=_efficiency(world, model, rounds, everyone=True),
         busy_share=_efficiency(world, model, rounds, everyone=False),
         peak_device_memory_bytes=max(
             size for r in rounds for c in r.priced.clusters for size in c.memory_bytes.values()
         ),
-        energy_over_budget=_over_budget(world, rounds),
+        energy_over_budget=in_budgets({name: j / len(rounds) for name, j in spent_j.items()}),
         time_to_target_s=target.time_s(rounds),
         fallbacks=sum(r.plan.fallback is not None for r in rounds),
         last_plan=rounds[-1].plan,
     )
-
-
-def _members(world: World) -> list[DeviceProfile]:
-    return [device for c in world.clusters for device in c.members]
-
-
-def _queue_share(world: World, done: EpisodeRound) -> float:
-    queues = {d: q for c in done.state.energy_queue_j.values() for d, q in c.items()}
-    return max(queues.get(d.device_id, 0.0) / d.energy_budget_j for d in _members(world))
 
 
 def _efficiency(
@@ -135,14 +139,3 @@ def _efficiency(
         total = sum(speed[d] for d in (speed if everyone else working))
         possible += total * done.priced.latency_s
     return useful / possible
-
-
-def _over_budget(world: World, rounds: Sequence[EpisodeRound]) -> float:
-    spent: dict[str, float] = {}
-    for done in rounds:
-        for cluster in done.priced.clusters:
-            for device, joule in cluster.energy_j.items():
-                spent[device] = spent.get(device, 0.0) + joule
-    return max(
-        spent.get(d.device_id, 0.0) / len(rounds) / d.energy_budget_j for d in _members(world)
-    )

@@ -6,11 +6,11 @@ There are named presets, over which `overridden` lays what a user chose on the c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from collapipe_flwr.core.domain import DeviceProfile, ModelProfile
+from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.scheduler.policies import POLICIES
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
@@ -64,7 +64,14 @@ class Setting:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"--{name} must be >= 1, got {value}")
-        _check_names(self.policies)
+        names = ", ".join(POLICIES)
+        if not self.policies:
+            raise ConfigError(f"--policies needs at least one of {names}")
+        for name in self.policies:
+            if name not in POLICIES:
+                raise ConfigError(f"--policies: unknown policy {name!r}; choose {names}")
+        if len(set(self.policies)) < len(self.policies):
+            raise ConfigError(f"--policies names one twice: {', '.join(self.policies)}")
         if not 0 <= self.truth_error < math.inf:
             raise ConfigError(f"--truth-error must be >= 0, got {self.truth_error}")
         if not self.seeds or not all(0 <= seed < SEED_LIMIT for seed in self.seeds):
@@ -89,25 +96,11 @@ class Setting:
         )
 
     def as_json(self) -> dict[str, object]:
-        """Plain data that states the setting."""
-        fleet = [{**asdict(row), "members": [*map(_kind_json, row.members)]} for row in self.fleet]
-        return {**asdict(self), "budget": str(self.budget), "fleet": fleet}
-
-
-def _kind_json(kind: DeviceProfile) -> dict[str, object]:
-    """A class of board, which has neither an id nor a budget."""
-    unnamed = asdict(kind)
-    return {k: v for k, v in unnamed.items() if k not in ("device_id", "energy_budget_j")}
-
-
-def _check_names(policies: Sequence[str]) -> None:
-    if not policies:
-        raise ConfigError(f"--policies needs at least one of {', '.join(POLICIES)}")
-    for name in policies:
-        if name not in POLICIES:
-            raise ConfigError(f"--policies: unknown policy {name!r}; choose {', '.join(POLICIES)}")
-    if len(set(policies)) < len(policies):
-        raise ConfigError(f"--policies names one twice: {', '.join(policies)}")
+        """Plain data that states the setting; boards have neither an id nor a budget."""
+        values = {**asdict(self), "budget": str(self.budget)}
+        for board in (board for cluster in values["fleet"] for board in cluster["members"]):
+            del board["device_id"], board["energy_budget_j"]
+        return values
 
 
 PRESETS: dict[str, Setting] = {

@@ -94,33 +94,18 @@ def _policy(
 FACTORS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TradeoffPoint:
-    """DSSDA with one penalty weight in the world of the first seed."""
+def penalty_sweep(setting: Setting, tick: Tick = silent) -> dict[float, Score]:
+    """The score of DSSDA in the world of the first seed, by penalty weight.
 
-    penalty_weight: float
-    latency_mean_s: float
-    queue_share_max: float
-    energy_over_budget: float
-
-
-def penalty_sweep(setting: Setting, tick: Tick = silent) -> tuple[TradeoffPoint, ...]:
-    """One episode per factor on the setting's own penalty weight; raises ScheduleError."""
-    points, profile, seed = [], setting.model.profile(), setting.seeds[0]
-    worlds = [(seed, setting.world(seed, profile))]
+    Weights are the setting's own one times `FACTORS`. Raises ScheduleError.
+    """
+    profile, seed = setting.model.profile(), setting.seeds[0]
+    worlds, scores = [(seed, setting.world(seed, profile))], {}
     for factor in FACTORS:
         weight = factor * (setting.settings.penalty_weight or USUAL_WEIGHT)
         settings = replace(setting.settings, penalty_weight=weight)
         ran = _policy(replace(setting, settings=settings), OURS, profile, worlds, tick)
         if ran.refusal is not None:
             raise ScheduleError(ran.refusal)
-        found = ran.scores[0]
-        points.append(
-            TradeoffPoint(
-                penalty_weight=weight,
-                latency_mean_s=found.latency_mean_s,
-                queue_share_max=max(found.queue_share),
-                energy_over_budget=found.energy_over_budget,
-            )
-        )
-    return tuple(points)
+        scores[weight] = ran.scores[0]
+    return scores

@@ -110,10 +110,11 @@ class World:
         """The snapshot with its devices as they really are; itself where profiles are true."""
         if not self.truth_error:
             return snapshot
-        return replace(snapshot, clusters=tuple(map(self._true_cluster, snapshot.clusters)))
-
-    def _true_cluster(self, cluster: ClusterSnapshot) -> ClusterSnapshot:
-        return replace(cluster, profile=cluster.profile.with_members(self._true_device))
+        clusters = (
+            replace(each, profile=each.profile.with_members(self._true_device))
+            for each in snapshot.clusters
+        )
+        return replace(snapshot, clusters=tuple(clusters))
 
     def _true_device(self, device: DeviceProfile) -> DeviceProfile:
         rng = np.random.default_rng([self.seed, 31, *map(ord, device.device_id)])

@@ -14,8 +14,9 @@ from collapipe_flwr.reporting.simulation_figures import describe, drawn
 from collapipe_flwr.scheduler.policies import POLICIES
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.models import ModelShape
+from collapipe_flwr.simulation.score import Score
 from collapipe_flwr.simulation.setting import Setting, preset
-from collapipe_flwr.simulation.simulate import Simulation, TradeoffPoint, simulate
+from collapipe_flwr.simulation.simulate import Simulation, simulate
 from tests.reporting.pictures import assert_readable
 
 SMALL = Setting(
@@ -43,17 +44,13 @@ def everything() -> Simulation:
     return simulate(replace(SMALL, policies=POLICIES, seeds=(3, 4), preset="paper"))
 
 
-TRADEOFF = [
-    TradeoffPoint(
-        penalty_weight=weight, latency_mean_s=9.0, queue_share_max=1.0, energy_over_budget=0.9
-    )
-    for weight in (0.1, 1.0, 10.0)
-]
+def tradeoff(simulation: Simulation) -> dict[float, Score]:
+    return dict.fromkeys((0.1, 1.0, 10.0), simulation.policies[0].scores[0])
 
 
 def test_every_policy_is_seen_and_no_legend_covers_a_curve(everything: Simulation) -> None:
     pytest.importorskip("matplotlib")
-    found = drawn(everything, TRADEOFF)
+    found = drawn(everything, tradeoff(everything))
     ran = [p.policy for p in everything.policies if p.refusal is None]
     assert len(ran) >= 7
     for figure in found.values():
@@ -70,7 +67,9 @@ def test_every_policy_is_seen_and_no_legend_covers_a_curve(everything: Simulatio
 
 def test_pictures_name_preset_and_seeds(everything: Simulation) -> None:
     pytest.importorskip("matplotlib")
-    captions = {name: f.get_supxlabel() for name, f in drawn(everything, TRADEOFF).items()}
+    captions = {
+        name: f.get_supxlabel() for name, f in drawn(everything, tradeoff(everything)).items()
+    }
     assert all(text.startswith("preset paper, changed; 1 clusters") for text in captions.values())
     assert captions["latency"].endswith("median over seeds 3, 4")
     assert captions["queues"].endswith("worst of seeds 3, 4")

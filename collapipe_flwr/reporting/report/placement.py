@@ -30,14 +30,9 @@ def placement(run: RunData) -> Section:
 
 def _note(run: RunData) -> str:
     stride = stride_of(len(run.rounds), _MOST_COLUMNS)
-    every = f" Every {_ordinal(stride)} round is shown." if stride > 1 else ""
+    every = f" Of every {stride} rounds, the first is shown." if stride > 1 else ""
     scale = f"Light: the first of the {run.blocks} blocks, strong: the last; no colour: no block."
     return scale + every
-
-
-def _ordinal(count: int) -> str:
-    ends = {1: "st", 2: "nd", 3: "rd"}
-    return f"{count}{'th' if 10 <= count % 100 <= 20 else ends.get(count % 10, 'th')}"
 
 
 def placed_blocks(run: RunData, cluster: str) -> Json:

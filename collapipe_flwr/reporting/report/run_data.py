@@ -8,7 +8,7 @@ their values stay empty.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -155,12 +155,19 @@ class RunData:
         self._add_plan(place, event.get("plan") or {})
         for name, cluster in event.get("clusters", {}).items():
             self._add_cluster(place, name, cluster)
-        self._add_devices(place, event)
-        self._add_links(event.get("links", ()))
-        peaks = self.memory_bytes
+        for name, joules in event.get("energy_j", {}).items():
+            device = self.device(name)
+            device.energy_j = (device.energy_j or 0.0) + (joules or 0.0)
+        for name, joules in event.get("queues_j", {}).items():
+            self.device(name).queue_j.put(place, joules)
+        for link in event.get("links", ()):
+            data = self.links[link["cluster"], link["sender"], link["receiver"]]
+            data.codec = link["codec"]
+            data.forward.add(link["forward"])
+            data.backward.add(link["backward"])
         for role, size in event.get("memory_bytes", {}).items():
-            if size > peaks.get(role, 0):
-                peaks[role] = size
+            if size > self.memory_bytes.get(role, 0):
+                self.memory_bytes[role] = size
         self.incidents += incidents_of(event)
 
     def device(self, name: str, cluster: str = "") -> DeviceData:
@@ -172,9 +179,12 @@ class RunData:
 
     def _add_plan(self, place: int, plan: Json) -> None:
         for cluster in plan.get("clusters", ()):
-            placed = tuple(
-                self._known.setdefault(segment, segment) for segment in _placed(cluster["segments"])
+            segments = (
+                (name, segment["first_block"], segment["stop_block"])
+                for segment in cluster["segments"]
+                for name in holders(segment)
             )
+            placed = tuple(self._known.setdefault(segment, segment) for segment in segments)
             self.blocks = max(self.blocks, placed[-1][2] if placed else 0)
             powers = set(cluster.get("tx_power_w", ()))
             self.control_units |= powers - set(cluster.get("gradient_power_w", powers))
@@ -202,27 +212,6 @@ class RunData:
             device = self.device(member, name)
             device.predicted_j += energy.get("predicted_j") or 0.0
             device.metered = device.metered or energy.get("source") == "metered"
-
-    def _add_devices(self, place: int, event: Json) -> None:
-        for name, joules in event.get("energy_j", {}).items():
-            device = self.device(name)
-            device.energy_j = (device.energy_j or 0.0) + (joules or 0.0)
-        for name, joules in event.get("queues_j", {}).items():
-            self.device(name).queue_j.put(place, joules)
-
-    def _add_links(self, links: Iterable[Json]) -> None:
-        for link in links:
-            data = self.links[link["cluster"], link["sender"], link["receiver"]]
-            data.codec = link["codec"]
-            data.forward.add(link["forward"])
-            data.backward.add(link["backward"])
-
-
-def _placed(segments: Iterable[Json]) -> Iterator[Placed]:
-    for segment in segments:
-        first, stop = segment["first_block"], segment["stop_block"]
-        for name in holders(segment):
-            yield name, first, stop
 
 
 def incidents_of(event: Json) -> list[Incident]:
