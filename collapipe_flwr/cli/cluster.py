@@ -77,26 +77,24 @@ def init(
     there already, only another token is made. With --elsewhere control-unit, run it on any machine
     that stays, as that of the first of several clusters.
     """
-    from collapipe_flwr.config.cluster_file import MemberConfig
+    from collapipe_flwr.config.cluster_file import MemberConfig, Role
     from collapipe_flwr.membership.newcomer import (
-        EDGE_PORT,
-        JOINING_PORT,
+        PORTS,
         kind_here,
         measured,
         own_host,
         with_port,
     )
-    from collapipe_flwr.membership.tokens import role_named
 
     if service is not None:
         check_manager(service)
     registry = _registry(folder)
-    at = with_port(address or own_host(), JOINING_PORT)
+    at = with_port(address or own_host(), PORTS[Role.CONTROL_UNIT])
     host = at.rpartition(":")[0]
     unit = MemberConfig(name=f"cu-{name}", address=at, kind=kind_here() or MemberConfig().kind)
-    others = frozenset(role_named(each.value) for each in elsewhere or ())
+    others = frozenset(Role[each.name.upper()] for each in elsewhere or ())
     with registry.changing():
-        config = registry.create(name, unit, edge_address or f"{host}:{EDGE_PORT}", others)
+        config = registry.create(name, unit, edge_address or f"{host}:{PORTS[Role.EDGE]}", others)
     if measure and not config.joining:
         from collapipe_flwr.membership.figures import note_figures
 
@@ -271,13 +269,14 @@ def _registry(folder: Path | None) -> Registry:
 def _print_token(
     registry: Registry, config: ClusterConfig, role: TokenRole, members: int, minutes: float
 ) -> None:
+    from collapipe_flwr.config.cluster_file import Role
     from collapipe_flwr.membership.registry import new_token
-    from collapipe_flwr.membership.tokens import role_named
 
+    its = Role[role.name.upper()]
     with registry.changing():
-        made = new_token(registry, config, role_named(role.value), members=members, minutes=minutes)
+        made = new_token(registry, config, its, members=members, minutes=minutes)
     who = "on the board" if members == 1 else f"on each of up to {members} boards"
-    where = who if role is TokenRole.device else f"on the {role.value.replace('-', ' ')}'s machine"
+    where = who if role is TokenRole.device else f"on the {its.value}'s machine"
     typer.echo(f"{where}, within {minutes:g} minutes:")
     typer.echo(f"collapipe join {made}")
 

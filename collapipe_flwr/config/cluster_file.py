@@ -45,6 +45,11 @@ class Role(Enum):
     SERVER = "server"
     REGISTRAR = "registrar"
 
+    @property
+    def word(self) -> str:
+        """Its name in options, tokens and inventories."""
+        return self.value.replace(" ", "-")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberConfig:

@@ -24,10 +24,10 @@ from collapipe_flwr.deployment.inventory import (
     Role,
 )
 from collapipe_flwr.deployment.ssh import Step
+from collapipe_flwr.membership.newcomer import PORTS
 
 OPT, ETC = "/opt/collapipe", "/etc/collapipe"
 USER, KEEPER = "collapipe", "collapipe-registrar"  # the one that trains; the one with the CA's key
-PORTS = {CONTROL_UNIT: 50060, DEVICE: 50071, EDGE: 50061, SERVER: 8000}
 REGISTRAR = "collapipe-cluster"
 _UNITS = {
     CONTROL_UNIT: (REGISTRAR, "collapipe-control-unit", "collapipe-supernode"),
@@ -35,6 +35,7 @@ _UNITS = {
     SERVER: ("collapipe-superlink",),
     DEVICE: ("collapipe-device",),
 }
+_PORTS = {role.word: port for role, port in PORTS.items()}
 _LISTEN_S = 120
 _SETTLE = 20  # looks, of a second or two
 _AS = """cd /
@@ -65,7 +66,7 @@ def folder_of(role: Role) -> str:
 
 def address_of(role: Role) -> str:
     """The address of its daemon."""
-    return f"{role.address}:{PORTS[role.kind]}"
+    return f"{role.address}:{_PORTS[role.kind]}"
 
 
 def preparing(inventory: Inventory, machine: Machine) -> Iterator[Step]:

@@ -51,6 +51,10 @@ def admit(
 ) -> JoinAnswer:
     """Make the bearer of a token a member. Raises JoinRefused, with a sentence for its screen."""
     key = key_in_request(request.request_pem)
+    try:
+        secret = bytes.fromhex(request.secret)
+    except ValueError as error:
+        raise JoinRefused("the token is malformed: copy it again") from error
     use = TokenUse(name=request.name, key=sha256(public_bytes(key)).hexdigest())
     now_s = clock()
     if not abs(request.unix_s - now_s) <= CLOCKS_DIFFER_S:
@@ -60,7 +64,7 @@ def admit(
         )
     with registry.changing():
         member = _member(request)  # a malformed request must not use up a token
-        token = registry.tokens.redeem(_secret(request), use, now_s)
+        token = registry.tokens.redeem(secret, use, now_s)
         config = registry.cluster(token.cluster_id)
         try:
             certificate = _certificate(registry, config, token.role, member, key)
@@ -84,13 +88,6 @@ def admit(
             certificate_pem=certificate.decode(),
             roster=registry.roster(config),
         )
-
-
-def _secret(request: JoinRequest) -> bytes:
-    try:
-        return bytes.fromhex(request.secret)
-    except ValueError as error:
-        raise JoinRefused("the token is malformed: copy it again") from error
 
 
 def _member(request: JoinRequest) -> MemberConfig:
@@ -228,7 +225,8 @@ class JoiningService(Server):
         except JoinRefused as error:
             self._refuse(context, host, grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except ProtocolError as error:
-            self._refuse(context, host, grpc.StatusCode.INVALID_ARGUMENT, _without_values(error))
+            why = str(error).partition(", got ")[0]  # the value may be a secret in the wrong field
+            self._refuse(context, host, grpc.StatusCode.INVALID_ARGUMENT, why)
         except CollaPipeError as error:
             _log.error("nobody can join: %s", error)
             context.abort(grpc.StatusCode.INTERNAL, "the control unit cannot do it: see its log")
@@ -242,8 +240,3 @@ class JoiningService(Server):
         self._attempts.note(host)
         _log.warning("a newcomer at %s was refused: %s", host, why)
         context.abort(code, why)
-
-
-def _without_values(error: ProtocolError) -> str:
-    """The sentence without the value, which may be a secret in the wrong field."""
-    return str(error).partition(", got ")[0]

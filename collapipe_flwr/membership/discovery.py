@@ -5,7 +5,6 @@ An announcement is neither secret nor trusted: a board trusts the CA that its to
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import threading
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ def announced(config: ClusterConfig, address: str, pin: bytes) -> Iterator[None]
             ServiceInfo(
                 _TYPE,
                 f"{config.id}-{pin.hex()[:_PIN_DIGITS]}.{_TYPE}",
-                addresses=[_packed(host)],
+                parsed_addresses=[str(socket.getaddrinfo(host.strip("[]"), port)[0][4][0])],
                 port=int(port),
                 properties={"pin": pin.hex()[:_PIN_DIGITS]},
                 server=f"collapipe-{pin.hex()[:_PIN_DIGITS]}.local.",
@@ -77,11 +76,3 @@ def _zeroconf(host: str) -> Iterator[Any]:
         yield network
     finally:
         network.close()
-
-
-def _packed(host: str) -> bytes:
-    """The bytes of an IP address, or of a name's first one."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).packed
-    except ValueError:
-        return socket.inet_aton(socket.gethostbyname(host))

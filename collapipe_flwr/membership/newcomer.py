@@ -42,13 +42,7 @@ from collapipe_flwr.transport.joining import (
 from collapipe_flwr.transport.roster import check_roster
 from collapipe_flwr.transport.tls import check_validity, fingerprint
 
-DEVICE_PORT, EDGE_PORT, JOINING_PORT, SERVER_PORT = 50071, 50061, 50060, 8000
-PORTS = {
-    Role.DEVICE: DEVICE_PORT,
-    Role.EDGE: EDGE_PORT,
-    Role.CONTROL_UNIT: JOINING_PORT,
-    Role.SERVER: SERVER_PORT,
-}
+PORTS = {Role.DEVICE: 50071, Role.EDGE: 50061, Role.CONTROL_UNIT: 50060, Role.SERVER: 8000}
 _DEADLINE_S = 20.0
 _BOARD = Path("/proc/device-tree/model")
 _KINDS = {
@@ -93,7 +87,7 @@ def default_name(role: Role, cluster_id: str) -> str:
     if role is Role.CONTROL_UNIT:
         return f"cu-{cluster_id}"
     if role is not Role.DEVICE:
-        return str(role.value).replace(" ", "-")
+        return role.word
     host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname().partition(".")[0]).strip("-")
     return host[:63] or "board"
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from collapipe_flwr.config.cluster_file import (
 from collapipe_flwr.core.durable import own_folder, write_file, write_private, write_text
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import TlsFiles
-from collapipe_flwr.membership.tokens import JoinToken, TokenBook, new_secret
+from collapipe_flwr.membership.tokens import SECRET_BYTES, JoinToken, TokenBook
 from collapipe_flwr.transport.certificates import Authority, check_names, names_in
 from collapipe_flwr.transport.joining import key_in_certificate
 from collapipe_flwr.transport.roster import Roster, signed_roster
@@ -64,20 +65,14 @@ class Registry:
     def changing(self) -> Iterator[None]:
         """Lock the folder for the body; raises ConfigError where it is not ours."""
         own_folder(self.folder, "--folder")
-        with _as_owner(self.folder), self._locked():
+        with _as_owner(self.folder), ExitStack() as stack:
+            try:
+                lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            except OSError as error:
+                raise ConfigError(f"{self.folder} cannot be changed: {error.strerror}") from error
+            stack.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX)
             yield
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        try:
-            descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError as error:
-            raise ConfigError(f"{self.folder} cannot be changed: {error.strerror}") from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
 
     def clusters(self) -> dict[str, ClusterConfig]:
         """The clusters that `collapipe cluster` keeps here, by id."""
@@ -218,7 +213,7 @@ class Registry:
             )
         self.tokens.revoke(name)
         if (pem := self.certified(name)) is not None:
-            write_file(self._removed(name), lambda path: path.write_bytes(pem))
+            write_file(self.certs / f"{name}.removed", lambda path: path.write_bytes(pem))
         if member in config.devices:
             left = tuple(device for device in config.devices if device != member)
             return self._write(replace(config, devices=left))
@@ -227,11 +222,8 @@ class Registry:
 
     def was_removed(self, name: str, key_bytes: bytes) -> bool:
         """Whether this is the key with which a member of that name was removed last."""
-        path = self._removed(name)
+        path = self.certs / f"{name}.removed"
         return path.exists() and key_in_certificate(path.read_bytes()) == key_bytes
-
-    def _removed(self, name: str) -> Path:
-        return self.certs / f"{name}.removed"
 
     def roster(self, config: ClusterConfig) -> Roster:
         """The roster to send to its members."""
@@ -282,7 +274,7 @@ def new_token(
         cluster_id=config.id,
         address=config.joining_address,
         pin=bytes.fromhex(fingerprint(registry.ca.read_bytes())),
-        secret=new_secret(),
+        secret=secrets.token_bytes(SECRET_BYTES),
         role=role,
     )
     registry.tokens.add(token, members, now_s=time.time(), valid_s=60.0 * minutes)

@@ -14,7 +14,6 @@ import base64
 import binascii
 import hmac
 import re
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -25,11 +24,11 @@ from collapipe_flwr.core.durable import write_private
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.json_codec import from_json, to_json
 
-_SECRET_BYTES, _PIN_BYTES = 16, 32
+SECRET_BYTES, _PIN_BYTES = 16, 32
 _FORM = re.compile(
     r"([A-Za-z0-9][A-Za-z0-9._-]{0,62})@([^/]+:[0-9]{1,5})(?:/([a-z-]+))?/([A-Za-z0-9_-]{64})"
 )
-_ROLES = {role.value.replace(" ", "-"): role for role in Role if role is not Role.REGISTRAR}
+_ROLES = {role.word: role for role in Role if role is not Role.REGISTRAR}
 _CLOCK_S = 60.0  # by which a clock may be put back
 _KEPT_S = 7 * 86400.0  # to tell an expired token from one that never was
 
@@ -53,18 +52,8 @@ class JoinToken:
 
     def __str__(self) -> str:
         packed = base64.urlsafe_b64encode(self.pin + self.secret).decode()
-        role = "" if self.role is Role.DEVICE else f"/{self.role.value.replace(' ', '-')}"
+        role = "" if self.role is Role.DEVICE else f"/{self.role.word}"
         return f"{self.cluster_id}@{self.address}{role}/{packed}"
-
-
-def role_named(word: str) -> Role:
-    """The role of a token, by one word."""
-    return _ROLES[word]
-
-
-def new_secret() -> bytes:
-    """For a new token."""
-    return secrets.token_bytes(_SECRET_BYTES)
 
 
 def parse_token(text: str) -> JoinToken:
@@ -74,8 +63,8 @@ def parse_token(text: str) -> JoinToken:
         packed = base64.urlsafe_b64decode(found[4]) if found else b""
     except binascii.Error:
         packed = b""
-    role = _ROLES.get((found and found[3]) or Role.DEVICE.value)
-    if found is None or role is None or len(packed) != _PIN_BYTES + _SECRET_BYTES:
+    role = _ROLES.get((found and found[3]) or Role.DEVICE.word)
+    if found is None or role is None or len(packed) != _PIN_BYTES + SECRET_BYTES:
         raise ConfigError(
             "this is no join token: it reads like NAME@HOST:PORT/ and 64 characters; copy the "
             "whole line that `collapipe cluster token` printed"
@@ -128,7 +117,7 @@ class TokenBook:
         """Add a new token; only the digest of its secret is written."""
         known = [t for t in self._read() if now_s - t.ends_s < _KEPT_S]
         made = KnownToken(
-            digest=_digest(token.secret),
+            digest=sha256(token.secret).hexdigest(),
             cluster_id=token.cluster_id,
             role=token.role,
             members=members,
@@ -142,8 +131,12 @@ class TokenBook:
 
         Raises JoinRefused when the token is not known, not valid now, or used up.
         """
-        known = self._read()
-        token = _find(known, _digest(secret))
+        known, digest = self._read(), sha256(secret).hexdigest()
+        # Every token is compared, each in constant time.
+        found = [token for token in known if hmac.compare_digest(token.digest, digest)]
+        if not found:
+            raise JoinRefused("the token is not known: copy it again, or print another one")
+        token = found[0]
         _check(token, use, now_s)
         used = replace(token, uses=tuple(dict.fromkeys((*token.uses, use))))
         if used != token:
@@ -174,18 +167,6 @@ class TokenBook:
 
     def _write(self, tokens: Sequence[KnownToken]) -> None:
         write_private(self._path, to_json(_Kept(tokens=tuple(tokens))).encode())
-
-
-def _digest(secret: bytes) -> str:
-    return sha256(secret).hexdigest()
-
-
-def _find(known: Sequence[KnownToken], digest: str) -> KnownToken:
-    """Every token is compared, each in constant time."""
-    found = [token for token in known if hmac.compare_digest(token.digest, digest)]
-    if not found:
-        raise JoinRefused("the token is not known: copy it again, or print another one")
-    return found[0]
 
 
 def _check(token: KnownToken, use: TokenUse, now_s: float) -> None:
