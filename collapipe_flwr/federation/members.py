@@ -4,8 +4,8 @@ A run of N clusters consists of the nodes with partition ids below N; other node
 waits for nodes without end; here every wait has a deadline.
 
 A SuperNode that restarts is a new node to Flower, which keeps listing the old one for a while. The
-new node is queried for its cluster, which then takes part again. Orders of a plain strategy to
-train a whole model get the progress of their clusters here, as :class:`CollaPipe` adds it to its
+new node is queried for its cluster, which then takes part again. Orders of a plain strategy get
+their assignments here, with the progress of their clusters, as :class:`CollaPipe` adds them to its
 own.
 """
 
@@ -28,11 +28,12 @@ from collapipe_flwr.federation.checkpoint import Resumable
 from collapipe_flwr.federation.messages import BAD_REPLY, diverged, error_text
 from collapipe_flwr.federation.records import (
     QUERY_DESCRIBE,
+    RoundAssignment,
     content_bytes,
     flower_round,
     has_unsplit_task,
     read_profile,
-    write_progress,
+    write_assignment,
 )
 from collapipe_flwr.federation.rounds import AcceptedRounds
 from collapipe_flwr.federation.wrapped_grid import WrappedGrid
@@ -121,10 +122,14 @@ class Members(WrappedGrid):
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> list[Message]:
         sent = list(messages)
-        for message in filter(_trains_whole, sent):
+        for message in filter(_is_unsplit, sent):
             cluster_id = self._clusters[message.metadata.dst_node_id]
-            progress = self._accepted.progress(cluster_id)
-            message.content = write_progress(message.content, progress)  # others share the old one
+            assignment = RoundAssignment(
+                server_round=flower_round(message.content),
+                cluster_id=cluster_id,
+                progress=self._accepted.progress(cluster_id),
+            )
+            message.content = write_assignment(message.content, assignment)  # the old one is shared
         replies = list(self._grid.send_and_receive(sent, timeout=timeout))
         if any(map(_trains_whole, sent)):
             replies = [self._usable(reply, sent) for reply in replies]
@@ -161,8 +166,12 @@ def _trains(message: Message) -> bool:
     return kind == "train" and message.has_content()
 
 
+def _is_unsplit(message: Message) -> bool:
+    return message.has_content() and has_unsplit_task(message.content)
+
+
 def _trains_whole(message: Message) -> bool:
-    return _trains(message) and has_unsplit_task(message.content)
+    return _trains(message) and _is_unsplit(message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

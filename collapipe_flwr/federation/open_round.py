@@ -37,7 +37,6 @@ from collapipe_flwr.federation.records import (
     examples_of,
     take_telemetry,
     write_assignment,
-    write_progress,
 )
 from collapipe_flwr.federation.rounds import AcceptedRounds, ClosedRound, RoundPlan, Sent
 from collapipe_flwr.federation.split import PersonalArrays, SplitRound
@@ -205,9 +204,9 @@ class OpenRound:
             plan=plan,
             split=task,
             bundles=task is not None and cluster_id in self.plan.bundles,
+            progress=self._accepted.progress(cluster_id),
         )
         content = write_assignment(content, assignment)
-        content = write_progress(content, self._accepted.progress(cluster_id))
         return Sent(
             node_id=node_id,
             cluster_id=cluster_id,

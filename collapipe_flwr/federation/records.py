@@ -1,17 +1,17 @@
 """The only place that spells the keys of Flower records.
 
-A message to a cluster has its :class:`RoundAssignment` and its :class:`Progress` inside the
-ConfigRecord of the inner strategy (built-in mods demand exactly one). A reply has one ArrayRecord,
-one MetricRecord (Flower averages everything in it) and the :class:`ClusterTelemetry` in a
-ConfigRecord, which is removed before the inner strategy aggregates.
+A message to a cluster has its :class:`RoundAssignment` inside the ConfigRecord of the inner
+strategy (built-in mods demand exactly one), a key for each field. A reply has one ArrayRecord, one
+MetricRecord (Flower averages everything in it) and the :class:`ClusterTelemetry` in a ConfigRecord,
+which is removed before the inner strategy aggregates.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import TypeVar, cast
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar, cast, get_type_hints
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
@@ -35,12 +35,7 @@ QUERY_DESCRIBE = "query.describe"
 _FLOWER_ROUND = "server-round"  # as Flower's strategies spell it
 _PROXIMAL = "proximal-mu"  # as FedProx does
 _RATES = ("lr", "learning-rate")  # as Flower's examples do
-_ROUND = "collapipe.server-round"
-_BUNDLES = "collapipe.bundles"
-_PROGRESS = "collapipe.progress"
-_PLAN = "collapipe.plan"
-_CLUSTER_ID = "collapipe.cluster-id"
-_SPLIT = "collapipe.split"
+_ROUND, _BUNDLES = "collapipe.server-round", "collapipe.bundles"
 _UNSPLIT = "collapipe.unsplit"
 _VOCABULARY = "collapipe.vocabulary"
 _TELEMETRY = "collapipe.telemetry"
@@ -91,20 +86,26 @@ class RoundAssignment:
     plan: ClusterPlan | None = None
     split: SplitTask | None = None
     bundles: bool = False  # the cluster accepts bundled arrays, see ClusterProfile
+    progress: Progress = field(default_factory=Progress)
+
+    def __post_init__(self) -> None:
+        """Raise ProtocolError for a plan that cannot be carried out."""
+        try:
+            if self.plan is not None:
+                check_cluster_plan(self.plan)
+        except ScheduleError as error:
+            raise ProtocolError(f"{_key('plan')}: {error}") from error
+
+
+_KINDS: Mapping[str, Any] = get_type_hints(RoundAssignment)
 
 
 def write_assignment(content: RecordDict, assignment: RoundAssignment) -> RecordDict:
     """``content`` with the assignment in a copy of its first ConfigRecord."""
-    found: dict[str, str | int] = {_ROUND: assignment.server_round}
-    if assignment.plan is not None:
-        found[_PLAN] = to_json(assignment.plan)
-    if assignment.cluster_id is not None:
-        found[_CLUSTER_ID] = assignment.cluster_id
-    if assignment.split is not None:
-        found[_SPLIT] = to_json(assignment.split)
-    if assignment.bundles:
-        found[_BUNDLES] = 1
-    return _configured(content, found)
+    name, config = next(iter(content.config_records.items()), (CONFIG, ConfigRecord()))
+    given = {f.name: getattr(assignment, f.name) for f in fields(assignment)}
+    values = {_key(field): to_json(value) for field, value in given.items() if value is not None}
+    return RecordDict({**content, name: ConfigRecord({**config, **values})})
 
 
 def read_assignment(content: RecordDict) -> RoundAssignment:
@@ -112,50 +113,18 @@ def read_assignment(content: RecordDict) -> RoundAssignment:
     config = _holder(content, _ROUND)
     if config is None:
         raise ProtocolError(
-            f"the message holds no {_ROUND}: wrap the server's strategy in CollaPipe"
+            f"the message holds no {_ROUND}: wrap the server's strategy in CollaPipe, or start it "
+            "on Members"
         )
-    server_round = config[_ROUND]
-    if type(server_round) is not int:
-        raise ProtocolError(f"{_ROUND} must be a whole number, got {server_round!r}")
-    plan, split = _text(config, _PLAN), _text(config, _SPLIT)
+    texts = {name: _text(config, _key(name)) for name in _KINDS}
     return RoundAssignment(
-        server_round=server_round,
-        cluster_id=_text(config, _CLUSTER_ID),
-        plan=None if plan is None else read_plan(plan),
-        split=None if split is None else from_json(SplitTask, split, _SPLIT),
-        bundles=takes_bundles(content),
+        **{n: from_json(_KINDS[n], t, _key(n)) for n, t in texts.items() if t is not None}
     )
 
 
 def takes_bundles(content: RecordDict) -> bool:
     """Whether the receiver of this message accepts bundled arrays."""
-    return _holder(content, _BUNDLES) is not None
-
-
-def write_progress(content: RecordDict, progress: Progress) -> RecordDict:
-    """``content`` with the progress in a copy of its first ConfigRecord."""
-    return _configured(content, {_PROGRESS: to_json(progress)})
-
-
-def read_progress(content: RecordDict) -> Progress:
-    """The progress in an order to train; raises ProtocolError if it is missing or malformed."""
-    text = _held(content, _PROGRESS)
-    if text is None:
-        raise ProtocolError(
-            f"the message holds no {_PROGRESS}: wrap the server's strategy in CollaPipe, or start "
-            "it on Members"
-        )
-    return from_json(Progress, text, _PROGRESS)
-
-
-def read_plan(text: str) -> ClusterPlan:
-    """A validated cluster plan; raises ProtocolError."""
-    plan = from_json(ClusterPlan, text, _PLAN)
-    try:
-        check_cluster_plan(plan)
-    except ScheduleError as error:
-        raise ProtocolError(f"{_PLAN}: {error}") from error
-    return plan
+    return _held(content, _BUNDLES) == "true"
 
 
 def write_telemetry(content: RecordDict, telemetry: ClusterTelemetry) -> RecordDict:
@@ -191,13 +160,10 @@ def read_vocabulary(content: RecordDict) -> str:
     return text
 
 
-def round_and_run(content: RecordDict) -> tuple[int, str]:
-    """Server round and run id in an order to train; raises ProtocolError."""
-    unsplit = read_unsplit_task(content)
-    if unsplit is not None:
-        return flower_round(content), unsplit.run_id
-    assignment = read_assignment(content)
-    return assignment.server_round, assignment.split.run_id if assignment.split else ""
+def run_id_of(content: RecordDict) -> str:
+    """The id of the run in an order; raises ProtocolError if it is malformed."""
+    task = read_unsplit_task(content) or read_assignment(content).split
+    return task.run_id if task else ""
 
 
 def has_unsplit_task(content: RecordDict) -> bool:
@@ -293,10 +259,9 @@ def _value_bytes(value: object) -> int:
     return len(value) if isinstance(value, str | bytes) else 8
 
 
-def _configured(content: RecordDict, values: Mapping[str, str | int]) -> RecordDict:
-    """``content`` with more values in a copy of its first ConfigRecord."""
-    name, config = next(iter(content.config_records.items()), (CONFIG, ConfigRecord()))
-    return RecordDict({**content, name: ConfigRecord({**config, **values})})
+def _key(name: str) -> str:
+    """The key of an assignment's field."""
+    return f"collapipe.{name.replace('_', '-')}"
 
 
 def _holder(content: RecordDict, key: str) -> ConfigRecord | None:

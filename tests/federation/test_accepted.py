@@ -25,7 +25,7 @@ from collapipe_flwr.federation.records import (
     METRICS,
     UnsplitTask,
     flower_round,
-    read_progress,
+    read_assignment,
     task_config,
     write_telemetry,
 )
@@ -79,7 +79,7 @@ class Fates(LocalGrid):
 
     def train(self, message: Message, context) -> Message:
         cluster = context.node_id
-        fate, progress = self.fates[cluster], read_progress(message.content)
+        fate, progress = self.fates[cluster], read_assignment(message.content).progress
         if fate == "fails":
             raise RuntimeError("no memory left")
         model = decode_tensors(message.content[ARRAYS])
@@ -206,4 +206,4 @@ def test_counts_that_make_no_sense_are_refused(text: str) -> None:
 
 def test_an_order_without_progress_is_refused() -> None:
     with pytest.raises(ProtocolError, match="wrap the server's strategy in CollaPipe, or start it"):
-        read_progress(RecordDict({"config": ConfigRecord({"server-round": 1})}))
+        read_assignment(RecordDict({"config": ConfigRecord({"server-round": 1})}))

@@ -13,7 +13,7 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.messages import LATE
-from collapipe_flwr.federation.records import read_progress
+from collapipe_flwr.federation.records import read_assignment
 from collapipe_flwr.federation.strategy import CollaPipe
 from tests.federation.memory_edge import MemoryEdge
 from tests.federation.split_clusters import FixedPlanner, model, trainer, wrapped
@@ -90,7 +90,7 @@ def test_no_round_of_a_cluster_is_lost_or_counted_twice() -> None:
     edge, records = MemoryEdge(), []
     grid = LateGrid(nodes(edge), 1)
     trained(grid, edge, 6, records)
-    told = [(m.metadata.dst_node_id, read_progress(m.content)) for m in grid.sent]
+    told = [(m.metadata.dst_node_id, read_assignment(m.content).progress) for m in grid.sent]
     assert [(p.rounds, p.last_round) for node, p in told if node == 2] == [(0, 0), (1, 1), (2, 3)]
     assert sum("c2" in record.telemetry for record in records) == 3  # each of its three rounds
     assert [(p.rounds, p.last_round) for node, p in told if node == 1][-1] == (5, 5)
@@ -117,9 +117,9 @@ def test_a_late_update_that_cannot_be_used_is_refused_and_its_cluster_asked_agai
     assert "late by 1 rounds: " in records[1].failures["c2"]
     assert "not finite" in records[1].failures["c2"]
     assert [2 in asked for asked in grid.asked] == [True, False, True, False]
-    assert {read_progress(m.content).rounds for m in grid.sent if m.metadata.dst_node_id == 2} == {
-        0
-    }
+    assert {
+        read_assignment(m.content).progress.rounds for m in grid.sent if m.metadata.dst_node_id == 2
+    } == {0}
 
 
 def test_where_nobody_is_late_nothing_changes() -> None:

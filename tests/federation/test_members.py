@@ -14,7 +14,7 @@ from collapipe_flwr.federation.members import Members
 from collapipe_flwr.federation.records import (
     UnsplitTask,
     array_bytes,
-    read_progress,
+    read_assignment,
     task_config,
 )
 from tests.federation.test_discovery import cluster, spare
@@ -71,7 +71,7 @@ def test_orders_of_a_plain_strategy_get_their_own_progress_in_records_of_their_o
         members.send_and_receive([Message(shared, node, "train") for node in (1, 2)])
         assert set(config) == set(task_config("", task)) | {"server-round"}
         assert shared["config"] is config
-    told = [read_progress(message.content) for message in grid.sent]
+    told = [read_assignment(message.content).progress for message in grid.sent]
     assert [p.last_round for p in told[0::2]] == [0, 1, 2]
     assert [p.last_round for p in told[1::2]] == [0, 0, 0]
 

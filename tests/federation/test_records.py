@@ -152,7 +152,7 @@ def test_the_weight_of_a_reply_without_one_is_zero():
         ("collapipe.plan", "{}", r"collapipe\.plan lacks the key 'bandwidth_hz'"),
         ("collapipe.plan", 5, r"collapipe\.plan must be a string, got int"),
         ("collapipe.split", "{}", r"collapipe\.split lacks the key"),
-        ("collapipe.server-round", 1.5, r"server-round must be a whole number, got 1\.5"),
+        ("collapipe.server-round", "1.5", r"server-round must be a whole number, got 1\.5"),
     ],
 )
 def test_a_malformed_assignment_is_named(key, value, words):

@@ -15,7 +15,6 @@ from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.records import (
     ARRAYS,
     read_assignment,
-    read_progress,
 )
 from collapipe_flwr.federation.rounds import Outcome
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
@@ -151,7 +150,7 @@ def test_only_replies_that_were_aggregated_are_built_upon():
     strategy = wrapped(edge, FixedPlanner("c1", "c2"), [], Choosy(fraction_evaluate=0.0))
     strategy.start(grid, encode_tensors(model()), num_rounds=4)
     assert edge.accepted == [("c1", 2), ("c1", 3), ("c1", 4)]
-    told = [(m.metadata.dst_node_id, read_progress(m.content)) for m in grid.sent]
+    told = [(m.metadata.dst_node_id, read_assignment(m.content).progress) for m in grid.sent]
     ours = [(p.rounds, p.last_round) for node, p in told if node == 1]
     assert ours == [(0, 0), (0, 0), (1, 2), (2, 3)]
     assert {p.rounds for node, p in told if node == 2} == {0}

@@ -137,9 +137,7 @@ class Cluster:
                 batches = LoaderBatches(loader=batches, epochs=epochs, planned=asked.shapes)
             state = None
             if asked.task.learning.keep_optimizer:
-                state = asked.site.state(
-                    message, context, server_round=asked.server_round, run_id=asked.task.run_id
-                )
+                state = asked.site.state(message, context)
             result, absent = asked.run(weights, batches, state)
             loss = sum(result.losses) / max(len(result.losses), 1)
             metrics = MetricRecord({"train_loss": loss, records.EXAMPLES: batches.examples})

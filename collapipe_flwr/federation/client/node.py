@@ -97,8 +97,7 @@ class Node:
 
     def state(self, message: Message) -> NodeState:
         """The state that the node brings into the round of ``message``."""
-        server_round, run_id = records.round_and_run(message.content)
-        return self.site.state(message, self.context, server_round=server_round, run_id=run_id)
+        return self.site.state(message, self.context)
 
     def examples(self, message: Message) -> RoundExamples:
         """The examples of a round, from the node's partition or from its stream."""

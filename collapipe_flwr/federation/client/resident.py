@@ -99,11 +99,12 @@ def message_about(message: Message) -> dict[str, Any]:
     configs = message.content.config_records.values() if message.has_content() else ()
     if not any(key.startswith(_OURS) for config in configs for key in config):
         return about
-    from collapipe_flwr.federation.records import read_assignment, round_and_run  # loads torch
+    from collapipe_flwr.federation.records import read_assignment, run_id_of  # loads torch
 
     with suppress(CollaPipeError):  # the app reports it
-        about["round"], about["run"] = round_and_run(message.content)
-        about["cluster"] = read_assignment(message.content).cluster_id
+        asked = read_assignment(message.content)
+        about |= {"round": asked.server_round, "cluster": asked.cluster_id}
+        about["run"] = run_id_of(message.content)
     return about
 
 

@@ -22,7 +22,7 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import AUTO
 from collapipe_flwr.federation.client import CLUSTER_KEY, STATE_KEY
 from collapipe_flwr.federation.client.node_state import NodeState, state_folder
-from collapipe_flwr.federation.records import SplitTask, read_progress
+from collapipe_flwr.federation.records import SplitTask, read_assignment, run_id_of
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.pipeline.compute import resolve
@@ -67,18 +67,17 @@ class Site:
         """The cluster as the planner sees it."""
         return profile_of(self.cluster, examples) if self.cluster else self.simulated(examples)
 
-    def state(
-        self, message: Message, context: Context, *, server_round: int, run_id: str
-    ) -> NodeState:
-        """The state from the last accepted round, for ``server_round`` of a run.
+    def state(self, message: Message, context: Context) -> NodeState:
+        """The state from the last accepted round, for the round that ``message`` asks for.
 
         Raises ConfigError if the node's state folder is no path.
         """
+        asked, run_id = read_assignment(message.content), run_id_of(message.content)
         folder = context.node_config.get(STATE_KEY, self.state_dir)
         return NodeState(
             records=context.state,
-            server_round=server_round,
-            progress=read_progress(message.content),
+            server_round=asked.server_round,
+            progress=asked.progress,
             run_id=run_id,
             index=self.index,
             state_dir=state_folder(folder, run_id),
