@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from flwr.app import ArrayRecord
@@ -46,7 +46,7 @@ from collapipe_flwr.scheduler.estimates import expected_s
 from collapipe_flwr.scheduler.link_estimates import links_learned, with_links
 from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerState
 from collapipe_flwr.simulation.episode import simulated_cluster
-from collapipe_flwr.simulation.world import World
+from collapipe_flwr.simulation.world import EnergyBudget, World, budgeted
 
 log = logging.getLogger("flwr.collapipe")
 
@@ -65,7 +65,7 @@ class ScheduledRounds:
     ``clusters`` maps node ids to cluster ids of the ``world``; other nodes are never asked. It may
     change between rounds, when a cluster reconnects as another node. ``options`` are the
     scheduler's own, so that prices and plans agree. ``paced`` says that senders keep to planned
-    rates. ``budgeted`` gives devices that join a cluster their energy budgets.
+    rates. Devices that join a cluster get the energy ``budget``.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class ScheduledRounds:
         *,
         options: PricingOptions | None = None,
         paced: bool = False,
-        budgeted: Callable[[ClusterProfile], ClusterProfile] = lambda profile: profile,
+        budget: EnergyBudget | None = None,
     ) -> None:
-        self._budgeted = budgeted
+        self._budget = budget
         self.state: SchedulerState | None = None
         self._scheduler = scheduler
         self.world = world
@@ -185,7 +185,10 @@ class ScheduledRounds:
             now, before = _devices(measured.profile), _devices(known[name])
             if now == before:
                 continue
-            self.world = self.world.with_cluster(self._budgeted(measured.profile))
+            profile = measured.profile
+            if self._budget is not None:
+                profile = budgeted(profile, self._budget, self._model)
+            self.world = self.world.with_cluster(profile)
             changes = (("joined", now - before), ("left", before - now))
             said = "; ".join(f"{', '.join(sorted(ids))} {how}" for how, ids in changes if ids)
             log.info("cluster %s: %s", name, said)

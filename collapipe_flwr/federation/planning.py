@@ -42,6 +42,15 @@ _ASSUMPTION = (
     f"the clients describe no devices: one {ASSUMED_DEVICE} with {ASSUMED_EXAMPLES} examples "
     "assumed for each"
 )
+_NOTHING = BlockCost(
+    forward_flop=0.0,
+    backward_flop=0.0,
+    parameter_bytes=0,
+    state_bytes=0,
+    stash_bytes=0.0,
+    output_bytes=1.0,  # one byte crosses to the edge, none is too few for a radio model
+)
+_UNKNOWN = ModelProfile(embedding=_NOTHING, blocks=(), decoder=_NOTHING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,13 +89,8 @@ class Planning:
             return make_scheduler(self.policy, self.settings)
         return self.policy
 
-    def rounds(
-        self, profiles: Sequence[ClusterProfile], names: Mapping[int, str], model: ModelProfile
-    ) -> ScheduledRounds:
-        """The planner for described clusters; ``names`` maps nodes to clusters and may change.
-
-        Raises ConfigError for unknown names.
-        """
+    def world(self, profiles: Sequence[ClusterProfile], model: ModelProfile) -> World:
+        """The described clusters at their places; raises ConfigError for unknown names."""
         world = make_world(
             cluster_devices=[profile.members for profile in profiles],
             examples=[profile.examples for profile in profiles],
@@ -97,28 +101,25 @@ class Planning:
             truth_error=self.truth_error,
         )
         described = tuple(budgeted(profile, self.budget, model) for profile in profiles)
-        return ScheduledRounds(
-            self.scheduler,
-            replace(world, clusters=described),
-            model,
-            names,
-            options=self.settings,
-            paced=self.paced,
-            budgeted=lambda profile: budgeted(profile, self.budget, model),
-        )
+        return replace(world, clusters=described)
 
 
-class DescribedClusters:
+class DescribedClusters(ScheduledRounds):
     """A :class:`RoundPlanner` that asks unknown nodes for their descriptions first."""
 
     def __init__(self, planning: Planning, model: Callable[[], ModelProfile]) -> None:
-        self._planning = planning
-        self._model = model
-        self._profiles: dict[str, ClusterProfile] = {}  # by cluster id
+        self._planning, self._profiled = planning, model
         self._names: dict[int, str] = {}  # by node
-        self._rounds: ScheduledRounds | None = None
-        self._loaded = Memory()
         self._wait_s = DESCRIBE_S
+        super().__init__(
+            planning.scheduler,
+            make_world(cluster_devices=(), examples=()),
+            _UNKNOWN,
+            self._names,
+            options=planning.settings,
+            paced=planning.paced,
+            budget=planning.budget,
+        )
 
     def query_unknown(self, grid: Grid, nodes: Sequence[int]) -> None:
         """Query unknown nodes; raises RunError if none of ``nodes`` has described a cluster."""
@@ -138,45 +139,24 @@ class DescribedClusters:
         self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord
     ) -> RoundPlan:
         """A plan for nodes that only evaluate; the scheduler's state stays as it is."""
-        rounds = self._planner()
-        before = rounds.state
-        plan = rounds.plan(server_round, nodes, arrays)
-        rounds.state = before
+        before = self.state
+        plan = self.plan(server_round, nodes, arrays)
+        self.state = before
         return plan
 
-    def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
-        """See `RoundPlanner.plan`; nodes without a description take no part."""
-        return self._planner().plan(server_round, nodes, arrays)
-
-    def settle(self, closed: ClosedRound) -> Outcome:
-        rounds = self._planner()
-        outcome = rounds.settle(closed)
-        self._profiles |= {profile.cluster_id: profile for profile in rounds.world.clusters}
-        return outcome
-
-    def dump(self) -> Memory:
-        return self._rounds.dump() if self._rounds else self._loaded
-
-    def load(self, memory: Memory) -> None:
-        """Restore from a checkpoint, once the clusters are known."""
-        self._rounds, self._loaded = None, memory
-
     def _register(self, found: Mapping[int, ClusterProfile]) -> None:
+        """Place the clusters of new nodes; a cluster may be back as another node."""
+        profiles = {profile.cluster_id: profile for profile in self.world.clusters}
         for node, profile in found.items():
             name = profile.cluster_id
             for before in [n for n, known in self._names.items() if known == name]:
                 del self._names[before]
             self._names[node] = name
-            if name not in self._profiles:
-                self._profiles[name], self._loaded = profile, self.dump()
-                self._rounds = None
-
-    def _planner(self) -> ScheduledRounds:
-        if self._rounds is None:
-            profiles = [self._profiles[name] for name in sorted(self._profiles)]
-            self._rounds = self._planning.rounds(profiles, self._names, self._model())
-            self._rounds.load(self._loaded)
-        return self._rounds
+            profiles.setdefault(name, profile)
+        if len(profiles) > len(self.world.clusters):
+            self._model = self._model if self.world.clusters else self._profiled()
+            placed = [profiles[name] for name in sorted(profiles)]
+            self.world = self._planning.world(placed, self._model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,21 +165,24 @@ class _Kept:
     state: str
 
 
-class DefaultProfilePlanner:
+class DefaultProfilePlanner(ScheduledRounds):
     """A :class:`RoundPlanner` that knows only the nodes and the size of the model."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._nodes: list[int] = []
-        self._rounds: ScheduledRounds | None = None
-        self._loaded = Memory()
+        self._names: dict[int, str] = {}  # by node, in the order in which they were first asked
+        world = make_world(cluster_devices=(), examples=())
+        super().__init__(scheduler, world, _UNKNOWN, self._names)
 
     def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
         """A plan that is advice; raises ScheduleError where the scheduler finds none."""
-        names = {node: f"node-{node}" for node in nodes}
         if not nodes:
-            return RoundPlan(server_round=server_round, plan=None, cluster_ids=names, binding=False)
-        planned = self._rounds_for(nodes, arrays).plan(server_round, nodes, arrays)
+            return RoundPlan(server_round=server_round, plan=None, cluster_ids={}, binding=False)
+        self._names |= {n: f"node-{n}" for n in sorted(set(nodes) - self._names.keys())}
+        if len(self._names) > len(self.world.clusters):
+            self._assumed = assumed_model(arrays)
+            self._model = assumed_model(arrays)
+            self.world = assumed_world(list(self._names.values()), self._model)
+        planned = super().plan(server_round, nodes, arrays)
         assert planned.plan is not None
         advice = replace(planned.plan, fallback=_ASSUMPTION)
         return replace(planned, plan=advice, binding=False)
@@ -210,49 +193,28 @@ class DefaultProfilePlanner:
         return Outcome()
 
     def dump(self) -> Memory:
-        memory = self._rounds.dump() if self._rounds else self._loaded
-        kept = _Kept(nodes=tuple(self._nodes), state=memory.text)
-        return replace(memory, text=to_json(kept))
+        memory = super().dump()
+        return replace(memory, text=to_json(_Kept(nodes=tuple(self._names), state=memory.text)))
 
     def load(self, memory: Memory) -> None:
         """Restore from a checkpoint; raises ProtocolError for another planner's."""
         kept = from_json(_Kept, memory.text, "the planner's checkpoint")
-        self._nodes = list(kept.nodes)
-        self._rounds, self._loaded = None, replace(memory, text=kept.state)
-
-    def _rounds_for(self, nodes: Sequence[int], arrays: ArrayRecord) -> ScheduledRounds:
-        new = sorted(set(nodes) - set(self._nodes))
-        if self._rounds is None or new:
-            self._nodes += new
-            names = {node: f"node-{node}" for node in self._nodes}
-            model = assumed_model(arrays)
-            world = assumed_world(list(names.values()), model)
-            known = self._rounds.dump() if self._rounds else self._loaded
-            self._rounds = ScheduledRounds(self._scheduler, world, model, names)
-            self._rounds.load(known)
-        return self._rounds
+        self._names |= {node: f"node-{node}" for node in kept.nodes}
+        super().load(replace(memory, text=kept.state))
 
 
 def assumed_model(arrays: ArrayRecord) -> ModelProfile:
     """One block that holds every array; 2 FLOP per parameter and example forward, 4 backward."""
     size = max(array_bytes(arrays), 1)
     flop = 2.0 * size / 4  # as if every parameter took 4 bytes
-    nothing = BlockCost(
-        forward_flop=0.0,
-        backward_flop=0.0,
-        parameter_bytes=0,
-        state_bytes=0,
-        stash_bytes=0.0,
-        output_bytes=1.0,  # one byte crosses to the edge, none is too few for a radio model
-    )
     whole = replace(
-        nothing,
+        _NOTHING,
         forward_flop=flop,
         backward_flop=2 * flop,
         parameter_bytes=size,
         state_bytes=4 * size,  # weights, gradients, two moments
     )
-    return ModelProfile(embedding=nothing, blocks=(whole,), decoder=nothing)
+    return replace(_UNKNOWN, blocks=(whole,))
 
 
 def assumed_world(cluster_ids: Sequence[str], model: ModelProfile) -> World:

@@ -195,11 +195,18 @@ def make_planner(
     )
     with blaming("scheduler.policy"):
         scheduler = planning.scheduler
-    profiles = sorted(clusters.values(), key=lambda profile: profile.cluster_id)
-    rounds = planning.rounds(profiles, names, model)
+    world = planning.world(sorted(clusters.values(), key=lambda c: c.cluster_id), model)
     with blaming("world.devices, world.memory-share"):
-        scheduler.step(scheduler.init(snapshot := rounds.world.snapshot(1, model)), snapshot)
-    return rounds
+        scheduler.step(scheduler.init(snapshot := world.snapshot(1, model)), snapshot)
+    return ScheduledRounds(
+        scheduler,
+        world,
+        model,
+        names,
+        options=planning.settings,
+        paced=planning.paced,
+        budget=planning.budget,
+    )
 
 
 def inner_strategy(
