@@ -35,7 +35,7 @@ from collapipe_flwr.core.durable import clean, draft, make_folder, publish, writ
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 
-VERSION = 3
+VERSION = 4
 KEPT_CHECKPOINTS = 2  # so that a damaged one leaves another
 _NAME = re.compile(r"round-(\d{6,})")
 _MODEL, _ARRAYS, _TENSORS = "global.safetensors", "arrays.safetensors", "tensors.safetensors"
@@ -52,6 +52,17 @@ class Memory:
     text: str = ""
     arrays: Arrays = field(default_factory=dict)
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def by_name(parts: Mapping[str, Mapping[str, Tensor]]) -> Memory:
+        """Tensors of several owners, whose names may hold any text."""
+        numbered = {str(index): tensors for index, tensors in enumerate(parts.values())}
+        return Memory(text=json.dumps(list(parts)), tensors=_joined(numbered))
+
+    def named_tensors(self) -> dict[str, dict[str, Tensor]]:
+        """What :meth:`by_name` was given."""
+        names = json.loads(self.text or "[]")
+        return {name: _of(str(index), self.tensors) for index, name in enumerate(names)}
 
 
 @runtime_checkable

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,7 +11,7 @@ import torch
 from collapipe_flwr.config.schema import EdgeConfig
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.federation.checkpoint import Memory
-from collapipe_flwr.federation.split import DecoderOrder, EdgeSession
+from collapipe_flwr.federation.split import DecoderOrder
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.pipeline.compute import resolve
@@ -65,7 +64,11 @@ class RpcEdgeGateway:
         self._fetched: dict[SessionKey, OptimizerState] = {}  # not accepted yet
         self._keepers: dict[SessionKey, str] = {}  # clusters that keep their optimizer
 
-    def open(self, order: DecoderOrder) -> EdgeSession:
+    @property
+    def address(self) -> str:
+        return self._client.address
+
+    def open(self, order: DecoderOrder) -> SessionKey:
         """Open a session with a fresh token and push the decoder; nothing stays open on error.
 
         If the edge disconnects, this starts over, for as long as the client has patience.
@@ -76,53 +79,44 @@ class RpcEdgeGateway:
             self._let_go(left)
         if order.learning.keep_optimizer:
             self._keepers[key] = order.cluster_id
-        return EdgeSession(address=self._client.address, key=key)
+        return key
 
-    def fetch(self, session: EdgeSession) -> dict[str, torch.Tensor]:
+    def fetch(self, session: SessionKey) -> dict[str, torch.Tensor]:
         """The trained decoder."""
-        keep = session.key in self._keepers
-        found = self._client.session(session.key).fetch_weights(with_optimizer=keep)
+        keep = session in self._keepers
+        found = self._client.session(session).fetch_weights(with_optimizer=keep)
         state = PartState.of_tensors(found)
         if keep:
-            self._fetched[session.key] = between_rounds(state.optimizer)
+            self._fetched[session] = between_rounds(state.optimizer)
         return dict(state.weights)
 
-    def accept(self, session: EdgeSession) -> None:
+    def accept(self, session: SessionKey) -> None:
         """Keep the fetched optimizer for the cluster's next session."""
-        if session.key in self._keepers:
-            self._slots[self._keepers[session.key]] = self._fetched.pop(session.key)
+        if session in self._keepers:
+            self._slots[self._keepers[session]] = self._fetched.pop(session)
 
-    def report(self, session: EdgeSession) -> StageReport | None:
-        report = self._client.session(session.key).report()
+    def report(self, session: SessionKey) -> StageReport | None:
+        report = self._client.session(session).report()
         return report if report.steps else None
 
-    def passes(self, session: EdgeSession) -> PassesDone:
-        return self._client.session(session.key).passes(within_s=_PASSES_S)
+    def passes(self, session: SessionKey) -> PassesDone:
+        return self._client.session(session).passes(within_s=_PASSES_S)
 
     def dump(self) -> Memory:
         """The decoders' optimizers after the last accepted rounds, by cluster."""
-        names = list(self._slots)
-        tensors = {
-            f"{index}/{key}": tensor
-            for index, name in enumerate(names)
-            for key, tensor in PartState(weights={}, optimizer=self._slots[name]).tensors().items()
-        }
-        return Memory(text=json.dumps(names), tensors=tensors)
+        slots = self._slots.items()
+        return Memory.by_name({n: PartState(weights={}, optimizer=s).tensors() for n, s in slots})
 
     def load(self, memory: Memory) -> None:
         """Restore from a checkpoint; raises ModelError for an incomplete optimizer."""
-        names = json.loads(memory.text) if memory.text else []
-        own: dict[str, dict[str, torch.Tensor]] = {name: {} for name in names}
-        for place, tensor in memory.tensors.items():
-            index, _, key = place.partition("/")
-            own[names[int(index)]][key] = tensor
-        self._slots = {name: PartState.of_tensors(held).optimizer for name, held in own.items()}
+        found = memory.named_tensors().items()
+        self._slots = {name: PartState.of_tensors(held).optimizer for name, held in found}
 
-    def close(self, session: EdgeSession) -> None:
+    def close(self, session: SessionKey) -> None:
         """Free the session, and drop an optimizer that was not accepted."""
-        self._fetched.pop(session.key, None)
-        self._keepers.pop(session.key, None)
-        self._client.session(session.key).close()
+        self._fetched.pop(session, None)
+        self._keepers.pop(session, None)
+        self._client.session(session).close()
 
     def _open(self, order: DecoderOrder, broken: list[SessionKey]) -> SessionKey:
         key = SessionKey.random(f"{order.cluster_id}-{order.server_round}")

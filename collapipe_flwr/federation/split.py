@@ -15,7 +15,6 @@ initial values.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -52,40 +51,31 @@ class DecoderOrder:
     weights: Weights = field(repr=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EdgeSession:
-    """The address and key of an open session."""
-
-    address: str
-    key: SessionKey
-
-
 @runtime_checkable
 class EdgeGateway(Protocol):
     """Sessions at one edge server; every call ends within the gateway's own deadline."""
 
-    def open(self, order: DecoderOrder) -> EdgeSession:
+    @property
+    def address(self) -> str:
+        """Where clusters reach the edge."""
+
+    def open(self, order: DecoderOrder) -> SessionKey:
         """Open a session with a replica; raises LinkError."""
 
-    def fetch(self, session: EdgeSession) -> dict[str, torch.Tensor]:
+    def fetch(self, session: SessionKey) -> dict[str, torch.Tensor]:
         """The replica's current weights; raises LinkError."""
 
-    def accept(self, session: EdgeSession) -> None:
+    def accept(self, session: SessionKey) -> None:
         """The global model contains the fetched weights: later sessions may use the optimizer."""
 
-    def report(self, session: EdgeSession) -> StageReport | None:
+    def report(self, session: SessionKey) -> StageReport | None:
         """What the replica's stage measured, None if it never ran; raises LinkError."""
 
-    def close(self, session: EdgeSession) -> None:
-        """End the session; idempotent. Raises LinkError if the edge cannot be reached."""
-
-
-@runtime_checkable
-class ProgressGateway(Protocol):
-    """A gateway whose edge reports progress within a round."""
-
-    def passes(self, session: EdgeSession) -> PassesDone:
+    def passes(self, session: SessionKey) -> PassesDone:
         """The micro-batches done so far, also within a step; raises LinkError."""
+
+    def close(self, session: SessionKey) -> None:
+        """End the session; idempotent. Raises LinkError if the edge cannot be reached."""
 
 
 class SplitRound:
@@ -105,7 +95,7 @@ class SplitRound:
         self._learning = learning
         self._server_round = server_round
         self._whole = whole
-        self._sessions: dict[str, EdgeSession] = {}
+        self._sessions: dict[str, SessionKey] = {}
 
     def open(self, cluster_id: str, name: str, content: RecordDict, depth: int) -> SplitTask:
         """Give ``cluster_id`` its decoder replica of the model ``content[name]``.
@@ -128,12 +118,11 @@ class SplitRound:
             whole=cluster_id in self._whole,
             weights=decode_tensors(self._decoder(arrays)),
         )
-        session = self._edge.open(order)
-        self._sessions[cluster_id] = session
+        self._sessions[cluster_id] = session = self._edge.open(order)
         return SplitTask(
             model_spec_json=self.model.spec_json,
-            edge_address=session.address,
-            session=session.key,
+            edge_address=self._edge.address,
+            session=session,
             learning=learning,
             shape=self.model.shape,
             whole=cluster_id in self._whole,
@@ -177,10 +166,9 @@ class SplitRound:
     def passes(self) -> dict[str, PassesDone]:
         """The progress of the clusters that the edge reports; from any thread."""
         found: dict[str, PassesDone] = {}
-        if isinstance(self._edge, ProgressGateway):
-            for cluster_id, session in list(self._sessions.items()):
-                with suppress(LinkError):  # the round itself handles a lost edge
-                    found[cluster_id] = self._edge.passes(session)
+        for cluster_id, session in list(self._sessions.items()):
+            with suppress(LinkError):  # the round itself handles a lost edge
+                found[cluster_id] = self._edge.passes(session)
         return found
 
     def close(self, keep: Collection[str] = ()) -> None:
@@ -271,22 +259,9 @@ class PersonalArrays:
             self._clusters[cluster_id] = {key: model[key] for key in keys}
 
     def dump(self) -> Memory:
-        """All arrays as text, which keeps any dtype."""
-        kept = {
-            name: {
-                key: [array.dtype, list(array.shape), array.stype, array.data.hex()]
-                for key, array in arrays.items()
-            }
-            for name, arrays in self._clusters.items()
-        }
-        return Memory(text=json.dumps(kept))
+        clusters = self._clusters.items()
+        return Memory.by_name({n: decode_tensors(ArrayRecord(arrays)) for n, arrays in clusters})
 
     def load(self, memory: Memory) -> None:
-        kept = json.loads(memory.text or "{}")
-        self._clusters = {
-            name: {
-                key: Array(dtype, tuple(shape), stype, bytes.fromhex(data))
-                for key, (dtype, shape, stype, data) in arrays.items()
-            }
-            for name, arrays in kept.items()
-        }
+        found = memory.named_tensors().items()
+        self._clusters = {name: dict(encode_tensors(tensors)) for name, tensors in found}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from collapipe_flwr.core.errors import LinkError
-from collapipe_flwr.federation.split import DecoderOrder, EdgeSession
-from collapipe_flwr.pipeline.config import SessionKey
+from collapipe_flwr.federation.split import DecoderOrder
+from collapipe_flwr.pipeline.config import PassesDone, SessionKey
 from collapipe_flwr.pipeline.meter import StageReport
 
 
@@ -20,28 +20,33 @@ class MemoryEdge:
         self.orders: dict[str, DecoderOrder] = {}
         self._count = 0
 
-    def open(self, order: DecoderOrder) -> EdgeSession:
+    def open(self, order: DecoderOrder) -> SessionKey:
         """Copy the weights in under a new session id."""
         self._count += 1
         key = SessionKey(session_id=f"session-{self._count}", token=f"secret-{self._count}")
         self.replicas[key.session_id] = {k: v.clone() for k, v in order.weights.items()}
         self.orders[key.session_id] = order
-        return EdgeSession(address=self.address, key=key)
+        return key
 
-    def fetch(self, session: EdgeSession) -> dict[str, torch.Tensor]:
+    def fetch(self, session: SessionKey) -> dict[str, torch.Tensor]:
         """The replica as the test left it."""
-        if session.key.session_id not in self.replicas:
-            raise LinkError(f"the edge knows no session {session.key.session_id}")
-        return dict(self.replicas[session.key.session_id])
+        if session.session_id not in self.replicas:
+            raise LinkError(f"the edge knows no session {session.session_id}")
+        return dict(self.replicas[session.session_id])
 
-    def accept(self, session: EdgeSession) -> None:
+    def accept(self, session: SessionKey) -> None:
         """Nothing is kept here."""
 
-    def report(self, session: EdgeSession) -> StageReport | None:
+    def report(self, session: SessionKey) -> StageReport | None:
         """Nothing ran here."""
         del session
         return None
 
-    def close(self, session: EdgeSession) -> None:
+    def passes(self, session: SessionKey) -> PassesDone:
+        """Nothing is counted here."""
+        del session
+        return PassesDone()
+
+    def close(self, session: SessionKey) -> None:
         """Drop the replica."""
-        self.replicas.pop(session.key.session_id, None)
+        self.replicas.pop(session.session_id, None)

@@ -67,7 +67,7 @@ def order(cluster_id: str, *, keeps: bool = False, **weights: torch.Tensor) -> D
 
 def test_what_is_placed_can_be_fetched_until_it_is_closed(edge):
     first, second = edge.open(order("c1")), edge.open(order("c2"))
-    assert first.key != second.key
+    assert first != second
     fetched = edge.fetch(first)
     assert fetched["w"].tolist() == [0.0, 1.0, 2.0]
     assert fetched["bias"].dtype == torch.bfloat16
@@ -115,9 +115,9 @@ class Shelf:
 
     def train(self, session, momentum: float) -> list[float]:
         """Leave this momentum; returns that with which the session began."""
-        held = self.held[session.key]
+        held = self.held[session]
         slots = {"w": (torch.tensor([momentum]),)}
-        self.held[session.key] = PartState(weights=held.weights, optimizer=slots)
+        self.held[session] = PartState(weights=held.weights, optimizer=slots)
         return [float(slot) for slots in held.optimizer.values() for slot in slots]
 
 
@@ -152,7 +152,7 @@ def test_a_decoder_continues_from_its_clusters_last_accepted_round():
 
 def test_the_token_is_not_printed(edge):
     session = edge.open(order("c1"))
-    assert session.key.token not in repr(session)
+    assert session.token not in repr(session)
     edge.close(session)
 
 

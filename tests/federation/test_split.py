@@ -140,8 +140,8 @@ def test_only_replies_that_were_aggregated_are_built_upon():
             self.accepted: list[tuple[str, int]] = []
 
         def accept(self, session) -> None:
-            order = self.orders[session.key.session_id]
-            assert session.key.session_id in self.replicas  # while it is open
+            order = self.orders[session.session_id]
+            assert session.session_id in self.replicas  # while it is open
             self.accepted.append((order.cluster_id, order.server_round))
 
     edge = Noting()
