@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from collapipe_flwr.core.domain import (
     ClusterProfile,
     LinkSample,
     ModelProfile,
+    RoundOutcome,
     StageSample,
 )
 from collapipe_flwr.costs.measured import EDGE, server_s, stage_parts
@@ -138,15 +139,6 @@ def _samples(
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Movement:
-    """Norms over all averaged arrays; ``change_norm`` is None in the first round."""
-
-    norm: float
-    change_norm: float | None
-    spread: float
-
-
 class MovementMeter:
     """How far the model moved in successive rounds; ``last`` is the previous update.
 
@@ -157,10 +149,10 @@ class MovementMeter:
     def __init__(self) -> None:
         self.last: dict[str, NDArray[np.floating]] = {}
 
-    def measure(self, closed: ClosedRound) -> Movement | None:
-        """The movement of a round; None if the inner strategy dropped it."""
+    def measure(self, closed: ClosedRound, outcome: RoundOutcome) -> RoundOutcome:
+        """The outcome with the movement of the round; as it is if the inner strategy dropped it."""
         if closed.after is None:
-            return None
+            return outcome
         before, after = averaging_view(closed.before), averaging_view(closed.after)
         moved = {}
         for key in (key for key in before if key in after):
@@ -171,10 +163,11 @@ class MovementMeter:
         if self.last.keys() == moved.keys():
             change = math.sqrt(sum(_square(x - self.last[k]) for k, x in moved.items()))
         self.last = moved
-        return Movement(
-            norm=math.sqrt(sum(_square(x) for x in moved.values())),
-            change_norm=change,
-            spread=_spread({k: after[k].numpy() for k in moved}, closed),
+        return replace(
+            outcome,
+            update_norm=math.sqrt(sum(_square(x) for x in moved.values())),
+            update_change_norm=change,
+            update_spread=_spread({k: after[k].numpy() for k in moved}, closed),
         )
 
 

@@ -217,17 +217,13 @@ class ScheduledRounds:
         truth = self.world.truth(seen)
         parts = zip(plan.clusters, price(plan, truth, self._options).clusters, strict=True)
         clusters = [self._cluster(part, priced, closed, seen, truth) for part, priced in parts]
-        movement = self._meter.measure(closed)
         awaited = [c.latency_s for c in clusters if c.cluster_id not in closed.joined]
         outcome = RoundOutcome(
             round_index=plan.round_index,
             latency_s=max(awaited or [cluster.latency_s for cluster in clusters]),
             clusters=tuple(clusters),
-            update_norm=movement.norm if movement else None,
-            update_change_norm=movement.change_norm if movement else None,
-            update_spread=movement.spread if movement else None,
         )
-        return self._explained(plan, outcome)
+        return self._explained(plan, self._meter.measure(closed, outcome))
 
     def _cluster(
         self,

@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord
 
 from collapipe_flwr.cluster.control_unit import joined
 from collapipe_flwr.cluster.fleet import CONTROL_UNIT
-from collapipe_flwr.core.domain import BlockCost, ModelProfile
+from collapipe_flwr.core.domain import BlockCost, ModelProfile, RoundOutcome
 from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.federation.arrays import encode_tensors
 from collapipe_flwr.federation.outcomes import MovementMeter
@@ -211,16 +211,16 @@ def test_a_round_that_lost_its_last_device_splits_bytes_and_norms_as_its_legs_di
 
 
 def test_movement_is_that_of_the_averaged_arrays():
-    meter = MovementMeter()
+    meter, nothing = MovementMeter(), RoundOutcome(round_index=1, latency_s=1.0, clusters=())
     models, examples = {"a": weights(1.0), "b": weights(5.0)}, {"a": 10.0, "b": 30.0}
     ended = replace(closed(None, after=weights(4.0)), models=models, examples=examples)
-    first = meter.measure(ended)
-    assert first.norm == pytest.approx(4 * 2.0)  # four entries of 4
-    assert first.change_norm is None
-    assert first.spread == pytest.approx(0.25 * 4 * 9 + 0.75 * 4 * 1)
-    second = meter.measure(replace(ended, before=weights(4.0), after=weights(5.0)))
-    assert second.change_norm == pytest.approx(math.sqrt(4 * 9))
-    assert meter.measure(replace(ended, after=None)) is None
+    first = meter.measure(ended, nothing)
+    assert first.update_norm == pytest.approx(4 * 2.0)  # four entries of 4
+    assert first.update_change_norm is None
+    assert first.update_spread == pytest.approx(0.25 * 4 * 9 + 0.75 * 4 * 1)
+    second = meter.measure(replace(ended, before=weights(4.0), after=weights(5.0)), nothing)
+    assert second.update_change_norm == pytest.approx(math.sqrt(4 * 9))
+    assert meter.measure(replace(ended, after=None), nothing) == nothing
 
 
 @pytest.mark.parametrize("policy", ["dssda", "uniform", "static"])
