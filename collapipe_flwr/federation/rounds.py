@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 from flwr.app import ArrayRecord, Message, MetricRecord
@@ -53,42 +53,34 @@ class Progress:
         return (self.last_round, *self.saved)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Kept:
-    """The counts in a checkpoint; ``saved`` holds the last rounds in each checkpoint."""
-
-    clusters: Mapping[str, Progress] = field(default_factory=dict)
-    saved: tuple[Mapping[str, int], ...] = ()
-
-
+@dataclass(slots=True)
 class AcceptedRounds:
     """Counts the accepted rounds of every cluster."""
 
-    def __init__(self) -> None:
-        self._clusters: dict[str, Progress] = {}
-        self._saved: tuple[Mapping[str, int], ...] = ()  # oldest first
+    clusters: Mapping[str, Progress] = field(default_factory=dict)
+    saved: tuple[Mapping[str, int], ...] = ()  # the last rounds in each checkpoint, oldest first
 
     def progress(self, cluster_id: str) -> Progress:
         """The progress that an order to train contains."""
-        now = self._clusters.get(cluster_id, Progress())
-        saved = {rounds[cluster_id] for rounds in self._saved if cluster_id in rounds}
-        return Progress(rounds=now.rounds, last_round=now.last_round, saved=tuple(sorted(saved)))
+        saved = {rounds[cluster_id] for rounds in self.saved if cluster_id in rounds}
+        return replace(self.clusters.get(cluster_id, Progress()), saved=tuple(sorted(saved)))
 
     def accept(self, cluster_id: str, server_round: int) -> None:
         """Count a round whose reply is part of the global model."""
-        rounds = self._clusters.get(cluster_id, Progress()).rounds
-        self._clusters[cluster_id] = Progress(rounds=rounds + 1, last_round=server_round)
+        rounds = self.progress(cluster_id).rounds + 1
+        now = Progress(rounds=rounds, last_round=server_round)
+        self.clusters = {**self.clusters, cluster_id: now}
 
     def dump(self) -> Memory:
         """The counts; later progress includes the rounds that this checkpoint needs."""
-        now = {name: progress.last_round for name, progress in self._clusters.items()}
-        self._saved = (*self._saved, now)[-KEPT_CHECKPOINTS:]
-        return Memory(text=to_json(_Kept(clusters=self._clusters, saved=self._saved)))
+        now = {name: progress.last_round for name, progress in self.clusters.items()}
+        self.saved = (*self.saved, now)[-KEPT_CHECKPOINTS:]
+        return Memory(text=to_json(self))
 
     def load(self, memory: Memory) -> None:
         """Restore from a checkpoint; raises ProtocolError for other data."""
-        kept = from_json(_Kept, memory.text, "the accepted rounds of the checkpoint")
-        self._clusters, self._saved = dict(kept.clusters), kept.saved
+        kept = from_json(AcceptedRounds, memory.text, "the accepted rounds of the checkpoint")
+        self.clusters, self.saved = kept.clusters, kept.saved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
