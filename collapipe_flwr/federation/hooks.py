@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from functools import partial
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
@@ -46,17 +46,6 @@ _NOT_RUNNING = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundRequest:
-    """The arguments of Flower's call, and the state of the random generators at that time."""
-
-    server_round: int
-    arrays: ArrayRecord
-    config: ConfigRecord
-    grid: Grid
-    rng_state: str
-
-
 class StrategyHooks:
     """The hooks around those of ``inner``; see :class:`CollaPipe` for the arguments."""
 
@@ -87,7 +76,8 @@ class StrategyHooks:
         self._raises = raises  # if all clients of a round fail
         self._retries = retries
         self._attempts = Attempts(retries)
-        self._asked: RoundRequest | None = None  # the newest one
+        self._grid: Grid  # of the newest round
+        self._configure: Callable[[], list[Message]]  # plans and opens it, also another time
         self._timeout_s = DEFAULT_TIMEOUT_S
         self._joins_late = joins_late
         self._last_round = 0  # 0: unknown
@@ -150,14 +140,9 @@ class StrategyHooks:
         if self._model is not None and self._gateway is None:
             raise RunError(_NOT_RUNNING)
         self._attempts = Attempts(self._retries)
-        self._asked = RoundRequest(
-            server_round=server_round,
-            arrays=arrays,
-            config=config,
-            grid=grid,
-            rng_state=rng_state(),
-        )
-        return self._with_retries(self._configured)
+        self._grid, state = grid, rng_state()
+        self._configure = partial(self._configured, server_round, arrays, config, state)
+        return self._with_retries(self._configure)
 
     def _with_retries(self, configure: Callable[[], list[Message]]) -> list[Message]:
         """The messages of a round, repeated while the edge or the devices are missing."""
@@ -168,18 +153,18 @@ class StrategyHooks:
                 if not self._attempts.retry(str(error)):
                     raise type(error)(self._attempts.with_count(str(error))) from error
 
-    def _configured(self) -> list[Message]:
-        assert self._asked is not None
-        asked = self._asked
+    def _configured(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, rng_state: str
+    ) -> list[Message]:
         self.close()
         if self._attempts.failures:
-            restore_rng_state(asked.rng_state)  # the same draws as in the first attempt
-        view = inner_view(asked.arrays, self._hidden_keys)
-        configure, number = self.inner_strategy.configure_train, asked.server_round
-        messages = self._to_idle_nodes(configure(number, view, asked.config, asked.grid))
+            restore_rng_state(rng_state)  # the same draws as in the first attempt
+        view = inner_view(arrays, self._hidden_keys)
+        asked = self.inner_strategy.configure_train(server_round, view, config, self._grid)
+        messages = self._to_idle_nodes(asked)
         nodes = [message.metadata.dst_node_id for message in messages]
-        self._planned = self._plan(number, nodes, asked.arrays, asked.grid)
-        return self._open(self._new_round(self._planned, number, asked.arrays), messages)
+        self._planned = self._plan(server_round, nodes, arrays)
+        return self._open(self._new_round(self._planned, server_round, arrays), messages)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -205,7 +190,7 @@ class StrategyHooks:
     def _collect(self, replies: Iterable[Message]) -> ClosedRound:
         """The round with its replies, or with those of its first successful repetition."""
         while True:
-            assert self._round is not None and self._asked is not None
+            assert self._round is not None
             closed = self._round.receive(replies)
             total_loss = self._round.total_loss(closed)
             if not total_loss:
@@ -213,8 +198,8 @@ class StrategyHooks:
             if are_permanent(closed.replies) or not self._attempts.retry(total_loss):
                 self._lose_round(self._attempts.with_count(total_loss))
                 return closed
-            messages = self._with_retries(self._configured)
-            replies = self._asked.grid.send_and_receive(messages, timeout=self._timeout_s)
+            messages = self._with_retries(self._configure)
+            replies = self._grid.send_and_receive(messages, timeout=self._timeout_s)
 
     def _to_idle_nodes(self, messages: Iterable[Message]) -> list[Message]:
         """The messages to nodes that do not train for an earlier round."""
@@ -223,12 +208,12 @@ class StrategyHooks:
 
     def _join_late(self, closed: ClosedRound) -> list[LateUpdate]:
         """The late updates that join a round; waits for one if there are no other replies."""
-        assert self._round is not None and self._asked is not None
+        assert self._round is not None
         self.late.keep(self._round, closed.late)
         wanted = 0 if closed.models else 1
         if closed.plan.server_round == self._last_round:
             wanted = len(self.late.clusters)
-        self.late.pull(self._asked.grid, within_s=self._timeout_s, wanted=wanted)
+        self.late.pull(self._grid, within_s=self._timeout_s, wanted=wanted)
         return self.late.join(closed)
 
     def _restored(self, made: ArrayRecord, closed: ClosedRound) -> ArrayRecord | None:
@@ -273,10 +258,9 @@ class StrategyHooks:
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         with closing(self):
-            bare = [_without_telemetry(reply) for reply in replies]
-            if self._round is not None:
-                bare = self._round.weighed(bare)
-            return self.inner_strategy.aggregate_evaluate(server_round, bare)
+            bare = map(_without_telemetry, replies)
+            usable = list(bare if self._round is None else map(self._round.weighed, bare))
+            return self.inner_strategy.aggregate_evaluate(server_round, usable)
 
     def _lose_round(self, why: str) -> None:
         """Raise RunError, or log a warning, for a round that is lost."""
@@ -284,13 +268,11 @@ class StrategyHooks:
             raise RunError(why)
         log.warning("%s; the model stays as it is", why)
 
-    def _plan(
-        self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord, grid: Grid
-    ) -> RoundPlan:
+    def _plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
         if not nodes:  # the inner strategy trains no client in this round
             return RoundPlan(server_round=server_round, plan=None, cluster_ids={}, binding=True)
         if isinstance(self.planner, DescribedClusters):
-            self.planner.query_unknown(grid, nodes)
+            self.planner.query_unknown(self._grid, nodes)
         return self.planner.plan(server_round, nodes, arrays)
 
     def _new_round(self, plan: RoundPlan, server_round: int, arrays: ArrayRecord) -> OpenRound:

@@ -137,17 +137,10 @@ def counted_examples(plan: ClusterPlan | None, measured: ClusterTelemetry | None
     return measured.edge.micro_batches * plan.micro_batch_size
 
 
-def weighing(content: RecordDict, weighted_by: str, factor: float) -> RecordDict:
-    """``content`` with its weight in averages multiplied by ``factor``, as a new RecordDict."""
+def weighing(content: RecordDict, weighted_by: str, weight: float) -> RecordDict:
+    """``content`` with another weight in averages, as a new RecordDict."""
     changed = RecordDict(dict(content))
     for name, metrics in content.metric_records.items():
         if weighted_by in metrics:
-            weight = factor * examples_of(content, weighted_by)
             changed[name] = MetricRecord({**metrics, weighted_by: weight})
     return changed
-
-
-def with_examples(content: RecordDict, examples: int) -> RecordDict:
-    """``content`` with another number of examples, as a new RecordDict."""
-    name, metrics = next(iter(content.metric_records.items()))
-    return RecordDict({**content, name: MetricRecord({**metrics, EXAMPLES: examples})})

@@ -28,7 +28,6 @@ from collapipe_flwr.federation.messages import (
     viewed,
     weighing,
     with_content,
-    with_examples,
 )
 from collapipe_flwr.federation.records import (
     EXAMPLES,
@@ -115,10 +114,6 @@ class OpenRound:
                 closed.failures[sent.cluster_id] = "no reply before the round's timeout"
         return closed
 
-    def weighed(self, replies: Iterable[Message]) -> list[Message]:
-        """The replies to an evaluation; one with an unusable weight becomes an error."""
-        return [self._weighed(reply) for reply in replies]
-
     def total_loss(self, closed: ClosedRound) -> str:
         """The error message for a round whose clusters all failed, else empty.
 
@@ -148,7 +143,8 @@ class OpenRound:
             return False
         weight = 1.0 / math.sqrt(1.0 + late_by)
         moved = shifted(alone.models[name], self.template, closed.before)
-        content = weighing(shown.content, self._weighted_by, weight)
+        examples = weight * examples_of(shown.content, self._weighted_by)
+        content = weighing(shown.content, self._weighted_by, examples)
         content[next(iter(content.array_records))] = inner_view(moved, self._hidden).copy()
         closed.replies.append(with_content(shown, content))
         closed.models[name], closed.examples[name] = moved, weight * alone.examples[name]
@@ -230,7 +226,8 @@ class OpenRound:
         ours.sort(key=lambda pair: pair[1].cluster_id)
         return ours
 
-    def _weighed(self, reply: Message) -> Message:
+    def weighed(self, reply: Message) -> Message:
+        """A reply to an evaluation; an error if its weight is unusable."""
         sent = sender_of(reply, self.sent)
         if sent is None or reply.has_error():
             return reply
@@ -280,7 +277,7 @@ class OpenRound:
         )
         log.warning("%s", remark)
         closed.remarks.append(remark)
-        return with_examples(content, counted)
+        return weighing(content, EXAMPLES, counted)
 
     def _unpack(
         self, content: RecordDict, cluster_id: str
