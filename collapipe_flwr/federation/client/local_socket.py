@@ -15,7 +15,6 @@ import socket
 import struct
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -114,14 +113,6 @@ def _refuse_shared(folder: Path) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parcel:
-    """JSON values, and the records sent with them."""
-
-    head: Mapping[str, Any]
-    contents: tuple[RecordDict, ...] = ()
-
-
 def write_parcel(peer: socket.socket, head: Mapping[str, Any], *contents: RecordDict) -> None:
     """Send both, emptying ``contents`` of arrays; raises LinkError for a lost peer."""
     described = {"head": head, "contents": [_describe(content) for content in contents]}
@@ -140,17 +131,17 @@ def write_parcel(peer: socket.socket, head: Mapping[str, Any], *contents: Record
         raise LinkError(f"the peer of the local socket is gone: {error}") from error
 
 
-def read_parcel(file: BinaryIO) -> Parcel:
-    """Receive a parcel; raises LinkError for a lost peer, ProtocolError for malformed data."""
+def read_parcel(file: BinaryIO) -> tuple[dict[str, Any], list[RecordDict]]:
+    """Receive a head, and the records sent with it.
+
+    Raises LinkError for a lost peer, ProtocolError for malformed data.
+    """
     (size,) = _LENGTH.unpack(_read(file, _LENGTH.size))
     if size > _MOST_HEAD_BYTES:
         raise ProtocolError(f"the local socket announced a head of {size} bytes")
     try:
         described = json.loads(_read(file, size))
-        return Parcel(
-            head=described["head"],
-            contents=tuple(_gather(file, one) for one in described["contents"]),
-        )
+        return described["head"], [_gather(file, one) for one in described["contents"]]
     except (KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"malformed data on the local socket: {error!r}") from error
 

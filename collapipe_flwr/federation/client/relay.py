@@ -156,7 +156,7 @@ def _handshake(peer: socket.socket, code: AppCode) -> tuple[str, str]:
     try:
         write_parcel(peer, {"version": VERSION, **asdict(code)})
         with peer.makefile("rb") as file:
-            answer = read_parcel(file).head
+            answer, _ = read_parcel(file)
     except LinkTimeout as error:
         raise LinkTimeout(
             f"the control unit has not answered for {LOAD_S:g} s: see its log; two SuperNodes on "
@@ -172,15 +172,16 @@ def _exchange(peer: socket.socket, message: Message, context: Context) -> Messag
     try:
         write_parcel(peer, head, message.content, context.state)
         with peer.makefile("rb") as file:
-            while ALIVE in (answer := read_parcel(file)).head:
-                pass
+            answer, contents = read_parcel(file)
+            while ALIVE in answer:
+                answer, contents = read_parcel(file)
     except LinkError as error:
         raise LinkError(f"the control unit was lost while it worked on this: {error}") from error
-    if "raised" in answer.head:
-        raise _error(*answer.head["raised"])
-    content, context.state = answer.contents
-    if "error" in answer.head:
-        return Message(Error(**answer.head["error"]), reply_to=message)
+    if "raised" in answer:
+        raise _error(*answer["raised"])
+    content, context.state = contents
+    if "error" in answer:
+        return Message(Error(**answer["error"]), reply_to=message)
     return Message(content, reply_to=message)
 
 

@@ -21,9 +21,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,7 +37,6 @@ from collapipe_flwr.core.json_log import logging_about
 from collapipe_flwr.core.processes import stopping
 from collapipe_flwr.federation.client import STATE_KEY
 from collapipe_flwr.federation.client.local_socket import (
-    Parcel,
     context_of,
     is_own,
     listen,
@@ -135,36 +135,22 @@ def serve(settings: ResidentSettings, announce: Callable[[str], None]) -> None:
         os._exit(0)  # ends a message that was not answered in time
 
 
-@dataclass(slots=True)
-class _Work:
-    """One message, answered in a thread so that its relay can be watched."""
-
-    app: ClientApp
-    message: Message
-    context: Context
-    about: Mapping[str, Any]  # for its logs
-    head: dict[str, Any] = field(
-        default_factory=lambda: {"raised": ["RunError", "the app ended its thread"]}
-    )
-    content: RecordDict = field(default_factory=RecordDict)
-
-    def run(self) -> None:
-        with logging_about(**self.about):
-            self._answer()
-
-    def _answer(self) -> None:
+def _answered(
+    app: ClientApp, message: Message, context: Context, about: Mapping[str, Any]
+) -> tuple[dict[str, Any], RecordDict]:
+    """Head and content of the reply; ``about`` is for the logs."""
+    with logging_about(**about):
         began_s = time.monotonic()
         try:
-            reply = self.app(self.message, self.context)
+            reply = app(message, context)
             log.info("answered after %.1f s", time.monotonic() - began_s)
         except Exception as error:  # as Flower does
             log.error("the app raised an exception", exc_info=error)
-            self.head = {"raised": [type(error).__name__, str(error)]}
-            return
-        if reply.has_error():
-            self.head = {"error": {"code": reply.error.code, "reason": reply.error.reason}}
-        else:
-            self.head, self.content = {}, reply.content
+            return {"raised": [type(error).__name__, str(error)]}, RecordDict()
+    if reply.has_error():
+        failure = {"code": reply.error.code, "reason": reply.error.reason}
+        return {"error": failure}, RecordDict()
+    return {}, reply.content
 
 
 class ControlUnit:
@@ -174,6 +160,7 @@ class ControlUnit:
         self, listener: socket.socket, settings: ResidentSettings, stop: threading.Event
     ) -> None:
         self._listener, self._settings, self._stop = listener, settings, stop
+        self._worker = ThreadPoolExecutor(1, "message")
         self.metrics = ResidentMetrics()
         self._code = wanted_code()
         self._app: ClientApp | None = None
@@ -205,17 +192,17 @@ class ControlUnit:
         peer.settimeout(_BODY_S)
         try:
             with peer.makefile("rb") as file:
-                hello = read_parcel(file).head
+                hello, _ = read_parcel(file)
                 verdict, why = self._verdict(hello)
                 write_parcel(peer, {"verdict": verdict, "why": why})
-                parcel = read_parcel(file) if verdict == READY else None
+                order = read_parcel(file) if verdict == READY else None
         except LinkError as error:
             log.info("a relay disconnected: %s", error)
             return
         if verdict == AGAIN:
             restart(self._listener, AppCode.of_json(hello))
-        if parcel is not None:
-            self._answer(peer, parcel)
+        if order is not None:
+            self._answer(peer, *order)
 
     def _verdict(self, hello: Mapping[str, Any]) -> tuple[str, str]:
         if hello.get("version") != VERSION:
@@ -224,37 +211,35 @@ class ControlUnit:
             return AGAIN, ""
         return (REFUSED, self._why) if self._app is None else (READY, "")
 
-    def _answer(self, peer: socket.socket, parcel: Parcel) -> None:
+    def _answer(
+        self, peer: socket.socket, head: Mapping[str, Any], contents: Sequence[RecordDict]
+    ) -> None:
+        """Have the app work in a thread, so that its relay can be watched."""
         assert self._app is not None and self._code is not None
-        content, state = parcel.contents
-        message = message_of(parcel.head["message"], content)
-        context = context_of(parcel.head["context"], state)
+        content, state = contents
+        message = message_of(head["message"], content)
+        context = context_of(head["context"], state)
         self._lend_state_dir(context)
         TaskIdentity.task_id = message.metadata.dst_task_id or 0
         TaskIdentity.run_id, TaskIdentity.node_id = context.run_id, context.node_id
-        work = _Work(self._app, message, context, message_about(message))
-        with self.metrics.working(work.about), logging_about(**work.about):
-            self._work(peer, work, self._code)
+        about = message_about(message)
+        with self.metrics.working(about), logging_about(**about):
+            work = self._worker.submit(_answered, self._app, message, context, about)
+            try:
+                if self._wait(peer, work):
+                    reply, content = work.result()
+                    write_parcel(peer, reply, content, context.state)
+                    self.metrics.ended(RAISED if "raised" in reply else ANSWERED)
+            except LinkError as error:
+                log.warning("a message is abandoned: %s", error)
+                self.metrics.ended(ABANDONED)
+                if not self._stop.is_set():  # else SuperNode and control unit are stopped together
+                    restart(self._listener, self._code)
 
-    def _work(self, peer: socket.socket, work: _Work, code: AppCode) -> None:
-        thread = threading.Thread(target=work.run, name="message", daemon=True)
-        thread.start()
-        try:
-            if self._wait(peer, thread):
-                write_parcel(peer, work.head, work.content, work.context.state)
-                self.metrics.ended(RAISED if "raised" in work.head else ANSWERED)
-        except LinkError as error:
-            log.warning("a message is abandoned: %s", error)
-            self.metrics.ended(ABANDONED)
-            if self._stop.is_set():  # SuperNode and control unit are stopped together
-                return
-            restart(self._listener, code)
-
-    def _wait(self, peer: socket.socket, thread: threading.Thread) -> bool:
+    def _wait(self, peer: socket.socket, work: Future[Any]) -> bool:
         """Wait for the reply; False after a stop's grace. Raises LinkError without a relay."""
         told_s, stopped_s = time.monotonic(), None
-        while thread.is_alive():
-            thread.join(_LOOK_S)
+        while not wait([work], _LOOK_S).done:
             now_s = time.monotonic()
             if select.select([peer], [], [], 0)[0]:
                 raise LinkError("its relay disconnected")

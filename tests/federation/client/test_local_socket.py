@@ -5,17 +5,18 @@ from __future__ import annotations
 import socket
 import threading
 import weakref
+from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
-from collapipe_flwr.federation.client.local_socket import Parcel, read_parcel, write_parcel
+from collapipe_flwr.federation.client.local_socket import read_parcel, write_parcel
 
 END_S = 30.0
 
 
-def carried(*contents: RecordDict) -> Parcel:
+def carried(*contents: RecordDict) -> tuple[dict[str, Any], list[RecordDict]]:
     here, there = socket.socketpair()
     with here, there, there.makefile("rb") as file:
         there.settimeout(END_S)
@@ -33,11 +34,11 @@ def arrays() -> ArrayRecord:
 def test_a_record_that_is_sent_twice_arrives_twice_and_stays_where_it_is_kept() -> None:
     kept = arrays()
     metrics, config = MetricRecord({"loss": 0.5}), ConfigRecord({"key": b"\0", "more": [1, 2]})
-    told = carried(
+    head, contents = carried(
         RecordDict({"arrays": kept, "metrics": metrics}), RecordDict({"last": kept, "c": config})
     )
-    assert told.head == {"a": 1}
-    content, state = told.contents
+    assert head == {"a": 1}
+    content, state = contents
     assert content["metrics"] == metrics and state["c"] == config
     for record in (kept, content["arrays"], state["last"]):
         assert isinstance(record, ArrayRecord)
