@@ -7,7 +7,8 @@ from flwr.clientapp import ClientApp
 
 from collapipe_flwr import Cluster
 from collapipe_flwr.core.errors import unexpected_as_run_error
-from collapipe_flwr.federation.client.node import Node, UnsplitRound
+from collapipe_flwr.federation.client.node import Node, evaluate_whole, train_whole
+from collapipe_flwr.federation.records import read_unsplit_task
 from collapipe_flwr.host.allocator import configured_malloc
 
 app = ClientApp()
@@ -19,10 +20,10 @@ cluster = Cluster(app, site=Node.site_of, examples=Node.examples_of)
 @configured_malloc()
 def train(message: Message, context: Context) -> Message:
     """One round: through the planned pipeline, or the whole model for a plain strategy."""
-    unsplit = UnsplitRound.of(message, context)
-    if unsplit is not None:
-        return unsplit.train()
-    return cluster.train(message, context, Node.of(context).examples(message))
+    node, whole = Node.of(context), read_unsplit_task(message.content)
+    if whole is not None:
+        return train_whole(node, message, whole)
+    return cluster.train(message, context, node.examples(message))
 
 
 @app.evaluate()
@@ -30,7 +31,7 @@ def train(message: Message, context: Context) -> Message:
 @configured_malloc()
 def evaluate(message: Message, context: Context) -> Message:
     """Loss and metrics on the cluster's share of the test set, by the path that training takes."""
-    unsplit = UnsplitRound.of(message, context)
-    if unsplit is not None:
-        return unsplit.evaluate()
-    return cluster.evaluate(message, context, Node.of(context).test(message))
+    node, whole = Node.of(context), read_unsplit_task(message.content)
+    if whole is not None:
+        return evaluate_whole(node, message, whole)
+    return cluster.evaluate(message, context, node.test(message))

@@ -35,9 +35,8 @@ from collapipe_flwr.core.keys import AUTO
 from collapipe_flwr.federation import records
 from collapipe_flwr.federation.arrays import decode_tensors, stow_tensors, take_record
 from collapipe_flwr.federation.bundles import accept_bundles, unbundling
-from collapipe_flwr.federation.client import COMPUTE_KEY
 from collapipe_flwr.federation.client.pipeline_round import PipelineRound, telemetry
-from collapipe_flwr.federation.client.site import Site, cluster_file
+from collapipe_flwr.federation.client.site import Site
 from collapipe_flwr.federation.messages import only_arrays
 from collapipe_flwr.host.allocator import configured_malloc, give_back
 
@@ -84,7 +83,9 @@ class Cluster:
         for index in range(len(lists)):
             describe_cluster(world, index, EXAMPLES)
         self._examples = examples
-        self._site_of = site or partial(_site, world, edge or EdgeConfig(), threads, compute)
+        self._site_of = site or partial(
+            Site.of, world=world, edge=edge or EdgeConfig(), threads=threads, compute=compute
+        )
         self._takes_bundles = accept_bundles(app)
         self._package = sys._getframe(1).f_globals["__name__"].partition(".")[0]
         app.query("describe")(self.describe)
@@ -190,20 +191,6 @@ class Cluster:
     def _weights(self, arrays: ArrayRecord) -> Mapping[str, Tensor]:
         """The model's tensors, kept in memory only where mods compare them with the reply."""
         return decode_tensors(arrays) if mods_of(self._app) else stow_tensors(arrays)
-
-
-def _site(
-    world: WorldConfig, edge: EdgeConfig, threads: int, compute: str, context: Context
-) -> Site:
-    index = int(context.node_config.get("partition-id", context.node_id))
-    return Site(
-        index=index,
-        edge=edge,
-        cluster=cluster_file(context.node_config),
-        simulated=partial(describe_cluster, world, index),
-        threads=threads,
-        compute=str(context.node_config.get(COMPUTE_KEY, compute)),
-    )
 
 
 def mods_of(app: ClientApp) -> list[Callable[..., Any]]:

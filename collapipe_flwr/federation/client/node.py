@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from collapipe_flwr.cluster.evaluation import (
     tally_of,
 )
 from collapipe_flwr.cluster.local_data import LocalData, Place, RoundExamples, local_data, own_data
-from collapipe_flwr.cluster.profile import describe_cluster
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit, train_unsplit
 from collapipe_flwr.config.schema import AppConfig, parse
 from collapipe_flwr.core.errors import ConfigError
@@ -36,9 +35,8 @@ from collapipe_flwr.data.stream import Stream, StreamPlace, next_round
 from collapipe_flwr.data.tokenizer import Vocabulary
 from collapipe_flwr.federation import records
 from collapipe_flwr.federation.arrays import take_record, take_tensors
-from collapipe_flwr.federation.client import COMPUTE_KEY
 from collapipe_flwr.federation.client.node_state import OPTIMIZER, Kept, NodeState, recall_optimizer
-from collapipe_flwr.federation.client.site import Site, cluster_file
+from collapipe_flwr.federation.client.site import Site
 from collapipe_flwr.federation.records import UnsplitTask
 from collapipe_flwr.models.splitter import splitter_of
 from collapipe_flwr.pipeline.compute import hold, home
@@ -72,14 +70,14 @@ class Node:
                 '--node-config "partition-id=0 num-partitions=2"'
             )
         place = Place(index=int(index), count=config.run.clusters, own_data=bool(own))
-        site = Site(
-            index=place.index,
-            edge=config.edge,
-            cluster=cluster_file(context.node_config),
-            simulated=partial(describe_cluster, config.world, place.index),
-            threads=config.train.threads,
-            compute=str(context.node_config.get(COMPUTE_KEY, config.train.compute)),
-            state_dir=config.train.state_dir,
+        train = config.train
+        site = Site.of(
+            context,
+            config.world,
+            config.edge,
+            threads=train.threads,
+            compute=train.compute,
+            state_dir=train.state_dir,
         )
         return Node(config=config, place=place, site=site, context=context)
 
@@ -198,51 +196,36 @@ STREAM: Kept[StreamPlace] = Kept(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnsplitRound:
-    """An order of a plain strategy to a node."""
+def train_whole(node: Node, message: Message, asked: UnsplitTask) -> Message:
+    """Train the unsplit model, as a plain strategy asks."""
+    torch.set_num_threads(node.config.train.threads)
+    state = node.state(message)
+    keeps = node.config.train.optimizer_state == "keep"
+    examples = node.examples(message)
+    splitter = splitter_of(asked.model_spec_json)
+    weights = take_tensors(message.content.array_records[records.ARRAYS])
+    model = hold(splitter.build_whole(weights, trains=True), node.site.place)
+    optimizer = Optimizer(asked.optimizers[state.server_round - 1], model.named_parameters())
+    load_optimizer_state(optimizer, recall_optimizer(state) if keeps else {})
+    steps = examples.steps(asked.batch_size, asked.micro_batch_size)
+    rates = optimizer.settings.rates(batches=examples.num_batches(asked.batch_size))
+    losses = train_unsplit(splitter, model, optimizer, steps, asked.execution, rates)
+    if keeps:
+        state.remember(OPTIMIZER, between_rounds(optimizer_state_of(optimizer)))
+    loss = sum(losses) / max(len(losses), 1)
+    metrics = MetricRecord({"train_loss": loss, records.EXAMPLES: examples.examples})
+    arrays = take_record(dict(home(splitter.trained_weights(model))))
+    content = RecordDict({records.ARRAYS: arrays, records.METRICS: metrics})
+    return Message(content, reply_to=message)
 
-    node: Node
-    message: Message
-    task: UnsplitTask
 
-    @staticmethod
-    def of(message: Message, context: Context) -> UnsplitRound | None:
-        """The round that ``message`` asks for; None if its model is split."""
-        task = records.read_unsplit_task(message.content)
-        if task is None:
-            return None
-        node = Node.of(context)
-        torch.set_num_threads(node.config.train.threads)
-        return UnsplitRound(node=node, message=message, task=task)
-
-    def train(self) -> Message:
-        config, asked = self.node.config, self.task
-        state = self.node.state(self.message)
-        keeps = config.train.optimizer_state == "keep"
-        examples = self.node.examples(self.message)
-        splitter = splitter_of(asked.model_spec_json)
-        weights = take_tensors(self.message.content.array_records[records.ARRAYS])
-        model = hold(splitter.build_whole(weights, trains=True), self.node.site.place)
-        optimizer = Optimizer(asked.optimizers[state.server_round - 1], model.named_parameters())
-        load_optimizer_state(optimizer, recall_optimizer(state) if keeps else {})
-        steps = examples.steps(asked.batch_size, asked.micro_batch_size)
-        rates = optimizer.settings.rates(batches=examples.num_batches(asked.batch_size))
-        losses = train_unsplit(splitter, model, optimizer, steps, asked.execution, rates)
-        if keeps:
-            state.remember(OPTIMIZER, between_rounds(optimizer_state_of(optimizer)))
-        loss = sum(losses) / max(len(losses), 1)
-        metrics = MetricRecord({"train_loss": loss, records.EXAMPLES: examples.examples})
-        arrays = take_record(dict(home(splitter.trained_weights(model))))
-        content = RecordDict({records.ARRAYS: arrays, records.METRICS: metrics})
-        return Message(content, reply_to=self.message)
-
-    def evaluate(self) -> Message:
-        splitter = splitter_of(self.task.model_spec_json)
-        test = self.node.test(self.message)
-        batches = test.steps(self.task.batch_size, self.task.micro_batch_size)
-        weights = take_tensors(self.message.content.array_records[records.ARRAYS])
-        model = hold(splitter.build_whole(weights), self.node.site.place)
-        found = evaluate_unsplit(splitter, model, batches, test.wanted)
-        metrics = MetricRecord({"eval_loss": found.loss, **test.scores(found)})
-        return Message(RecordDict({records.METRICS: metrics}), reply_to=self.message)
+def evaluate_whole(node: Node, message: Message, asked: UnsplitTask) -> Message:
+    """Evaluate the unsplit model, as a plain strategy asks."""
+    torch.set_num_threads(node.config.train.threads)
+    splitter, test = splitter_of(asked.model_spec_json), node.test(message)
+    batches = test.steps(asked.batch_size, asked.micro_batch_size)
+    weights = take_tensors(message.content.array_records[records.ARRAYS])
+    model = hold(splitter.build_whole(weights), node.site.place)
+    found = evaluate_unsplit(splitter, model, batches, test.wanted)
+    metrics = MetricRecord({"eval_loss": found.loss, **test.scores(found)})
+    return Message(RecordDict({records.METRICS: metrics}), reply_to=message)

@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
 from flwr.app import Context, Message
 
 from collapipe_flwr.cluster.fleet import Fleet, ThreadFleet
-from collapipe_flwr.cluster.profile import profile_of
+from collapipe_flwr.cluster.profile import describe_cluster, profile_of
 from collapipe_flwr.cluster.recovery import Recovery
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
-from collapipe_flwr.config.schema import EdgeConfig
+from collapipe_flwr.config.schema import EdgeConfig, WorldConfig
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.keys import AUTO
-from collapipe_flwr.federation.client import CLUSTER_KEY, STATE_KEY
+from collapipe_flwr.federation.client import CLUSTER_KEY, COMPUTE_KEY, STATE_KEY
 from collapipe_flwr.federation.client.node_state import NodeState, state_folder
 from collapipe_flwr.federation.records import SplitTask, read_assignment, run_id_of
 from collapipe_flwr.models.any_splitter import AnySplitter
@@ -59,9 +58,31 @@ class Site:
     edge: EdgeConfig
     cluster: ClusterConfig | None
     simulated: Callable[[int], ClusterProfile]
-    threads: int = 1
-    compute: str = AUTO
-    state_dir: str = ""
+    threads: int
+    compute: str
+    state_dir: str
+
+    @staticmethod
+    def of(
+        context: Context,
+        world: WorldConfig,
+        edge: EdgeConfig,
+        *,
+        threads: int,
+        compute: str,
+        state_dir: str = "",
+    ) -> Site:
+        """The site of a node, whose ``--node-config`` goes first; raises ConfigError."""
+        index = int(context.node_config.get("partition-id", context.node_id))
+        return Site(
+            index=index,
+            edge=edge,
+            cluster=cluster_file(context.node_config),
+            simulated=partial(describe_cluster, world, index),
+            threads=threads,
+            compute=str(context.node_config.get(COMPUTE_KEY, compute)),
+            state_dir=state_dir,
+        )
 
     def profile(self, examples: int) -> ClusterProfile:
         """The cluster as the planner sees it."""
