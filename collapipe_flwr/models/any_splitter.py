@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -195,6 +196,7 @@ def shapes_of(state: Weights, layout: Layout) -> dict[str, TensorShape]:
     }
 
 
+@dataclass(eq=False)
 class DescribedModel:
     """A model as server and clusters know it: its ``splitter``, for batches of ``shape``.
 
@@ -202,20 +204,14 @@ class DescribedModel:
     tensors) are never averaged; raises ModelError for one that the model does not have.
     """
 
-    def __init__(
-        self,
-        splitter: AnySplitter,
-        shape: BatchShape,
-        *,
-        batch_size: int | None = None,
-        personal: tuple[str, ...] = (),
-    ) -> None:
-        self.splitter = splitter
-        self.shape = shape
-        self.batch_size = batch_size
-        self.personal = personal
-        for name in personal:
-            if not any(is_within(key, [name]) for key in splitter.all_keys()):
+    splitter: AnySplitter
+    shape: BatchShape
+    batch_size: int | None = None
+    personal: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in self.personal:
+            if not any(is_within(key, [name]) for key in self.splitter.all_keys()):
                 raise ModelError(f"personal names {name!r}, which is no part of the model")
 
     @property

@@ -32,7 +32,7 @@ from collapipe_flwr.models.module_call import arguments_of, hidden_of
 from collapipe_flwr.models.skeleton import build_skeleton, example_inputs, place_tensor, read_config
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.stack import without_cache
-from collapipe_flwr.models.tasks import TASKS, has_head, is_librarys
+from collapipe_flwr.models.tasks import TASKS, auto_class, is_librarys
 from collapipe_flwr.models.validation import UNFIT, why_unfit
 
 ON_VALUES = "what it computes depends on values, not only on shapes"
@@ -102,25 +102,21 @@ def discover_family(spec: ModelSpec) -> Family:
         trace = _run(stack, blocks, spec)
         _check_end(trace, stack, blocks, spec)
     _check_chain(trace, spec)
-    tasks = {"seq2seq"} if decodes else _head_tasks(spec)
+    config = read_config(spec)  # a model may have that of its text part instead
+    others = [task for task in TASKS if task != "seq2seq" and auto_class(task, config)]
     first = trace.results[0]
     return Family(
         model_types=(spec.model_type,),
         blocks=blocks,
         before=tuple(trace.before),
         inputs=None,
-        tasks=tuple(sorted(tasks)),
+        tasks=("seq2seq",) if decodes else tuple(sorted(others)),
         stack=stack_path[len(base_path(model)) :].lstrip("."),
         input_name=stack.main_input_name,
         entry="pixel_values" if stack.main_input_name == "pixel_values" else "inputs_embeds",
         decodes=decodes,
         block_results=0 if isinstance(first, Tensor) else len(first),
     )
-
-
-def _head_tasks(spec: ModelSpec) -> set[str]:
-    config = read_config(spec)  # a model may have that of its text part instead
-    return {task for task in TASKS if task != "seq2seq" and has_head(task, config)}
 
 
 def _fake_model(spec: ModelSpec) -> PreTrainedModel:

@@ -133,7 +133,12 @@ def _on_meta() -> Iterator[None]:
 
 def builder_of(spec: ModelSpec, config: PreTrainedConfig) -> Any:
     """The class that ``spec`` names, or the Auto class of its task; raises ModelError."""
-    return model_class(spec) or auto_class(spec.task, config)
+    found: Any = model_class(spec) or auto_class(spec.task, config)
+    if found is None:
+        raise ModelError(
+            f"transformers has no {spec.task!r} head for model type {config.model_type!r}"
+        )
+    return found
 
 
 def place_tensor(model: nn.Module, path: str, tensor: Tensor) -> None:

@@ -6,10 +6,10 @@ messages as one JSON string.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from collapipe_flwr.core.errors import ModelError, ProtocolError
-from collapipe_flwr.core.json_codec import from_json
+from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.core.keys import (
     assignments,
     at_least,
@@ -24,7 +24,6 @@ from collapipe_flwr.core.keys import (
 TIE_POLICIES = ("untie", "rows")
 SHARED_POLICIES = ("freeze", "sum")
 FROZEN_DTYPES = ("float32", "bfloat16", "int8")
-_YOUNG = ("model_class", "loss", "weight", "frozen")
 _DEMO = (
     "d_model=64 encoder_layers=6 decoder_layers=2 encoder_attention_heads=4 "
     "decoder_attention_heads=4 encoder_ffn_dim=128 decoder_ffn_dim=128 "
@@ -120,8 +119,11 @@ class ModelSpec:
         for name in ("model_class", "loss", "weight"):
             if not isinstance(getattr(self, name), str):
                 raise ModelError(f"{name} must be a text, got {getattr(self, name)!r}")
-        _require_choice("ties", self.ties, TIE_POLICIES)
-        _require_choice("shared", self.shared, SHARED_POLICIES)
+        for name, choices in (("ties", TIE_POLICIES), ("shared", SHARED_POLICIES)):
+            if getattr(self, name) not in choices:
+                raise ModelError(
+                    f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}"
+                )
         if self.edge_blocks < 0:
             raise ModelError(f"edge_blocks must be 0 or more, got {self.edge_blocks}")
         if self.lora is not None and self.lora.rank < 1:
@@ -133,13 +135,8 @@ class ModelSpec:
         return str(json.loads(self.config_json)["model_type"])
 
     def to_json(self) -> str:
-        """One string; the inverse of ``from_json``.
-
-        Hosts of older versions reject ``_YOUNG`` keys, so these are left out if empty.
-        """
-        values = asdict(self)
-        kept = {k: value for k, value in values.items() if value or k not in _YOUNG}
-        return json.dumps(kept, sort_keys=True)
+        """One string; the inverse of ``from_json``."""
+        return to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> ModelSpec:
@@ -214,7 +211,7 @@ class ModuleSpec:
 
     def to_json(self) -> str:
         """One string; the inverse of ``from_json``."""
-        return json.dumps(asdict(self), sort_keys=True)
+        return to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> ModuleSpec:
@@ -242,8 +239,3 @@ def _require_config(text: str) -> None:
         raise ModelError(f"the config_json of a model description is not JSON: {cause}") from cause
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise ModelError("the config_json of a model description needs an object with model_type")
-
-
-def _require_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ModelError(f"{key} must be one of {', '.join(choices)}, got {value!r}")

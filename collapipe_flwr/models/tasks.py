@@ -39,20 +39,20 @@ LABELS = "labels"
 EXAMPLES = "examples"
 
 
+def count_labels(labels: Tensor) -> int:
+    """The number of labels that are not ignored."""
+    return int((labels != IGNORED_LABEL).sum())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """A task: the Auto classes that may hold its head, and how many targets a batch has."""
 
     name: str
     auto_classes: tuple[type, ...]
-    targets: Callable[[Tensor], int]
+    targets: Callable[[Tensor], int] = count_labels
     labelled: bool = False  # whether the head's size is num_labels
     label_per_example: bool = False
-
-
-def count_labels(labels: Tensor) -> int:
-    """The number of labels that are not ignored."""
-    return int((labels != IGNORED_LABEL).sum())
 
 
 def _next_labels(labels_BT: Tensor) -> int:
@@ -63,30 +63,23 @@ _TASKS = (
     Task(
         name="sequence-classification",
         auto_classes=(AutoModelForSequenceClassification,),
-        targets=count_labels,
         labelled=True,
         label_per_example=True,
     ),
     Task(
         name="token-classification",
         auto_classes=(AutoModelForTokenClassification,),
-        targets=count_labels,
         labelled=True,
     ),
     Task(
         name="image-classification",
         auto_classes=(AutoModelForImageClassification,),
-        targets=count_labels,
         labelled=True,
         label_per_example=True,
     ),
-    Task(name="masked-lm", auto_classes=(AutoModelForMaskedLM,), targets=count_labels),
+    Task(name="masked-lm", auto_classes=(AutoModelForMaskedLM,)),
     Task(name="causal-lm", auto_classes=(AutoModelForCausalLM,), targets=_next_labels),
-    Task(
-        name="seq2seq",
-        auto_classes=(AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq),
-        targets=count_labels,
-    ),
+    Task(name="seq2seq", auto_classes=(AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)),
 )
 TASKS: Mapping[str, Task] = {task.name: task for task in _TASKS}
 OWN_TASK = Task(name="own", auto_classes=(), targets=len)  # of a class that learns something else
@@ -103,16 +96,10 @@ def find_task(name: str) -> Task:
     raise ModelError(f"unknown task {name!r}; {hint}")
 
 
-def has_head(task: str, config: PreTrainedConfig) -> bool:
-    """Whether transformers has a head for the task on this architecture."""
-    return bool(_auto_classes(task, config))
-
-
 def auto_class(task: str, config: PreTrainedConfig) -> Any:
-    """The Auto class that puts the task's head on this architecture; raises ModelError."""
-    for candidate in _auto_classes(task, config):
-        return candidate
-    raise ModelError(f"transformers has no {task!r} head for model type {config.model_type!r}")
+    """The Auto class that puts the task's head on this architecture; None without such a head."""
+    classes: tuple[Any, ...] = find_task(task).auto_classes
+    return next((auto for auto in classes if type(config) in auto._model_mapping), None)
 
 
 def model_class(spec: ModelSpec) -> type[PreTrainedModel] | None:
@@ -128,8 +115,8 @@ def known_task(kind: type) -> str:
     names = {base.__name__ for base in kind.__mro__ if is_librarys(base)}
     # BART's model is registered for masked-lm, too
     for task in sorted(_TASKS, key=lambda task: task.name != "seq2seq"):
-        for auto_class in task.auto_classes:
-            mapping: Any = auto_class._model_mapping  # type: ignore[attr-defined]
+        for auto in task.auto_classes:
+            mapping: Any = auto._model_mapping  # type: ignore[attr-defined]
             heads = mapping._model_mapping.values()  # names, or tuples of names
             if any(names.intersection((h,) if isinstance(h, str) else h) for h in heads):
                 return task.name
@@ -138,21 +125,15 @@ def known_task(kind: type) -> str:
 
 def built_class(task: str, config: PreTrainedConfig) -> type | None:
     """The library's class for the task on this architecture; None if there is none."""
-    for candidate in _auto_classes(task, config):
-        found: Any = candidate._model_mapping[type(config)]
-        first: type = found[0] if isinstance(found, tuple) else found
-        return first
-    return None
+    auto = auto_class(task, config)
+    found: Any = auto and auto._model_mapping[type(config)]
+    kind: type | None = found[0] if isinstance(found, tuple) else found
+    return kind
 
 
 def is_librarys(kind: type) -> bool:
     """Whether a class is one of transformers itself."""
     return kind.__module__.partition(".")[0] == "transformers"
-
-
-def _auto_classes(task: str, config: PreTrainedConfig) -> list[Any]:
-    candidates: tuple[Any, ...] = find_task(task).auto_classes
-    return [candidate for candidate in candidates if type(config) in candidate._model_mapping]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,10 @@ def refuse_inexact(config: Any, family: Family, task: str) -> None:
             f"legacy must be true for {config.model_type!r} and masked-lm: its other head reads "
             "the embedding, which is on another machine"
         )
-    _require_start_tokens(config, family)
+    if family.decodes and family.inputs is not None:  # else it could not shift its labels
+        for key in _START_TOKENS.get(config.model_type, _ALL_START_TOKENS):
+            if getattr(config, key, None) is None:
+                raise needs_token(config, key)
     for key in LAYERDROPS:
         if getattr(config, key, 0.0):
             raise ModelError(f"{key} must be 0: a block cannot be skipped on one machine only")
@@ -55,14 +58,6 @@ def blocks_for_devices(total_blocks: int, spec: ModelSpec, family: Family) -> in
             f"edge_blocks must be below the model's {total_blocks} blocks, got {spec.edge_blocks}"
         )
     return total_blocks - spec.edge_blocks
-
-
-def _require_start_tokens(config: Any, family: Family) -> None:
-    """Raise ModelError where a decoder could not shift its labels."""
-    needed = _START_TOKENS.get(config.model_type, _ALL_START_TOKENS)
-    for key in needed if family.decodes and family.inputs is not None else ():
-        if getattr(config, key, None) is None:
-            raise needs_token(config, key)
 
 
 def needs_token(config: Any, key: str) -> ModelError:
