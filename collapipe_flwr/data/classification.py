@@ -28,7 +28,14 @@ from torch import Tensor
 
 from collapipe_flwr.core.errors import ConfigError, DataError, extra
 from collapipe_flwr.data.batches import Example
-from collapipe_flwr.data.metrics import OUTSIDE, Measure, Tally, entity_f1, match_rate
+from collapipe_flwr.data.metrics import (
+    OUTSIDE,
+    Measure,
+    Tally,
+    entity_f1,
+    match_rate,
+    word_accuracy,
+)
 from collapipe_flwr.data.reader import ReadColumn, class_names, list_column, require_column
 from collapipe_flwr.data.tasks import Batch, Task
 from collapipe_flwr.data.tokenizer import IGNORED_LABEL, IGNORED_TAG, encode_words
@@ -115,20 +122,13 @@ def _fraction_in(labels: Sequence[str]) -> str:
 class Classification(Labelled):
     """A text and a label column of the user's data."""
 
-    columns: ClassVar[Mapping[str, str]] = {"text": "text_column", "label": "label_column"}
+    columns: ClassVar[tuple[str, ...]] = ("text", "label")
     model_task: ClassVar[str] = "sequence-classification"
     text_columns: ClassVar[tuple[str, ...]] = ("text",)
     starts_with_bos: ClassVar[bool] = True
 
     def inputs(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         return self.encoded(examples, "text", self.settings.max_source_length)
-
-
-def _count_words(predictions: Sequence[str], references: Sequence[str]) -> list[float]:
-    return match_rate.count(" ".join(predictions).split(), " ".join(references).split())
-
-
-word_accuracy = Measure(count=_count_words, value=match_rate.value)
 
 
 class TokenClassification(Task):
@@ -143,7 +143,7 @@ class TokenClassification(Task):
     measures: ClassVar[Mapping[str, Measure]] = {"f1": entity_f1, "accuracy": word_accuracy}
     text_columns: ClassVar[tuple[str, ...]] = ("tokens",)
     starts_with_bos: ClassVar[bool] = True
-    columns: ClassVar[Mapping[str, str]] = {"tokens": "tokens_column", "tags": "tags_column"}
+    columns: ClassVar[tuple[str, ...]] = ("tokens", "tags")
     readers: ClassVar[Mapping[str, ReadColumn]] = {"tokens": list_column, "tags": list_column}
 
     def find_labels(self) -> tuple[str, ...]:
@@ -229,7 +229,7 @@ def picture_column(table: Dataset, name: str, *, key: str, of: str) -> list[Any]
 class ImageClassification(Labelled):
     """A picture and a label column, or a folder with a folder of pictures per label."""
 
-    columns: ClassVar[Mapping[str, str]] = {"image": "image_column", "label": "label_column"}
+    columns: ClassVar[tuple[str, ...]] = ("image", "label")
     readers: ClassVar[Mapping[str, ReadColumn]] = {"image": picture_column}
     model_task: ClassVar[str] = "image-classification"
     text_columns: ClassVar[tuple[str, ...]] = ()

@@ -17,7 +17,7 @@ from torch import Tensor
 from collapipe_flwr.core.errors import DataError, extra
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.files import without_empty
-from collapipe_flwr.data.metrics import Measure, Tally, match_rate
+from collapipe_flwr.data.metrics import Measure, word_accuracy
 from collapipe_flwr.data.reader import ReadColumn, column
 from collapipe_flwr.data.tasks import Batch, Task
 from collapipe_flwr.data.tokenizer import IGNORED_LABEL
@@ -36,9 +36,9 @@ class LanguageModel(Task):
     """
 
     metric_name: ClassVar[str] = "perplexity"  # lower is better
-    measures: ClassVar[Mapping[str, Measure]] = {"accuracy": match_rate}
+    measures: ClassVar[Mapping[str, Measure]] = {"accuracy": word_accuracy}
     text_columns: ClassVar[tuple[str, ...]] = ("text",)
-    columns: ClassVar[Mapping[str, str]] = {"text": "text_column"}
+    columns: ClassVar[tuple[str, ...]] = ("text",)
     readers: ClassVar[Mapping[str, ReadColumn]] = {"text": column}
 
     def read_file(self, name: str) -> Dataset:
@@ -47,9 +47,6 @@ class LanguageModel(Task):
     def checked(self, examples: Dataset, key: str) -> Dataset:
         del key
         return without_empty(examples)
-
-    def count(self, predictions: Sequence[str], references: Sequence[str]) -> Tally:
-        return super().count(" ".join(predictions).split(), " ".join(references).split())
 
     def score_loss(self, loss: float) -> dict[str, float]:
         return {"perplexity": math.exp(min(loss, _LARGEST_EXPONENT))}

@@ -71,7 +71,12 @@ def _sacrebleu(name: str) -> Measure:
     return Measure(count=count, value=value)
 
 
+def _count_words(predictions: Texts, references: Texts) -> Counts:
+    return _count_matches(" ".join(predictions).split(), " ".join(references).split())
+
+
 match_rate = Measure(count=_count_matches, value=ratio)  # 0 .. 1, outer spaces left out
+word_accuracy = Measure(count=_count_words, value=ratio)
 chrf = _sacrebleu("CHRF")
 bleu = _sacrebleu("BLEU")  # tokens as in 13a
 

@@ -61,11 +61,6 @@ def name_of(number: Any, names: Sequence[str], what: str) -> str:
     return names[number]
 
 
-def empty_rows(texts: Sequence[str]) -> list[int]:
-    """The rows without a text."""
-    return [row for row, text in enumerate(texts) if not text.strip()]
-
-
 def numbered(rows: Sequence[int], what: str = "row") -> str:
     """``rows 3, 8 and 41`` of row numbers from 0 on; a long list is shortened."""
     shown = [str(row + 1) for row in rows[:_MOST_NAMED]]

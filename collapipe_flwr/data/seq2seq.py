@@ -78,9 +78,9 @@ def _examples(numbers: list[int]) -> Dataset:
 class Seq2Seq(Task):
     """Examples with a source and a target text; labels are the target's tokens."""
 
-    columns: ClassVar[Mapping[str, str]] = {"source": "source_column", "target": "target_column"}
-    model_task: ClassVar[str] = "seq2seq"
+    columns: ClassVar[tuple[str, ...]] = ("source", "target")
     text_columns: ClassVar[tuple[str, ...]] = ("source", "target")
+    model_task: ClassVar[str] = "seq2seq"
     starts_with_bos: ClassVar[bool] = False
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:

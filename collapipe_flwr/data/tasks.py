@@ -19,7 +19,7 @@ from collapipe_flwr.data.batches import Example, partition_rows
 from collapipe_flwr.data.config import TASK_CLASSES, TRAIN_TOKENIZER, DataConfig, key_of
 from collapipe_flwr.data.files import is_one_table, load_table
 from collapipe_flwr.data.metrics import Measure, Tally
-from collapipe_flwr.data.reader import ReadColumn, column, empty_rows, numbered, with_names
+from collapipe_flwr.data.reader import ReadColumn, column, numbered, with_names
 from collapipe_flwr.data.tokenizer import (
     IGNORED_LABEL,
     IGNORED_TAG,
@@ -36,7 +36,7 @@ with extra("data"):
 
 Batch = Mapping[str, Tensor]
 HELD_OUT_SHARE = 0.1
-_CLASS_COLUMNS = {"label", "tags"}
+_CLASS_COLUMNS = ("label", "tags")
 _MOST_TOKENIZER_TEXTS = 100_000  # more change nothing in a vocabulary of some thousand tokens
 
 
@@ -56,7 +56,7 @@ class Task(ABC):
     model_task: ClassVar[str]  # what the model is built for, as in ModelSpec.task
     metric_name: ClassVar[str]  # the main metric
     measures: ClassVar[Mapping[str, Measure]]  # all metrics but those of the loss
-    columns: ClassVar[Mapping[str, str]]  # of the examples: the field that names the user's column
+    columns: ClassVar[tuple[str, ...]]  # of the examples; `text_column` names the user's "text"
     readers: ClassVar[Mapping[str, ReadColumn]] = {}  # of columns that need no text in each row
     text_columns: ClassVar[tuple[str, ...]]  # the tokenizer's training texts; () if there are none
     starts_with_bos: ClassVar[bool]  # how a trained tokenizer begins a text
@@ -94,7 +94,7 @@ class Task(ABC):
                 " leave data.test empty to hold out a share of the rows"
             )
         else:
-            table = self._read(self._load("test"), self.columns, name)
+            table = self._read(self._load("test"), name)
             rows = _choose(table, self._shuffle(len(table)), self.settings.test_examples)
         return self.checked(rows, "data.test")
 
@@ -106,7 +106,7 @@ class Task(ABC):
         """All rows of a file in ``data.stream``."""
         skip = self.settings.skip_bad_rows
         table = self._named(load_table(name, key="data.stream", split="train", skip_bad_rows=skip))
-        return self._read(table, self.columns, name)
+        return self._read(table, name)
 
     def checked(self, examples: Dataset, key: str) -> Dataset:
         """The examples that can be learned from; raises DataError, naming ``key``."""
@@ -116,8 +116,8 @@ class Task(ABC):
     @cached_property
     def every_row(self) -> Dataset:
         """All of ``data.train``, the held-out rows included."""
-        group = {"group": "partition_column"} if self.settings.partition_column else {}
-        return self._read(self.training_table, {**self.columns, **group}, self.settings.train)
+        groups = ("group",) if self.settings.partition_column else ()
+        return self._read(self.training_table, self.settings.train, *groups)
 
     @cached_property
     def training_table(self) -> Dataset:
@@ -270,30 +270,27 @@ class Task(ABC):
     def _named(self, table: Dataset) -> Dataset:
         """The table with the classes that ``data.label-names`` gives to its numbers."""
         names = self.settings.label_names
-        for ours in _CLASS_COLUMNS & self.columns.keys() if names else ():
-            table = with_names(table, getattr(self.settings, self.columns[ours]), names)
+        for ours in self.columns if names else ():
+            if ours in _CLASS_COLUMNS:
+                table = with_names(table, self._column(ours)[1], names)
         return table
 
-    def _read(self, table: Dataset, fields: Mapping[str, str], name: str) -> Dataset:
-        """The columns of ``table`` that ``fields`` names, under our own names."""
+    def _column(self, ours: str) -> tuple[str, str]:
+        """The run-config key of one of our columns, and the name of the user's."""
+        field = "partition_column" if ours == "group" else f"{ours}_column"
+        return key_of(field), getattr(self.settings, field)
+
+    def _read(self, table: Dataset, name: str, *further: str) -> Dataset:
+        """The columns of ``table`` under our own names, without the bad rows.
+
+        Raises DataError for bad rows unless they are to be skipped.
+        """
         found = {}
-        for ours, field in fields.items():
+        for ours in (*self.columns, *further):
             read: ReadColumn = self.readers.get(ours, column)
-            found[ours] = read(table, getattr(self.settings, field), key=key_of(field), of=name)
-        return self._usable(Dataset.from_dict(found), self.bad_rows(found), name)
-
-    def bad_rows(self, found: Mapping[str, Sequence[Any]]) -> dict[str, list[int]]:
-        """The rows that cannot be used, by what is wrong with them."""
-        bad = {}
-        for ours in found:
-            field = self.columns.get(ours, "partition_column")
-            what = f'{key_of(field)} "{getattr(self.settings, field)}"'
-            if ours not in self.readers:
-                bad[f"{what} is empty"] = empty_rows(found[ours])
-        return {what: rows for what, rows in bad.items() if rows}
-
-    def _usable(self, rows: Dataset, bad: Mapping[str, list[int]], name: str) -> Dataset:
-        """The rows without the bad ones; raises DataError unless these are to be skipped."""
+            key, theirs = self._column(ours)
+            found[ours] = read(table, theirs, key=key, of=name)
+        rows, bad = Dataset.from_dict(found), self.bad_rows(found)
         if not bad:
             return rows
         left_out = set().union(*bad.values())
@@ -305,6 +302,15 @@ class Task(ABC):
             )
         self.skipped[name] = f'{len(left_out)} of {len(rows)} rows of "{name}" skipped: {what}'
         return rows.select([row for row in range(len(rows)) if row not in left_out])
+
+    def bad_rows(self, found: Mapping[str, Sequence[Any]]) -> dict[str, list[int]]:
+        """The rows that cannot be used, by what is wrong with them."""
+        bad = {}
+        for ours in (ours for ours in found if ours not in self.readers):
+            key, theirs = self._column(ours)
+            if rows := [row for row, text in enumerate(found[ours]) if not text.strip()]:
+                bad[f'{key} "{theirs}" is empty'] = rows
+        return bad
 
     def _make_tokenizer(self) -> PreTrainedTokenizerFast:
         if self.settings.tokenizer != TRAIN_TOKENIZER:

@@ -12,8 +12,10 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 
 from collapipe_flwr.core.errors import DataError
+from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.data.files import load_table
-from collapipe_flwr.data.reader import column, empty_rows, numbered
+from collapipe_flwr.data.reader import column
+from collapipe_flwr.data.tasks import load_task
 
 ROWS = [("007", "NA"), ("say hi, you", "null"), ("ü\nline", "3")]
 
@@ -71,10 +73,12 @@ def test_missing_column_lists_those_that_exist() -> None:
 
 
 @pytest.mark.parametrize("empty", ["", "  ", None])
-def test_empty_rows_are_located(empty: str | None) -> None:
-    table = Dataset.from_dict({"text": ["x", empty, "y", empty]})
-    found = empty_rows(column(table, "text", key="data.text-column", of="x.csv"))
-    assert (found, numbered(found)) == ([1, 3], "rows 2 and 4")
+def test_empty_rows_are_located(empty: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    Dataset.from_dict({"text": ["x", empty, "y", empty], "label": ["a"] * 4}).to_parquet(path)
+    settings = DataConfig(task="classification", train=str(path))
+    with pytest.raises(DataError, match='"text" is empty in rows 2 and 4'):
+        _ = load_task(settings).train
 
 
 @pytest.mark.parametrize(
