@@ -37,18 +37,15 @@ def write_file(path: Path, save: Callable[[Path], object]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a text file."""
     write_file(path, lambda written: written.write_text(text, encoding="utf-8"))
 
 
 def write_private(path: Path, data: bytes) -> None:
     """Replace a file; the new one is readable by its owner only, from the start."""
-
-    def save(written: Path) -> None:
+    with draft(path) as written:
         written.touch(0o600)
         written.write_bytes(data)
-
-    write_file(path, save)
+        publish(written, path)
 
 
 def append_text(path: Path, text: str) -> None:
@@ -126,7 +123,7 @@ def own_folder(path: Path, option: str) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Flush the bytes of a file, or the names in a folder, to disk."""
+    """Flush a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -11,8 +11,12 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+from logging import CRITICAL
 from pathlib import Path
+from typing import Any
 
 LIMIT_S = 5.0
 _MOST_SLASHES = 1  # in owner/name
@@ -56,6 +60,17 @@ def unreachable(name: str) -> str:
         f"there is no folder {name!r}, the hub cannot be reached from this machine, and nothing of "
         "that name was downloaded before"
     )
+
+
+@contextmanager
+def quietly(logging: Any) -> Iterator[None]:
+    """Keep a library, given its ``logging`` module, from logging what its errors say too."""
+    before = logging.get_verbosity()
+    logging.set_verbosity(CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _ask(endpoint: str, answers: threading.Event) -> None:

@@ -112,7 +112,8 @@ def _load(path: str) -> object:
     module, colon, name = path.partition(":")
     if not (colon and module and name):
         raise ModelError(f"{path!r} is no import path: write it like 'my_app.task:Net'")
-    if not is_within(module, (*_allowed, *_LIBRARIES)):
+    allowed = (*_allowed, *_LIBRARIES)
+    if not is_within(module, allowed):
         raise _refusal(path, module)
     try:
         found = _attribute(import_module(module), name)
@@ -121,7 +122,7 @@ def _load(path: str) -> object:
     if found is None:
         raise ModelError(f"{path!r} leads nowhere: {module} has no {name!r} here")
     home = inspect.getmodule(found)
-    if home is None or not is_within(home.__name__, (*_allowed, *_LIBRARIES)):
+    if home is None or not is_within(home.__name__, allowed):
         raise _refusal(path, home.__name__ if home else type(found).__module__)
     return found
 

@@ -51,50 +51,50 @@ def plain(value: object) -> Any:
 
 
 def _decode(kind: Any, data: Any, path: str) -> Any:
-    origin = typing.get_origin(kind)
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return _decode_union(kind, data, path)
+        options = [option for option in args if option is not type(None)]
+        if data is None and len(options) < len(args):
+            return None
+        exact = [option for option in options if option is type(data)]
+        return _decode((exact or options)[0], data, path)
     if origin is tuple:
-        return _decode_tuple(kind, data, path)
+        return _decode_tuple(args, data, path)
     if origin is Mapping:
-        return _decode_mapping(kind, data, path)
+        return {k: _decode(args[1], v, f"{path}.{k}") for k, v in _object(data, path).items()}
     if is_dataclass(kind):
-        return _decode_dataclass(kind, data, path)
+        return _decode_dataclass(kind, _object(data, path), path)
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return _decode_enum(kind, data, path)
-    return _decode_scalar(kind, data, path)
+        try:
+            return kind(data)
+        except ValueError as error:
+            values = [member.value for member in kind]
+            raise _wrong(path, f"one of {values}", data) from error
+    if kind is float and type(data) is int and abs(data) < 2**63:
+        return float(data)
+    if type(data) is not kind:
+        raise _wrong(path, _SCALARS.get(kind, "a number"), data)
+    return data
 
 
-def _decode_union(kind: Any, data: Any, path: str) -> Any:
-    options = [option for option in typing.get_args(kind) if option is not type(None)]
-    if data is None and len(options) < len(typing.get_args(kind)):
-        return None
-    exact = [option for option in options if option is type(data)]
-    return _decode((exact or options)[0], data, path)
-
-
-def _decode_tuple(kind: Any, data: Any, path: str) -> tuple[Any, ...]:
+def _decode_tuple(args: tuple[Any, ...], data: Any, path: str) -> tuple[Any, ...]:
     if not isinstance(data, list):
         raise _wrong(path, "a list", data)
-    args = typing.get_args(kind)
     if args[-1] is Ellipsis:
-        return tuple(_decode(args[0], v, f"{path}[{i}]") for i, v in enumerate(data))
+        args = args[:1] * len(data)
     if len(data) != len(args):
         raise _wrong(path, f"a list of {len(args)}", data)
     pairs = zip(args, data, strict=True)
     return tuple(_decode(a, v, f"{path}[{i}]") for i, (a, v) in enumerate(pairs))
 
 
-def _decode_mapping(kind: Any, data: Any, path: str) -> dict[str, Any]:
+def _object(data: Any, path: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise _wrong(path, "an object", data)
-    of = typing.get_args(kind)[1]
-    return {k: _decode(of, v, f"{path}.{k}") for k, v in data.items()}
+    return data
 
 
-def _decode_dataclass(kind: Any, data: Any, path: str) -> Any:
-    if not isinstance(data, dict):
-        raise _wrong(path, "an object", data)
+def _decode_dataclass(kind: Any, data: dict[str, Any], path: str) -> Any:
     hints = _hints(kind)
     unknown = sorted(set(data) - set(hints))
     if unknown:
@@ -109,21 +109,5 @@ def _decode_dataclass(kind: Any, data: Any, path: str) -> Any:
         raise ProtocolError(f"{path}: {error}") from error
 
 
-def _decode_enum(kind: type[Enum], data: Any, path: str) -> Enum:
-    try:
-        return kind(data)
-    except ValueError as error:
-        raise _wrong(path, f"one of {[member.value for member in kind]}", data) from error
-
-
-def _decode_scalar(kind: type, data: Any, path: str) -> Any:
-    if kind is float and type(data) is int and abs(data) < 2**63:
-        return float(data)
-    if type(data) is not kind:
-        raise _wrong(path, _SCALARS.get(kind, "a number"), data)
-    return data
-
-
 def _wrong(path: str, wanted: str, data: Any) -> ProtocolError:
-    shown = repr(data)
-    return ProtocolError(f"{path} must be {wanted}, got {shown[:60]}")
+    return ProtocolError(f"{path} must be {wanted}, got {data!r:.60}")

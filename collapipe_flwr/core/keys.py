@@ -44,27 +44,22 @@ class Rule:
 
 
 def at_least(low: float) -> Rule:
-    """Accept numbers from ``low`` on."""
     return Rule(lambda v: v >= low, f"must be at least {low:g}")
 
 
 def above(low: float) -> Rule:
-    """Accept numbers greater than ``low``."""
     return Rule(lambda v: v > low, f"must be > {low:g}")
 
 
 def between(low: float, high: float) -> Rule:
-    """Accept numbers from ``low`` to ``high``, both included."""
     return Rule(lambda v: low <= v <= high, f"must lie between {low:g} and {high:g}")
 
 
 def off_or_at_least(limit: float) -> Rule:
-    """Accept 0, or numbers that are not below ``limit``."""
     return Rule(lambda v: v == 0 or v >= limit, f"must be 0 or >= {limit:g}")
 
 
 def one_of(*names: str | int) -> Rule:
-    """Accept one of a few names or numbers."""
     says = "must be one of " + ", ".join(map(str, names))
     return Rule(lambda v: v in names, says, names=tuple(map(str, names)))
 
@@ -88,7 +83,14 @@ def any_of(*names: str) -> Rule:
 
 def counts() -> Rule:
     """Accept comma-separated whole numbers, each at least 1, as a tuple."""
-    text = Text(read=_whole_numbers, write=lambda v: ",".join(map(str, v)))
+
+    def read(text: str) -> tuple[int, ...]:
+        parts = _parts(text)
+        if not all(part.isdigit() for part in parts):
+            raise ValueError(text)
+        return tuple(map(int, parts))
+
+    text = Text(read=read, write=lambda v: ",".join(map(str, v)))
     return Rule(
         lambda v: all(n >= 1 for n in v), 'must list whole numbers >= 1, for example "4,8"', text
     )
@@ -169,12 +171,10 @@ def inline(default: T) -> T:
 
 
 def is_inline(field_: Field[Any]) -> bool:
-    """Whether a field was declared by :func:`inline`."""
     return _INLINE in field_.metadata
 
 
 def is_key(field_: Field[Any]) -> bool:
-    """Whether a field was declared by :func:`key`."""
     return _RULE in field_.metadata
 
 
@@ -184,7 +184,6 @@ def name_of(field_: Field[Any]) -> str:
 
 
 def rule_of(field_: Field[Any]) -> Rule | None:
-    """The rule of a key, if it has one."""
     rule: Rule | None = field_.metadata[_RULE]
     return rule
 
@@ -209,13 +208,6 @@ def _any(text: Text) -> Rule:
 
 def _parts(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(","))
-
-
-def _whole_numbers(text: str) -> tuple[int, ...]:
-    parts = _parts(text)
-    if not all(part.isdigit() for part in parts):
-        raise ValueError(text)
-    return tuple(map(int, parts))
 
 
 def _assigned(text: str) -> list[tuple[str, str, str]]:

@@ -10,15 +10,14 @@ import gzip
 import io
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby
-from logging import CRITICAL
 from pathlib import Path
 from typing import IO, Any
 
 from collapipe_flwr.core.errors import DataError, extra
-from collapipe_flwr.core.hub import folder_only, is_reachable, no_such_path
+from collapipe_flwr.core.hub import folder_only, is_reachable, no_such_path, quietly
 from collapipe_flwr.data.reader import numbered
 
 with extra("data"):
@@ -32,7 +31,7 @@ with extra("data"):
         load_from_disk,
     )
     from datasets.exceptions import DatasetsError
-    from datasets.utils.logging import get_verbosity, set_verbosity
+    from datasets.utils import logging
 
 CONLL_SUFFIXES = (".conll", ".bio", ".iob", ".iob2")
 _DOCUMENT = "-DOCSTART-"
@@ -61,7 +60,12 @@ def read_conll(path: Path, key: str, *, skip_bad_rows: bool = False) -> Dataset:
     what = f'{key} "{path}"'
     with _opened(path, key) as file, io.TextIOWrapper(file, encoding="utf-8") as text:
         lines = list(text)
-    _refuse_comments(lines, what)
+    for number, line in enumerate(lines, start=1):
+        if _UNIVERSAL.match(line):
+            raise DataError(
+                f"{what} has the comment {line.strip()!r} in line {number}, as CoNLL-U files do: "
+                "write a word and its tag in every line, nothing else"
+            )
     rows = [line.split() for line in lines]
     bare = [n for n, fields in enumerate(rows) if len(fields) == 1 and fields[0] != _DOCUMENT]
     if bare and not skip_bad_rows:
@@ -70,7 +74,8 @@ def read_conll(path: Path, key: str, *, skip_bad_rows: bool = False) -> Dataset:
             "word and its tag in every line, separated by a space, or leave these sentences out "
             "by data.skip-bad-rows=true"
         )
-    sentences = list(_sentences(rows))
+    parts = groupby(rows, lambda fields: not fields or fields[0] == _DOCUMENT)
+    sentences = [list(lines) for is_between, lines in parts if not is_between]
     if not sentences:
         raise DataError(f"{what} has no sentences: give a file with a word and its tag per line")
     return Dataset.from_dict(
@@ -79,22 +84,6 @@ def read_conll(path: Path, key: str, *, skip_bad_rows: bool = False) -> Dataset:
             "tags": [[fields[-1] for fields in s if len(fields) > 1] for s in sentences],
         }
     )
-
-
-def _refuse_comments(lines: Iterable[str], what: str) -> None:
-    for number, line in enumerate(lines, start=1):
-        if _UNIVERSAL.match(line):
-            raise DataError(
-                f"{what} has the comment {line.strip()!r} in line {number}, as CoNLL-U files do: "
-                "write a word and its tag in every line, nothing else"
-            )
-
-
-def _sentences(rows: Iterable[list[str]]) -> Iterator[list[list[str]]]:
-    """The groups of lines between those that are empty or begin a document."""
-    for is_between, lines in groupby(rows, lambda fields: not fields or fields[0] == _DOCUMENT):
-        if not is_between:
-            yield list(lines)
 
 
 _FORMATS = {
@@ -141,7 +130,8 @@ def load_table(
             )
         if builder == "conll":
             return read_conll(path, key, skip_bad_rows=skip_bad_rows)
-        rows = _load(key, name, builder, data_files=str(path), split="train", **_options(path, key))
+        options = {"data_files": str(path), "split": "train", **_options(path, key)}
+        rows = _with_rows(_loaded(key, name, builder, **options), key, name)
         return without_empty(rows) if builder == "text" else rows
     if path.is_dir():
         return _folder(path, key=key, split=split, only_split_serves=only_split_serves)
@@ -152,7 +142,8 @@ def load_table(
         raise DataError(no_such_path(key, name))
     hub_name, config, hub_split = (*name.split(":"), "", "")[:3]
     is_reachable()
-    return _load(key, name, hub_name, name=config or None, split=hub_split or split)
+    options = {"name": config or None, "split": hub_split or split}
+    return _with_rows(_loaded(key, name, hub_name, **options), key, name)
 
 
 def is_one_table(name: str) -> bool:
@@ -226,29 +217,14 @@ def _folder(path: Path, *, key: str, split: str, only_split_serves: bool) -> Dat
     return _with_rows(found[split], key, str(path))
 
 
-def _load(key: str, shown: str, source: str, **options: Any) -> Dataset:
-    return _with_rows(_loaded(key, shown, source, **options), key, shown)
-
-
 def _loaded(key: str, shown: str, source: str, **options: Any) -> Any:
     try:
-        with warnings.catch_warnings(), _without_log():
+        with warnings.catch_warnings(), quietly(logging):
             # datasets leaves CSV files open until garbage collection
             warnings.simplefilter("ignore", ResourceWarning)
             return load_dataset(source, **options)
     except (OSError, EOFError, ValueError, RuntimeError, StopIteration, DatasetsError) as error:
         raise DataError(f'{key} "{shown}" could not be loaded {_reason(error)}') from error
-
-
-@contextmanager
-def _without_log() -> Iterator[None]:
-    """Silence the logging of datasets: its errors say the same."""
-    before = get_verbosity()
-    set_verbosity(CRITICAL)
-    try:
-        yield
-    finally:
-        set_verbosity(before)
 
 
 def _with_rows(table: Dataset, key: str, shown: str) -> Dataset:
@@ -272,5 +248,4 @@ def _reason(error: BaseException) -> str:
 
 def without_empty(table: Dataset) -> Dataset:
     """The rows whose ``text`` is not empty."""
-    rows = [row for row, text in enumerate(table["text"]) if text.strip()]
-    return table.select(rows)
+    return table.select([row for row, text in enumerate(table["text"]) if text.strip()])

@@ -10,12 +10,9 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from logging import ERROR
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,7 +29,7 @@ from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
 from collapipe_flwr.core.errors import CheckpointMissing, ModelError
-from collapipe_flwr.core.hub import folder_only, unreachable
+from collapipe_flwr.core.hub import folder_only, quietly, unreachable
 from collapipe_flwr.models.skeleton import build_skeleton, builder_of, derive_constant, read_config
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.validation import first_lines, refusing
@@ -73,9 +70,17 @@ def load_checkpoint(
     ModelError if the checkpoint cannot be read or lacks one of the ``body`` keys.
     """
     config = _checkpoint_config(spec)
-    with torch.random.fork_rng(devices=()):
+    unread = f"cannot load the checkpoint {spec.pretrained!r}"
+    kinds = OSError, ValueError, RuntimeError, SafetensorError
+    with refusing(unread, kinds), quietly(logging), torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        model, report = _read_checkpoint(spec, config)
+        model, report = builder_of(spec, config).from_pretrained(
+            spec.pretrained,
+            config=config,
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,  # judged below
+            output_loading_info=True,
+        )
     lacking = set[str]()
     for problem in ("missing", "mismatched"):
         entries = report[f"{problem}_keys"]  # of mismatched ones with their shapes
@@ -104,33 +109,6 @@ def _checkpoint_config(spec: ModelSpec) -> PreTrainedConfig:
         if hasattr(source, flag):
             setattr(config, flag, getattr(source, flag))
     return config
-
-
-def _read_checkpoint(
-    spec: ModelSpec, config: PreTrainedConfig
-) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    unread = f"cannot load the checkpoint {spec.pretrained!r}"
-    kinds = OSError, ValueError, RuntimeError, SafetensorError
-    with refusing(unread, kinds), _without_report():
-        model, report = builder_of(spec, config).from_pretrained(
-            spec.pretrained,
-            config=config,
-            dtype=torch.float32,
-            ignore_mismatched_sizes=True,  # judged by load_checkpoint
-            output_loading_info=True,
-        )
-    return model, report
-
-
-@contextmanager
-def _without_report() -> Iterator[None]:
-    """Hide the library's table of missing tensors, which ``load_checkpoint`` returns."""
-    before = logging.get_verbosity()
-    logging.set_verbosity(ERROR)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 def not_fitting(spec: ModelSpec, problem: str, keys: Sequence[str]) -> ModelError:
