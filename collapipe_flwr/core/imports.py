@@ -62,7 +62,7 @@ def load_builder(path: str, base: type) -> Any:
 
 
 def path_of(thing: object, what: str) -> str:
-    """The path that leads to a class or function in any process.
+    """The path that leads to a class or function in any process; this one allows its module.
 
     Raises ModelError, which begins with ``what`` the class or function is, where no path does.
     """
@@ -79,14 +79,9 @@ def path_of(thing: object, what: str) -> str:
     path = f"{module}:{name}"
     if _attribute(sys.modules.get(module), name) is not thing:
         raise ModelError(f"{what} {name!r} is not what {path!r} leads to: give it that name there")
-    return path
-
-
-def allow_own(thing: object) -> None:
-    """Allow the module that holds a class or function of this very process."""
-    module = getattr(thing, "__module__", "")
-    if module and not is_within(module, _LIBRARIES):
+    if not is_within(module, _LIBRARIES):
         _allowed.add(module)
+    return path
 
 
 def is_within(path: str, names: Iterable[str]) -> bool:

@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.core.imports import allow_own, path_of
+from collapipe_flwr.core.imports import path_of
 from collapipe_flwr.models.checkpoint import (
     not_fitting,
     published_skeleton,
@@ -121,8 +121,6 @@ def describe_live(
     _set_exact_training(config, ties)
     task = known_task(kind)
     own = built_class(task, config) is not kind
-    if own:
-        allow_own(kind)
     spec = ModelSpec(
         task=task,
         config_json=config.to_json_string(use_diff=False),

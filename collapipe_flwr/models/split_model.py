@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from transformers import PreTrainedModel
 
 from collapipe_flwr.core.errors import CollaPipeError, ModelError
-from collapipe_flwr.core.imports import allow_own, path_of
+from collapipe_flwr.core.imports import path_of
 from collapipe_flwr.models.any_splitter import AnySplitter, DescribedModel
 from collapipe_flwr.models.describing import describe_live
 from collapipe_flwr.models.module_call import arguments_of
@@ -63,32 +63,29 @@ class SplitModel(DescribedModel):
         edge_blocks: int = 0,
         personal: Sequence[str] = (),
     ) -> None:
-        self._build, given = _builder(model, arguments)
-        self.model = model if isinstance(model, nn.Module) else build_module(self._path(), given)
+        build, given = _builder(model, arguments)
+        if isinstance(model, nn.Module):
+            self.model = model
+        else:
+            self.model = build_module(path_of(build, "the model"), given)
         self._example = None if example is None else as_batch(example)
-        loss_path = _loss_path(loss)
+        if loss is not None and not isinstance(loss, str):
+            loss = path_of(loss, "the loss")
+        common: dict[str, Any] = {"loss": loss or "", "weight": weight, "edge_blocks": edge_blocks}
         if isinstance(self.model, PreTrainedModel):
-            spec: ModelSpec | ModuleSpec = describe_live(
-                self.model,
-                loss=loss_path,
-                weight=weight,
-                ties=ties,
-                shared=shared,
-                edge_blocks=edge_blocks,
-            )
+            spec: ModelSpec | ModuleSpec
+            spec = describe_live(self.model, ties=ties, shared=shared, **common)
         else:
             spec = describe_module(
                 self.model,
                 example=self._batch(),
-                build=self._path(),
+                build=path_of(build, "the model"),
                 arguments_json=given,
                 blocks=blocks,
                 embed=embed,
                 head=head,
                 inputs=self._inputs() if inputs is None else tuple(inputs),
-                loss=loss_path,
-                weight=weight,
-                edge_blocks=edge_blocks,
+                **common,
             )
         super().__init__(
             splitter_of(spec.to_json()),
@@ -106,11 +103,6 @@ class SplitModel(DescribedModel):
     def weights(self) -> dict[str, Tensor]:
         """The live model's tensors that travel."""
         return self.splitter.travelling({k: t.detach() for k, t in self.model.state_dict().items()})
-
-    def _path(self) -> str:
-        """The import path of what builds the model."""
-        allow_own(self._build)
-        return path_of(self._build, "the model")
 
     def _batch(self) -> dict[str, Tensor]:
         """The example that a module is traced with; raises ModelError if none was given."""
@@ -279,7 +271,12 @@ def _builder(model: Any, arguments: Mapping[str, object] | None) -> tuple[Any, s
         raise ModelError(f"SplitModel needs an nn.Module, got the class {model.__name__}")
     if not callable(model):
         raise ModelError(f"SplitModel needs an nn.Module, got {type(model).__name__}")
-    return model, _as_json(arguments or {})
+    try:
+        return model, json.dumps(dict(arguments or {}), sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as cause:
+        raise ModelError(
+            f"arguments of SplitModel must be JSON, since other machines get them: {cause}"
+        ) from cause
 
 
 def _refuse_unfit(model: nn.Module) -> None:
@@ -301,20 +298,3 @@ def _refuse_unfit(model: nn.Module) -> None:
             f"SplitModel needs a model with weights, but {absent!r} of {name} is on the meta "
             "device: build it on the CPU"
         )
-
-
-def _as_json(arguments: Mapping[str, object]) -> str:
-    try:
-        return json.dumps(dict(arguments), sort_keys=True, allow_nan=False)
-    except (TypeError, ValueError) as cause:
-        raise ModelError(
-            f"arguments of SplitModel must be JSON, since other machines get them: {cause}"
-        ) from cause
-
-
-def _loss_path(loss: Any) -> str:
-    if loss is None or isinstance(loss, str):
-        return loss or ""
-    path = path_of(loss, "the loss")
-    allow_own(loss)
-    return path
