@@ -14,7 +14,7 @@ Shape suffixes: B examples, T tokens, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -177,26 +177,38 @@ class Family:
     block_results: int = 0  # length of the tuple that a block returns; 0: hidden states, bare
 
 
+_ENCODER = Family(
+    model_types=("bert", "roberta", "xlm-roberta", "camembert"),
+    blocks="encoder.layer",
+    before=("embeddings",),
+    inputs=bidirectional,
+    tasks=_UNDERSTANDING,
+)
+_TRANSLATOR = Family(
+    model_types=("marian", "bart"),
+    stack="encoder",
+    decodes=True,
+    blocks="layers",
+    before=("embed_tokens", "embed_positions", "layernorm_embedding"),
+    inputs=bidirectional,
+    tasks=("seq2seq",),
+)
+_DECODER = Family(
+    model_types=("llama", "gemma"),
+    blocks="layers",
+    before=("embed_tokens",),
+    inputs=causal(no_window),
+    caches=True,
+    tasks=_GENERATING,
+    after=("norm",),
+)
 _FAMILIES = (
-    *(
-        Family(
-            model_types=model_types,
-            blocks=blocks,
-            before=("embeddings",),
-            inputs=bidirectional,
-            tasks=_UNDERSTANDING,
-        )
-        for model_types, blocks in (
-            (("bert", "roberta", "xlm-roberta", "camembert"), "encoder.layer"),
-            (("distilbert",), "transformer.layer"),
-        )
-    ),
-    Family(
+    _ENCODER,
+    replace(_ENCODER, model_types=("distilbert",), blocks="transformer.layer"),
+    replace(
+        _ENCODER,
         model_types=("deberta-v2",),
-        blocks="encoder.layer",
-        before=("embeddings",),
         inputs=deberta_v2,
-        tasks=_UNDERSTANDING,
         shared=("encoder.rel_embeddings", "encoder.LayerNorm"),
         joined="encoder.conv",
         exit="encoder",
@@ -209,87 +221,46 @@ _FAMILIES = (
             "conv_groups",
         ),
     ),
-    Family(
+    replace(
+        _ENCODER,
         model_types=("modernbert",),
         blocks="layers",
-        before=("embeddings",),
         inputs=modernbert,
-        tasks=_UNDERSTANDING,
         after=("final_norm",),
     ),
-    Family(
+    replace(
+        _ENCODER,
         model_types=("vit",),
         blocks="layers",
-        before=("embeddings",),
         inputs=no_inputs,
         tasks=("image-classification",),
         after=("layernorm",),
         input_name="pixel_values",
         entry="pixel_values",
     ),
-    *(
-        Family(
-            model_types=model_types,
-            stack="encoder",
-            decodes=True,
-            blocks="layers",
-            before=("embed_tokens", "embed_positions", "layernorm_embedding"),
-            inputs=bidirectional,
-            tasks=("seq2seq",),
-            after=after,
-        )
-        for model_types, after in (
-            (("marian", "bart"), ()),
-            (("mbart", "m2m_100"), ("layer_norm",)),
-        )
-    ),
-    Family(
+    _TRANSLATOR,
+    replace(_TRANSLATOR, model_types=("mbart", "m2m_100"), after=("layer_norm",)),
+    replace(
+        _TRANSLATOR,
         model_types=("t5", "mt5"),
-        stack="encoder",
-        decodes=True,
         blocks="block",
         before=("embed_tokens",),
         inputs=t5,
-        tasks=("seq2seq",),
         after=("final_layer_norm", "dropout"),
         shared=("block.0.layer.0.SelfAttention.relative_attention_bias",),
     ),
-    Family(
+    replace(
+        _TRANSLATOR,
         model_types=("whisper",),
-        stack="encoder",
-        decodes=True,
-        blocks="layers",
         before=("conv1", "conv2", "embed_positions"),
         input_name="input_features",
         inputs=no_inputs,
-        tasks=("seq2seq",),
         after=("layer_norm",),
     ),
-    Family(
-        model_types=("gpt2",),
-        blocks="h",
-        before=("wte", "wpe"),
-        inputs=causal(no_window),
-        caches=True,
-        tasks=_GENERATING,
-        after=("ln_f",),
-    ),
-    *(
-        Family(
-            model_types=model_types,
-            blocks="layers",
-            before=("embed_tokens",),
-            inputs=causal(kinds_of),
-            caches=True,
-            tasks=_GENERATING,
-            after=("norm",),
-        )
-        for model_types, kinds_of in (
-            (("llama", "gemma"), no_window),
-            (("mistral",), one_window),
-            (("qwen2", "qwen3"), attrgetter("layer_types")),
-        )
-    ),
+    replace(_DECODER, model_types=("gpt2",), blocks="h", before=("wte", "wpe"), after=("ln_f",)),
+    _DECODER,
+    replace(_DECODER, model_types=("mistral",), inputs=causal(one_window)),
+    replace(_DECODER, model_types=("qwen2", "qwen3"), inputs=causal(attrgetter("layer_types"))),
 )
 FAMILIES: Mapping[str, Family] = {
     model_type: family for family in _FAMILIES for model_type in family.model_types

@@ -83,7 +83,13 @@ def add_adapters(
         try:
             peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=on_meta)
         except ValueError as cause:
-            raise ModelError(_refusal(model, settings)) from cause
+            kinds = ("Linear", "Conv1D")
+            layers = (name for name, m in model.named_modules() if type(m).__name__ in kinds)
+            raise ModelError(
+                f"lora.target-modules {' '.join(named)!r} name no layer of a "
+                f"{model.config.model_type!r} model that can be adapted; its linear layers are "
+                f"{', '.join(sorted({name.rpartition('.')[2] for name in layers}))}"
+            ) from cause
     return config
 
 
@@ -121,16 +127,6 @@ def first_adapter(key: str, shape: torch.Size, seed: int) -> Tensor:
         return torch.randn(shape, generator=random)
     bound = 1 / math.sqrt(shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=random)
-
-
-def _refusal(model: PreTrainedModel, settings: LoraConfig) -> str:
-    kinds = ("Linear", "Conv1D")
-    linear = {n.rpartition(".")[2] for n, m in model.named_modules() if type(m).__name__ in kinds}
-    return (
-        f"lora.target-modules {' '.join(settings.target_modules)!r} name no layer of a "
-        f"{model.config.model_type!r} model that can be adapted; its linear layers are "
-        f"{', '.join(sorted(linear))}"
-    )
 
 
 def _peft() -> Any:

@@ -35,14 +35,15 @@ Sizes = Mapping[str, tuple[torch.Size, torch.dtype]]  # of parameters, by key
 StateBytes = Callable[[Sizes], int]  # of an optimizer, for the parameters that it trains
 
 ACTIVATION_BYTES = 4  # activations cross the network in single precision
-_ADAMW_MOMENTS = 2
 
 
 def adamw_bytes(parameters: Sizes) -> int:
     """Bytes of two moments for each parameter."""
-    return _ADAMW_MOMENTS * sum(
-        size.numel() * dtype.itemsize for size, dtype in parameters.values()
-    )
+    return 2 * _bytes(parameters)
+
+
+def _bytes(tensors: Sizes) -> int:
+    return sum(size.numel() * dtype.itemsize for size, dtype in tensors.values())
 
 
 def profile_model(
@@ -146,7 +147,6 @@ def _cost(
     parameters = list(part.parameters())
     output, forward_flop, stash_bytes = _measure(run, parameters)
     trained = {k: (p.shape, p.dtype) for k, p in part.named_parameters() if p.requires_grad}
-    gradients = sum(size.numel() * dtype.itemsize for size, dtype in trained.values())
     with unset_fake_temporarily():
         kept = optimizer_bytes(trained)
     backward = 2 * forward_flop
@@ -155,8 +155,8 @@ def _cost(
     return BlockCost(
         forward_flop=forward_flop,
         backward_flop=backward,
-        parameter_bytes=sum(t.numel() * t.element_size() for t in part.state_dict().values()),
-        state_bytes=part.held_bytes() + gradients + kept,
+        parameter_bytes=sum(tensor.nbytes for tensor in part.state_dict().values()),
+        state_bytes=part.held_bytes() + _bytes(trained) + kept,  # gradients are as trained ones
         stash_bytes=stash_bytes,
         output_bytes=output.numel() * ACTIVATION_BYTES if sends else 0,
     )
@@ -202,9 +202,8 @@ def _attention_flop(
     return 2 * batch * heads * queries * key[-2] * (width + value[-1])
 
 
-def _attention_backward_flop(gradient: torch.Size, *args: torch.Size, **kwargs: object) -> int:
+def _attention_backward_flop(_: torch.Size, *args: torch.Size, **kwargs: object) -> int:
     """Two products for each of the forward pass, without the kernel's recomputation."""
-    del gradient
     return 2 * _attention_flop(args[0], args[1], args[2], **kwargs)
 
 

@@ -87,10 +87,8 @@ OWN_TASK = Task(name="own", auto_classes=(), targets=len)  # of a class that lea
 
 def find_task(name: str) -> Task:
     """The task of that name; raises ModelError naming the nearest one."""
-    if name in TASKS:
-        return TASKS[name]
-    if name == OWN_TASK.name:
-        return OWN_TASK
+    if found := {**TASKS, OWN_TASK.name: OWN_TASK}.get(name):
+        return found
     near = get_close_matches(name, TASKS, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(TASKS)}"
     raise ModelError(f"unknown task {name!r}; {hint}")
