@@ -47,11 +47,10 @@ class AnySplitter(ABC):
     # Keys
 
     def all_keys(self) -> tuple[str, ...]:
-        """All keys of the model: the union of all parts' keys."""
+        """The union of all parts' keys."""
         return self._layout.travelling(self._layout.owners)
 
     def embedding_keys(self) -> tuple[str, ...]:
-        """The keys that the control unit owns."""
         return self._layout.travelling(self._layout.keys_of(EMBEDDING))
 
     def segment_keys(self, first_block: int, stop_block: int) -> tuple[str, ...]:
@@ -64,7 +63,6 @@ class AnySplitter(ABC):
         return self._layout.keys_of(block)
 
     def edge_keys(self) -> tuple[str, ...]:
-        """The keys that the edge owns."""
         return self._layout.travelling(self._layout.keys_of(EDGE))
 
     @property

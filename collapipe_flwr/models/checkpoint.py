@@ -11,7 +11,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -119,16 +119,9 @@ def not_fitting(spec: ModelSpec, problem: str, keys: Sequence[str]) -> ModelErro
     )
 
 
-Piece = tuple[Path, str, str]  # file, name in it, the pattern by which a converter knows it
+# File, name in it, and the converter that joins several (experts, say) with the pattern it knows.
+Piece = tuple[Path, str, WeightConverter | None, str]
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stored:
-    """One tensor on disk: whole, or in pieces (experts, say) that ``joined_by`` puts together."""
-
-    pieces: list[Piece] = field(default_factory=list)
-    joined_by: WeightConverter | None = None
 
 
 class CheckpointSource:
@@ -182,12 +175,12 @@ class Completed(dict[str, Tensor]):
         return self._read(key)
 
 
-def _read(stored: _Stored, key: str, model: PreTrainedModel) -> Tensor:
-    if stored.joined_by is None:
-        file, name, _ = stored.pieces[0]
+def _read(pieces: Sequence[Piece], key: str, model: PreTrainedModel) -> Tensor:
+    file, name, joining, _ = pieces[0]
+    if joining is None:
         return _tensor(file, name)
-    converter = deepcopy(stored.joined_by)  # it accumulates tensors
-    for file, name, pattern in stored.pieces:
+    converter = deepcopy(joining)  # it accumulates tensors
+    for file, name, _, pattern in pieces:
         converter.add_tensor(key, name, pattern, _tensor(file, name))  # type: ignore[arg-type]
     joined = converter.convert(key, model=model, config=model.config)[key]
     whole: Tensor = joined[0] if isinstance(joined, list) else joined
@@ -200,10 +193,10 @@ def _tensor(file: Path, name: str) -> Tensor:
     return tensor
 
 
-def _places(pretrained: str, skeleton: PreTrainedModel) -> dict[str, _Stored]:
+def _places(pretrained: str, skeleton: PreTrainedModel) -> dict[str, list[Piece]]:
     """Where each tensor of the model is stored, without those that a converter would divide."""
     wanted = skeleton.state_dict()
-    found: dict[str, _Stored] = {}
+    found: dict[str, list[Piece]] = {}
     transforms = get_model_conversion_mapping(skeleton)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
@@ -214,19 +207,12 @@ def _places(pretrained: str, skeleton: PreTrainedModel) -> dict[str, _Stored]:
         if key not in wanted and name in wanted:
             key, pattern = name, None
         if key in wanted and (pattern is None or pattern in joining):
-            stored = _Stored(joined_by=joining[pattern] if pattern else None)
-            found.setdefault(key, stored).pieces.append((file, name, pattern or ""))
-    return _with_aliases(found, skeleton.all_tied_weights_keys)
-
-
-def _with_aliases(found: dict[str, _Stored], aliases: Mapping[str, str]) -> dict[str, _Stored]:
-    """Add the other names of tied tables, which are stored once, under any of their names."""
-    for alias, source in aliases.items():
-        if source not in found and alias in found:
-            found[source] = found[alias]
-    for alias, source in aliases.items():
-        if alias not in found and source in found:
-            found[alias] = found[source]
+            piece = (file, name, joining[pattern] if pattern else None, pattern or "")
+            found.setdefault(key, []).append(piece)
+    ties = list(skeleton.all_tied_weights_keys.items())  # stored once, under any of their names
+    for known, other in (*ties, *((source, alias) for alias, source in ties)):
+        if known in found:
+            found.setdefault(other, found[known])
     return found
 
 

@@ -25,11 +25,7 @@ from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.skeleton import build_skeleton
 from collapipe_flwr.models.spec import BatchShape, LoraConfig, ModelSpec
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.models.tasks import (
-    built_class,
-    find_task,
-    known_task,
-)
+from collapipe_flwr.models.tasks import built_class, find_task, known_task
 from collapipe_flwr.models.validation import LAYERDROPS, UNFIT, needs_token, refusing
 
 _SPECIAL_TOKENS = (
@@ -78,13 +74,13 @@ def make_spec(
     config = _starting_config(model_type, pretrained, overrides or {})
     if vocab_size is not None:
         _set_vocabulary(config, vocab_size, pretrained)
-    tokens = {
-        "pad_token_id": pad_token_id,
-        "bos_token_id": bos_token_id,
-        "eos_token_id": eos_token_id,
-        "decoder_start_token_id": decoder_start_token_id,
-    }
-    _set_tokens(config, tokens)
+    _set_tokens(
+        config,
+        pad_token_id=pad_token_id,
+        bos_token_id=bos_token_id,
+        eos_token_id=eos_token_id,
+        decoder_start_token_id=decoder_start_token_id,
+    )
     if pretrained is None:
         _forget_foreign_tokens(config)
     if labelled:
@@ -218,7 +214,7 @@ def _set_vocabulary(config: PreTrainedConfig, vocab_size: int, pretrained: str |
         )
 
 
-def _set_tokens(config: PreTrainedConfig, tokens: Mapping[str, int | None]) -> None:
+def _set_tokens(config: PreTrainedConfig, **tokens: int | None) -> None:
     size = getattr(config, "vocab_size", None)
     for key, token in tokens.items():
         if token is None:
@@ -236,21 +232,17 @@ def _forget_foreign_tokens(config: PreTrainedConfig) -> None:
     for key in _SPECIAL_TOKENS:
         token = getattr(config, key, None)
         if isinstance(token, int) and token >= size:
-            _forget_token(config, key)
+            try:
+                setattr(config, key, None)
+            except StrictDataclassError as cause:  # some types require a number without reading it
+                if key not in _NEVER_READ:
+                    raise needs_token(config, key) from cause
     for key in ("suppress_tokens", "begin_suppress_tokens"):
         named = getattr(config, key, None)
         if named is not None:
             setattr(config, key, [token for token in named if token < size] or None)
     if getattr(config, "forced_eos_token_id", None) is not None:
         config.forced_eos_token_id = config.eos_token_id
-
-
-def _forget_token(config: PreTrainedConfig, key: str) -> None:
-    try:
-        setattr(config, key, None)
-    except StrictDataclassError as cause:  # a few types require a number, some without reading it
-        if key not in _NEVER_READ:
-            raise needs_token(config, key) from cause
 
 
 def _set_labels(

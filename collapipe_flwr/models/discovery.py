@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -89,6 +90,10 @@ class _Trace:
     results: list[Any] = field(default_factory=list)
     output: Any = None
 
+    def note_before(self, name: str, *_: object) -> None:
+        if not self.arguments and name not in self.before:
+            self.before.append(name)
+
 
 @lru_cache(maxsize=64)
 def discover_family(spec: ModelSpec) -> Family:
@@ -138,13 +143,15 @@ def _find_block_list(model: PreTrainedModel, spec: ModelSpec, *, decodes: bool) 
         for path, module in model.named_modules()
         if id(module) in inside and isinstance(module, nn.ModuleList) and len(module)
     }
-    for path, kinds in lists.items():
-        if all(issubclass(kind, GradientCheckpointingLayer) for kind in kinds):
-            return path
-    for path, kinds in lists.items():
-        if len(set(kinds)) == 1:
-            return path
-    raise refusal(spec, "it has no list of blocks")
+    own = [p for p, kinds in lists.items() if all(map(_is_layer, kinds))]
+    equal = [p for p, kinds in lists.items() if len(set(kinds)) == 1]
+    if not own and not equal:
+        raise refusal(spec, "it has no list of blocks")
+    return (own or equal)[0]
+
+
+def _is_layer(kind: type) -> bool:
+    return issubclass(kind, GradientCheckpointingLayer)
 
 
 def _find_stack(model: PreTrainedModel, blocks_path: str) -> tuple[str, PreTrainedModel]:
@@ -197,12 +204,7 @@ def _watch_before(stack: nn.Module, blocks_path: str, trace: _Trace) -> None:
         parent = name.rpartition(".")[0]
         outermost = not parent or is_within(blocks_path, [parent])
         if outermost and next(module.parameters(), None) is not None:
-            module.register_forward_pre_hook(partial(_record_before, trace, name))
-
-
-def _record_before(trace: _Trace, name: str, *_: object) -> None:
-    if not trace.arguments and name not in trace.before:
-        trace.before.append(name)
+            module.register_forward_pre_hook(partial(trace.note_before, name))
 
 
 def _check_chain(trace: _Trace, spec: ModelSpec) -> None:
@@ -217,7 +219,11 @@ def _check_chain(trace: _Trace, spec: ModelSpec) -> None:
         if args[0].shape != trace.arguments[0][0][0].shape:
             raise refusal(spec, f"its block {index - 1} changes the shape of hidden states")
         others = {**{f"argument {i}": arg for i, arg in enumerate(args[1:], 1)}, **kwargs}
-        learned = [name for name, value in others.items() if _requires_grad(value)]
+        learned = [
+            name
+            for name, value in others.items()
+            if any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(value))
+        ]
         if learned:
             raise refusal(
                 spec, f"block {index} reads {learned[0]!r} besides hidden states, which is learned"
@@ -237,14 +243,6 @@ def _detached(result: Any) -> Any:
     if isinstance(result, Tensor):
         return result.detach().requires_grad_()
     return (_detached(result[0]), *result[1:])
-
-
-def _requires_grad(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.requires_grad
-    if isinstance(value, (tuple, list)):
-        return any(_requires_grad(item) for item in value)
-    return False
 
 
 def refusal(spec: ModelSpec, reason: str) -> ModelError:

@@ -40,11 +40,18 @@ def describe_module(
 
     Raises ModelError if no cut is exact.
     """
-    _refuse_arguments(model, arguments_json)
+    name = type(model).__name__
+    if arguments_json == "{}" and (needed := names_in(type(model), needed=True)):
+        raise ModelError(
+            f"{name} needs {', '.join(needed)} to be built on other machines: pass "
+            f"SplitModel({name}, arguments={{{needed[0]!r}: ...}})"
+        )
     twin = _twin(model, build, arguments_json)
     try:
         blocks = blocks or _find_blocks(model)
-        names = _names_of_blocks(model, blocks)
+        names = block_names(model, blocks)
+        if not names or not isinstance(model.get_submodule(blocks), _LISTS):
+            raise ModelError(f"blocks={blocks!r} is no list of blocks in it")
         _refuse_shared(model, names)
         trace = trace_module(twin, blocks, inputs, first_examples(example))
         keys = tensors_by_key(model)
@@ -52,7 +59,7 @@ def describe_module(
         tied = [key for key in keys if len(owners.get(key, ())) > 1]
         ids = {key: _ids_of(model, key, keys[key], trace) for key in tied}
     except ModelError as error:
-        raise ModelError(f"{type(model).__name__} cannot be split: {error}") from error
+        raise ModelError(f"{name} cannot be split: {error}") from error
     return ModuleSpec(
         build=build,
         arguments_json=arguments_json,
@@ -77,32 +84,18 @@ def describe_module(
     )
 
 
-def _refuse_arguments(model: nn.Module, arguments_json: str) -> None:
-    """Raise ModelError for a live instance whose class cannot be called without arguments."""
-    if arguments_json != "{}":
-        return
-    if needed := names_in(type(model), needed=True):
-        name = type(model).__name__
-        raise ModelError(
-            f"{name} needs {', '.join(needed)} to be built on other machines: pass "
-            f"SplitModel({name}, arguments={{{needed[0]!r}: ...}})"
-        )
-
-
 def _twin(model: nn.Module, build: str, arguments_json: str) -> nn.Module:
     """The model as other machines build it, with the live one's weights."""
     twin = build_module(build, arguments_json, seed=0)
     name = type(model).__name__
-    way_out = (
-        "pass SplitModel(build, arguments={...}), the class or function that built the live one"
-    )
     ours, theirs = model.state_dict(), twin.state_dict()
     for key in (*ours, *theirs):
         here, there = _kind(ours.get(key)), _kind(theirs.get(key))
         if here != there:
             raise ModelError(
                 f"{name} cannot be split: other machines build another one, in which {key!r} is "
-                f"{there} instead of {here}: {way_out}"
+                f"{there} instead of {here}: pass SplitModel(build, arguments={{...}}), the class "
+                "or function that built the live one"
             )
     with refusing(f"{name} cannot be split", (RuntimeError,)):
         twin.load_state_dict(ours)
@@ -142,13 +135,6 @@ def _find_blocks(model: nn.Module) -> str:
             "by blocks='...'"
         )
     return found[0]
-
-
-def _names_of_blocks(model: nn.Module, blocks: str) -> list[str]:
-    names = block_names(model, blocks)
-    if not names or not isinstance(model.get_submodule(blocks), _LISTS):
-        raise ModelError(f"blocks={blocks!r} is no list of blocks in it")
-    return names
 
 
 def _refuse_shared(model: nn.Module, names: Sequence[str]) -> None:

@@ -246,13 +246,11 @@ def _is_computed(model: nn.Module, path: str, empty: Tensor) -> bool:
 
 def _closest_model(model: PreTrainedModel, path: str) -> PreTrainedModel:
     """The innermost library model around ``path``: it knows how to initialise its modules."""
-    closest = model
-    module: nn.Module = model
-    for part in path.split(".") if path else []:
-        module = module.get_submodule(part)
-        if isinstance(module, PreTrainedModel):
-            closest = module
-    return closest
+    module = model.get_submodule(path)
+    while not isinstance(module, PreTrainedModel):
+        path = path.rpartition(".")[0]
+        module = model.get_submodule(path)
+    return module
 
 
 def example_inputs(
