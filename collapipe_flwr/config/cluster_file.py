@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from collapipe_flwr.config.parsing import (
     refuse_unknown,
 )
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.keys import Rule, Value, above, at_least, key, matches, one_of
+from collapipe_flwr.core.keys import Rule, Value, above, at_least, key, matches, one_of, path
 from collapipe_flwr.core.links import CODECS, TlsFiles, is_address
 
 MEMBER_NAME = matches(
@@ -98,17 +98,17 @@ class ClusterConfig:
     ``joining``, or by the control unit's machine if that is empty.
     """
 
-    id: str
-    folder: Path
-    control_unit: MemberConfig
-    devices: tuple[MemberConfig, ...]
-    edge: MemberConfig
-    server: MemberConfig
-    links: ClusterLinks = field(default_factory=ClusterLinks)
+    id: str = key("", MEMBER_NAME)
+    version: int = key(0, at_least(0))
+    joining: str = key("", _ADDRESS)
+    measured: Path | None = key(None, path())
+    folder: Path = Path()
+    control_unit: MemberConfig = MemberConfig(name="control-unit")
+    devices: tuple[MemberConfig, ...] = ()
+    edge: MemberConfig = MemberConfig(name="edge")
+    server: MemberConfig = MemberConfig(name="server")
+    links: ClusterLinks = ClusterLinks()
     tls: TlsConfig | None = None
-    measured: Path | None = None
-    version: int = 0
-    joining: str = ""
     path: Path | None = None  # where it was read
 
     @property
@@ -172,6 +172,10 @@ class ClusterConfig:
         return TlsFiles(ca=ca, certificate=certificate, key=private)
 
 
+_USUAL = ClusterConfig()
+_TABLES = {"control-unit": "control_unit", "edge": "edge", "server": "server", "links": "links"}
+
+
 def read_cluster(path: Path) -> ClusterConfig:
     """The cluster in a TOML file; raises ConfigError that names the file, the key and the value."""
     values = read_toml(path, f"cluster file {path}")
@@ -192,48 +196,29 @@ def clusters_in(folder: Path, member: str) -> list[ClusterConfig]:
 
 def parse_cluster(values: Mapping[str, Any], folder: Path) -> ClusterConfig:
     """A cluster from the tables of its file; raises ConfigError."""
-    tables = ("control-unit", "edge", "server", "links", "tls")
-    plain = ("id", "measured", "version", "joining")
-    refuse_unknown(values, {*plain, "device", *tables}, "key")
-    top = parse_table(_Top(), "", {k: values[k] for k in plain if k in values})
+    plain = set(flatten_section(_USUAL, ""))
+    refuse_unknown(values, {*plain, "device", *_TABLES, "tls"}, "key")
+    config = parse_table(_USUAL, "", {k: v for k, v in values.items() if k in plain})
     devices = values.get("device", ())
-    if not _are_tables(devices) or not (devices or top.version):
+    are_tables = isinstance(devices, Sequence) and all(isinstance(d, Mapping) for d in devices[:1])
+    if not are_tables or not (devices or config.version):
         raise ConfigError("at least one [[device]] table with a name and an address is needed")
-    config = ClusterConfig(
-        id=top.id,
+    tables: dict[str, Any] = {
+        field: parse_table(getattr(_USUAL, field), name, values.get(name, {}))
+        for name, field in _TABLES.items()
+    }
+    config = replace(
+        config,
         folder=folder,
-        control_unit=_member(values, "control-unit"),
+        measured=config.measured and folder / config.measured,
         devices=tuple(
             parse_table(MemberConfig(), f"device[{i}]", table) for i, table in enumerate(devices, 1)
         ),
-        edge=_member(values, "edge"),
-        server=_member(values, "server"),
-        links=parse_table(ClusterLinks(), "links", values.get("links", {})),
         tls=parse_table(TlsConfig(), "tls", values["tls"]) if "tls" in values else None,
-        measured=folder / top.measured if top.measured else None,
-        version=top.version,
-        joining=top.joining,
+        **tables,
     )
     _check_members(config)
     return config
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Top:
-    id: str = key("", MEMBER_NAME)
-    measured: str = key("")
-    version: int = key(0, at_least(0))
-    joining: str = key("", _ADDRESS)
-
-
-def _are_tables(devices: object) -> bool:
-    """Whether it can be a list of tables; what is in it is checked table by table."""
-    return isinstance(devices, Sequence) and all(isinstance(d, Mapping) for d in devices[:1])
-
-
-def _member(values: Mapping[str, Any], name: str) -> MemberConfig:
-    """A member that needs no table; its name is that of its role unless the file says another."""
-    return parse_table(MemberConfig(name=name), name, values.get(name, {}))
 
 
 def _check_members(config: ClusterConfig) -> None:
@@ -260,19 +245,13 @@ def certificate_hosts(clusters: Iterable[ClusterConfig]) -> dict[str, tuple[str,
 
 def cluster_text(config: ClusterConfig) -> str:
     """The TOML that `parse_cluster` reads as ``config``; keys with their defaults are left out."""
-    top: dict[str, Value] = {"id": config.id, "version": config.version}
-    if config.joining:
-        top["joining"] = config.joining
-    if config.measured is not None:
-        top["measured"] = os.path.relpath(config.measured, config.folder)
+    measured = config.measured and Path(os.path.relpath(config.measured, config.folder))
+    lines = list(_lines(_changed(replace(config, measured=measured), _USUAL)))
     tables = [
-        ("[control-unit]", _changed(config.control_unit, MemberConfig(name="control-unit"))),
-        *(("[[device]]", _changed(device, MemberConfig())) for device in config.devices),
-        ("[edge]", _changed(config.edge, MemberConfig(name="edge"))),
-        ("[server]", _changed(config.server, MemberConfig(name="server"))),
-        ("[links]", _changed(config.links, ClusterLinks())),
+        (f"[{name}]", _changed(getattr(config, field), getattr(_USUAL, field)))
+        for name, field in _TABLES.items()
     ]
-    lines = list(_lines(top))
+    tables[1:1] = [("[[device]]", _changed(device, MemberConfig())) for device in config.devices]
     for head, keys in tables:
         lines += ["", head, *_lines(keys)] if keys else []
     if config.tls is not None:
