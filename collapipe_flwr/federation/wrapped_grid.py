@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING
 
 from flwr.app import Message, RecordDict
@@ -29,66 +30,51 @@ SHARE = 0.1  # of the time until replies are expected, or since
 SHORTEST_S, LONGEST_S = 0.25, 2.0  # a poll is a transaction in the SuperLink's database
 
 
-class _Fetch:
-    """One request for the replies to a few messages, in a thread."""
-
-    def __init__(self, grid: Grid, message_ids: Collection[str]) -> None:
-        self._grid, self.message_ids = grid, frozenset(message_ids)
-        self._found: list[Message] = []
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="replies", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._found = list(self._grid.pull_messages(self.message_ids))
-        except Exception as error:  # raised by `result`
-            self._error = error
-
-    def is_over(self, within_s: float = 0.0) -> bool:
-        self._thread.join(within_s)
-        return not self._thread.is_alive()
-
-    def result(self) -> list[Message]:
-        if self._error is not None:
-            raise self._error
-        return self._found
-
-
 class Fetches:
-    """The requests to a grid that are still running in threads."""
+    """The requests to a grid that are still running, each in a thread."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        self._under_way: list[_Fetch] = []
+        self._under_way: dict[Future[list[Message]], frozenset[str]] = {}  # ids of messages
 
     def pull(self, message_ids: Iterable[str]) -> list[Message]:
         """The complete replies to these messages; raises what the grid raises."""
         wanted = set(message_ids)
+        ended = [each for each, ids in self._under_way.items() if ids & wanted and each.done()]
         found = [
             reply
-            for fetch in self._ended(wanted)
-            for reply in fetch.result()
+            for fetch in ended
+            for reply in self._result(fetch)
             if reply.metadata.reply_to_message_id in wanted
         ]
-        wanted -= answered(found).union(*(fetch.message_ids for fetch in self._under_way))
+        wanted -= answered(found).union(*self._under_way.values())
         left, end_s = sorted(wanted), time.monotonic() + PATIENCE_S
         for few in (left[n::MOST_REQUESTS] for n in range(min(len(left), MOST_REQUESTS))):
-            fetch = _Fetch(self._grid, few)
-            if fetch.is_over(max(end_s - time.monotonic(), 0.0)):
-                found += fetch.result()
-            else:
-                self._under_way.append(fetch)
+            fetch = self._begin(frozenset(few))
+            if wait([fetch], max(end_s - time.monotonic(), 0.0)).done:
+                found += self._result(fetch)
         return found
 
     def forget(self) -> None:
         """Drop replies that arrived after the exchange that asked for them."""
-        self._under_way = [fetch for fetch in self._under_way if not fetch.is_over()]
+        self._under_way = {each: ids for each, ids in self._under_way.items() if not each.done()}
 
-    def _ended(self, wanted: set[str]) -> list[_Fetch]:
-        ended = [each for each in self._under_way if each.message_ids & wanted and each.is_over()]
-        self._under_way = [each for each in self._under_way if each not in ended]
-        return ended
+    def _begin(self, message_ids: frozenset[str]) -> Future[list[Message]]:
+        fetch: Future[list[Message]] = Future()
+
+        def run() -> None:  # in a daemon thread, which an executor's is not: it may hang for long
+            try:
+                fetch.set_result(list(self._grid.pull_messages(message_ids)))
+            except Exception as error:  # raised by `_result`
+                fetch.set_exception(error)
+
+        self._under_way[fetch] = message_ids
+        threading.Thread(target=run, name="replies", daemon=True).start()
+        return fetch
+
+    def _result(self, fetch: Future[list[Message]]) -> list[Message]:
+        del self._under_way[fetch]
+        return fetch.result()
 
 
 def answered(replies: Iterable[Message]) -> set[str]:
