@@ -26,6 +26,7 @@ from collapipe_flwr.federation.arrays import encode_tensors
 from collapipe_flwr.federation.deadline import DeadlineGrid, RoundClock
 from collapipe_flwr.federation.members import Members, discover_clusters
 from collapipe_flwr.federation.planner import ScheduledRounds
+from collapipe_flwr.federation.planning import Unplanned
 from collapipe_flwr.federation.records import task_config
 from collapipe_flwr.federation.resuming import Checkpointed
 from collapipe_flwr.federation.run.learner import Evaluator, Learner, drawn_sentence, make_learner
@@ -193,14 +194,11 @@ def _train(
     if drawn:
         recorder.say(drawn_sentence(config.model.pretrained, drawn))
     run_id, unsplit = folder.directory.run_id, None
-    strategy = inner_strategy(
-        config,
-        learner.task,
-        lambda loss: recorder.on_training(loss, members.take_train_bytes()),
-        recorder.on_clusters,
-    )
+    strategy = inner_strategy(config, learner.task, recorder.on_clusters)
     if planner is None:
         unsplit = unsplit_task(config, learner, run_id)
+        whole = Unplanned(members.clusters)
+        strategy = CollaPipe(strategy, scheduler=whole, on_round=recorder.on_round)
     else:
         strategy = CollaPipe(
             strategy,

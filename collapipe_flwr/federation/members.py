@@ -4,9 +4,7 @@ A run of N clusters consists of the nodes with partition ids below N; other node
 waits for nodes without end; here every wait has a deadline.
 
 A SuperNode that restarts is a new node to Flower, which keeps listing the old one for a while. The
-new node is queried for its cluster, which then takes part again. Orders of a plain strategy get
-their assignments here, with the progress of their clusters, as :class:`CollaPipe` adds them to its
-own.
+new node is queried for its cluster, which then takes part again.
 """
 
 from __future__ import annotations
@@ -18,24 +16,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from flwr.app import Error, Message, RecordDict
+from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import ProtocolError, RunError
-from collapipe_flwr.federation.arrays import not_finite
 from collapipe_flwr.federation.checkpoint import Resumable
-from collapipe_flwr.federation.messages import BAD_REPLY, diverged, error_text
+from collapipe_flwr.federation.messages import error_text
 from collapipe_flwr.federation.records import (
     QUERY_DESCRIBE,
-    RoundAssignment,
-    content_bytes,
-    flower_round,
-    has_unsplit_task,
     read_profile,
-    write_assignment,
 )
-from collapipe_flwr.federation.rounds import AcceptedRounds
 from collapipe_flwr.federation.wrapped_grid import WrappedGrid
 
 log = logging.getLogger("flwr.collapipe")
@@ -46,7 +37,7 @@ _NODE_UNAVAILABLE = 5  # flwr's error code of a node whose heartbeats are missin
 
 
 class Members(WrappedGrid):
-    """``grid`` restricted to the nodes of ``clusters``; also counts the bytes of training."""
+    """``grid`` restricted to the nodes of ``clusters``."""
 
     def __init__(
         self, grid: Grid, clusters: Mapping[int, str], *, patience_s: float = math.inf
@@ -57,8 +48,6 @@ class Members(WrappedGrid):
         self._newcomers = Newcomers(grid)
         self._clusters = dict(clusters)
         self._strangers: set[int] = set()  # belong to no cluster of this run, or were replaced
-        self._accepted = AcceptedRounds()  # of plain strategies
-        self._train_bytes = 0
         self._connected: set[int] = set(clusters)  # when nodes were last asked for
         self._lost: frozenset[str] = frozenset()
 
@@ -74,12 +63,7 @@ class Members(WrappedGrid):
 
     @property
     def resumable(self) -> dict[str, Resumable]:
-        return {"members": self._accepted}
-
-    def take_train_bytes(self) -> int:
-        """Bytes of training messages and their replies since the last call."""
-        taken, self._train_bytes = self._train_bytes, 0
-        return taken
+        return {}
 
     def get_node_ids(self) -> list[int]:
         """The connected clusters, after new nodes have been identified.
@@ -122,56 +106,13 @@ class Members(WrappedGrid):
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> list[Message]:
         sent = list(messages)
-        for message in filter(_is_unsplit, sent):
-            cluster_id = self._clusters[message.metadata.dst_node_id]
-            assignment = RoundAssignment(
-                server_round=flower_round(message.content),
-                cluster_id=cluster_id,
-                progress=self._accepted.progress(cluster_id),
-            )
-            message.content = write_assignment(message.content, assignment)  # the old one is shared
         replies = list(self._grid.send_and_receive(sent, timeout=timeout))
-        if any(map(_trains_whole, sent)):
-            replies = [self._usable(reply, sent) for reply in replies]
-        if any(map(_trains, sent)):
-            self._note(sent, replies)
+        if any(message.metadata.message_type.partition(".")[0] == "train" for message in sent):
+            asked = {message.metadata.dst_node_id for message in sent}
+            trained = {reply.metadata.src_node_id for reply in replies if reply.has_content()}
+            lost = (self._clusters.keys() - self._connected - trained) | (asked - trained)
+            self._lost = frozenset(self._clusters[node] for node in lost if node in self._clusters)
         return replies
-
-    def _usable(self, reply: Message, sent: Sequence[Message]) -> Message:
-        """The reply, or an error if its arrays are not finite."""
-        asked = next((m for m in sent if m.metadata.dst_node_id == _sender(reply, sent)), None)
-        if asked is None or reply.has_error():
-            return reply
-        before = next(iter(asked.content.array_records.values()))
-        for arrays in reply.content.array_records.values():
-            if (key := not_finite(arrays, before)) is not None:
-                return Message(Error(BAD_REPLY, diverged(key)), reply_to=asked)
-        return reply
-
-    def _note(self, sent: Iterable[Message], replies: Iterable[Message]) -> None:
-        """Record the bytes of a training round and the clusters that it lost."""
-        done = [reply for reply in replies if reply.has_content()]
-        self._train_bytes += sum(content_bytes(m.content) for m in (*sent, *done))
-        asked = {message.metadata.dst_node_id for message in sent}
-        trained = {reply.metadata.src_node_id for reply in done}
-        for message in filter(_trains_whole, sent):  # plain strategies aggregate every reply
-            if (node := message.metadata.dst_node_id) in trained:
-                self._accepted.accept(self._clusters[node], flower_round(message.content))
-        lost = (self._clusters.keys() - self._connected - trained) | (asked - trained)
-        self._lost = frozenset(self._clusters[node] for node in lost if node in self._clusters)
-
-
-def _trains(message: Message) -> bool:
-    kind = message.metadata.message_type.partition(".")[0]
-    return kind == "train" and message.has_content()
-
-
-def _is_unsplit(message: Message) -> bool:
-    return message.has_content() and has_unsplit_task(message.content)
-
-
-def _trains_whole(message: Message) -> bool:
-    return _trains(message) and _is_unsplit(message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

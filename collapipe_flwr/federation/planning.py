@@ -159,6 +159,22 @@ class DescribedClusters(ScheduledRounds):
             self.world = self._planning.world(placed, self._model)
 
 
+@dataclass(frozen=True, slots=True)
+class Unplanned:
+    """A :class:`RoundPlanner` by whose rounds all ``clusters`` (by node) train whole models."""
+
+    clusters: Mapping[int, str]
+
+    def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
+        del arrays
+        names = {node: self.clusters[node] for node in nodes}
+        return RoundPlan(server_round=server_round, plan=None, cluster_ids=names, binding=False)
+
+    def settle(self, closed: ClosedRound) -> Outcome:
+        del closed
+        return Outcome()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
     nodes: tuple[int, ...]

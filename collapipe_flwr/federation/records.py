@@ -113,8 +113,7 @@ def read_assignment(content: RecordDict) -> RoundAssignment:
     config = _holder(content, _ROUND)
     if config is None:
         raise ProtocolError(
-            f"the message holds no {_ROUND}: wrap the server's strategy in CollaPipe, or start it "
-            "on Members"
+            f"the message holds no {_ROUND}: wrap the server's strategy in CollaPipe"
         )
     texts = {name: _text(config, _key(name)) for name in _KINDS}
     return RoundAssignment(
@@ -164,10 +163,6 @@ def run_id_of(content: RecordDict) -> str:
     """The id of the run in an order; raises ProtocolError if it is malformed."""
     task = read_unsplit_task(content) or read_assignment(content).split
     return task.run_id if task else ""
-
-
-def has_unsplit_task(content: RecordDict) -> bool:
-    return _holder(content, _UNSPLIT) is not None
 
 
 def flower_round(content: RecordDict) -> int:

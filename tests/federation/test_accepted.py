@@ -20,16 +20,15 @@ from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.client.node_state import RoundFiles
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.members import Members
+from collapipe_flwr.federation.planning import Unplanned
 from collapipe_flwr.federation.records import (
     ARRAYS,
     METRICS,
-    UnsplitTask,
     flower_round,
     read_assignment,
-    task_config,
     write_telemetry,
 )
-from collapipe_flwr.federation.rounds import AcceptedRounds, Outcome, Progress, RoundPlan
+from collapipe_flwr.federation.rounds import AcceptedRounds, Progress
 from collapipe_flwr.federation.strategy import CollaPipe
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 
@@ -54,19 +53,6 @@ class Adds(FedAvg):
             return None, None
         best = {key: torch.stack([m[key] for m in found]).amax(0) for key in found[0]}
         return encode_tensors(best), None
-
-
-class Everyone:
-    """A planner for node n as cluster n."""
-
-    def plan(self, server_round, nodes, arrays):
-        del arrays
-        names = {node: str(node) for node in nodes}
-        return RoundPlan(server_round=server_round, plan=None, cluster_ids=names, binding=False)
-
-    def settle(self, closed):
-        del closed
-        return Outcome()
 
 
 class Fates(LocalGrid):
@@ -110,54 +96,42 @@ class Fates(LocalGrid):
 
 
 class Server:
-    """A server process with a strategy of ours, or with a plain one."""
+    """A server process."""
 
-    def __init__(self, folder: Path, *, plain: bool) -> None:
+    def __init__(self, folder: Path) -> None:
+        names = {cluster: str(cluster) for cluster in CLUSTERS}
         self.grid = Fates(folder)
-        self.members = Members(self.grid, {cluster: str(cluster) for cluster in CLUSTERS})
+        self.members = Members(self.grid, names)
         self.model = empty_model()
-        inner = Adds(fraction_evaluate=0.0)
-        ours = CollaPipe(inner, scheduler=Everyone(), on_total_failure="raise")
-        self.strategy = inner if plain else ours
-        accepted = self.members.resumable if plain else self.strategy.resumable
-        self.accepted = next(iter(accepted.values()))
-        task = UnsplitTask(
-            model_spec_json="",
-            batch_size=1,
-            micro_batch_size=1,
-            optimizers=(),
+        self.strategy = CollaPipe(
+            Adds(fraction_evaluate=0.0), scheduler=Unplanned(names), on_total_failure="raise"
         )
-        self._config = task_config("", task) if plain else ConfigRecord()
+        self.accepted = self.strategy.resumable["accepted"]
 
     def play(self, server_round: int, fates: tuple[str, str]) -> None:
         """One round; raises RunError when nobody's reply can be used."""
         self.grid.fates = dict(zip(CLUSTERS, fates, strict=True))
         arrays = encode_tensors(self.model)
-        asked = self.strategy.configure_train(server_round, arrays, self._config, self.members)
+        asked = self.strategy.configure_train(server_round, arrays, ConfigRecord(), self.members)
         replies = self.members.send_and_receive(asked)
         after, _ = self.strategy.aggregate_train(server_round, replies)
         self.model = decode_tensors(after) if after else self.model
 
 
-FATES = {
-    True: ["done", "done", "fails", "late"],
-    False: ["done", "done", "fails", "late", "refused"],
-}
+FATES = st.sampled_from(["done", "done", "fails", "late", "refused"])
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["ours", "plain"])
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_every_row_is_used_equally_often_and_state_is_of_the_rounds_in_the_model(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, plain: bool
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     """Replies fail, are refused or late; the server dies and resumes from a checkpoint."""
     folder = tmp_path_factory.mktemp("state")
-    server, server_round = Server(folder, plain=plain), 0
+    server, server_round = Server(folder), 0
     every = data.draw(st.integers(1, 3), label="checkpoint every")
     saved: list[tuple[int, Model, Memory]] = []  # checkpoints, oldest first
-    fate = st.sampled_from(FATES[plain])
-    for fates in data.draw(st.lists(st.tuples(fate, fate), max_size=MOST_ROUNDS), label="fates"):
+    for fates in data.draw(st.lists(st.tuples(FATES, FATES), max_size=MOST_ROUNDS), label="fates"):
         server_round += 1
         try:
             server.play(server_round, fates)
@@ -170,7 +144,7 @@ def test_every_row_is_used_equally_often_and_state_is_of_the_rounds_in_the_model
         if dies:
             if saved and data.draw(st.booleans(), label="newest is damaged"):
                 saved.pop()
-            server, server_round = Server(folder, plain=plain), 0
+            server, server_round = Server(folder), 0
             if saved:
                 server_round, server.model, memory = saved[-1]
                 server.accepted.load(memory)
@@ -205,5 +179,5 @@ def test_counts_that_make_no_sense_are_refused(text: str) -> None:
 
 
 def test_an_order_without_progress_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="wrap the server's strategy in CollaPipe, or start it"):
+    with pytest.raises(ProtocolError, match="wrap the server's strategy in CollaPipe"):
         read_assignment(RecordDict({"config": ConfigRecord({"server-round": 1})}))

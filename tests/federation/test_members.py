@@ -1,4 +1,4 @@
-"""A run sees its own clusters and nobody else, and knows what training them sends."""
+"""A run sees its own clusters and nobody else."""
 
 from __future__ import annotations
 
@@ -11,12 +11,6 @@ from flwr.clientapp import ClientApp
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.members import Members
-from collapipe_flwr.federation.records import (
-    UnsplitTask,
-    array_bytes,
-    read_assignment,
-    task_config,
-)
 from tests.federation.test_discovery import cluster, spare
 
 
@@ -46,34 +40,6 @@ def test_only_clusters_are_seen():
     client = _client()
     grid = LocalGrid({1: client, 2: client, 3: client})
     assert Members(grid, {3: "a", 1: "b", 9: "c"}).get_node_ids() == [1, 3]
-
-
-def test_bytes_are_those_of_training_messages_and_replies():
-    members = Members(LocalGrid({1: _client()}), {1: "a"})
-    for kind in ("train", "evaluate"):
-        members.send_and_receive([Message(RecordDict({"arrays": _arrays()}), 1, kind)])
-    assert members.take_train_bytes() == 2 * array_bytes(_arrays()) + 8  # and the loss
-    assert members.take_train_bytes() == 0
-
-
-def test_orders_of_a_plain_strategy_get_their_own_progress_in_records_of_their_own():
-    task = UnsplitTask(model_spec_json="", batch_size=1, micro_batch_size=1, optimizers=())
-
-    def broken(_message, _context):
-        raise RuntimeError("no memory left")
-
-    grid = LocalGrid({1: _client(), 2: broken})
-    members = Members(grid, {1: "a", 2: "b"})
-    for server_round in (1, 2, 3):
-        config = task_config("", task)
-        config["server-round"] = server_round
-        shared = RecordDict({"arrays": _arrays(), "config": config})
-        members.send_and_receive([Message(shared, node, "train") for node in (1, 2)])
-        assert set(config) == set(task_config("", task)) | {"server-round"}
-        assert shared["config"] is config
-    told = [read_assignment(message.content).progress for message in grid.sent]
-    assert [p.last_round for p in told[0::2]] == [0, 1, 2]
-    assert [p.last_round for p in told[1::2]] == [0, 0, 0]
 
 
 def test_who_is_away_or_fails_is_lost_and_who_sits_out_by_plan_is_not():

@@ -99,12 +99,18 @@ def message_about(message: Message) -> dict[str, Any]:
     configs = message.content.config_records.values() if message.has_content() else ()
     if not any(key.startswith(_OURS) for config in configs for key in config):
         return about
-    from collapipe_flwr.federation.records import read_assignment, run_id_of  # loads torch
+    from collapipe_flwr.federation.records import (  # loads torch
+        flower_round,
+        read_assignment,
+        run_id_of,
+    )
 
     with suppress(CollaPipeError):  # the app reports it
+        about["run"] = run_id_of(message.content)
+        about["round"] = flower_round(message.content)
+    with suppress(CollaPipeError):  # that there is none, where whole models are evaluated
         asked = read_assignment(message.content)
         about |= {"round": asked.server_round, "cluster": asked.cluster_id}
-        about["run"] = run_id_of(message.content)
     return about
 
 

@@ -20,7 +20,7 @@ from collapipe_flwr.federation.rounds import RoundRecord
 from collapipe_flwr.federation.run.sinks import Sinks, round_event
 from collapipe_flwr.pipeline.meter import write_trace
 from collapipe_flwr.reporting.console import RoundPrinter
-from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory
+from collapipe_flwr.reporting.events import RoundEvent, RunStory
 from collapipe_flwr.reporting.progress import Look, ProgressFile
 from collapipe_flwr.reporting.report.page import closing_report
 from collapipe_flwr.reporting.run_directory import (
@@ -102,18 +102,6 @@ class RunRecorder:
         timelines = {name: measured.timeline for name, measured in record.telemetry.items()}
         if any(timelines.values()):
             write_trace(self._directory.timeline_path(record.server_round), timelines)
-
-    def on_training(self, loss: float, flower_bytes: int) -> None:
-        """Keep a round of a plain strategy until it is evaluated."""
-        self._pending = RoundEvent(
-            round_index=len(self.story.events) + 1,
-            metrics={},
-            loss=loss,
-            bytes=LinkBytes(flower=flower_bytes),
-            wall_s=time.monotonic() - self._round_started_s,
-            lost=self._names(),
-        )
-        self._directory.write_pending(self._pending.as_json())
 
     def on_clusters(self, metrics: Mapping[str, float]) -> None:
         """Keep the metrics that the clusters computed on their shares of the test set."""

@@ -68,7 +68,6 @@ _OURS = {"strategy", "accountant", "selection_rule", "fraction_evaluate", "train
 _OUR_ENDINGS = ("_nodes", "_key", "_aggr_fn")
 _COUNT = "num_malicious_nodes"
 Aggregate = Callable[[list[RecordDict], str], MetricRecord]
-Tell = Callable[[float], None]
 TellScores = Callable[[Mapping[str, float]], None]
 
 
@@ -209,13 +208,11 @@ def make_planner(
     )
 
 
-def inner_strategy(
-    config: AppConfig, task: Task, on_training: Tell, on_evaluation: TellScores
-) -> Strategy:
+def inner_strategy(config: AppConfig, task: Task, on_evaluation: TellScores) -> Strategy:
     """The Flower strategy that CollaPipe wraps; it needs only one connected cluster per round.
 
-    ``on_training`` gets the mean training loss of a round, ``on_evaluation`` loss and metrics of
-    the clusters on the test set, if the run evaluates there. Raises ConfigError.
+    ``on_evaluation`` gets loss and metrics of the clusters on the test set, if the run evaluates
+    there. Raises ConfigError.
     """
     return make_strategy(
         config,
@@ -223,21 +220,15 @@ def inner_strategy(
         min_train_nodes=1,
         min_evaluate_nodes=1,
         min_available_nodes=1,
-        train_metrics_aggr_fn=_mean_loss(on_training),
+        train_metrics_aggr_fn=_mean_loss,
         evaluate_metrics_aggr_fn=_joined_scores(task, on_evaluation),
     )
 
 
-def _mean_loss(tell: Tell) -> Aggregate:
-    """Flower's average of the training loss, also passed to ``tell``."""
-
-    def mean_loss(replies: list[RecordDict], weighted_by: str) -> MetricRecord:
-        found = [_metrics(reply) for reply in replies]
-        loss = _weighted_mean(found, "train_loss", weighted_by)
-        tell(loss)
-        return MetricRecord({"loss": loss})
-
-    return mean_loss
+def _mean_loss(replies: list[RecordDict], weighted_by: str) -> MetricRecord:
+    """Flower's average of the training loss."""
+    found = [_metrics(reply) for reply in replies]
+    return MetricRecord({"loss": _weighted_mean(found, "train_loss", weighted_by)})
 
 
 def _joined_scores(task: Task, tell: TellScores) -> Aggregate:
