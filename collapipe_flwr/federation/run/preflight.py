@@ -11,7 +11,6 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,55 +47,33 @@ _FEDERATION_KEYS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preflight:
-    """The learner, model profile and clusters of a checked run."""
-
-    learner: Learner
-    model: ModelProfile
-    clusters: tuple[ClusterProfile, ...]
-
-    @property
-    def verdict(self) -> str:
-        """A summary line, then a line for each file with skipped rows."""
-        task, spec = self.learner.task, self.learner.splitter.spec
-        found = f"{spec.model_type} of {len(self.model.blocks)} blocks for {spec.task}"
-        sizes = f"{len(task.train)} training and {len(task.test)} test examples"
-        devices = sum(len(cluster.devices) for cluster in self.clusters)
-        clusters = counted(len(self.clusters), "cluster")
-        what = f"{found}, {sizes}, {clusters} of {devices} devices in all"
-        return "\n".join((what, *task.skipped.values()))
-
-
 def preflight(
     config: AppConfig,
     *,
     run_dir: Path | None = None,
     federation: Path | None = None,
     cluster_files: Sequence[Path] = (),
-    simulated: bool = True,
-) -> Preflight:
+) -> str:
     """Check a run; raises ConfigError, DataError, ModelError or InfeasibleError.
 
-    ``federation`` is Flower's file of a simulation. ``cluster_files`` are those of the SuperNodes;
-    without any, the clusters are simulated.
+    Returns a summary line, then a line for each file with skipped rows. ``federation`` is Flower's
+    file of a simulation. ``cluster_files`` are those of the SuperNodes; without any, the clusters
+    are simulated.
     """
-    check_extras(config, simulated=simulated and not cluster_files)
+    check_extras(config, simulated=not cluster_files)
     check_folders(config, run_dir)
     if "prometheus" in config.reporting.sinks:
         with blaming("reporting.metrics"):
             check_address(config.reporting.metrics)
     clusters = [read_cluster(path) for path in cluster_files]
     check_members(config, clusters)
-    if simulated and not cluster_files:
+    if not cluster_files:
         check_federation(config, federation)
     check_paths(config)
     return _loaded(config, run_dir, clusters)
 
 
-def _loaded(
-    config: AppConfig, run_dir: Path | None, clusters: Sequence[ClusterConfig]
-) -> Preflight:
+def _loaded(config: AppConfig, run_dir: Path | None, clusters: Sequence[ClusterConfig]) -> str:
     """The checks that need the data and the model."""
     from collapipe_flwr.federation.run.run_strategy import make_planner, make_strategy
 
@@ -116,7 +93,12 @@ def _loaded(
     if config.run.runtime == "pipeline":
         nodes = dict(enumerate(profiles, 1))
         make_planner(config, model, nodes, {n: p.cluster_id for n, p in nodes.items()})
-    return Preflight(learner=learner, model=model, clusters=profiles)
+    task, spec = learner.task, learner.splitter.spec
+    found = f"{spec.model_type} of {len(model.blocks)} blocks for {spec.task}"
+    sizes = f"{len(task.train)} training and {len(task.test)} test examples"
+    devices = sum(len(profile.devices) for profile in profiles)
+    where = f"{counted(len(profiles), 'cluster')} of {devices} devices in all"
+    return "\n".join((f"{found}, {sizes}, {where}", *task.skipped.values()))
 
 
 def check_launch(launch: Launch) -> str:
@@ -131,13 +113,12 @@ def check_launch(launch: Launch) -> str:
         _check_writable("--output-dir", launch.output_dir)
         return f"{launch.app} has run-config keys of its own: only their names were checked"
     where = {"output-dir": str(launch.output_dir), "run-name": launch.run_name}
-    found = preflight(
+    return preflight(
         parse({**declared, **launch.run_config, **where}),
         run_dir=launch.run_dir,
         federation=launch.federation_config,
         cluster_files=launch.clusters,
     )
-    return found.verdict
 
 
 def check_extras(config: AppConfig, *, simulated: bool) -> None:
