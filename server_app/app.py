@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import Strategy
 
 from collapipe_flwr import CollaPipe
 from collapipe_flwr.config.schema import AppConfig, flatten, parse
@@ -194,14 +195,13 @@ def _train(
     if drawn:
         recorder.say(drawn_sentence(config.model.pretrained, drawn))
     run_id, unsplit = folder.directory.run_id, None
-    strategy = inner_strategy(config, learner.task, recorder.on_clusters)
+    inner = inner_strategy(config, learner.task, recorder.on_clusters)
     if planner is None:
-        unsplit = unsplit_task(config, learner, run_id)
-        whole = Unplanned(members.clusters)
-        strategy = CollaPipe(strategy, scheduler=whole, on_round=recorder.on_round)
+        unsplit, whole = unsplit_task(config, learner, run_id), Unplanned(members.clusters)
+        ours = CollaPipe(inner, scheduler=whole, on_round=recorder.on_round)
     else:
-        strategy = CollaPipe(
-            strategy,
+        ours = CollaPipe(
+            inner,
             model=learner.model,
             scheduler=planner,
             learning=partial(learning_settings, config, run_id),
@@ -211,9 +211,10 @@ def _train(
             retries=config.run.round_retries,
             late=config.run.round_late,
         )
-        recorder.training = strategy.cluster_progress
+        recorder.training = ours.cluster_progress
+    strategy: Strategy = ours
     if folder.checkpoints is not None:
-        strategy = Checkpointed(strategy, folder.checkpoints, members.resumable)
+        strategy = Checkpointed(ours, folder.checkpoints, members.resumable)
     config_record = task_config(learner.task.vocabulary.to_json(), unsplit)
     strategy.start(
         members,

@@ -1,4 +1,4 @@
-"""A run that continues after its server died: checkpoints around any strategy.
+"""A run that continues after its server died: checkpoints of a :class:`CollaPipe`.
 
     strategy = Checkpointed(CollaPipe(FedAdam()), Checkpoints(folder=Path("run/checkpoints")))
     strategy.start(grid, arrays, num_rounds=20)              # killed in round 13 ...
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -54,13 +54,11 @@ class Checkpointed(Strategy):
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: CollaPipe,
         checkpoints: Checkpoints,
         others: Mapping[str, Resumable] | None = None,
     ) -> None:
-        self._strategy = strategy
-        self._ours = strategy if isinstance(strategy, CollaPipe) else None
-        self._inner = strategy if self._ours is None else self._ours.inner_strategy
+        self._strategy, self._inner = strategy, strategy.inner_strategy
         self._others = dict(others or {})
         self._checkpoints = checkpoints
         self._first_state = encode_state(self._inner, {})
@@ -86,7 +84,7 @@ class Checkpointed(Strategy):
 
         Raises RunError if the checkpoint cannot be read or is of another model or strategy.
         """
-        with self._ours.running(timeout, num_rounds) if self._ours is not None else nullcontext():
+        with self._strategy.running(timeout, num_rounds):
             arrays = self._resume(initial_arrays)
             result = driver(self._inner, self).start(
                 grid,
@@ -101,7 +99,7 @@ class Checkpointed(Strategy):
 
     @property
     def _parts(self) -> dict[str, Resumable]:
-        return {**(self._ours.resumable if self._ours is not None else {}), **self._others}
+        return {**self._strategy.resumable, **self._others}
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
