@@ -103,7 +103,8 @@ class OpenRound:
         """Sort the replies; unusable ones become errors for the inner strategy."""
         closed = ClosedRound(plan=self.plan, before=self.template, sent=self.sent)
         for reply, sent in self._attributed(replies):
-            if sent is not None and self._is_late(reply):
+            late = reply.has_error() and reply.error.code == LATE
+            if sent is not None and late and self._waits_for_late:
                 closed.late.append(sent)
                 continue
             shown = reply if sent is None else self._receive(reply, sent, closed)
@@ -177,9 +178,6 @@ class OpenRound:
         """End the edge sessions except those of the clusters to ``keep``."""
         if self._split is not None:
             self._split.close(keep)
-
-    def _is_late(self, reply: Message) -> bool:
-        return self._waits_for_late and reply.has_error() and reply.error.code == LATE
 
     def _message_for(self, message: Message) -> Sent:
         node_id = message.metadata.dst_node_id

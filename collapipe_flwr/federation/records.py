@@ -41,7 +41,7 @@ _VOCABULARY = "collapipe.vocabulary"
 _TELEMETRY = "collapipe.telemetry"
 _PROFILE = "collapipe.profile"
 _SPARE = "collapipe.spare"
-_TALLY = "tally."
+TALLY = "tally."  # before the name of a task's metric
 _JSON = "json"
 
 SHORT = BatchShape(source_length=1, target_length=1)  # by default
@@ -215,16 +215,11 @@ def read_profile(content: RecordDict) -> ClusterProfile | None:
     return profile
 
 
-def tally_metrics(tally: Mapping[str, list[float]]) -> dict[str, list[float]]:
-    """The counts of a task's metrics as entries of a MetricRecord."""
-    return {_TALLY + name: counts for name, counts in tally.items()}
-
-
 def read_tally(metrics: MetricRecord) -> dict[str, list[float]]:
     """The counts in a MetricRecord; raises ProtocolError if one of them is no list."""
-    found = {k.removeprefix(_TALLY): v for k, v in metrics.items() if k.startswith(_TALLY)}
+    found = {k.removeprefix(TALLY): v for k, v in metrics.items() if k.startswith(TALLY)}
     if odd := [name for name, counts in found.items() if not isinstance(counts, list)]:
-        raise ProtocolError(f"{_TALLY}{odd[0]} must be a list of numbers")
+        raise ProtocolError(f"{TALLY}{odd[0]} must be a list of numbers")
     return {name: [float(c) for c in cast(list[float], v)] for name, v in found.items()}
 
 

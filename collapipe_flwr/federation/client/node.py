@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -135,12 +135,11 @@ class NodeTest:
         """The number of labels, which weighs the loss, and the counts of every metric."""
         predictions = [ids for step in found.predictions for ids in step]
         tally = tally_of(self.data.task, self._parts if predictions else (), predictions)
-        return {records.EXAMPLES: found.targets, **records.tally_metrics(tally)}
+        counts = {records.TALLY + name: value for name, value in tally.items()}
+        return {records.EXAMPLES: found.targets, **counts}
 
 
-@lru_cache(maxsize=4)
-def _vocabulary(text: str) -> Vocabulary:
-    return Vocabulary.from_json(text)
+_vocabulary = lru_cache(maxsize=4)(Vocabulary.from_json)
 
 
 def _from_stream(config: AppConfig, data: LocalData, state: NodeState) -> RoundExamples:
@@ -182,10 +181,7 @@ def _place(stream: Stream, state: NodeState) -> StreamPlace:
     return place
 
 
-def _parse_place(text: str) -> StreamPlace:
-    return from_json(StreamPlace, text, "the place in data.stream")
-
-
+_parse_place = partial(from_json, StreamPlace, what="the place in data.stream")
 STREAM: Kept[StreamPlace] = Kept(
     name="collapipe.stream",
     suffix=".json",

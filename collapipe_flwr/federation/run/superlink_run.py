@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from collapipe_flwr.core.errors import ConfigError, ProtocolError, require
-from collapipe_flwr.core.processes import keeping
+from collapipe_flwr.core.processes import keeping, meanwhile
 from collapipe_flwr.reporting.log_lines import LogLine, replay
 from collapipe_flwr.reporting.run_directory import RunDirectory, read_config, read_summary_head
 from collapipe_flwr.reporting.run_lock import writing
@@ -53,17 +53,12 @@ class SuperLinkRun:
     @contextmanager
     def following(self) -> Iterator[None]:
         """Follow the log while the body runs."""
-        stop = threading.Event()
-        thread = threading.Thread(target=self._follow, args=(stop,), name="flwr log", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            if self._process is not None and self._process.stdin is not None:
-                self._process.stdin.close()  # which ends it
-            thread.join(_PATIENCE_S + _ASK_S)
-            self._lock.close()
+        with self._lock, meanwhile(self._follow, "flwr log"):
+            try:
+                yield
+            finally:
+                if self._process is not None and self._process.stdin is not None:
+                    self._process.stdin.close()  # which ends it
 
     def _follow(self, stop: threading.Event) -> None:
         """Read the log to the end of the run, again from the start after a lost connection."""
