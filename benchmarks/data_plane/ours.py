@@ -88,7 +88,7 @@ class Driver:
         spans: list[Sequence[Span]] = [self._first.recorder.spans]
         for client in self._clients:
             session = client.session(_KEY)
-            spans.append(session.timeline().spans)
+            spans.append(session.report().spans)
             session.close()
             client.close()
         return _by_step(spans)

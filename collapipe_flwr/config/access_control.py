@@ -22,7 +22,7 @@ from collapipe_flwr.core.errors import ConfigError
 SERVICE_NAME = "collapipe-joining"  # in the registrar's certificate; no member has this name
 ASK = frozenset({"Echo", "Status"})
 _STREAM = ASK | {"Stream"}
-_USE = frozenset({"Stream", "Snapshot", "Rollback", "Report", "Timeline"})
+_USE = frozenset({"Stream", "Snapshot", "Rollback", "Report"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ from collapipe_flwr.pipeline.compute import CPU, AllocatorPeak
 from collapipe_flwr.pipeline.config import Health, NextHop, PassesDone, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.gradient_sums import Siblings
 from collapipe_flwr.pipeline.link import Link, fan_of
-from collapipe_flwr.pipeline.meter import StageReport, Timeline, bytes_of
+from collapipe_flwr.pipeline.meter import StageReport, bytes_of
 from collapipe_flwr.pipeline.roles import LastStage, MiddleStage
 from collapipe_flwr.pipeline.soundness import error_for_neighbours
 from collapipe_flwr.pipeline.state import digests_of
@@ -247,11 +247,6 @@ class EdgeService:
     def passes(self, key: SessionKey) -> PassesDone:
         """How far a session is."""
         return self.find(key).passes
-
-    def timeline(self, key: SessionKey) -> Timeline:
-        """The spans of a session's work, over the same steps as its report."""
-        report = self.find(key).report
-        return Timeline(spans=report.spans if report is not None else ())
 
     def close(self, key: SessionKey) -> None:
         """Forget a session, ending a stream that still runs; returns when nothing uses its part.

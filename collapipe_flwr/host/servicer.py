@@ -26,7 +26,7 @@ from collapipe_flwr.host.session import SessionRefused, Stream
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest, run_benchmark
 from collapipe_flwr.pipeline.config import Health, PassesDone, SessionKey, SessionRequest, StepMark
 from collapipe_flwr.pipeline.link import Frame, FrameKind, Link
-from collapipe_flwr.pipeline.meter import StageReport, Timeline
+from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.state import Digests, Keys
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.codec import WIRE_CODECS, decode_frame, encode_frame
@@ -174,9 +174,6 @@ class Servicer:
 
     def passes(self, _: bytes, call: Call) -> PassesDone:
         return self._service.passes(call.key)
-
-    def timeline(self, _: bytes, call: Call) -> Timeline:
-        return self._service.timeline(call.key)
 
     def snapshot(self, data: bytes, call: Call) -> None:
         self._service.snapshot(call.key, decode_message(StepMark, data).step)

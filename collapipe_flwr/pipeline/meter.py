@@ -39,13 +39,6 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
-    """The first single spans of a session, if it was opened with `keep_spans`."""
-
-    spans: tuple[Span, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StageReport:
     """One stage over all steps since it was opened, or over several intervals of a round.
 

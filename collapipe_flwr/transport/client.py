@@ -15,7 +15,7 @@ from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest
 from collapipe_flwr.pipeline.config import Health, PassesDone, SessionKey, SessionRequest, StepMark
 from collapipe_flwr.pipeline.link import Frame, FrameKind, Link
-from collapipe_flwr.pipeline.meter import StageReport, Timeline
+from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.offload import Lookup, Offload
 from collapipe_flwr.pipeline.state import Digests, Keys, digest_of
 from collapipe_flwr.transport import methods
@@ -157,10 +157,6 @@ class Session:
         return self.client.call(
             methods.PASSES, answer=PassesDone, metadata=self._metadata(), within_s=within_s
         )
-
-    def timeline(self) -> Timeline:
-        """The spans of the session's work by the host's clock, over all steps that count."""
-        return self._again(methods.TIMELINE, answer=Timeline)
 
     def snapshot(self, step: int) -> None:
         """Have a recoverable session keep its state after `step` steps."""

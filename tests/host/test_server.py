@@ -129,7 +129,7 @@ def test_the_timeline_of_the_edge_reaches_the_client(client):
     client.session(session_key()).push_weights(parts[2].state_dict())
     with Cluster(parts, client.session(session_key()).stream()).running() as first:
         first.train_step(make_batch((3, 3, 2)))
-    works = [span.work for span in client.session(session_key()).timeline().spans]
+    works = [span.work for span in client.session(session_key()).report().spans]
     assert works.count("forward") == works.count("backward") == 3
 
 
@@ -282,7 +282,7 @@ def test_garbage_in_a_stream_ends_it_with_an_error_frame(server, client, data):
 
 
 @pytest.mark.parametrize(
-    "name", ["PushWeights", "FetchWeights", "Report", "Timeline", "CloseSession", "Stream"]
+    "name", ["PushWeights", "FetchWeights", "Report", "CloseSession", "Stream"]
 )
 @pytest.mark.parametrize("key", [(), KEY[:1], KEY[1:], (KEY[0], (methods.TOKEN_KEY, "guess"))])
 def test_every_call_needs_session_and_token(server, client, name, key):

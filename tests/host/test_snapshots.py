@@ -113,8 +113,8 @@ def test_a_rollback_undoes_steps_that_went_well_here(undisturbed):
 
 def counted(edge: EdgeService) -> tuple[int, int, list[tuple[int, int]]]:
     """Steps and bytes of the report, and the passes in the timeline."""
-    report, spans = edge.report(session_key()), edge.timeline(session_key()).spans
-    passes = [(s.step, s.micro_batch) for s in spans if s.work == "forward"]
+    report = edge.report(session_key())
+    passes = [(s.step, s.micro_batch) for s in report.spans if s.work == "forward"]
     return report.steps, report.received_up.bytes, passes
 
 
