@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,21 +28,21 @@ from collapipe_flwr.pipeline.link import Frame, FrameKind, Link
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.state import Digests, Keys
 from collapipe_flwr.transport import methods
-from collapipe_flwr.transport.codec import WIRE_CODECS, decode_frame, encode_frame
+from collapipe_flwr.transport.codec import decode_frame, encode_frame
 from collapipe_flwr.transport.methods import (
     Method,
     ProbeAnswer,
     ProbeRequest,
+    StreamRequest,
     decode_message,
     encode_message,
 )
 from collapipe_flwr.transport.server import call_deadline, end_threads
-from collapipe_flwr.transport.stream import StreamConfig, StreamLink
+from collapipe_flwr.transport.stream import StreamLink
 from collapipe_flwr.transport.weights import gather_weights, weight_frames
 
 _log = logging.getLogger(__name__)
 _SETTLE_S = 5.0
-_LANE_DIGITS = 10
 _TRANSFER_S = 600.0  # from the first piece of a part's weights to the last
 _SHARE_OF_GUEST = 0.25
 
@@ -211,10 +210,12 @@ class Servicer:
 
         The worker starts with the last of the stream's lanes.
         """
-        config, lane = _stream_config(call.metadata), _lane(call.metadata)
+        opening = call.metadata.get(methods.STREAM_KEY, "").encode()
+        request = decode_message(StreamRequest, opening)
+        lane = Lane(request.link.lane, request.link.lanes)
         stream = self._service.claim(call.key, lane)
         try:
-            link = self._begun(stream, lane, config, call)
+            link = self._begun(stream, lane, request, call.context)
         except BaseException:
             self._service.release(stream)
             raise
@@ -225,15 +226,23 @@ class Servicer:
             self._leave(stream)
         stream.over.wait(_SETTLE_S)  # so that the session is settled when the call ends
 
-    def _begun(self, stream: Stream, lane: Lane, config: StreamConfig, call: Call) -> StreamLink:
-        peer = call.metadata.get(methods.NAME_KEY, call.context.peer())[:80]
-        link = StreamLink(peer, config, lambda _: LinkError(f"{peer} broke off the stream"))
+    def _begun(
+        self, stream: Stream, lane: Lane, request: StreamRequest, context: grpc.ServicerContext
+    ) -> StreamLink:
+        peer = request.name[:80]
+        link = StreamLink(
+            peer,
+            lambda _: LinkError(f"{peer} broke off the stream"),
+            codec=request.link.codec,
+            rate_bit_per_s=request.link.backward_bit_per_s,
+            stream_id=request.stream_id,
+        )
 
         def gone() -> None:
             link.broken(LinkError(f"{peer} broke off the stream"))
             self._leave(stream)
 
-        if not call.context.add_callback(gone):  # the call has ended already
+        if not context.add_callback(gone):  # the call has ended already
             gone()
         link.send(Frame(kind=FrameKind.HELLO), deadline_s=1.0)
         if stream.session.enter(stream, lane, link):
@@ -250,34 +259,6 @@ class Servicer:
         """A lane has ended: its stage, which may wait for another lane, must not go on."""
         if stream.lanes.are_several:
             self._service.release(stream, "another link of this stage broke off")
-
-
-def _stream_config(metadata: Mapping[str, str]) -> StreamConfig:
-    """The settings that the other end asks for. Raises SessionRefused for invalid ones."""
-    codec = metadata.get(methods.CODEC_KEY, "fp32")
-    rate, stream_id = metadata.get(methods.RATE_KEY, "0"), metadata.get(methods.STREAM_KEY, "0")
-    if codec not in WIRE_CODECS:
-        raise SessionRefused(f"codec must be one of {', '.join(WIRE_CODECS)}, got {codec[:20]}")
-    try:
-        bit_per_s = float(rate)
-    except ValueError as error:
-        raise SessionRefused(f"the rate of a link must be a number, got {rate[:20]!r}") from error
-    if not 0 <= bit_per_s < math.inf:
-        raise SessionRefused(f"the rate of a link must be finite and >= 0, got {bit_per_s}")
-    if not (stream_id.isdecimal() and len(stream_id) < 19):
-        raise SessionRefused(
-            f"the id of a stream must be a whole number >= 0, got {stream_id[:20]!r}"
-        )
-    return StreamConfig(codec=codec, rate_bit_per_s=bit_per_s or None, stream_id=int(stream_id))
-
-
-def _lane(metadata: Mapping[str, str]) -> Lane:
-    """The lane that a stream is. Raises SessionRefused for an invalid one."""
-    text = metadata.get(methods.LANE_KEY, "0/1")
-    number, _, of = text.partition("/")
-    if not (number.isdecimal() and of.isdecimal() and len(text) < _LANE_DIGITS):
-        raise SessionRefused(f"the lane of a stream must read like 0/2, got {text[:20]!r}")
-    return Lane(int(number), int(of))
 
 
 def _finish(work: Future[None], stream: Stream) -> None:

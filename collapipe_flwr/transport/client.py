@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from collapipe_flwr.core.errors import LinkError, ProtocolError
+from collapipe_flwr.core.json_codec import to_json
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest
 from collapipe_flwr.pipeline.config import Health, PassesDone, SessionKey, SessionRequest, StepMark
@@ -22,7 +23,7 @@ from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
 from collapipe_flwr.transport.connection import Answer, Connection
 from collapipe_flwr.transport.methods import HostStatus, Metadata, Method, ProbeAnswer, ProbeRequest
-from collapipe_flwr.transport.stream import StreamConfig, StreamLink
+from collapipe_flwr.transport.stream import StreamLink
 from collapipe_flwr.transport.weights import (
     TransferStats,
     gather_each,
@@ -184,8 +185,10 @@ class Session:
 
         This side sends forward. The host's errors call it `name`.
         """
-        config, client = config or LinkConfig(), self.client
-        stream_id = secrets.randbits(_STREAM_BITS)
+        link, client = config or LinkConfig(), self.client
+        request = methods.StreamRequest(
+            name=name, link=link, stream_id=secrets.randbits(_STREAM_BITS)
+        )
 
         def read() -> None:
             stream.feed(call)
@@ -196,18 +199,15 @@ class Session:
             reader.join(_DRAIN_S if in_order else _ABORT_S)
             call.cancel()
 
-        sending = StreamConfig(
-            codec=config.codec, rate_bit_per_s=config.forward_bit_per_s, stream_id=stream_id
+        stream = StreamLink(
+            client.peer,
+            client.translate,
+            hang_up,
+            codec=link.codec,
+            rate_bit_per_s=link.forward_bit_per_s,
+            stream_id=request.stream_id,
         )
-        stream = StreamLink(client.peer, sending, client.translate, hang_up)
-        metadata = (
-            *self._metadata(),
-            (methods.CODEC_KEY, config.codec),
-            (methods.NAME_KEY, name.encode("ascii", "replace").decode()),
-            (methods.RATE_KEY, repr(config.backward_bit_per_s or 0.0)),
-            (methods.STREAM_KEY, str(stream_id)),
-            (methods.LANE_KEY, f"{config.lane}/{config.lanes}"),
-        )
+        metadata = (*self._metadata(), (methods.STREAM_KEY, to_json(request)))
         call = methods.STREAM.on(client.channel)(stream.outgoing(), metadata=metadata)
         reader = threading.Thread(target=read, name="reader", daemon=True)
         reader.start()

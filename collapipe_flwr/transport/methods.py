@@ -16,16 +16,13 @@ import grpc
 
 from collapipe_flwr.core.errors import ConfigError, ProtocolError
 from collapipe_flwr.core.json_codec import from_json, to_json
+from collapipe_flwr.core.links import CODECS, LinkConfig
 
 SERVICE = "collapipe.Edge"
 SESSION_KEY = "collapipe-session"
 TOKEN_KEY = "collapipe-token"
-CODEC_KEY = "collapipe-codec"
 SLOTS_KEY = "collapipe-with-optimizer"
-NAME_KEY = "collapipe-name"
-RATE_KEY = "collapipe-bit-per-s"
-STREAM_KEY = "collapipe-stream"
-LANE_KEY = "collapipe-lane"
+STREAM_KEY = "collapipe-stream"  # of a `StreamRequest`
 HTTP2_FRAME_BYTES = 4 * 2**20
 MOST_CONNECTIONS = 512
 MESSAGE_BYTES = 4 * 2**20  # more than any model config needs
@@ -120,6 +117,24 @@ class HostStatus:
     energy_sensor: str = ""
     power_w: float | None = None
     rosters: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamRequest:
+    """Opens a stream with the end called `name`, which sends forward on `link`.
+
+    Both ends note frames under `stream_id`.
+    """
+
+    name: str
+    link: LinkConfig
+    stream_id: int = 0
+
+    def __post_init__(self) -> None:
+        if self.link.codec not in CODECS:
+            raise ConfigError(f"codec must be one of {', '.join(CODECS)}, got {self.link.codec!r}")
+        if not 0 <= self.stream_id < 2**63:
+            raise ConfigError(f"the id of a stream must be >= 0, got {self.stream_id}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import grpc
@@ -24,19 +23,6 @@ from collapipe_flwr.pipeline.link import Frame, FrameKind, Mailbox, error_frame,
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
 
 _QUEUE_BYTES = 512 * 2**20  # of each direction
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamConfig:
-    """How one end of a stream behaves.
-
-    `rate_bit_per_s` limits what this end sends (None: no limit): a frame leaves when a wire of that
-    rate would have carried it. Both ends note frames under `stream_id`.
-    """
-
-    codec: str = "fp32"
-    rate_bit_per_s: float | None = None
-    stream_id: int = 0
 
 
 class RateLimiter:
@@ -65,28 +51,35 @@ class RateLimiter:
 
 
 class StreamLink:
-    """One end of a stream; its maker drives `outgoing` and `feed`."""
+    """One end of a stream; its maker drives `outgoing` and `feed`.
+
+    `rate_bit_per_s` limits what this end sends (None: no limit): a frame leaves when a wire of that
+    rate would have carried it. Both ends note frames under `stream_id`.
+    """
 
     def __init__(
         self,
         peer: str,
-        config: StreamConfig,
         translate: Callable[[grpc.RpcError], LinkError],
         hang_up: Callable[[bool], None] = lambda _: None,
+        *,
+        codec: str = "fp32",
+        rate_bit_per_s: float | None = None,
+        stream_id: int = 0,
     ) -> None:
         self.peer = peer
         self.sent, self.received = LinkTraffic(), LinkTraffic()
-        self._config = config
+        self._codec, self._stream_id = codec, stream_id
         self._translate = translate
         self._hang_up = hang_up
         bounded = partial(Mailbox, QUEUE_FRAMES, peer, most_bytes=_QUEUE_BYTES)
         self._inbox: Mailbox[Frame] = bounded()
         self._outbox: Mailbox[tuple[float, bytes]] = bounded()  # when they were put, and frames
-        self._limiter = RateLimiter(config.rate_bit_per_s)
+        self._limiter = RateLimiter(rate_bit_per_s)
         self._over = threading.Event()
 
     def send(self, frame: Frame, *, deadline_s: float) -> None:
-        data = encode_frame(frame, self._config.codec)
+        data = encode_frame(frame, self._codec)
         self._outbox.put((time.monotonic(), data), deadline_s, size_bytes=len(data))
         self.sent.bytes += len(data)
 
@@ -125,7 +118,7 @@ class StreamLink:
             if (delay_s := leaves_s - time.monotonic()) > 0:
                 self._over.wait(delay_s)
             left_s = time.monotonic()
-            self.sent.note(self._config.stream_id, left_s, len(data))
+            self.sent.note(self._stream_id, left_s, len(data))
             yield data
             taken_s = time.monotonic() - left_s
             self.sent.sending_s += max(taken_s, self._limiter.carrying_s(len(data)))
@@ -146,7 +139,7 @@ class StreamLink:
             self._inbox.fail(error)
 
     def _accept(self, data: bytes) -> None:
-        self.received.note(self._config.stream_id, time.monotonic(), len(data))
+        self.received.note(self._stream_id, time.monotonic(), len(data))
         frame = decode_frame(data)
         self.received.bytes += len(data)
         if frame.kind is FrameKind.ERROR:

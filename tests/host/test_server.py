@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from collapipe_flwr.core.errors import ConfigError, LinkError, LinkTimeout
+from collapipe_flwr.core.json_codec import to_json
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.host.ledger import Ledger
 from collapipe_flwr.host.server import EdgeServer
@@ -167,17 +169,11 @@ def test_refusals_are_one_sentence_with_the_address(server, client):
         (lambda: client.session(session_key()).fetch_weights(), "no session c1"),
         (lambda: client.session(session_key()).push_weights({}), "no session c1"),
         (lambda: client.open_session(request(token="short")), "16 characters"),
-        (lambda: _bad_codec(client), "codec must be one of"),
         (lambda: client.open_session(request(schedule="1f1b", depth=0)), "depth must be >= 1"),
     ):
         with pytest.raises(LinkError, match=f"edge at {server.address} refused: .*{said}"):
             call()
     assert client.health().running == 0
-
-
-def _bad_codec(client):
-    open_session(client, Head(), "c9")
-    client.session(session_key("c9")).stream(config=LinkConfig(codec="zip"))
 
 
 def test_names_of_any_alphabet(client):
@@ -263,11 +259,25 @@ def test_garbage_in_a_call_is_an_error_for_that_peer_only(server, client, name, 
     client.session(session_key()).fetch_weights()
 
 
-@pytest.mark.parametrize("stream_id", ["-1", "1.5", "one", "1" * 30])
-def test_a_stream_with_no_number_is_refused(server, client, stream_id):
+STREAM = (methods.STREAM_KEY, to_json(methods.StreamRequest(name="peer", link=LinkConfig())))
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"stream_id": -1}, "the id of a stream must be >= 0"),
+        ({"stream_id": 10**29}, "the id of a stream must be >= 0"),
+        ({"stream_id": "one"}, "stream_id must be a whole number"),
+        ({"link": {"codec": "fp8"}}, "codec must be one of"),
+        ({"link": {"backward_bit_per_s": -1.0}}, "the rate of a link must be > 0"),
+        ({"link": {"lane": 2, "lanes": 2}}, "no lane 2 of 2"),
+    ],
+)
+def test_a_malformed_stream_is_refused(server, client, changes, refusal):
     open_session(client, Head())
-    with pytest.raises(grpc.RpcError, match="must be a whole number"):
-        raw_call(server.address, "Stream", [], (*KEY, (methods.STREAM_KEY, stream_id)))
+    request = json.dumps({**json.loads(STREAM[1]), **changes})
+    with pytest.raises(grpc.RpcError, match=refusal):
+        raw_call(server.address, "Stream", [], (*KEY, (methods.STREAM_KEY, request)))
     client.session(session_key()).fetch_weights()
 
 
@@ -275,7 +285,7 @@ def test_a_stream_with_no_number_is_refused(server, client, stream_id):
 def test_garbage_in_a_stream_ends_it_with_an_error_frame(server, client, data):
     open_session(client, Head(), "other")
     open_session(client, Head())
-    *_, last = raw_call(server.address, "Stream", [data])
+    *_, last = raw_call(server.address, "Stream", [data], (*KEY, STREAM))
     assert decode_frame(last).kind is FrameKind.ERROR
     assert client.health().sessions == 1
     client.session(session_key("other")).fetch_weights()
@@ -288,7 +298,7 @@ def test_garbage_in_a_stream_ends_it_with_an_error_frame(server, client, data):
 def test_every_call_needs_session_and_token(server, client, name, key):
     open_session(client, Head())
     with pytest.raises(grpc.RpcError):
-        raw_call(server.address, name, [b""], key)
+        raw_call(server.address, name, [b""], (*key, STREAM))
     assert client.health().sessions == 1
 
 
@@ -300,7 +310,7 @@ def test_an_oversized_message_is_refused(monkeypatch):
         with EdgeClient(server.address) as client:
             open_session(client, Head())
         with pytest.raises(grpc.RpcError) as caught:
-            raw_call(server.address, "Stream", [b"\0" * 20_000])
+            raw_call(server.address, "Stream", [b"\0" * 20_000], (*KEY, STREAM))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.pipeline.link import Frame, FrameKind
 from collapipe_flwr.transport import stream
-from collapipe_flwr.transport.stream import RateLimiter, StreamConfig, StreamLink
+from collapipe_flwr.transport.stream import RateLimiter, StreamLink
 
 
 def test_messages_queue_up_behind_each_other():
@@ -55,7 +55,7 @@ def test_what_the_transport_takes_is_not_added_to_the_pace(
         now_s += seconds
 
     monkeypatch.setattr(stream, "time", SimpleNamespace(monotonic=lambda: now_s))
-    link = StreamLink("peer", StreamConfig(rate_bit_per_s=8000.0), lambda _: LinkError("gone"))
+    link = StreamLink("peer", lambda _: LinkError("gone"), rate_bit_per_s=8000.0)
     monkeypatch.setattr(link, "_over", SimpleNamespace(wait=wait))
     outgoing = link.outgoing()
     for number in range(frames):
