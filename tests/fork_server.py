@@ -37,7 +37,7 @@ _IMPORTED = (
     "collapipe_flwr.host.stores",
     "collapipe_flwr.models.splitter",
     "collapipe_flwr.pipeline.benchmark",
-    "collapipe_flwr.transport.dialer",
+    "collapipe_flwr.transport.client",
     "transformers.models.bert.modeling_bert",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.marian.modeling_marian",

@@ -45,9 +45,8 @@ from collapipe_flwr.pipeline.step import MicroBatch
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.world import make_world
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.client import Dialer, EdgeClient
 from collapipe_flwr.transport.codec import WIRE_CODECS
-from collapipe_flwr.transport.dialer import Dialer
 
 DEVICES = ("raspberry-pi-5", "raspberry-pi-4", "raspberry-pi-4")
 ROOM = 0.7  # of what all blocks need

@@ -27,8 +27,7 @@ from collapipe_flwr.pipeline.meter import Span
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.stage import WEIGHTS
-from collapipe_flwr.transport.client import EdgeClient
-from collapipe_flwr.transport.dialer import Dialer
+from collapipe_flwr.transport.client import Dialer, EdgeClient
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-4)
 _KEY = SessionKey(session_id="bench", token=TOKEN)

@@ -14,7 +14,7 @@ from collapipe_flwr.core.json_codec import from_json, plain
 from collapipe_flwr.host.daemon import hide_unused_libraries
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.transport.dialer import Dialer
+from collapipe_flwr.transport.client import Dialer
 
 
 class Worker:

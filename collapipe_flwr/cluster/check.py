@@ -17,7 +17,6 @@ from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest,
 from collapipe_flwr.pipeline.compute import resolve
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.diagnosis import diagnosis
-from collapipe_flwr.transport.dialer import measure_way
 from collapipe_flwr.transport.methods import ProbeRequest
 
 _MEGA = 1e6
@@ -181,7 +180,7 @@ def _measured(client: EdgeClient, member: MemberConfig, settings: CheckSettings)
     before_s = settings.clock()
     status = client.status()
     ahead_s = status.unix_s - (before_s + settings.clock()) / 2
-    way = measure_way(client, settings.payload_bytes)
+    way = client.measure_way(settings.payload_bytes)
     is_idle = bool(status.resident_bytes) and not status.awake
     reached = Measured(
         name=member.name,

@@ -79,12 +79,11 @@ class HostSettings:
         check(_COMPUTE, self.compute, compute_name())
         if not self.memory_bytes >= 0:
             raise ConfigError(f"--memory-mb must be >= 0, got {self.memory_bytes / 1e6:g}")
-        _ = self.set_power
-
-    @property
-    def set_power(self) -> Callable[[float], None] | None:
-        """Sets the power of `radio_interface` in W; None without one. Raises ConfigError."""
-        return IwPower(self.radio_interface).apply if self.radio_interface else None
+        name = self.radio_interface
+        if name and (not name.isalnum() or len(name) > 15):
+            raise ConfigError(
+                f"--radio-interface must be the name of an interface, as wlan0, got {name!r}"
+            )
 
 
 def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], None]) -> None:
@@ -156,7 +155,7 @@ def _servicer(
     from collapipe_flwr.host.servicer import Servicer
     from collapipe_flwr.host.stores import SnapshotStore, TensorStore, WeightCache
     from collapipe_flwr.pipeline.compute import describe, free_bytes, resolve
-    from collapipe_flwr.transport.dialer import Dialer
+    from collapipe_flwr.transport.client import Dialer
 
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -170,7 +169,7 @@ def _servicer(
         snapshots=SnapshotStore(settings.state_dir) if settings.state_dir is not None else None,
         store=TensorStore(ledger) if passes_on else None,  # the edge's clusters differ
         cache=WeightCache(folder, settings.cache_bytes) if folder is not None else None,
-        set_power=settings.set_power,
+        set_power=partial(set_power, settings.radio_interface),
         meter=meter,
         ledger=ledger,
         tally=tally,
@@ -180,31 +179,21 @@ def _servicer(
     return Servicer(service, limits_guests=not passes_on, probe=probe)
 
 
-@dataclass(frozen=True, slots=True)
-class IwPower:
-    """Sets a Wi-Fi interface's transmit power by ``iw``, which needs CAP_NET_ADMIN."""
+def set_power(interface: str, tx_power_w: float) -> None:
+    """Let a Wi-Fi interface (empty: none) send with this power from now on, in W.
 
-    interface: str
-
-    def __post_init__(self) -> None:
-        if not self.interface.isalnum() or len(self.interface) > 15:
-            raise ConfigError(
-                f"--radio-interface must be the name of an interface, as wlan0, got "
-                f"{self.interface!r}"
-            )
-
-    def apply(self, tx_power_w: float) -> None:
-        """Send with this power from now on; a failure is logged, and training goes on."""
-        command = ["iw", "dev", self.interface, "set", "txpower", "fixed", str(mbm(tx_power_w))]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=_IW_S, check=False
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            _log.warning("planned power not applied: %s", error)
-            return
-        if done.returncode != 0:
-            _log.warning("planned power not applied: `%s`: %s", " ".join(command), done.stderr)
+    It is set by ``iw``, which needs CAP_NET_ADMIN. A failure is logged, and training goes on.
+    """
+    if not interface:
+        return
+    command = ["iw", "dev", interface, "set", "txpower", "fixed", str(mbm(tx_power_w))]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_IW_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        _log.warning("planned power not applied: %s", error)
+        return
+    if done.returncode != 0:
+        _log.warning("planned power not applied: `%s`: %s", " ".join(command), done.stderr)
 
 
 def mbm(tx_power_w: float) -> int:

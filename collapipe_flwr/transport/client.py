@@ -1,20 +1,32 @@
-"""Client of an edge server or device: `EdgeClient` for the host, `Session` for one part on it."""
+"""Client of an edge server or device: `EdgeClient` for the host, `Session` for one part on it.
+
+A device is a client of the next hosts of its chain, by its `Dialer`.
+"""
 
 from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from statistics import median
 
 from torch import Tensor
 
 from collapipe_flwr.core.errors import LinkError, ProtocolError
 from collapipe_flwr.core.json_codec import to_json
-from collapipe_flwr.core.links import LinkConfig
+from collapipe_flwr.core.links import LinkConfig, TlsFiles
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest
-from collapipe_flwr.pipeline.config import Health, PassesDone, SessionKey, SessionRequest, StepMark
+from collapipe_flwr.pipeline.config import (
+    Health,
+    NextHop,
+    PassesDone,
+    SessionKey,
+    SessionRequest,
+    StepMark,
+)
 from collapipe_flwr.pipeline.link import Frame, FrameKind, Link
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.offload import Lookup, Offload
@@ -36,6 +48,9 @@ _DRAIN_S = 60.0  # for the host to finish what it has, when a stream is closed i
 _ABORT_S = 1.0  # for the host to hear why, when it is closed with an error
 _STREAM_BITS = 48  # of a random number: no two streams of a round have the same
 _MOST_BYTES = 2**40  # of weights that are fetched
+_ECHOES = 5
+_SAMPLE_BYTES = 2**17
+_LONG_S = 1.0
 
 
 class EdgeClient(Connection):
@@ -70,6 +85,26 @@ class EdgeClient(Connection):
     def echo(self, payload: bytes = b"") -> None:
         """Send bytes, and wait for the empty answer."""
         self.translated(lambda: methods.ECHO.on(self.channel)(payload, timeout=self.deadline_s))
+
+    def measure_way(self, payload_bytes: int) -> ProbeAnswer:
+        """Rate and delay by the median of a few echoes; with fewer bytes where those take long."""
+
+        def seconds(size_bytes: int, echoes: int = _ECHOES) -> float:
+            payload, took_s = bytes(size_bytes), []
+            for _ in range(echoes):
+                start_s = time.perf_counter()
+                self.echo(payload)
+                took_s.append(time.perf_counter() - start_s)
+            return median(took_s)
+
+        self.echo()
+        empty_s = seconds(0)
+        size = min(payload_bytes, _SAMPLE_BYTES)
+        if seconds(size, echoes=1) * payload_bytes / size < _LONG_S:
+            size = payload_bytes
+        full_s = seconds(size)
+        rate_bit_per_s = 8 * size / max(full_s - empty_s, 1e-9)
+        return ProbeAnswer(rate_bit_per_s=rate_bit_per_s, delay_s=empty_s / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +207,15 @@ class Session:
         self.client.call(methods.CLOSE_SESSION, metadata=self._metadata(), within_s=within_s)
 
     @contextmanager
-    def connect(self, config: LinkConfig) -> Iterator[Link]:
-        """A new stream of the last device, which ends with the body; see `stream`."""
-        stream = self.stream(name="last device", config=config)
+    def connect(self, config: LinkConfig, *, name: str = "last device") -> Iterator[Link]:
+        """A new stream for the body; see `stream`. An error in the body is sent to the host."""
+        link = self.stream(name=name, config=config)
         try:
-            yield stream
-        finally:
-            stream.close()
+            yield link
+        except BaseException as error:  # do not wait for the host
+            link.close(str(error) or type(error).__name__)
+            raise
+        link.close()
 
     def stream(self, *, name: str = "control unit", config: LinkConfig | None = None) -> Link:
         """The link to the session's stage, once the host has accepted it; close it when done.
@@ -250,6 +287,40 @@ class Session:
         slots = ((methods.SLOTS_KEY, "1"),) if with_optimizer else ()
         session_id, token = self.key.session_id, self.key.token
         return ((methods.SESSION_KEY, session_id), (methods.TOKEN_KEY, token), *slots)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialer:
+    """Connects to hosts with this member's certificate, as `name`."""
+
+    name: str
+    tls: TlsFiles | None = None
+
+    @contextmanager
+    def __call__(self, hop: NextHop) -> Iterator[Link]:
+        """The link to the next host, for the body. Raises LinkError when it refuses."""
+        with (
+            EdgeClient(
+                hop.address,
+                what=hop.name,
+                tls=self.tls,
+                certificate_name=hop.certificate_name,
+                heartbeat=hop.heartbeat,
+            ) as client,
+            client.session(hop.key).connect(hop.link, name=self.name) as link,
+        ):
+            yield link
+
+    def probe(self, request: ProbeRequest) -> ProbeAnswer:
+        """Measure the link to a host; raises LinkError when it does not answer."""
+        with EdgeClient(
+            request.address,
+            what=request.name,
+            tls=self.tls,
+            certificate_name=request.certificate_name,
+            deadline_s=request.deadline_s,
+        ) as client:
+            return client.measure_way(request.payload_bytes)
 
 
 def _looked_at(tensors: Mapping[str, Tensor]) -> tuple[dict[str, str], dict[str, int]]:

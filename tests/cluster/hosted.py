@@ -9,7 +9,7 @@ from pathlib import Path
 from collapipe_flwr.config.cluster_file import ClusterConfig, parse_cluster
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.transport.dialer import Dialer
+from collapipe_flwr.transport.client import Dialer
 
 
 @contextmanager

@@ -27,8 +27,7 @@ from collapipe_flwr.models.spec import LoraConfig
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import NextHop, SessionRequest
 from collapipe_flwr.pipeline.state import digest_of
-from collapipe_flwr.transport.client import EdgeClient
-from collapipe_flwr.transport.dialer import Dialer
+from collapipe_flwr.transport.client import Dialer, EdgeClient
 from tests.closeness import assert_near
 from tests.full_disk import full_disk
 from tests.laws.test_cluster_equals_whole import (

@@ -30,8 +30,7 @@ from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import NextHop, SessionRequest
 from collapipe_flwr.pipeline.state import OptimizerState, PartState
-from collapipe_flwr.transport.client import EdgeClient
-from collapipe_flwr.transport.dialer import Dialer
+from collapipe_flwr.transport.client import Dialer, EdgeClient
 from tests.cluster.daemon_processes import Daemon, running
 from tests.laws.test_cluster_equals_whole import ADAMW, Cut, _micro_batches, session_key, tiny_batch
 

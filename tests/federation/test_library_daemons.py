@@ -14,7 +14,7 @@ from collapipe_flwr import Cluster, CollaPipe, LocalGrid
 from collapipe_flwr.federation.records import read_assignment
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.transport.dialer import Dialer
+from collapipe_flwr.transport.client import Dialer
 from tests.federation.test_library import (
     RULE,
     assert_close,

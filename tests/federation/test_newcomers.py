@@ -16,7 +16,7 @@ from collapipe_flwr.core.domain import DeviceProfile
 from collapipe_flwr.federation.rounds import RoundRecord
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.transport.dialer import Dialer
+from collapipe_flwr.transport.client import Dialer
 from tests.federation.test_absent_devices import CLUSTERS, devices_of
 from tests.federation.test_library import RULE, loader, new_model, split
 from tests.federation.test_planner import EMPTY, closed, rounds, told, weights

@@ -20,8 +20,7 @@ from collapipe_flwr.pipeline.config import NextHop
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.transport import server
-from collapipe_flwr.transport.client import EdgeClient
-from collapipe_flwr.transport.dialer import Dialer
+from collapipe_flwr.transport.client import Dialer, EdgeClient
 from tests.closeness import assert_near, near
 from tests.host.certificates import Authority
 from tests.host.chain_to_edge import request, session_key

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.core.errors import ConfigError, LinkError
-from collapipe_flwr.host.daemon import HostSettings, IwPower, mbm
+from collapipe_flwr.host.daemon import HostSettings, mbm, set_power
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.pipeline.config import NextHop
-from collapipe_flwr.transport.client import EdgeClient
-from collapipe_flwr.transport.dialer import Dialer
+from collapipe_flwr.transport.client import Dialer, EdgeClient
 from tests.host.chain_to_edge import request, session_key
 from tests.host.test_devices import build
 from tests.pipeline.chains import make_parts
@@ -33,7 +32,7 @@ def test_iw_is_called_with_the_interface_and_its_refusal_is_only_logged(
     script.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\necho not permitted >&2\nexit 1\n')
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    IwPower("wlan0").apply(0.1)
+    set_power("wlan0", 0.1)
     assert (tmp_path / "calls").read_text() == "dev wlan0 set txpower fixed 2000\n"
     assert "planned power not applied" in caplog.text and "not permitted" in caplog.text
 
@@ -42,7 +41,7 @@ def test_a_system_without_iw_is_only_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    IwPower("wlan0").apply(0.1)
+    set_power("wlan0", 0.1)
     assert "planned power not applied" in caplog.text
 
 
@@ -54,16 +53,14 @@ def test_a_daemon_leaves_its_radio_alone_unless_an_interface_is_named(
     script.write_text(f'#!/bin/sh\necho "$@" >> {heard}\n')
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    settings = HostSettings(listen="127.0.0.1:0", name="d", radio_interface=interface)
-    if settings.set_power is not None:
-        settings.set_power(0.1)
+    set_power(interface, 0.1)
     lines = heard.read_text().splitlines() if heard.exists() else []
     assert lines == ["dev wlan0 set txpower fixed 2000"] * calls
 
 
 def test_a_strange_interface_is_refused() -> None:
     with pytest.raises(ConfigError, match="--radio-interface"):
-        IwPower("wlan0; reboot")
+        HostSettings(listen="127.0.0.1:0", name="d", radio_interface="wlan0; reboot")
 
 
 def test_a_device_applies_the_power_of_its_session_when_its_stream_begins() -> None:

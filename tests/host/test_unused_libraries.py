@@ -12,7 +12,7 @@ import sys
 from collapipe_flwr.host.daemon import UNUSED_LIBRARIES, hide_unused_libraries
 hide_unused_libraries()
 import collapipe_flwr.host.servicer, collapipe_flwr.host.service
-import collapipe_flwr.transport.dialer, collapipe_flwr.models.splitter
+import collapipe_flwr.transport.client, collapipe_flwr.models.splitter
 from transformers.generation import GenerationMixin
 import transformers.models.bert.modeling_bert, transformers.models.llama.modeling_llama
 print(*UNUSED_LIBRARIES)
