@@ -26,15 +26,16 @@ from collapipe_flwr.core.keys import Rule, Text, above, assignments, at_least, k
 from collapipe_flwr.pipeline.update_rules import (
     FUSED,
     Argument,
-    Group,
     Keywords,
-    UpdateRule,
     check_arguments,
     check_name,
     check_schedule,
     empty_state,
     factor_of,
     known_arguments,
+    make_optimizer,
+    state_by_name,
+    tensors_in,
     torch_names,
 )
 
@@ -209,12 +210,29 @@ class Optimizer:
         if len(self.by_name) < len(trained):
             raise ModelError("two parameters have the same name")
         self.parameters = tuple(self.by_name.values())
-        self._rule = UpdateRule(settings.name, _groups(settings, self.by_name))
+        self._keywords = {name: settings.keywords(name) for name in self.by_name}
+        kinds: list[Keywords] = []
+        for keywords in self._keywords.values():
+            if keywords not in kinds:
+                kinds.append(keywords)
+        groups: list[dict[str, Any]] = [
+            {
+                "params": [self.by_name[n] for n, own in self._keywords.items() if own == kind],
+                **kind,
+            }
+            for kind in kinds
+        ]
+        self._rates = [group["lr"] for group in groups]
+        # torch refuses an optimizer of nothing
+        self._torch = make_optimizer(settings.name, groups) if groups else None
         self._start: dict[str, Tensor] = {}  # the round's first weights, where they are needed
 
     def step(self, rate: float = 1.0) -> None:
         """Apply the accumulated gradients once, with ``rate`` times the learning rates."""
-        self._rule.step(rate)
+        if self._torch is not None:
+            for group, own_rate in zip(self._torch.param_groups, self._rates, strict=True):
+                group["lr"] = own_rate * rate
+            self._torch.step()
 
     def add_proximal(self, names: Iterable[str] | None = None) -> None:
         """Add the gradients of the proximal term; None stands for all parameters.
@@ -242,9 +260,13 @@ class Optimizer:
 
         With a proximal term also the weights that the round began with, by `START` and key.
         """
-        found = ((name, self._rule.state_of(p)) for name, p in self.by_name.items())
-        begun = {START + name: (tensor,) for name, tensor in self._start.items()}
-        return {**{name: state for name, state in found if state is not None}, **begun}
+        kept: Mapping[Tensor, Any] = {} if self._torch is None else self._torch.state
+        found = {
+            name: tuple(tensors_in(kept[p]).values())
+            for name, p in self.by_name.items()
+            if kept.get(p)
+        }
+        return {**found, **{START + name: (tensor,) for name, tensor in self._start.items()}}
 
     def load_state_tensors(
         self, state: Mapping[str, tuple[Tensor, ...]], *, copy: bool = True
@@ -256,7 +278,11 @@ class Optimizer:
                 (begun,), key = own, name.removeprefix(START)
                 self._start[key] = begun.to(self.by_name[key].device)
             else:
-                self._rule.set_state(self.by_name[name], own)
+                assert self._torch is not None
+                parameter, rule = self.by_name[name], self.settings.name
+                self._torch.state[parameter] = state_by_name(
+                    rule, self._keywords[name], parameter, own
+                )
 
     def empty_state(self) -> dict[str, tuple[Tensor, ...]]:
         """See `OptimizerConfig.empty_states`."""
@@ -269,16 +295,6 @@ def _given(config: OptimizerConfig | ParameterGroup) -> dict[str, Argument]:
     found = {name: _frozen(value) for name, value in config.arguments.items()}
     named = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     return {**found, **{name: value for name, value in named.items() if value is not None}}
-
-
-def _groups(settings: OptimizerConfig, parameters: Mapping[str, Tensor]) -> list[Group]:
-    """Parameters with equal arguments together."""
-    chosen = [(settings.keywords(name), p) for name, p in parameters.items()]
-    different: list[Keywords] = []
-    for keywords, _ in chosen:
-        if keywords not in different:
-            different.append(keywords)
-    return [Group(tuple(p for k, p in chosen if k == kind), kind) for kind in different]
 
 
 def optimizer_config(optimizer: object, model: nn.Module | None = None) -> OptimizerConfig:

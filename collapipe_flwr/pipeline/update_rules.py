@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,54 +42,6 @@ _NOT_ARGUMENTS = {"self", "params", "lr", "differentiable", "capturable"}
 _STEP, _MOMENTUM = "step", "momentum_buffer"  # in a state of torch.optim
 _EXACT_FUSED = (torch.float32, torch.float64)  # others get wrong momenta of a fused SGD on CPUs
 _PROBE_SIZES = (2, 3, 5, 7, 11, 13, 17, 19)
-
-
-class Group(NamedTuple):
-    """Parameters that share one set of keyword arguments, ``lr`` included."""
-
-    parameters: tuple[Tensor, ...]
-    keywords: Keywords
-
-
-class UpdateRule:
-    """A class of torch.optim over groups of parameters, and the state that it keeps for each.
-
-    Raises ConfigError for arguments that torch refuses.
-    """
-
-    def __init__(self, name: str, groups: Sequence[Group]) -> None:
-        self._name = name
-        self._groups = [group for group in groups if group.parameters]
-        self._keywords = {p: group.keywords for group in self._groups for p in group.parameters}
-        self._rates: list[Any] = [group.keywords["lr"] for group in self._groups]
-        # torch refuses an optimizer of nothing
-        self._optimizer = _construct(name, self._groups) if self._groups else None
-
-    def step(self, factor: float) -> None:
-        """Update every parameter that has a gradient; ``factor`` scales the learning rates."""
-        if self._optimizer is None:
-            return
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = rate * factor
-        self._optimizer.step()
-
-    def state_of(self, parameter: Tensor) -> tuple[Tensor, ...] | None:
-        """The tensors kept for one parameter; None before its first step."""
-        assert self._optimizer is not None
-        found = self._optimizer.state.get(parameter)
-        return tuple(_tensors(found).values()) if found else None
-
-    def set_state(self, parameter: Tensor, state: tuple[Tensor, ...]) -> None:
-        """Continue from what `state_of` returned."""
-        assert self._optimizer is not None
-        keywords = self._keywords[parameter]
-        kept = _kept(self._name, keywords, parameter.shape, parameter.dtype)
-        # As torch loads them: steps are counted on the CPU, unless one operator does it all.
-        counts_there = self._name == "adamw" or bool(keywords.get("fused"))
-        self._optimizer.state[parameter] = {
-            name: tensor if name == _STEP and not counts_there else tensor.to(parameter.device)
-            for (name, _, _), tensor in zip(kept, state, strict=True)
-        }
 
 
 class FusedSGD(torch.optim.SGD):
@@ -134,6 +86,39 @@ class FusedSGD(torch.optim.SGD):
         return buffer
 
 
+def make_optimizer(name: str, groups: Iterable[Mapping[str, Any]]) -> torch.optim.Optimizer:
+    """The optimizer over groups, each with its ``params`` and all keyword arguments.
+
+    Raises ConfigError for arguments that torch refuses.
+    """
+    fused = {"fused": True} if name == "adamw" else {}
+    given = [{**group, **fused} for group in groups]
+    defaults = {key: value for key, value in given[0].items() if key != "params"}
+    try:
+        made: torch.optim.Optimizer = _light(_class(name))(given, **defaults)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"optimizer {name}: {error}") from error
+    return made
+
+
+def state_by_name(
+    name: str, keywords: Keywords, parameter: Tensor, state: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """The ``state`` of a parameter as torch keeps it, from its tensors in order."""
+    # As torch loads them: steps are counted on the CPU, unless one operator does it all.
+    counts_there = name == "adamw" or bool(keywords.get("fused"))
+    kept = _kept(name, keywords, parameter.shape, parameter.dtype)
+    return {
+        key: tensor if key == _STEP and not counts_there else tensor.to(parameter.device)
+        for (key, _, _), tensor in zip(kept, state, strict=True)
+    }
+
+
+def tensors_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors that an optimizer keeps for one parameter; it may keep other values, too."""
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
 def rule_names() -> tuple[str, ...]:
     """All names of optimizers that can train a model in parts."""
     return (*FUSED, *(name for name in torch_names() if name not in _REFUSED))
@@ -174,7 +159,7 @@ def check_arguments(name: str, keywords: Keywords) -> None:
                 f"optimizer {name} has no argument {argument!r}; it knows {', '.join(known)}"
             )
     matrix = torch.nn.Parameter(torch.zeros(2, 2))  # Muon asks for one
-    UpdateRule(name, [Group((matrix,), keywords)])
+    make_optimizer(name, [{"params": [matrix], **keywords}])
 
 
 def empty_state(
@@ -183,16 +168,6 @@ def empty_state(
     """The state of one parameter as meta tensors, for its shapes and dtypes."""
     kept = _kept(name, keywords, shape, dtype)
     return tuple(torch.empty(size, dtype=dtype, device="meta") for _, size, dtype in kept)
-
-
-def _construct(name: str, groups: Sequence[Group]) -> torch.optim.Optimizer:
-    fused = {"fused": True} if name == "adamw" else {}
-    given = [{"params": list(g.parameters), **g.keywords, **fused} for g in groups]
-    try:
-        made: torch.optim.Optimizer = _light(_class(name))(given, **groups[0].keywords, **fused)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"optimizer {name}: {error}") from error
-    return made
 
 
 def _class(name: str) -> Any:
@@ -241,16 +216,12 @@ def _probed(
         torch.zeros([next(sizes) if n > 1 else n for n in shape], dtype=dtype)
     )
     probe.grad = torch.zeros_like(probe)
-    optimizer = _construct(name, [Group((probe,), dict(keywords))])
+    optimizer = make_optimizer(name, [{"params": [probe], **dict(keywords)}])
     optimizer.step()
     return tuple(
         (key, tuple(small.get(n, n) for n in tensor.shape), tensor.dtype)
-        for key, tensor in _tensors(optimizer.state[probe]).items()
+        for key, tensor in tensors_in(optimizer.state[probe]).items()
     )
-
-
-def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def check_schedule(schedule: str) -> None:
