@@ -18,7 +18,7 @@ from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 
 PRECISIONS = ("fp32", "bf16")
 LONGEST_WAIT_S = 86_400.0
-MOST_SEED = 2**53  # a scalar on the wire is a float
+MOST_SEED = 2**53
 _RANDOM_BYTES = 16
 _LONGEST_NAME = 80  # of names that a peer chooses, in logs and counters
 

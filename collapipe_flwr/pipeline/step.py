@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from collapipe_flwr.core.errors import ProtocolError
+from collapipe_flwr.core.errors import ConfigError, ProtocolError
+from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.pipeline.config import MOST_SEED
 from collapipe_flwr.pipeline.gradient_sums import ROWS
 from collapipe_flwr.pipeline.link import Frame, FrameKind
 
-_PREDICT = "guesses"  # on the wire
-_RATE = "rate"  # on the wire; 1 where it is missing
 CLASSES, LOGITS = "classes", "logits"
-PREDICTIONS = ("", CLASSES, LOGITS)  # the place is the number on the wire
+PREDICTIONS = ("", CLASSES, LOGITS)
 _MOST_MICRO_BATCHES = 65536
-_STEP_SCALARS = ("micro_batches", "train", "weight", "settle")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,69 +41,32 @@ class Step:
     seed: int | None = None  # of all random operations; None: unseeded
     rows: Mapping[str, Tensor] = field(default_factory=dict)  # ids of borrowed rows, by table
 
+    def __post_init__(self) -> None:
+        weighs = self.weight > 0 or (self.weight == 0 and not self.train)  # 0: predictions only
+        if not (1 <= self.micro_batches <= _MOST_MICRO_BATCHES and weighs):
+            raise ConfigError(
+                f"a step cannot have {self.micro_batches} micro-batches of weight {self.weight}"
+            )
+        if self.predict not in PREDICTIONS:
+            raise ConfigError(f"a step cannot predict {self.predict[:20]!r}")
+        if not 0 <= self.rate < math.inf:
+            raise ConfigError(f"a step cannot multiply the learning rate by {self.rate}")
+        if self.seed is not None and not 0 <= self.seed < MOST_SEED:
+            raise ConfigError(f"a step cannot have the seed {self.seed}")
+
     def frame(self) -> Frame:
         """The BEGIN frame for the next stage."""
-        scalars = {
-            "micro_batches": float(self.micro_batches),
-            "train": float(self.train),
-            "weight": self.weight,
-            "settle": float(self.settle),
-            _PREDICT: float(PREDICTIONS.index(self.predict)),
-        }
-        if self.rate != 1.0:
-            scalars[_RATE] = self.rate
-        if self.seed is not None:
-            scalars["seed"] = float(self.seed)
         tensors = {ROWS + key: ids for key, ids in self.rows.items()}
-        return Frame(kind=FrameKind.BEGIN, step=self.index, tensors=tensors, scalars=scalars)
+        text = to_json(replace(self, rows={}))
+        return Frame(kind=FrameKind.BEGIN, step=self.index, tensors=tensors, text=text)
 
     @staticmethod
     def of(frame: Frame) -> Step:
         """Read a BEGIN frame. Raises ProtocolError for an invalid one."""
-        try:
-            count, train, weight, settle = (frame.scalars[k] for k in _STEP_SCALARS)
-        except KeyError as error:
-            raise ProtocolError(f"a BEGIN frame lacks the scalar {error}") from error
-        weighs = weight > 0 or (weight == 0 and not train)  # 0: predictions only
-        if not (1 <= count <= _MOST_MICRO_BATCHES and count == int(count) and weighs):
-            raise ProtocolError(f"a BEGIN frame with {count} micro-batches of weight {weight}")
-        rate = frame.scalars.get(_RATE, 1.0)
-        if not 0 <= rate < math.inf:
-            raise ProtocolError(f"a BEGIN frame with the learning rate times {rate}")
-        return Step(
-            index=frame.step,
-            micro_batches=int(count),
-            train=bool(train),
-            weight=weight,
-            settle=bool(settle),
-            predict=_prediction(frame),
-            rate=rate,
-            seed=_seed(frame),
-            rows=_row_ids(frame),
-        )
-
-
-def _prediction(frame: Frame) -> str:
-    number = frame.scalars.get(_PREDICT, 0.0)
-    if number not in range(len(PREDICTIONS)):
-        raise ProtocolError(f"a BEGIN frame asks for predictions of the kind {number:g}")
-    return PREDICTIONS[int(number)]
-
-
-def _seed(frame: Frame) -> int | None:
-    seed = frame.scalars.get("seed")
-    if seed is None:
-        return None
-    if not 0 <= seed < MOST_SEED or seed != int(seed):
-        raise ProtocolError(f"a BEGIN frame with the seed {seed}")
-    return int(seed)
-
-
-def _row_ids(frame: Frame) -> dict[str, Tensor]:
-    found = {k.removeprefix(ROWS): t for k, t in frame.tensors.items() if k.startswith(ROWS)}
-    if any(ids.dim() != 1 or ids.dtype != torch.int64 for ids in found.values()):
-        raise ProtocolError("a BEGIN frame asks for rows by something else than their ids")
-    return found
+        rows = {k.removeprefix(ROWS): t for k, t in frame.tensors.items() if k.startswith(ROWS)}
+        if any(ids.dim() != 1 or ids.dtype != torch.int64 for ids in rows.values()):
+            raise ProtocolError("a BEGIN frame asks for rows by something else than their ids")
+        return replace(from_json(Step, frame.text, "a BEGIN frame"), index=frame.step, rows=rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 
 import pytest
@@ -102,9 +103,9 @@ def test_an_empty_batch_is_refused_before_anything_is_sent():
         right.receive(deadline_s=0.05)
 
 
-def begin(step: int = 0, **scalars: float) -> Frame:
-    full = {"micro_batches": 2.0, "train": 1.0, "weight": 4.0, **scalars}
-    return Frame(kind=FrameKind.BEGIN, step=step, scalars=full)
+def begin(step: int = 0, **changes: object) -> Frame:
+    fields = {"index": step, "micro_batches": 2, "train": True, "weight": 4.0, **changes}
+    return Frame(kind=FrameKind.BEGIN, step=step, text=json.dumps(fields))
 
 
 def activation(step=0, micro_batch=0, **more) -> Frame:
@@ -123,17 +124,17 @@ def activation(step=0, micro_batch=0, **more) -> Frame:
     [
         [activation()],
         [begin(micro_batches=0.5)],
-        [begin(micro_batches=1e9)],
+        [begin(micro_batches=10**9)],
         [begin(weight=0.0)],
         [begin(weight=float("nan"))],
         [begin(micro_batches=float("nan"))],
         [Frame(kind=FrameKind.BEGIN)],
-        [begin(seed=-1.0)],
+        [begin(seed=-1)],
         [begin(seed=0.5)],
         [begin(seed=float("inf"))],
-        [begin(guesses=3.0)],
-        [begin(guesses=0.5)],
-        [begin(guesses=float("nan"))],
+        [begin(predict="texts")],
+        [begin(predict=0.5)],
+        [begin(rate=float("inf"))],
         [begin(), activation(step=1)],
         [begin(), activation(micro_batch=1)],
         [begin(), activation(), activation()],
