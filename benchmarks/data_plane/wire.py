@@ -17,9 +17,8 @@ from benchmarks.data_plane.duel import Pace, open_chain
 from benchmarks.data_plane.job import Job
 from benchmarks.data_plane.network import Network
 from collapipe_flwr.core.links import LinkConfig, TlsFiles
-from collapipe_flwr.host.lanes import ONLY, Lane
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.host.session import Stream
+from collapipe_flwr.host.session import ONLY, Lane, Stream
 from collapipe_flwr.pipeline.config import SessionKey, SessionRequest
 from collapipe_flwr.pipeline.link import HIDDEN, Frame, FrameKind, Link
 from collapipe_flwr.transport.client import EdgeClient

@@ -24,11 +24,10 @@ from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.json_log import logging_about
 from collapipe_flwr.core.schedule import stage_actions
 from collapipe_flwr.host.energy import EnergyMeter
-from collapipe_flwr.host.lanes import ONLY, Lane
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.host.metrics import Tally
 from collapipe_flwr.host.parts import FOUND, SNAPSHOT, BuildPart, Parts, tensors_of, trained_keys
-from collapipe_flwr.host.session import Session, SessionRefused, Stream
+from collapipe_flwr.host.session import ONLY, Lane, Session, SessionRefused, Stream
 from collapipe_flwr.host.sessions import SessionTable
 from collapipe_flwr.host.stores import SnapshotStore, TensorStore, WeightCache
 from collapipe_flwr.pipeline.compute import CPU, AllocatorPeak
@@ -271,7 +270,7 @@ class EdgeService:
         sessions = self._sessions.all()
         return Health(
             sessions=len(sessions),
-            running=sum(session.running for session in sessions),
+            running=sum(session.stream is not None for session in sessions),
             most_sessions=self._sessions.most_sessions,
             held_bytes=self._ledger.held_bytes,
             most_bytes=self._ledger.most_bytes,
@@ -309,7 +308,7 @@ class EdgeService:
 
     def release(self, stream: Stream, why: str = "the stream was given up") -> None:
         """Give up a stream that is not over; the peers of all its lanes hear why."""
-        stream.session.give_up(stream, why)
+        stream.session.cut(why, stream)
 
     def serve(self, stream: Stream, upstream: Link, behind: Link | None = None) -> None:
         """Run a claimed stream; `behind` is the link from the next replica of its stage.

@@ -18,10 +18,9 @@ from collapipe_flwr.config.cluster_file import Role
 from collapipe_flwr.core.errors import CheckpointMissing, CollaPipeError, LinkError, ProtocolError
 from collapipe_flwr.core.json_log import logging_about
 from collapipe_flwr.host.allocator import give_back
-from collapipe_flwr.host.lanes import Lane
 from collapipe_flwr.host.ledger import NoRoom
 from collapipe_flwr.host.service import EdgeService, Reserve
-from collapipe_flwr.host.session import SessionRefused, Stream
+from collapipe_flwr.host.session import Lane, SessionRefused, Stream
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest, run_benchmark
 from collapipe_flwr.pipeline.config import Health, PassesDone, SessionKey, SessionRequest, StepMark
 from collapipe_flwr.pipeline.link import Frame, FrameKind, Link

@@ -1,15 +1,9 @@
 """One cluster's part on a host, and what may use it now.
 
-A session is at rest, in use by one call, claimed by a stream, running one, or gone:
-
-    REST -> BUSY -> REST                        a call reads or changes the part
-    BUSY -> CLAIMED -> RUNNING -> REST          a stream; it begins when all its links are there
-    CLAIMED -> REST                               one that is broken off before never runs
-    any but GONE -> GONE                        closed; where the part is in use, at the end of that
-
-All changes happen under one lock. Every use has a number, its epoch, so that a use that is over
-cannot end or disturb a later one. A closed session begins no new use, and its last use frees what
-it held.
+A session is at rest, in use by one call, or by one stream, which begins when all its links are
+there; one that is broken off before never runs. All changes happen under one lock. A use that is
+over cannot end or disturb a later one. A closed session begins no new use, and its last use frees
+what it held.
 """
 
 from __future__ import annotations
@@ -18,15 +12,15 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import LinkError
-from collapipe_flwr.host.lanes import Lane, Lanes
+from collapipe_flwr.core.schedule import Turn
 from collapipe_flwr.host.ledger import Account
 from collapipe_flwr.pipeline.config import PassesDone, SessionRequest
-from collapipe_flwr.pipeline.link import Link
+from collapipe_flwr.pipeline.link import Link, fan_of
 from collapipe_flwr.pipeline.meter import Recorder, StageReport
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.state import PartState
@@ -49,14 +43,61 @@ class Snapshot:
     report: StageReport | None
 
 
-class Life(Enum):
-    """The state of a session; see above."""
+class Lane(NamedTuple):
+    """One of the links from the replicas of the stage ahead; 0 of 0 is from the next replica."""
 
-    REST = auto()
-    BUSY = auto()
-    CLAIMED = auto()
-    RUNNING = auto()
-    GONE = auto()
+    number: int = 0
+    of: int = 1
+
+
+ONLY, SIBLING = Lane(), Lane(0, 0)
+
+
+@dataclass(slots=True)
+class Lanes:
+    """The lanes that were claimed, with their links once they are there; `turn` is the stage's."""
+
+    turn: Turn
+    links: dict[Lane, Link | None] = field(default_factory=dict)
+
+    def accepts(self, lane: Lane) -> bool:
+        """Whether this one is missing. All lanes must give the same number of lanes."""
+        if lane == SIBLING:
+            return self._has_next and lane not in self.links
+        fits = 0 <= lane.number < lane.of
+        return fits and lane not in self.links and all(lane.of == known.of for known in self._ahead)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all links are there."""
+        there = {lane for lane, link in self.links.items() if link is not None}
+        ahead = there - {SIBLING}
+        has_all = bool(ahead) and len(ahead) == next(iter(ahead)).of
+        return has_all and (SIBLING in there or not self._has_next)
+
+    @property
+    def are_several(self) -> bool:
+        """Whether more than one link is needed."""
+        return self._has_next or any(lane.of > 1 for lane in self._ahead)
+
+    @property
+    def upstream(self) -> Link:
+        """All links from the stage ahead as one."""
+        found = (self.links[lane] for lane in sorted(self._ahead))
+        return fan_of([link for link in found if link is not None], self.turn)
+
+    @property
+    def behind(self) -> Link | None:
+        """The link from the next replica."""
+        return self.links.get(SIBLING)
+
+    @property
+    def _ahead(self) -> set[Lane]:
+        return self.links.keys() - {SIBLING}
+
+    @property
+    def _has_next(self) -> bool:
+        return self.turn.replica < self.turn.replicas - 1
 
 
 @dataclass(slots=True, eq=False)
@@ -64,9 +105,9 @@ class Stream:
     """One stream of one session, from its claim to its end."""
 
     session: Session
-    epoch: int
     lanes: Lanes
     links: list[Link] = field(default_factory=list)
+    runs: bool = False  # else it is broken off at once
     broken: str = ""  # why it must not go on
     over: threading.Event = field(default_factory=threading.Event)
 
@@ -93,31 +134,29 @@ class Session:
     wanted: Mapping[str, str] = field(default_factory=dict)  # digests that `missing` was asked for
     claiming: threading.Lock = field(default_factory=threading.Lock)  # one lane at a time
     closed: str = ""  # why no use begins any more; the last one may not have ended yet
-    _life: Life = Life.REST
-    _epoch: int = 0
-    _stream: Stream | None = None
+    _use: object = None  # of the part now: a stream, or a token of one call; None at rest
     _turn: threading.Condition = field(default_factory=threading.Condition)
     _dropped: threading.Event = field(default_factory=threading.Event)
 
     @property
-    def running(self) -> bool:
-        """Whether a stream has the part."""
-        return self._life in (Life.CLAIMED, Life.RUNNING)
+    def stream(self) -> Stream | None:
+        """The stream that has the part."""
+        return self._use if isinstance(self._use, Stream) else None
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
         """Keep the part from changing. Raises SessionRefused while a stream has it."""
         with self._turn:
-            if not self._turn.wait_for(lambda: self._life is not Life.BUSY, BUSY_S):
+            if not self._turn.wait_for(self._has_no_call, BUSY_S):
                 raise SessionRefused(f"the session has been busy for {BUSY_S:g} s")
             self._refuse_if_closed()
-            if self._life is not Life.REST:
+            if self._use is not None:
                 raise SessionRefused("the session is in the middle of a stream")
-            epoch = self._begin(Life.BUSY)
+            use = self._use = object()
         try:
             yield
         finally:
-            self._leave(epoch)
+            self._leave(use)
 
     def claim(self, lane: Lane) -> Stream:
         """Give the part to a stream; the caller has it at rest.
@@ -126,19 +165,18 @@ class Session:
         """
         with self._turn:
             self._refuse_if_closed()
-            assert self._life is Life.BUSY
             lanes = Lanes(self.request.stage.turn)
             if not lanes.accepts(lane):
                 raise SessionRefused(f"the session's stage has no lane {lane.number} of {lane.of}")
             lanes.links[lane] = None
-            self._stream = Stream(self, self._begin(Life.CLAIMED), lanes)
-            return self._stream
+            self._use = stream = Stream(self, lanes)
+            return stream
 
     def joined(self, lane: Lane) -> Stream | None:
         """Reserve this lane of a claimed stream that waits for it; None if there is none."""
         with self._turn:
-            stream = self._stream
-            if stream is None or self._life is not Life.CLAIMED or not stream.lanes.accepts(lane):
+            stream = self.stream
+            if stream is None or stream.runs or not stream.lanes.accepts(lane):
                 return None
             stream.lanes.links[lane] = None
             return stream
@@ -157,8 +195,7 @@ class Session:
         """Begin a claimed stream. Raises SessionRefused when it was broken off before."""
         with self._turn:
             self.add_link(stream, upstream)
-            assert (self._life, self._epoch) == (Life.CLAIMED, stream.epoch)
-            self._life = Life.RUNNING
+            stream.runs = True
 
     def add_link(self, stream: Stream, link: Link) -> None:
         """Add a link that is closed when the stream is broken off.
@@ -170,16 +207,9 @@ class Session:
                 raise SessionRefused(stream.broken)
             stream.links.append(link)
 
-    def give_up(self, stream: Stream, why: str) -> None:
-        """Close the links of a stream, unless it is over, so that it ends."""
-        with self._turn:
-            links = self._end_stream(why) if self._stream is stream else ()
-        for link in links:
-            link.close(why)
-
     def end(self, stream: Stream) -> None:
         """The stream is over; may be called twice."""
-        self._leave(stream.epoch)
+        self._leave(stream)
         stream.over.set()
 
     def fail(self, why: str) -> None:
@@ -194,15 +224,19 @@ class Session:
         """
         stream = self.cut(why)
         with self._turn:
-            if not self._turn.wait_for(lambda: not stream or self._stream is not stream, BUSY_S):
+            if not self._turn.wait_for(lambda: not stream or self._use is not stream, BUSY_S):
                 raise SessionRefused(
                     f"the stream was told to end ({why}), but its step has not for {BUSY_S:g} s"
                 )
 
-    def cut(self, why: str) -> Stream | None:
-        """Close the links of a stream that has the part, so that it ends; do not wait for it."""
+    def cut(self, why: str, only: Stream | None = None) -> Stream | None:
+        """Close the links of the stream that has the part, so that it ends; do not wait for it.
+
+        With `only`, no other stream is ended.
+        """
         with self._turn:
-            stream, links = self._stream, self._end_stream(why)
+            stream = self.stream
+            links = self._end_stream(why) if only in (None, stream) else ()
         for link in links:
             link.close(why)
         return stream
@@ -216,13 +250,11 @@ class Session:
         """
         with self._turn:
             # The caller may see the end of its last call before this host has left that call.
-            self._turn.wait_for(lambda: self._life is not Life.BUSY, LEAVING_S)
+            self._turn.wait_for(self._has_no_call, LEAVING_S)
             self._refuse_if_closed()
             self.closed = why
-            whole = self._life in (Life.REST, Life.CLAIMED)
+            whole = self._use is None or (self.stream is not None and not self.stream.runs)
             links = self._end_stream(why) if whole else ()
-            if whole:
-                self._life = Life.GONE
         if whole:
             for link in links:
                 link.close(why)
@@ -238,9 +270,9 @@ class Session:
     def retire(self) -> bool:
         """Close a session that is not in use, without `drop`; return whether it was not."""
         with self._turn:
-            if self._life is not Life.REST or self.closed:
+            if self._use is not None or self.closed:
                 return False
-            self.closed, self._life = "it was not in use", Life.GONE
+            self.closed = "it was not in use"
             self.empty()
             return True
 
@@ -270,32 +302,29 @@ class Session:
         self.part = self.optimizer = None
         self.steps, self.report = self.saved.step, self.saved.report
 
+    def _has_no_call(self) -> bool:
+        return self._use is None or self.stream is not None
+
     def _end_stream(self, why: str) -> tuple[Link, ...]:
         """Break off the stream, if any; one that has not begun is over at once. Its links."""
-        if self._stream is None:
+        stream = self.stream
+        if stream is None:
             return ()
-        self._stream.broken = self._stream.broken or why
-        links = tuple(self._stream.links)
-        if self._life is Life.CLAIMED:
-            self._stream.over.set()
-            self._life, self._stream = Life.REST, None
+        stream.broken = stream.broken or why
+        if not stream.runs:
+            stream.over.set()
+            self._use = None
             self._turn.notify_all()
-        return links
+        return tuple(stream.links)
 
-    def _begin(self, life: Life) -> int:
-        self._life = life
-        self._epoch += 1
-        return self._epoch
-
-    def _leave(self, epoch: int) -> None:
+    def _leave(self, use: object) -> None:
         """End a use, unless it has ended already or another one has begun since."""
         with self._turn:
-            if epoch != self._epoch or self._life in (Life.REST, Life.GONE):
+            if self._use is not use:
                 return
-            self._life = Life.GONE if self.closed else Life.REST
-            self._stream = None
+            self._use = None
             self._turn.notify_all()
-            last = self._life is Life.GONE
+            last = bool(self.closed)
         if last:
             self.empty()
             self._drop()

@@ -7,9 +7,8 @@ import pytest
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.core.schedule import Turn
-from collapipe_flwr.host.lanes import ONLY, SIBLING, Lane, Lanes
 from collapipe_flwr.host.server import EdgeServer
-from collapipe_flwr.host.session import SessionRefused
+from collapipe_flwr.host.session import ONLY, SIBLING, Lane, Lanes, SessionRefused
 from collapipe_flwr.pipeline.link import memory_pair
 from collapipe_flwr.transport.client import EdgeClient
 from tests.host.chain_to_edge import service, session_key

@@ -168,7 +168,7 @@ def test_a_rollback_ends_a_stream_whose_device_hangs(undisturbed):
     thread = threading.Thread(target=run_quietly, args=(edge, theirs))
     session = edge.find(session_key())
     thread.start()
-    while not session.running:
+    while session.stream is None:
         thread.join(0.01)
     edge.rollback(session_key(), 0)
     thread.join(60)
