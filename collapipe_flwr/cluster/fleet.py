@@ -141,21 +141,17 @@ class Segments:
     moved: TransferStats = field(default_factory=TransferStats)  # placed and collected
 
 
-class Chain(Protocol):
-    """Device 1 -> ... -> device K -> edge, ready for steps."""
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Device 1 -> ... -> device K -> edge, ready for steps; ``link`` is that to device 1.
 
-    @property
-    def link(self) -> Link:
-        """The control unit's link to device 1."""
-        ...
+    ``collect`` returns the segments, after the END frame was sent down ``link``; its argument says
+    whether with slots. It waits for every device and the edge to end, and raises the LinkError of
+    one that failed or did not end.
+    """
 
-    def collect(self, *, keep_optimizer: bool) -> Segments:
-        """The segments, after the END frame was sent down ``link``, on request with slots.
-
-        Waits for every device and the edge to end; raises the LinkError of one that failed or did
-        not end.
-        """
-        ...
+    link: Link
+    collect: Callable[[bool], Segments]
 
 
 class Fleet(Protocol):
@@ -191,7 +187,7 @@ class ThreadFleet:
         self._crashed: set[str] = set()
 
     @contextmanager
-    def chain(self, splitter: AnySplitter, order: RoundOrder) -> Iterator[ThreadChain]:
+    def chain(self, splitter: AnySplitter, order: RoundOrder) -> Iterator[Chain]:
         """See `Fleet.chain`; every thread has ended afterwards."""
         with ExitStack() as edge:
             last = order.plan.replicas[-2]
@@ -202,8 +198,15 @@ class ThreadFleet:
             link, stages = join(splitter, order, edges, self._make_stage)
             threads = [DeviceThread(stage) for stage in stages]
             deadline_s = order.learning.deadline_s
+
+            def collect(keep_optimizer: bool) -> Segments:
+                for thread in threads:
+                    thread.finish(deadline_s)
+                edge.close()
+                return _segments(stages, keep_optimizer)
+
             try:
-                yield ThreadChain(link, threads, deadline_s, edge)
+                yield Chain(link, collect)
             except BaseException as error:
                 link.close(str(error) or type(error).__name__)
                 raise
@@ -216,35 +219,21 @@ class ThreadFleet:
         return frozenset(self._crashed.intersection(device_ids))
 
 
-class ThreadChain:
-    """The running threads; see `Chain`."""
-
-    def __init__(
-        self, link: Link, devices: Sequence[DeviceThread], deadline_s: float, edge: ExitStack
-    ) -> None:
-        self.link = link
-        self._devices = devices
-        self._deadline_s = deadline_s
-        self._edge = edge
-
-    def collect(self, *, keep_optimizer: bool) -> Segments:
-        for device in self._devices:
-            device.finish(self._deadline_s)
-        self._edge.close()
-        stages = [device.stage for device in self._devices]
-        firsts = [stage for stage in stages if stage.settings.turn.replica == 0]
-        kept = firsts if keep_optimizer else ()
-        return Segments(
-            state=PartState(
-                weights={
-                    key: tensor.detach()
-                    for stage in firsts
-                    for key, tensor in home(stage.part.state_dict()).items()
-                },
-                optimizer={k: t for s in kept for k, t in optimizer_state_of(s.optimizer).items()},
-            ),
-            reports=tuple(stage.report() for stage in stages),
-        )
+def _segments(stages: Sequence[MiddleStage], keep_optimizer: bool) -> Segments:
+    """The segments of stages that have ended; replicas of a stage hold the same."""
+    firsts = [stage for stage in stages if stage.settings.turn.replica == 0]
+    kept = firsts if keep_optimizer else ()
+    return Segments(
+        state=PartState(
+            weights={
+                key: tensor.detach()
+                for stage in firsts
+                for key, tensor in home(stage.part.state_dict()).items()
+            },
+            optimizer={k: t for s in kept for k, t in optimizer_state_of(s.optimizer).items()},
+        ),
+        reports=tuple(stage.report() for stage in stages),
+    )
 
 
 class DeviceThread(threading.Thread):

@@ -113,7 +113,7 @@ def run_interval(
         report, next_step = first.report(), first.next_step
         del first, optimizer, embedding, slots  # freed before the segments arrive
         give_back()
-        segments = chain.collect(keep_optimizer=keeps)
+        segments = chain.collect(keeps)
         give_back()
     state = PartState(
         weights=Lookup.of(own.weights, segments.state.weights),

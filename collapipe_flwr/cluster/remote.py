@@ -8,12 +8,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress
 from typing import TypeVar
 
 from torch import Tensor
 
-from collapipe_flwr.cluster.fleet import CONTROL_UNIT, Holder, RoundOrder, Segments
+from collapipe_flwr.cluster.fleet import CONTROL_UNIT, Chain, Holder, RoundOrder, Segments
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig, read_cluster
 from collapipe_flwr.core.errors import (
     Blame,
@@ -58,7 +59,7 @@ class RemoteFleet:
     heartbeat: Heartbeat | None = None
 
     @contextmanager
-    def chain(self, splitter: AnySplitter, order: RoundOrder) -> Iterator[RemoteChain]:
+    def chain(self, splitter: AnySplitter, order: RoundOrder) -> Iterator[Chain]:
         """See `Fleet.chain`; every session is closed afterwards, as far as devices answer."""
         with ExitStack() as stack:
             limits = self.cluster.links
@@ -84,10 +85,24 @@ class RemoteFleet:
                 stack.callback(first_links[-1].close)
             link = fan_of(first_links, ALONE)
             try:
-                yield RemoteChain(link, sessions)
+                yield Chain(link, partial(self.collect, link, sessions))
             except BaseException as error:
                 link.close(str(error) or type(error).__name__)
                 raise
+
+    def collect(self, link: Link, sessions: Sequence[Hosted], keep_optimizer: bool) -> Segments:
+        """See `Chain`; one segment at a time is in this machine's memory."""
+        link.close()  # returns when device 1, and with it the chain behind it, has ended
+        turn = threading.Lock()
+        parts = _at_once(lambda hosted: hosted.collect(keep_optimizer, turn), sessions)
+        return Segments(
+            state=PartState(
+                weights=Lookup.of(*(part.state.weights for part in parts)),
+                optimizer=Lookup.of(*(part.state.optimizer for part in parts)),
+            ),
+            reports=tuple(report for part in parts for report in part.reports),
+            moved=sum((part.moved for part in parts), TransferStats()),
+        )
 
     def missing(self, device_ids: Collection[str]) -> frozenset[str]:
         """See `Fleet.missing`; a device need not load its libraries to answer.
@@ -255,27 +270,6 @@ class Hosted:
             self.session.close(within_s=CLOSE_S)
         except LinkError as error:
             _log.info("nothing to close: %s", error)
-
-
-class RemoteChain:
-    """Sessions on daemons; see `Chain`."""
-
-    def __init__(self, link: Link, sessions: Sequence[Hosted]) -> None:
-        self.link = link
-        self._sessions = sessions
-
-    def collect(self, *, keep_optimizer: bool) -> Segments:
-        self.link.close()  # returns when device 1, and with it the chain behind it, has ended
-        turn = threading.Lock()  # one segment at a time in this machine's memory
-        parts = _at_once(lambda hosted: hosted.collect(keep_optimizer, turn), self._sessions)
-        return Segments(
-            state=PartState(
-                weights=Lookup.of(*(part.state.weights for part in parts)),
-                optimizer=Lookup.of(*(part.state.optimizer for part in parts)),
-            ),
-            reports=tuple(report for part in parts for report in part.reports),
-            moved=sum((part.moved for part in parts), TransferStats()),
-        )
 
 
 def _lane(place: NextHop, link: LinkConfig, holder: Holder, receiver: Turn) -> NextHop:

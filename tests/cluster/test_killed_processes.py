@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.data_plane.recovery import Daemon, cluster_of, daemons, run_job, small_job
 from collapipe_flwr.cluster.fleet import PATIENCE_PER_STAGE
-from collapipe_flwr.cluster.remote import CLOSE_S, RemoteChain, RemoteFleet
+from collapipe_flwr.cluster.remote import CLOSE_S, RemoteFleet
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.pipeline.roles import FirstStage
 from tests.cluster.conftest import WarmDaemons
@@ -39,7 +39,7 @@ def striking(phase: str, step: int, strike: Callable[[], None]) -> Iterator[list
     ``placing`` and ``collecting`` are before the first step of a chain, and behind its last.
     """
     struck_s: list[float] = []
-    around = {"placing": (RemoteFleet, "chain"), "collecting": (RemoteChain, "collect")}
+    around = {"placing": (RemoteFleet, "chain"), "collecting": (RemoteFleet, "collect")}
     owner, name = around.get(phase, (RemoteFleet, "chain"))
     method = getattr(owner, name)
 

@@ -19,7 +19,7 @@ from flwr.app import Context, Error, Message
 from flwr.supercore.task_identity import TaskIdentity
 
 from client_app.app import app
-from collapipe_flwr.cluster.remote import RemoteChain, RemoteFleet
+from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.federation.local_grid import CLIENT_APP_RAISED
 from collapipe_flwr.federation.records import flower_round
 from collapipe_flwr.pipeline.roles import FirstStage
@@ -54,7 +54,7 @@ def _before(owner: type, name: str, when: Callable[..., bool]) -> None:
 def _arm(phase: str) -> None:
     always = {
         "placing": (RemoteFleet, "chain"),
-        "collecting": (RemoteChain, "collect"),
+        "collecting": (RemoteFleet, "collect"),
     }
     if phase in always:
         _before(*always[phase], lambda *_: True)
