@@ -10,25 +10,17 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import NoReturn
 
 import grpc
 
 from collapipe_flwr.config.access_control import AccessControl, Caller
-from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.transport.methods import Method
 from collapipe_flwr.transport.tls import fingerprint
 
 _COMMON_NAME, _CERTIFICATE = "x509_common_name", "x509_pem_cert"
 # Of one peer; a cluster needs half.
 MOST_AT_ONCE = {"transfers": 2, "streams": 16, "texts": 16, "calls": 8}
-
-
-class PeerRefused(LinkError):
-    """A peer without a certificate of this cluster, or not in the role for what it asks."""
-
-
-class PeerBusy(LinkError):
-    """A peer that has too much under way."""
 
 
 def peer_name(context: grpc.ServicerContext) -> str | None:
@@ -70,19 +62,14 @@ class Authorizer:
         Ends the call as UNAUTHENTICATED for a stranger or a wrong role, as RESOURCE_EXHAUSTED
         for one call too many at once.
         """
-        try:
-            caller = self._known(context)
-            if caller is not None and not caller.may_call(method.name, on_edge=self._on_edge):
-                assert caller.role is not None
-                raise PeerRefused(
-                    f"{caller.name} is a {caller.role.value}: it may not call {method.name}"
-                )
-            with self._under_way(caller, context, method.counts_as):
-                yield caller
-        except PeerRefused as error:
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
-        except PeerBusy as error:
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        caller = self._known(context)
+        if caller is not None and not caller.may_call(method.name, on_edge=self._on_edge):
+            assert caller.role is not None
+            _refuse(
+                context, f"{caller.name} is a {caller.role.value}: it may not call {method.name}"
+            )
+        with self._under_way(caller, context, method.counts_as):
+            yield caller
 
     def replace(self, access: AccessControl) -> None:
         """Apply another access control, and cut the calls of callers that are not in it."""
@@ -96,19 +83,20 @@ class Authorizer:
     def _known(self, context: grpc.ServicerContext) -> Caller | None:
         name = peer_name(context)
         if name == "":
-            raise PeerRefused(
-                "the peer's certificate has no common name, so it identifies no member"
+            _refuse(
+                context, "the peer's certificate has no common name, so it identifies no member"
             )
         if self._access is None:
             return None if name is None else Caller(name=name)
         caller = None if name is None else self._access.callers.get(name)
         if caller is None:
             shown = "no name at all" if name is None else name[:80]
-            raise PeerRefused(f"the peer's certificate names {shown}, which is no member here")
+            _refuse(context, f"the peer's certificate names {shown}, which is no member here")
         if not caller.may_show(peer_fingerprint(context)):
-            raise PeerRefused(
+            _refuse(
+                context,
                 f"the peer's certificate names {caller.name}, which is a member here, but it is "
-                "not the one that this member joined with"
+                "not the one that this member joined with",
             )
         return caller
 
@@ -123,7 +111,8 @@ class Authorizer:
         name, shown = caller.name, peer_fingerprint(context)
         with self._lock:
             if self._counts[name, kind] >= MOST_AT_ONCE[kind]:
-                raise PeerBusy(f"{name} has {MOST_AT_ONCE[kind]} {kind} under way, its limit here")
+                said = f"{name} has {MOST_AT_ONCE[kind]} {kind} under way, its limit here"
+                context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, said)
             self._counts[name, kind] += 1
             self._calls[context] = (name, shown)
         try:
@@ -133,3 +122,8 @@ class Authorizer:
             with self._lock:
                 self._counts[name, kind] -= 1
                 del self._calls[context]
+
+
+def _refuse(context: grpc.ServicerContext, said: str) -> NoReturn:
+    context.abort(grpc.StatusCode.UNAUTHENTICATED, said)
+    raise AssertionError("abort raises")
