@@ -60,7 +60,7 @@ def _decode(kind: Any, data: Any, path: str) -> Any:
         return _decode((exact or options)[0], data, path)
     if origin is tuple:
         return _decode_tuple(args, data, path)
-    if origin is Mapping:
+    if origin in (Mapping, dict):
         return {k: _decode(args[1], v, f"{path}.{k}") for k, v in _object(data, path).items()}
     if is_dataclass(kind):
         return _decode_dataclass(kind, _object(data, path), path)

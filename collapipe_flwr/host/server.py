@@ -30,7 +30,7 @@ from collapipe_flwr.transport.methods import (
     decode_message,
     encode_message,
 )
-from collapipe_flwr.transport.roster import Roster, RosterAnswer
+from collapipe_flwr.transport.roster import Roster
 from collapipe_flwr.transport.server import Server, only_message
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class Listener(Server):
         assert self._rosters is not None
         try:
             roster = decode_message(Roster, message)
-            return encode_message(RosterAnswer(version=self._rosters.accept(roster)))
+            return encode_message(self._rosters.accept(roster))
         except ProtocolError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except LinkError as error:

@@ -22,10 +22,9 @@ from collapipe_flwr.host.ledger import NoRoom
 from collapipe_flwr.host.service import EdgeService, Reserve
 from collapipe_flwr.host.session import Lane, SessionRefused, Stream
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest, run_benchmark
-from collapipe_flwr.pipeline.config import Health, PassesDone, SessionKey, SessionRequest, StepMark
+from collapipe_flwr.pipeline.config import Health, PassesDone, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.link import Frame, FrameKind, Link
 from collapipe_flwr.pipeline.meter import StageReport
-from collapipe_flwr.pipeline.state import Digests, Keys
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
 from collapipe_flwr.transport.methods import (
@@ -148,16 +147,15 @@ class Servicer:
             self._service.receive_weights(call.key, receive)
         give_back()
 
-    def missing(self, data: bytes, call: Call) -> Keys:
-        return Keys(keys=self._service.missing(call.key, decode_message(Digests, data).digests))
+    def missing(self, data: bytes, call: Call) -> tuple[str, ...]:
+        return self._service.missing(call.key, decode_message(dict[str, str], data))
 
-    def digests(self, _: bytes, call: Call) -> Digests:
-        found = self._service.digests(call.key, with_optimizer=call.with_optimizer)
-        return Digests(digests=found)
+    def digests(self, _: bytes, call: Call) -> dict[str, str]:
+        return self._service.digests(call.key, with_optimizer=call.with_optimizer)
 
     def fetch_weights(self, data: bytes, call: Call) -> Iterator[bytes]:
         """Piece by piece from the part itself, so that sending takes no memory for a copy."""
-        keys = decode_message(Keys, data).keys if data else None
+        keys = decode_message(tuple[str, ...], data) if data else None
         with (
             call_deadline(call.context, _TRANSFER_S),
             self._service.reading(call.key, with_optimizer=call.with_optimizer) as weights,
@@ -174,10 +172,10 @@ class Servicer:
         return self._service.passes(call.key)
 
     def snapshot(self, data: bytes, call: Call) -> None:
-        self._service.snapshot(call.key, decode_message(StepMark, data).step)
+        self._service.snapshot(call.key, decode_message(int, data))
 
     def rollback(self, data: bytes, call: Call) -> None:
-        self._service.rollback(call.key, decode_message(StepMark, data).step)
+        self._service.rollback(call.key, decode_message(int, data))
 
     def close_session(self, _: bytes, call: Call) -> None:
         self._service.close(call.key)

@@ -192,13 +192,6 @@ class SessionRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepMark:
-    """A point between two steps, `step` steps after the weights were set."""
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PassesDone:
     """Micro-batches that a session has completed so far, in training and in evaluation."""
 

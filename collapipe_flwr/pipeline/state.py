@@ -152,20 +152,6 @@ def _in_order(key: str, numbered: Mapping[str, str]) -> tuple[str, ...]:
         raise ModelError(f"the optimizer's tensors of {key[:80]!r} have gaps") from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Digests:
-    """Content digests by key."""
-
-    digests: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Keys:
-    """Some keys of a part; None: all of them."""
-
-    keys: tuple[str, ...] | None = None
-
-
 def digest_of(tensor: Tensor) -> str:
     """A digest that is equal only for tensors of equal dtype, shape and bits."""
     what = f"{tensor.dtype} {tuple(tensor.shape)} "

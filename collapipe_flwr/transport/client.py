@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from torch import Tensor
 
@@ -25,12 +26,11 @@ from collapipe_flwr.pipeline.config import (
     PassesDone,
     SessionKey,
     SessionRequest,
-    StepMark,
 )
 from collapipe_flwr.pipeline.link import Frame, FrameKind, Link
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.offload import Lookup, Offload
-from collapipe_flwr.pipeline.state import Digests, Keys, digest_of
+from collapipe_flwr.pipeline.state import digest_of
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
 from collapipe_flwr.transport.connection import Answer, Connection
@@ -178,33 +178,38 @@ class Session:
 
     def missing(self, digests: Mapping[str, str]) -> tuple[str, ...]:
         """The keys of the weights that a push must bring; the host kept the others."""
-        return self._look(methods.MISSING, Digests(digests=digests), Keys).keys or ()
+        within_s = self.client.transfer_s  # the host reads all weights
+        return self._call(methods.MISSING, digests, tuple[str, ...], within_s=within_s)
 
     def digests(self, *, with_optimizer: bool = False) -> dict[str, str]:
         """The content digests of what `fetch_weights` would bring, "" for what has changed."""
-        return dict(self._look(methods.DIGESTS, None, Digests, with_optimizer).digests)
+        return self._call(
+            methods.DIGESTS,
+            None,
+            dict[str, str],
+            with_optimizer=with_optimizer,
+            within_s=self.client.transfer_s,
+        )
 
     def report(self) -> StageReport:
         """What the session measured over all steps that count; see `EdgeService.report`."""
-        return self._again(methods.REPORT, answer=StageReport)
+        return self._call(methods.REPORT, None, StageReport, patiently=True)
 
     def passes(self, *, within_s: float) -> PassesDone:
         """How far the session is, also within a step."""
-        return self.client.call(
-            methods.PASSES, answer=PassesDone, metadata=self._metadata(), within_s=within_s
-        )
+        return self._call(methods.PASSES, None, PassesDone, within_s=within_s)
 
     def snapshot(self, step: int) -> None:
         """Have a recoverable session keep its state after `step` steps."""
-        self._again(methods.SNAPSHOT, StepMark(step=step))
+        self._call(methods.SNAPSHOT, step, patiently=True)
 
     def rollback(self, step: int) -> None:
         """Have a recoverable session return to its snapshot after `step` steps."""
-        self._again(methods.ROLLBACK, StepMark(step=step))
+        self._call(methods.ROLLBACK, step, patiently=True)
 
     def close(self, *, within_s: float | None = None) -> None:
         """Free everything that the session holds."""
-        self.client.call(methods.CLOSE_SESSION, metadata=self._metadata(), within_s=within_s)
+        self._call(methods.CLOSE_SESSION, within_s=within_s)
 
     @contextmanager
     def connect(self, config: LinkConfig, *, name: str = "last device") -> Iterator[Link]:
@@ -254,24 +259,24 @@ class Session:
     def _answers(self, with_optimizer: bool, keys: tuple[str, ...] | None) -> Iterator[Frame]:
         """The frames of these weights."""
         answers = methods.FETCH_WEIGHTS.on(self.client.channel)(
-            methods.encode_message(Keys(keys=keys)),
+            b"" if keys is None else methods.encode_message(keys),
             timeout=self.client.transfer_s,
             metadata=self._metadata(with_optimizer),
         )
         return (decode_frame(answer) for answer in answers)
 
-    def _look(
-        self, method: Method, message: object, answer: type[Answer], with_optimizer: bool = False
+    def _call(
+        self,
+        method: Method,
+        message: object = None,
+        answer: type[Answer] | None = None,
+        *,
+        with_optimizer: bool = False,
+        **how: Any,
     ) -> Answer:
-        """A call for which the host reads all weights."""
-        metadata, within_s = self._metadata(with_optimizer), self.client.transfer_s
-        return self.client.call(method, message, answer, metadata=metadata, within_s=within_s)
-
-    def _again(
-        self, method: Method, message: object = None, answer: type[Answer] | None = None
-    ) -> Answer:
-        """A call that may be made twice, so that it survives a restart of the host."""
-        return self.client.call(method, message, answer, metadata=self._metadata(), patiently=True)
+        """See `Connection.call`; patient calls may be made twice."""
+        metadata = self._metadata(with_optimizer)
+        return self.client.call(method, message, answer, metadata=metadata, **how)
 
     def _await_hello(self, stream: StreamLink) -> None:
         try:

@@ -56,13 +56,6 @@ class GenerateRequest:
             raise ConfigError("an empty stop string would end every text at once")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """The text since the last chunk."""
-
-    text: str
-
-
 Write = Callable[[GenerateRequest], Iterator[str]]
 
 
@@ -92,7 +85,7 @@ class TextServer(Server):
             try:
                 request = decode_message(GenerateRequest, only_message(messages, context))
                 for text in self._write(request):
-                    yield encode_message(Chunk(text=text))
+                    yield encode_message(text)
             except CollaPipeError as error:
                 broken = isinstance(error, LinkError) and not isinstance(error, ProtocolError)
                 code = grpc.StatusCode.UNAVAILABLE if broken else grpc.StatusCode.INVALID_ARGUMENT
@@ -127,7 +120,7 @@ class TextClient(Connection):
         answers = WRITE.on(self.channel)(encode_message(request), timeout=self.deadline_s)
         try:
             for data in answers:
-                yield decode_message(Chunk, data).text
+                yield decode_message(str, data)
         except grpc.RpcError as error:
             raise self._refusal(error) from error
         finally:

@@ -34,13 +34,6 @@ class Roster:
         return _CONTEXT + (self.text + figures).encode()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RosterAnswer:
-    """The version that a member applies now, and after a restart."""
-
-    version: int
-
-
 def signed_roster(text: str, sign: Callable[[bytes], bytes], figures: str = "") -> Roster:
     """A roster that members accept."""
     roster = Roster(text=text, signature="", figures=figures)
@@ -67,4 +60,4 @@ def check_roster(roster: Roster, ca: Path) -> None:
 
 def send_roster(connection: Connection, roster: Roster) -> int:
     """Send a member its roster; return the version that it has then. Raises LinkError."""
-    return connection.call(ROSTER, roster, RosterAnswer).version
+    return connection.call(ROSTER, roster, int)

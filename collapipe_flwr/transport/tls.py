@@ -13,7 +13,6 @@ import binascii
 import re
 import ssl
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
@@ -102,16 +101,8 @@ def check_pair(certificate: Path, key: Path, way_out: str) -> None:
         ) from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Validity:
-    """Both ends belong to it."""
-
-    begins: datetime
-    ends: datetime
-
-
-def validity_of(pem: bytes) -> Validity:
-    """The dates of the first certificate in a PEM file; raises ConfigError without one."""
+def validity_of(pem: bytes) -> tuple[datetime, datetime]:
+    """Begin and end of the first certificate in a PEM file; raises ConfigError without one."""
     der = _der(pem)
     try:
         ((_, certificate),) = _elements(der)
@@ -120,7 +111,7 @@ def validity_of(pem: bytes) -> Validity:
         begins, ends = (_moment(tag, content) for tag, content in _elements(fields[3][1]))
     except (IndexError, StopIteration, ValueError) as error:
         raise ConfigError(f"its certificate cannot be read: {error}") from error
-    return Validity(begins=begins, ends=ends)
+    return begins, ends
 
 
 def _der(pem: bytes) -> bytes:
@@ -141,17 +132,17 @@ def fingerprint(pem: bytes) -> str:
 def check_validity(path: str, pem: bytes, now: datetime) -> None:
     """Raise ConfigError with the way out when a certificate is not valid now."""
     try:
-        found = validity_of(pem)
+        begins, ends = validity_of(pem)
     except ConfigError as error:
         raise ConfigError(f"{path} is no certificate: {error}") from error
-    if now > found.ends:
+    if now > ends:
         raise ConfigError(
-            f"the certificate {path} expired on {found.ends:%Y-%m-%d}: make a new one with "
+            f"the certificate {path} expired on {ends:%Y-%m-%d}: make a new one with "
             "`collapipe certs --renew`, or set this machine's clock if that is in the future"
         )
-    if now < found.begins:
+    if now < begins:
         raise ConfigError(
-            f"the certificate {path} holds from {found.begins:%Y-%m-%d} on, and this machine's "
+            f"the certificate {path} holds from {begins:%Y-%m-%d} on, and this machine's "
             f"clock says {now:%Y-%m-%d}: set it (`timedatectl`)"
         )
 
