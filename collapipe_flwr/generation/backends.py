@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterConfig
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError, LinkError
+from collapipe_flwr.generation.resilient import GenerationBackend
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.compute import CPU, hold
@@ -113,7 +115,6 @@ class ServedModel:
         )
 
     def edge_weights(self) -> dict[str, Tensor]:
-        """The weights of that part."""
         keys = (*self.splitter.edge_keys(), *self.splitter.shared_keys)
         return {key: self.weights[key] for key in keys}
 
@@ -141,12 +142,12 @@ def edge_thread(served: ServedModel) -> Iterator[Link]:
 
 
 @contextmanager
-def edge_session(client: EdgeClient, served: ServedModel) -> Iterator[NextHop]:
+def edge_session(client: EdgeClient, served: ServedModel) -> Iterator[SessionKey]:
     """A session with the model's last part on the edge server that ``client`` talks to."""
     session = client.open_session(served.edge_request())
     try:
         session.push_weights(served.edge_weights())
-        yield NextHop(address=client.address, key=session.key)
+        yield session.key
     finally:
         try:
             session.close()
@@ -154,52 +155,44 @@ def edge_session(client: EdgeClient, served: ServedModel) -> Iterator[NextHop]:
             _log.info("nothing to close: %s", error)
 
 
-class ThreadBackend:
-    """Devices and edge as threads of this process; see `GenerationBackend`."""
-
-    def __init__(self, served: ServedModel, devices: int) -> None:
-        self.device_ids = tuple(f"device-{index}" for index in range(1, devices + 1))
-        self.fleet = ThreadFleet(lambda _: edge_thread(served))
-        self._served = served
-
-    def chain(self, device_ids: Sequence[str]) -> AbstractContextManager[GenerationDriver]:
-        return self._served.over(self.fleet, device_ids)
-
-    def missing(self, device_ids: Collection[str]) -> frozenset[str]:
-        return self.fleet.missing(device_ids)
+def thread_backend(served: ServedModel, devices: int) -> GenerationBackend:
+    """Devices and edge as threads of this process."""
+    fleet = ThreadFleet(lambda _: edge_thread(served))
+    return GenerationBackend(
+        device_ids=tuple(f"device-{index}" for index in range(1, devices + 1)),
+        chain=partial(served.over, fleet),
+        missing=fleet.missing,
+    )
 
 
-class DaemonBackend:
+def daemon_backend(
+    served: ServedModel, cluster: ClusterConfig, edge_address: str = ""
+) -> GenerationBackend:
     """The daemons of a cluster file and its edge, or the edge at ``edge_address``."""
-
-    def __init__(self, served: ServedModel, cluster: ClusterConfig, edge_address: str = "") -> None:
-        self.device_ids = tuple(cluster.device_id(device) for device in cluster.devices)
-        self._served, self._cluster = served, cluster
-        self._address = edge_address or cluster.edge.address
-        if not self._address:
-            raise ConfigError(
-                f"cluster {cluster.id} has no edge: give --edge HOST:PORT or an [edge] address"
-            )
+    address, name = edge_address or cluster.edge.address, cluster.certificate_name(cluster.edge)
+    if not address:
+        raise ConfigError(
+            f"cluster {cluster.id} has no edge: give --edge HOST:PORT or an [edge] address"
+        )
 
     @contextmanager
-    def chain(self, device_ids: Sequence[str]) -> Iterator[GenerationDriver]:
-        """See `GenerationBackend.chain`; the edge gets its part first."""
-        name = self._cluster.certificate_name(self._cluster.edge)
+    def chain(device_ids: Sequence[str]) -> Iterator[GenerationDriver]:
         with (
             EdgeClient(
-                self._address,
-                tls=self._cluster.tls_files(self._cluster.control_unit.name),
+                address,
+                tls=cluster.tls_files(cluster.control_unit.name),
                 certificate_name=name,
-                deadline_s=self._served.deadline_s,
+                deadline_s=served.deadline_s,
             ) as client,
-            edge_session(client, self._served) as hop,
-            self._served.over(
-                RemoteFleet(cluster=self._cluster, edge=replace(hop, certificate_name=name)),
-                device_ids,
-            ) as driver,
+            edge_session(client, served) as key,
         ):
-            yield driver
+            edge = NextHop(address=address, key=key, certificate_name=name)
+            with served.over(RemoteFleet(cluster=cluster, edge=edge), device_ids) as driver:
+                yield driver
 
-    def missing(self, device_ids: Collection[str]) -> frozenset[str]:
-        nowhere = NextHop(address=self._address, key=SessionKey(session_id="", token=""))
-        return RemoteFleet(cluster=self._cluster, edge=nowhere).missing(device_ids)
+    nowhere = NextHop(address=address, key=SessionKey(session_id="", token=""))
+    return GenerationBackend(
+        device_ids=tuple(map(cluster.device_id, cluster.devices)),
+        chain=chain,
+        missing=RemoteFleet(cluster=cluster, edge=nowhere).missing,
+    )

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -23,21 +23,17 @@ _log = logging.getLogger(__name__)
 MOST_REPLAYS = 2  # of one text without a new token; a further failure is not transient
 
 
-class GenerationBackend(Protocol):
-    """Devices and an edge on which chains can be built."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationBackend:
+    """Devices, in the order of the chain, and an edge on which chains can be built.
 
-    @property
-    def device_ids(self) -> Sequence[str]:
-        """In the order of the chain."""
-        ...
+    ``chain`` makes a new one over some devices and raises LinkError if one does not answer;
+    ``missing`` are those that do not answer now.
+    """
 
-    def chain(self, device_ids: Sequence[str]) -> AbstractContextManager[GenerationDriver]:
-        """A new chain over these devices; raises LinkError if one does not answer."""
-        ...
-
-    def missing(self, device_ids: Collection[str]) -> frozenset[str]:
-        """Those that do not answer now."""
-        ...
+    device_ids: tuple[str, ...]
+    chain: Callable[[Sequence[str]], AbstractContextManager[GenerationDriver]]
+    missing: Callable[[Collection[str]], frozenset[str]]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from collapipe_flwr.config.cluster_file import ClusterConfig
 from collapipe_flwr.core.keys import AUTO
-from collapipe_flwr.generation.backends import DaemonBackend, ThreadBackend
+from collapipe_flwr.generation.backends import daemon_backend, thread_backend
 from collapipe_flwr.generation.resilient import ResilientGenerator
 from collapipe_flwr.generation.text_model import TextModel
 from collapipe_flwr.transport.generation import GenerateRequest
@@ -93,7 +93,7 @@ def local_generator(
 ) -> Iterator[TextGenerator]:
     """Generate with devices and edge as threads of this process, connected as on a cluster."""
     served = model.served(slots, DEADLINE_S, compute)
-    with ResilientGenerator(ThreadBackend(served, devices)) as chain:
+    with ResilientGenerator(thread_backend(served, devices)) as chain:
         yield TextGenerator(model, chain)
 
 
@@ -113,5 +113,5 @@ def cluster_generator(
     ConfigError without an edge, LinkError if one cannot be reached or refuses.
     """
     served = model.served(slots, deadline_s, compute)
-    with ResilientGenerator(DaemonBackend(served, cluster, edge_address)) as chain:
+    with ResilientGenerator(daemon_backend(served, cluster, edge_address)) as chain:
         yield TextGenerator(model, chain)

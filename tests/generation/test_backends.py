@@ -19,8 +19,8 @@ from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.core.errors import LinkError, LinkTimeout, ModelError
 from collapipe_flwr.generation.backends import (
     IDLE_S,
-    DaemonBackend,
     ServedModel,
+    daemon_backend,
     edge_session,
     edge_thread,
 )
@@ -28,6 +28,7 @@ from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.parts import SegmentPart
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline import generation, generation_driver
+from collapipe_flwr.pipeline.config import NextHop
 from collapipe_flwr.pipeline.generation_driver import GenerationDriver
 from collapipe_flwr.pipeline.link import Mailbox
 from collapipe_flwr.transport.client import EdgeClient
@@ -222,8 +223,8 @@ def test_daemons_write_the_same_text_and_keep_nothing(model_type: str) -> None:
     with daemons(2) as (cluster, edge), EdgeClient(edge) as client:
         names = [cluster.device_id(device) for device in cluster.devices]
         model = served(case, slots=2)
-        with edge_session(client, model) as hop:
-            fleet = RemoteFleet(cluster=cluster, edge=hop)
+        with edge_session(client, model) as key:
+            fleet = RemoteFleet(cluster=cluster, edge=NextHop(address=edge, key=key))
             with model.over(fleet, names) as driver:
                 found = [written(driver, prompt, case.settings()) for prompt in PROMPTS]
         assert found == [case.unsplit(prompt) for prompt in PROMPTS]
@@ -236,7 +237,7 @@ def test_daemons_write_the_same_text_and_keep_nothing(model_type: str) -> None:
 @contextmanager
 def on_daemons(case: Case) -> Iterator[GenerationDriver]:
     with daemons(2) as (cluster, edge):
-        site = DaemonBackend(served(case, slots=2), cluster, edge)
+        site = daemon_backend(served(case, slots=2), cluster, edge)
         with site.chain(site.device_ids) as driver:
             yield driver
 

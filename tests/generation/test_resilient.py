@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.core.errors import LinkError
-from collapipe_flwr.generation.backends import ThreadBackend
-from collapipe_flwr.generation.resilient import MOST_REPLAYS, ResilientGenerator
+from collapipe_flwr.generation.backends import thread_backend
+from collapipe_flwr.generation.resilient import MOST_REPLAYS, GenerationBackend, ResilientGenerator
 from collapipe_flwr.models.parts import SegmentPart
 from collapipe_flwr.pipeline.generation import GeneratingEdge
 from collapipe_flwr.pipeline.generation_driver import GenerationDriver
@@ -30,8 +30,8 @@ def case() -> Case:
     return Case("llama")
 
 
-def site(case: Case, devices: int = 3, slots: int = 3) -> ThreadBackend:
-    return ThreadBackend(served(case, slots), devices)
+def site(case: Case, devices: int = 3, slots: int = 3) -> GenerationBackend:
+    return thread_backend(served(case, slots), devices)
 
 
 def written(chain: ResilientGenerator, prompt: list[int], settings: str) -> list[int]:
@@ -84,7 +84,7 @@ def test_without_any_device_it_is_one_sentence(case: Case, monkeypatch: pytest.M
 class _Flaky:
     """A site whose chains break at the n-th token, though all devices answer."""
 
-    inner: ThreadBackend
+    inner: GenerationBackend
     breaks: Callable[[], bool]
     device_ids: tuple[str, ...] = ("device-1", "device-2")
     chains: list[tuple[str, ...]] = field(default_factory=list)
