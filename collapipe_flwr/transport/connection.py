@@ -41,7 +41,7 @@ _CLOSED = "Channel closed!"  # what gRPC says of calls on a channel that this si
 
 
 class Connection:
-    """Calls to one edge server, device or text server (`what`); use as a context manager.
+    """Calls to one host, which errors call `what`; use as a context manager.
 
     With TLS the peer must prove the host in `address`, or `certificate_name` where it is given.
 
@@ -52,21 +52,24 @@ class Connection:
     and streams also break when the host has missed it, however long they may take.
     """
 
+    kind = "edge"
+    usual_deadline_s = 20.0
+
     def __init__(
         self,
         address: str,
         *,
-        what: str = "edge",
+        what: str = "",
         tls: TlsFiles | None = None,
         certificate_name: str = "",
-        deadline_s: float = 20.0,
+        deadline_s: float = 0.0,
         transfer_s: float = 600.0,
         patience_s: float = 0.0,
         heartbeat: Heartbeat | None = None,
     ) -> None:
         self.address = address
-        self.peer = f"{what} at {address}"
-        self.deadline_s = deadline_s
+        self.peer = f"{what or self.kind} at {address}"
+        self.deadline_s = deadline_s or self.usual_deadline_s
         self.transfer_s = transfer_s
         self._patience_s = patience_s
         named = methods.name_options(certificate_name)

@@ -95,21 +95,8 @@ class TextServer(Server):
 class TextClient(Connection):
     """Client of a `TextServer`; use as a context manager."""
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        tls: TlsFiles | None = None,
-        certificate_name: str = "",
-        deadline_s: float = _LONGEST_S,
-    ) -> None:
-        super().__init__(
-            address,
-            what="text server",
-            tls=tls,
-            certificate_name=certificate_name,
-            deadline_s=deadline_s,
-        )
+    kind = "text server"
+    usual_deadline_s = _LONGEST_S
 
     def write(self, request: GenerateRequest) -> Iterator[str]:
         """The text, chunk by chunk; closing the iterator stops it.

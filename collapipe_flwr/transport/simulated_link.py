@@ -22,17 +22,13 @@ from collapipe_flwr.transport.stream import RateLimiter
 
 def simulated_pair(left: str, right: str, link: LinkConfig) -> tuple[Link, Link]:
     """Two joined ends that behave as ``link``; ``left`` holds the first, which sends forward."""
-    return simulated(*memory_pair(left, right), link)
-
-
-def simulated(left: Link, right: Link, link: LinkConfig) -> tuple[Link, Link]:
-    """The same two joined ends, unchanged where ``link`` is exact and without a rate."""
+    here, there = memory_pair(left, right)
     if link.codec == "fp32" and link == link.unpaced:
-        return left, right
+        return here, there
     ahead, back = Wire(link.forward_bit_per_s), Wire(link.backward_bit_per_s)
     return (
-        SimulatedLink(left, link.codec, ahead, back),
-        SimulatedLink(right, link.codec, back, ahead),
+        SimulatedLink(here, link.codec, ahead, back),
+        SimulatedLink(there, link.codec, back, ahead),
     )
 
 
@@ -42,21 +38,17 @@ class Wire:
     def __init__(self, rate_bit_per_s: float | None) -> None:
         self.busy_s = 0.0  # carrying frames
         self.cut = threading.Event()  # nothing arrives any more
-        self._is_limited = rate_bit_per_s is not None
         self._limiter = RateLimiter(rate_bit_per_s)
         self._arrivals: SimpleQueue[float] = SimpleQueue()
 
     def put(self, size_bytes: int) -> None:
         """A frame of that size was sent."""
-        if self._is_limited:
-            now_s = time.monotonic()
-            self._arrivals.put(now_s + self._limiter.delay_s(size_bytes, now_s))
-            self.busy_s += self._limiter.carrying_s(size_bytes)
+        now_s = time.monotonic()
+        self._arrivals.put(now_s + self._limiter.delay_s(size_bytes, now_s))
+        self.busy_s += self._limiter.carrying_s(size_bytes)
 
     def await_frame(self, peer: str, deadline_s: float) -> None:
         """Wait until the next frame arrives, or the wire is cut; raises LinkTimeout."""
-        if not self._is_limited:
-            return
         try:
             due_s = self._arrivals.get(timeout=deadline_s)
         except Empty as error:
@@ -67,7 +59,7 @@ class Wire:
 
 
 class SimulatedLink:
-    """One end of `simulated`: a `Link` around another one.
+    """One end of `simulated_pair`: a `Link` around another one.
 
     Hidden states and gradients are rounded by ``codec`` when they are sent, and counted at their
     size on a wire, without headers.

@@ -11,9 +11,9 @@ import torch
 
 from collapipe_flwr.core.errors import LinkError, LinkTimeout
 from collapipe_flwr.core.links import LinkConfig, slower
-from collapipe_flwr.pipeline.link import Frame, FrameKind, memory_pair
+from collapipe_flwr.pipeline.link import Frame, FrameKind, MemoryLink
 from collapipe_flwr.transport import simulated_link
-from collapipe_flwr.transport.simulated_link import Wire, simulated
+from collapipe_flwr.transport.simulated_link import Wire, simulated_pair
 
 FRAME = Frame(kind=FrameKind.ACTIVATION, tensors={"hidden": torch.zeros(250)})  # 1000 bytes
 PACE = LinkConfig(forward_bit_per_s=8_000.0, backward_bit_per_s=4_000.0)
@@ -41,7 +41,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_frames_arrive_when_the_wire_has_carried_them(clock: Clock):
-    left, right = simulated(*memory_pair("left", "right"), PACE)
+    left, right = simulated_pair("left", "right", PACE)
     for sender, receiver, rate in ((left, right, 1000.0), (right, left, 500.0)):
         started_s = clock.now_s
         for _ in range(2):
@@ -54,7 +54,7 @@ def test_frames_arrive_when_the_wire_has_carried_them(clock: Clock):
 
 
 def test_a_frame_that_was_there_already_is_not_held_back(clock: Clock):
-    left, right = simulated(*memory_pair("left", "right"), PACE)
+    left, right = simulated_pair("left", "right", PACE)
     left.send(FRAME, deadline_s=DEADLINE_S)
     clock.wait(1.1)
     right.receive(deadline_s=DEADLINE_S)
@@ -63,7 +63,7 @@ def test_a_frame_that_was_there_already_is_not_held_back(clock: Clock):
 
 def test_an_error_overtakes_what_is_on_its_way():
     slow = LinkConfig(forward_bit_per_s=80.0, backward_bit_per_s=80.0)
-    left, right = simulated(*memory_pair("left", "right"), slow)
+    left, right = simulated_pair("left", "right", slow)
     left.send(FRAME, deadline_s=1.0)
     threading.Timer(0.1, left.close, ("broken",)).start()
     started_s = time.monotonic()
@@ -74,8 +74,7 @@ def test_an_error_overtakes_what_is_on_its_way():
 
 
 def test_links_without_a_rate_stay_as_they_are():
-    pair = memory_pair("left", "right")
-    assert simulated(*pair, LinkConfig()) == pair
+    assert all(isinstance(end, MemoryLink) for end in simulated_pair("a", "b", LinkConfig()))
 
 
 def test_a_wire_that_was_promised_a_frame_does_not_wait_for_ever():
