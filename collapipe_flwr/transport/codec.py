@@ -17,6 +17,7 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from torch import Tensor
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.offload import raw_bytes
-from collapipe_flwr.transport.methods import LIMITS, FrameLimits
+from collapipe_flwr.transport.methods import LIMITS, FrameLimits, decode_message
 
 _MAGIC = b"CPF1"
 _PREFIX = struct.Struct("<4sI")
@@ -140,8 +141,7 @@ WIRE_CODECS: Mapping[str, WireCodec] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
+class _Entry(NamedTuple):
     """One tensor in the header, checked."""
 
     name: str
@@ -151,7 +151,7 @@ class _Entry:
     wire_bytes: int
 
 
-_Described = tuple[str, str, torch.Size, str, int]  # name, dtype, shape, codec, bytes on the wire
+_Described = tuple[str, str, tuple[int, ...], str, int]  # name, dtype, shape, codec, wire bytes
 _compact = json.JSONEncoder(separators=(",", ":"))
 
 
@@ -198,14 +198,10 @@ def _tensors_line(described: tuple[_Described, ...]) -> bytes:
 @lru_cache(_REMEMBERED)
 def _entries(line: bytes, limits: FrameLimits) -> tuple[_Entry, ...]:
     """The tensors that a header's second line lists. Raises ProtocolError on anything odd."""
-    raw_entries = _parsed(line)
-    if not isinstance(raw_entries, list):
-        raise ProtocolError("a frame whose tensors are no list")
-    if len(raw_entries) > limits.tensors:
-        raise ProtocolError(
-            f"a frame with {len(raw_entries)} tensors; {limits.tensors} are allowed"
-        )
-    entries = tuple(_entry(raw, limits) for raw in raw_entries)
+    found = decode_message(tuple[_Described, ...], line)
+    if len(found) > limits.tensors:
+        raise ProtocolError(f"a frame with {len(found)} tensors; {limits.tensors} are allowed")
+    entries = tuple(_entry(described, limits) for described in found)
     if len({e.name for e in entries}) < len(entries):
         raise ProtocolError("a frame names a tensor twice")
     return entries
@@ -250,28 +246,16 @@ def _fields(fields: object) -> tuple[FrameKind, int, int, Mapping[str, float], s
     return FrameKind(kind), step, micro_batch, floats, text
 
 
-def _entry(raw: object, limits: FrameLimits) -> _Entry:
-    if not (isinstance(raw, list) and len(raw) == 5):
-        raise ProtocolError("a frame with a malformed tensor entry")
-    name, dtype, shape, codec, wire_bytes = raw
-    if not (isinstance(name, str) and isinstance(dtype, str) and dtype in _DTYPES):
-        raise ProtocolError("a frame with a tensor of unknown name or dtype")
-    if not (isinstance(codec, str) and codec in WIRE_CODECS):
-        raise ProtocolError("a frame with a tensor in an unknown codec")
-    if not (isinstance(shape, list) and len(shape) <= limits.dimensions):
+def _entry(described: _Described, limits: FrameLimits) -> _Entry:
+    name, dtype, shape, codec, wire_bytes = described
+    if dtype not in _DTYPES or codec not in WIRE_CODECS:
+        raise ProtocolError("a frame with a tensor of unknown dtype or in an unknown codec")
+    if len(shape) > limits.dimensions or not all(map(_is_count, (wire_bytes, *shape))):
         raise ProtocolError("a frame with a tensor of malformed shape")
-    if not (_is_count(wire_bytes) and all(_is_count(n) for n in shape)):
-        raise ProtocolError("a frame with a tensor whose sizes are no numbers >= 0")
-    entry = _Entry(
-        name=name,
-        dtype=_DTYPES[dtype],
-        shape=tuple(shape),
-        codec=WIRE_CODECS[codec],
-        wire_bytes=wire_bytes,
-    )
-    elements = math.prod(entry.shape)
+    entry = _Entry(name, _DTYPES[dtype], shape, WIRE_CODECS[codec], wire_bytes)
+    elements = math.prod(shape)
     memory_bytes = elements * entry.dtype.itemsize
-    if memory_bytes > 4 * limits.frame_bytes or math.prod(filter(None, entry.shape)) >= 2**59:
+    if memory_bytes > 4 * limits.frame_bytes or math.prod(filter(None, shape)) >= 2**59:
         raise ProtocolError(f"a tensor of {memory_bytes} bytes is beyond the limit")
     if codec != "fp32" and not entry.dtype.is_floating_point:
         raise ProtocolError(f"a tensor of {dtype} in the codec {codec}")

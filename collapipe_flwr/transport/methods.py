@@ -47,7 +47,6 @@ class Method:
 
     @property
     def path(self) -> str:
-        """The name of the RPC for gRPC."""
         return f"/{self.service}/{self.name}"
 
     @property
@@ -162,7 +161,7 @@ class ProbeAnswer:
 
 
 def encode_message(message: object) -> bytes:
-    """A dataclass instance as JSON bytes."""
+    """A dataclass instance, or a plain value, as JSON bytes."""
     return to_json(message).encode()
 
 
