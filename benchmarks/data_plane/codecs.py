@@ -314,7 +314,7 @@ class _Chain:
         if blocks is not None:
             link = LinkConfig(codec=self._hops[index + 1])
             hop = NextHop(address=addresses[index + 1], key=_KEY, link=link)
-            placement = Placement(blocks=blocks, next_hop=hop)
+            placement = Placement(blocks=blocks, next_hops=(hop,))
         execution = Execution(precision=self._precision)
         return SessionRequest(
             key=_KEY,

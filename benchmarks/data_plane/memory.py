@@ -217,7 +217,7 @@ def _request(case: MemoryCase, spec: ModelSpec, index: int, addresses: list[str]
     blocks, placement = _blocks(case, index), None
     if blocks is not None:
         hop = NextHop(address=addresses[index + 1], key=_KEY)
-        placement = Placement(blocks=blocks, next_hop=hop)
+        placement = Placement(blocks=blocks, next_hops=(hop,))
     execution = Execution(recompute=case.recompute)
     return SessionRequest(
         key=_KEY,

@@ -102,7 +102,7 @@ class Driver:
                 name=f"stage {stage + 1}",
                 link=LinkConfig(codec=job.codec),
             )
-            placement = Placement(blocks=(stage - 1, stage), next_hop=hop)
+            placement = Placement(blocks=(stage - 1, stage), next_hops=(hop,))
         request = SessionRequest(
             key=_KEY,
             spec_json=to_json(StageOrder(job=job, stage=stage)),

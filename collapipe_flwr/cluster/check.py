@@ -36,11 +36,6 @@ class CheckSettings:
     wake_s: float = 180.0  # for a board to load its libraries and run the benchmark
     clock: Callable[[], float] = time.time
 
-    @property
-    def one_example(self) -> BenchmarkRequest:
-        """The block for a single example, whose time is mostly overhead."""
-        return replace(self.block, examples=1)
-
 
 Way = tuple[MemberConfig, MemberConfig]
 Benchmark = Callable[[BenchmarkRequest], BenchmarkAnswer]
@@ -108,7 +103,8 @@ def measure_here(name: str, settings: CheckSettings) -> Measured:
 def _computing(member: Measured, settings: CheckSettings, run: Benchmark) -> Measured:
     """The member with the figures of the benchmark."""
     found = run(settings.block)
-    speed, overhead_s = fitted(found, run(settings.one_example))
+    one = run(replace(settings.block, examples=1))  # whose time is mostly overhead
+    speed, overhead_s = fitted(found, one)
     return replace(
         member,
         speed_flop_per_s=speed,
@@ -150,11 +146,8 @@ def _faults(
     Those that answer are measured one after the other, as they share this machine's link.
     """
 
-    def echo(client: EdgeClient) -> None:
-        client.echo()
-
     def fault(member: MemberConfig) -> Measured | None:
-        return _asked(config, member, settings, echo)
+        return _asked(config, member, settings, EdgeClient.echo)
 
     with ThreadPoolExecutor(max(len(members), 1), thread_name_prefix="check") as pool:
         yield from zip(members, pool.map(fault, members), strict=True)

@@ -123,7 +123,6 @@ class TestPart:
 
     @staticmethod
     def of(task: Task, examples: Sequence[Example]) -> TestPart:
-        """Collate the examples."""
         return TestPart(examples=examples, tensors=task.collate(examples))
 
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -126,11 +127,6 @@ class Holder:
     def device_id(self) -> str:
         return self.segment.device_ids[self.turn.replica]
 
-    def lane_to(self, receiver: Turn) -> tuple[int, int]:
-        """Our number among the links that ``receiver`` receives from, and their count."""
-        senders = receiver.meets(self.turn.replicas)
-        return senders.index(self.turn.replica), len(senders)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
@@ -163,11 +159,9 @@ class Fleet(Protocol):
         Raises LinkError when a device or the edge cannot be reached or refuses. ``order`` is
         never changed, so a round that fails can be tried again.
         """
-        ...
 
     def missing(self, device_ids: Collection[str]) -> frozenset[str]:
         """Devices that do not answer now; all are asked at once, for a second or two."""
-        ...
 
 
 Connect = Callable[[LinkConfig], AbstractContextManager[Link]]
@@ -267,6 +261,9 @@ class DeviceThread(threading.Thread):
         return self._failure is not None and not isinstance(self._failure, CollaPipeError)
 
 
+_Place = tuple[int, int]  # stage, replica
+
+
 def join(
     splitter: AnySplitter, order: RoundOrder, edges: Sequence[Link], make_stage: MakeStage
 ) -> tuple[Link, list[MiddleStage]]:
@@ -274,7 +271,35 @@ def join(
 
     ``edges`` are those of the last stage's replicas to the edge.
     """
-    wires = Wires(order.plan, order.hops, edges)
+    segments, replicas, hops = order.plan.segments, order.plan.replicas, order.hops
+
+    def name(stage: int, replica: int) -> str:
+        return segments[stage - 1].device_ids[replica] if stage else CONTROL_UNIT
+
+    @cache
+    def pair(sender: _Place, receiver: _Place, link: LinkConfig) -> tuple[Link, Link]:
+        return simulated_pair(name(*sender), name(*receiver), link)
+
+    def down(stage: int, turn: Turn) -> Link:
+        """To the next stage's replicas that its micro-batches meet; the last hop is the edge's."""
+        if stage == len(segments):
+            return edges[turn.replica]
+        here, met = (stage, turn.replica), turn.meets(replicas[stage + 1])
+        return fan_of([pair(here, (stage + 1, other), hops[stage])[0] for other in met], turn)
+
+    def up(stage: int, turn: Turn) -> Link:
+        here, met = (stage, turn.replica), turn.meets(replicas[stage - 1])
+        return fan_of([pair((stage - 1, other), here, hops[stage - 1])[1] for other in met], turn)
+
+    def beside(stage: int, turn: Turn) -> Siblings:
+        place, link = turn.replica, LinkConfig(lanes=0)
+        here, is_last = (stage, place), place == turn.replicas - 1
+        return Siblings(
+            ahead=pair((stage, place - 1), here, link)[1] if place else None,
+            behind=None if is_last else pair(here, (stage, place + 1), link)[0],
+            place=place,
+        )
+
     stages = []
     for holder in order.holders:
         segment, stage, turn = holder.segment, holder.stage, holder.turn
@@ -286,56 +311,9 @@ def join(
                 part,
                 optimizer,
                 order.settings(stage, turn),
-                upstream=wires.up(stage, turn),
-                downstream=wires.down(stage, turn),
-                siblings=wires.beside(stage, turn) if turn.replicas > 1 else None,
+                upstream=up(stage, turn),
+                downstream=down(stage, turn),
+                siblings=beside(stage, turn) if turn.replicas > 1 else None,
             )
         )
-    return wires.down(0, ALONE), stages
-
-
-_Place = tuple[int, int]  # stage, replica
-
-
-class Wires:
-    """All links of a chain of threads; a pair is made with the first request for one end."""
-
-    def __init__(
-        self, plan: ClusterPlan, hops: Sequence[LinkConfig], edges: Sequence[Link]
-    ) -> None:
-        self._segments, self._replicas = plan.segments, plan.replicas
-        self._hops, self._edges = hops, edges
-        self._pairs: dict[tuple[_Place, _Place], tuple[Link, Link]] = {}
-
-    def down(self, stage: int, turn: Turn) -> Link:
-        """To the next stage's replicas that its micro-batches meet; the last hop is the edge's."""
-        if stage == len(self._replicas) - 2:
-            return self._edges[turn.replica]
-        met = turn.meets(self._replicas[stage + 1])
-        here, hop = (stage, turn.replica), self._hops[stage]
-        return fan_of([self._pair(here, (stage + 1, other), hop)[0] for other in met], turn)
-
-    def up(self, stage: int, turn: Turn) -> Link:
-        """To the previous stage's replicas."""
-        met = turn.meets(self._replicas[stage - 1])
-        here, hop = (stage, turn.replica), self._hops[stage - 1]
-        return fan_of([self._pair((stage - 1, other), here, hop)[1] for other in met], turn)
-
-    def beside(self, stage: int, turn: Turn) -> Siblings:
-        """To the neighbouring replicas of the same stage."""
-        place, link = turn.replica, LinkConfig(lanes=0)
-        here, is_last = (stage, place), place == turn.replicas - 1
-        return Siblings(
-            ahead=self._pair((stage, place - 1), here, link)[1] if place else None,
-            behind=None if is_last else self._pair(here, (stage, place + 1), link)[0],
-            place=place,
-        )
-
-    def _pair(self, sender: _Place, receiver: _Place, link: LinkConfig) -> tuple[Link, Link]:
-        if (sender, receiver) not in self._pairs:
-            names = self._name(*sender), self._name(*receiver)
-            self._pairs[sender, receiver] = simulated_pair(*names, link)
-        return self._pairs[sender, receiver]
-
-    def _name(self, stage: int, replica: int) -> str:
-        return self._segments[stage - 1].device_ids[replica] if stage else CONTROL_UNIT
+    return down(0, ALONE), stages

@@ -179,11 +179,9 @@ class Replica(Protocol):
 
     def snapshot(self, step: int) -> None:
         """Keep the state after ``step`` steps."""
-        ...
 
     def rollback(self, step: int) -> None:
         """Go back to the snapshot after ``step`` steps."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,7 +374,6 @@ class ReplayBuffer:
         return self._next is not None
 
     def begin(self) -> None:
-        """Begin the next interval."""
         self._kept = []
 
     def replay(self) -> Iterator[Batch]:

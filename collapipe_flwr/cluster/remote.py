@@ -180,16 +180,16 @@ class Routes:
     edge: NextHop
     links: Sequence[LinkConfig]
 
-    def down(self, holder: Holder) -> list[NextHop]:
+    def down(self, holder: Holder) -> tuple[NextHop, ...]:
         """The next stage's sessions, in the order in which the holder's micro-batches take them."""
         link = self.links[holder.stage]
         if holder.stage == len(self.order.plan.segments):
-            return [_lane(self.edge, link, holder, ALONE)]
+            return (_lane(self.edge, link, holder, ALONE),)
         names = self.order.plan.segments[holder.stage].device_ids
-        return [
+        return tuple(
             _lane(self.places[names[other]], link, holder, Turn(replica=other, replicas=len(names)))
             for other in holder.turn.meets(len(names))
-        ]
+        )
 
     def ahead(self, holder: Holder) -> NextHop | None:
         """The session of the replica before this one; the first has none."""
@@ -201,16 +201,14 @@ class Routes:
     def request(self, splitter: AnySplitter, holder: Holder) -> SessionRequest:
         """The session of one device."""
         order, segment = self.order, holder.segment
-        next_hop, *more_hops = self.down(holder)
         return SessionRequest(
             key=self.places[holder.device_id].key,
             spec_json=splitter.spec.to_json(),
             stage=order.settings(holder.stage, holder.turn),
             placement=Placement(
                 blocks=(segment.first_block, segment.stop_block),
-                next_hop=next_hop,
+                next_hops=self.down(holder),
                 tx_power_w=order.plan.tx_power_w.get(holder.device_id),
-                more_hops=tuple(more_hops),
                 sibling=self.ahead(holder),
             ),
             optimizer=order.learning.optimizer,
@@ -273,8 +271,10 @@ class Hosted:
 
 
 def _lane(place: NextHop, link: LinkConfig, holder: Holder, receiver: Turn) -> NextHop:
-    lane, lanes = holder.lane_to(receiver)
-    return replace(place, link=replace(link, lane=lane, lanes=lanes))
+    """The receiver's session, by the holder's link among those that the receiver reads in turn."""
+    senders = receiver.meets(holder.turn.replicas)
+    lane = senders.index(holder.turn.replica)
+    return replace(place, link=replace(link, lane=lane, lanes=len(senders)))
 
 
 def _at_once(work: Callable[[Hosted], Answer], sessions: Sequence[Hosted]) -> list[Answer]:

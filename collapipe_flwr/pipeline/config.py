@@ -124,20 +124,18 @@ class Placement:
     """The blocks of a device, and its connections.
 
     `blocks` are the first one and the one behind the last. Where the next stage has replicas,
-    micro-batches alternate among `next_hop` and `more_hops`; where this stage has, `sibling` is the
-    previous replica. `tx_power_w` is the planned power of the device's radio (None: unchanged).
+    micro-batches take `next_hops` in turn; where this stage has, `sibling` is the previous replica.
+    `tx_power_w` is the planned power of the device's radio (None: unchanged).
     """
 
     blocks: tuple[int, int]
-    next_hop: NextHop
+    next_hops: tuple[NextHop, ...]
     tx_power_w: float | None = None
-    more_hops: tuple[NextHop, ...] = ()
     sibling: NextHop | None = None
 
-    @property
-    def next_hops(self) -> tuple[NextHop, ...]:
-        """In the order in which micro-batches take them."""
-        return (self.next_hop, *self.more_hops)
+    def __post_init__(self) -> None:
+        if not self.next_hops:
+            raise ConfigError("a placement without a next hop")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

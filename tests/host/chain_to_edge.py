@@ -60,7 +60,7 @@ def request(session_id: str = "c1", token: str = TOKEN, **options: Any) -> Sessi
             "key": SessionKey(session_id=session_id, token=token),
             "spec_json": "{}",
             "stage": stage,
-            "placement": Placement(**{"blocks": (0, 1), "next_hop": nowhere, **placed})
+            "placement": Placement(**{"blocks": (0, 1), "next_hops": (nowhere,), **placed})
             if placed
             else None,
             "optimizer": SGD,

@@ -67,11 +67,11 @@ class Hosts:
     def open(self, parts) -> None:
         cut = ((0, 2), (2, 3), None)
         for index, (client, blocks) in enumerate(zip(self.clients, cut, strict=True)):
-            hop = None
+            hops = None
             if blocks is not None:
                 address = self.servers[index + 1].address
-                hop = NextHop(address=address, key=session_key(), name=NAMES[index + 1])
-            client.open_session(request(name=NAMES[index], blocks=blocks, next_hop=hop))
+                hops = (NextHop(address=address, key=session_key(), name=NAMES[index + 1]),)
+            client.open_session(request(name=NAMES[index], blocks=blocks, next_hops=hops))
             client.session(session_key()).push_weights(parts[index + 1].state_dict())
 
 
@@ -155,7 +155,7 @@ def test_a_device_stops_while_the_next_host_says_nothing(monkeypatch, caplog):
         service = EdgeService(build, connect=Dialer(name="device 1"))
         device = stack.enter_context(EdgeServer("127.0.0.1:0", service))
         hop = NextHop(address=edge.address, key=session_key())
-        for host, part, placed in ((edge, parts[2], {}), (device, parts[1], {"next_hop": hop})):
+        for host, part, placed in ((edge, parts[2], {}), (device, parts[1], {"next_hops": (hop,)})):
             client = stack.enter_context(EdgeClient(host.address))
             session = client.open_session(request(**placed))
             session.push_weights(part.state_dict())

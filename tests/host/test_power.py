@@ -68,7 +68,7 @@ def test_a_device_applies_the_power_of_its_session_when_its_stream_begins() -> N
     service = EdgeService(build, connect=Dialer(name="device 1"), set_power=told.append)
     hop = NextHop(address="127.0.0.1:1", key=session_key())
     with EdgeServer("127.0.0.1:0", service) as server, EdgeClient(server.address) as client:
-        client.open_session(request(blocks=(0, 2), next_hop=hop, tx_power_w=0.05))
+        client.open_session(request(blocks=(0, 2), next_hops=(hop,), tx_power_w=0.05))
         client.session(session_key()).push_weights(parts[1].state_dict())
         assert told == []
         with suppress(LinkError):  # the next hop is not there, which may be heard at once

@@ -28,10 +28,12 @@ REQUEST = SessionRequest(
     stage=StageConfig(name="edge", depth=3, execution=Execution(clip_norm=0.5)),
     placement=Placement(
         blocks=(0, 2),
-        next_hop=NextHop(
-            address="pi-2:1",
-            key=SessionKey(session_id="c2", token="u" * 32),
-            link=LinkConfig(codec="int8", forward_bit_per_s=1e6),
+        next_hops=(
+            NextHop(
+                address="pi-2:1",
+                key=SessionKey(session_id="c2", token="u" * 32),
+                link=LinkConfig(codec="int8", forward_bit_per_s=1e6),
+            ),
         ),
     ),
     optimizer=OptimizerConfig(name="sgd", momentum=0.9, betas=(0.1, 0.2)),
@@ -69,6 +71,7 @@ def changed(**fields: object) -> bytes:
         changed(key={"session_id": "c1", "token": None}),
         changed(key={"session_id": "c1", "token": "schlüssel" * 4}),
         changed(placement={"blocks": [0, 2]}),
+        changed(placement={"blocks": [0, 2], "next_hops": []}),
         changed(extra=1),
         changed(optimizer={"name": "lion"}),
         changed(optimizer=[1, 2]),
