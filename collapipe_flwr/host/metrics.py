@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -153,18 +153,12 @@ def _taken(text: str, error: OSError) -> ConfigError:
     return ConfigError(f"nothing can listen at {text} ({error.strerror}); choose another")
 
 
-@contextmanager
-def serving_metrics(address: str, collector: Any) -> Iterator[None]:
+def serving_metrics(address: str, collector: Any) -> AbstractContextManager[object]:
     """Serve a daemon's numbers, if it has an address for them; raises ConfigError."""
     if not address:
-        yield
-        return
+        return nullcontext()
     with blaming("--metrics"):
-        server = MetricsServer(address, collector)
-    try:
-        yield
-    finally:
-        server.close()
+        return closing(MetricsServer(address, collector))
 
 
 class MetricsServer:
@@ -187,7 +181,6 @@ class MetricsServer:
         self.address = f"{host}:{self._server.server_port}"
 
     def close(self) -> None:
-        """Stop listening."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

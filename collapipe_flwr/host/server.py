@@ -99,7 +99,7 @@ class Listener(Server):
 
     def load(self) -> Health | None:
         """The load of the host; None before a first call needs the servicer."""
-        return None if self._servicer is None else self._servicer.load()
+        return None if self._servicer is None else self._servicer.service.health()
 
     def drain(self, grace_s: float) -> None:
         """Refuse new sessions and give open ones ``grace_s`` to be closed."""

@@ -94,7 +94,7 @@ class EdgeService:
         self._parts = Parts(build_part, snapshots, cache, compute)
         self._connect = connect
         self._ledger = ledger or Ledger()
-        self._sessions = SessionTable(most_sessions, forget_after_s, clock, self._let_go)
+        self.sessions = SessionTable(most_sessions, forget_after_s, clock, self._let_go)
         self._snapshots = snapshots
         if snapshots is not None:
             self._restore(snapshots)
@@ -105,14 +105,14 @@ class EdgeService:
             account = Account(self._ledger, snapshot.request.opener)
             try:
                 account.reserve({SNAPSHOT: snapshot.state.num_bytes})
-                session = self._sessions.add(snapshot.request, account)
+                session = self.sessions.add(snapshot.request, account)
             except LinkError as error:
                 account.close()
                 _log.error("session %s is lost: %s", snapshot.request.key.session_id, error)
                 continue
             session.saved = snapshot
             session.go_back()
-        snapshots.keep_only(s.request.key.session_id for s in self._sessions.all())
+        snapshots.keep_only(s.request.key.session_id for s in self.sessions.all())
 
     def open(
         self,
@@ -129,7 +129,7 @@ class EdgeService:
         stage_actions(request.stage.schedule, request.stage.depth, 1)
         most_bytes = int(self._ledger.most_bytes * share_of_opener)
         account = Account(self._ledger, request.opener, most_bytes)
-        self._sessions.add(request, account, most_of_opener=most_of_opener)
+        self.sessions.add(request, account, most_of_opener=most_of_opener)
         with logging_about(**request.about):
             _log.info("session opened for %s", request.part)
 
@@ -262,16 +262,16 @@ class EdgeService:
 
     def break_off(self, why: str) -> None:
         """End all streams, without waiting for them."""
-        for session in self._sessions.all():
+        for session in self.sessions.all():
             session.cut(why)
 
     def health(self) -> Health:
         """The number of sessions, and what they hold."""
-        sessions = self._sessions.all()
+        sessions = self.sessions.all()
         return Health(
             sessions=len(sessions),
             running=sum(session.stream is not None for session in sessions),
-            most_sessions=self._sessions.most_sessions,
+            most_sessions=self.sessions.most_sessions,
             held_bytes=self._ledger.held_bytes,
             most_bytes=self._ledger.most_bytes,
         )
@@ -281,13 +281,9 @@ class EdgeService:
         here = self._store if self.compute == CPU else None
         return here.held_bytes if here is not None else 0
 
-    def request(self, session_id: str) -> SessionRequest | None:
-        """The request that opened a session."""
-        return self._sessions.request(session_id)
-
     def find(self, key: SessionKey) -> Session:
         """The session. Raises SessionRefused when the id or the token is wrong."""
-        return self._sessions.find(key)
+        return self.sessions.find(key)
 
     def run(self, key: SessionKey, upstream: Link) -> None:
         """Run a session's stage over one link until its END frame."""

@@ -86,7 +86,7 @@ class Servicer:
         sessions_of_guest: int = 8,
         probe: Callable[[ProbeRequest], ProbeAnswer] | None = None,
     ) -> None:
-        self._service = service
+        self.service = service
         self._limits_guests = limits_guests
         self._sessions_of_guest = sessions_of_guest
         self._probe = probe
@@ -95,18 +95,14 @@ class Servicer:
         )
         self._measuring = threading.Lock()
 
-    def load(self) -> Health:
-        """How busy the host is."""
-        return self._service.health()
-
     def close(self) -> None:
         """Break off the streams that run, and wait for their stages."""
-        self._service.break_off("the host is stopping")
+        self.service.break_off("the host is stopping")
         end_threads(self._workers, "stages")
 
     def may_use(self, caller: Caller, method: Method, session_id: str) -> bool:
         """Whether a caller may do this to a session; what is unknown is refused by the method."""
-        request = self._service.request(session_id)
+        request = self.service.sessions.request(session_id)
         return request is None or caller.may_use(
             method.name,
             cluster_id=request.cluster_id,
@@ -131,7 +127,7 @@ class Servicer:
         cluster_id = caller.cluster_of(request.cluster_id) if caller else request.cluster_id
         role = caller.role if caller else None
         guest = self._limits_guests and role is Role.CONTROL_UNIT
-        self._service.open(
+        self.service.open(
             replace(request, cluster_id=cluster_id, opener=opener),
             most_of_opener=self._sessions_of_guest if guest else None,
             share_of_opener=_SHARE_OF_GUEST if guest else 1.0,
@@ -141,24 +137,24 @@ class Servicer:
         frames = (decode_frame(data) for data in messages)
 
         def receive(reserve: Reserve) -> dict[str, Tensor]:
-            return gather_weights(frames, self._service.health().most_bytes, reserve)
+            return gather_weights(frames, self.service.health().most_bytes, reserve)
 
         with call_deadline(call.context, _TRANSFER_S):
-            self._service.receive_weights(call.key, receive)
+            self.service.receive_weights(call.key, receive)
         give_back()
 
     def missing(self, data: bytes, call: Call) -> tuple[str, ...]:
-        return self._service.missing(call.key, decode_message(dict[str, str], data))
+        return self.service.missing(call.key, decode_message(dict[str, str], data))
 
     def digests(self, _: bytes, call: Call) -> dict[str, str]:
-        return self._service.digests(call.key, with_optimizer=call.with_optimizer)
+        return self.service.digests(call.key, with_optimizer=call.with_optimizer)
 
     def fetch_weights(self, data: bytes, call: Call) -> Iterator[bytes]:
         """Piece by piece from the part itself, so that sending takes no memory for a copy."""
         keys = decode_message(tuple[str, ...], data) if data else None
         with (
             call_deadline(call.context, _TRANSFER_S),
-            self._service.reading(call.key, with_optimizer=call.with_optimizer) as weights,
+            self.service.reading(call.key, with_optimizer=call.with_optimizer) as weights,
         ):
             if keys is not None:
                 weights = {key: weights[key] for key in keys if key in weights}
@@ -166,32 +162,32 @@ class Servicer:
                 yield encode_frame(frame)
 
     def report(self, _: bytes, call: Call) -> StageReport:
-        return self._service.report(call.key)
+        return self.service.report(call.key)
 
     def passes(self, _: bytes, call: Call) -> PassesDone:
-        return self._service.passes(call.key)
+        return self.service.passes(call.key)
 
     def snapshot(self, data: bytes, call: Call) -> None:
-        self._service.snapshot(call.key, decode_message(int, data))
+        self.service.snapshot(call.key, decode_message(int, data))
 
     def rollback(self, data: bytes, call: Call) -> None:
-        self._service.rollback(call.key, decode_message(int, data))
+        self.service.rollback(call.key, decode_message(int, data))
 
     def close_session(self, _: bytes, call: Call) -> None:
-        self._service.close(call.key)
+        self.service.close(call.key)
         give_back()
 
     def health(self, _data: bytes, _call: Call) -> Health:
-        return self._service.health()
+        return self.service.health()
 
     def benchmark(self, data: bytes, _: Call) -> BenchmarkAnswer:
         """With the memory that the next session may have."""
-        request, health = decode_message(BenchmarkRequest, data), self._service.health()
+        request, health = decode_message(BenchmarkRequest, data), self.service.health()
         if health.running or not self._measuring.acquire(blocking=False):
             raise SessionRefused("the host is at work, so a benchmark would mislead")
         try:
-            spare_bytes = self._service.spare_bytes()
-            found = run_benchmark(request, self._service.compute)
+            spare_bytes = self.service.spare_bytes()
+            found = run_benchmark(request, self.service.compute)
         finally:
             self._measuring.release()
         memory_bytes = min(found.memory_bytes + spare_bytes, health.most_bytes)
@@ -210,11 +206,11 @@ class Servicer:
         opening = call.metadata.get(methods.STREAM_KEY, "").encode()
         request = decode_message(StreamRequest, opening)
         lane = Lane(request.link.lane, request.link.lanes)
-        stream = self._service.claim(call.key, lane)
+        stream = self.service.claim(call.key, lane)
         try:
             link = self._begun(stream, lane, request, call.context)
         except BaseException:
-            self._service.release(stream)
+            self.service.release(stream)
             raise
         threading.Thread(target=link.feed, args=(messages,), daemon=True).start()
         try:
@@ -250,12 +246,12 @@ class Servicer:
 
     def _serve(self, stream: Stream, upstream: Link, behind: Link | None) -> None:
         with logging_about(**stream.session.request.about):
-            self._service.serve(stream, upstream, behind)
+            self.service.serve(stream, upstream, behind)
 
     def _leave(self, stream: Stream) -> None:
         """A lane has ended: its stage, which may wait for another lane, must not go on."""
         if stream.lanes.are_several:
-            self._service.release(stream, "another link of this stage broke off")
+            self.service.release(stream, "another link of this stage broke off")
 
 
 def _finish(work: Future[None], stream: Stream) -> None:

@@ -88,7 +88,6 @@ class Lanes:
 
     @property
     def behind(self) -> Link | None:
-        """The link from the next replica."""
         return self.links.get(SIBLING)
 
     @property

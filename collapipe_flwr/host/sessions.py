@@ -54,13 +54,11 @@ class SessionTable:
             return session
 
     def request(self, session_id: str) -> SessionRequest | None:
-        """The request that opened a session."""
         with self._lock:
             session = self._sessions.get(session_id)
         return session.request if session else None
 
     def all(self) -> tuple[Session, ...]:
-        """The sessions now."""
         with self._lock:
             return tuple(self._sessions.values())
 

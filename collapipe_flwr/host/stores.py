@@ -59,7 +59,6 @@ class SnapshotStore:
             raise ConfigError(f'--state-dir "{self._folder}" cannot be written: {error}') from error
 
     def forget(self, session_id: str) -> None:
-        """Delete the file of a session, if there is one."""
         remove(self._path(session_id))
 
     def keep_only(self, session_ids: Iterable[str]) -> None:

@@ -109,8 +109,6 @@ def _pump(down: Link, up: Link, settings: StageConfig, caches: dict[int, Any]) -
 
 @dataclass(slots=True)
 class _Text:
-    """One text at the edge."""
-
     number: int
     answers: Mailbox[Frame]
     stopped: threading.Event = field(default_factory=threading.Event)  # by the client

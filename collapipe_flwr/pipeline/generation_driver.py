@@ -37,8 +37,6 @@ class TextTimeout(LinkTimeout):
 
 @dataclass(slots=True)
 class _Text:
-    """One text at the control unit."""
-
     number: int
     inbox: Mailbox[Frame]
     over: threading.Event = field(default_factory=threading.Event)  # at the edge, or the chain is

@@ -107,32 +107,26 @@ class Link(Protocol):
     @property
     def peer(self) -> str:
         """The neighbour's name in error messages."""
-        ...
 
     @property
     def sent(self) -> LinkTraffic:
         """The traffic sent so far."""
-        ...
 
     @property
     def received(self) -> LinkTraffic:
         """The traffic received so far."""
-        ...
 
     def send(self, frame: Frame, *, deadline_s: float) -> None:
         """Queue a frame. Raises LinkError at once on a broken link, LinkTimeout when full."""
-        ...
 
     def receive(self, *, deadline_s: float) -> Frame:
         """Take the next frame. Raises LinkError at once when the peer failed or closed."""
-        ...
 
     def close(self, error: str | LinkError = "") -> None:
         """Close both directions; an error overtakes queued frames and is raised by the peer.
 
         Closing twice is allowed.
         """
-        ...
 
 
 class LinkClosed(LinkError):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -105,8 +106,8 @@ class Recorder:
         self.spans: list[Span] = []
         self._finish = finish
         self._keep = keep_spans
-        self._seconds: dict[str, float] = {}
-        self._counts: dict[str, int] = {}
+        self._seconds = defaultdict[str, float](float)
+        self._counts = Counter[str]()
 
     @contextmanager
     def span(self, work: str, step: int, micro_batch: int = 0) -> Iterator[None]:
@@ -117,8 +118,8 @@ class Recorder:
             self._finish()
         finally:
             stop_s = time.perf_counter()
-            self._seconds[work] = self._seconds.get(work, 0.0) + stop_s - start_s
-            self._counts[work] = self._counts.get(work, 0) + 1
+            self._seconds[work] += stop_s - start_s
+            self._counts[work] += 1
             if self._keep and len(self.spans) < MOST_SPANS:
                 times = {"start_s": start_s, "stop_s": stop_s}
                 self.spans.append(Span(work=work, step=step, micro_batch=micro_batch, **times))

@@ -76,7 +76,6 @@ class Lookup(Mapping[str, T], Generic[T]):
         return Lookup({key: self._readers[key] for key in keys})
 
     def pop(self, key: str) -> T:
-        """Remove a key and return its value."""
         return self._readers.pop(key)()
 
     def __getitem__(self, key: str) -> T:

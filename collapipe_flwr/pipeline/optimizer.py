@@ -251,7 +251,6 @@ class Optimizer:
             parameter.grad = pull if parameter.grad is None else parameter.grad.add_(pull)
 
     def zero_grad(self) -> None:
-        """Free the accumulated gradients."""
         for parameter in self.parameters:
             parameter.grad = None
 

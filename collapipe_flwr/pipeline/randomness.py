@@ -94,7 +94,6 @@ class _Call:
     last: str = ""  # the module that was called last
 
     def begin(self, name: str, *, is_leaf: bool) -> _Call:
-        """Begin a call of a module within this call."""
         place = f"{name} after {self.last}" if is_leaf else name
         self.calls[place] += 1
         self.last = name
@@ -125,7 +124,6 @@ class _Mode(TorchFunctionMode):
         return begin
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], result: object) -> None:
-        """A hook at the end of the innermost module."""
         del module, args, result
         self._running.pop()
 

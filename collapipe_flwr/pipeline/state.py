@@ -53,7 +53,7 @@ class PartState:
         slots = {k: here.only(_in_order(k, names)) for k, names in numbered.items()}
         return PartState(
             weights=here.only(k for k in tensors if not k.startswith(_PREFIX)),
-            optimizer=Lookup({key: partial(_all, held) for key, held in slots.items()}),
+            optimizer=Lookup({key: partial(tuple, held.values()) for key, held in slots.items()}),
         )
 
     def copy(self) -> PartState:
@@ -133,16 +133,11 @@ def _copied(state: OptimizerState) -> dict[str, tuple[Tensor, ...]]:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """A copy on the CPU."""
     return tensor.detach().to("cpu", copy=True)
 
 
 def _slot(state: OptimizerState, key: str, index: int) -> Tensor:
     return state[key][index]
-
-
-def _all(slots: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    return tuple(slots.values())
 
 
 def _in_order(key: str, numbered: Mapping[str, str]) -> tuple[str, ...]:
@@ -161,5 +156,4 @@ def digest_of(tensor: Tensor) -> str:
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """`digest_of` by key."""
     return {key: digest_of(tensor) for key, tensor in tensors.items()}

@@ -23,16 +23,6 @@ _COMMON_NAME, _CERTIFICATE = "x509_common_name", "x509_pem_cert"
 MOST_AT_ONCE = {"transfers": 2, "streams": 16, "texts": 16, "calls": 8}
 
 
-def peer_name(context: grpc.ServicerContext) -> str | None:
-    """The common name of the caller's certificate; None without a certificate.
-
-    Alternative names do not count: they say where its bearer is reached, and an address or host
-    name may once have been, or be called like, another member.
-    """
-    found = tuple(context.auth_context().get(_COMMON_NAME, ()))
-    return found[0].decode("utf-8", "replace") if found else None
-
-
 def peer_fingerprint(context: grpc.ServicerContext) -> str:
     """The SHA-256 of the caller's certificate; empty without one."""
     found = tuple(context.auth_context().get(_CERTIFICATE, ()))
@@ -81,7 +71,13 @@ class Authorizer:
                 context.cancel()
 
     def _known(self, context: grpc.ServicerContext) -> Caller | None:
-        name = peer_name(context)
+        """The caller by the common name of its certificate; None without a certificate.
+
+        Alternative names do not count: they say where its bearer is reached, and an address or host
+        name may once have been, or be called like, another member.
+        """
+        found = tuple(context.auth_context().get(_COMMON_NAME, ()))
+        name = found[0].decode("utf-8", "replace") if found else None
         if name == "":
             _refuse(
                 context, "the peer's certificate has no common name, so it identifies no member"

@@ -70,7 +70,10 @@ class Authority:
     def _member(
         self, name: str, hosts: Iterable[str], key: ec.EllipticCurvePublicKey
     ) -> x509.CertificateBuilder:
-        names = [_general_name(host) for host in dict.fromkeys((name, *hosts))]
+        names = [
+            x509.IPAddress(address) if (address := _address(host)) else x509.DNSName(host)
+            for host in dict.fromkeys((name, *hosts))
+        ]
         return (
             self._builder(_subject(name), key, self._days)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -96,7 +99,6 @@ class Authority:
         return self.folder / f"{name}.pem", self.folder / f"{name}.key"
 
     def files(self, name: str) -> TlsFiles:
-        """The paths of a member's files."""
         certificate, key = self.pair(name)
         return TlsFiles(ca=self.ca, certificate=certificate, key=key)
 
@@ -257,12 +259,6 @@ def _read_ca(certificate: Path, key: Path) -> tuple[ec.EllipticCurvePrivateKey, 
     if not isinstance(private, ec.EllipticCurvePrivateKey):
         raise ConfigError(f"{key} is no key of `collapipe certs`: choose another folder")
     return private, found.subject
-
-
-def _general_name(host: str) -> x509.GeneralName:
-    """An IP address or a host name, as an alternative name."""
-    address = _address(host)
-    return x509.DNSName(host) if address is None else x509.IPAddress(address)
 
 
 def _compared(host: str) -> str:

@@ -274,7 +274,6 @@ class Session:
         with_optimizer: bool = False,
         **how: Any,
     ) -> Answer:
-        """See `Connection.call`; patient calls may be made twice."""
         metadata = self._metadata(with_optimizer)
         return self.client.call(method, message, answer, metadata=metadata, **how)
 
