@@ -18,7 +18,6 @@ from collapipe_flwr.deployment.inventory import (
     DEVICE,
     EDGE,
     SERVER,
-    Access,
     Inventory,
     Machine,
     Role,
@@ -128,12 +127,14 @@ def _wheel(machine: Machine) -> Step:
     wheel = Path(access.wheel).read_bytes()
     constraints = _constraints(Path(access.constraints)).encode() if access.constraints else b""
     extras = "[flower,data,metrics]" if machine.with_flower else ""
+    urls = [urlsplit(url) for url in (access.index, access.extra_index, access.find_links)]
     indexes = [
         *(("--index-url", access.index) if access.index else ()),
         *(("--extra-index-url", access.extra_index) if access.extra_index else ()),
         *(("--find-links", access.find_links) if access.find_links else ()),
         *(("--no-index",) if access.find_links and not access.index else ()),
-        *(f"--trusted-host={host}" for host in _plain_hosts(access)),
+        # pip does not trust http otherwise.
+        *(f"--trusted-host={h}" for h in sorted({u.netloc for u in urls if u.scheme == "http"})),
     ]
     options = shlex.join([*indexes, *(("-c", "constraints.txt") if constraints else ())])
     said = (wheel, constraints, extras.encode(), options.encode(), access.python.encode())
@@ -157,12 +158,6 @@ cd {OPT}/wheel
 {OPT}/venv/bin/collapipe --version
 echo {mark} > {OPT}/installed""",
     )
-
-
-def _plain_hosts(access: Access) -> list[str]:
-    """The hosts of indexes with http URLs, which pip does not trust otherwise."""
-    urls = (urlsplit(url) for url in (access.index, access.extra_index, access.find_links))
-    return sorted({url.netloc for url in urls if url.scheme == "http"})
 
 
 def _constraints(path: Path) -> str:
@@ -324,11 +319,6 @@ as {USER} {OPT}/venv/bin/collapipe cluster check {file}.toml --json $found/found
 {keeping}
 cat found.json
 rm -r $found"""
-
-
-def ca_script(inventory: Inventory) -> str:
-    """Prints the certificate of the CA."""
-    return f"cat {folder_of(inventory.one(CONTROL_UNIT))}/certs/ca.pem"
 
 
 def _file(name: str, path: str, text: str, *, reload: bool = False) -> Step:

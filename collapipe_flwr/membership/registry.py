@@ -231,11 +231,6 @@ class Registry:
         figures = measured.read_text() if elsewhere and measured and measured.exists() else ""
         return signed_roster(cluster_text(config), Authority(self.certs).sign, figures)
 
-    @property
-    def has_authority(self) -> bool:
-        """Whether newcomers can be admitted from here."""
-        return (self.certs / "ca.key").exists()
-
     def service_files(self) -> TlsFiles:
         """A new certificate of the joining service, with its CA, which newcomers know by its pin.
 

@@ -43,7 +43,7 @@ def serve(
     Raises ConfigError where it cannot listen, RunError when the edge ends.
     """
     config = next(iter(registry.clusters().values()), None) or registry.cluster()
-    if not registry.has_authority:
+    if not (registry.certs / "ca.key").exists():
         follow(config, listen, say)
         return
     listen = listen or config.joining_address

@@ -54,7 +54,10 @@ class RoundPrinter:
         loss = "-" if event.loss is None else f"{event.loss:.4f}"
         scores = "  ".join(f"test {name} {value:.4g}" for name, value in event.metrics.items())
         numbers = f"round {event.round_index:>3}/{self.rounds or '?'}  {event.wall_s:5.1f} s"
-        clusters = _clusters_text(event)
+        clusters = ""
+        if event.clusters_loss is not None:
+            found = "".join(f"  {name} {v:.4g}" for name, v in event.clusters_metrics.items())
+            clusters = f"clusters' test loss {event.clusters_loss:.4g}{found}"
         fresh = ""
         if event.prequential_loss is not None:
             fresh = f"{event.fresh_examples} fresh, loss before {event.prequential_loss:.4f}"
@@ -66,14 +69,6 @@ class RoundPrinter:
             self.say(f"    {plan}")
         for failure in event.failures:
             self.say(f"    lost: {failure}")
-
-
-def _clusters_text(event: RoundEvent) -> str:
-    """``clusters' test loss 0.4  accuracy 0.8``; nothing where they were not asked."""
-    if event.clusters_loss is None:
-        return ""
-    scores = "".join(f"  {name} {value:.4g}" for name, value in event.clusters_metrics.items())
-    return f"clusters' test loss {event.clusters_loss:.4g}{scores}"
 
 
 def _plan_text(plan: Mapping[str, Any] | None) -> str:
@@ -125,7 +120,9 @@ def _outcome_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     done = f"{summary['rounds']} of {asked}" if asked else str(summary["rounds"])
     yield "rounds", f"{done} in {summary['wall_s']:.0f} s"
     if lost := summary.get("lost"):
-        yield "lost", _lost_text(lost)
+        count = len({index for rounds in lost.values() for index in rounds})
+        names = ", ".join(f"{name} ({_first(rounds)})" for name, rounds in lost.items())
+        yield "lost", f"{counted(count, 'round')} went on without a cluster: {names}"
     if (error := summary.get("prediction_error")) is not None:
         yield "predictions", f"off by {100 * error:.1f} % of a round in the median"
     links = summary["bytes"]
@@ -190,14 +187,8 @@ def _way_text(way: Mapping[str, Any]) -> str:
     return f"{way['bit_per_s'] / 1e6:.3g}{of} Mbit/s"
 
 
-def _lost_text(lost: Mapping[str, Sequence[int]]) -> str:
-    """``2 rounds went on without a cluster: A (3, 5), B (5)``; a long list is cut short."""
-    count = len({index for rounds in lost.values() for index in rounds})
-    names = ", ".join(f"{name} ({_first(rounds)})" for name, rounds in lost.items())
-    return f"{count} round{'s' * (count != 1)} went on without a cluster: {names}"
-
-
 def _first(rounds: Sequence[int]) -> str:
+    """``3, 5``; a long list is cut short."""
     shown = ", ".join(map(str, rounds[:_MOST_ROUNDS]))
     more = len(rounds) - _MOST_ROUNDS
     return f"{shown}, {more} more" if more > 0 else shown

@@ -17,6 +17,12 @@ from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan
 from collapipe_flwr.core.links import LinkConfig, LinkReport, LinkTraffic, totals
 
 _RECENT = 5  # rounds
+# Of an event in a `RunStory`: most of it, which curves do not need.
+_LEFT_OUT: dict[str, Any] = {
+    **{key: {} for key in ("clusters", "energy_j", "queues_j", "memory_bytes")},
+    **dict.fromkeys(("links", "failures", "incidents"), ()),
+    "plan": None,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +62,6 @@ class RoundEvent:
     lost: tuple[str, ...] = ()  # clusters that were away or whose round came to nothing
     fresh_examples: int = 0  # new ones of data.stream
     prequential_loss: float | None = None  # on them, before training on them
-
-    @property
-    def was_timed(self) -> bool:
-        """Whether machines measured every cluster's seconds."""
-        return bool(self.clusters) and all(each["measured"] for each in self.clusters.values())
 
     def as_json(self) -> dict[str, Any]:
         """Plain data for the event log; JSON knows no NaN, so a diverged number becomes null."""
@@ -144,11 +145,7 @@ class RunStory:
 
     def grown(self, event: RoundEvent) -> RunStory:
         """Add a round."""
-        none: dict[str, Any] = {}
-        curve = replace(
-            event, plan=None, clusters=none, energy_j=none, queues_j=none, memory_bytes=none
-        )
-        curve = replace(curve, links=(), failures=(), incidents=())
+        curve = replace(event, **_LEFT_OUT)
         return replace(self, events=(*self.events, curve), sums=self.sums.plus(event))
 
     def expected_wall_s(self, event: RoundEvent) -> float | None:
@@ -157,7 +154,8 @@ class RunStory:
         The planned latency of the slowest cluster, plus the median of what server, messages and
         aggregation took in the last rounds. None where no machines are timed.
         """
-        if event.predicted_latency_s is None or not event.was_timed:
+        timed = [each["measured"] for each in event.clusters.values()]
+        if event.predicted_latency_s is None or not timed or not all(timed):
             return None
         recent = [e for e in self.events[-_RECENT:] if e.latency_s is not None]
         besides = [e.wall_s - e.evaluation_s - (e.latency_s or 0.0) for e in recent]

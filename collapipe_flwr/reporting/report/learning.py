@@ -19,17 +19,13 @@ def learning(run: RunData) -> Section:
     """Losses first, then every metric."""
     names = [name for name in run.metrics | run.clusters_metrics if name != "loss"]
     names.sort(key=lambda name: name != run.metric)
+    stride = stride_of(len(run.rounds))
     return Section(
         key="learning",
         title="Learning",
-        text=_text(run),
+        text=f"Every point is the mean of {stride} rounds." if stride > 1 else "",
         charts=charts.present(_loss(run), *(_metric(run, name) for name in names), _stream(run)),
     )
-
-
-def _text(run: RunData) -> str:
-    stride = stride_of(len(run.rounds))
-    return f"Every point is the mean of {stride} rounds." if stride > 1 else ""
 
 
 def _loss(run: RunData) -> Chart | None:

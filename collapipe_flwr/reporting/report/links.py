@@ -76,7 +76,11 @@ def _rates(hops: Sequence[Hop]) -> Chart | None:
         title="What links carried while they sent",
         note=f"The hops with most bytes; {more}" if more else "",
         figure=charts.by_row(
-            traces, "Mbit/s", bars=3 * len(shown), named=_two_lines, hovermode="y unified"
+            traces,
+            "Mbit/s",
+            bars=3 * len(shown),
+            named=lambda way: "<br>→ ".join(map(charts.label, way.split(" → ", 1))),
+            hovermode="y unified",
         ),
     )
 
@@ -90,10 +94,6 @@ def _way_label(key: tuple[str, str, str], *, forward: bool) -> str:
     cluster, *ends = key
     first, then = (end.rpartition("/")[2] for end in (ends if forward else reversed(ends)))
     return f"{cluster}: {first} → {then}"
-
-
-def _two_lines(way: str) -> str:
-    return "<br>→ ".join(charts.label(part) for part in way.split(" → ", 1))
 
 
 def _row(key: tuple[str, str, str], hop: LinkData) -> list[str]:

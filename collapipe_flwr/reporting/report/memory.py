@@ -62,26 +62,21 @@ def memory(run: RunData) -> Section:
     if not found:
         return Section(key="memory", title="Memory", empty="No peak of memory was recorded.")
     text = "Weights, gradients, optimizer state and activations at their peak over all rounds."
+    if share := run.summary.get("model_share"):
+        cap = "" if share["cap"] is None else f" (allowed: {100 * share['cap']:.3g} %)"
+        text += (
+            f" No plan gave a device more than {100 * share['most']:.3g} % of what training the "
+            f"whole model takes with the same micro-batches{cap}."
+        )
     head = ["member", "measured", "planned", "limit", "share"]
     rows = [_row(peak) for peak in found]
     table = charts.long_table("Members", head, rows, "member", "more in summary.json")
     return Section(
         key="memory",
         title="Memory",
-        text=text + _share_text(run),
+        text=text,
         charts=[_chart(found)],
         tables=[table],
-    )
-
-
-def _share_text(run: RunData) -> str:
-    share = run.summary.get("model_share")
-    if not share:
-        return ""
-    cap = "" if share["cap"] is None else f" (allowed: {100 * share['cap']:.3g} %)"
-    return (
-        f" No plan gave a device more than {100 * share['most']:.3g} % of what training the whole "
-        f"model takes with the same micro-batches{cap}."
     )
 
 

@@ -85,22 +85,20 @@ def _machines(run: RunData) -> Iterator[Tile]:
 
 def compared_overview(runs: Sequence[RunData]) -> Section:
     """One column for each run."""
-    found = [{tile.title: tile for tile in tiles(run)} for run in runs]
+    found = [
+        {t.title: f"{t.value} ({t.note})" if t.note else t.value for t in tiles(run)}
+        for run in runs
+    ]
     titles = dict.fromkeys(title for each in found for title in each)
-    rows = [[title, *(_cell(each.get(title)) for each in found)] for title in titles]
+    rows = [[title, *(each.get(title, "-") for each in found)] for title in titles]
     table = Table(title="At a glance", head=["", *(run.name for run in runs)], rows=rows)
     return Section(key="overview", title="Overview", tables=[table])
 
 
-def _cell(tile: Tile | None) -> str:
-    if tile is None:
-        return "-"
-    return f"{tile.value} ({tile.note})" if tile.note else tile.value
-
-
 def settings(run: RunData) -> Section:
     """Two tables of keys and values."""
-    versions, config = _rows(run.summary.get("versions") or {}), _rows(run.config)
+    versions = list((run.summary.get("versions") or {}).items())
+    config = [[key, _text(value)] for key, value in run.config.items()]
     title = f"Run-config, {len(config)} keys"
     tables = [
         Table(title="Versions", head=["package", "version"], rows=versions),
@@ -108,10 +106,6 @@ def settings(run: RunData) -> Section:
     ]
     kept = [table for table in tables if table.rows]
     return Section(key="settings", title="Settings and versions", tables=kept)
-
-
-def _rows(values: Mapping[str, object]) -> list[list[str]]:
-    return [[key, _text(value)] for key, value in values.items()]
 
 
 def _text(value: object) -> str:
