@@ -134,55 +134,47 @@ def _numbers(event: Event, budget_j: Mapping[str, float | None]) -> Json:
 def round_picture(event: Event, budget_j: Mapping[str, float | None]) -> list[Json]:
     """All clusters of a round of ``events.jsonl``; ``budget_j`` is by device."""
     plans = {plan["cluster_id"]: plan for plan in (event.get("plan") or {}).get("clusters", ())}
-    found = {**dict.fromkeys(plans), **event.get("clusters", {})}
-    names = {*found, *event.get("lost", ())}
+    outcomes, lost = event.get("clusters", {}), event.get("lost", ())
     links: defaultdict[str, list[Event]] = defaultdict(list)
     for link in event.get("links", ()):
         links[link["cluster"]].append(link)
     queues: defaultdict[str, Json] = defaultdict(dict)
     for device, queue_j in event.get("queues_j", {}).items():
         queues[device.rpartition("/")[0]][device] = queue_j
-    memory = event.get("memory_bytes", {})
-    pictures = [
-        _cluster(
-            name,
-            plans.get(name),
-            found.get(name) or {},
-            links[name],
-            _members(name, found.get(name) or {}, queues[name], budget_j, memory),
-            lost=name in event.get("lost", ()),
-        )
-        for name in sorted(names)
-    ]
-    return [_rounded(picture) for picture in pictures]
+    pictures = []
+    for name in sorted({*plans, *outcomes, *lost}):
+        plan, outcome = plans.get(name), outcomes.get(name) or {}
+        memory = event.get("memory_bytes", {})
+        members = _members(name, outcome, queues[name], budget_j, memory)
+        latency_s = outcome.get("latency_s")
+        picture: Json = {
+            "id": name,
+            "lost": name in lost,
+            "latency_s": latency_s,
+            "predicted_s": outcome.get("predicted_s", plan and plan["latency_s"]),
+            "measured": outcome.get("measured", False),
+            "stages": [],
+            "hops": [],
+            "idle": list(members.values()),
+        }
+        if plan is not None:
+            picture |= _pipeline(name, plan, members, links[name], latency_s)
+        pictures.append(_rounded(picture))
+    return pictures
 
 
-def _cluster(
-    name: str,
-    plan: Event | None,
-    outcome: Event,
-    links: Iterable[Event],
+def _pipeline(
+    cluster: str,
+    plan: Event,
     members: Mapping[str, Json],
-    *,
-    lost: bool,
+    links: Iterable[Event],
+    latency_s: float | None,
 ) -> Json:
-    latency_s = outcome.get("latency_s")
-    picture: Json = {
-        "id": name,
-        "lost": lost,
-        "latency_s": latency_s,
-        "predicted_s": outcome.get("predicted_s", plan and plan["latency_s"]),
-        "measured": outcome.get("measured", False),
-        "stages": [],
-        "hops": [],
-        "idle": list(members.values()),
-    }
-    if plan is None:
-        return picture
+    """The stages of a plan, and the hops between them."""
     passes = plan["local_steps"] * plan["micro_batches"]
-    stages = _stages(name, plan, members)
+    stages = _stages(cluster, plan, members)
     busy = [name for stage in stages for name in stage["ids"]]
-    return picture | {
+    return {
         "micro_batch_size": plan["micro_batch_size"],
         "micro_batches": plan["micro_batches"],
         "local_steps": plan["local_steps"],
