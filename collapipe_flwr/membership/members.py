@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 from collapipe_flwr.cluster.profile import Measurements
 from collapipe_flwr.config.access_control import SERVICE_NAME
@@ -155,7 +154,7 @@ class ClusterStatus:
         return all(member.state == READY for member in self.members)
 
 
-def cluster_status(config: ClusterConfig, clock: Callable[[], float] = time.time) -> ClusterStatus:
+def cluster_status(config: ClusterConfig) -> ClusterStatus:
     """Ask all at once: devices, edge, and a control unit on another machine than the CA."""
     members = [(device, Role.DEVICE) for device in config.devices]
     if config.edge.address or config.version:
@@ -164,17 +163,12 @@ def cluster_status(config: ClusterConfig, clock: Callable[[], float] = time.time
         members.append((config.control_unit, Role.CONTROL_UNIT))
     known = figures_of(config)
     with ThreadPoolExecutor(_STATUS_AT_ONCE, thread_name_prefix="status") as pool:
-        ask = partial(_status, config, known, clock)
-        found = tuple(pool.map(ask, *zip(*members, strict=True))) if members else ()
+        found = tuple(pool.map(lambda each: _status(config, known, *each), members))
     return ClusterStatus(cluster_id=config.id, version=config.version, members=found)
 
 
 def _status(
-    config: ClusterConfig,
-    known: Measurements,
-    clock: Callable[[], float],
-    member: MemberConfig,
-    role: Role,
+    config: ClusterConfig, known: Measurements, member: MemberConfig, role: Role
 ) -> MemberStatus:
     measured = known.of(member.name)
     speed = member.speed_gflop_per_s * 1e9 or measured.speed_flop_per_s
@@ -190,7 +184,7 @@ def _status(
             speed_flop_per_s=speed,
             memory_bytes=memory,
             resident_bytes=found.resident_bytes if found else None,
-            clock_ahead_s=found.unix_s - clock() if found else None,
+            clock_ahead_s=found.unix_s - time.time() if found else None,
             fault=fault,
         )
 

@@ -162,7 +162,6 @@ def join(
     measure: Callable[[str], Measured] | None,
     *,
     address: str = "",
-    clock: Callable[[], float] = time.time,
 ) -> Membership:
     """Become a member. Raises LinkError when the control unit refuses, is away or is another one.
 
@@ -176,7 +175,7 @@ def join(
     ca_pem = pinned_ca(address, token.pin, _DEADLINE_S)
     own_folder(newcomer.folder, "--folder")
     own_folder(files.key.parent, "--folder")
-    check_validity("of the control unit's CA", ca_pem, datetime.fromtimestamp(clock(), UTC))
+    check_validity("of the control unit's CA", ca_pem, datetime.now(UTC))
     write_file(files.ca, lambda path: path.write_bytes(ca_pem))
     key = own_key(files.key)
     measured = measure(newcomer.name) if measure else Measured(name=newcomer.name)
@@ -184,7 +183,7 @@ def join(
         secret=token.secret.hex(),
         name=newcomer.name,
         request_pem=request_for(newcomer.name, key),
-        unix_s=clock(),
+        unix_s=time.time(),
         address=newcomer.address,
         kind=newcomer.kind,
         speed_flop_per_s=measured.speed_flop_per_s or 0.0,

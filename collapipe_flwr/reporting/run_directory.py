@@ -20,10 +20,10 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from collapipe_flwr.core.durable import append_text, make_folder, write_file, write_text
 from collapipe_flwr.core.errors import ConfigError, RunError
@@ -32,7 +32,6 @@ from collapipe_flwr.reporting.progress import PROGRESS
 from collapipe_flwr.reporting.run_lock import CONFIG, RUNNING, as_it_is
 
 Json = Mapping[str, object]
-Text = TypeVar("Text")
 LOG = "run.log"
 EVENTS = "events.jsonl"
 _SUMMARY = "summary.json"
@@ -74,9 +73,8 @@ class RunDirectory:
     @property
     def run_id(self) -> str:
         """The id by which clusters recognise the run; drawn on first use."""
-        if not (self.path / _RUN_ID).exists():
-            self._replace(_RUN_ID, secrets.token_hex(16))
-        return run_id_of(self.path)
+        with self._writing():
+            return run_id_of(self.path)
 
     @property
     def checkpoint_path(self) -> Path:
@@ -99,7 +97,8 @@ class RunDirectory:
 
     def append_event(self, event: Json) -> None:
         """Add one line to ``events.jsonl``."""
-        self._write(append_text, EVENTS, _line(event))
+        with self._writing():
+            append_text(self.path / EVENTS, _line(event))
         self.tell("event", event)
 
     def rewrite_events(self, events: Iterable[Json]) -> None:
@@ -124,7 +123,8 @@ class RunDirectory:
         on, or where it is stopped after many events (`MANY_BYTES`), they are as given: to collect
         them takes too long.
         """
-        self._write(write_file, _SUMMARY, lambda path: self._save_summary(summary, path))
+        with self._writing():
+            write_file(self.path / _SUMMARY, lambda path: self._save_summary(summary, path))
         self.tell("summary", {**summary, "plans": []})
 
     def _save_summary(self, summary: Json, path: Path) -> None:
@@ -151,11 +151,13 @@ class RunDirectory:
         self.tell("config", config)
 
     def _replace(self, name: str, text: str) -> None:
-        self._write(write_text, name, text)
+        with self._writing():
+            write_text(self.path / name, text)
 
-    def _write(self, how: Callable[[Path, Text], None], name: str, text: Text) -> None:
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
         try:
-            how(self.path / name, text)
+            yield
         except OSError as error:
             raise RunError(
                 f"the run directory {self.path} cannot be written ({error}); make room, then "

@@ -15,9 +15,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from collapipe_flwr.core.errors import require
 from collapipe_flwr.core.links import CODECS
 from collapipe_flwr.reporting.output import number_table, prepare, progress, write_json
-from collapipe_flwr.reporting.simulation_figures import check_plot, save_figures
+from collapipe_flwr.reporting.simulation_figures import save_figures
 from collapipe_flwr.simulation.claims import comparison, simulation_json
 from collapipe_flwr.simulation.score import Score
 from collapipe_flwr.simulation.setting import Setting
@@ -57,7 +58,8 @@ def run_simulation(
     """
     prepare("--json", json_file)
     if plot_dir is not None:
-        check_plot(plot_dir)
+        require("matplotlib", "plot")
+        prepare("--plot", plot_dir / "latency.png")
     steps = setting.rounds * len(setting.seeds) * len(setting.policies)
     with progress(steps) as tick:
         simulation = simulate(setting, tick)

@@ -9,7 +9,6 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from collapipe_flwr.core.domain import Segment
-from collapipe_flwr.core.errors import ConfigError, extra
 from collapipe_flwr.reporting import figures
 from collapipe_flwr.simulation.score import Score
 from collapipe_flwr.simulation.setting import PRESETS, Setting
@@ -23,16 +22,6 @@ _INCHES = (9.0, 5.0)
 _MOST_NAMED = 6  # seeds
 _BELOW_0 = 0.1  # so that a curve at 0 is not cut
 _LIGHT = figures.COLOURS[3:6]  # black is read better on them than white
-
-
-def check_plot(folder: Path) -> None:
-    """Make the folder; raises ConfigError without matplotlib or where that fails."""
-    with extra("plot"):
-        import matplotlib  # noqa: F401
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--plot {folder}: the folder cannot be made ({error})") from error
 
 
 def save_figures(

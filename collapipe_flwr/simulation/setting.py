@@ -28,6 +28,7 @@ from collapipe_flwr.simulation.world import (
 FIVE_SEEDS = (0, 1, 2, 3, 4)
 SEED_LIMIT = 2**63
 MOST_SEEDS = 10_000  # of a range
+_KINDS = ("raspberry-pi-4", "raspberry-pi-5", "jetson-nano", "phone")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,7 @@ class Setting:
 
     clusters: int = 4
     devices: int = 6  # of every cluster, the control unit not counted
-    kinds: tuple[str, ...] = ("raspberry-pi-4", "raspberry-pi-5", "jetson-nano", "phone")
+    kinds: tuple[str, ...] = _KINDS
     examples: int = 1000  # of every cluster, each used once per round
     rounds: int = 50
     seeds: tuple[int, ...] = (0,)
@@ -111,13 +112,7 @@ PRESETS: dict[str, Setting] = {
     # case for leaving everything on the best device.
     "one-strong": Setting(
         seeds=FIVE_SEEDS,
-        kinds=(
-            "raspberry-pi-4",
-            "raspberry-pi-5",
-            "jetson-nano",
-            "phone",
-            "jetson-orin-nano",
-        ),
+        kinds=(*_KINDS, "jetson-orin-nano"),
         budget=EnergyBudget(),
     ),
     # Many small clusters that share a 5G cell, members on the move, a model of BERT-large's shape
