@@ -78,13 +78,7 @@ def init(
     that stays, as that of the first of several clusters.
     """
     from collapipe_flwr.config.cluster_file import MemberConfig, Role
-    from collapipe_flwr.membership.newcomer import (
-        PORTS,
-        kind_here,
-        measured,
-        own_host,
-        with_port,
-    )
+    from collapipe_flwr.membership.newcomer import PORTS, kind_here, measured, own_host, with_port
 
     if service is not None:
         check_manager(service)

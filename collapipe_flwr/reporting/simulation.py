@@ -19,17 +19,17 @@ from collapipe_flwr.core.errors import require
 from collapipe_flwr.core.links import CODECS
 from collapipe_flwr.reporting.output import number_table, prepare, progress, write_json
 from collapipe_flwr.reporting.simulation_figures import save_figures
-from collapipe_flwr.simulation.claims import comparison, simulation_json
 from collapipe_flwr.simulation.score import Score
 from collapipe_flwr.simulation.setting import Setting
-from collapipe_flwr.simulation.simulate import (
-    FACTORS,
-    OURS,
-    Simulation,
-    penalty_sweep,
-    simulate,
+from collapipe_flwr.simulation.simulate import FACTORS, OURS, Simulation, penalty_sweep, simulate
+from collapipe_flwr.simulation.summary import (
+    Json,
+    Summary,
+    bound_summary,
+    comparison,
+    simulation_json,
+    summaries,
 )
-from collapipe_flwr.simulation.summary import Json, Summary, bound_summary, summaries
 
 COLUMNS = (
     "latency\ns",
