@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import reduce
 from math import isfinite, log, nan
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan
 from collapipe_flwr.core.links import LinkConfig, LinkReport, LinkTraffic, totals
@@ -66,7 +66,8 @@ class RoundEvent:
     def as_json(self) -> dict[str, Any]:
         """Plain data for the event log; JSON knows no NaN, so a diverged number becomes null."""
         links = [link_json(link) for link in self.links]
-        return cast("dict[str, Any]", finite({**asdict(self), "links": links}))
+        found: dict[str, Any] = finite({**asdict(self), "links": links})
+        return found
 
     @staticmethod
     def of_json(data: Mapping[str, Any]) -> RoundEvent:
@@ -204,7 +205,8 @@ class RunStory:
             "versions": dict(self.versions),
             "plans": [] if sums.plan is None else [sums.plan],
         }
-        return cast("dict[str, Any]", finite(summary))
+        found: dict[str, Any] = finite(summary)
+        return found
 
 
 def holders(segment: Mapping[str, Any]) -> tuple[str, ...]:
@@ -296,12 +298,13 @@ def _way_json(traffic: LinkTraffic, planned_bit_per_s: float | None) -> dict[str
     }
 
 
-def finite(value: object) -> object:
-    """Plain data with every NaN or infinity replaced by None."""
+def finite(value: Any, digits: int | None = None) -> Any:
+    """Plain data with every NaN or infinity replaced by None, and others rounded to ``digits``."""
     if isinstance(value, float):
-        return value if isfinite(value) else None
+        rounded = value if digits is None else float(f"{value:.{digits}g}")
+        return rounded if isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: finite(item, digits) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
+        return [finite(item, digits) for item in value]
     return value

@@ -6,9 +6,10 @@ There are named presets, over which `overridden` lays what a user chose on the c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
+from typing import Any, TypeVar
 
 from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.core.errors import ConfigError
@@ -137,13 +138,15 @@ def preset(name: str | None) -> Setting:
     return replace(PRESETS[name], preset=name)
 
 
-_SETTING = ("clusters", "devices", "examples", "rounds", "channel", "radio", "truth_error")
-_MODEL = ("blocks", "width", "tokens")
-_PLANNING = (
-    *("penalty_weight", "schedule", "memory_margin", "max_model_share"),
-    *("best_batches", "half_duplex", "edge_shared", "recompute", "replicas"),
-)
-_DISTORTION = {"profile_error": "error", "profile_error_kind": "kind", "profile_delay": "delay"}
+T = TypeVar("T", Setting, ModelShape, SchedulerConfig, Distortion)
+# Fields that are not called like their option of `collapipe simulate`.
+_FIELDS = {
+    "energy_budget": "budget",
+    "devices_from": "fleet",
+    "profile_error": "error",
+    "profile_error_kind": "kind",
+    "profile_delay": "delay",
+}
 
 
 def overridden(base: Setting, **options: Any) -> Setting:
@@ -152,32 +155,29 @@ def overridden(base: Setting, **options: Any) -> Setting:
     ``options`` are those of ``collapipe simulate`` by name. What is missing or None leaves
     ``base`` as it is.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-
-    def chosen(names: Iterable[str]) -> dict[str, Any]:
-        return {name: given[name] for name in names if name in given}
-
-    changes, model, planning = chosen(_SETTING), chosen(_MODEL), chosen(_PLANNING)
-    for name, text in chosen(("micro_batch_sizes", "micro_batches")).items():
-        planning[name] = whole_numbers(name, text)
+    readers: dict[str, Callable[[Any], Any]] = {
+        **dict.fromkeys(("policies", "kinds", "codecs"), _words),
+        **{n: partial(whole_numbers, n) for n in ("micro_batch_sizes", "micro_batches")},
+        "seeds": seeds_of,
+        "energy_budget": energy_budget,
+        "devices_from": read_fleet,
+    }
+    given = {
+        _FIELDS.get(name, name): readers[name](value) if name in readers else value
+        for name, value in options.items()
+        if value is not None
+    }
     if "codecs" in given:
-        planning["codecs"] = _words(given["codecs"])
-        model["wire_bytes"] = 4
-    if "seeds" in given:
-        changes["seeds"] = seeds_of(given["seeds"])
-    for name, text in chosen(("policies", "kinds")).items():
-        changes[name] = _words(text)
-    if "energy_budget" in given:
-        changes["budget"] = energy_budget(given["energy_budget"])
-    if "devices_from" in given:
-        changes["fleet"] = read_fleet(given["devices_from"])
-    seen = {_DISTORTION[name]: value for name, value in chosen(_DISTORTION).items()}
+        given["wire_bytes"] = 4
+
+    def chosen(part: T) -> T:
+        return replace(part, **{f.name: given[f.name] for f in fields(part) if f.name in given})
+
     return replace(
-        base,
-        model=replace(base.model, **model),
-        settings=replace(base.settings, **planning),
-        distortion=replace(base.distortion, **seen),
-        **changes,
+        chosen(base),
+        model=chosen(base.model),
+        settings=chosen(base.settings),
+        distortion=chosen(base.distortion),
     )
 
 

@@ -159,7 +159,7 @@ def round_picture(event: Event, budget_j: Mapping[str, float | None]) -> list[Js
         }
         if plan is not None:
             picture |= _pipeline(name, plan, members, links[name], latency_s)
-        pictures.append(_rounded(picture))
+        pictures.append(finite(picture, _DIGITS))
     return pictures
 
 
@@ -265,14 +265,3 @@ def _hop(plan: Event, links: list[Event]) -> Json:
         planned = plan.get(f"{way}_bit_per_s")
         hop[way] = {"bit_per_s": min(rates, default=None), "planned": planned}
     return hop
-
-
-def _rounded(value: Any) -> Any:
-    """Round numbers to four digits; None where they are not finite."""
-    if isinstance(value, float):
-        return None if finite(value) is None else float(f"{value:.{_DIGITS}g}")
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(item) for item in value]
-    return value
