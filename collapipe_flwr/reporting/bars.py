@@ -80,7 +80,8 @@ class Bars:
         done, whole = sum(map(_done, clusters)), sum(c.of for c in clusters)
         cells = []
         if width >= _NARROW:
-            cells.append(_steps(clusters))
+            steps = sum(_done(c) // c.per_step for c in clusters)
+            cells.append(f"{steps}/{sum(c.of // c.per_step for c in clusters)} steps")
         if width >= _WIDE:
             per_s = sum(self._rate(n, progress) * progress.clusters[n].examples for n in names)
             cells.append(f"{per_s:.3g} ex/s" if per_s else "")
@@ -111,12 +112,6 @@ class Bars:
 
 def _done(cluster: ClusterProgress) -> int:
     return cluster.trained or cluster.tested
-
-
-def _steps(clusters: list[ClusterProgress]) -> str:
-    done = sum(_done(cluster) // cluster.per_step for cluster in clusters)
-    whole = sum(cluster.of // cluster.per_step for cluster in clusters)
-    return f"{done}/{whole} steps"
 
 
 def _grid(width: int) -> Table:

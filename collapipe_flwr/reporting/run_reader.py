@@ -113,7 +113,10 @@ class RunReader:
         newest = None
         try:
             if self._broken is None:
-                self._read_summary()
+                if (stamp := summary_stamp(self.run_dir)) != self._stamp:
+                    self._stamp, self._summary = stamp, read_summary_head(self.run_dir) or {}
+                if self._config is None:
+                    self._config = read_config(self.run_dir)
                 events = self._tail.new(_ABOUT_BYTES)
                 newest = self._newest()
         except RunError as error:
@@ -122,13 +125,6 @@ class RunReader:
         self._generation = self._tail.generation
         head, summary = self._head(), self._summary
         return News(head=head, summary=summary, anew=anew, events=events, newest=newest)
-
-    def _read_summary(self) -> None:
-        stamp = summary_stamp(self.run_dir)
-        if stamp != self._stamp:
-            self._stamp, self._summary = stamp, read_summary_head(self.run_dir) or {}
-        if self._config is None:
-            self._config = read_config(self.run_dir)
 
     def _newest(self) -> Json | None:
         """The last round if much is left to read before it and it has changed."""

@@ -87,10 +87,10 @@ class Feed:
         self.figures.take(news)
         return bool(news.events)
 
-    def _follow(self, stop: threading.Event) -> None:
-        while not stop.is_set():
+    def _follow(self, over: threading.Event) -> None:
+        while not over.is_set():
             if not self.look():
-                stop.wait(_LOOK_S)
+                over.wait(_LOOK_S)
 
 
 def run_finder(run: Path | None, output_dir: Path) -> Find:

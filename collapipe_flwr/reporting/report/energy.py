@@ -81,13 +81,19 @@ def _budgets(devices: Sequence[Spent]) -> Chart:
     budgeted = [each for each in devices if each.budget_j]
     shown = (budgeted or devices)[: charts.MOST_BARS]
     unit = "% of the budget" if budgeted else "J per round"
+
+    def text(each: Spent) -> str:
+        mean, budget = charts.number(each.mean_j), charts.number(each.budget_j)
+        of = f" of {budget} J, {100 * each.share:.0f} %" if each.share is not None else " J"
+        return f"{mean}{of}"
+
     traces = [
         charts.bars(
             name,
             [each.name for each in kept],
             [100 * (each.share or 0) if budgeted else each.mean_j for each in kept],
             colour,
-            customdata=[_of_budget(each) for each in kept],
+            customdata=[text(each) for each in kept],
             hovertemplate="%{y}<br>%{customdata}<extra></extra>",
         )
         for name, colour, over in (
@@ -105,13 +111,6 @@ def _budgets(devices: Sequence[Spent]) -> Chart:
         note=charts.left_out(budgeted or devices, shown, "device", "that used less are not shown"),
         figure=charts.limited(figure) if budgeted else figure,
     )
-
-
-def _of_budget(each: Spent) -> str:
-    mean = charts.number(each.mean_j)
-    if not each.budget_j:
-        return f"{mean} J"
-    return f"{mean} of {charts.number(each.budget_j)} J, {100 * (each.share or 0):.0f} %"
 
 
 def _queues(run: RunData) -> Chart | None:

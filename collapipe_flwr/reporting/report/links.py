@@ -60,11 +60,11 @@ def _rates(hops: Sequence[Hop]) -> Chart | None:
     if not rated:
         return None
     shown = rated[: charts.MOST_BARS // 2]
-    ways = [
-        (_way_label(key, forward=forward), hop.forward if forward else hop.backward)
-        for key, hop in shown
-        for forward in (True, False)
-    ]
+    ways = []
+    for (cluster, *ends), hop in shown:
+        first, last = (end.rpartition("/")[2] for end in ends)
+        ways.append((f"{cluster}: {first} → {last}", hop.forward))
+        ways.append((f"{cluster}: {last} → {first}", hop.backward))
     labels, hover = [name for name, _ in ways], {"hovertemplate": "%{x:.4~g} Mbit/s"}
     traces = [charts.bars("reached", labels, [_mega(way.bit_per_s) for _, way in ways], **hover)]
     planned = [_mega(way.planned_bit_per_s) for _, way in ways]
@@ -87,13 +87,6 @@ def _rates(hops: Sequence[Hop]) -> Chart | None:
 
 def _mega(rate: float | None) -> float | None:
     return None if rate is None else rate / 1e6
-
-
-def _way_label(key: tuple[str, str, str], *, forward: bool) -> str:
-    """One direction of a hop."""
-    cluster, *ends = key
-    first, then = (end.rpartition("/")[2] for end in (ends if forward else reversed(ends)))
-    return f"{cluster}: {first} → {then}"
 
 
 def _row(key: tuple[str, str, str], hop: LinkData) -> list[str]:

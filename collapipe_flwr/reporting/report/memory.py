@@ -69,7 +69,16 @@ def memory(run: RunData) -> Section:
             f"whole model takes with the same micro-batches{cap}."
         )
     head = ["member", "measured", "planned", "limit", "share"]
-    rows = [_row(peak) for peak in found]
+    rows = [
+        [
+            peak.name,
+            charts.size(peak.measured or None),
+            charts.size(peak.planned or None),
+            charts.size(peak.limit),
+            "-" if peak.share is None else f"{100 * peak.share:.0f} %",
+        ]
+        for peak in found
+    ]
     table = charts.long_table("Members", head, rows, "member", "more in summary.json")
     return Section(
         key="memory",
@@ -90,8 +99,12 @@ def _chart(found: Sequence[Peak]) -> Chart:
             return None
         return 100 * count / peak.limit if peak.limit else count / 1e6
 
+    def text(peak: Peak) -> str:
+        known = {"measured": peak.measured, "planned": peak.planned, "limit": peak.limit}
+        return ", ".join(f"{name} {charts.size(count)}" for name, count in known.items() if count)
+
     hover: dict[str, Any] = {
-        "customdata": [_text(peak) for peak in shown],
+        "customdata": [text(peak) for peak in shown],
         "hovertemplate": "%{y}<br>%{customdata}<extra></extra>",
     }
     traces = [
@@ -108,18 +121,3 @@ def _chart(found: Sequence[Peak]) -> Chart:
         note=f"{limit} {rest}".strip(),
         figure=charts.limited(figure) if bounded else figure,
     )
-
-
-def _text(peak: Peak) -> str:
-    known = {"measured": peak.measured, "planned": peak.planned, "limit": peak.limit}
-    return ", ".join(f"{name} {charts.size(count)}" for name, count in known.items() if count)
-
-
-def _row(peak: Peak) -> list[str]:
-    return [
-        peak.name,
-        charts.size(peak.measured or None),
-        charts.size(peak.planned or None),
-        charts.size(peak.limit),
-        "-" if peak.share is None else f"{100 * peak.share:.0f} %",
-    ]

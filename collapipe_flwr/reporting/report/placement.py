@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from statistics import fmean
 
 from collapipe_flwr.reporting.report import charts
 from collapipe_flwr.reporting.report.charts import Chart, Json, Section, Table
-from collapipe_flwr.reporting.report.run_data import ClusterData, Placed, RunData
+from collapipe_flwr.reporting.report.run_data import ClusterData, RunData
 from collapipe_flwr.reporting.report.series import stride_of
 
 _MOST_COLUMNS = 120  # rounds that a picture has room for
@@ -16,9 +17,15 @@ _ROW_PIXELS, _FRAME_PIXELS = 34, 110
 def placement(run: RunData) -> Section:
     """A chart with a choice of clusters, and a table of their last plans."""
     planned = {name: data for name, data in run.clusters.items() if data.placed}
-    choices = {name: placed_blocks(run, name) for name in planned}
-    title = "Blocks that each device holds"
-    chart = Chart(key="placement", title=title, note=_note(run), choices=choices)
+    note = f"Light: the first of the {run.blocks} blocks, strong: the last; no colour: no block."
+    if (stride := stride_of(len(run.rounds), _MOST_COLUMNS)) > 1:
+        note += f" Of every {stride} rounds, the first is shown."
+    chart = Chart(
+        key="placement",
+        title="Blocks that each device holds",
+        note=note,
+        choices={name: placed_blocks(run, name) for name in planned},
+    )
     return Section(
         key="placement",
         title="Blocks on devices",
@@ -26,13 +33,6 @@ def placement(run: RunData) -> Section:
         tables=[_last_plans(planned)] if planned else [],
         empty="No plan: every cluster trained the whole model, or no round has ended.",
     )
-
-
-def _note(run: RunData) -> str:
-    stride = stride_of(len(run.rounds), _MOST_COLUMNS)
-    every = f" Of every {stride} rounds, the first is shown." if stride > 1 else ""
-    scale = f"Light: the first of the {run.blocks} blocks, strong: the last; no colour: no block."
-    return scale + every
 
 
 def placed_blocks(run: RunData, cluster: str) -> Json:
@@ -49,7 +49,7 @@ def placed_blocks(run: RunData, cluster: str) -> Json:
                 "type": "heatmap",
                 "x": [run.rounds[place] for place in places],
                 "y": rows,
-                "z": [[_middle(column.get(name)) for column in held] for name in names],
+                "z": [[fmean(b) if (b := c.get(name)) else None for c in held] for name in names],
                 "text": [[_blocks(column.get(name)) for column in held] for name in names],
                 "texttemplate": "%{text}",
                 "hovertemplate": "round %{x}<br>%{y}<br>blocks %{text}<extra></extra>",
@@ -82,17 +82,13 @@ def _members(run: RunData, cluster: str, data: ClusterData) -> list[str]:
         for name, device in run.devices.items()
         if device.cluster == cluster and name not in run.control_units and name != f"{cluster}/edge"
     }
-    return sorted(held | idle, key=_natural)
 
+    def natural(name: str) -> tuple[int, str]:
+        """``2-board`` before ``10-board``."""
+        digits = name.rpartition("/")[2].partition("-")[0]
+        return (int(digits) if digits.isdigit() else 0, name)
 
-def _natural(name: str) -> tuple[int, str]:
-    """``2-board`` before ``10-board``."""
-    digits = name.rpartition("/")[2].partition("-")[0]
-    return (int(digits) if digits.isdigit() else 0, name)
-
-
-def _middle(held: tuple[int, int] | None) -> float | None:
-    return None if held is None else (held[0] + held[1]) / 2
+    return sorted(held | idle, key=natural)
 
 
 def _blocks(held: tuple[int, int] | None) -> str:
@@ -109,16 +105,14 @@ def _last_plans(planned: dict[str, ClusterData]) -> Table:
         batches = f"{plan['micro_batches']} of {plan['micro_batch_size']}"
         codecs = " → ".join(hop["codec"] for hop in plan.get("hops", ())) or "-"
         changes = sum(now != before for before, now in pairwise(placed))
-        rows.append([name, _pipeline(placed[-1]), batches, codecs, str(changes)])
+        pipeline = " → ".join(
+            f"{device.rpartition('/')[2]}: {_blocks((first, stop))}"
+            for device, first, stop in placed[-1]
+        )
+        rows.append([name, pipeline, batches, codecs, str(changes)])
     return Table(
         title="The last plan of each cluster",
         head=["cluster", "pipeline", "micro-batches of examples", "codecs", "changes"],
         rows=rows,
         folded=charts.folds(rows),
-    )
-
-
-def _pipeline(segments: tuple[Placed, ...]) -> str:
-    return " → ".join(
-        f"{name.rpartition('/')[2]}: {_blocks((first, stop))}" for name, first, stop in segments
     )

@@ -38,7 +38,8 @@ def steps(run_dir: Path | None) -> Section:
     index, path = found
     choices, step = {}, 0
     for name, spans in _pipelines(_events(path)).items():
-        step = _middle(span["args"]["step"] for span in spans)
+        recorded = sorted({span["args"]["step"] for span in spans})
+        step = recorded[len(recorded) // 2]
         choices[name] = _figure([span for span in spans if span["args"]["step"] == step])
     chart = Chart(
         key="timeline",
@@ -78,11 +79,6 @@ def _pipelines(events: Iterable[Mapping[str, Any]]) -> dict[str, list[dict[str, 
             stage = stages.get((event["pid"], event["tid"]), str(event["tid"]))
             spans[clusters.get(event["pid"], str(event["pid"]))].append({**event, "stage": stage})
     return dict(list(spans.items())[:_MOST_PIPELINES])
-
-
-def _middle(numbers: Iterable[int]) -> int:
-    found = sorted(set(numbers))
-    return found[len(found) // 2]
 
 
 def _figure(spans: list[dict[str, Any]]) -> Json:
