@@ -22,7 +22,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -55,8 +54,8 @@ class RoundClock:
     def __init__(self, slack: float, *, joins_late: bool = False) -> None:
         self._slack = slack
         self.joins_late = joins_late
-        self._ratios: dict[str, deque[float]] = {}  # wall over predicted seconds, by cluster
-        self._overhead_s: deque[float] = deque(maxlen=REMEMBERED)
+        self._ratios: dict[str, tuple[float, ...]] = {}  # wall over predicted seconds, by cluster
+        self._overhead_s: tuple[float, ...] = ()
         self._missed: dict[str, float] = {}  # ratio to allow after a miss; 0: not waited for
 
     def deadline_s(self, predicted_s: Seconds) -> float | None:
@@ -64,22 +63,23 @@ class RoundClock:
         awaited_s = {name: s for name, s in predicted_s.items() if self._missed.get(name) != 0.0}
         if not self._overhead_s or not awaited_s or not awaited_s.keys() <= self._ratios.keys():
             return None
-        works_s = sorted(self._ratio(name) * s for name, s in awaited_s.items())
+        works_s = sorted(
+            max(*self._ratios[name], self._missed.get(name, 0.0)) * predicted
+            for name, predicted in awaited_s.items()
+        )
         work_s = works_s[(len(works_s) - 1) // 2 if self.joins_late else -1]
         return self._slack * (max(self._overhead_s) + work_s)
-
-    def _ratio(self, name: str) -> float:
-        return max(*self._ratios[name], self._missed.get(name, 0.0))
 
     def learn(self, predicted_s: Seconds, wall_s: Seconds, exchange_s: float) -> None:
         """Record an exchange; the overhead is known only if every cluster replied."""
         for name in wall_s.keys() & predicted_s.keys():
             if predicted_s[name] > 0:
-                ratios = self._ratios.setdefault(name, deque(maxlen=REMEMBERED))
-                ratios.append(wall_s[name] / predicted_s[name])
+                ratios = (*self._ratios.get(name, ()), wall_s[name] / predicted_s[name])
+                self._ratios[name] = ratios[-REMEMBERED:]
             self._missed.pop(name, None)
         if predicted_s and wall_s.keys() >= predicted_s.keys():
-            self._overhead_s.append(max(exchange_s - max(wall_s.values()), 0.0))
+            overhead_s = max(exchange_s - max(wall_s.values()), 0.0)
+            self._overhead_s = (*self._overhead_s, overhead_s)[-REMEMBERED:]
 
     def miss(self, predicted_s: Seconds, planned_s: float | None) -> None:
         """Record clusters that were late after ``planned_s``, None for the run's own timeout."""
@@ -90,16 +90,14 @@ class RoundClock:
                 self._missed[name] = max(GROWTH / self._slack, 1.0) * planned_s / seconds
 
     def dump(self) -> Memory:
-        ratios = {name: tuple(found) for name, found in self._ratios.items()}
-        kept = _Kept(ratios=ratios, overhead_s=tuple(self._overhead_s), missed=self._missed)
+        kept = _Kept(ratios=self._ratios, overhead_s=self._overhead_s, missed=self._missed)
         return Memory(text=to_json(kept))
 
     def load(self, memory: Memory) -> None:
         """Restore from a checkpoint; raises ProtocolError if it is not a clock's."""
         kept = from_json(_Kept, memory.text, "the clock's checkpoint") if memory.text else _Kept()
-        self._ratios = {name: deque(r, maxlen=REMEMBERED) for name, r in kept.ratios.items()}
-        self._overhead_s = deque(kept.overhead_s, maxlen=REMEMBERED)
-        self._missed = dict(kept.missed)
+        self._ratios, self._missed = dict(kept.ratios), dict(kept.missed)
+        self._overhead_s = kept.overhead_s
 
 
 class DeadlineGrid(Members):

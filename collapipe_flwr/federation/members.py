@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import combinations
 from types import MappingProxyType
 
 from flwr.app import Message, RecordDict
@@ -115,16 +115,13 @@ class Members(WrappedGrid):
         return replies
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """The clock of a wait, replaced in tests."""
-
-    now: Callable[[], float] = time.monotonic
-    pause: Callable[[float], None] = time.sleep
-
-
 def discover_clusters(
-    grid: Grid, *, expected: int, timeout_s: float, patience: Patience | None = None
+    grid: Grid,
+    *,
+    expected: int,
+    timeout_s: float,
+    now: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], None] = time.sleep,
 ) -> dict[int, ClusterProfile]:
     """The description of every cluster of the run by node id; spare nodes are left out.
 
@@ -133,8 +130,7 @@ def discover_clusters(
     """
     if expected < 1:
         raise RunError(f"at least 1 cluster is needed, {expected} expected (run-config `clusters`)")
-    patience = patience or Patience()
-    deadline = patience.now() + timeout_s
+    deadline = now() + timeout_s
     answers: dict[int, ClusterProfile | None] = {}
     gone: set[int] = set()
     while len(clusters := _clusters(answers)) < expected:
@@ -144,25 +140,26 @@ def discover_clusters(
             answers |= _ask(grid, strangers, timeout_s)
             gone |= set(strangers) - answers.keys()
             continue
-        if patience.now() >= deadline:
-            connected, spare = len(strangers) + len(clusters), len(answers) - len(clusters)
-            raise RunError(_missing(expected, connected, spare, timeout_s))
-        patience.pause(_POLL_S)
-    _refuse_namesakes(clusters)
+        if now() >= deadline:
+            spare = len(answers) - len(clusters)
+            also = f" ({spare} more have a partition-id of {expected} or above)" if spare else ""
+            raise RunError(
+                f"{expected} clusters expected (run-config `clusters`), "
+                f"{len(strangers) + len(clusters)} connected after {timeout_s:g} s{also}: start "
+                "the missing ones (each is one SuperNode), or expect fewer"
+            )
+        pause(_POLL_S)
+    for (node, profile), (other, namesake) in combinations(clusters.items(), 2):
+        if profile.cluster_id == namesake.cluster_id:
+            raise RunError(
+                f"nodes {node} and {other} both call their cluster {profile.cluster_id!r}: give "
+                "each its own name"
+            )
     return clusters
 
 
 def _clusters(answers: Mapping[int, ClusterProfile | None]) -> dict[int, ClusterProfile]:
     return {node: profile for node, profile in sorted(answers.items()) if profile is not None}
-
-
-def _missing(expected: int, connected: int, spare: int, timeout_s: float) -> str:
-    also = f" ({spare} more have a partition-id of {expected} or above)" if spare else ""
-    return (
-        f"{expected} clusters expected (run-config `clusters`), {connected} connected "
-        f"after {timeout_s:g} s{also}: start the missing ones (each is one SuperNode), "
-        "or expect fewer"
-    )
 
 
 def _ask(grid: Grid, nodes: Sequence[int], timeout_s: float) -> dict[int, ClusterProfile | None]:
@@ -289,14 +286,3 @@ def _profile(reply: Message) -> ClusterProfile | None:
         profile.examples,
     )
     return profile
-
-
-def _refuse_namesakes(profiles: dict[int, ClusterProfile]) -> None:
-    seen: dict[str, int] = {}
-    for node, profile in profiles.items():
-        if profile.cluster_id in seen:
-            raise RunError(
-                f"nodes {seen[profile.cluster_id]} and {node} both call their cluster "
-                f"{profile.cluster_id!r}: give each its own name"
-            )
-        seen[profile.cluster_id] = node

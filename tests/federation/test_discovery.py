@@ -11,7 +11,7 @@ from flwr.clientapp import ClientApp
 from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.federation.local_grid import LocalGrid
-from collapipe_flwr.federation.members import Patience, discover_clusters
+from collapipe_flwr.federation.members import discover_clusters
 from collapipe_flwr.federation.records import write_profile, write_spare
 
 DEVICE = DeviceProfile(
@@ -59,9 +59,6 @@ class Clock:
         self.t = 0.0
         self.join = join
 
-    def patience(self) -> Patience:
-        return Patience(now=lambda: self.t, pause=self.pause)
-
     def pause(self, seconds: float) -> None:
         self.t += seconds
         if self.t >= 5.0:
@@ -69,8 +66,10 @@ class Clock:
 
 
 def find(grid, expected=2, clock=None):
-    patience = (clock or Clock()).patience()
-    return discover_clusters(grid, expected=expected, timeout_s=60.0, patience=patience)
+    clock = clock or Clock()
+    return discover_clusters(
+        grid, expected=expected, timeout_s=60.0, now=lambda: clock.t, pause=clock.pause
+    )
 
 
 def test_every_cluster_describes_itself():
