@@ -10,59 +10,46 @@ from __future__ import annotations
 
 import logging
 import re
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from time import monotonic, sleep
 
 from flwr.app import Error, Message
 
 from collapipe_flwr.core.errors import ConfigError, DataError, Diverged, ModelError
 
 DEFAULT_TIMEOUT_S = 3600.0  # of a round, as Flower has it
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0  # each is twice the one before
 log = logging.getLogger("flwr.collapipe")
 _LASTING = {kind.__name__ for kind in (ConfigError, DataError, Diverged, ModelError)}
 _KIND = re.compile(r"^<class '(?:[\w.]*\.)?(\w+)'>")  # Flower puts it before an error's words
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retries:
-    """At most ``most`` repetitions of a round; every pause doubles, up to the longest."""
-
-    most: int = 0
-    first_pause_s: float = 2.0
-    longest_pause_s: float = 60.0
-    sleep: Callable[[float], None] = time.sleep
-
-    def pause_s(self, failures: int) -> float:
-        """Seconds to pause after this number of failures (>= 1)."""
-        doubled = self.first_pause_s * 2.0 ** min(failures - 1, 30)
-        return min(doubled, self.longest_pause_s)
-
-
 class Attempts:
-    """The failed attempts at one round."""
+    """The failed attempts at one round, of which at most ``most`` are repeated."""
 
-    def __init__(self, retries: Retries) -> None:
-        self._retries = retries
-        self._started_s = time.monotonic()
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._started_s = monotonic()
         self.failures: list[str] = []
 
     def retry(self, why: str) -> bool:
         """Record a failure; returns whether the round is repeated, after a pause."""
         self.failures.append(why)
-        if len(self.failures) > self._retries.most:
+        failed = len(self.failures)
+        if failed > self._most:
             return False
-        pause_s = self._retries.pause_s(len(self.failures))
-        count = f"{len(self.failures)} of {self._retries.most}"
-        log.warning("%s; the round is repeated in %g s (%s)", why, pause_s, count)
-        self._retries.sleep(pause_s)
+        pause_s = min(FIRST_PAUSE_S * 2.0 ** min(failed - 1, 30), LONGEST_PAUSE_S)
+        log.warning(
+            "%s; the round is repeated in %g s (%d of %d)", why, pause_s, failed, self._most
+        )
+        sleep(pause_s)
         return True
 
     def with_count(self, why: str) -> str:
         """``why`` with the number of attempts, if there was more than one."""
         if len(self.failures) < 2:
             return why
-        seconds = time.monotonic() - self._started_s
+        seconds = monotonic() - self._started_s
         return f"{why} (tried {len(self.failures)} times in {seconds:.0f} s)"
 
 

@@ -14,7 +14,7 @@ from flwr.serverapp.strategy import Strategy
 from collapipe_flwr.config.schema import EdgeConfig
 from collapipe_flwr.core.errors import DevicesMissing, LinkError, ProtocolError, RunError
 from collapipe_flwr.federation.arrays import inner_view, load_into, narrow_raw, not_finite
-from collapipe_flwr.federation.attempts import DEFAULT_TIMEOUT_S, Attempts, Retries, are_permanent
+from collapipe_flwr.federation.attempts import DEFAULT_TIMEOUT_S, Attempts, are_permanent
 from collapipe_flwr.federation.checkpoint import Resumable, restore_rng_state, rng_state
 from collapipe_flwr.federation.hook_options import Learning, check_options, learning_of
 from collapipe_flwr.federation.inner import layers
@@ -60,7 +60,7 @@ class StrategyHooks:
         edge: str | EdgeConfig | EdgeGateway | None,
         on_round: Callable[[RoundRecord], None] | None,
         raises: bool,
-        retries: Retries,
+        retries: int,
         joins_late: bool = False,
     ) -> None:
         check_options(model, optimizer=optimizer, learning=learning, edge=edge)

@@ -23,7 +23,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.federation.attempts import DEFAULT_TIMEOUT_S, Retries
+from collapipe_flwr.federation.attempts import DEFAULT_TIMEOUT_S
 from collapipe_flwr.federation.inner import check_inner, driver
 from collapipe_flwr.federation.wrapped_grid import polling
 
@@ -76,7 +76,7 @@ class CollaPipe(Strategy):
         edge: str | EdgeConfig | EdgeGateway | None = None,
         on_round: Callable[[RoundRecord], None] | None = None,
         on_total_failure: str = CONTINUE,
-        retries: int | Retries = 0,
+        retries: int = 0,
         late: str = DROP,
     ) -> None:
         from collapipe_flwr.federation.hooks import StrategyHooks  # loads torch
@@ -97,7 +97,7 @@ class CollaPipe(Strategy):
             edge=edge,
             on_round=on_round,
             raises=on_total_failure == RAISE,
-            retries=retries if isinstance(retries, Retries) else Retries(most=retries),
+            retries=retries,
             joins_late=late == JOIN,
         )
         self.inner_strategy = inner_strategy  # last: from now on, attributes are set there

@@ -11,8 +11,8 @@ from flwr.app import Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg
 
 from collapipe_flwr.core.errors import DataError, LinkError, RunError
+from collapipe_flwr.federation import attempts
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
-from collapipe_flwr.federation.attempts import Retries
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.strategy import CollaPipe
 from tests.federation.memory_edge import MemoryEdge
@@ -36,18 +36,26 @@ class Flaky:
         return self._train(message, context)
 
 
-def patient(edge: MemoryEdge, records: list, most: int, pauses: list[float]) -> CollaPipe:
-    retries = Retries(most=most, sleep=pauses.append)
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Those that were made, in seconds that did not pass."""
+    made: list[float] = []
+    monkeypatch.setattr(attempts, "sleep", made.append)
+    return made
+
+
+def patient(edge: MemoryEdge, records: list, most: int) -> CollaPipe:
     inner = FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
-    return wrapped(edge, FixedPlanner("c1", "c2"), records, inner, retries=retries)
+    return wrapped(edge, FixedPlanner("c1", "c2"), records, inner, retries=most)
 
 
-def test_a_round_in_which_all_failed_is_repeated_after_growing_pauses_to_the_same_bits():
+def test_a_round_in_which_all_failed_is_repeated_after_growing_pauses_to_the_same_bits(pauses):
     models = []
     for failures in (0, 3):
-        edge, records, pauses = MemoryEdge(), [], []
+        edge, records = MemoryEdge(), []
+        pauses.clear()
         nodes = {n: Flaky(trainer(edge, float(n), 10 * n), failures) for n in (1, 2)}
-        strategy = patient(edge, records, 3, pauses)
+        strategy = patient(edge, records, 3)
         result = strategy.start(LocalGrid(nodes), encode_tensors(model()), num_rounds=2)
         models.append({key: array.data for key, array in result.arrays.items()})
         assert pauses == [2.0, 4.0, 8.0][:failures]
@@ -65,9 +73,8 @@ def test_nodes_are_drawn_as_if_nothing_had_failed():
         edge = MemoryEdge()
         nodes = {n: Flaky(trainer(edge, 1.0, 10), failures) for n in range(1, 9)}
         inner = FedAvg(fraction_train=0.5, fraction_evaluate=0.0, min_available_nodes=8)
-        retries = Retries(most=1, sleep=lambda _: None)
         names = [f"c{n}" for n in nodes]
-        strategy = wrapped(edge, FixedPlanner(*names), [], inner, retries=retries)
+        strategy = wrapped(edge, FixedPlanner(*names), [], inner, retries=1)
         grid = LocalGrid(nodes)
         strategy.start(grid, encode_tensors(model()), num_rounds=1)
         sampled.append([m.metadata.dst_node_id for m in grid.sent])
@@ -75,19 +82,19 @@ def test_nodes_are_drawn_as_if_nothing_had_failed():
 
 
 def test_when_the_repetitions_are_used_up_the_run_ends_with_the_last_sentence_and_their_number():
-    edge, pauses = MemoryEdge(), []
+    edge = MemoryEdge()
     nodes = {n: Flaky(trainer(edge, 1.0, 10), 99) for n in (1, 2)}
     words = r"all 2 clusters failed, first c1: device d2 does not answer \(tried 3 times in 0 s\)"
     with pytest.raises(RunError, match=words):
-        patient(edge, [], 2, pauses).start(LocalGrid(nodes), encode_tensors(model()))
+        patient(edge, [], 2).start(LocalGrid(nodes), encode_tensors(model()))
     assert [node.calls for node in nodes.values()] == [3, 3]
 
 
-def test_what_time_does_not_mend_is_not_repeated():
-    edge, pauses = MemoryEdge(), []
+def test_what_time_does_not_mend_is_not_repeated(pauses):
+    edge = MemoryEdge()
     nodes = {n: Flaky(trainer(edge, 1.0, 10), 9, DataError("no column text")) for n in (1, 2)}
     with pytest.raises(RunError, match=r"first c1: no column text$"):
-        patient(edge, [], 5, pauses).start(LocalGrid(nodes), encode_tensors(model()))
+        patient(edge, [], 5).start(LocalGrid(nodes), encode_tensors(model()))
     assert pauses == []
 
 
@@ -102,9 +109,9 @@ def test_an_edge_that_is_away_when_a_round_opens_is_waited_for(away: int):
                 raise LinkError("the edge cannot be reached")
             return super().open(order)
 
-    edge, records, pauses = Away(), [], []
+    edge, records = Away(), []
     grid = LocalGrid({n: trainer(edge, 1.0, 10) for n in (1, 2)})
-    strategy = patient(edge, records, 3, pauses)
+    strategy = patient(edge, records, 3)
     if away > 3:
         with pytest.raises(LinkError, match=r"cannot be reached \(tried 4 times in 0 s\)"):
             strategy.start(grid, encode_tensors(model()), num_rounds=1)
