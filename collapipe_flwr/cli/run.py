@@ -5,16 +5,13 @@ from __future__ import annotations
 import gc
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from typer import Argument, Option
 
 from collapipe_flwr.core.errors import wrong_input
 from collapipe_flwr.core.processes import terminable
-
-if TYPE_CHECKING:
-    from collapipe_flwr.federation.run.running import Order
 
 Project = Annotated[Path, Argument(help="Folder of the Flower app.")]
 RunConfig = Annotated[
@@ -61,12 +58,13 @@ def run(
     did not complete. The last line printed is the path of the run directory; `run.log` in it has
     all that Flower, Ray and the apps print.
     """
-    from collapipe_flwr.federation.run.running import Attempt
+    from collapipe_flwr.federation.run.running import Attempt, launch_of
     from collapipe_flwr.reporting.screen import Screen
 
     screen = Screen(quiet=quiet, verbose=verbose)
-    order = _order(project, run_config, federation_config, output_dir, resume, cluster)
-    attempt = Attempt(order, screen)
+    with wrong_input():
+        launch = launch_of(project, run_config, federation_config, output_dir, resume, cluster)
+    attempt = Attempt(launch, screen)
     with terminable(attempt.stopping):
         attempt.check()
         summary = attempt.carry_out()
@@ -81,37 +79,21 @@ def check_config(
     output_dir: OutputDir = Path("runs"),
     resume: Resume = None,
     cluster: Clusters = None,
+    launch: Annotated[str, Option(hidden=True, help="All of this as JSON.")] = "",
 ) -> None:
     """Check what `collapipe run` would do, without starting anything.
 
     Run-config, data, model, output folder and the first plan. Exit code 2 and one sentence if
     something is wrong.
     """
-    order = _order(project, run_config, federation_config, output_dir, resume, cluster)
+    from collapipe_flwr.federation.run.launcher import Launch
+    from collapipe_flwr.federation.run.running import launch_of
+
+    given = project, run_config, federation_config, output_dir, resume, cluster
     gc.disable()  # a fifth of the time of what follows, which ends this process
     with wrong_input():
-        launch = order.launch()
+        found = Launch.of_json(launch) if launch else launch_of(*given)
         from collapipe_flwr.federation.run.preflight import check_launch
 
-        os.chdir(launch.app)  # as the run does: paths in the run-config are relative to the app
-        typer.echo(check_launch(launch))
-
-
-def _order(
-    project: Path,
-    run_config: list[str] | None,
-    federation_config: Path | None,
-    output_dir: Path,
-    resume: Path | None,
-    clusters: list[Path] | None,
-) -> Order:
-    from collapipe_flwr.federation.run.running import Order
-
-    return Order(
-        project=project,
-        run_config=tuple(run_config or ()),
-        federation_config=federation_config,
-        output_dir=output_dir,
-        resume=resume,
-        clusters=tuple(clusters or ()),
-    )
+        os.chdir(found.app)  # as the run does: paths in the run-config are relative to the app
+        typer.echo(check_launch(found))

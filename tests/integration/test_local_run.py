@@ -12,7 +12,7 @@ from collapipe_flwr.config.cluster_file import cluster_text
 from collapipe_flwr.config.parsing import declared_config
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.federation.local_grid import run_locally
-from collapipe_flwr.federation.run.running import Order, edge_of
+from collapipe_flwr.federation.run.running import edge_of, launch_of
 from tests.cluster.hosted import daemons
 from tests.integration.conftest import TINY
 
@@ -41,10 +41,10 @@ def test_the_server_reaches_the_edge_as_the_file_says(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\[edge\] has no address: write it there, or let an"):
         edge_of([file])
     file.write_text(text.format('address = "10.0.0.2:50061"'))
-    launch = Order(project=ROOT, clusters=(file,), output_dir=tmp_path).launch()
+    launch = launch_of(ROOT, clusters=[file], output_dir=tmp_path)
     assert launch.clusters == (file,)
     assert launch.run_config["clusters"] == 1
     assert launch.run_config["edge.address"] == "10.0.0.2:50061"
     assert launch.run_config["edge.tls-key"] == str(tmp_path / "certs" / "server.key")
-    own = Order(project=ROOT, clusters=(file,), run_config=("edge.address=h:2",))
-    assert own.launch().run_config["edge.address"] == "h:2"
+    own = launch_of(ROOT, ["edge.address=h:2"], clusters=[file])
+    assert own.run_config["edge.address"] == "h:2"

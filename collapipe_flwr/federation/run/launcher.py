@@ -9,6 +9,7 @@ the run directory, which also holds the result of the run (`federation.running`)
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -20,7 +21,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -61,6 +62,23 @@ class Launch:
         """The file with all output of Flower, Ray and the apps."""
         return self.run_dir / LOG
 
+    def to_json(self) -> str:
+        """Its fields, for another process."""
+        return json.dumps(asdict(self), default=str)
+
+    @staticmethod
+    def of_json(text: str) -> Launch:
+        found = json.loads(text)
+        federation = found["federation_config"]
+        return Launch(
+            app=Path(found["app"]),
+            output_dir=Path(found["output_dir"]),
+            run_name=found["run_name"],
+            run_config=found["run_config"],
+            federation_config=federation and Path(federation),
+            clusters=tuple(map(Path, found["clusters"])),
+        )
+
 
 def run_app(launch: Launch, look: Callable[[], None]) -> None:
     """Run to the end, with Flower's log in the run directory; ``look`` is called repeatedly.
@@ -97,16 +115,12 @@ def first_error(log: Path, start: int = 0) -> str | None:
 
 def _command(launch: Launch, config: Path) -> list[str]:
     """The command that runs the app: `flwr run`, or this package on real clusters."""
-    if not launch.clusters:
-        return _flwr_run(launch, config)
-    here = [sys.executable, "-m", "collapipe_flwr.federation.local_grid", str(config)]
-    return [*here, *map(str, launch.clusters)]
-
-
-def _flwr_run(launch: Launch, config: Path) -> list[str]:
+    if launch.clusters:
+        here = [sys.executable, "-m", "collapipe_flwr.federation.local_grid", str(config)]
+        return [*here, *map(str, launch.clusters)]
     command = [_script("flwr"), "run", ".", "--stream", "--run-config", str(config)]
     if launch.federation_config is not None:
-        command += ["--federation-config", str(launch.federation_config.resolve())]
+        command += ["--federation-config", str(launch.federation_config)]
     return command
 
 

@@ -12,17 +12,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
-from collapipe_flwr.config.parsing import (
-    declared_config,
-    is_file,
-    overridden,
-    read_overrides,
-)
+from collapipe_flwr.config.parsing import declared_config, overridden, read_overrides
 from collapipe_flwr.core.durable import make_folder
 from collapipe_flwr.core.errors import ConfigError, RunError, require, wrong_input
 from collapipe_flwr.core.links import TlsFiles
@@ -40,50 +34,36 @@ from collapipe_flwr.reporting.run_lock import INTERRUPTED, RUNNING
 from collapipe_flwr.reporting.screen import Follower, Screen
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """The arguments of `collapipe run`."""
+def launch_of(
+    project: Path,
+    run_config: Sequence[str] | None = None,
+    federation_config: Path | None = None,
+    output_dir: Path = Path("runs"),
+    resume: Path | None = None,
+    clusters: Sequence[Path] | None = None,
+) -> Launch:
+    """The run to start, from the arguments of `collapipe run`.
 
-    project: Path
-    run_config: tuple[str, ...] = ()
-    federation_config: Path | None = None
-    output_dir: Path = Path("runs")
-    resume: Path | None = None
-    clusters: tuple[Path, ...] = ()  # files of those that train, instead of simulated ones
-    run_name: str = field(default_factory=lambda: time.strftime("%Y%m%d-%H%M%S"))
-
-    def launch(self) -> Launch:
-        """The run to start; raises ConfigError for keys that the app does not declare."""
-        declared = declared_config(self.project)
-        overrides: Mapping[str, Any] = read_overrides(self.run_config, declared)
-        if self.clusters and "edge.address" not in overrides:
-            overrides = {**edge_of(self.clusters), **overrides}
-        overridden(declared, overrides)
-        run_dir = self.output_dir.resolve() / self.run_name
-        if self.resume is not None:
-            run_dir = self.resume.resolve()
-            overrides = resumed_config(run_dir, overrides)
-        return Launch(
-            app=self.project.resolve(),
-            output_dir=run_dir.parent,
-            run_name=run_dir.name,
-            run_config={"train.state-dir": str(run_dir / "clusters"), **overrides},
-            federation_config=self.federation_config and self.federation_config.resolve(),
-            clusters=tuple(path.resolve() for path in self.clusters),
-        )
-
-    @property
-    def options(self) -> list[str]:
-        """The same arguments, valid in any folder."""
-        sources = (str(Path(s).resolve()) if is_file(s) else s for s in self.run_config)
-        options = [str(self.project.resolve()), *(o for s in sources for o in ("-c", s))]
-        options += ["--output-dir", str(self.output_dir.resolve())]
-        options += [o for path in self.clusters for o in ("--cluster", str(path.resolve()))]
-        if self.federation_config is not None:
-            options += ["--federation-config", str(self.federation_config.resolve())]
-        return (
-            options if self.resume is None else [*options, "--resume", str(self.resume.resolve())]
-        )
+    ``clusters`` are files of those that train, instead of simulated ones. Raises ConfigError for
+    keys that the app does not declare.
+    """
+    declared = declared_config(project)
+    overrides: Mapping[str, Any] = read_overrides(run_config or (), declared)
+    if clusters and "edge.address" not in overrides:
+        overrides = {**edge_of(clusters), **overrides}
+    overridden(declared, overrides)
+    run_dir = output_dir.resolve() / time.strftime("%Y%m%d-%H%M%S")
+    if resume is not None:
+        run_dir = resume.resolve()
+        overrides = resumed_config(run_dir, overrides)
+    return Launch(
+        app=project.resolve(),
+        output_dir=run_dir.parent,
+        run_name=run_dir.name,
+        run_config={"train.state-dir": str(run_dir / "clusters"), **overrides},
+        federation_config=federation_config and federation_config.resolve(),
+        clusters=tuple(path.resolve() for path in clusters or ()),
+    )
 
 
 def edge_of(files: Sequence[Path]) -> dict[str, Any]:
@@ -115,11 +95,9 @@ def _server_files(cluster: ClusterConfig, *, alone: bool) -> TlsFiles | None:
 class Attempt:
     """A run that is started or resumed, shown on ``screen``."""
 
-    def __init__(self, order: Order, screen: Screen) -> None:
-        self._order, self._screen = order, screen
-        with wrong_input():
-            self._launch = order.launch()
-        self.run_dir = self._launch.run_dir
+    def __init__(self, launch: Launch, screen: Screen) -> None:
+        self._launch, self._screen = launch, screen
+        self.run_dir = launch.run_dir
         self._began = False
         self._before = summary_stamp(self.run_dir)
 
@@ -130,13 +108,13 @@ class Attempt:
         for a missing extra, and SystemExit if the child refused the run and printed why.
         """
         with wrong_input():
-            if not self._order.clusters:
+            if not self._launch.clusters:
                 require("ray", "simulation")
-        command = [sys.executable, "-m", "collapipe_flwr.cli.child", "check-config"]
+        command = [sys.executable, "-m", "collapipe_flwr.cli.child", "check-config", "--launch"]
         with (
             self._screen.phase("checking run-config, data, model and plan"),
             subprocess.Popen(
-                [*command, *self._order.options],
+                [*command, self._launch.to_json()],
                 cwd=self._launch.app,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -149,7 +127,7 @@ class Attempt:
             raise SystemExit(process.returncode)
         for line in found.splitlines():
             self._screen.say(line)
-        if self._order.resume is not None:
+        if "resume" in self._launch.run_config:
             self._screen.say(self._resumed())
 
     def _resumed(self) -> str:
@@ -181,7 +159,7 @@ class Attempt:
         self._began = True
         try:
             engine = "starting Flower: SuperLink, Ray and the apps"
-            with self._screen.phase("starting the apps" if self._order.clusters else engine):
+            with self._screen.phase("starting the apps" if self._launch.clusters else engine):
                 run_app(self._launch, follower.look)
         except SystemExit:
             self._close("stopped", "stopped by a signal")
