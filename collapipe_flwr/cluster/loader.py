@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from collapipe_flwr.core.domain import IGNORED_LABEL
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.models.split_model import LABELS, as_batch
-from collapipe_flwr.models.tasks import IGNORED_LABEL
 
 
 @runtime_checkable

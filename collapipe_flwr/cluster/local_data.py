@@ -19,7 +19,6 @@ from collapipe_flwr.data.batches import (
     Rows,
     batches,
     bucket_by_length,
-    equal_cut,
     round_examples,
 )
 from collapipe_flwr.data.stream import Stream
@@ -120,7 +119,7 @@ class LocalData:
 
     def _cut(self, batch: list[Example], micro_batch_size: int) -> list[Rows]:
         """The rows of a step's micro-batches, with little padding if the run-config asks for it."""
-        cut = equal_cut(len(batch), micro_batch_size)
+        cut = batches(range(len(batch)), micro_batch_size)
         if self._config.data.bucketing == "none" or len(cut) == 1:
             return cut
         return bucket_by_length(self.task.lengths(batch), len(cut))

@@ -13,6 +13,8 @@ from math import inf
 
 from collapipe_flwr.core.links import LinkConfig
 
+IGNORED_LABEL = -100  # transformers' mark for positions without a target
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCost:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import warnings
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Example = dict[str, Any]  # a row of the task's own table: texts, lists, pictures
 Order = NDArray[np.int64]  # row numbers of one pass
 Rows = list[int]
+T = TypeVar("T")
 
 
 def partition_rows(
@@ -105,9 +106,9 @@ def round_examples(
     return chosen
 
 
-def batches(chosen: list[Example], batch_size: int) -> list[list[Example]]:
-    """Examples cut into batches in order; the last one may be smaller."""
-    return [chosen[start : start + batch_size] for start in range(0, len(chosen), batch_size)]
+def batches(chosen: Sequence[T], batch_size: int) -> list[list[T]]:
+    """Examples or rows cut into batches in order; the last one may be smaller."""
+    return [list(chosen[start : start + batch_size]) for start in range(0, len(chosen), batch_size)]
 
 
 def round_rows(size: int, *, seed: int, rounds_done: int, cluster_id: int, limit: int) -> Rows:
@@ -148,12 +149,6 @@ def _after(begun: Order, order: Order) -> Order:
     """``order``, but with the rows last that the round has already used of the pass before."""
     again = np.isin(order, begun)
     return np.concatenate([order[~again], order[again]])
-
-
-def equal_cut(size: int, micro_batch_size: int) -> list[Rows]:
-    """Rows 0 .. size - 1 in their order, ``micro_batch_size`` at a time."""
-    starts = range(0, size, micro_batch_size)
-    return [list(range(start, min(start + micro_batch_size, size))) for start in starts]
 
 
 def bucket_by_length(lengths: Sequence[int], count: int) -> list[Rows]:

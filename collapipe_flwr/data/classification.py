@@ -26,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from collapipe_flwr.core.domain import IGNORED_LABEL
 from collapipe_flwr.core.errors import ConfigError, DataError, extra
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.metrics import (
@@ -38,14 +39,14 @@ from collapipe_flwr.data.metrics import (
 )
 from collapipe_flwr.data.reader import ReadColumn, class_names, list_column, require_column
 from collapipe_flwr.data.tasks import Batch, Task
-from collapipe_flwr.data.tokenizer import IGNORED_LABEL, IGNORED_TAG, encode_words
+from collapipe_flwr.data.tokenizer import IGNORED_TAG, encode_words
 
 with extra("data"):
     from datasets import Dataset, Image
     from PIL import Image as Pictures
     from PIL import UnidentifiedImageError
 
-_MODES = {1: "L", 3: "RGB"}
+_MODES = {1: "L", 3: "RGB"}  # by channels
 
 
 class Labelled(Task):

@@ -14,13 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from collapipe_flwr.core.domain import IGNORED_LABEL
 from collapipe_flwr.core.errors import DataError, extra
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.files import without_empty
 from collapipe_flwr.data.metrics import Measure, word_accuracy
 from collapipe_flwr.data.reader import ReadColumn, column
 from collapipe_flwr.data.tasks import Batch, Task
-from collapipe_flwr.data.tokenizer import IGNORED_LABEL
 
 with extra("data"):
     from datasets import Dataset

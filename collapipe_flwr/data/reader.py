@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from collapipe_flwr.core.domain import IGNORED_LABEL
 from collapipe_flwr.core.errors import DataError, extra
-from collapipe_flwr.data.tokenizer import IGNORED_LABEL, IGNORED_TAG
+from collapipe_flwr.data.tokenizer import IGNORED_TAG
 
 with extra("data"):
     from datasets import ClassLabel, Dataset, List, Value
@@ -81,7 +82,14 @@ def column(table: Dataset, name: str, *, key: str, of: str) -> list[str]:
         table = table.flatten()
     require_column(table, name, key=key, of=of)
     values, what = table[name][:], f'{key} "{name}" of "{of}"'
-    _refuse_nested(values, what, name)
+    odd = next((value for value in values if isinstance(value, dict | list)), None)
+    if isinstance(odd, dict):
+        raise DataError(
+            f"{what} holds objects: name one of their fields, such as "
+            f'"{name}.{next(iter(odd), "field")}"'
+        )
+    if odd is not None:
+        raise DataError(f"{what} holds lists: name a column with one text or number in each row")
     if names := class_names(table, name):
         unknown = (None, -1)  # hidden labels of a hub's test set
         values = [None if v in unknown else name_of(v, names, what) for v in values]
@@ -94,17 +102,6 @@ def require_column(table: Dataset, name: str, *, key: str, of: str) -> None:
         raise DataError(
             f'{key} "{name}" is not a column of "{of}", which has {", ".join(table.column_names)}'
         )
-
-
-def _refuse_nested(values: list[Any], what: str, name: str) -> None:
-    odd = next((value for value in values if isinstance(value, dict | list)), None)
-    if isinstance(odd, dict):
-        raise DataError(
-            f"{what} holds objects: name one of their fields, such as "
-            f'"{name}.{next(iter(odd), "field")}"'
-        )
-    if odd is not None:
-        raise DataError(f"{what} holds lists: name a column with one text or number in each row")
 
 
 def list_column(table: Dataset, name: str, *, key: str, of: str) -> list[list[str]]:

@@ -9,11 +9,11 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
+from collapipe_flwr.core.domain import IGNORED_LABEL
 from collapipe_flwr.core.errors import DataError, extra
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.metrics import ROUGE, Measure, bleu, chrf, match_rate
 from collapipe_flwr.data.tasks import Batch, Task
-from collapipe_flwr.data.tokenizer import IGNORED_LABEL
 
 with extra("data"):
     from datasets import Dataset

@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from collapipe_flwr.core.domain import IGNORED_LABEL
 from collapipe_flwr.core.errors import DataError, extra
 from collapipe_flwr.data.batches import Example, partition_rows
 from collapipe_flwr.data.config import TASK_CLASSES, TRAIN_TOKENIZER, DataConfig, key_of
@@ -21,7 +22,6 @@ from collapipe_flwr.data.files import is_one_table, load_table
 from collapipe_flwr.data.metrics import Measure, Tally
 from collapipe_flwr.data.reader import ReadColumn, column, numbered, with_names
 from collapipe_flwr.data.tokenizer import (
-    IGNORED_LABEL,
     IGNORED_TAG,
     Vocabulary,
     encode,

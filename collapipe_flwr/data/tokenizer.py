@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from collapipe_flwr.core.domain import IGNORED_LABEL
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.core.hub import folder_only, unreachable
 
@@ -124,26 +125,18 @@ def tokenizer_from_json(text: str) -> PreTrainedTokenizerFast:
     try:
         record = json.loads(text)
         return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-            tokenizer_object=_backend(record["tokenizer"]),
+            tokenizer_object=Tokenizer.from_str(json.dumps(record["tokenizer"])),
             clean_up_tokenization_spaces=False,
             **record["special_tokens"],
             **record["settings"],
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # tokenizers raises nothing narrower
         raise DataError(
             "the tokenizer that came with the model is damaged: train the model again, or copy its "
             "whole directory"
         ) from error
 
 
-def _backend(record: object) -> Tokenizer:
-    try:
-        return Tokenizer.from_str(json.dumps(record))
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"no tokenizer: {error}") from error
-
-
-IGNORED_LABEL = -100  # transformers' mark for positions without a target
 IGNORED_TAG = str(IGNORED_LABEL)  # the same mark in the user's data
 
 

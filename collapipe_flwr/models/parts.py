@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
+from collapipe_flwr.core.domain import IGNORED_LABEL
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.generation import FEEDING, Ask, Emit, PartCache, Prompt, generate
 from collapipe_flwr.models.layout import Holdings
@@ -17,7 +18,7 @@ from collapipe_flwr.models.module_call import StopForward, arguments_of, stop_fo
 from collapipe_flwr.models.part import Borrower, LossPart, Part, Weights
 from collapipe_flwr.models.skeleton import blank_pixels
 from collapipe_flwr.models.stack import Around, Stack, without_cache
-from collapipe_flwr.models.tasks import IGNORED_LABEL, LABELS, Objective, Task
+from collapipe_flwr.models.tasks import LABELS, Objective, Task
 from collapipe_flwr.models.validation import first_lines, most_positions
 
 _LIMITS = ("vocab_size", "max_position_embeddings", "image_size", "max_source_positions")

@@ -26,6 +26,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from collapipe_flwr.core.domain import IGNORED_LABEL
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import load_class, load_function
 from collapipe_flwr.models.spec import ModelSpec
@@ -34,7 +35,6 @@ from collapipe_flwr.models.validation import UNFIT, first_lines
 Batch = Mapping[str, Tensor]
 Loss = Callable[[Any, Batch], Tensor]  # outputs of the model's forward, batch -> scalar mean
 
-IGNORED_LABEL = -100  # transformers' mark for positions without a target
 LABELS = "labels"
 EXAMPLES = "examples"
 

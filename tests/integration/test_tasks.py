@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
+from collapipe_flwr.core.domain import IGNORED_LABEL
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.language import CausalLM
-from collapipe_flwr.data.tokenizer import IGNORED_LABEL
 from tests.integration.conftest import RunApp
 from tests.tiny_tasks import TASKS, task_values
 
