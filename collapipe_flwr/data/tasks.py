@@ -211,7 +211,7 @@ class Task(ABC):
         self, examples: Sequence[Example], column: str, max_length: int
     ) -> dict[str, Tensor]:
         """``input_ids`` and ``attention_mask`` (B, T) of a column of texts; see `encode`."""
-        return encode(self.tokenizer, [example[column] for example in examples], max_length)
+        return dict(encode(self.tokenizer, [e[column] for e in examples], max_length))
 
     def partition(self, index: int, count: int) -> Dataset:
         """The training examples of cluster ``index`` out of ``count``.

@@ -140,36 +140,11 @@ def tokenizer_from_json(text: str) -> PreTrainedTokenizerFast:
 IGNORED_TAG = str(IGNORED_LABEL)  # the same mark in the user's data
 
 
-def encode(
-    tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], max_length: int
-) -> dict[str, Tensor]:
+def encode(tokenizer: PreTrainedTokenizerFast, texts: Any, max_length: int, **options: bool) -> Any:
     """``input_ids`` and ``attention_mask`` (B, T), padded at the right to the longest text.
 
     Texts are truncated to ``max_length`` tokens, special tokens included.
     """
-    return dict(_encoded(tokenizer, list(texts), max_length))
-
-
-def encode_words(
-    tokenizer: PreTrainedTokenizerFast, rows: Sequence[Sequence[str]], max_length: int
-) -> tuple[dict[str, Tensor], list[list[int]]]:
-    """The same for texts that are split into words, and the positions of each word's first token.
-
-    A word without tokens (an odd control character) is read as the unknown token, so that every
-    word has a position until the text is truncated.
-    """
-    spaced = [[word if i == 0 else f" {word}" for i, word in enumerate(row)] for row in rows]
-    encoded = _encoded(tokenizer, spaced, max_length, is_split_into_words=True)
-    if any(_has_gap(encoded.word_ids(row)) for row in range(len(rows))):
-        unknown = tokenizer.unk_token or "?"
-        kept = [[w if tokenizer.tokenize(w) else unknown for w in row] for row in spaced]
-        encoded = _encoded(tokenizer, kept, max_length, is_split_into_words=True)
-    return dict(encoded), [_first_places(encoded.word_ids(row)) for row in range(len(rows))]
-
-
-def _encoded(
-    tokenizer: PreTrainedTokenizerFast, texts: Any, max_length: int, **options: bool
-) -> Any:
     return tokenizer(
         texts,
         truncation=True,
@@ -181,6 +156,23 @@ def _encoded(
         return_tensors="pt",
         **options,
     )
+
+
+def encode_words(
+    tokenizer: PreTrainedTokenizerFast, rows: Sequence[Sequence[str]], max_length: int
+) -> tuple[dict[str, Tensor], list[list[int]]]:
+    """The same for texts that are split into words, and the positions of each word's first token.
+
+    A word without tokens (an odd control character) is read as the unknown token, so that every
+    word has a position until the text is truncated.
+    """
+    spaced = [[word if i == 0 else f" {word}" for i, word in enumerate(row)] for row in rows]
+    encoded = encode(tokenizer, spaced, max_length, is_split_into_words=True)
+    if any(_has_gap(encoded.word_ids(row)) for row in range(len(rows))):
+        unknown = tokenizer.unk_token or "?"
+        kept = [[w if tokenizer.tokenize(w) else unknown for w in row] for row in spaced]
+        encoded = encode(tokenizer, kept, max_length, is_split_into_words=True)
+    return dict(encoded), [_first_places(encoded.word_ids(row)) for row in range(len(rows))]
 
 
 def _first_places(words: Sequence[int | None]) -> list[int]:

@@ -15,7 +15,7 @@ from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import is_within
 from collapipe_flwr.models.layout import EDGE, EMBEDDING, Layout
 from collapipe_flwr.models.lora import key_of
-from collapipe_flwr.models.part import Borrower, LossPart, Part, Weights
+from collapipe_flwr.models.part import Borrower, LossPart, Part, Weights, fitting
 from collapipe_flwr.models.skeleton import read_tensor
 from collapipe_flwr.models.tasks import Batch, Objective
 
@@ -100,15 +100,7 @@ class AnySplitter(ABC):
 
         Raises ModelError if a key is missing or has another shape.
         """
-        for key in self.all_keys():
-            if key not in state:
-                raise ModelError(f"the weights lack {key!r}: pass the state_dict of this model")
-            if state[key].shape != self.shapes[key][0]:
-                raise ModelError(
-                    f"the weights hold {key!r} with shape {tuple(state[key].shape)}, the model "
-                    f"needs {tuple(self.shapes[key][0])}"
-                )
-        return {key: state[key] for key in self.all_keys()}
+        return {key: fitting(state, key, self.shapes[key][0]) for key in self.all_keys()}
 
     def whole_state(self, weights: Weights) -> dict[str, Tensor]:
         """The unsplit model's ``state_dict`` from what travels; the inverse of ``travelling``."""
@@ -166,6 +158,15 @@ class AnySplitter(ABC):
     @abstractmethod
     def build_embedding(self, weights: Weights) -> Borrower:
         """The control unit's part; ``weights`` must hold ``embedding_keys``."""
+
+    def embed(
+        self, embedding: Borrower, weights: Weights, batch: Batch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """A batch's hidden states and context, with all rows of the tables that are borrowed."""
+        for key in self.ties:
+            embedding.load_rows(key, torch.arange(len(weights[key])), weights[key])
+        hidden: Tensor = embedding(batch)
+        return hidden, {**self.context(batch), **embedding.block_context()}
 
     @abstractmethod
     def build_segment(self, first_block: int, stop_block: int, weights: Weights) -> Part:

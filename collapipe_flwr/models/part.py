@@ -44,7 +44,7 @@ class Part(nn.Module):
         kept = {path for paths in holdings.all.values() for path in paths}
         leave_holes(model, [path for path in model.state_dict(keep_vars=True) if path not in kept])
         for key, paths in holdings.all.items():
-            self._adopt(key, paths, _pick(weights, key))
+            self._adopt(key, paths, weights)
 
     def load_weights(self, weights: Weights) -> None:
         """Overwrite values in place; optimizer state keeps pointing at the same tensors.
@@ -56,7 +56,7 @@ class Part(nn.Module):
                 if key in self._layout.resident:
                     continue
                 target = read_tensor(self.model, paths[0])
-                target.copy_(_fitting(key, _pick(weights, key), target))
+                target.copy_(fitting(weights, key, target.shape))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
         """Owned tensors by absolute key, detached but not copied."""
@@ -94,9 +94,9 @@ class Part(nn.Module):
             if key in self._layout.shared_keys and parameter.requires_grad
         }
 
-    def _adopt(self, key: str, paths: tuple[str, ...], value: Tensor) -> None:
+    def _adopt(self, key: str, paths: tuple[str, ...], weights: Weights) -> None:
         blueprint = read_tensor(self.model, paths[0])
-        _fitting(key, value, blueprint)
+        value = fitting(weights, key, blueprint.shape)
         if key in self._layout.resident and self._quantized(paths, value):
             return
         tensor = value.detach().to(blueprint.dtype, copy=True)
@@ -264,17 +264,15 @@ def normalises_batches(model: nn.Module) -> bool:
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
-def _pick(weights: Weights, key: str) -> Tensor:
+def fitting(weights: Weights, key: str, shape: torch.Size) -> Tensor:
+    """The tensor of a key; raises ModelError if it is missing or has another shape."""
     try:
-        return weights[key]
+        value = weights[key]
     except KeyError as cause:
-        raise ModelError(f"the weights lack {key!r}; pass all keys of this part") from cause
-
-
-def _fitting(key: str, value: Tensor, blueprint: Tensor) -> Tensor:
-    if value.shape != blueprint.shape:
+        raise ModelError(f"the weights lack {key!r}: pass all of this model") from cause
+    if value.shape != shape:
         raise ModelError(
-            f"the weights hold {key!r} with shape {tuple(value.shape)}, "
-            f"the model needs {tuple(blueprint.shape)}"
+            f"the weights hold {key!r} with shape {tuple(value.shape)}, the model needs "
+            f"{tuple(shape)}"
         )
     return value

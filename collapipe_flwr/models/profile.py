@@ -68,10 +68,7 @@ def _profile(splitter: AnySplitter, shape: BatchShape, optimizer_bytes: StateByt
     }
     batch, examples = splitter.example(shape)
     embedding = splitter.build_embedding(weights)
-    for key in splitter.ties:
-        embedding.load_rows(key, torch.arange(len(weights[key])), weights[key])
-    hidden_BTD = embedding(batch)
-    context = {**splitter.context(batch), **embedding.block_context()}
+    hidden_BTD, context = splitter.embed(embedding, weights, batch)
     edge = splitter.build_edge(weights)
     blocks, behind_BTD = _block_costs(splitter, weights, hidden_BTD, context, optimizer_bytes)
     costs = (

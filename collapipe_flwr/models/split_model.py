@@ -205,7 +205,12 @@ def _check_exact(model: nn.Module, splitter: AnySplitter, batch: Mapping[str, Te
     with refusing(unread), _evaluating(model), torch.no_grad():
         expected = numbers_of(splitter.run_whole(model, batch))
     try:
-        found = numbers_of(_through_parts(splitter, weights, batch))
+        with torch.no_grad():
+            embedding = splitter.build_embedding(weights).train(False)
+            segment = splitter.build_segment(0, splitter.num_blocks, weights).train(False)
+            hidden, context = splitter.embed(embedding, weights, batch)
+            edge = splitter.build_edge(weights).train(False)
+            found = numbers_of(edge.outputs(segment(hidden, context), context))
     except CollaPipeError:
         raise
     except Exception as cause:
@@ -223,20 +228,6 @@ def _close(ours: Tensor, theirs: Tensor) -> bool:
     if ours.shape != theirs.shape or not theirs.numel():
         return ours.shape == theirs.shape
     return float((ours - theirs).abs().max()) <= _CLOSE * max(float(theirs.abs().max()), 1.0)
-
-
-def _through_parts(
-    splitter: AnySplitter, weights: Mapping[str, Tensor], batch: Mapping[str, Tensor]
-) -> Any:
-    embedding = splitter.build_embedding(weights).train(False)
-    segment = splitter.build_segment(0, splitter.num_blocks, weights).train(False)
-    edge = splitter.build_edge(weights).train(False)
-    for key in splitter.ties:
-        embedding.load_rows(key, torch.arange(len(weights[key])), weights[key])
-    with torch.no_grad():
-        hidden = embedding(batch)
-        context = {**splitter.context(batch), **embedding.block_context()}
-        return edge.outputs(segment(hidden, context), context)
 
 
 @contextmanager
