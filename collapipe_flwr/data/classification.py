@@ -182,7 +182,11 @@ class TokenClassification(Task):
         return [" ".join(tags) for tags in wanted]
 
     def count(self, predictions: Sequence[str], references: Sequence[str]) -> Tally:
-        ours = [_as_long_as(p, r) for p, r in zip(predictions, references, strict=True)]
+        """As always, with O for every word that was cut off."""
+        ours = []
+        for predicted, reference in zip(predictions, references, strict=True):
+            pairs = zip_longest(predicted.split(), reference.split())
+            ours.append(" ".join(tag or OUTSIDE for tag, word in pairs if word is not None))
         return super().count(ours, references)
 
     def bad_rows(self, found: Mapping[str, Sequence[Any]]) -> dict[str, list[int]]:
@@ -207,12 +211,6 @@ class TokenClassification(Task):
                     "training examples of it, or remove its rows"
                 )
         return examples
-
-
-def _as_long_as(predicted: str, reference: str) -> str:
-    """The predictions, one for each word of the reference: O for words that were cut off."""
-    pairs = zip_longest(predicted.split(), reference.split())
-    return " ".join(tag or OUTSIDE for tag, word in pairs if word is not None)
 
 
 def picture_column(table: Dataset, name: str, *, key: str, of: str) -> list[Any]:

@@ -104,9 +104,7 @@ class Task(ABC):
 
     def file_rows(self, name: str) -> Dataset:
         """All rows of a file in ``data.stream``."""
-        skip = self.settings.skip_bad_rows
-        table = self._named(load_table(name, key="data.stream", split="train", skip_bad_rows=skip))
-        return self._read(table, name)
+        return self._read(self._table(name, key="data.stream", split="train"), name)
 
     def checked(self, examples: Dataset, key: str) -> Dataset:
         """The examples that can be learned from; raises DataError, naming ``key``."""
@@ -258,17 +256,11 @@ class Task(ABC):
                 "from there: name a CSV or JSON file, a directory or a hub data set"
             )
         both = self.settings.train == self.settings.test
-        table = load_table(
-            name,
-            key=key_of(which),
-            split=which,
-            only_split_serves=not both,
-            skip_bad_rows=self.settings.skip_bad_rows,
-        )
-        return self._named(table)
+        return self._table(name, key=key_of(which), split=which, only_split_serves=not both)
 
-    def _named(self, table: Dataset) -> Dataset:
-        """The table with the classes that ``data.label-names`` gives to its numbers."""
+    def _table(self, name: str, **which: Any) -> Dataset:
+        """A table with the classes that ``data.label-names`` gives to its numbers."""
+        table = load_table(name, skip_bad_rows=self.settings.skip_bad_rows, **which)
         names = self.settings.label_names
         for ours in self.columns if names else ():
             if ours in _CLASS_COLUMNS:

@@ -21,13 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    LogitsProcessor,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import DynamicCache, GenerationConfig, StoppingCriteriaList
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import ModelOutput
 
@@ -40,7 +34,8 @@ if TYPE_CHECKING:
 # Token ids (B, T) and the rows (B,) that they continue -> hidden states (B, T, D) of the devices
 Ask = Callable[[Tensor, Tensor | None], Tensor]
 Emit = Callable[[Tensor], bool]  # new token ids (T,), maybe none -> whether to continue
-FEEDING: ContextVar[Feed | None] = ContextVar("FEEDING", default=None)
+# The base model's result for the next tokens (B, T) of a decoder-only model, in this thread
+FEEDING: ContextVar[Callable[[Tensor], ModelOutput] | None] = ContextVar("FEEDING", default=None)
 SEED = "seed"  # beside the generation settings: of the text's random generator
 # Settings that change the cost of a text but not the text: a cut model has its own cache.
 _OVERRIDES: dict[str, Any] = {
@@ -119,26 +114,6 @@ def _sliced(config: Any, first_block: int, stop_block: int) -> Any:
     return part
 
 
-@dataclass(slots=True, kw_only=True)
-class Feed:
-    """The source of hidden states for the head of a decoder-only model, in this thread."""
-
-    ask: Ask
-    cache: TopCache
-    prompt_BTD: Tensor | None  # of the devices; None once it is used
-
-    def forward(self, stack: Stack, ids_BT: Tensor) -> ModelOutput:
-        """The base model's result for the next tokens."""
-        if self.prompt_BTD is not None:
-            hidden_BTD = self.prompt_BTD.expand(len(ids_BT), -1, -1)
-            self.prompt_BTD = None
-        else:
-            hidden_BTD = self.ask(ids_BT, self.cache.take_rows(len(ids_BT)))
-        output = stack.finish(stack.run_blocks(hidden_BTD, {}, self.cache))
-        output["past_key_values"] = self.cache
-        return output
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One text to continue: hidden states (1, T, D), and its ids for decoder-only models."""
@@ -149,37 +124,30 @@ class Prompt:
     settings_json: str = ""  # a GenerationConfig; empty: the model's own
 
 
-class _Watch(StoppingCriteria):
+def _watch(emit: Emit, beams: int) -> Any:
     """Emits every new token; generation stops when ``emit`` returns False."""
+    certain = 1 if beams == 1 else 0  # new tokens after a step
 
-    def __init__(self, emit: Emit, beams: int) -> None:
-        self._emit = emit
-        self._new = 1 if beams == 1 else 0  # tokens that are certain after a step
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        del scores, kwargs
-        stop = not self._emit(input_ids[0, input_ids.shape[1] - self._new :])
+    def stops(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        del scores
+        stop = not emit(input_ids[0, input_ids.shape[1] - certain :])
         return torch.full((len(input_ids),), stop, dtype=torch.bool, device=input_ids.device)
 
-
-class _Draw(LogitsProcessor):
-    """Samples as the library does, but from its own generator; masks all other tokens."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = torch.Generator().manual_seed(seed)
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
-        del input_ids
-        probabilities = scores.softmax(-1).to("cpu")  # the generator's device
-        chosen = torch.multinomial(probabilities, 1, generator=self._random).to(scores.device)
-        return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
+    return stops
 
 
 def _sampling(seed: int) -> Callable[..., Any]:
-    """The library's own sampling, with `_Draw` as the last logits processor."""
+    """The library's own sampling from a generator of its own: all other tokens are masked."""
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(input_ids: Tensor, scores: Tensor) -> Tensor:
+        del input_ids
+        probabilities = scores.softmax(-1).to("cpu")  # the generator's device
+        chosen = torch.multinomial(probabilities, 1, generator=random).to(scores.device)
+        return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
 
     def sample(model: Any, input_ids: Tensor, logits_processor: Any, **model_kwargs: Any) -> Any:
-        drawn = type(logits_processor)([*logits_processor, _Draw(seed)])
+        drawn = type(logits_processor)([*logits_processor, draw])
         return model._sample(input_ids, logits_processor=drawn, **model_kwargs)
 
     return sample
@@ -195,7 +163,7 @@ def generate(model: Any, stack: Stack, prompt: Prompt, emit: Emit, ask: Ask) -> 
     beams = settings.num_beams or 1
     common: dict[str, Any] = {
         "generation_config": settings,
-        "stopping_criteria": StoppingCriteriaList([_Watch(emit, beams)]),
+        "stopping_criteria": StoppingCriteriaList([_watch(emit, beams)]),
     }
     if settings.do_sample:
         if beams > 1:
@@ -224,7 +192,18 @@ def _decode(model: Any, stack: Stack, prompt: Prompt, common: dict[str, Any]) ->
 def _continue(model: Any, stack: Stack, prompt: Prompt, ask: Ask, common: dict[str, Any]) -> Tensor:
     assert prompt.input_ids is not None
     cache = TopCache(model.config, stack.first_block, stack.stop_block)
-    token = FEEDING.set(Feed(ask=ask, cache=cache, prompt_BTD=prompt.hidden_BTD))
+    arrived = [prompt.hidden_BTD]
+
+    def feed(ids_BT: Tensor) -> ModelOutput:
+        if arrived:
+            hidden_BTD = arrived.pop().expand(len(ids_BT), -1, -1)
+        else:
+            hidden_BTD = ask(ids_BT, cache.take_rows(len(ids_BT)))
+        output = stack.finish(stack.run_blocks(hidden_BTD, {}, cache))
+        output["past_key_values"] = cache
+        return output
+
+    token = FEEDING.set(feed)
     try:
         output: Tensor = model.generate(
             prompt.input_ids,

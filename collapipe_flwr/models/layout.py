@@ -7,7 +7,7 @@ uses in several places has one key, its *source*, and several places.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -59,30 +59,25 @@ class Layout:
     def holdings(self, *owners: Owner, runs_blocks: bool = False) -> Holdings:
         """The tensors of a part with these owners; one that ``runs_blocks`` has all shared keys."""
         owned = {key: self.places[key] for key in self.keys_of(*owners)}
-        shared = self.shared_keys if runs_blocks else ()
-        replicas = {key: self.places[key] for key in shared if key not in owned}
-        return Holdings(layout=self, owned=owned, replicas=replicas)
+        shared = {key: self.places[key] for key in self.shared_keys if runs_blocks}
+        return Holdings(layout=self, owned=owned, all={**owned, **shared})
 
     def everything(self) -> Holdings:
         """The tensors of the unsplit model, tied ones in all their places."""
-        return Holdings(layout=self, owned=self.all_places())
+        places = self.all_places()
+        return Holdings(layout=self, owned=places, all=places)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holdings:
     """The tensors that a part holds, by key with the paths of each.
 
-    ``replicas`` are read here but owned by another part.
+    Those that are not ``owned`` are replicas of another part's.
     """
 
     layout: Layout
     owned: Mapping[str, tuple[str, ...]]
-    replicas: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-    @property
-    def all(self) -> dict[str, tuple[str, ...]]:
-        """Owned and replicated tensors."""
-        return {**self.owned, **self.replicas}
+    all: Mapping[str, tuple[str, ...]]
 
 
 def make_layout(model: PreTrainedModel, family: Family, spec: ModelSpec) -> Layout:

@@ -190,8 +190,9 @@ class ModuleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise ModelError(f"something happens between its blocks {index - 1} and {index}")
         if index == 0:
             self.template = describe(others)
-        else:
-            self._refuse_other_arguments(index, others)
+        ours, theirs = tree_leaves(others), tree_leaves(self.calls[0][1] if index else others)
+        if describe(others) != self.template or not all(map(_same, ours, theirs)):
+            raise ModelError(f"block {index} is called with other arguments than block 0")
         tensors = [leaf for leaf in tree_leaves(others) if isinstance(leaf, Tensor)]
         for tensor in tensors:
             self._check_argument(tensor)
@@ -210,11 +211,6 @@ class ModuleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         if at in self._owned:
             self._note_owned(self._owned[at])
-
-    def _refuse_other_arguments(self, index: int, others: Mapping[str, Any]) -> None:
-        ours, theirs = tree_leaves(others), tree_leaves(self.calls[0][1])
-        if describe(others) != self.template or not all(map(_same, ours, theirs)):
-            raise ModelError(f"block {index} is called with other arguments than block 0")
 
     def _end(self, index: int, _: nn.Module, __: Any, result: Any) -> None:
         hidden: Any = hidden_of(result)

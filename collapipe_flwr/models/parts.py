@@ -184,7 +184,7 @@ class EdgePart(LossPart):
         feed = FEEDING.get()
         if feed is not None:
             ids_BT = kwargs.get("input_ids")
-            return feed.forward(self._stack, args[0] if ids_BT is None else ids_BT)
+            return feed(args[0] if ids_BT is None else ids_BT)
         hidden_BTD = kwargs.get(self._stack.family.entry)
         return self._stack.finish(args[0] if hidden_BTD is None else hidden_BTD)
 
