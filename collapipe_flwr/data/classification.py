@@ -68,23 +68,22 @@ class Labelled(Task):
         if len(declared) > 1:
             return declared
         labels = sorted(set(self.every_row["label"]))
+        holds = f'data.label-column "{self.settings.label_column}" holds'
         if IGNORED_TAG in labels:
             raise DataError(
-                f'data.label-column "{self.settings.label_column}" holds the label {IGNORED_TAG}, '
-                "which marks what has no label: remove these rows, or rename the class"
+                f"{holds} the label {IGNORED_TAG}, which marks what has no label: remove these "
+                "rows, or rename the class"
             )
         if all(label.isdecimal() for label in labels):
             labels.sort(key=int)
         if fraction := _fraction_in(labels):
             raise DataError(
-                f'data.label-column "{self.settings.label_column}" holds numbers such as '
-                f"{fraction}, but classification sorts into classes and does not estimate "
-                'quantities: write classes as names, such as "high"'
+                f"{holds} numbers such as {fraction}, but classification sorts into classes and "
+                'does not estimate quantities: write classes as names, such as "high"'
             )
         if len(labels) < 2:
             raise DataError(
-                f'data.label-column "{self.settings.label_column}" holds only the label '
-                f'"{labels[0]}": classification needs at least two'
+                f'{holds} only the label "{labels[0]}": classification needs at least two'
             )
         return tuple(labels)
 

@@ -57,6 +57,7 @@ class StreamPlace:
     files: tuple[FilePlace, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
 class Stream:
     """One cluster's folder.
 
@@ -64,20 +65,16 @@ class Stream:
     DataError.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        read: Callable[[str], Dataset],
-        examples: Callable[[Dataset], Dataset],
-    ) -> None:
-        if not folder.is_dir():
+    folder: Path
+    read: Callable[[str], Dataset]
+    examples: Callable[[Dataset], Dataset]
+
+    def __post_init__(self) -> None:
+        if not self.folder.is_dir():
             raise DataError(
-                f'data.stream has no folder "{folder}" for this cluster: make it, and move files '
-                "with new examples there while training runs"
+                f'data.stream has no folder "{self.folder}" for this cluster: make it, and move '
+                "files with new examples there while training runs"
             )
-        self._folder = folder
-        self._read = read
-        self._examples = examples
 
     def files(self, before: StreamPlace) -> list[tuple[FilePlace, Dataset | None]]:
         """The files of ``before`` and those that have arrived since, as they are now.
@@ -86,12 +83,12 @@ class Stream:
         if a file of which rows were read is gone or has changed other than by growing.
         """
         known = {file.name: file for file in before.files}
-        names = {path.name for path in self._folder.glob("[!.]*") if path.is_file()}
+        names = {path.name for path in self.folder.glob("[!.]*") if path.is_file()}
         names = {name for name in names if not name.endswith(_UNFINISHED)}
         for file in before.files:
             if file.read and file.name not in names:
                 raise DataError(
-                    f'data.stream no longer has "{self._folder / file.name}", of which '
+                    f'data.stream no longer has "{self.folder / file.name}", of which '
                     f"{file.read} examples were read: put it back, because later rounds replay it"
                 )
         order = [name for name in known if name in names] + sorted(names - known.keys())
@@ -103,7 +100,7 @@ class Stream:
         return StreamPlace(files=tuple(replace(file, read=len(rows or ())) for file, rows in found))
 
     def _look(self, before: FilePlace) -> tuple[FilePlace, Dataset | None]:
-        path = self._folder / before.name
+        path = self.folder / before.name
         try:
             continues = _continues(path, before)
             if continues or not before.read:
@@ -118,13 +115,13 @@ class Stream:
 
     def _opened(self, path: Path, before: FilePlace) -> tuple[FilePlace, Dataset | None]:
         size = path.stat().st_size
-        rows = self._read(str(path))
+        rows = self.read(str(path))
         whole = size == before.size or _ends_with_a_row(path, size)
         stop = len(rows) if whole else len(rows) - 1
         pieces = before.pieces
         if stop > max(pieces, default=0):
             pieces = (*pieces, stop)
-        examples = [self._examples(rows.select(range(a, b))) for a, b in pairwise((0, *pieces))]
+        examples = [self.examples(rows.select(range(a, b))) for a, b in pairwise((0, *pieces))]
         digest = before.sha256 if size == before.size else _digest(path, size)
         if path.stat().st_size != size:
             raise DataError("it is being written")
