@@ -83,11 +83,6 @@ class RunConfig:
     round_slack: float = key(0.0, off_or_at_least(1))  # close at so many times the usual; 0: never
     round_late: str = key("drop", one_of("drop", "join"))  # what comes after a round has closed
 
-    @property
-    def late_slack(self) -> float:
-        """``round_slack`` where late updates join a later round, else 0."""
-        return self.round_slack if self.round_late == "join" else 0.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
@@ -242,6 +237,7 @@ class AppConfig:
             learning_rate=self.train.optimizer.learning_rate,
             recompute=self.train.execution.recompute,
             codecs=self.links.allowed,
+            late_slack=self.run.round_slack if self.run.round_late == "join" else 0.0,
         )
 
 

@@ -83,11 +83,6 @@ def without_absent(snapshot: Snapshot, absent: Absent) -> Snapshot:
     return replace(snapshot, clusters=tuple(c for c in left if c.profile.devices))
 
 
-def without_clusters(snapshot: Snapshot, cluster_ids: Collection[str]) -> Snapshot:
-    left = (c for c in snapshot.clusters if c.profile.cluster_id not in cluster_ids)
-    return replace(snapshot, clusters=tuple(left))
-
-
 def _without(cluster: ClusterSnapshot, missing: Collection[str]) -> ClusterSnapshot:
     devices, channel, links = cluster.profile.devices, cluster.channel, cluster.links
     kept = [n for n, device in enumerate(devices) if device.device_id not in missing]

@@ -164,7 +164,7 @@ class StrategyHooks:
         messages = self._to_idle_nodes(asked)
         nodes = [message.metadata.dst_node_id for message in messages]
         self._planned = self._plan(server_round, nodes, arrays)
-        return self._open(self._new_round(self._planned, server_round, arrays), messages)
+        return self._opened(self._planned, server_round, arrays, messages)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -250,9 +250,7 @@ class StrategyHooks:
             planner.query_unknown(grid, nodes)
             plan = planner.plan_evaluation(server_round, nodes, arrays)
         self._attempts = Attempts(self._retries)
-        return self._with_retries(
-            lambda: self._open(self._new_round(plan, server_round, arrays), messages)
-        )
+        return self._with_retries(lambda: self._opened(plan, server_round, arrays, messages))
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -275,12 +273,15 @@ class StrategyHooks:
             self.planner.query_unknown(self._grid, nodes)
         return self.planner.plan(server_round, nodes, arrays)
 
-    def _new_round(self, plan: RoundPlan, server_round: int, arrays: ArrayRecord) -> OpenRound:
+    def _opened(
+        self, plan: RoundPlan, server_round: int, arrays: ArrayRecord, messages: Iterable[Message]
+    ) -> list[Message]:
+        """The messages of a round that is open from now on; closed again on an error."""
         split = None
         if self._model is not None and self._gateway is not None:
             learning = self._learning(server_round)
             split = SplitRound(self._model, self._gateway, learning, server_round, plan.whole)
-        return OpenRound(
+        self._round = OpenRound(
             plan,
             arrays,
             split,
@@ -290,12 +291,9 @@ class StrategyHooks:
             waits_for_late=self._joins_late,
         )
 
-    def _open(self, opened: OpenRound, messages: Iterable[Message]) -> list[Message]:
-        """The messages of a round that is open from now on; closed again on an error."""
-        self._round = opened
         with ExitStack() as undo:
             undo.callback(self.close)
-            addressed = opened.address(messages)
+            addressed = self._round.address(messages)
             undo.pop_all()
         return addressed
 

@@ -43,10 +43,6 @@ def check_inner(strategy: object, wrapper: type[Strategy], *, split: bool) -> No
             f"CollaPipe wraps a strategy of flwr.serverapp.strategy, got {strategy!r}: pass one, "
             "for example FedAvg()"
         )
-    _check_wrapped(strategy, wrapper, split=split)
-
-
-def _check_wrapped(strategy: Strategy, wrapper: type[Strategy], *, split: bool) -> None:
     for layer in layers(strategy):
         if isinstance(layer, wrapper):
             raise ConfigError(

@@ -188,10 +188,9 @@ class OpenRound:
         task = None
         if self._split is not None:
             name, arrays = only_arrays(content, "the inner strategy's message", _ONE_MODEL)
-            content[name] = arrays = self._personal.insert(cluster_id, arrays)
+            content[name] = self._personal.insert(cluster_id, arrays)
             depth = plan.warmup_depth[-1] if plan is not None and plan.warmup_depth else 1
             task = self._split.open(cluster_id, name, content, depth)
-            content[name] = self._split.for_cluster(cluster_id, arrays)
         assignment = RoundAssignment(
             server_round=self.plan.server_round,
             cluster_id=cluster_id,

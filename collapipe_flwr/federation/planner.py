@@ -32,12 +32,7 @@ from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.costs.measured import explained_s
 from collapipe_flwr.costs.price import PricedCluster, price, with_rates
 from collapipe_flwr.costs.work import PricingOptions
-from collapipe_flwr.federation.absence import (
-    Absence,
-    Quarantines,
-    without_absent,
-    without_clusters,
-)
+from collapipe_flwr.federation.absence import Absence, Quarantines, without_absent
 from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.outcomes import MovementMeter, measured_outcome
 from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan
@@ -140,11 +135,12 @@ class ScheduledRounds:
             short = [name for name, devices in out.items() if devices]
             if not short:
                 raise
-            if not (rest := without_clusters(there, short)).clusters:
+            rest = tuple(c for c in there.clusters if c.profile.cluster_id not in short)
+            if not rest:
                 self._absence.lift(out)
                 raise DevicesMissing(str(error)) from error
             log.warning("%s cannot take part without their lost devices", ", ".join(short))
-            plan, self.state = self._scheduler.step(self.state, rest)
+            plan, self.state = self._scheduler.step(self.state, replace(there, clusters=rest))
             self._absence.lift(out)  # clusters that take no part report nothing
         self._absence.lift(_ids(snapshot) - _ids(there))
         return with_rates(plan, snapshot)

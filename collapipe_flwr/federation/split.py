@@ -100,8 +100,8 @@ class SplitRound:
     def open(self, cluster_id: str, name: str, content: RecordDict, depth: int) -> SplitTask:
         """Give ``cluster_id`` its decoder replica of the model ``content[name]``.
 
-        It is trained with the model's settings and the config in ``content``. Raises LinkError,
-        RunError or ConfigError.
+        What Flower need not carry is taken out of that record. The replica is trained with the
+        model's settings and the config in ``content``. Raises LinkError, RunError or ConfigError.
         """
         arrays = content.array_records[name]
         self._check_keys(set(arrays))
@@ -109,6 +109,7 @@ class SplitRound:
             raise RunError(f"cluster {cluster_id} is asked twice in one round: give it one node")
         optimizer = asked_optimizer(content, self._learning.optimizer)
         learning = replace(self._learning, optimizer=optimizer)
+        held = self.model.edge_keys | self.model.shared_keys
         order = DecoderOrder(
             cluster_id=cluster_id,
             server_round=self._server_round,
@@ -116,9 +117,11 @@ class SplitRound:
             learning=learning,
             depth=depth,
             whole=cluster_id in self._whole,
-            weights=decode_tensors(self._decoder(arrays)),
+            weights=decode_tensors(ArrayRecord({k: a for k, a in arrays.items() if k in held})),
         )
         self._sessions[cluster_id] = session = self._edge.open(order)
+        elsewhere = self._unsent_keys(cluster_id)
+        content[name] = ArrayRecord({k: a for k, a in arrays.items() if k not in elsewhere})
         return SplitTask(
             model_spec_json=self.model.spec_json,
             edge_address=self._edge.address,
@@ -127,11 +130,6 @@ class SplitRound:
             shape=self.model.shape,
             whole=cluster_id in self._whole,
         )
-
-    def for_cluster(self, cluster_id: str, arrays: ArrayRecord) -> ArrayRecord:
-        """The arrays that Flower carries: of embedding and encoder blocks, or all of them."""
-        elsewhere = self._unsent_keys(cluster_id)
-        return ArrayRecord({key: array for key, array in arrays.items() if key not in elsewhere})
 
     def join(self, cluster_id: str, reply: ArrayRecord, template: ArrayRecord) -> ArrayRecord:
         """The whole model of one cluster in the order of ``template``.
@@ -205,10 +203,6 @@ class SplitRound:
         decoder = encode_tensors({k: v for k, v in replica.items() if k not in copies})
         check_keys(set(decoder), set(self.model.edge_keys), f"the edge for cluster {cluster_id}")
         return decoder
-
-    def _decoder(self, arrays: ArrayRecord) -> ArrayRecord:
-        at_edge = self.model.edge_keys | self.model.shared_keys
-        return ArrayRecord({key: array for key, array in arrays.items() if key in at_edge})
 
 
 def check_keys(found: set[str], wanted: set[str], sender: str) -> None:

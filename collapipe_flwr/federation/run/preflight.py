@@ -152,13 +152,9 @@ def check_folders(config: AppConfig, run_dir: Path | None) -> None:
     elif run_dir is not None:
         check_new(run_dir)
     output = Path(config.run.output_dir) if run_dir is None else run_dir.parent
-    for key, folder in {"output-dir": output, "train.state-dir": _state(config)}.items():
-        if folder is not None:
-            _check_writable(key, folder)
-
-
-def _state(config: AppConfig) -> Path | None:
-    return Path(config.train.state_dir).expanduser() if config.train.state_dir else None
+    _check_writable("output-dir", output)
+    if config.train.state_dir:
+        _check_writable("train.state-dir", Path(config.train.state_dir).expanduser())
 
 
 def _check_writable(key: str, folder: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import reduce
 from inspect import Parameter, signature
 from math import fsum
@@ -184,7 +183,7 @@ def make_planner(
     """
     planning = Planning(
         policy=config.scheduler.policy,
-        settings=replace(config.scheduling, late_slack=config.run.late_slack),
+        settings=config.scheduling,
         radio=config.world.radio,
         channel=config.world.channel,
         seed=config.run.seed,
