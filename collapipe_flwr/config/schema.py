@@ -45,22 +45,22 @@ from collapipe_flwr.scheduler.protocol import NOISE_SCALE, SchedulerConfig
 AUTO = "auto"
 SINKS = ("tensorboard", "wandb", "mlflow", "prometheus")
 METRICS_ADDRESS = "127.0.0.1:9464"
-STRATEGIES = (
-    "fedavg",
-    "fedavgm",
-    "fedadam",
-    "fedadagrad",
-    "fedyogi",
-    "fedprox",
-    "qfedavg",
-    "fedmedian",
-    "fedtrimmedavg",
-    "krum",
-    "multikrum",
-    "bulyan",
-    "dp-fixed-clipping",
-    "dp-adaptive-clipping",
-)
+STRATEGIES = {  # the classes in flwr.serverapp.strategy
+    "fedavg": "FedAvg",
+    "fedavgm": "FedAvgM",
+    "fedadam": "FedAdam",
+    "fedadagrad": "FedAdagrad",
+    "fedyogi": "FedYogi",
+    "fedprox": "FedProx",
+    "qfedavg": "QFedAvg",
+    "fedmedian": "FedMedian",
+    "fedtrimmedavg": "FedTrimmedAvg",
+    "krum": "Krum",
+    "multikrum": "MultiKrum",
+    "bulyan": "Bulyan",
+    "dp-fixed-clipping": "DifferentialPrivacyServerSideFixedClipping",
+    "dp-adaptive-clipping": "DifferentialPrivacyServerSideAdaptiveClipping",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from collapipe_flwr.federation.wrapped_grid import WrappedGrid
 
 log = logging.getLogger("flwr.collapipe")
 NO_CLUSTER = "make a collapipe_flwr.Cluster from the ClientApp"
-NEWCOMER_S = 60.0  # for a new node to describe its cluster; halved after a timeout
+NEWCOMER_S = 60.0  # for a new node to describe its cluster
 _POLL_S = 0.5
 _NODE_UNAVAILABLE = 5  # flwr's error code of a node whose heartbeats are missing
 
@@ -45,7 +45,7 @@ class Members(WrappedGrid):
         super().__init__(grid)
         self._patience_s = patience_s
         self._empty_since_s: float | None = None
-        self._newcomers = Newcomers(grid)
+        self._newcomers = Newcomers(grid, NEWCOMER_S)
         self._clusters = dict(clusters)
         self._strangers: set[int] = set()  # belong to no cluster of this run, or were replaced
         self._connected: set[int] = set(clusters)  # when nodes were last asked for
@@ -74,8 +74,8 @@ class Members(WrappedGrid):
         nodes = list(self._grid.get_node_ids())
         unknown = [n for n in nodes if n not in self._clusters and n not in self._strangers]
         if unknown:
-            for node, name in self._newcomers.names(unknown).items():
-                self._register(node, name)
+            for node, profile in self._newcomers.profiles(unknown).items():
+                self._register(node, profile.cluster_id if profile else "")
         self._connected = self._clusters.keys() & set(nodes)
         self._check_connected()
         return [node for node in nodes if node in self._clusters]
@@ -179,80 +179,56 @@ def _ask(grid: Grid, nodes: Sequence[int], timeout_s: float) -> dict[int, Cluste
     return answers
 
 
-def described(grid: Grid, nodes: Sequence[int], timeout_s: float) -> dict[int, ClusterProfile]:
-    """The descriptions that arrive in time; the log says why others did not."""
-    asked = _queries(nodes)
-    answers: dict[int, ClusterProfile | None] = {}
-    for reply in grid.send_and_receive(asked, timeout=timeout_s):
-        try:
-            answers[_sender(reply, asked)] = _profile(reply)
-        except RunError as error:
-            log.warning("%s", error)
-            answers[_sender(reply, asked)] = None
-    if silent := [node for node in nodes if node not in answers]:
-        log.warning("nodes %s have not described themselves within %g s", silent, timeout_s)
-    return _clusters(answers)
-
-
 def _is_gone(reply: Message) -> bool:
     return reply.has_error() and reply.error.code == _NODE_UNAVAILABLE
 
 
 class Newcomers:
-    """Identifies nodes that connect during a run.
+    """Asks nodes that connect during a run for their descriptions.
 
     Each node is waited for once; a later answer is read at the next call, without a wait. Every
-    wait that times out halves the next one, so unresponsive nodes cost at most twice `NEWCOMER_S`.
+    wait that times out halves the next one, so unresponsive nodes cost at most twice ``wait_s``.
     """
 
-    def __init__(self, grid: Grid) -> None:
-        self._grid = grid
-        self._wait_s = NEWCOMER_S
+    def __init__(self, grid: Grid, wait_s: float) -> None:
+        self._grid, self._wait_s = grid, wait_s
         self._asked: dict[str, Message] = {}  # that are not answered yet, by id
         self._waited: set[int] = set()
 
-    def names(self, nodes: Sequence[int]) -> dict[int, str]:
-        """The cluster ids of nodes, "" for spare ones; nodes that have not answered are missing."""
-        names = self._read(self._grid.pull_messages(list(self._asked))) if self._asked else {}
+    def profiles(self, nodes: Sequence[int]) -> dict[int, ClusterProfile | None]:
+        """The descriptions that are known by now, None for spare nodes."""
         pending = {message.metadata.dst_node_id for message in self._asked.values()}
-        unasked = [node for node in nodes if node not in names.keys() | pending]
-        self._push([node for node in unasked if node in self._waited])
-        names |= self._wait_for([node for node in unasked if node not in self._waited])
-        return {node: name for node, name in names.items() if node in nodes}
-
-    def _push(self, nodes: Sequence[int]) -> None:
-        if asked := _queries(nodes):
-            self._grid.push_messages(asked)
-            self._note(asked)
-
-    def _wait_for(self, nodes: Sequence[int]) -> dict[int, str]:
-        if not nodes:
-            return {}
-        asked = _queries(nodes)
-        replies = list(self._grid.send_and_receive(asked, timeout=self._wait_s))
-        self._note(asked)
-        self._waited |= set(nodes)
-        if len(replies) < len(asked):
-            log.warning(
-                "nodes %s have not described their clusters within %g s", nodes, self._wait_s
-            )
-            self._wait_s /= 2
-        return self._read(replies)
+        if again := _queries([n for n in nodes if n in self._waited and n not in pending]):
+            self._grid.push_messages(again)
+            self._note(again)
+        found = self._read(self._grid.pull_messages(list(self._asked))) if self._asked else {}
+        if new := _queries([n for n in nodes if n not in self._waited]):
+            replies = list(self._grid.send_and_receive(new, timeout=self._wait_s))
+            self._note(new)
+            self._waited |= {message.metadata.dst_node_id for message in new}
+            found |= self._read(replies)
+            if silent := {m.metadata.dst_node_id for m in self._asked.values()}:
+                log.warning(
+                    "nodes %s have not described their clusters within %g s",
+                    sorted(silent),
+                    self._wait_s,
+                )
+                self._wait_s /= 2
+        return {node: profile for node, profile in found.items() if node in nodes}
 
     def _note(self, asked: Sequence[Message]) -> None:
         self._asked |= {message.metadata.message_id: message for message in asked}
 
-    def _read(self, replies: Iterable[Message]) -> dict[int, str]:
-        names = {}
+    def _read(self, replies: Iterable[Message]) -> dict[int, ClusterProfile | None]:
+        found: dict[int, ClusterProfile | None] = {}
         for reply in replies:
             node = _sender(reply, list(self._asked.values()))
             self._asked.pop(reply.metadata.reply_to_message_id, None)
             try:
-                profile = _profile(reply)
-                names[node] = "" if profile is None else profile.cluster_id
+                found[node] = _profile(reply)
             except RunError as error:
                 log.warning("%s; it is asked again", error)
-        return names
+        return found
 
 
 def _queries(nodes: Sequence[int]) -> list[Message]:

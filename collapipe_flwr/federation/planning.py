@@ -20,7 +20,7 @@ from collapipe_flwr.core.domain import BlockCost, ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.federation.checkpoint import Memory
-from collapipe_flwr.federation.members import NO_CLUSTER, described
+from collapipe_flwr.federation.members import NO_CLUSTER, Newcomers
 from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.federation.records import array_bytes
 from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan, RoundPlanner
@@ -33,9 +33,7 @@ from collapipe_flwr.simulation.world import EnergyBudget, World, budgeted, make_
 
 log = logging.getLogger("flwr.collapipe")
 MOST_MICRO_BATCHES = 8  # of a user's batch: the overhead of each is unknown in the first rounds
-# For nodes to describe their clusters: a weak board imports for minutes. Halved after a timeout.
-DESCRIBE_S = 300.0
-LEAST_DESCRIBE_S = 2.0
+DESCRIBE_S = 300.0  # for nodes to describe their clusters: a weak board imports for minutes
 ASSUMED_DEVICE = "raspberry-pi-5"
 ASSUMED_EXAMPLES = 1000
 _ASSUMPTION = (
@@ -110,7 +108,7 @@ class DescribedClusters(ScheduledRounds):
     def __init__(self, planning: Planning, model: Callable[[], ModelProfile]) -> None:
         self._planning, self._profiled = planning, model
         self._names: dict[int, str] = {}  # by node
-        self._wait_s = DESCRIBE_S
+        self._newcomers: Newcomers | None = None
         super().__init__(
             planning.scheduler,
             make_world(cluster_devices=(), examples=()),
@@ -125,10 +123,9 @@ class DescribedClusters(ScheduledRounds):
         """Query unknown nodes; raises RunError if none of ``nodes`` has described a cluster."""
         unknown = [node for node in nodes if node not in self._names]
         if unknown:
-            found = described(grid, unknown, self._wait_s)
-            self._register(found)
-            if len(found) < len(unknown):
-                self._wait_s = max(self._wait_s / 2, LEAST_DESCRIBE_S)
+            self._newcomers = self._newcomers or Newcomers(grid, DESCRIBE_S)
+            found = self._newcomers.profiles(unknown)
+            self._register({node: profile for node, profile in found.items() if profile})
         if nodes and not any(node in self._names for node in nodes):
             raise RunError(
                 f"none of {len(nodes)} nodes describes a cluster: {NO_CLUSTER}, and look into the "

@@ -15,26 +15,11 @@ from operator import mul
 from typing import Any, cast
 
 from flwr.app import MetricRecord, RecordDict
-from flwr.serverapp.strategy import (
-    Bulyan,
-    DifferentialPrivacyServerSideAdaptiveClipping,
-    DifferentialPrivacyServerSideFixedClipping,
-    FedAdagrad,
-    FedAdam,
-    FedAvg,
-    FedAvgM,
-    FedMedian,
-    FedProx,
-    FedTrimmedAvg,
-    FedYogi,
-    Krum,
-    MultiKrum,
-    QFedAvg,
-    Strategy,
-)
+from flwr.serverapp import strategy as strategies
+from flwr.serverapp.strategy import FedAvg, Strategy
 
 from collapipe_flwr.cluster.fleet import LearningSettings
-from collapipe_flwr.config.schema import AppConfig
+from collapipe_flwr.config.schema import STRATEGIES, AppConfig
 from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import ConfigError, blaming
 from collapipe_flwr.core.keys import read_assignments
@@ -47,22 +32,6 @@ from collapipe_flwr.federation.run.learner import Learner, scores
 from collapipe_flwr.simulation.world import EnergyBudget
 
 log = logging.getLogger("flwr.collapipe")
-_KINDS: Mapping[str, type[Any]] = {
-    "fedavg": FedAvg,
-    "fedavgm": FedAvgM,
-    "fedadam": FedAdam,
-    "fedadagrad": FedAdagrad,
-    "fedyogi": FedYogi,
-    "fedprox": FedProx,
-    "qfedavg": QFedAvg,
-    "fedmedian": FedMedian,
-    "fedtrimmedavg": FedTrimmedAvg,
-    "krum": Krum,
-    "multikrum": MultiKrum,
-    "bulyan": Bulyan,
-    "dp-fixed-clipping": DifferentialPrivacyServerSideFixedClipping,
-    "dp-adaptive-clipping": DifferentialPrivacyServerSideAdaptiveClipping,
-}
 _OURS = {"strategy", "accountant", "selection_rule", "fraction_evaluate", "train_loss_key"}
 _OUR_ENDINGS = ("_nodes", "_key", "_aggr_fn")
 _COUNT = "num_malicious_nodes"
@@ -76,7 +45,7 @@ def make_strategy(config: AppConfig, **own: Any) -> Strategy:
     Raises ConfigError for arguments that its class does not take or refuses.
     """
     name = config.run.strategy
-    kind = _KINDS[name]
+    kind = _kind(name)
     given = read_assignments(config.run.strategy_arguments)
     _check_arguments(name, given)
     _check_clusters(name, given, config.run.clusters)
@@ -90,9 +59,13 @@ def make_strategy(config: AppConfig, **own: Any) -> Strategy:
     return made
 
 
+def _kind(name: str) -> Any:
+    return getattr(strategies, STRATEGIES[name])
+
+
 def known_arguments(name: str) -> dict[str, Parameter]:
     """The arguments of a strategy that the run-config may set."""
-    parameters = signature(_KINDS[name].__init__).parameters.items()
+    parameters = signature(_kind(name).__init__).parameters.items()
     return {k: p for k, p in parameters if k != "self" and not _is_ours(k)}
 
 
