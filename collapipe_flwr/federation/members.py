@@ -207,10 +207,10 @@ class Newcomers:
             self._note(new)
             self._waited |= {message.metadata.dst_node_id for message in new}
             found |= self._read(replies)
-            if silent := {m.metadata.dst_node_id for m in self._asked.values()}:
+            if len(replies) < len(new):
                 log.warning(
-                    "nodes %s have not described their clusters within %g s",
-                    sorted(silent),
+                    "some of nodes %s have not described their clusters within %g s",
+                    nodes,
                     self._wait_s,
                 )
                 self._wait_s /= 2
