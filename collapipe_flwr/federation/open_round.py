@@ -12,31 +12,8 @@ from dataclasses import replace
 from flwr.app import ArrayRecord, Message, RecordDict
 
 from collapipe_flwr.core.errors import LinkError, ProtocolError
+from collapipe_flwr.federation import messages, records
 from collapipe_flwr.federation.arrays import inner_view, not_finite, shifted
-from collapipe_flwr.federation.messages import (
-    LATE,
-    as_failed,
-    check_possible,
-    check_weight,
-    counted_examples,
-    diverged,
-    error_text,
-    only_arrays,
-    readdressed,
-    restored,
-    sender_of,
-    viewed,
-    weighing,
-    with_content,
-)
-from collapipe_flwr.federation.records import (
-    EXAMPLES,
-    RoundAssignment,
-    content_bytes,
-    examples_of,
-    take_telemetry,
-    write_assignment,
-)
 from collapipe_flwr.federation.rounds import AcceptedRounds, ClosedRound, RoundPlan, Sent
 from collapipe_flwr.federation.split import PersonalArrays, SplitRound
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
@@ -74,9 +51,9 @@ class OpenRound:
         self._accepted = accepted
         self._personal = personal
 
-    def address(self, messages: Iterable[Message]) -> list[Message]:
+    def address(self, asked: Iterable[Message]) -> list[Message]:
         """The messages to the clusters that take part; raises LinkError, RunError."""
-        for message in messages:
+        for message in asked:
             if self.plan.takes_part(message.metadata.dst_node_id):
                 self.sent.append(self._message_for(message))
         return [sent.message for sent in self.sent]
@@ -103,7 +80,7 @@ class OpenRound:
         """Sort the replies; unusable ones become errors for the inner strategy."""
         closed = ClosedRound(plan=self.plan, before=self.template, sent=self.sent)
         for reply, sent in self._attributed(replies):
-            late = reply.has_error() and reply.error.code == LATE
+            late = reply.has_error() and reply.error.code == messages.LATE
             if sent is not None and late and self._waits_for_late:
                 closed.late.append(sent)
                 continue
@@ -120,7 +97,7 @@ class OpenRound:
 
         A cluster that is late by plan has not failed: the next round waits longer for it.
         """
-        late = any(r.has_error() and r.error.code == LATE for r in closed.replies)
+        late = any(r.has_error() and r.error.code == messages.LATE for r in closed.replies)
         if not self.sent or closed.models or closed.late or late:
             return ""
         cluster_id, why = next(iter(closed.failures.items()))
@@ -144,10 +121,10 @@ class OpenRound:
             return False
         weight = 1.0 / math.sqrt(1.0 + late_by)
         moved = shifted(alone.models[name], self.template, closed.before)
-        examples = weight * examples_of(shown.content, self._weighted_by)
-        content = weighing(shown.content, self._weighted_by, examples)
+        examples = weight * records.examples_of(shown.content, self._weighted_by)
+        content = messages.weighing(shown.content, self._weighted_by, examples)
         content[next(iter(content.array_records))] = inner_view(moved, self._hidden).copy()
-        closed.replies.append(with_content(shown, content))
+        closed.replies.append(messages.with_content(shown, content))
         closed.models[name], closed.examples[name] = moved, weight * alone.examples[name]
         closed.telemetry |= alone.telemetry
         if not late_by:  # its round had nothing else, or was the last
@@ -184,14 +161,14 @@ class OpenRound:
         cluster_id = self.plan.cluster_ids[node_id]
         plan = self.plan.cluster_plan(node_id)
         exact = self._split is not None
-        content = restored(message.content, self.template, self._hidden, exact=exact)
+        content = messages.restored(message.content, self.template, self._hidden, exact=exact)
         task = None
         if self._split is not None:
-            name, arrays = only_arrays(content, "the inner strategy's message", _ONE_MODEL)
+            name, arrays = messages.only_arrays(content, "the inner strategy's message", _ONE_MODEL)
             content[name] = self._personal.insert(cluster_id, arrays)
             depth = plan.warmup_depth[-1] if plan is not None and plan.warmup_depth else 1
             task = self._split.open(cluster_id, name, content, depth)
-        assignment = RoundAssignment(
+        assignment = records.RoundAssignment(
             server_round=self.plan.server_round,
             cluster_id=cluster_id,
             plan=plan,
@@ -199,12 +176,12 @@ class OpenRound:
             bundles=task is not None and cluster_id in self.plan.bundles,
             progress=self._accepted.progress(cluster_id),
         )
-        content = write_assignment(content, assignment)
+        content = records.write_assignment(content, assignment)
         return Sent(
             node_id=node_id,
             cluster_id=cluster_id,
-            message=readdressed(message, content),
-            content_bytes=content_bytes(content),
+            message=messages.readdressed(message, content),
+            content_bytes=records.content_bytes(content),
         )
 
     def _attributed(self, replies: Iterable[Message]) -> Sequence[tuple[Message, Sent | None]]:
@@ -213,7 +190,7 @@ class OpenRound:
         A reply to no message of this round is passed to the inner strategy if the model is not
         split.
         """
-        pairs = [(reply, sender_of(reply, self.sent)) for reply in replies]
+        pairs = [(reply, messages.sender_of(reply, self.sent)) for reply in replies]
         for reply, sent in pairs:
             if sent is None:
                 log.warning("a reply of node %s was not asked for", reply.metadata.src_node_id)
@@ -225,48 +202,48 @@ class OpenRound:
 
     def weighed(self, reply: Message) -> Message:
         """A reply to an evaluation; an error if its weight is unusable."""
-        sent = sender_of(reply, self.sent)
+        sent = messages.sender_of(reply, self.sent)
         if sent is None or reply.has_error():
             return reply
         try:
-            check_weight(reply.content, self._weighted_by, sent.cluster_id)
+            messages.check_weight(reply.content, self._weighted_by, sent.cluster_id)
         except ProtocolError as error:
             log.warning("the evaluation of cluster %s is unusable: %s", sent.cluster_id, error)
-            return as_failed(sent, str(error))
+            return messages.as_failed(sent, str(error))
         return reply
 
     def _receive(self, reply: Message, sent: Sent, closed: ClosedRound) -> Message:
         name = sent.cluster_id
         if reply.has_error():
-            closed.failures[name] = why = error_text(reply.error)
+            closed.failures[name] = why = messages.error_text(reply.error)
             log.warning("cluster %s failed: %s", name, why)
             return reply
-        closed.received_bytes += content_bytes(reply.content)
+        closed.received_bytes += records.content_bytes(reply.content)
         try:
             content, telemetry = self._unpack(reply.content, name)
-            counted = counted_examples(self.plan.cluster_plan(sent.node_id), telemetry)
+            counted = messages.counted_examples(self.plan.cluster_plan(sent.node_id), telemetry)
             if counted is not None and telemetry is not None:
                 content = self._capped(content, counted, name, closed)
                 telemetry = replace(telemetry, examples=min(telemetry.examples, counted))
-            check = check_possible if self._split is None else check_weight
+            check = messages.check_possible if self._split is None else messages.check_weight
             examples = check(content, self._weighted_by, name)
-            shown = viewed(content, self._hidden)
+            shown = messages.viewed(content, self._hidden)
         except LinkError as error:
             closed.failures[name] = str(error)
             log.warning("the reply of cluster %s is unusable: %s", name, error)
-            return as_failed(sent, str(error))
+            return messages.as_failed(sent, str(error))
         closed.models[name] = next(iter(content.array_records.values()), ArrayRecord())
         closed.examples[name] = examples
         if telemetry is not None:
             closed.telemetry[name] = telemetry
-        return with_content(reply, shown)
+        return messages.with_content(reply, shown)
 
     def _capped(
         self, content: RecordDict, counted: int, cluster_id: str, closed: ClosedRound
     ) -> RecordDict:
         """The reply with the examples that the edge counted, where it claims more."""
-        claimed = examples_of(content, EXAMPLES)
-        if self._weighted_by != EXAMPLES or not claimed > counted:
+        claimed = records.examples_of(content, records.EXAMPLES)
+        if self._weighted_by != records.EXAMPLES or not claimed > counted:
             return content
         remark = (
             f"cluster {cluster_id} claims {claimed:g} examples, but the edge counted {counted}"
@@ -274,21 +251,21 @@ class OpenRound:
         )
         log.warning("%s", remark)
         closed.remarks.append(remark)
-        return weighing(content, EXAMPLES, counted)
+        return messages.weighing(content, records.EXAMPLES, counted)
 
     def _unpack(
         self, content: RecordDict, cluster_id: str
     ) -> tuple[RecordDict, ClusterTelemetry | None]:
         """The unsplit model and the complete telemetry; raises ProtocolError, LinkError."""
-        content, telemetry = take_telemetry(content)
+        content, telemetry = records.take_telemetry(content)
         if telemetry is not None and telemetry.cluster_id != cluster_id:
             raise ProtocolError(f"cluster {cluster_id} sent telemetry of {telemetry.cluster_id!r}")
         if self._split is None:
             for arrays in content.array_records.values():
                 if (key := not_finite(arrays, self.template)) is not None:
-                    raise ProtocolError(f"cluster {cluster_id}: {diverged(key)}")
+                    raise ProtocolError(f"cluster {cluster_id}: {messages.diverged(key)}")
         else:
-            name, arrays = only_arrays(content, f"the reply of cluster {cluster_id}")
+            name, arrays = messages.only_arrays(content, f"the reply of cluster {cluster_id}")
             content[name] = self._split.join(cluster_id, arrays, self.template)
             if telemetry is not None:
                 telemetry = replace(telemetry, edge=self._split.report(cluster_id))

@@ -24,14 +24,7 @@ from flwr.clientapp import ClientApp
 
 from collapipe_flwr.core import errors
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError, LinkError, LinkTimeout, RunError
-from collapipe_flwr.federation.client.local_socket import (
-    connected,
-    context_head,
-    message_head,
-    path_for,
-    read_parcel,
-    write_parcel,
-)
+from collapipe_flwr.federation.client import local_socket
 
 log = logging.getLogger("flwr.collapipe")
 READY, AGAIN, REFUSED = "ready", "again", "refused"  # a control unit's verdicts on `AppCode`
@@ -119,7 +112,7 @@ class Relay(ClientApp):
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer a message; raises LinkError if the control unit is lost."""
-        path = path_for(context.node_config)
+        path = local_socket.path_for(context.node_config)
         peer = None if path is None else _connect(path, self._app, context.run_id)
         if peer is None:
             app: ClientApp = load_app(self._app)
@@ -132,7 +125,7 @@ def _connect(path: Path, app: str, run_id: int) -> socket.socket | None:
     """A connection to a control unit that runs this code; None if there is none."""
     code = None  # its files are read only if there is a control unit
     for _ in range(_MOST_STARTS):
-        peer = connected(path)
+        peer = local_socket.connected(path)
         if peer is None:
             log.info("no control unit listens at %s: the app runs in this process", path)
             return None
@@ -154,9 +147,9 @@ def _handshake(peer: socket.socket, code: AppCode) -> tuple[str, str]:
     """The control unit's verdict on this code, and why; `AGAIN` if it closed to restart."""
     peer.settimeout(LOAD_S)
     try:
-        write_parcel(peer, {"version": VERSION, **asdict(code)})
+        local_socket.write_parcel(peer, {"version": VERSION, **asdict(code)})
         with peer.makefile("rb") as file:
-            answer, _ = read_parcel(file)
+            answer, _ = local_socket.read_parcel(file)
     except LinkTimeout as error:
         raise LinkTimeout(
             f"the control unit has not answered for {LOAD_S:g} s: see its log; two SuperNodes on "
@@ -168,13 +161,16 @@ def _handshake(peer: socket.socket, code: AppCode) -> tuple[str, str]:
 
 
 def _exchange(peer: socket.socket, message: Message, context: Context) -> Message:
-    head = {"message": message_head(message), "context": context_head(context)}
+    head = {
+        "message": local_socket.message_head(message),
+        "context": local_socket.context_head(context),
+    }
     try:
-        write_parcel(peer, head, message.content, context.state)
+        local_socket.write_parcel(peer, head, message.content, context.state)
         with peer.makefile("rb") as file:
-            answer, contents = read_parcel(file)
+            answer, contents = local_socket.read_parcel(file)
             while ALIVE in answer:
-                answer, contents = read_parcel(file)
+                answer, contents = local_socket.read_parcel(file)
     except LinkError as error:
         raise LinkError(f"the control unit was lost while it worked on this: {error}") from error
     if "raised" in answer:

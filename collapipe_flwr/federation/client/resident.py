@@ -35,15 +35,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from collapipe_flwr.core.errors import CollaPipeError, LinkError
 from collapipe_flwr.core.json_log import logging_about
 from collapipe_flwr.core.processes import stopping
-from collapipe_flwr.federation.client import STATE_KEY
-from collapipe_flwr.federation.client.local_socket import (
-    context_of,
-    is_own,
-    listen,
-    message_of,
-    read_parcel,
-    write_parcel,
-)
+from collapipe_flwr.federation.client import STATE_KEY, local_socket
 from collapipe_flwr.federation.client.relay import AGAIN, ALIVE, READY, REFUSED, VERSION, AppCode
 from collapipe_flwr.host.allocator import configure_malloc, give_back
 from collapipe_flwr.host.metrics import serving_metrics
@@ -132,7 +124,7 @@ def serve(settings: ResidentSettings, announce: Callable[[str], None]) -> None:
     """Answer relays until SIGTERM or SIGINT; raises ConfigError where it cannot listen."""
     configure_malloc()
     with stopping() as stop:
-        listener = inherited_listener() or listen(settings.path)
+        listener = inherited_listener() or local_socket.listen(settings.path)
         announce(str(settings.path))
         unit = ControlUnit(listener, settings, stop)
         with serving_metrics(settings.metrics, unit.metrics):
@@ -192,16 +184,16 @@ class ControlUnit:
             self._why = f"{code.app} cannot be imported: {error}"
 
     def _handle(self, peer: socket.socket) -> None:
-        if not is_own(peer):
+        if not local_socket.is_own(peer):
             log.warning("a process of another user was refused")
             return
         peer.settimeout(_BODY_S)
         try:
             with peer.makefile("rb") as file:
-                hello, _ = read_parcel(file)
+                hello, _ = local_socket.read_parcel(file)
                 verdict, why = self._verdict(hello)
-                write_parcel(peer, {"verdict": verdict, "why": why})
-                order = read_parcel(file) if verdict == READY else None
+                local_socket.write_parcel(peer, {"verdict": verdict, "why": why})
+                order = local_socket.read_parcel(file) if verdict == READY else None
         except LinkError as error:
             log.info("a relay disconnected: %s", error)
             return
@@ -223,8 +215,8 @@ class ControlUnit:
         """Have the app work in a thread, so that its relay can be watched."""
         assert self._app is not None and self._code is not None
         content, state = contents
-        message = message_of(head["message"], content)
-        context = context_of(head["context"], state)
+        message = local_socket.message_of(head["message"], content)
+        context = local_socket.context_of(head["context"], state)
         self._lend_state_dir(context)
         TaskIdentity.task_id = message.metadata.dst_task_id or 0
         TaskIdentity.run_id, TaskIdentity.node_id = context.run_id, context.node_id
@@ -234,7 +226,7 @@ class ControlUnit:
             try:
                 if self._wait(peer, work):
                     reply, content = work.result()
-                    write_parcel(peer, reply, content, context.state)
+                    local_socket.write_parcel(peer, reply, content, context.state)
                     self.metrics.ended(RAISED if "raised" in reply else ANSWERED)
             except LinkError as error:
                 log.warning("a message is abandoned: %s", error)
@@ -250,7 +242,7 @@ class ControlUnit:
             if select.select([peer], [], [], 0)[0]:
                 raise LinkError("its relay disconnected")
             if now_s - told_s > _ALIVE_S:
-                write_parcel(peer, {ALIVE: True})
+                local_socket.write_parcel(peer, {ALIVE: True})
                 told_s = now_s
             if self._stop.is_set():
                 stopped_s = stopped_s or now_s
