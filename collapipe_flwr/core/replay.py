@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -65,104 +66,93 @@ def replay(times: StepTimes, depths: Sequence[int], micro_batches: int) -> Trace
     return trace
 
 
-_Done = Callable[[int, Action], None]
-
-
-@dataclass(slots=True)
-class _Link:
-    """One direction of a link, or both, with its queue."""
+@dataclass(slots=True, eq=False)
+class _Resource:
+    """A worker, or one direction of a link or both, which serves one action at a time."""
 
     name: str
+    place: int  # of a worker among all, or of a hop
+    seconds: tuple[float, ...]  # of an action, by its op
+    queue: deque[Action] = field(default_factory=deque)  # a worker's own order, from the start
+    stage: int | None = None  # of a worker
+    arrived: set[Action] = field(default_factory=set)  # those whose input a worker has
     busy: bool = False
-    queue: list[Action] = field(default_factory=list)
 
 
 class _Replay:
     """The state of a replay: the next event is always the earliest end of a span."""
 
     def __init__(self, times: StepTimes, schedule: Schedule) -> None:
-        self.times, self.orders, self.workers = times, schedule.actions, schedule.workers
-        self.last = times.stages - 1
-        self.names = [f"stage {place}" for place in self.workers.places]
-        self.at = [0] * len(self.orders)
-        self.busy = [False] * len(self.orders)
-        self.arrived: set[tuple[int, Action]] = set()
-        self.links = [self._link_pair(hop) for hop in range(self.last)]
-        self.events: list[tuple[float, int, _Done, int, Action]] = []  # end, serial number, ...
+        self.times, self.workers, self.last = times, schedule.workers, times.stages - 1
+        self.stages = [
+            _Resource(f"stage {worker}", place, tuple(seconds), deque(actions), worker.stage)
+            for place, (worker, actions, *seconds) in enumerate(
+                zip(self.workers.places, schedule.actions, *times.stage_s, strict=True)
+            )
+        ]
+        ways = ("",) if times.half_duplex else (" forward", " backward")
+        self.links = [
+            [_Resource(f"hop {hop}{way}", hop, seconds) for way in ways]
+            for hop, seconds in enumerate(zip(*times.hop_s, strict=True))
+        ]
+        self.events: list[tuple[float, int, _Done, _Resource, Action]] = []  # end, serial number
         self.spans: list[Span] = []
         self.now = 0.0
 
-    def _link_pair(self, hop: int) -> tuple[_Link, _Link]:
-        if self.times.half_duplex:
-            shared = _Link(f"hop {hop}")
-            return shared, shared
-        return _Link(f"hop {hop} forward"), _Link(f"hop {hop} backward")
-
     def run(self) -> Trace | None:
         """The trace, or None where the workers block each other."""
-        for worker, (place, order) in enumerate(zip(self.workers.places, self.orders, strict=True)):
-            if place.stage == 0:
-                self.arrived |= {(worker, action) for action in order if action.op is Op.FORWARD}
-            self._start(worker)
+        for worker in self.stages:
+            if worker.stage == 0:
+                worker.arrived.update(a for a in worker.queue if a.op is Op.FORWARD)
+            self._serve(worker)
         while self.events:
-            self.now, _, done, place_of, action = heapq.heappop(self.events)
-            done(place_of, action)
-        if any(at < len(order) for at, order in zip(self.at, self.orders, strict=True)):
+            self.now, _, done, resource, action = heapq.heappop(self.events)
+            done(resource, action)
+        if any(worker.queue for worker in self.stages):
             return None
         return Trace(self.now, tuple(self.spans))
 
-    def _use(self, name: str, length_s: float, done: _Done, place: int, action: Action) -> None:
-        """Occupy a resource from now on; `done` is called with place and action at the end."""
+    def _serve(self, resource: _Resource) -> None:
+        """Begin the next action in the queue, if that is possible now."""
+        queue, is_link = resource.queue, resource.stage is None
+        if resource.busy or not queue or not (is_link or queue[0] in resource.arrived):
+            return
+        resource.busy = True
+        action = queue.popleft()
+        done = self._carried if is_link else self._passed
+        self._use(resource, resource.seconds[action.op], done, action)
+
+    def _use(self, resource: _Resource, length_s: float, done: _Done, action: Action) -> None:
+        """Occupy a resource from now on; ``done`` is called at the end."""
         end = self.now + length_s
-        heapq.heappush(self.events, (end, len(self.spans), done, place, action))
-        self.spans.append(Span(name, action.micro_batch, self.now, end))
+        heapq.heappush(self.events, (end, len(self.spans), done, resource, action))
+        self.spans.append(Span(resource.name, action.micro_batch, self.now, end))
 
-    def _start(self, worker: int) -> None:
-        if self.busy[worker] or self.at[worker] == len(self.orders[worker]):
-            return
-        action = self.orders[worker][self.at[worker]]
-        if (worker, action) not in self.arrived:
-            return
-        self.busy[worker] = True
-        length = self.times.stage_s[action.op][worker]
-        self._use(self.names[worker], length, self._pass_done, worker, action)
-
-    def _pass_done(self, worker: int, action: Action) -> None:
-        stage = self.workers.places[worker].stage
-        if action.op is Op.FORWARD and stage == self.last:
-            self.arrived.add((worker, Action(Op.BACKWARD, action.micro_batch)))
-        elif action.op is Op.FORWARD:
-            self._request(stage, action)
-        elif stage > 0:
-            self._request(stage - 1, action)
+    def _passed(self, worker: _Resource, action: Action) -> None:
+        assert worker.stage is not None
+        if action.op is Op.FORWARD and worker.stage == self.last:
+            worker.arrived.add(Action(Op.BACKWARD, action.micro_batch))
+        elif action.op is Op.FORWARD or worker.stage > 0:
+            link = self.links[worker.stage - action.op][-action.op]  # the only one serves both
+            link.queue.append(action)
+            self._serve(link)
         if action.op is Op.BACKWARD and self.times.weights_s:
-            length = self.times.weights_s[worker]
-            self._use(self.names[worker], length, self._worker_done, worker, action)
+            self._use(worker, self.times.weights_s[worker.place], self._free, action)
         else:
-            self._worker_done(worker, action)
+            self._free(worker, action)
 
-    def _worker_done(self, worker: int, _: Action) -> None:
-        self.busy[worker] = False
-        self.at[worker] += 1
-        self._start(worker)
+    def _free(self, resource: _Resource, _: Action) -> None:
+        resource.busy = False
+        self._serve(resource)
 
-    def _request(self, hop: int, action: Action) -> None:
-        self.links[hop][action.op].queue.append(action)
-        self._start_hop(hop, action.op)
+    def _carried(self, link: _Resource, action: Action) -> None:
+        link.busy = False
+        stage = link.place + 1 if action.op is Op.FORWARD else link.place
+        place = self.workers.at(stage, action.micro_batch)
+        assert place is not None
+        self.stages[place].arrived.add(action)
+        self._serve(self.stages[place])
+        self._serve(link)
 
-    def _start_hop(self, hop: int, op: Op) -> None:
-        link = self.links[hop][op]
-        if link.busy or not link.queue:
-            return
-        link.busy = True
-        action = link.queue.pop(0)
-        self._use(link.name, self.times.hop_s[action.op][hop], self._hop_done, hop, action)
 
-    def _hop_done(self, hop: int, action: Action) -> None:
-        self.links[hop][action.op].busy = False
-        stage = hop + 1 if action.op is Op.FORWARD else hop
-        worker = self.workers.at(stage, action.micro_batch)
-        assert worker is not None
-        self.arrived.add((worker, action))
-        self._start(worker)
-        self._start_hop(hop, action.op)
+_Done = Callable[[_Resource, Action], None]
