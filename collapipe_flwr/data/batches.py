@@ -160,7 +160,10 @@ def bucket_by_length(lengths: Sequence[int], count: int) -> list[Rows]:
     """
     order = sorted(range(len(lengths)), key=lambda row: lengths[row])
     ascending = [lengths[row] for row in order]
-    sizes = _smallest_cut(ascending, min(count, len(order)))
+    count = min(count, len(order))
+    limits = range(max(ascending), padded_tokens(ascending) + 1)  # of padded tokens
+    smallest = bisect_left(limits, True, key=lambda limit: len(_greedy(ascending, limit)) <= count)
+    sizes = _split_until(_greedy(ascending, limits[smallest]), count)
     starts = [sum(sizes[:group]) for group in range(len(sizes))]
     return [order[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
@@ -168,13 +171,6 @@ def bucket_by_length(lengths: Sequence[int], count: int) -> list[Rows]:
 def padded_tokens(lengths: Sequence[int]) -> int:
     """Tokens of one micro-batch, padding included."""
     return len(lengths) * max(lengths)
-
-
-def _smallest_cut(ascending: Sequence[int], count: int) -> list[int]:
-    """Group sizes, by bisection over the most padded tokens that a group may have."""
-    limits = range(max(ascending), padded_tokens(ascending) + 1)
-    smallest = bisect_left(limits, True, key=lambda limit: len(_greedy(ascending, limit)) <= count)
-    return _split_until(_greedy(ascending, limits[smallest]), count)
 
 
 def _greedy(ascending: Sequence[int], limit: int) -> list[int]:

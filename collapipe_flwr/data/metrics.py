@@ -97,7 +97,7 @@ def find_entities(tags: Sequence[str]) -> set[Entity]:
     start, before = 0, ("O", "")
     for place, tag in enumerate((*tags, OUTSIDE)):
         prefix, kind = _split(tag)
-        begins = _begins(before, prefix, kind)
+        begins = prefix in "BS" or before[0] in (OUTSIDE, "E", "S") or before[1] != kind
         if before[0] != OUTSIDE and (prefix == OUTSIDE or begins):
             found.add((before[1], start, place))
         if prefix != OUTSIDE and begins:
@@ -127,10 +127,6 @@ def _split(tag: str) -> tuple[str, str]:
         return OUTSIDE, ""
     prefix, dash, kind = tag.partition("-")
     return (prefix, kind) if dash and prefix in _PREFIXES else ("I", tag)
-
-
-def _begins(before: tuple[str, str], prefix: str, kind: str) -> bool:
-    return prefix in "BS" or before[0] in (OUTSIDE, "E", "S") or before[1] != kind
 
 
 _WORD = re.compile(r"\w+")

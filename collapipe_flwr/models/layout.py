@@ -49,7 +49,6 @@ class Layout:
         return tuple(key for key, owner in self.owners.items() if owner in owners)
 
     def travelling(self, keys: Iterable[str]) -> tuple[str, ...]:
-        """These keys without resident ones."""
         return tuple(key for key in keys if key not in self.resident)
 
     def all_places(self) -> dict[str, tuple[str, ...]]:

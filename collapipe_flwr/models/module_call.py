@@ -129,7 +129,6 @@ def shape_tensor(tensor: Tensor) -> Tensor:
 
 
 def blocks_of(model: nn.Module, path: str) -> list[nn.Module]:
-    """The blocks in order."""
     return [block for block in model.get_submodule(path)._modules.values() if block is not None]
 
 

@@ -142,7 +142,6 @@ def builder_of(spec: ModelSpec, config: PreTrainedConfig) -> Any:
 
 
 def place_tensor(model: nn.Module, path: str, tensor: Tensor) -> None:
-    """Set the parameter or buffer at ``path``."""
     owner, name = _holder(model, path)
     if name in owner._parameters:
         owner._parameters[name] = tensor  # type: ignore[assignment]
@@ -164,7 +163,6 @@ def leave_holes(model: nn.Module, paths: Iterable[str]) -> None:
 
 
 def read_tensor(model: nn.Module, path: str) -> Tensor:
-    """The parameter or buffer at ``path``."""
     owner, name = _holder(model, path)
     tensor: Tensor | None = owner._parameters.get(name)
     if tensor is None:

@@ -6,6 +6,7 @@ messages as one JSON string.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 
 from collapipe_flwr.core.errors import ModelError, ProtocolError
@@ -224,12 +225,11 @@ class ModuleSpec:
 
 def spec_of(spec_json: str) -> ModelSpec | ModuleSpec:
     """The description that a string holds; raises ModelError."""
-    try:
+    with suppress(ValueError, RecursionError):  # refused below
         values = json.loads(spec_json)
-    except (ValueError, RecursionError):
-        values = None  # refused below
-    is_module = isinstance(values, dict) and "build" in values
-    return ModuleSpec.from_json(spec_json) if is_module else ModelSpec.from_json(spec_json)
+        if isinstance(values, dict) and "build" in values:
+            return ModuleSpec.from_json(spec_json)
+    return ModelSpec.from_json(spec_json)
 
 
 def _require_config(text: str) -> None:

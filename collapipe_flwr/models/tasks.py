@@ -44,7 +44,7 @@ def count_labels(labels: Tensor) -> int:
     return int((labels != IGNORED_LABEL).sum())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Task:
     """A task: the Auto classes that may hold its head, and how many targets a batch has."""
 
@@ -55,34 +55,26 @@ class Task:
     label_per_example: bool = False
 
 
-def _next_labels(labels_BT: Tensor) -> int:
-    return count_labels(labels_BT[:, 1:])
-
-
 _TASKS = (
     Task(
-        name="sequence-classification",
-        auto_classes=(AutoModelForSequenceClassification,),
+        "sequence-classification",
+        (AutoModelForSequenceClassification,),
         labelled=True,
         label_per_example=True,
     ),
+    Task("token-classification", (AutoModelForTokenClassification,), labelled=True),
     Task(
-        name="token-classification",
-        auto_classes=(AutoModelForTokenClassification,),
-        labelled=True,
-    ),
-    Task(
-        name="image-classification",
-        auto_classes=(AutoModelForImageClassification,),
+        "image-classification",
+        (AutoModelForImageClassification,),
         labelled=True,
         label_per_example=True,
     ),
-    Task(name="masked-lm", auto_classes=(AutoModelForMaskedLM,)),
-    Task(name="causal-lm", auto_classes=(AutoModelForCausalLM,), targets=_next_labels),
-    Task(name="seq2seq", auto_classes=(AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)),
+    Task("masked-lm", (AutoModelForMaskedLM,)),
+    Task("causal-lm", (AutoModelForCausalLM,), lambda labels_BT: count_labels(labels_BT[:, 1:])),
+    Task("seq2seq", (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)),
 )
 TASKS: Mapping[str, Task] = {task.name: task for task in _TASKS}
-OWN_TASK = Task(name="own", auto_classes=(), targets=len)  # of a class that learns something else
+OWN_TASK = Task("own", (), len)  # of a class that learns something else
 
 
 def find_task(name: str) -> Task:
