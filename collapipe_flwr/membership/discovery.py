@@ -6,9 +6,9 @@ An announcement is neither secret nor trusted: a board trusts the CA that its to
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from collapipe_flwr.config.cluster_file import ClusterConfig
@@ -41,7 +41,7 @@ def announced(config: ClusterConfig, address: str, pin: bytes) -> Iterator[None]
 
 def found(pin: bytes, *, interface: str = "", deadline_s: float = FIND_S) -> str:
     """HOST:PORT of the joining service of that CA; raises LinkError if none is found in time."""
-    heard, answer = threading.Event(), []
+    heard: SimpleQueue[str] = SimpleQueue()
 
     def look(zeroconf: Any, service_type: str, name: str, state_change: Any) -> None:
         del state_change
@@ -49,19 +49,19 @@ def found(pin: bytes, *, interface: str = "", deadline_s: float = FIND_S) -> str
         if info is None or info.properties.get(b"pin") != pin.hex()[:_PIN_DIGITS].encode():
             return
         for host in info.parsed_addresses():
-            answer.append(f"[{host}]:{info.port}" if ":" in host else f"{host}:{info.port}")
-            heard.set()
+            heard.put(f"[{host}]:{info.port}" if ":" in host else f"{host}:{info.port}")
 
     with _zeroconf(interface) as network:
         from zeroconf import ServiceBrowser
 
         ServiceBrowser(network, _TYPE, handlers=[look])
-        if not heard.wait(deadline_s):
+        try:
+            return heard.get(timeout=deadline_s)
+        except Empty as error:
             raise LinkError(
                 f"no control unit of this token is announced on the network within {deadline_s:g} "
                 "s: start `collapipe cluster serve --announce` there, or join without --discover"
-            )
-    return answer[0]
+            ) from error
 
 
 @contextmanager

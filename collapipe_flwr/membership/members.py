@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -94,30 +94,30 @@ class RosterSender:
     def look(self) -> None:
         """Send the newest roster to members that lack it, with a pause after each failure."""
         for config in self._registry.clusters().values():
-            due = [m for m in listeners(config) if self._is_due(config, m)]
+            members = {(config.id, m.name, m.fingerprint): m for m in listeners(config)}
+            due = [
+                key
+                for key in members
+                if self._sent.get(key) != config.version
+                and self._clock() >= self._pauses.get(key, (0.0, 0.0))[0]
+            ]
             if due:
-                self._note(config, due, send_rosters(config, due, self._registry.roster(config)))
+                roster = self._registry.roster(config)
+                faults = send_rosters(config, [members[key] for key in due], roster)
+                for key in due:
+                    self._note(key, config.version, faults[members[key].name])
 
-    def _is_due(self, config: ClusterConfig, member: MemberConfig) -> bool:
-        key = (config.id, member.name, member.fingerprint)
-        until_s, _ = self._pauses.get(key, (0.0, 0.0))
-        return self._sent.get(key) != config.version and self._clock() >= until_s
-
-    def _note(
-        self, config: ClusterConfig, members: list[MemberConfig], faults: Mapping[str, str]
-    ) -> None:
-        for member in members:
-            key = (config.id, member.name, member.fingerprint)
-            if fault := faults[member.name]:
-                _, before_s = self._pauses.get(key, (0.0, 0.0))
-                pause_s = min(max(2 * before_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
-                self._pauses[key] = (self._clock() + pause_s, pause_s)
-                if before_s < pause_s == _LONGEST_PAUSE_S:  # it is not just about to start
-                    _log.warning("%s does not have the newest roster yet: %s", member.name, fault)
-            else:
-                self._pauses.pop(key, None)
-                self._sent[key] = config.version
-                _log.info("%s has version %d of the roster", member.name, config.version)
+    def _note(self, key: tuple[str, str, str], version: int, fault: str) -> None:
+        if not fault:
+            self._pauses.pop(key, None)
+            self._sent[key] = version
+            _log.info("%s has version %d of the roster", key[1], version)
+            return
+        _, before_s = self._pauses.get(key, (0.0, 0.0))
+        pause_s = min(max(2 * before_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+        self._pauses[key] = (self._clock() + pause_s, pause_s)
+        if before_s < pause_s == _LONGEST_PAUSE_S:  # it is not just about to start
+            _log.warning("%s does not have the newest roster yet: %s", key[1], fault)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

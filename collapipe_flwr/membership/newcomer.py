@@ -63,14 +63,13 @@ class Newcomer:
     kind: str = ""
 
     @property
-    def files(self) -> TlsFiles:
-        """The paths of its certificate and key."""
-        certs = self.folder / "certs"
-        return TlsFiles(
-            ca=certs / "ca.pem",
-            certificate=certs / f"{self.name}.pem",
-            key=certs / f"{self.name}.key",
-        )
+    def ca(self) -> Path:
+        """The certificate of the CA."""
+        return self.folder / "certs" / "ca.pem"
+
+    def own(self, kind: str) -> Path:
+        """Its own certificate (``pem``) or private key (``key``)."""
+        return self.ca.with_name(f"{self.name}.{kind}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,18 +135,17 @@ def kind_here() -> str:
 
 def membership_of(newcomer: Newcomer, pin: bytes) -> Membership | None:
     """The membership that its files show, if any; raises ConfigError for files of another CA."""
-    files = newcomer.files
-    assert files.ca is not None and files.certificate is not None
-    if not files.ca.exists():
+    ca, certificate = newcomer.ca, newcomer.own("pem")
+    if not ca.exists():
         return None
-    if bytes.fromhex(fingerprint(files.ca.read_bytes())) != pin:
+    if bytes.fromhex(fingerprint(ca.read_bytes())) != pin:
         raise ConfigError(
-            f"{files.ca} is of another CA than the token's: choose another folder with --folder, "
+            f"{ca} is of another CA than the token's: choose another folder with --folder, "
             f"or delete {newcomer.folder} to leave that cluster"
         )
-    if not files.certificate.exists():
+    if not certificate.exists():
         return None
-    shown = fingerprint(files.certificate.read_bytes())
+    shown = fingerprint(certificate.read_bytes())
     for path in sorted(newcomer.folder.glob("*.toml")):
         config = read_cluster(path)
         for member, role in config.roles:
@@ -169,15 +167,13 @@ def join(
     """
     if not MEMBER_NAME.holds(newcomer.name):
         raise ConfigError(f"--name {MEMBER_NAME.says}, got {newcomer.name[:80]!r}")
-    files = newcomer.files
-    assert files.ca is not None and files.certificate is not None and files.key is not None
     address = address or token.address
     ca_pem = pinned_ca(address, token.pin, _DEADLINE_S)
     own_folder(newcomer.folder, "--folder")
-    own_folder(files.key.parent, "--folder")
+    own_folder(newcomer.ca.parent, "--folder")
     check_validity("of the control unit's CA", ca_pem, datetime.now(UTC))
-    write_file(files.ca, lambda path: path.write_bytes(ca_pem))
-    key = own_key(files.key)
+    write_file(newcomer.ca, lambda path: path.write_bytes(ca_pem))
+    key = own_key(newcomer.own("key"))
     measured = measure(newcomer.name) if measure else Measured(name=newcomer.name)
     request = JoinRequest(
         secret=token.secret.hex(),
@@ -193,29 +189,26 @@ def join(
     with Connection(
         address,
         what="control unit",
-        tls=TlsFiles(ca=files.ca),
+        tls=TlsFiles(ca=newcomer.ca),
         certificate_name=SERVICE_NAME,  # proved under the pinned CA
         deadline_s=_DEADLINE_S,
     ) as connection:
         answer = connection.call(JOIN, request, JoinAnswer)
     check_signed(answer.certificate_pem, newcomer.name, key, ca_pem)
-    check_roster(answer.roster, files.ca)
+    check_roster(answer.roster, newcomer.ca)
     return _settle(newcomer, answer)
 
 
 def forget(newcomer: Newcomer) -> None:
     """Delete certificate and key, so that the machine joins as a new one."""
-    for path in (newcomer.files.certificate, newcomer.files.key):
-        assert path is not None
-        if path.parent.is_dir():
-            remove(path)
+    if newcomer.ca.parent.is_dir():
+        remove(newcomer.own("pem"))
+        remove(newcomer.own("key"))
 
 
 def _settle(newcomer: Newcomer, answer: JoinAnswer) -> Membership:
     """Write the files that came back; the cluster file last."""
     path = newcomer.folder / f"{answer.cluster_id}.toml"
-    certificate = newcomer.files.certificate
-    assert certificate is not None
     try:
         config = parse_cluster(tomllib.loads(answer.roster.text), newcomer.folder)
         role = Role(answer.role)
@@ -223,7 +216,7 @@ def _settle(newcomer: Newcomer, answer: JoinAnswer) -> Membership:
         raise ProtocolError(f"the control unit sent a roster that is none: {error}") from error
     if config.id != answer.cluster_id:
         raise ProtocolError(f"the control unit sent the roster of {config.id[:80]}")
-    write_file(certificate, lambda draft: draft.write_text(answer.certificate_pem))
+    write_file(newcomer.own("pem"), lambda draft: draft.write_text(answer.certificate_pem))
     if role is Role.CONTROL_UNIT:
         add_figures(config, answer.roster)
     write_text(path, answer.roster.text)

@@ -66,8 +66,7 @@ class RoundEvent:
     def as_json(self) -> dict[str, Any]:
         """Plain data for the event log; JSON knows no NaN, so a diverged number becomes null."""
         links = [link_json(link) for link in self.links]
-        found: dict[str, Any] = finite({**asdict(self), "links": links})
-        return found
+        return dict(finite({**asdict(self), "links": links}))
 
     @staticmethod
     def of_json(data: Mapping[str, Any]) -> RoundEvent:
@@ -205,8 +204,7 @@ class RunStory:
             "versions": dict(self.versions),
             "plans": [] if sums.plan is None else [sums.plan],
         }
-        found: dict[str, Any] = finite(summary)
-        return found
+        return dict(finite(summary))
 
 
 def holders(segment: Mapping[str, Any]) -> tuple[str, ...]:

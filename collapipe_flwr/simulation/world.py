@@ -80,11 +80,9 @@ class World:
 
         def of(member: DeviceProfile) -> Array:
             if member.device_id in before:
-                found: Array = place.member_m[before.index(member.device_id)]
-                return found
+                return np.asarray(place.member_m[before.index(member.device_id)])
             rng = np.random.default_rng([self.seed, 37, *map(ord, member.device_id)])
-            near: Array = place.member_m[0] + _around(rng, DEVICE_DISTANCE_M, 1)[0]
-            return near
+            return np.asarray(place.member_m[0] + _around(rng, DEVICE_DISTANCE_M, 1)[0])
 
         members = profile.members
         moved = replace(

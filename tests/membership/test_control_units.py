@@ -100,7 +100,7 @@ def test_it_joins_once_and_its_key_stays_with_it(
     token = print_token(registry, role=Role.CONTROL_UNIT)
     found = joined(joining, token, newcomer)
     assert (found.name, found.role) == (UNIT, Role.CONTROL_UNIT)
-    secret = newcomer.files.key.read_text().splitlines()[1]
+    secret = newcomer.own("key").read_text().splitlines()[1]
     for path in filter(Path.is_file, (tmp_path / "ca").rglob("*")):
         assert secret not in path.read_text(), path
     for name, said in ((UNIT, "the token was used by cu-shed already"), ("another", "is used up")):

@@ -55,7 +55,7 @@ def test_a_board_becomes_a_member_and_its_key_stays_with_it(
     assert (found.cluster.id, found.name, found.role) == (ID, "pi-1", Role.DEVICE)
     assert found.cluster == replace(registry.cluster(), **_own_paths(found.cluster))
     assert membership_of(newcomer, bytes.fromhex(_pin(registry))) == found
-    key = newcomer.files.key
+    key = newcomer.own("key")
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
     assert stat.S_IMODE(key.parent.stat().st_mode) == 0o700
     secret = key.read_text().splitlines()[1]
@@ -300,8 +300,8 @@ def test_a_join_that_breaks_off_anywhere_leaves_nothing_half_and_goes_on(
     registry.cluster()  # can be read
     assert cut_short == (membership_of(newcomer, token.pin) is None)
     found = joined(service, token, newcomer)
-    shown = x509.load_pem_x509_certificate(newcomer.files.certificate.read_bytes())
-    key = own_key(newcomer.files.key)
+    shown = x509.load_pem_x509_certificate(newcomer.own("pem").read_bytes())
+    key = own_key(newcomer.own("key"))
     assert shown.public_key() == key.public_key()
     assert membership_of(newcomer, token.pin) == found
     assert names(registry.cluster()) == {"pi-1"}
