@@ -78,7 +78,6 @@ class Machine:
 
     @property
     def name(self) -> str:
-        """Its name in results."""
         return " + ".join(role.name for role in self.roles)
 
     @property
@@ -87,7 +86,6 @@ class Machine:
         return f"{self.access.user}@{self.host}" if self.access.user else self.host
 
     def role(self, kind: str) -> Role | None:
-        """Its role of that kind."""
         return next((role for role in self.roles if role.kind == kind), None)
 
     @property
@@ -106,7 +104,6 @@ class Inventory:
 
     @property
     def name(self) -> str:
-        """The name of the deployment."""
         return "-".join(self.clusters)
 
     @property

@@ -54,17 +54,14 @@ class Service:
 
     @property
     def env_file(self) -> str:
-        """The file of its settings."""
         return f"{ETC}/{self.unit.removeprefix('collapipe-')}.env"
 
 
 def folder_of(role: Role) -> str:
-    """The folder of a member's files."""
     return f"{ETC}/{role.kind}"
 
 
 def address_of(role: Role) -> str:
-    """The address of its daemon."""
     return f"{role.address}:{_PORTS[role.kind]}"
 
 

@@ -23,8 +23,6 @@ _LOCK_S = 60
 
 
 class Outcome(StrEnum):
-    """The outcome of a step."""
-
     KEPT = "kept"  # was done before
     DID = "did"
     WOULD = "would"  # in a dry run

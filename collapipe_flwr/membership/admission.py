@@ -173,7 +173,6 @@ class Attempts:
         self._lock = threading.Lock()
 
     def too_many(self, host: str) -> bool:
-        """Whether this caller has to wait."""
         with self._lock:
             while self._refused and self._refused[0][0] <= self._clock() - WITHIN_S:
                 self._refused.popleft()
@@ -181,7 +180,6 @@ class Attempts:
             return own >= MOST_REFUSALS or len(self._refused) >= MOST_OF_ALL
 
     def note(self, host: str) -> None:
-        """Count a refusal."""
         with self._lock:
             self._refused.append((self._clock(), host))
 

@@ -226,7 +226,6 @@ class Registry:
         return path.exists() and key_in_certificate(path.read_bytes()) == key_bytes
 
     def roster(self, config: ClusterConfig) -> Roster:
-        """The roster to send to its members."""
         elsewhere, measured = bool(config.joining), config.measured
         figures = measured.read_text() if elsewhere and measured and measured.exists() else ""
         return signed_roster(cluster_text(config), Authority(self.certs).sign, figures)

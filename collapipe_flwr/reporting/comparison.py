@@ -22,10 +22,7 @@ _USUAL = {"status": {"completed", ""}, "rounds without a cluster": {""}}
 
 
 def read_curves(sources: Sequence[str]) -> list[RunData]:
-    """Runs from ``LABEL=RUN_DIRECTORY``, or run directories under the names of their folders.
-
-    Raises ConfigError where there is no summary.
-    """
+    """The runs of ``sources``, see `labelled_run`; raises ConfigError where there is no summary."""
     runs = [labelled_run(source) for source in sources]
     labels = [label for label, _ in runs]
     return [

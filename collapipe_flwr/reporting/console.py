@@ -45,12 +45,10 @@ class RoundPrinter:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def show_untrained(self, metrics: Mapping[str, float]) -> None:
-        """Print the scores of the untrained model."""
         words = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         self.say(f"untrained: {words}")
 
     def show(self, event: RoundEvent) -> None:
-        """Print one round."""
         loss = "-" if event.loss is None else f"{event.loss:.4f}"
         scores = "  ".join(f"test {name} {value:.4g}" for name, value in event.metrics.items())
         numbers = f"round {event.round_index:>3}/{self.rounds or '?'}  {event.wall_s:5.1f} s"

@@ -51,10 +51,7 @@ class Curve:
 
 
 def draw_curves(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Draw curves in order, each wider for every later one on top of it.
-
-    The scale of the axes must be set before.
-    """
+    """Draw curves, each wider for every later one on top of it; set the scale of the axes first."""
     shown = axes.yaxis.get_transform().transform
     heights = [shown(np.array(curve.y, float)).tolist() for curve in curves]
     covers = _covers([dict(zip(c.x, y, strict=True)) for c, y in zip(curves, heights, strict=True)])

@@ -31,10 +31,7 @@ def prepare(option: str, path: Path | None) -> None:
 
 
 def write_json(path: Path | None, values: object) -> None:
-    """Replace ``path``, if one was given; numbers that JSON does not know become null.
-
-    Raises ConfigError.
-    """
+    """Replace ``path``, if given; numbers unknown to JSON become null. Raises ConfigError."""
     if path is None:
         return
     text = json.dumps(finite(values), indent=2, allow_nan=False)

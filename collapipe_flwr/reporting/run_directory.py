@@ -78,7 +78,6 @@ class RunDirectory:
 
     @property
     def checkpoint_path(self) -> Path:
-        """Where checkpoints go."""
         return self.path / _CHECKPOINTS
 
     @property
@@ -96,7 +95,6 @@ class RunDirectory:
         return self.path / f"timeline-round{server_round}.json"
 
     def append_event(self, event: Json) -> None:
-        """Add one line to ``events.jsonl``."""
         with self._writing():
             append_text(self.path / EVENTS, _line(event))
         self.tell("event", event)

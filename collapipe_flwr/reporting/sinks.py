@@ -41,7 +41,6 @@ class WatchedRun:
 
     @property
     def name(self) -> str:
-        """The name shown for it."""
         return self.folder.name
 
 

@@ -68,13 +68,9 @@ PRESETS: dict[str, DeviceProfile] = {preset.kind: preset for preset in _PRESETS}
 
 
 def device_preset(kind: str) -> DeviceProfile:
-    """The class of board of that name, without an id and without an energy budget.
-
-    Raises ConfigError with the list of known names.
-    """
+    """The board of that name, without id and energy budget; raises ConfigError with known names."""
     if kind not in PRESETS:
-        known = ", ".join(PRESETS)
-        raise ConfigError(f"unknown device kind {kind!r}: choose one of {known}")
+        raise ConfigError(f"unknown device kind {kind!r}: choose one of {', '.join(PRESETS)}")
     return PRESETS[kind]
 
 

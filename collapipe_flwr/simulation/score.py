@@ -85,7 +85,6 @@ class Score:
 
     @property
     def latency_mean_s(self) -> float:
-        """Of all rounds."""
         return sum(self.latency_s) / len(self.latency_s)
 
 

@@ -81,7 +81,6 @@ def summarise(result: PolicyResult) -> Summary:
 
 
 def summaries(simulation: Simulation) -> tuple[Summary, ...]:
-    """Every policy that ran."""
     return tuple(summarise(p) for p in simulation.policies if p.refusal is None)
 
 
@@ -92,7 +91,6 @@ def bound_summary(simulation: Simulation) -> Bounds:
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:
-    """Lower quartile, median and upper quartile."""
     found = np.percentile(values, [25, 50, 75])
     return dict(zip(("q1", "median", "q3"), found.tolist(), strict=True))
 

@@ -77,7 +77,6 @@ class LiveServer(ThreadingHTTPServer):
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Answer while the body runs."""
         thread = threading.Thread(target=self.serve_forever, args=(0.1,), name="http", daemon=True)
         thread.start()
         try:
@@ -98,7 +97,6 @@ class LiveServer(ThreadingHTTPServer):
         self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer one client."""
         try:
             super().process_request_thread(request, client_address)
         finally:

@@ -38,6 +38,11 @@ class Series:
         return [value for value in self.values if not isnan(value)]
 
     @property
+    def mean(self) -> float | None:
+        known = self.known
+        return fmean(known) if known else None
+
+    @property
     def last(self) -> float | None:
         return next((value for value in reversed(self.values) if not isnan(value)), None)
 

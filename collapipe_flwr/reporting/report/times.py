@@ -9,17 +9,23 @@ from statistics import median
 from collapipe_flwr.reporting.report import charts
 from collapipe_flwr.reporting.report.charts import Chart, Section, Table
 from collapipe_flwr.reporting.report.run_data import ClusterData, RunData
-from collapipe_flwr.reporting.report.series import MOST_COLUMNS, Series, stride_of, thinned
+from collapipe_flwr.reporting.report.series import MOST_COLUMNS, stride_of, thinned
 
 _MOST_PAIRS = 1500  # points of the scatter
 
 
 def times(run: RunData) -> Section:
     """Rounds as planned and as they were."""
+    text = (
+        "Seconds measured by the clocks of the machines beside those that the plan predicted."
+        if run.measured
+        else "The devices are simulated: their seconds are those of the boards that they stand "
+        "for, not of the machine that ran the simulation."
+    )
     return Section(
         key="time",
         title="Time of a round",
-        text=_text(run),
+        text=text if run.numbers["latency_s"].known else "",
         charts=charts.present(_rounds(run), _pairs(run), _stages(run), _wall(run)),
         tables=_clusters(run),
     )
@@ -28,19 +34,6 @@ def times(run: RunData) -> Section:
 def real(run: RunData) -> str:
     """The kind of real seconds, next to predicted ones."""
     return "measured" if run.measured else "simulated"
-
-
-def _text(run: RunData) -> str:
-    if not run.numbers["latency_s"].known:
-        return ""
-    if run.measured:
-        return (
-            "Seconds measured by the clocks of the machines beside those that the plan predicted."
-        )
-    return (
-        "The devices are simulated: their seconds are those of the boards that they stand for, not "
-        "of the machine that ran the simulation."
-    )
 
 
 def _rounds(run: RunData) -> Chart | None:
@@ -170,15 +163,10 @@ def _row(name: str, data: ClusterData) -> list[str]:
     return [
         name,
         str(len(data.latency_s.known)),
-        charts.seconds(_mean(data.predicted_s)),
-        charts.seconds(_mean(data.latency_s)),
+        charts.seconds(data.predicted_s.mean),
+        charts.seconds(data.latency_s.mean),
         f"{100 * median(errors):.1f} %" if errors else "-",
     ]
-
-
-def _mean(series: Series) -> float | None:
-    known = series.known
-    return sum(known) / len(known) if known else None
 
 
 def compared_times(runs: Sequence[RunData]) -> Section:
