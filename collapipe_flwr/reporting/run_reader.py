@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,19 +30,14 @@ class EventTail:
     """Reads each line of ``events.jsonl`` once, and a file that replaced it from its start.
 
     A last line is read when its newline is there. ``generation`` counts the files: a new one may
-    repeat rounds that were read before.
+    repeat rounds that were read before. ``place`` is how many bytes of it were read.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self.generation = 0
         self._path = run_dir / EVENTS
         self._inode = 0
-        self._place, self._number, self._mark = 0, 0, b""
-
-    @property
-    def read_bytes(self) -> int:
-        """How much of the file was read."""
-        return self._place
+        self.place, self._number, self._mark = 0, 0, b""
 
     def new(self, about_bytes: int = -1) -> list[dict[str, Any]]:
         """The rounds written since the last call, oldest first, about ``about_bytes`` of them.
@@ -57,15 +51,15 @@ class EventTail:
         with file:
             if not self._continues(file):
                 self.generation += 1
-                self._place, self._number, self._mark = 0, 0, b""
+                self.place, self._number, self._mark = 0, 0, b""
             self._inode = os.fstat(file.fileno()).st_ino
-            file.seek(self._place)
+            file.seek(self.place)
             lines = file.readlines(about_bytes)
         if lines and not lines[-1].endswith(b"\n"):
             lines.pop()
         events = []
         for line in lines:
-            self._place += len(line)
+            self.place += len(line)
             self._mark = (self._mark + line)[-_MARK_BYTES:]
             self._number += 1
             events.append(parse_event(self._path, self._number, line))
@@ -75,74 +69,66 @@ class EventTail:
         """Whether this is still the file that was read, also where an inode was used again."""
         if self._inode and os.fstat(file.fileno()).st_ino != self._inode:
             return False
-        file.seek(self._place - len(self._mark))
+        file.seek(self.place - len(self._mark))
         return file.read(len(self._mark)) == self._mark
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class News:
-    """What one look found: the head, the summary without plans, and rounds.
-
-    ``anew``: the rounds are of a new file. ``newest`` is the last round of a long file, of which
-    much is still to be read.
-    """
-
-    head: Json
-    summary: Json
-    anew: bool
-    events: list[Json]
-    newest: Json | None
-
-
 class RunReader:
-    """Reads a run directory, which may not exist yet."""
+    """Reads a run directory, which may not exist yet; :meth:`look` sets what it has found.
+
+    ``summary`` is without plans, ``head`` has short values of it. ``events`` are new rounds, of a
+    new file if ``anew``; ``newest`` is the last round of a long file, of which much is still to be
+    read.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
+        self.head: Json = {}
+        self.summary: Json = {}
+        self.events: list[Json] = []
+        self.anew = False
+        self.newest: Json | None = None
         self._tail = EventTail(run_dir)
         self._generation = -1
         self._size = 0  # of the events, when their end was looked at
         self._stamp: tuple[int, int] | None = None
-        self._summary: Json = {}
         self._config: Json | None = None
         self._broken: str | None = None
 
-    def look(self) -> News:
-        """Return what is new; a damaged file sets ``broken`` of the head and ends the reading."""
-        events: list[Json] = []
-        newest = None
+    def look(self) -> None:
+        """Read what is new; a damaged file sets ``broken`` of the head and ends the reading."""
+        self.events, self.newest = [], None
         try:
             if self._broken is None:
                 if (stamp := summary_stamp(self.run_dir)) != self._stamp:
-                    self._stamp, self._summary = stamp, read_summary_head(self.run_dir) or {}
+                    self._stamp, self.summary = stamp, read_summary_head(self.run_dir) or {}
                 if self._config is None:
                     self._config = read_config(self.run_dir)
-                events = self._tail.new(_ABOUT_BYTES)
-                newest = self._newest()
+                self.events = self._tail.new(_ABOUT_BYTES)
+                self.newest = self._newest()
         except RunError as error:
             self._broken = str(error)
-        anew = self._tail.generation != self._generation
+        self.anew = self._tail.generation != self._generation
         self._generation = self._tail.generation
-        head, summary = self._head(), self._summary
-        return News(head=head, summary=summary, anew=anew, events=events, newest=newest)
+        self.head = self._head()
 
     def _newest(self) -> Json | None:
         """The last round if much is left to read before it and it has changed."""
         size = events_bytes(self.run_dir)
         grown, self._size = size != self._size, size
-        behind = size - self._tail.read_bytes > _ABOUT_BYTES
+        behind = size - self._tail.place > _ABOUT_BYTES
         return newest_event(self.run_dir) if grown and behind else None
 
     def _head(self) -> Json:
         """Short values of the summary, or their defaults before there is one."""
         before = "starting" if self.run_dir.is_dir() else "waiting"
-        summary = self._summary or {"status": before}
+        summary = self.summary or {"status": before}
         told = as_it_is({key: summary.get(key) for key in _TOLD}, self.run_dir)
         running = told["status"] in ("starting", "running")
         return {
             **told,
             "name": self.run_dir.name,
-            "metric": self._summary.get("metric", {}).get("name"),
+            "metric": self.summary.get("metric", {}).get("name"),
             "broken": self._broken,
             "config": self._config or {},
             "changed_s": self._stamp[1] / 1e9 if self._stamp else None,

@@ -40,6 +40,11 @@ def _status(folder: Path) -> str:
     return str(summary["status"])
 
 
+def _status_read(reader: RunReader) -> str:
+    reader.look()
+    return str(reader.head["status"])
+
+
 def test_a_killed_run_is_interrupted_from_then_on(tmp_path: Path) -> None:
     folder = _run(tmp_path / "run")
     command = [sys.executable, "-c", WRITER, str(folder)]
@@ -47,12 +52,12 @@ def test_a_killed_run_is_interrupted_from_then_on(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "writes\n"
         reader = RunReader(folder)
-        assert (_status(folder), reader.look().head["status"]) == ("running", "running")
+        assert (_status(folder), _status_read(reader)) == ("running", "running")
         with pytest.raises(ConfigError, match="is still running: wait"), writing(folder):
             pass
         process.send_signal(signal.SIGKILL)
         process.wait(30)
-        assert (_status(folder), reader.look().head["status"]) == ("interrupted", "interrupted")
+        assert (_status(folder), _status_read(reader)) == ("interrupted", "interrupted")
     with writing(folder):  # who resumes it
         assert _status(folder) == "running"
     assert is_written(folder) is False

@@ -22,7 +22,7 @@ from collapipe_flwr.reporting.report.page import require_report, run_sections, s
 from collapipe_flwr.reporting.report.run_data import RunData
 from collapipe_flwr.reporting.run_directory import LOG
 from collapipe_flwr.reporting.run_lock import CONFIG
-from collapipe_flwr.reporting.run_reader import News, RunReader
+from collapipe_flwr.reporting.run_reader import RunReader
 
 _LOOK_S = 0.2
 Find = Callable[[], Path | None]
@@ -72,20 +72,21 @@ class Feed:
             return False
         if self._reader is None or self._reader.run_dir != run_dir:
             self._reader = RunReader(run_dir)
-        news = self._reader.look()
+        reader = self._reader
+        reader.look()
         with self._changed:
             before = self._state.place
-            if news.anew:
+            if reader.anew:
                 self._files += 1
                 self._state.begin(f"{self._server}-{self._files}")
-            self._state.set_head(news.head, news.summary.get("energy", {}).get("budget_j", {}))
-            if news.newest is not None:
-                self._state.show(news.newest)
-            self._state.add(news.events)
+            self._state.set_head(reader.head, reader.summary.get("energy", {}).get("budget_j", {}))
+            if reader.newest is not None:
+                self._state.show(reader.newest)
+            self._state.add(reader.events)
             if self._state.place != before:
                 self._changed.notify_all()
-        self.figures.take(news)
-        return bool(news.events)
+        self.figures.take(reader)
+        return bool(reader.events)
 
     def _follow(self, over: threading.Event) -> None:
         while not over.is_set():
@@ -139,14 +140,14 @@ class Figures:
         self._changed = True
         self._text = "{}"
 
-    def take(self, news: News) -> None:
+    def take(self, found: RunReader) -> None:
         """Add rounds and replace the summary."""
         with self._lock:
-            if news.anew:
-                self._data = RunData(news.head["name"])
-            if news.anew or news.events or news.summary is not self._data.summary:
-                self._data.summary, self._data.config = news.summary, news.head["config"]
-                for event in news.events:
+            if found.anew:
+                self._data = RunData(found.head["name"])
+            if found.anew or found.events or found.summary is not self._data.summary:
+                self._data.summary, self._data.config = found.summary, found.head["config"]
+                for event in found.events:
                     self._data.add(event)
                 self._changed = True
 
