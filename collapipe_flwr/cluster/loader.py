@@ -16,7 +16,8 @@ from torch.nn.functional import pad
 
 from collapipe_flwr.core.domain import IGNORED_LABEL
 from collapipe_flwr.core.errors import DataError
-from collapipe_flwr.models.split_model import LABELS, as_batch
+from collapipe_flwr.models.split_model import as_batch
+from collapipe_flwr.models.tasks import LABELS
 
 
 @runtime_checkable

@@ -65,7 +65,9 @@ class ModuleSplitter(AnySplitter):
 
     def __init__(self, spec: ModuleSpec) -> None:
         self.spec: ModuleSpec = spec
-        self.objective = _objective(spec)
+        its_own = LABELS in spec.inputs  # the model computes its loss itself
+        loss = named_loss(spec.loss) or (None if its_own else cross_entropy)
+        self.objective = Objective(weight=spec.weight or EXAMPLES, targets=count_labels, loss=loss)
         skeleton = self._skeleton()
         self.num_blocks = spec.num_blocks - spec.edge_blocks
         self._layout = module_layout(skeleton, spec)
@@ -122,12 +124,6 @@ class ModuleSplitter(AnySplitter):
 
     def _skeleton(self) -> nn.Module:
         return build_module_skeleton(self.spec.build, self.spec.arguments_json)
-
-
-def _objective(spec: ModuleSpec) -> Objective:
-    own = LABELS in spec.inputs  # the model computes its loss itself
-    loss = named_loss(spec.loss) or (None if own else cross_entropy)
-    return Objective(weight=spec.weight or EXAMPLES, targets=count_labels, loss=loss)
 
 
 def cross_entropy(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:

@@ -22,12 +22,12 @@ from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.skeleton import build_module, example_inputs
 from collapipe_flwr.models.spec import BatchShape, ModelSpec, ModuleSpec
 from collapipe_flwr.models.splitter import Splitter, splitter_of
-from collapipe_flwr.models.tasks import numbers_of
+from collapipe_flwr.models.tasks import LABELS, numbers_of
 from collapipe_flwr.models.validation import UNFIT, first_lines, refusing
 
 Batch = Mapping[str, Any] | tuple[Any, ...] | list[Any]
 _CLOSE = 1e-5  # of the largest number: the order of sums may differ
-INPUTS, LABELS = "inputs", "labels"  # what a batch of two tensors is made of
+INPUTS = "inputs"  # and labels: what a batch of two tensors is made of
 
 
 class SplitModel(DescribedModel):

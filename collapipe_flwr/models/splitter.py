@@ -30,7 +30,6 @@ from collapipe_flwr.models.tasks import (
     LABELS,
     OWN_TASK,
     Objective,
-    Task,
     find_task,
     named_loss,
 )
@@ -51,7 +50,12 @@ class Splitter(AnySplitter):
     def __init__(self, spec: ModelSpec) -> None:
         self.spec: ModelSpec = spec
         self.task = find_task(spec.task)
-        self.objective = _objective(spec, self.task)
+        own_loss = spec.loss or self.task is OWN_TASK
+        self.objective = Objective(
+            weight=spec.weight or (EXAMPLES if own_loss else LABELS),
+            targets=self.task.targets,
+            loss=named_loss(spec.loss),
+        )
         self._family = family_for(spec)
         skeleton = build_skeleton(spec)
         refuse_inexact(skeleton.config, self._family, spec.task)
@@ -236,12 +240,6 @@ def _context_keys(family: Family, task: str) -> frozenset[str]:
     elif task == "sequence-classification" and "masked-lm" not in family.tasks:
         wanted.add("input_ids")  # decoders classify by the last token that is not padding
     return frozenset(wanted)
-
-
-def _objective(spec: ModelSpec, task: Task) -> Objective:
-    own = spec.loss or task is OWN_TASK
-    weight = spec.weight or (EXAMPLES if own else LABELS)
-    return Objective(weight=weight, targets=task.targets, loss=named_loss(spec.loss))
 
 
 def _drops(skeleton: PreTrainedModel, spec: ModelSpec) -> bool:
