@@ -9,12 +9,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import BaseTorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.errors import ModelError
@@ -111,15 +113,20 @@ def pack(arguments: Mapping[str, Any], template: Template) -> dict[str, Tensor]:
                 f"SplitModel with {name}={_shown(template.get(name))}: give an example like the "
                 "batches"
             )
-    packed: dict[str, Tensor] = {}
-    for name, value in arguments.items():
-        _walk(PREFIX + name, value, packed.__setitem__)
-    return packed
+    return {
+        f"{PREFIX}{name}/{index}": torch.view_as_real(leaf) if leaf.is_complex() else leaf
+        for name, value in arguments.items()
+        for index, leaf in enumerate(tree_leaves(value))
+        if isinstance(leaf, Tensor)
+    }
 
 
 def unpack(context: Mapping[str, Tensor], template: Template) -> dict[str, Any]:
     """The arguments of blocks from a context."""
-    return {name: _build(PREFIX + name, entry, context) for name, entry in template.items()}
+    return {
+        name: _build(entry, (context.get(f"{PREFIX}{name}/{index}") for index in count()))
+        for name, entry in template.items()
+    }
 
 
 def shape_tensor(tensor: Tensor) -> Tensor:
@@ -170,22 +177,12 @@ def _describe(name: str, value: Any) -> dict[str, Any]:
     )
 
 
-def _walk(name: str, value: Any, note: Callable[[str, Tensor], None]) -> None:
-    if isinstance(value, Tensor):
-        note(name, torch.view_as_real(value) if value.is_complex() else value)
-    elif isinstance(value, (tuple, list)):
-        for index, item in enumerate(value):
-            _walk(f"{name}/{index}", item, note)
-
-
-def _build(name: str, entry: Mapping[str, Any], context: Mapping[str, Tensor]) -> Any:
+def _build(entry: Mapping[str, Any], leaves: Iterator[Tensor | None]) -> Any:
     if "items" in entry:
-        return tuple(
-            _build(f"{name}/{index}", item, context) for index, item in enumerate(entry["items"])
-        )
-    if name not in context:
+        return tuple(_build(item, leaves) for item in entry["items"])
+    tensor = next(leaves)
+    if tensor is None:
         return entry.get("value")
-    tensor = context[name]
     return torch.view_as_complex(tensor) if entry.get("tensor") == "complex" else tensor
 
 
