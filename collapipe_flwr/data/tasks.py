@@ -78,7 +78,7 @@ class Task(ABC):
     @cached_property
     def train(self) -> Dataset:
         """All training examples that this machine can read."""
-        rows = self._shuffled_rows[self._held_out :]
+        rows = self._shuffle(len(self.every_row))[self._held_out :]
         chosen = _choose(self.every_row, rows, self.settings.train_examples)
         return self.checked(chosen, "data.train")
 
@@ -87,7 +87,8 @@ class Task(ABC):
         """The test examples: a seeded choice of ``data.test-examples`` (0: all)."""
         name = self.settings.test
         if not name:
-            rows = _choose(self.every_row, self._shuffled_rows[: self._held_out], 0)
+            order = self._shuffle(len(self.every_row))
+            rows = _choose(self.every_row, order[: self._held_out], 0)
         elif name == self.settings.train and is_one_table(name):
             raise DataError(  # a folder or hub data set may hold both splits
                 f'data.test "{name}" is also data.train, so the test would be on training examples:'
@@ -226,10 +227,6 @@ class Task(ABC):
             settings=self.settings,
         )
         return self.train.select(rows[index])
-
-    @cached_property
-    def _shuffled_rows(self) -> list[int]:
-        return self._shuffle(len(self.every_row))
 
     def _shuffle(self, size: int) -> list[int]:
         order: list[int] = np.random.default_rng(self.settings.seed).permutation(size).tolist()

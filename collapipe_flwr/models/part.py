@@ -169,7 +169,11 @@ class BorrowedTable:
             )
         self._ids = ids
         self._module.weight = nn.Parameter(rows.detach().clone())
-        self._module.padding_idx = self._padding_row(ids)
+        padding = self._padding_id  # its row gets no gradient
+        if padding is not None and not self._holds_all(ids):
+            place = (ids == padding).nonzero()
+            padding = int(place[0]) if len(place) else None
+        self._module.padding_idx = padding
 
     def gradients(self) -> Tensor:
         """The gradients (U, D) of the rows last loaded, zero where no loss reached them."""
@@ -177,13 +181,6 @@ class BorrowedTable:
         if self._ids is None:
             raise ModelError("no rows were loaded, so there are no gradients to return")
         return torch.zeros_like(rows) if rows.grad is None else rows.grad
-
-    def _padding_row(self, ids: Tensor) -> int | None:
-        """The row of the padding token, which gets no gradient; None if it is not loaded."""
-        if self._padding_id is None or self._holds_all(ids):
-            return self._padding_id
-        place = (ids == self._padding_id).nonzero()
-        return int(place[0]) if len(place) else None
 
     def _holds_all(self, ids: Tensor) -> bool:
         return len(ids) == self._module.num_embeddings
