@@ -88,11 +88,8 @@ def build_model(request: ModelChoice) -> Splitter:
         lora=LoraConfig(rank=request.lora_rank) if request.lora_rank else None,
     )
     splitter = Splitter(spec)
-    most, longest = (
-        splitter.most_tokens,
-        max(request.shape.source_length, request.shape.target_length),
-    )
-    if most is not None and longest > most:
+    longest = max(request.shape.source_length, request.shape.target_length)
+    if (most := splitter.most_tokens) is not None and longest > most:
         raise ConfigError(f"--length {longest} is more than the model's {most} positions")
     return splitter
 

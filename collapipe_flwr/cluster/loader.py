@@ -157,10 +157,7 @@ def stacked(tensors: Sequence[Tensor], name: str = "") -> Tensor:
     def padded(tensor: Tensor) -> Tensor:
         if tensor.dim() < 2:
             return tensor
-        behind = [0, 0] * (tensor.dim() - 2) + [
-            0,
-            longest - tensor.shape[1],
-        ]  # last dimension first
-        return pad(tensor, behind, value=filling)
+        other = [0, 0] * (tensor.dim() - 2)  # `pad` begins with the last dimension
+        return pad(tensor, [*other, 0, longest - tensor.shape[1]], value=filling)
 
     return torch.cat(list(map(padded, tensors)))

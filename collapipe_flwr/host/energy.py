@@ -56,7 +56,7 @@ class Sensor:
         raise NotImplementedError
 
     def joules(self, before: Reading, after: Reading, elapsed_s: float) -> float:
-        """Used between two readings: their mean times the seconds."""
+        """The energy used between two readings: their mean times the time."""
         return (sum(before) + sum(after)) / 2 * elapsed_s
 
 
@@ -187,7 +187,7 @@ class EnergyMeter:
 
     @property
     def name(self) -> str:
-        """The sensor's; empty without one."""
+        """The name of the sensor; empty without one."""
         return "" if self._sensor is None else self._sensor.name
 
     @contextmanager
@@ -197,29 +197,6 @@ class EnergyMeter:
         if sensor is None:
             yield mine
             return
-        self._begin(mine, sensor)
-        try:
-            yield mine
-        finally:
-            with self._lock:
-                seen = self._look(sensor)
-                self._open.remove(mine)
-                if not self._open:
-                    self._idle.set()
-            mine.joules = mine.so_far if seen and not mine.lost else None
-
-    def power_w(self) -> float | None:
-        """Now; None where it cannot be read."""
-        if self._sensor is None or (before := self._read(self._sensor)) is None:
-            return None
-        time.sleep(_LOOK_S)
-        if (after := self._read(self._sensor)) is None:
-            return None
-        elapsed_s = after[0] - before[0]
-        joules = _joules(self._sensor, before[1], after[1], elapsed_s)
-        return None if joules is None else joules / elapsed_s
-
-    def _begin(self, mine: Interval, sensor: Sensor) -> None:
         with self._lock:
             if self._open:
                 mine.lost = not self._look(sensor)
@@ -231,6 +208,26 @@ class EnergyMeter:
                     target=self._watch, args=(sensor, self._idle), name="energy", daemon=True
                 ).start()
             self._open.append(mine)
+        try:
+            yield mine
+        finally:
+            with self._lock:
+                seen = self._look(sensor)
+                self._open.remove(mine)
+                if not self._open:
+                    self._idle.set()
+            mine.joules = mine.so_far if seen and not mine.lost else None
+
+    def power_w(self) -> float | None:
+        """The power that is drawn now; None where it cannot be read."""
+        if self._sensor is None or (before := self._read(self._sensor)) is None:
+            return None
+        time.sleep(_LOOK_S)
+        if (after := self._read(self._sensor)) is None:
+            return None
+        elapsed_s = after[0] - before[0]
+        joules = _joules(self._sensor, before[1], after[1], elapsed_s)
+        return None if joules is None else joules / elapsed_s
 
     def _watch(self, sensor: Sensor, idle: threading.Event) -> None:
         """Look while any interval is open: power changes, and counters start again."""
@@ -268,7 +265,7 @@ class EnergyMeter:
 
 
 def _joules(sensor: Sensor, before: Reading, after: Reading, elapsed_s: float) -> float | None:
-    """Used in between; None where no machine could have used it."""
+    """The energy used in between; None where the value is impossible."""
     try:
         joules = sensor.joules(before, after, elapsed_s)
     except ValueError:

@@ -59,12 +59,12 @@ class Tally:
         self._clusters: dict[str, Done] = {}
 
     def by_cluster(self) -> dict[str, Done]:
-        """The clusters so far; their values go on."""
+        """The counts of each cluster, which change while the host works."""
         with self._lock:
             return dict(self._clusters)
 
     def count(self, request: SessionRequest, report: StageReport) -> None:
-        """A stream ended in good order."""
+        """Count a stream that ended in good order."""
         with self._lock:
             done = self._of(request)
             more = {
@@ -79,7 +79,7 @@ class Tally:
             _add(done.seconds, {work: getattr(report, f"{work}_s") for work in _WORK})
 
     def fail(self, request: SessionRequest) -> None:
-        """A stream ended in another way."""
+        """Count a stream that failed."""
         with self._lock:
             _add(self._of(request).counts, {"streams": 1, "stream_failures": 1})
 

@@ -57,7 +57,7 @@ def build_transformers_part(request: SessionRequest, weights: Mapping[str, Tenso
 
 
 def refuse_next_hop(hop: NextHop) -> AbstractContextManager[Link]:
-    """How a host connects that is always the last one."""
+    """Refuse to connect: this host is always the last one of a chain."""
     raise ConfigError(f"this host passes nothing on, so it cannot connect to {hop.address}")
 
 
@@ -244,7 +244,7 @@ class EdgeService:
         return replace(report, peak_tensor_bytes=report.peak_tensor_bytes + kept_bytes)
 
     def passes(self, key: SessionKey) -> PassesDone:
-        """How far a session is."""
+        """The micro-batches that a session has done."""
         return self.find(key).passes
 
     def close(self, key: SessionKey) -> None:
@@ -343,7 +343,7 @@ class EdgeService:
             session.end(stream)
 
     def _let_go(self, session: Session) -> None:
-        """A session has left the table."""
+        """Free what a session held that has left the table."""
         session.account.close()
         with logging_about(**session.request.about):
             _log.info("session closed after %d steps", session.steps)

@@ -211,9 +211,8 @@ class GenerationDriver:
 
     def _read(self) -> None:
         try:
-            while (
-                frame := next_frame(self._down, self._settings.pause_s)
-            ).kind is not FrameKind.END:
+            pause_s = self._settings.pause_s
+            while (frame := next_frame(self._down, pause_s)).kind is not FrameKind.END:
                 self._deliver(frame)
         except LinkError as error:
             self._break(error)

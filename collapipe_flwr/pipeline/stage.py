@@ -8,13 +8,13 @@ that fails sends the error to all neighbours at once and applies no optimizer st
 from __future__ import annotations
 
 import secrets
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -190,10 +190,9 @@ class Stage(ABC):
     def _by_block(self) -> bool:
         """Turn on activation checkpointing by block; returns whether the part supports it."""
         begin = getattr(self.part, "compute_again", None)
-        # Weakly, or part and stage would keep each other alive.
-        around: WeakMethod[Callable[[], Around]] = WeakMethod(self._recomputing)
+        stage = weakref.proxy(self)  # else part and stage would keep each other alive
         if begin is not None:
-            begin(lambda: _alive(around))
+            begin(lambda: stage._recomputing())
         return begin is not None
 
     @contextmanager
@@ -318,9 +317,8 @@ class Stage(ABC):
             self.siblings.all_reduce(self.optimizer.by_name, step.index, self._send, self._get)
         with self.recorder.span("optimizer", step.index):
             norm = 0.0 if self.settings.turn.replica else square_norm(self._gradients())
-            shared = (
-                shared_parameters(self.part) if step.settle else {}
-            )  # see `gradient_sums.add_shared`
+            # That of shared parameters is added in `gradient_sums.add_shared`.
+            shared = shared_parameters(self.part) if step.settle else {}
             self.optimizer.add_proximal(n for n in self.optimizer.by_name if n not in shared)
         factor = self._settle(step, self._square_norm_alone()) if step.settle else 1.0
         with self.recorder.span("optimizer", step.index):
@@ -391,10 +389,3 @@ class Stage(ABC):
 
     def _side(self, link: Link) -> int:
         return MemberFailed.UPSTREAM if link is self.upstream else MemberFailed.DOWNSTREAM
-
-
-def _alive(method: WeakMethod[Callable[[], Around]]) -> Around:
-    """Call a method of a stage that still runs."""
-    found = method()
-    assert found is not None, "a block was computed again after its stage had gone"
-    return found()
