@@ -15,7 +15,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from collapipe_flwr.cluster.fleet import CONTROL_UNIT, Chain, Holder, RoundOrder, Segments
-from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig, read_cluster
+from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
 from collapipe_flwr.core.errors import (
     Blame,
     FrozenWanted,
@@ -64,15 +64,16 @@ class RemoteFleet:
         with ExitStack() as stack:
             limits = self.cluster.links
             rate_bit_per_s = limits.rate_mbit_per_s * _MEGA or None
+            places = {name: self._hop(name) for name in order.plan.device_ids}
             routes = Routes(
                 order,
-                {name: self._hop(name) for name in order.plan.device_ids},
+                places,
                 replace(self.edge, heartbeat=self.heartbeat),
                 [hop.limited(limits.codec, rate_bit_per_s) for hop in order.hops],
             )
             sessions = [
                 Hosted(
-                    stack.enter_context(self._client(holder.device_id)),
+                    stack.enter_context(self._client(places[holder.device_id])),
                     routes.request(splitter, holder),
                 )
                 for holder in order.holders
@@ -130,7 +131,7 @@ class RemoteFleet:
 
     def _answers(self, device_id: str) -> bool:
         try:
-            with self._client(device_id) as client:
+            with self._client(self._hop(device_id)) as client:
                 stopping = client.status().stopping
         except LinkError as error:
             _log.warning("%s is lost: %s", device_id, error)
@@ -139,20 +140,19 @@ class RemoteFleet:
             _log.warning("%s is lost: it is stopping", device_id)
         return not stopping
 
-    def _client(self, device_id: str) -> EdgeClient:
-        member = self._member(device_id)
-        return EdgeClient(
-            member.address,
-            what=device_id,
-            tls=self.cluster.tls_files(self.cluster.control_unit.name),
-            certificate_name=self.cluster.certificate_name(member),
-            deadline_s=self.deadline_s,
-            heartbeat=self.heartbeat,
-        )
+    def _client(self, hop: NextHop) -> EdgeClient:
+        tls = self.cluster.tls_files(self.cluster.control_unit.name)
+        return EdgeClient.to(hop, tls, deadline_s=self.deadline_s)
 
     def _hop(self, device_id: str) -> NextHop:
-        """A fresh session on a device."""
-        member = self._member(device_id)
+        """A fresh session on a device. Raises Unreachable for one that the file does not list."""
+        found = {self.cluster.device_id(member): member for member in self.cluster.devices}
+        if device_id not in found:
+            raise Unreachable(
+                f"the plan uses device {device_id}, which the cluster file does not list; it has "
+                f"{', '.join(sorted(found))}"
+            )
+        member = found[device_id]
         return NextHop(
             address=member.address,
             key=SessionKey.random(device_id),
@@ -160,15 +160,6 @@ class RemoteFleet:
             certificate_name=self.cluster.certificate_name(member),
             heartbeat=self.heartbeat,
         )
-
-    def _member(self, device_id: str) -> MemberConfig:
-        found = {self.cluster.device_id(member): member for member in self.cluster.devices}
-        if device_id not in found:
-            raise Unreachable(
-                f"the plan uses device {device_id}, which the cluster file does not list; it has "
-                f"{', '.join(sorted(found))}"
-            )
-        return found[device_id]
 
 
 @dataclass(frozen=True, slots=True)

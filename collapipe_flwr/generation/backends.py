@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -175,24 +175,24 @@ def daemon_backend(
             f"cluster {cluster.id} has no edge: give --edge HOST:PORT or an [edge] address"
         )
 
+    no_session = SessionKey(session_id="", token="")
+    edge = NextHop(address=address, key=no_session, certificate_name=name)
+    fleet, tls = (
+        RemoteFleet(cluster=cluster, edge=edge),
+        cluster.tls_files(cluster.control_unit.name),
+    )
+
     @contextmanager
     def chain(device_ids: Sequence[str]) -> Iterator[GenerationDriver]:
         with (
-            EdgeClient(
-                address,
-                tls=cluster.tls_files(cluster.control_unit.name),
-                certificate_name=name,
-                deadline_s=served.deadline_s,
-            ) as client,
+            EdgeClient.to(edge, tls, deadline_s=served.deadline_s) as client,
             edge_session(client, served) as key,
+            served.over(replace(fleet, edge=replace(edge, key=key)), device_ids) as driver,
         ):
-            edge = NextHop(address=address, key=key, certificate_name=name)
-            with served.over(RemoteFleet(cluster=cluster, edge=edge), device_ids) as driver:
-                yield driver
+            yield driver
 
-    nowhere = NextHop(address=address, key=SessionKey(session_id="", token=""))
     return GenerationBackend(
         device_ids=tuple(map(cluster.device_id, cluster.devices)),
         chain=chain,
-        missing=RemoteFleet(cluster=cluster, edge=nowhere).missing,
+        missing=fleet.missing,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -79,19 +79,18 @@ class Listener(Server):
         self._lock = threading.Lock()
         self._draining = False
         self._answered = threading.Condition()
+        self._own: Mapping[Method, Callable[[], bytes]] = {
+            methods.ECHO: bytes,  # to a payload of any size, so that callers can measure the link
+            methods.STATUS: self._status,
+        }
         answers = {
             method: partial(self._answers if method.downloads else self._answer, method)
-            for method in (METHODS if make_servicer else ())
+            for method in (METHODS if make_servicer else self._own)
         }
         threads = (_STREAMS * most_sessions if make_servicer else 0) + CONTROL_THREADS
         super().__init__(
             listen,
-            {
-                **answers,
-                methods.ECHO: self._echo,
-                methods.STATUS: self._status,
-                methods.ROSTER: self._roster,
-            },
+            {**answers, methods.ROSTER: self._roster},
             threads=threads,
             most_calls=2 * threads,
             tls=tls,
@@ -121,31 +120,27 @@ class Listener(Server):
         self, method: Method, messages: _Messages, context: grpc.ServicerContext
     ) -> _Messages:
         with self._admitted(context, method) as caller:
+            if method in self._own:
+                only_message(messages, context)
+                yield self._own[method]()
+                return
             servicer = self._servicer_for(caller, method, context)
             message = messages if method.uploads else only_message(messages, context)
             yield from servicer.answers(method, message, context, caller)
 
-    def _echo(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
-        """Answer a payload of any size with nothing, so that callers can measure the link."""
-        with self._admitted(context, methods.ECHO):
-            only_message(messages, context)
-            return b""
-
-    def _status(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
+    def _status(self) -> bytes:
         """Answer without a servicer, so that nothing loads torch for it."""
-        with self._admitted(context, methods.STATUS):
-            only_message(messages, context)
-            status = HostStatus(
-                resident_bytes=_resident_bytes(),
-                awake=self._servicer is not None,
-                stopping=self._draining,
-                unix_s=time.time(),
-                version=version_of("collapipe-flwr"),
-                energy_sensor=self._meter.name,
-                power_w=self._meter.power_w(),
-                rosters=self._rosters.versions if self._rosters else {},
-            )
-            return encode_message(status)
+        status = HostStatus(
+            resident_bytes=_resident_bytes(),
+            awake=self._servicer is not None,
+            stopping=self._draining,
+            unix_s=time.time(),
+            version=version_of("collapipe-flwr"),
+            energy_sensor=self._meter.name,
+            power_w=self._meter.power_w(),
+            rosters=self._rosters.versions if self._rosters else {},
+        )
+        return encode_message(status)
 
     def _roster(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
         """Take a roster from any holder of a certificate, because the CA has signed it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,11 +23,12 @@ from collapipe_flwr.host.service import EdgeService, Reserve
 from collapipe_flwr.host.session import Lane, SessionRefused, Stream
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest, run_benchmark
 from collapipe_flwr.pipeline.config import Health, PassesDone, SessionKey, SessionRequest
-from collapipe_flwr.pipeline.link import Frame, FrameKind, Link
+from collapipe_flwr.pipeline.link import Frame, FrameKind
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
 from collapipe_flwr.transport.methods import (
+    FetchRequest,
     Method,
     ProbeAnswer,
     ProbeRequest,
@@ -63,11 +64,6 @@ class Call:
             )
         except KeyError as error:
             raise ProtocolError("the call names no session or no token") from error
-
-    @property
-    def with_optimizer(self) -> bool:
-        """Whether optimiser slots are asked for, besides weights."""
-        return self.metadata.get(methods.SLOTS_KEY) == "1"
 
 
 class Servicer:
@@ -114,8 +110,10 @@ class Servicer:
         self, method: Method, message: Any, context: grpc.ServicerContext, caller: Caller | None
     ) -> Iterator[bytes]:
         """The one answer to `message` (or to the stream of an upload), or those of a download."""
+        items = context.invocation_metadata()
+        call = Call(context, caller, {key: text for key, text in items if isinstance(text, str)})
         with _refusing(context):
-            answer = getattr(self, method.attribute)(message, _call(context, caller))
+            answer = getattr(self, method.attribute)(message, call)
             if method.downloads:
                 yield from answer
             else:
@@ -146,18 +144,18 @@ class Servicer:
     def missing(self, data: bytes, call: Call) -> tuple[str, ...]:
         return self.service.missing(call.key, decode_message(dict[str, str], data))
 
-    def digests(self, _: bytes, call: Call) -> dict[str, str]:
-        return self.service.digests(call.key, with_optimizer=call.with_optimizer)
+    def digests(self, data: bytes, call: Call) -> dict[str, str]:
+        return self.service.digests(call.key, with_optimizer=decode_message(bool, data))
 
     def fetch_weights(self, data: bytes, call: Call) -> Iterator[bytes]:
         """Piece by piece from the part itself, so that sending takes no memory for a copy."""
-        keys = decode_message(tuple[str, ...], data) if data else None
+        request = decode_message(FetchRequest, data)
         with (
             call_deadline(call.context, _TRANSFER_S),
-            self.service.reading(call.key, with_optimizer=call.with_optimizer) as weights,
+            self.service.reading(call.key, with_optimizer=request.with_optimizer) as weights,
         ):
-            if keys is not None:
-                weights = {key: weights[key] for key in keys if key in weights}
+            if request.keys is not None:
+                weights = {key: weights[key] for key in request.keys if key in weights}
             for frame in weight_frames(weights):
                 yield encode_frame(frame)
 
@@ -239,32 +237,27 @@ class Servicer:
             gone()
         link.send(Frame(kind=FrameKind.HELLO), deadline_s=1.0)
         if stream.session.enter(stream, lane, link):
-            lanes = stream.lanes
-            work = self._workers.submit(self._serve, stream, lanes.upstream, lanes.behind)
-            work.add_done_callback(lambda w: _finish(w, stream))
+            self._workers.submit(self._serve, stream)
         return link
 
-    def _serve(self, stream: Stream, upstream: Link, behind: Link | None) -> None:
-        with logging_about(**stream.session.request.about):
-            self.service.serve(stream, upstream, behind)
+    def _serve(self, stream: Stream) -> None:
+        """Run a stage, and close its links; an unexpected error is logged with its trace."""
+        request, lanes = stream.session.request, stream.lanes
+        with logging_about(**request.about):
+            try:
+                self.service.serve(stream, lanes.upstream, lanes.behind)
+            except CollaPipeError as error:
+                _log.warning("session %s ended: %s", request.key.session_id, error)
+            except BaseException:
+                _log.exception("session %s failed", request.key.session_id)
+            finally:
+                for link in filter(None, lanes.links.values()):
+                    link.close()
 
     def _leave(self, stream: Stream) -> None:
         """A lane has ended: its stage, which may wait for another lane, must not go on."""
         if stream.lanes.are_several:
             self.service.release(stream, "another link of this stage broke off")
-
-
-def _finish(work: Future[None], stream: Stream) -> None:
-    """Close the links of a stage; an unexpected error is logged with its trace."""
-    request = stream.session.request
-    for link in filter(None, stream.lanes.links.values()):
-        link.close()
-    error = work.exception()
-    with logging_about(**request.about):
-        if isinstance(error, CollaPipeError):
-            _log.warning("session %s ended: %s", request.key.session_id, error)
-        elif error is not None:
-            _log.error("session %s failed", request.key.session_id, exc_info=error)
 
 
 @contextmanager
@@ -278,8 +271,3 @@ def _refusing(context: grpc.ServicerContext) -> Iterator[None]:
         context.abort(grpc.StatusCode.NOT_FOUND, str(error))
     except CollaPipeError as error:
         context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-
-
-def _call(context: grpc.ServicerContext, caller: Caller | None) -> Call:
-    items = context.invocation_metadata()
-    return Call(context, caller, {key: text for key, text in items if isinstance(text, str)})

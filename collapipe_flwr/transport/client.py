@@ -56,6 +56,18 @@ _LONG_S = 1.0
 class EdgeClient(Connection):
     """What a host does besides its sessions; see `Connection` for deadlines and errors."""
 
+    @classmethod
+    def to(cls, hop: NextHop, tls: TlsFiles | None, *, deadline_s: float = 0.0) -> EdgeClient:
+        """A client of the host of ``hop``, which its heartbeat watches."""
+        return cls(
+            hop.address,
+            what=hop.name,
+            tls=tls,
+            certificate_name=hop.certificate_name,
+            deadline_s=deadline_s,
+            heartbeat=hop.heartbeat,
+        )
+
     def open_session(self, request: SessionRequest) -> Session:
         """Open a session; it needs weights before it can run."""
         within_s = max(self.deadline_s, _WAKE_S)
@@ -119,7 +131,7 @@ class Session:
         client, frames = self.client, (encode_frame(frame) for frame in weight_frames(weights))
         client.translated(
             lambda: methods.PUSH_WEIGHTS.on(client.channel)(
-                frames, timeout=client.transfer_s, metadata=self._metadata()
+                frames, timeout=client.transfer_s, metadata=self._metadata
             )
         )
 
@@ -183,13 +195,8 @@ class Session:
 
     def digests(self, *, with_optimizer: bool = False) -> dict[str, str]:
         """The content digests of what `fetch_weights` would bring, "" for what has changed."""
-        return self._call(
-            methods.DIGESTS,
-            None,
-            dict[str, str],
-            with_optimizer=with_optimizer,
-            within_s=self.client.transfer_s,
-        )
+        within_s = self.client.transfer_s  # the host reads all weights
+        return self._call(methods.DIGESTS, with_optimizer, dict[str, str], within_s=within_s)
 
     def report(self) -> StageReport:
         """What the session measured over all steps that count; see `EdgeService.report`."""
@@ -249,7 +256,7 @@ class Session:
             rate_bit_per_s=link.forward_bit_per_s,
             stream_id=request.stream_id,
         )
-        metadata = (*self._metadata(), (methods.STREAM_KEY, to_json(request)))
+        metadata = (*self._metadata, (methods.STREAM_KEY, to_json(request)))
         call = methods.STREAM.on(client.channel)(stream.outgoing(), metadata=metadata)
         reader = threading.Thread(target=read, name="reader", daemon=True)
         reader.start()
@@ -258,10 +265,11 @@ class Session:
 
     def _answers(self, with_optimizer: bool, keys: tuple[str, ...] | None) -> Iterator[Frame]:
         """The frames of these weights."""
+        request = methods.FetchRequest(keys=keys, with_optimizer=with_optimizer)
         answers = methods.FETCH_WEIGHTS.on(self.client.channel)(
-            b"" if keys is None else methods.encode_message(keys),
+            methods.encode_message(request),
             timeout=self.client.transfer_s,
-            metadata=self._metadata(with_optimizer),
+            metadata=self._metadata,
         )
         return (decode_frame(answer) for answer in answers)
 
@@ -270,12 +278,9 @@ class Session:
         method: Method,
         message: object = None,
         answer: type[Answer] | None = None,
-        *,
-        with_optimizer: bool = False,
         **how: Any,
     ) -> Answer:
-        metadata = self._metadata(with_optimizer)
-        return self.client.call(method, message, answer, metadata=metadata, **how)
+        return self.client.call(method, message, answer, metadata=self._metadata, **how)
 
     def _await_hello(self, stream: StreamLink) -> None:
         try:
@@ -287,10 +292,12 @@ class Session:
             stream.close("a stream begins with HELLO")
             raise ProtocolError(f"{self.client.peer} began a stream with {frame.kind.name}")
 
-    def _metadata(self, with_optimizer: bool = False) -> Metadata:
-        slots = ((methods.SLOTS_KEY, "1"),) if with_optimizer else ()
-        session_id, token = self.key.session_id, self.key.token
-        return ((methods.SESSION_KEY, session_id), (methods.TOKEN_KEY, token), *slots)
+    @property
+    def _metadata(self) -> Metadata:
+        return (
+            (methods.SESSION_KEY, self.key.session_id),
+            (methods.TOKEN_KEY, self.key.token),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,13 +311,7 @@ class Dialer:
     def __call__(self, hop: NextHop) -> Iterator[Link]:
         """The link to the next host, for the body. Raises LinkError when it refuses."""
         with (
-            EdgeClient(
-                hop.address,
-                what=hop.name,
-                tls=self.tls,
-                certificate_name=hop.certificate_name,
-                heartbeat=hop.heartbeat,
-            ) as client,
+            EdgeClient.to(hop, self.tls) as client,
             client.session(hop.key).connect(hop.link, name=self.name) as link,
         ):
             yield link

@@ -21,7 +21,6 @@ from collapipe_flwr.core.links import CODECS, LinkConfig
 SERVICE = "collapipe.Edge"
 SESSION_KEY = "collapipe-session"
 TOKEN_KEY = "collapipe-token"
-SLOTS_KEY = "collapipe-with-optimizer"
 STREAM_KEY = "collapipe-stream"  # of a `StreamRequest`
 HTTP2_FRAME_BYTES = 4 * 2**20
 MOST_CONNECTIONS = 512
@@ -134,6 +133,14 @@ class StreamRequest:
             raise ConfigError(f"codec must be one of {', '.join(CODECS)}, got {self.link.codec!r}")
         if not 0 <= self.stream_id < 2**63:
             raise ConfigError(f"the id of a stream must be >= 0, got {self.stream_id}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchRequest:
+    """The tensors of a session's part with these keys (None: all), and optimizer slots or not."""
+
+    keys: tuple[str, ...] | None = None
+    with_optimizer: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
