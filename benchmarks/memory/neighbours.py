@@ -131,8 +131,8 @@ class NearFleet(RemoteFleet):
         )
 
     @contextmanager
-    def _client(self, device_id: str) -> Iterator[Any]:  # type: ignore[override]
-        assert device_id.startswith(_ID)
+    def _client(self, hop: NextHop) -> Iterator[Any]:  # type: ignore[override]
+        assert hop.name.startswith(_ID)
         yield NearClient(self.splitter)
 
 

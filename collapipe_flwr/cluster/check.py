@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -72,14 +72,19 @@ def check_cluster(
     ``on_done`` is called with the name of each member and link. What fails has a ``fault``.
     """
     here = measure_here(config.control_unit.name, settings)
-    fault = _memory_fault(config.control_unit, here.memory_bytes or 0)
-    members = [replace(here, fault=fault)]
+    too_small = _memory_fault(config.control_unit, here.memory_bytes or 0)
+    members = [replace(here, fault=too_small)]
     on_done(here.name)
     edge = (config.edge,) if config.edge.address else ()
-    for member, missed in _faults(config, (*config.devices, *edge), settings):
-        measure = partial(_measured, member=member, settings=settings)
-        members.append(_asked(config, member, settings, measure) if missed is None else missed)
-        on_done(member.name)
+    others = (*config.devices, *edge)
+    with ThreadPoolExecutor(max(len(others), 1), thread_name_prefix="check") as pool:
+        # All are asked at once, to share one deadline. Those that answer are measured one after the
+        # other, as they share this machine's link.
+        faults = pool.map(lambda asked: _asked(config, asked, settings, EdgeClient.echo), others)
+        for member, fault in zip(others, faults, strict=True):
+            measure = partial(_measured, member=member, settings=settings)
+            members.append(_asked(config, member, settings, measure) if fault is None else fault)
+            on_done(member.name)
     there = {member.name for member in members if member.delay_s is not None}
     links = []
     for source, target in measured_ways(config, settings):
@@ -136,21 +141,6 @@ def _client(config: ClusterConfig, member: MemberConfig, settings: CheckSettings
         deadline_s=settings.deadline_s,
         transfer_s=settings.wake_s,
     )
-
-
-def _faults(
-    config: ClusterConfig, members: Sequence[MemberConfig], settings: CheckSettings
-) -> Iterator[tuple[MemberConfig, Measured | None]]:
-    """The fault of each member that does not answer; all are asked at once to share one deadline.
-
-    Those that answer are measured one after the other, as they share this machine's link.
-    """
-
-    def fault(member: MemberConfig) -> Measured | None:
-        return _asked(config, member, settings, EdgeClient.echo)
-
-    with ThreadPoolExecutor(max(len(members), 1), thread_name_prefix="check") as pool:
-        yield from zip(members, pool.map(fault, members), strict=True)
 
 
 def _asked(

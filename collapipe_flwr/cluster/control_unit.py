@@ -73,15 +73,15 @@ def train_round(
     dry_run_plan(order.plan, order.learning.schedule, QUEUE_FRAMES)
     done = RecoveringRound(splitter, order, fleet, recovery)
     done.run(batches, probe)
-    intervals = done.intervals
+    intervals, last = done.intervals, done.intervals[-1].held.state
     return RoundResult(
-        slots=between_rounds(intervals[-1].state.optimizer) if order.keep_optimizer else {},
-        weights=Lookup.of(intervals[-1].state.weights),
+        slots=between_rounds(last.optimizer) if order.keep_optimizer else {},
+        weights=Lookup.of(last.weights),
         losses=tuple(loss for interval in intervals for loss in interval.losses),
         probe=intervals[0].probe,
-        reports=joined(interval.reports for interval in intervals),
+        reports=joined(interval.held.reports for interval in intervals),
         wall_s=time.perf_counter() - start_s,
-        moved=sum((interval.moved for interval in intervals), TransferStats()),
+        moved=sum((interval.held.moved for interval in intervals), TransferStats()),
         plan=done.order.plan,
         incidents=tuple(done.incidents),
         quarantined=done.suspects.quarantined,

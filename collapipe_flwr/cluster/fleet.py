@@ -27,6 +27,7 @@ from collapipe_flwr.pipeline.config import Execution, StageConfig
 from collapipe_flwr.pipeline.gradient_sums import Siblings
 from collapipe_flwr.pipeline.link import Link, fan_of
 from collapipe_flwr.pipeline.meter import StageReport
+from collapipe_flwr.pipeline.offload import Lookup
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.roles import MiddleStage
 from collapipe_flwr.pipeline.state import (
@@ -130,11 +131,22 @@ class Holder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """What the devices return; ``reports`` are in pipeline order."""
+    """What neighbouring stages return; ``reports`` are in pipeline order."""
 
     state: PartState
     reports: tuple[StageReport, ...]
     moved: TransferStats = field(default_factory=TransferStats)  # placed and collected
+
+    def __add__(self, behind: Segments) -> Segments:
+        """Join the stages ahead with those behind."""
+        return Segments(
+            state=PartState(
+                weights=Lookup.of(self.state.weights, behind.state.weights),
+                optimizer=Lookup.of(self.state.optimizer, behind.state.optimizer),
+            ),
+            reports=self.reports + behind.reports,
+            moved=self.moved + behind.moved,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from itertools import count
 from typing import Protocol, TypeVar
 
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig, generate_texts
-from collapipe_flwr.cluster.fleet import CONTROL_UNIT, Fleet, RoundOrder
+from collapipe_flwr.cluster.fleet import CONTROL_UNIT, Fleet, RoundOrder, Segments
 from collapipe_flwr.cluster.suspects import Suspects
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import Blame, InfeasibleError, LinkError, MemberFailed
@@ -35,7 +35,6 @@ from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.host.allocator import give_back
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.parts import EmbeddingPart
-from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.offload import Lookup
 from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.soundness import implausible
@@ -43,7 +42,6 @@ from collapipe_flwr.pipeline.state import PartState
 from collapipe_flwr.pipeline.step import MicroBatch, StepResult
 from collapipe_flwr.scheduler.remaining import without_lost
 from collapipe_flwr.scheduler.replan import ReplanInput, replan
-from collapipe_flwr.transport.weights import TransferStats
 
 log = logging.getLogger(__name__)
 Batch = Sequence[MicroBatch]
@@ -53,24 +51,19 @@ MOST_REPLAYS = 2  # of one interval without losing a device: the failure is not 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayInterval:
-    """The result of an interval; ``state`` is that of embedding and blocks, slots on request.
-
-    ``reports`` are those of the control unit and of each device in order.
-    """
+    """The result of an interval; ``held`` is that of embedding and blocks, slots on request."""
 
     losses: tuple[float, ...]  # per optimizer step; a batch without labels makes none
     probe: EvalResult  # before the first step
     next_step: int  # the number of the step after this interval, evaluations counted
-    state: PartState
-    reports: tuple[StageReport, ...]
-    moved: TransferStats  # weights to and from the devices
+    held: Segments
 
     def remaining(self, order: RoundOrder) -> RoundOrder:
         """What is left of ``order`` after this interval."""
         return replace(
             order,
-            weights=Lookup.of(order.weights, self.state.weights),
-            slots=self.state.optimizer,
+            weights=Lookup.of(order.weights, self.held.state.weights),
+            slots=self.held.state.optimizer,
             first_step=self.next_step,
             updates=order.updates + len(self.losses),
         )
@@ -110,23 +103,17 @@ def run_interval(
         keeps = keep_optimizer()
         slots = optimizer.state_tensors() if keeps else {}
         own = PartState(weights=embedding.state_dict(), optimizer=slots).offloaded()
-        report, next_step = first.report(), first.next_step
+        ahead, next_step = Segments(state=own, reports=(first.report(),)), first.next_step
         del first, optimizer, embedding, slots  # freed before the segments arrive
         give_back()
-        segments = chain.collect(keeps)
+        held = ahead + chain.collect(keeps)
         give_back()
-    state = PartState(
-        weights=Lookup.of(own.weights, segments.state.weights),
-        optimizer=Lookup.of(own.optimizer, segments.state.optimizer),
-    )
-    _check_sound(splitter, order, state)
+    _check_sound(splitter, order, held.state)
     return ReplayInterval(
         losses=tuple(step.loss for step in steps if step.weight),
         probe=tested,
         next_step=next_step,
-        state=state,
-        reports=(report, *segments.reports),
-        moved=segments.moved,
+        held=held,
     )
 
 
@@ -249,7 +236,8 @@ class RecoveringRound:
             interval = self._until_done(partial(self._once, buffer), lambda: buffer.first_done_s)
             if buffer.has_next():
                 self.order = interval.remaining(self.order)
-                interval = replace(interval, state=PartState(weights={}))
+                freed = replace(interval.held, state=PartState(weights={}))
+                interval = replace(interval, held=freed)
             self.intervals.append(interval)
             self._probe, self._done = (), self._done + len(interval.losses)
 

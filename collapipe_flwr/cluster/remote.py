@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from itertools import compress
 from typing import TypeVar
 
@@ -96,14 +96,7 @@ class RemoteFleet:
         link.close()  # returns when device 1, and with it the chain behind it, has ended
         turn = threading.Lock()
         parts = _at_once(lambda hosted: hosted.collect(keep_optimizer, turn), sessions)
-        return Segments(
-            state=PartState(
-                weights=Lookup.of(*(part.state.weights for part in parts)),
-                optimizer=Lookup.of(*(part.state.optimizer for part in parts)),
-            ),
-            reports=tuple(report for part in parts for report in part.reports),
-            moved=sum((part.moved for part in parts), TransferStats()),
-        )
+        return reduce(Segments.__add__, parts)
 
     def missing(self, device_ids: Collection[str]) -> frozenset[str]:
         """See `Fleet.missing`; a device need not load its libraries to answer.
@@ -111,7 +104,9 @@ class RemoteFleet:
         Where none answers, this machine may be the one that was held up: all are asked once more,
         with a longer deadline.
         """
-        listed = self._listed_now().intersection(device_ids)
+        path = self.cluster.path  # read again: a device may be removed during a round
+        cluster = read_cluster(path) if self.cluster.version and path else self.cluster
+        listed = frozenset(map(cluster.device_id, cluster.devices)).intersection(device_ids)
         found = self._answering(listed, PROBE_S)
         if listed and not found:
             _log.warning("no device is there: asking all again")
@@ -122,12 +117,6 @@ class RemoteFleet:
         asked = replace(self, deadline_s=within_s, heartbeat=None)
         with ThreadPoolExecutor(max(len(device_ids), 1), thread_name_prefix="probe") as pool:
             return frozenset(compress(device_ids, pool.map(asked._answers, device_ids)))
-
-    def _listed_now(self) -> frozenset[str]:
-        """The devices of the cluster file as it is now: one may be removed during a round."""
-        path = self.cluster.path
-        cluster = read_cluster(path) if self.cluster.version and path else self.cluster
-        return frozenset(map(cluster.device_id, cluster.devices))
 
     def _answers(self, device_id: str) -> bool:
         try:

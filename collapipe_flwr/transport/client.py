@@ -20,13 +20,7 @@ from collapipe_flwr.core.errors import LinkError, ProtocolError
 from collapipe_flwr.core.json_codec import to_json
 from collapipe_flwr.core.links import LinkConfig, TlsFiles
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest
-from collapipe_flwr.pipeline.config import (
-    Health,
-    NextHop,
-    PassesDone,
-    SessionKey,
-    SessionRequest,
-)
+from collapipe_flwr.pipeline.config import Health, NextHop, PassesDone, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.link import Frame, FrameKind, Link
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.offload import Lookup, Offload
@@ -267,18 +261,12 @@ class Session:
         """The frames of these weights."""
         request = methods.FetchRequest(keys=keys, with_optimizer=with_optimizer)
         answers = methods.FETCH_WEIGHTS.on(self.client.channel)(
-            methods.encode_message(request),
-            timeout=self.client.transfer_s,
-            metadata=self._metadata,
+            methods.encode_message(request), timeout=self.client.transfer_s, metadata=self._metadata
         )
         return (decode_frame(answer) for answer in answers)
 
     def _call(
-        self,
-        method: Method,
-        message: object = None,
-        answer: type[Answer] | None = None,
-        **how: Any,
+        self, method: Method, message: object = None, answer: type[Answer] | None = None, **how: Any
     ) -> Answer:
         return self.client.call(method, message, answer, metadata=self._metadata, **how)
 
@@ -294,10 +282,7 @@ class Session:
 
     @property
     def _metadata(self) -> Metadata:
-        return (
-            (methods.SESSION_KEY, self.key.session_id),
-            (methods.TOKEN_KEY, self.key.token),
-        )
+        return ((methods.SESSION_KEY, self.key.session_id), (methods.TOKEN_KEY, self.key.token))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
