@@ -24,7 +24,7 @@ from collapipe_flwr.core.errors import (
 )
 from collapipe_flwr.core.imports import installed_versions
 from collapipe_flwr.federation.arrays import encode_tensors
-from collapipe_flwr.federation.deadline import DeadlineGrid, RoundClock
+from collapipe_flwr.federation.deadline import RoundClock
 from collapipe_flwr.federation.members import Members, discover_clusters
 from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.federation.planning import Unplanned
@@ -132,13 +132,8 @@ def _clusters(
     slack, joins_late = config.run.round_slack, config.run.round_late == "join"
     if joins_late and not slack:
         raise ConfigError("round-late=join has no effect without round-slack: set it, too, to 1.5")
-    patience_s = config.run.node_timeout_s
-    if slack:
-        members: Members = DeadlineGrid(
-            grid, names, RoundClock(slack, joins_late=joins_late), patience_s=patience_s
-        )
-    else:
-        members = Members(grid, names, patience_s=patience_s)
+    clock = RoundClock(slack, joins_late=joins_late) if slack else None
+    members = Members(grid, names, clock, patience_s=config.run.node_timeout_s)
     if config.run.runtime != "pipeline":
         return members, None
     model = profile_model(learner.splitter, learner.shape, config.train.optimizer.state_bytes)

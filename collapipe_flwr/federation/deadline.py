@@ -20,9 +20,8 @@ of their deadlines.
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flwr.app import Error, Message
@@ -30,8 +29,7 @@ from flwr.serverapp import Grid
 
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.core.json_codec import from_json, to_json
-from collapipe_flwr.federation.checkpoint import Memory, Resumable
-from collapipe_flwr.federation.members import Members
+from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.messages import LATE
 from collapipe_flwr.federation.records import read_assignment, take_telemetry
 
@@ -49,14 +47,45 @@ class _Kept:
 
 
 class RoundClock:
-    """Estimates how long rounds take; a round may take ``slack`` times its estimate."""
+    """Closes training rounds after ``slack`` times the duration that it estimates.
 
-    def __init__(self, slack: float, *, joins_late: bool = False) -> None:
-        self._slack = slack
+    Later replies are never pulled: the next round has messages of its own.
+    """
+
+    def __init__(
+        self,
+        slack: float,
+        *,
+        joins_late: bool = False,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._slack, self._now = slack, now
+        self.late: frozenset[str] = frozenset()  # clusters whose updates join a later round
         self.joins_late = joins_late
         self._ratios: dict[str, tuple[float, ...]] = {}  # wall over predicted seconds, by cluster
         self._overhead_s: tuple[float, ...] = ()
         self._missed: dict[str, float] = {}  # ratio to allow after a miss; 0: not waited for
+
+    def exchange(self, grid: Grid, sent: list[Message], timeout: float | None) -> list[Message]:
+        """Push, then pull until all replies are in or the deadline; late ones become errors."""
+        predicted_s = _predicted(sent)
+        planned_s = self.deadline_s(predicted_s)
+        if planned_s is not None and timeout is not None and timeout <= planned_s:
+            planned_s = None
+        started_s = self._now()
+        wait_s = timeout if planned_s is None else planned_s
+        replies = list(grid.send_and_receive(sent, timeout=wait_s))
+        exchange_s = self._now() - started_s
+        there = {reply.metadata.reply_to_message_id for reply in replies}
+        late = [message for message in sent if message.metadata.message_id not in there]
+        self.learn(predicted_s, _walls(replies), exchange_s)
+        joins = self.joins_late and planned_s is not None
+        self.late = frozenset(_predicted(late)) if joins else frozenset()
+        if not joins:
+            self.miss(_predicted(late), planned_s)
+        if late:
+            log.warning("closed after %.1f s, %d of %d are late", exchange_s, len(late), len(sent))
+        return replies if planned_s is None else [*replies, *(_late(m, planned_s) for m in late)]
 
     def deadline_s(self, predicted_s: Seconds) -> float | None:
         """Seconds after which a round with these predictions closes; None while unknown."""
@@ -98,58 +127,6 @@ class RoundClock:
         kept = from_json(_Kept, memory.text, "the clock's checkpoint") if memory.text else _Kept()
         self._ratios, self._missed = dict(kept.ratios), dict(kept.missed)
         self._overhead_s = kept.overhead_s
-
-
-class DeadlineGrid(Members):
-    """A grid whose training rounds close at the clock's deadline, if that comes first.
-
-    Later replies are never pulled: the next round has messages of its own.
-    """
-
-    def __init__(
-        self,
-        grid: Grid,
-        clusters: Mapping[int, str],
-        clock: RoundClock,
-        now: Callable[[], float] = time.monotonic,
-        patience_s: float = math.inf,
-    ) -> None:
-        super().__init__(grid, clusters, patience_s=patience_s)
-        self._clock, self._now = clock, now
-        self._late: frozenset[str] = frozenset()  # clusters whose updates join a later round
-
-    @property
-    def lost(self) -> frozenset[str]:
-        return super().lost - self._late
-
-    @property
-    def resumable(self) -> dict[str, Resumable]:
-        return {**super().resumable, "clock": self._clock}
-
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> list[Message]:
-        """Push, then pull until all replies are in or the deadline; late ones become errors."""
-        sent = list(messages)
-        predicted_s = _predicted(sent)
-        planned_s = self._clock.deadline_s(predicted_s)
-        if planned_s is not None and timeout is not None and timeout <= planned_s:
-            planned_s = None
-        started_s = self._now()
-        replies = super().send_and_receive(
-            sent, timeout=timeout if planned_s is None else planned_s
-        )
-        exchange_s = self._now() - started_s
-        there = {reply.metadata.reply_to_message_id for reply in replies}
-        late = [message for message in sent if message.metadata.message_id not in there]
-        self._clock.learn(predicted_s, _walls(replies), exchange_s)
-        joins = self._clock.joins_late and planned_s is not None
-        self._late = frozenset(_predicted(late)) if joins else frozenset()
-        if not joins:
-            self._clock.miss(_predicted(late), planned_s)
-        if late:
-            log.warning("closed after %.1f s, %d of %d are late", exchange_s, len(late), len(sent))
-        return replies if planned_s is None else [*replies, *(_late(m, planned_s) for m in late)]
 
 
 def _late(message: Message, planned_s: float) -> Message:

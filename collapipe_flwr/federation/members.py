@@ -22,6 +22,7 @@ from flwr.serverapp import Grid
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import ProtocolError, RunError
 from collapipe_flwr.federation.checkpoint import Resumable
+from collapipe_flwr.federation.deadline import RoundClock
 from collapipe_flwr.federation.messages import error_text
 from collapipe_flwr.federation.records import (
     QUERY_DESCRIBE,
@@ -37,13 +38,18 @@ _NODE_UNAVAILABLE = 5  # flwr's error code of a node whose heartbeats are missin
 
 
 class Members(WrappedGrid):
-    """``grid`` restricted to the nodes of ``clusters``."""
+    """``grid`` restricted to the nodes of ``clusters``; a ``clock`` closes its rounds."""
 
     def __init__(
-        self, grid: Grid, clusters: Mapping[int, str], *, patience_s: float = math.inf
+        self,
+        grid: Grid,
+        clusters: Mapping[int, str],
+        clock: RoundClock | None = None,
+        *,
+        patience_s: float = math.inf,
     ) -> None:
         super().__init__(grid)
-        self._patience_s = patience_s
+        self._patience_s, self._clock = patience_s, clock
         self._empty_since_s: float | None = None
         self._newcomers = Newcomers(grid, NEWCOMER_S)
         self._clusters = dict(clusters)
@@ -54,7 +60,7 @@ class Members(WrappedGrid):
     @property
     def lost(self) -> frozenset[str]:
         """The clusters that were absent or failed in the last training round."""
-        return self._lost
+        return self._lost - self._clock.late if self._clock else self._lost
 
     @property
     def clusters(self) -> Mapping[int, str]:
@@ -63,7 +69,7 @@ class Members(WrappedGrid):
 
     @property
     def resumable(self) -> dict[str, Resumable]:
-        return {}
+        return {"clock": self._clock} if self._clock else {}
 
     def get_node_ids(self) -> list[int]:
         """The connected clusters, after new nodes have been identified.
@@ -106,7 +112,10 @@ class Members(WrappedGrid):
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> list[Message]:
         sent = list(messages)
-        replies = list(self._grid.send_and_receive(sent, timeout=timeout))
+        if self._clock is None:
+            replies = list(self._grid.send_and_receive(sent, timeout=timeout))
+        else:
+            replies = self._clock.exchange(self._grid, sent, timeout)
         if any(message.metadata.message_type.partition(".")[0] == "train" for message in sent):
             asked = {message.metadata.dst_node_id for message in sent}
             trained = {reply.metadata.src_node_id for reply in replies if reply.has_content()}

@@ -11,8 +11,9 @@ from flwr.serverapp.strategy import FedAvg
 
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.federation.checkpoint import Memory
-from collapipe_flwr.federation.deadline import DeadlineGrid, RoundClock
+from collapipe_flwr.federation.deadline import RoundClock
 from collapipe_flwr.federation.local_grid import LocalGrid
+from collapipe_flwr.federation.members import Members
 from collapipe_flwr.federation.messages import LATE
 from collapipe_flwr.federation.records import RoundAssignment, write_assignment, write_telemetry
 from collapipe_flwr.federation.strategy import CollaPipe
@@ -64,12 +65,12 @@ def _done(message: Message, seconds: float) -> Message:
     return Message(write_telemetry(RecordDict(), told), reply_to=message)
 
 
-def members(grid: TimedGrid, slack: float = 1.5) -> DeadlineGrid:
+def members(grid: TimedGrid, slack: float = 1.5) -> Members:
     names = {node: NODES[node] for node in grid.seconds}
-    return DeadlineGrid(grid, names, RoundClock(slack), now=lambda: grid.now_s)
+    return Members(grid, names, RoundClock(slack, now=lambda: grid.now_s))
 
 
-def train(run: DeadlineGrid, server_round: int) -> set[str]:
+def train(run: Members, server_round: int) -> set[str]:
     """One round; the clusters that finished it."""
     sent = []
     for node, name in run.clusters.items():
