@@ -180,25 +180,21 @@ def _read(folder: Path) -> Checkpoint:
         if state["version"] != VERSION:
             raise RunError(f"{folder} is of version {state['version']}, this program of {VERSION}")
         model = load_tensors(folder / _MODEL)
+        arrays, tensors = load_arrays(folder / _ARRAYS), load_tensors(folder / _TENSORS)
         return Checkpoint(
             server_round=state["server_round"],
             arrays=encode_tensors({key: model[key] for key in state["keys"]}),
             strategy=state["strategy"],
-            memories=_memories(folder, state["memories"]),
+            memories={
+                part: Memory(text=text, arrays=_of(part, arrays), tensors=_of(part, tensors))
+                for part, text in state["memories"].items()
+            },
             rng_state=(folder / _CHANCE).read_text(),
         )
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise RunError(
             f"the checkpoint {folder} cannot be read ({error}); delete it to use the one before"
         ) from error
-
-
-def _memories(folder: Path, texts: Mapping[str, str]) -> dict[str, Memory]:
-    arrays, tensors = load_arrays(folder / _ARRAYS), load_tensors(folder / _TENSORS)
-    return {
-        part: Memory(text=text, arrays=_of(part, arrays), tensors=_of(part, tensors))
-        for part, text in texts.items()
-    }
 
 
 def _joined(parts: Mapping[str, Mapping[str, Found]]) -> dict[str, Found]:

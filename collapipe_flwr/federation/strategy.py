@@ -117,10 +117,6 @@ class CollaPipe(Strategy):
             setattr(self.inner_strategy, name, value)
 
     @property
-    def planner(self) -> RoundPlanner:
-        return self._hooks.planner
-
-    @property
     def resumable(self) -> dict[str, Resumable]:
         """The parts around the inner strategy whose memory a checkpoint keeps, by name."""
         return self._hooks.resumable

@@ -67,7 +67,7 @@ class ClusterTelemetry:
         names = tuple(report.name for report in self.reports[1:])
         if self.edge is None or names != plan.device_ids:
             return ()
-        left = iter((*self.reports, self.edge))
+        left = iter(self.stages)
         stages = [tuple(islice(left, count)) for count in plan.replicas]
         return tuple(
             LinkReport(
@@ -83,16 +83,19 @@ class ClusterTelemetry:
         )
 
     @property
+    def stages(self) -> tuple[StageReport, ...]:
+        """The reports of all stages in pipeline order."""
+        return (*self.reports, self.edge) if self.edge else self.reports
+
+    @property
     def timeline(self) -> dict[str, tuple[Span, ...]]:
         """The spans of every stage in pipeline order; empty unless the run asked for them."""
-        stages = (*self.reports, self.edge) if self.edge else self.reports
-        return {report.name: report.spans for report in stages if report.spans}
+        return {report.name: report.spans for report in self.stages if report.spans}
 
     @property
     def peak_memory_bytes(self) -> dict[str, int]:
         """Peak tensor memory by role."""
-        stages = (*self.reports, self.edge) if self.edge else self.reports
-        return {report.name: report.peak_tensor_bytes for report in stages}
+        return {report.name: report.peak_tensor_bytes for report in self.stages}
 
     def gradient_noise(self, plan: ClusterPlan) -> GradientNoise | None:
         """Squared gradient norms of the whole model for micro-batches and batches.
@@ -102,7 +105,7 @@ class ClusterTelemetry:
         if self.edge is None or not self.reports:
             return None
         steps = max(1, *(report.steps for report in self.reports))
-        stages = [(report, report.steps / steps) for report in (*self.reports, self.edge)]
+        stages = [(report, report.steps / steps) for report in self.stages]
         return GradientNoise(
             small_examples=plan.micro_batch_size,
             small_square_norm=math.fsum(r.small_square_norm * share for r, share in stages),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,20 +75,25 @@ def preflight(
 
 def _loaded(config: AppConfig, run_dir: Path | None, clusters: Sequence[ClusterConfig]) -> str:
     """The checks that need the data and the model."""
+    from collapipe_flwr.cluster.local_data import Place
     from collapipe_flwr.federation.run.run_strategy import make_planner, make_strategy
 
     make_strategy(config)
     from collapipe_flwr.federation.run.learner import make_learner
     from collapipe_flwr.models.profile import profile_model
 
-    places = list(_places(config, clusters))
+    count = config.run.clusters
+    places = [Place(index=index, count=count) for index in range(count)]
+    files = dict(enumerate(clusters))
+    for place in places:  # whose device presets may be unknown
+        _described(config, place, files.get(place.index), 1)
     learner = make_learner(config)
     check_examples(config, learner)
     model = profile_model(learner.splitter, learner.shape, config.train.optimizer.state_bytes)
     check_disk(config, run_dir, model)
     profiles = tuple(
-        _described(config, place, cluster, _examples(config, learner, place))
-        for place, cluster in places
+        _described(config, place, files.get(place.index), _examples(config, learner, place))
+        for place in places
     )
     if config.run.runtime == "pipeline":
         nodes = dict(enumerate(profiles, 1))
@@ -255,19 +260,6 @@ def check_federation(config: AppConfig, path: Path | None) -> None:
             f"--federation-config {path}: client-resources-num-cpus is {wanted}, but Ray has "
             f"{have} CPUs, so no cluster could ever start: set it to {have} or less"
         )
-
-
-def _places(
-    config: AppConfig, clusters: Sequence[ClusterConfig]
-) -> Iterator[tuple[Place, ClusterConfig | None]]:
-    """The clusters of the run, after their device presets were checked."""
-    from collapipe_flwr.cluster.local_data import Place
-
-    for index in range(config.run.clusters):
-        place = Place(index=index, count=config.run.clusters)
-        file = clusters[index] if clusters else None
-        _described(config, place, file, 1)
-        yield place, file
 
 
 def _described(

@@ -26,7 +26,8 @@ _ARTEFACTS = ("summary.json", "events.jsonl", "report.html")
 
 def round_event(record: RoundRecord, wall_s: float) -> RoundEvent:
     """The event of a round before its evaluation."""
-    links = record.link_bytes
+    links, incidents = record.link_bytes, tuple(_incidents(record))
+    told = (each for each in incidents if each["kind"] != "quarantined")
     loss = record.train_metrics.get("loss")
     return RoundEvent(
         round_index=record.server_round,
@@ -56,21 +57,13 @@ def round_event(record: RoundRecord, wall_s: float) -> RoundEvent:
         fresh_examples=record.fresh_examples,
         prequential_loss=record.prequential_loss,
         wall_s=wall_s,
-        incidents=tuple(_incidents(record)),
-        failures=(
-            *record.remarks,
-            *(f"{cluster}: {why}" for cluster, why in record.failures.items()),
-            *(
-                f"{name}: {what}"
-                for name, measured in record.telemetry.items()
-                for what in measured.incidents
-            ),
-        ),
+        incidents=incidents,
+        failures=tuple(": ".join(filter(None, (each["cluster"], each["text"]))) for each in told),
     )
 
 
 def _incidents(record: RoundRecord) -> Iterator[dict[str, str]]:
-    """The entries of ``failures`` by kind and cluster, and the quarantined devices."""
+    """What went wrong, by kind and cluster."""
     for text in record.remarks:
         kind = "retry" if text in record.retried else "remark"
         yield incident_json("late" if text in record.joined_late else kind, text)
