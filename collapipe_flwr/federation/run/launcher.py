@@ -69,15 +69,9 @@ class Launch:
     @staticmethod
     def of_json(text: str) -> Launch:
         found = json.loads(text)
-        federation = found["federation_config"]
-        return Launch(
-            app=Path(found["app"]),
-            output_dir=Path(found["output_dir"]),
-            run_name=found["run_name"],
-            run_config=found["run_config"],
-            federation_config=federation and Path(federation),
-            clusters=tuple(map(Path, found["clusters"])),
-        )
+        for name in ("app", "output_dir", "federation_config"):
+            found[name] = found[name] and Path(found[name])
+        return Launch(**{**found, "clusters": tuple(map(Path, found["clusters"]))})
 
 
 def run_app(launch: Launch, look: Callable[[], None]) -> None:
