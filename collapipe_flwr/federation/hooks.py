@@ -212,7 +212,7 @@ class StrategyHooks:
         self.late.keep(self._round, closed.late)
         wanted = 0 if closed.models else 1
         if closed.plan.server_round == self._last_round:
-            wanted = len(self.late.clusters)
+            wanted = len(self.late.nodes)
         self.late.pull(self._grid, within_s=self._timeout_s, wanted=wanted)
         return self.late.join(closed)
 

@@ -51,10 +51,6 @@ class LateUpdates:
         """The nodes that are not asked for anything else."""
         return frozenset(late.sent.node_id for late in self._under_way.values())
 
-    @property
-    def clusters(self) -> frozenset[str]:
-        return frozenset(self._under_way)
-
     def keep(self, opened: OpenRound, late: Collection[Sent]) -> None:
         """Keep waiting for clusters whose round closes without them."""
         for sent in late:

@@ -1,7 +1,19 @@
 """A Flower client that is a cluster: its ClientApp, resident control unit and SuperNode."""
 
+from collections.abc import Mapping
+
+from collapipe_flwr.core.errors import ConfigError
+
 # What `--node-config` may say of a node, besides Flower's own keys:
 CLUSTER_KEY = "cluster"  # the file that lists its devices
 COMPUTE_KEY = "compute"  # the device of its parts
 STATE_KEY = "state-dir"  # the folder of its state between rounds
 CONTROL_UNIT_KEY = "control-unit"  # the socket of its resident control unit
+
+
+def named_path(node_config: Mapping[str, object], key: str, kind: str, default: str = "") -> str:
+    """The path of a file, folder or socket by ``--node-config``; raises ConfigError for others."""
+    found = node_config.get(key, default)
+    if not isinstance(found, str):
+        raise ConfigError(f"node-config {key} must be the path of a {kind}, got {found!r}")
+    return found

@@ -23,7 +23,7 @@ from flwr.app.metadata import Metadata
 
 from collapipe_flwr.core.errors import ConfigError, LinkError, LinkTimeout, ProtocolError
 from collapipe_flwr.federation.bundles import array_records
-from collapipe_flwr.federation.client import CLUSTER_KEY, CONTROL_UNIT_KEY
+from collapipe_flwr.federation.client import CLUSTER_KEY, CONTROL_UNIT_KEY, named_path
 
 log = logging.getLogger("flwr.collapipe")
 VARIABLE = "COLLAPIPE_CONTROL_UNIT"
@@ -50,12 +50,8 @@ def path_for(node_config: Mapping[str, object]) -> Path | None:
     None for an empty name, and for a node without a cluster file that names no control unit. Raises
     ConfigError.
     """
-    named = node_config.get(CONTROL_UNIT_KEY)
-    if named is not None and not isinstance(named, str):
-        raise ConfigError(
-            f"node-config {CONTROL_UNIT_KEY} must be the path of a socket, got {named!r}"
-        )
-    if named is not None:
+    if CONTROL_UNIT_KEY in node_config:
+        named = named_path(node_config, CONTROL_UNIT_KEY, "socket")
         return Path(named).expanduser() if named else None
     return default_path() if CLUSTER_KEY in node_config or VARIABLE in os.environ else None
 

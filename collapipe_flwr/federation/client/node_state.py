@@ -101,13 +101,6 @@ class NodeState:
         return found if isinstance(found, ArrayRecord | ConfigRecord) else None
 
 
-def state_folder(found: object, run_id: str) -> Path | None:
-    """The folder that node-config or run-config name; raises ConfigError if it is no path."""
-    if not isinstance(found, str):
-        raise ConfigError(f"node-config {STATE_KEY} must be the path of a folder: {found!r}")
-    return Path(found).expanduser() if found and run_id else None
-
-
 def recall_optimizer(state: NodeState) -> OptimizerState:
     """The optimizer state of the last accepted round, of embedding and blocks or of a whole model.
 

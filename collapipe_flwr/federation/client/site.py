@@ -18,9 +18,8 @@ from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
 from collapipe_flwr.config.schema import EdgeConfig, WorldConfig
 from collapipe_flwr.core.domain import ClusterProfile
-from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.federation.client import CLUSTER_KEY, COMPUTE_KEY, STATE_KEY
-from collapipe_flwr.federation.client.node_state import NodeState, state_folder
+from collapipe_flwr.federation.client import CLUSTER_KEY, COMPUTE_KEY, STATE_KEY, named_path
+from collapipe_flwr.federation.client.node_state import NodeState
 from collapipe_flwr.federation.records import SplitTask, read_assignment, run_id_of
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.profile import profile_model
@@ -94,14 +93,14 @@ class Site:
         Raises ConfigError if the node's state folder is no path.
         """
         asked, run_id = read_assignment(message.content), run_id_of(message.content)
-        folder = context.node_config.get(STATE_KEY, self.state_dir)
+        folder = named_path(context.node_config, STATE_KEY, "folder", self.state_dir)
         return NodeState(
             records=context.state,
             server_round=asked.server_round,
             progress=asked.progress,
             run_id=run_id,
             index=self.index,
-            state_dir=state_folder(folder, run_id),
+            state_dir=Path(folder).expanduser() if folder and run_id else None,
         )
 
     @property
@@ -157,9 +156,7 @@ class Site:
 
 def cluster_file(node_config: Mapping[str, object]) -> ClusterConfig | None:
     """The cluster named by ``--node-config "cluster='FILE' ..."``; None for a simulated one."""
-    path = node_config.get(CLUSTER_KEY, "")
-    if not isinstance(path, str):
-        raise ConfigError(f"node-config cluster must be the path of a file, got {path!r}")
+    path = named_path(node_config, CLUSTER_KEY, "file")
     return _read(Path(path), _changed(Path(path))) if path else None
 
 
