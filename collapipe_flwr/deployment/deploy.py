@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from collapipe_flwr.cluster.profile import Measurements
 from collapipe_flwr.core.durable import write_text
-from collapipe_flwr.core.errors import CollaPipeError, LinkError
+from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.core.json_codec import from_json
 from collapipe_flwr.deployment import roles, ssh
 from collapipe_flwr.deployment.inventory import (
@@ -110,36 +111,27 @@ class Deployment:
     def _token(self, role: Role, members: int) -> str | None:
         """A token for so many members in a role of its cluster; None if that fails."""
         unit = self.inventory.registrar
-        try:
-            text = self._run(unit, roles.token_script(self.inventory, role, members))
-        except LinkError as error:
-            self._fail(unit, f"token for {role.kind} of {role.cluster}", str(error))
-            return None
-        words = text.split()
-        return words[words.index("join") + 1] if "join" in words[:-1] else None
+        with self._noting(unit, f"token for {role.kind} of {role.cluster}"):
+            words = self._run(unit, roles.token_script(self.inventory, role, members)).split()
+            return words[words.index("join") + 1] if "join" in words[:-1] else None
+        return None
 
     def _check(self) -> None:
         inventory, unit = self.inventory, self.inventory.registrar
-        try:
+        with self._noting(unit, "check"):
             self._run(unit, roles.settling_script(inventory))
             folder = roles.folder_of(inventory.one(CONTROL_UNIT))
             self.ca_pem = self._run(unit, f"cat {folder}/certs/ca.pem")
-        except LinkError as error:
-            self._fail(unit, "check", str(error))
-            return
-        changed = any(result.outcome is Outcome.DID for result in self.results)
-        for machine, role in inventory.control_units:
-            if not self._failed(machine):
-                self._check_one(machine, role, keep=changed)
+            changed = any(result.outcome is Outcome.DID for result in self.results)
+            for machine, role in inventory.control_units:
+                if not self._failed(machine):
+                    with self._noting(machine, "check"):
+                        self._check_one(machine, role, keep=changed)
 
     def _check_one(self, unit: Machine, role: Role, *, keep: bool) -> None:
-        script = roles.check_script(self.inventory, role, keep=keep)
-        try:
-            text = self._run(unit, script)
-            check = from_json(Measurements, text, "what the check measured")
-        except CollaPipeError as error:
-            self._fail(unit, "check", str(error))
-            return
+        """Check a cluster; raises LinkError."""
+        text = self._run(unit, roles.check_script(self.inventory, role, keep=keep))
+        check = from_json(Measurements, text, "what the check measured")
         self.checks.append(check)
         there = {member.name for member in check.members}
         for machine in self._well():
@@ -188,6 +180,14 @@ class Deployment:
 
     def _failed(self, machine: Machine) -> bool:
         return bool(self.of(machine, Outcome.FAILED))
+
+    @contextmanager
+    def _noting(self, machine: Machine, step: str) -> Iterator[None]:
+        """Note a LinkError of the body as a failed step of the machine."""
+        try:
+            yield
+        except LinkError as error:
+            self._fail(machine, step, str(error))
 
     def _fail(self, machine: Machine, step: str, why: str) -> None:
         self._note(Result(machine=machine.name, step=step, outcome=Outcome.FAILED, why=why))

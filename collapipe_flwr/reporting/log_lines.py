@@ -11,7 +11,6 @@ import json
 import sys
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from collapipe_flwr.core.errors import ProtocolError
@@ -21,47 +20,40 @@ _MARK = "collapipe-log "
 _MOST_BYTES = 256 << 20  # of one line, unpacked
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogLine:
+def log_line(kind: str, value: Mapping[str, Any]) -> str:
     """One write: ``kind`` is ``config``, ``anew`` (no events yet), ``event`` or ``summary``."""
+    packed = zlib.compress(json.dumps(value, allow_nan=False).encode())
+    return f"{_MARK}{kind} {base64.b64encode(packed).decode()}"
 
-    kind: str
-    value: Mapping[str, Any]
 
-    def __str__(self) -> str:
-        packed = zlib.compress(json.dumps(self.value, allow_nan=False).encode())
-        return f"{_MARK}{self.kind} {base64.b64encode(packed).decode()}"
-
-    @staticmethod
-    def of_text(line: str) -> LogLine | None:
-        """Parse a line of a log; None for one without the mark, ProtocolError for a damaged one."""
-        _, mark, text = line.partition(_MARK)
-        kind, _, packed = text.strip().partition(" ")
-        if not mark:
-            return None
-        try:
-            unpacking = zlib.decompressobj()
-            unpacked = unpacking.decompress(base64.b64decode(packed, validate=True), _MOST_BYTES)
-            value = json.loads(unpacked)
-        except (ValueError, zlib.error) as error:
-            raise ProtocolError(f"a line of the log is damaged ({error})") from error
-        return LogLine(kind=kind, value=value)
+def parse_line(line: str) -> tuple[str, dict[str, Any]] | None:
+    """Kind and value of a line of a log; None without the mark, ProtocolError for a damaged one."""
+    _, mark, text = line.partition(_MARK)
+    kind, _, packed = text.strip().partition(" ")
+    if not mark:
+        return None
+    try:
+        unpacking = zlib.decompressobj()
+        unpacked = unpacking.decompress(base64.b64decode(packed, validate=True), _MOST_BYTES)
+        return kind, json.loads(unpacked)
+    except (ValueError, zlib.error) as error:
+        raise ProtocolError(f"a line of the log is damaged ({error})") from error
 
 
 def print_line(kind: str, value: Mapping[str, Any]) -> None:
     """Print a line by a single write, as other threads print as well."""
-    sys.stdout.write(f"{LogLine(kind=kind, value=value)}\n")
+    sys.stdout.write(f"{log_line(kind, value)}\n")
     sys.stdout.flush()
 
 
-def replay(line: LogLine, directory: RunDirectory) -> None:
+def replay(kind: str, value: Mapping[str, Any], directory: RunDirectory) -> None:
     """Repeat the write of a line in another directory."""
-    match line.kind:
+    match kind:
         case "config":
-            directory.write_config(line.value)
+            directory.write_config(value)
         case "anew":
             directory.rewrite_events(())
         case "event":
-            directory.append_event(line.value)
+            directory.append_event(value)
         case "summary":
-            directory.write_summary(line.value)
+            directory.write_summary(value)

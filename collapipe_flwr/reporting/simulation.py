@@ -24,7 +24,6 @@ from collapipe_flwr.simulation.setting import Setting
 from collapipe_flwr.simulation.simulate import FACTORS, OURS, Simulation, penalty_sweep, simulate
 from collapipe_flwr.simulation.summary import (
     Json,
-    Summary,
     bound_summary,
     comparison,
     simulation_json,
@@ -91,7 +90,18 @@ def policy_table(simulation: Simulation) -> Table:
     where = f"{setting.rounds} rounds, {len(setting.seeds)} seeds, budget {setting.budget}"
     table = number_table(f"scheduler only, no training: {where}", ("policy",), COLUMNS)
     for row in summaries(simulation):
-        table.add_row(row.policy if row.keeps_budgets else f"{row.policy} *", *_cells(row))
+        hours = row.time_to_target_s / 3600
+        table.add_row(
+            row.policy if row.keeps_budgets else f"{row.policy} *",
+            f"{row.latency_s['mean']:.1f}",
+            f"{row.latency_s['p95']:.1f}",
+            f"{row.compute_efficiency:.3f}",
+            f"{row.busy_share:.3f}",
+            f"{row.peak_device_memory_bytes / 2**20:.0f}",
+            f"{row.energy_over_budget_max:.3f}",
+            f"{hours:.1f}" if isfinite(hours) else "never",
+            f"{1e3 * row.decision_s['median']:.1f}",
+        )
     for result in simulation.policies:
         if result.refusal is not None:
             table.add_row(result.policy, "refused", *["-"] * (len(COLUMNS) - 1))
@@ -126,20 +136,6 @@ def codec_lines(simulation: Simulation) -> list[str]:
         counts = ", ".join(f"{name} {found[name]}" for name in CODECS if found[name])
         lines += [f"codecs of {result.policy}: {counts} hops"] if counts else []
     return lines
-
-
-def _cells(row: Summary) -> list[str]:
-    hours = row.time_to_target_s / 3600
-    return [
-        f"{row.latency_s['mean']:.1f}",
-        f"{row.latency_s['p95']:.1f}",
-        f"{row.compute_efficiency:.3f}",
-        f"{row.busy_share:.3f}",
-        f"{row.peak_device_memory_bytes / 2**20:.0f}",
-        f"{row.energy_over_budget_max:.3f}",
-        f"{hours:.1f}" if isfinite(hours) else "never",
-        f"{1e3 * row.decision_s['median']:.1f}",
-    ]
 
 
 def claims_table(claims: Mapping[str, Json]) -> Table:

@@ -18,7 +18,7 @@ from typing import Any
 
 from collapipe_flwr.core.errors import ConfigError, ProtocolError, require
 from collapipe_flwr.core.processes import keeping, meanwhile
-from collapipe_flwr.reporting.log_lines import LogLine, replay
+from collapipe_flwr.reporting.log_lines import parse_line, replay
 from collapipe_flwr.reporting.run_directory import RunDirectory, read_config, read_summary_head
 from collapipe_flwr.reporting.run_lock import writing
 
@@ -94,13 +94,13 @@ class SuperLinkRun:
 
     def _take(self, text: str) -> None:
         try:
-            line = LogLine.of_text(text)
+            line = parse_line(text)
         except ProtocolError:
             return  # a damaged line; a summary follows each round
-        if line is None or (line.kind == "config" and read_config(self.run_dir) is not None):
+        if line is None or (line[0] == "config" and read_config(self.run_dir) is not None):
             return
-        replay(line, self._directory)
-        if line.kind == "config":
+        replay(*line, self._directory)
+        if line[0] == "config":
             self._lock.enter_context(writing(self.run_dir))
 
     def _close(self, run: dict[str, Any]) -> None:

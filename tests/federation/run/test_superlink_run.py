@@ -15,7 +15,7 @@ from collapipe_flwr.federation.run import superlink_run
 from collapipe_flwr.federation.run.superlink_run import SuperLinkRun
 from collapipe_flwr.reporting.live.feed import Feed
 from collapipe_flwr.reporting.live.state import Place
-from collapipe_flwr.reporting.log_lines import LogLine, print_line, replay
+from collapipe_flwr.reporting.log_lines import log_line, parse_line, print_line, replay
 from collapipe_flwr.reporting.run_directory import EVENTS, RunDirectory, read_summary_head
 from tests.reporting.made_up_runs import MadeUpRun
 
@@ -137,15 +137,15 @@ def test_what_flower_refuses_is_passed_on(tmp_path: Path, flwr: FakeFlwr) -> Non
 
 
 def test_damaged_lines_are_recognized_and_those_of_others_are_none() -> None:
-    line = str(LogLine(kind="event", value={"round_index": 3}))
-    assert LogLine.of_text(f"{line}\n") == LogLine(kind="event", value={"round_index": 3})
-    assert LogLine.of_text("round 3/12\n") is None
+    line = log_line("event", {"round_index": 3})
+    assert parse_line(f"{line}\n") == ("event", {"round_index": 3})
+    assert parse_line("round 3/12\n") is None
     for damaged in (line[:-7], line.replace("event ", "event !"), "collapipe-log event"):
         with pytest.raises(ProtocolError):
-            LogLine.of_text(damaged)
+            parse_line(damaged)
 
 
 def test_lines_of_a_later_version_are_passed_over(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
-    replay(LogLine(kind="later", value={}), directory)
+    replay("later", {}, directory)
     assert list(directory.path.iterdir()) == []
