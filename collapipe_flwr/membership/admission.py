@@ -27,14 +27,7 @@ from collapipe_flwr.membership.figures import note_figures
 from collapipe_flwr.membership.registry import Registry, hosts_of, member_in
 from collapipe_flwr.membership.tokens import JoinRefused, TokenUse
 from collapipe_flwr.simulation.devices import device_preset
-from collapipe_flwr.transport.joining import (
-    JOIN,
-    JoinAnswer,
-    JoinRequest,
-    key_in_certificate,
-    key_in_request,
-    public_bytes,
-)
+from collapipe_flwr.transport import joining
 from collapipe_flwr.transport.methods import decode_message, encode_message
 from collapipe_flwr.transport.server import Server, only_message
 from collapipe_flwr.transport.tls import fingerprint
@@ -47,15 +40,15 @@ CLOCKS_DIFFER_S = 12 * 3600.0  # certificates hold from a day before they were m
 
 
 def admit(
-    registry: Registry, request: JoinRequest, clock: Callable[[], float] = time.time
-) -> JoinAnswer:
+    registry: Registry, request: joining.JoinRequest, clock: Callable[[], float] = time.time
+) -> joining.JoinAnswer:
     """Make the bearer of a token a member. Raises JoinRefused, with a sentence for its screen."""
-    key = key_in_request(request.request_pem)
+    key = joining.key_in_request(request.request_pem)
     try:
         secret = bytes.fromhex(request.secret)
     except ValueError as error:
         raise JoinRefused("the token is malformed: copy it again") from error
-    use = TokenUse(name=request.name, key=sha256(public_bytes(key)).hexdigest())
+    use = TokenUse(name=request.name, key=sha256(joining.public_bytes(key)).hexdigest())
     now_s = clock()
     if not abs(request.unix_s - now_s) <= CLOCKS_DIFFER_S:
         raise JoinRefused(
@@ -82,7 +75,7 @@ def admit(
                 config = registry.admit(config, token.role, member)
         except ConfigError as error:
             raise JoinRefused(str(error)) from error
-        return JoinAnswer(
+        return joining.JoinAnswer(
             cluster_id=config.id,
             role=token.role.value,
             certificate_pem=certificate.decode(),
@@ -90,7 +83,7 @@ def admit(
         )
 
 
-def _member(request: JoinRequest) -> MemberConfig:
+def _member(request: joining.JoinRequest) -> MemberConfig:
     """The newcomer as the roster will list it."""
     kind = request.kind or MemberConfig().kind
     member = MemberConfig(name=request.name, address=request.address, kind=kind)
@@ -117,10 +110,10 @@ def _certificate(
 
     Raises JoinRefused if another member has the name, the role or the address.
     """
-    before, key_bytes = _registered(config, role, member.name), public_bytes(key)
+    before, key_bytes = _registered(config, role, member.name), joining.public_bytes(key)
     kept = registry.certified(member.name)
     if before is not None and before.fingerprint:
-        if kept is None or key_in_certificate(kept) != key_bytes:
+        if kept is None or joining.key_in_certificate(kept) != key_bytes:
             raise JoinRefused(
                 f"{member.name} is a member of {config.id} already, with another key: choose "
                 f"another name with --name, or first `collapipe cluster remove {member.name}`"
@@ -201,7 +194,7 @@ class JoiningService(Server):
         self._attempts = Attempts()
         super().__init__(
             listen,
-            {JOIN: self._join},
+            {joining.JOIN: self._join},
             threads=_AT_ONCE,
             most_calls=2 * _AT_ONCE,
             tls=registry.service_files(),
@@ -218,7 +211,7 @@ class JoiningService(Server):
             data = only_message(messages, context)
             if len(data) > MESSAGE_BYTES:
                 raise ProtocolError(f"a request of {len(data)} bytes is too long")
-            request = decode_message(JoinRequest, data)
+            request = decode_message(joining.JoinRequest, data)
             answer = admit(self._registry, request)
         except JoinRefused as error:
             self._refuse(context, host, grpc.StatusCode.FAILED_PRECONDITION, str(error))

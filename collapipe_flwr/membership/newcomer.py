@@ -29,16 +29,8 @@ from collapipe_flwr.core.errors import ConfigError, ProtocolError
 from collapipe_flwr.core.links import TlsFiles, host_and_port
 from collapipe_flwr.membership.figures import add_figures
 from collapipe_flwr.membership.tokens import JoinToken
+from collapipe_flwr.transport import joining
 from collapipe_flwr.transport.connection import Connection
-from collapipe_flwr.transport.joining import (
-    JOIN,
-    JoinAnswer,
-    JoinRequest,
-    check_signed,
-    own_key,
-    pinned_ca,
-    request_for,
-)
 from collapipe_flwr.transport.roster import check_roster
 from collapipe_flwr.transport.tls import check_validity, fingerprint
 
@@ -168,17 +160,17 @@ def join(
     if not MEMBER_NAME.holds(newcomer.name):
         raise ConfigError(f"--name {MEMBER_NAME.says}, got {newcomer.name[:80]!r}")
     address = address or token.address
-    ca_pem = pinned_ca(address, token.pin, _DEADLINE_S)
+    ca_pem = joining.pinned_ca(address, token.pin, _DEADLINE_S)
     own_folder(newcomer.folder, "--folder")
     own_folder(newcomer.ca.parent, "--folder")
     check_validity("of the control unit's CA", ca_pem, datetime.now(UTC))
     write_file(newcomer.ca, lambda path: path.write_bytes(ca_pem))
-    key = own_key(newcomer.own("key"))
+    key = joining.own_key(newcomer.own("key"))
     measured = measure(newcomer.name) if measure else Measured(name=newcomer.name)
-    request = JoinRequest(
+    request = joining.JoinRequest(
         secret=token.secret.hex(),
         name=newcomer.name,
-        request_pem=request_for(newcomer.name, key),
+        request_pem=joining.request_for(newcomer.name, key),
         unix_s=time.time(),
         address=newcomer.address,
         kind=newcomer.kind,
@@ -193,8 +185,8 @@ def join(
         certificate_name=SERVICE_NAME,  # proved under the pinned CA
         deadline_s=_DEADLINE_S,
     ) as connection:
-        answer = connection.call(JOIN, request, JoinAnswer)
-    check_signed(answer.certificate_pem, newcomer.name, key, ca_pem)
+        answer = connection.call(joining.JOIN, request, joining.JoinAnswer)
+    joining.check_signed(answer.certificate_pem, newcomer.name, key, ca_pem)
     check_roster(answer.roster, newcomer.ca)
     return _settle(newcomer, answer)
 
@@ -206,7 +198,7 @@ def forget(newcomer: Newcomer) -> None:
         remove(newcomer.own("key"))
 
 
-def _settle(newcomer: Newcomer, answer: JoinAnswer) -> Membership:
+def _settle(newcomer: Newcomer, answer: joining.JoinAnswer) -> Membership:
     """Write the files that came back; the cluster file last."""
     path = newcomer.folder / f"{answer.cluster_id}.toml"
     try:

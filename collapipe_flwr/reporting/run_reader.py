@@ -8,16 +8,8 @@ from typing import Any, BinaryIO
 
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.core.json_codec import plain
+from collapipe_flwr.reporting import run_directory
 from collapipe_flwr.reporting.progress import read_progress
-from collapipe_flwr.reporting.run_directory import (
-    EVENTS,
-    events_bytes,
-    newest_event,
-    parse_event,
-    read_config,
-    read_summary_head,
-    summary_stamp,
-)
 from collapipe_flwr.reporting.run_lock import as_it_is
 
 Json = dict[str, Any]
@@ -35,7 +27,7 @@ class EventTail:
 
     def __init__(self, run_dir: Path) -> None:
         self.generation = 0
-        self._path = run_dir / EVENTS
+        self._path = run_dir / run_directory.EVENTS
         self._inode = 0
         self.place, self._number, self._mark = 0, 0, b""
 
@@ -62,7 +54,7 @@ class EventTail:
             self.place += len(line)
             self._mark = (self._mark + line)[-_MARK_BYTES:]
             self._number += 1
-            events.append(parse_event(self._path, self._number, line))
+            events.append(run_directory.parse_event(self._path, self._number, line))
         return events
 
     def _continues(self, file: BinaryIO) -> bool:
@@ -100,10 +92,11 @@ class RunReader:
         self.events, self.newest = [], None
         try:
             if self._broken is None:
-                if (stamp := summary_stamp(self.run_dir)) != self._stamp:
-                    self._stamp, self.summary = stamp, read_summary_head(self.run_dir) or {}
+                if (stamp := run_directory.summary_stamp(self.run_dir)) != self._stamp:
+                    self._stamp = stamp
+                    self.summary = run_directory.read_summary_head(self.run_dir) or {}
                 if self._config is None:
-                    self._config = read_config(self.run_dir)
+                    self._config = run_directory.read_config(self.run_dir)
                 self.events = self._tail.new(_ABOUT_BYTES)
                 self.newest = self._newest()
         except RunError as error:
@@ -114,10 +107,10 @@ class RunReader:
 
     def _newest(self) -> Json | None:
         """The last round if much is left to read before it and it has changed."""
-        size = events_bytes(self.run_dir)
+        size = run_directory.events_bytes(self.run_dir)
         grown, self._size = size != self._size, size
         behind = size - self._tail.place > _ABOUT_BYTES
-        return newest_event(self.run_dir) if grown and behind else None
+        return run_directory.newest_event(self.run_dir) if grown and behind else None
 
     def _head(self) -> Json:
         """Short values of the summary, or their defaults before there is one."""

@@ -16,16 +16,11 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
+from collapipe_flwr.reporting import run_directory
 from collapipe_flwr.reporting.bars import Bars
 from collapipe_flwr.reporting.console import RoundPrinter, summary_table
 from collapipe_flwr.reporting.events import RoundEvent
 from collapipe_flwr.reporting.progress import RunProgress, read_progress
-from collapipe_flwr.reporting.run_directory import (
-    LOG,
-    newest_checkpoint,
-    read_summary,
-    summary_stamp,
-)
 from collapipe_flwr.reporting.run_reader import EventTail
 
 _SCREEN = 80  # columns
@@ -87,13 +82,14 @@ class Follower:
         self._run_dir = run_dir
         self._screen = screen
         self._began_s = time.time()  # older progress is of an earlier attempt
-        self._last = newest_checkpoint(run_dir)
-        self._stamp = summary_stamp(run_dir)
+        self._last = run_directory.newest_checkpoint(run_dir)
+        self._stamp = run_directory.summary_stamp(run_dir)
         self._events = EventTail(run_dir)
-        self._notes = set((read_summary(run_dir) or {}).get("notes", ()))  # of earlier attempts
+        summary = run_directory.read_summary(run_dir) or {}
+        self._notes = set(summary.get("notes", ()))  # of earlier attempts
         self._untrained = bool(self._last)  # resumed: it was shown before
         self._shown: RunProgress | None = None
-        log = run_dir / LOG
+        log = run_dir / run_directory.LOG
         self._log_place = log.stat().st_size if log.exists() else 0
 
     def look(self) -> None:
@@ -101,7 +97,7 @@ class Follower:
         if self._screen.verbose:
             self._pass_on_log()
             return
-        if (stamp := summary_stamp(self._run_dir)) != self._stamp:
+        if (stamp := run_directory.summary_stamp(self._run_dir)) != self._stamp:
             self._stamp = stamp
             self._show_rounds()
         progress = read_progress(self._run_dir)
@@ -114,7 +110,7 @@ class Follower:
             self._screen.show_progress(self._shown)
 
     def _show_rounds(self) -> None:
-        summary = read_summary(self._run_dir) or {}
+        summary = run_directory.read_summary(self._run_dir) or {}
         self._screen.rounds = summary.get("rounds_asked")
         for note in summary.get("notes", ()):
             if note not in self._notes:
@@ -129,7 +125,7 @@ class Follower:
                 self._screen.show(RoundEvent.of_json(event))
 
     def _pass_on_log(self) -> None:
-        log = self._run_dir / LOG
+        log = self._run_dir / run_directory.LOG
         if log.exists():
             with log.open("rb") as file:
                 file.seek(self._log_place)

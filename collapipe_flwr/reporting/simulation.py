@@ -19,16 +19,10 @@ from collapipe_flwr.core.errors import require
 from collapipe_flwr.core.links import CODECS
 from collapipe_flwr.reporting.output import number_table, prepare, progress, write_json
 from collapipe_flwr.reporting.simulation_figures import save_figures
+from collapipe_flwr.simulation import summary
 from collapipe_flwr.simulation.score import Score
 from collapipe_flwr.simulation.setting import Setting
 from collapipe_flwr.simulation.simulate import FACTORS, OURS, Simulation, penalty_sweep, simulate
-from collapipe_flwr.simulation.summary import (
-    Json,
-    bound_summary,
-    comparison,
-    simulation_json,
-    summaries,
-)
 
 COLUMNS = (
     "latency\ns",
@@ -67,10 +61,10 @@ def run_simulation(
     refusals = [f"{p.policy}: {p.refusal}" for p in simulation.policies if p.refusal is not None]
     for sentence in (*bound_lines(simulation), *codec_lines(simulation), *refusals):
         console.print(sentence, markup=False)
-    compared = comparison(simulation)
+    compared = summary.comparison(simulation)
     if compared is not None:
-        console.print(claims_table(cast("dict[str, Json]", compared["claims"])))
-    write_json(json_file, simulation_json(simulation))
+        console.print(claims_table(cast("dict[str, summary.Json]", compared["claims"])))
+    write_json(json_file, summary.simulation_json(simulation))
     if plot_dir is not None:
         for path in save_figures(simulation, _tradeoff(simulation), plot_dir):
             console.print(str(path), markup=False, soft_wrap=True)
@@ -89,7 +83,7 @@ def policy_table(simulation: Simulation) -> Table:
     setting = simulation.setting
     where = f"{setting.rounds} rounds, {len(setting.seeds)} seeds, budget {setting.budget}"
     table = number_table(f"scheduler only, no training: {where}", ("policy",), COLUMNS)
-    for row in summaries(simulation):
+    for row in summary.summaries(simulation):
         hours = row.time_to_target_s / 3600
         table.add_row(
             row.policy if row.keeps_budgets else f"{row.policy} *",
@@ -110,7 +104,7 @@ def policy_table(simulation: Simulation) -> Table:
 
 def bound_lines(simulation: Simulation) -> list[str]:
     """The bound of any pipeline, the distance of our policy from it, and a note on budgets."""
-    rows, bound = summaries(simulation), bound_summary(simulation)
+    rows, bound = summary.summaries(simulation), summary.bound_summary(simulation)
     lines = [
         f"No plan within budgets takes less than {bound.latency_in_budget_s:.1f} s a round on "
         f"average or is more efficient than {bound.compute_efficiency:.3f}; without budgets, "
@@ -138,7 +132,7 @@ def codec_lines(simulation: Simulation) -> list[str]:
     return lines
 
 
-def claims_table(claims: Mapping[str, Json]) -> Table:
+def claims_table(claims: Mapping[str, summary.Json]) -> Table:
     """Claims, results, and what a plan at the bound would reach."""
     table = Table(title="dssda against the baselines", title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("claim", "needed", "seen", "possible", ""):

@@ -19,6 +19,7 @@ from collapipe_flwr.core.errors import (
     require,
     unexpected_as_run_error,
 )
+from collapipe_flwr.reporting import run_directory
 from collapipe_flwr.reporting.report.charts import Section, counted
 from collapipe_flwr.reporting.report.energy import compared_energy, energy
 from collapipe_flwr.reporting.report.learning import compared_learning, learning
@@ -37,12 +38,6 @@ from collapipe_flwr.reporting.report.run_data import RunData, read_run
 from collapipe_flwr.reporting.report.steps import steps
 from collapipe_flwr.reporting.report.template import CSS, PAGE, SCRIPT, SECTION
 from collapipe_flwr.reporting.report.times import compared_times, times
-from collapipe_flwr.reporting.run_directory import (
-    MANY_BYTES,
-    events_bytes,
-    labelled_run,
-    summary_stamp,
-)
 
 if TYPE_CHECKING:  # jinja2 is an optional extra
     from jinja2 import Environment
@@ -155,7 +150,7 @@ def write_reports(sources: Sequence[str], output: Path | None) -> Path:
     Raises ConfigError for a folder of no run or a missing extra.
     """
     require_report()
-    runs = [labelled_run(source) for source in sources]
+    runs = [run_directory.labelled_run(source) for source in sources]
     if len(runs) == 1:
         ((name, folder),) = runs
         return write_run_report(folder, output, name)
@@ -185,7 +180,7 @@ def closing_report(run_dir: Path, name: str = "", *, hasty: bool = False) -> str
     ``hasty`` end makes no report of many events.
     """
     name = name or str(run_dir)
-    if hasty and events_bytes(run_dir) > MANY_BYTES:
+    if hasty and run_directory.events_bytes(run_dir) > run_directory.MANY_BYTES:
         return f"no report yet: `collapipe report {name}` makes it"
     if not has_report(run_dir):
         try:
@@ -198,5 +193,5 @@ def closing_report(run_dir: Path, name: str = "", *, hasty: bool = False) -> str
 
 def has_report(run_dir: Path) -> bool:
     """Whether there is one newer than the summary."""
-    path, stamp = run_dir / REPORT, summary_stamp(run_dir)
+    path, stamp = run_dir / REPORT, run_directory.summary_stamp(run_dir)
     return stamp is not None and path.exists() and path.stat().st_mtime_ns >= stamp[1]

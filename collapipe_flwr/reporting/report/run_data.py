@@ -13,14 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from collapipe_flwr.reporting import run_directory
 from collapipe_flwr.reporting.events import holders
 from collapipe_flwr.reporting.report.series import Series
-from collapipe_flwr.reporting.run_directory import (
-    iter_events,
-    read_config,
-    read_summary,
-    untrained_metrics,
-)
 
 Json = Mapping[str, Any]
 Placed = tuple[str, int, int]  # device, first block, stop block
@@ -123,7 +118,7 @@ class RunData:
     @property
     def untrained(self) -> Mapping[str, float]:
         """Metrics before the first round, as far as they are known."""
-        return untrained_metrics(self.summary)
+        return run_directory.untrained_metrics(self.summary)
 
     @property
     def budget_j(self) -> Mapping[str, float | None]:
@@ -235,7 +230,8 @@ def incidents_of(event: Json) -> list[Incident]:
 
 def read_run(run_dir: Path, name: str = "") -> RunData:
     """The rounds of a run directory so far; raises RunError for a damaged file."""
-    data = RunData(name or run_dir.resolve().name, read_summary(run_dir), read_config(run_dir))
-    for event in iter_events(run_dir):
+    summary, config = run_directory.read_summary(run_dir), run_directory.read_config(run_dir)
+    data = RunData(name or run_dir.resolve().name, summary, config)
+    for event in run_directory.iter_events(run_dir):
         data.add(event)
     return data
