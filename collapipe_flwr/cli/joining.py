@@ -49,28 +49,22 @@ def join(
     The board makes its own key, which never leaves it, measures its speed, and gets its certificate
     and the cluster file. A board that has joined just starts its daemon.
     """
-    from collapipe_flwr.membership.newcomer import (
-        Newcomer,
-        default_name,
-        forget,
-        kind_here,
-        membership_of,
-    )
+    from collapipe_flwr.membership import newcomer as here
     from collapipe_flwr.membership.registry import default_folder
     from collapipe_flwr.membership.tokens import parse_token
 
     if service is not None:
         check_manager(service)
     known = parse_token(sys.stdin.readline() if token == "-" else token)
-    newcomer = Newcomer(
+    newcomer = here.Newcomer(
         folder=folder or default_folder(),
-        name=name or default_name(known.role, known.cluster_id),
+        name=name or here.default_name(known.role, known.cluster_id),
         address=address,
-        kind=kind or kind_here(),
+        kind=kind or here.kind_here(),
     )
     if again:
-        forget(newcomer)
-    found = membership_of(newcomer, known.pin)
+        here.forget(newcomer)
+    found = here.membership_of(newcomer, known.pin)
     if found is None:
         found = _join(known, newcomer, discover)
         typer.echo(f"{found.name} joined {found.cluster.id} as {found.role.value}")

@@ -13,14 +13,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from collapipe_flwr.config import parsing
 from collapipe_flwr.config.cluster_file import MEMBER_NAME
-from collapipe_flwr.config.parsing import (
-    flatten_section,
-    parse_section,
-    parse_table,
-    read_toml,
-    refuse_unknown,
-)
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import between, inline, key, matches
 
@@ -134,7 +128,7 @@ class _Top:
 
 def read_inventory(path: Path) -> Inventory:
     """The inventory in a TOML file; raises ConfigError that names file, key and value."""
-    values = read_toml(path, f"inventory {path}")
+    values = parsing.read_toml(path, f"inventory {path}")
     try:
         return _parsed(values, path.resolve().parent)
     except ConfigError as error:
@@ -143,10 +137,10 @@ def read_inventory(path: Path) -> Inventory:
 
 def _parsed(values: Mapping[str, Any], folder: Path) -> Inventory:
     plain = {k: v for k, v in values.items() if not isinstance(v, dict | list) and k != _CLUSTER}
-    shared = {*flatten_section(_Top(), ""), *flatten_section(Access(), "")}
-    refuse_unknown(values, {*shared, CONTROL_UNIT, EDGE, SERVER, DEVICE}, "key")
-    top = parse_section(_Top(), "", plain)
-    common = parse_section(Access(), "", plain)
+    shared = {*parsing.flatten_section(_Top(), ""), *parsing.flatten_section(Access(), "")}
+    parsing.refuse_unknown(values, {*shared, CONTROL_UNIT, EDGE, SERVER, DEVICE}, "key")
+    top = parsing.parse_section(_Top(), "", plain)
+    common = parsing.parse_section(Access(), "", plain)
     roles = list(_roles(values))
     machines = tuple(_machines(roles, common, folder))
     config = folder / top.ssh_config if top.ssh_config else None
@@ -161,12 +155,12 @@ def _roles(values: Mapping[str, Any]) -> Iterable[Role]:
     shared: tuple[str, ...] = (EDGE, SERVER)
     for cluster, prefix, own in _clusters(values):
         blank = Role(kind=CONTROL_UNIT, cluster=cluster)
-        unit = parse_table(blank, prefix + CONTROL_UNIT, own.get(CONTROL_UNIT, {}))
+        unit = parsing.parse_table(blank, prefix + CONTROL_UNIT, own.get(CONTROL_UNIT, {}))
         if not unit.host:
             raise ConfigError(f"{prefix}{CONTROL_UNIT}.host is missing: say where ssh finds it")
         yield replace(unit, name=f"cu-{cluster}")
         for kind in shared:
-            found = parse_table(replace(blank, kind=kind), kind, values.get(kind, {}))
+            found = parsing.parse_table(replace(blank, kind=kind), kind, values.get(kind, {}))
             yield replace(found, name=kind, host=found.host or unit.host)
         shared = ()
         yield from _devices(own, prefix, replace(blank, kind=DEVICE))
@@ -176,7 +170,7 @@ def _clusters(values: Mapping[str, Any]) -> Iterable[tuple[str, str, Mapping[str
     """Name, prefix of its keys, and tables of each cluster."""
     several = values.get(_CLUSTER, "")
     if not isinstance(several, list):
-        yield parse_section(_Top(), "", {_CLUSTER: several}).cluster, "", values
+        yield parsing.parse_section(_Top(), "", {_CLUSTER: several}).cluster, "", values
         return
     for kind in (CONTROL_UNIT, DEVICE):
         if kind in values:
@@ -186,8 +180,8 @@ def _clusters(values: Mapping[str, Any]) -> Iterable[tuple[str, str, Mapping[str
         prefix = f"{_CLUSTER}[{number}]."
         if not isinstance(own, Mapping):
             raise ConfigError(f"{_CLUSTER}[{number}] must be a table, [[cluster]], got {own!r}")
-        refuse_unknown(own, {"name", CONTROL_UNIT, DEVICE}, f"key of {_CLUSTER}[{number}]")
-        name = parse_section(_Top(), prefix, {f"{prefix}{_CLUSTER}": own.get("name", "")})
+        parsing.refuse_unknown(own, {"name", CONTROL_UNIT, DEVICE}, f"key of {_CLUSTER}[{number}]")
+        name = parsing.parse_section(_Top(), prefix, {f"{prefix}{_CLUSTER}": own.get("name", "")})
         if name.cluster.casefold() in seen:
             raise ConfigError(f"two clusters are called {name.cluster!r}: names must differ")
         seen.add(name.cluster.casefold())
@@ -203,7 +197,7 @@ def _devices(values: Mapping[str, Any], prefix: str, blank: Role) -> Iterable[Ro
         raise ConfigError(f"at least one {head} table with a name and a host is needed")
     for number, table in enumerate(devices, start=1):
         where = f"{prefix}{DEVICE}[{number}]"
-        device = parse_table(blank, where, table)
+        device = parsing.parse_table(blank, where, table)
         for what in ("name", "host"):
             if not getattr(device, what):
                 raise ConfigError(f"{where}.{what} is missing")
