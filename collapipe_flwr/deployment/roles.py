@@ -124,16 +124,20 @@ def _wheel(machine: Machine) -> Step:
     wheel = Path(access.wheel).read_bytes()
     constraints = _constraints(Path(access.constraints)).encode() if access.constraints else b""
     extras = "[flower,data,metrics]" if machine.with_flower else ""
-    urls = [urlsplit(url) for url in (access.index, access.extra_index, access.find_links)]
-    indexes = [
-        *(("--index-url", access.index) if access.index else ()),
-        *(("--extra-index-url", access.extra_index) if access.extra_index else ()),
-        *(("--find-links", access.find_links) if access.find_links else ()),
-        *(("--no-index",) if access.find_links and not access.index else ()),
-        # pip does not trust http otherwise.
-        *(f"--trusted-host={h}" for h in sorted({u.netloc for u in urls if u.scheme == "http"})),
-    ]
-    options = shlex.join([*indexes, *(("-c", "constraints.txt") if constraints else ())])
+    urls = {
+        "--index-url": access.index,
+        "--extra-index-url": access.extra_index,
+        "--find-links": access.find_links,
+    }
+    plain = {urlsplit(url).netloc for url in urls.values() if url.startswith("http://")}
+    options = shlex.join(
+        [
+            *(word for option, url in urls.items() if url for word in (option, url)),
+            *(("--no-index",) if access.find_links and not access.index else ()),
+            *(f"--trusted-host={host}" for host in sorted(plain)),  # or pip would not trust http
+            *(("-c", "constraints.txt") if constraints else ()),
+        ]
+    )
     said = (wheel, constraints, extras.encode(), options.encode(), access.python.encode())
     mark = hashlib.sha256(b"\0".join(said)).hexdigest()
     pip = f"{OPT}/venv/bin/pip --disable-pip-version-check install --quiet"

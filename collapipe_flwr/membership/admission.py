@@ -120,7 +120,7 @@ def _certificate(
             )
         if before.address == member.address:
             return kept
-    if not (before and before.fingerprint) and registry.was_removed(member.name, key_bytes):
+    elif registry.was_removed(member.name, key_bytes):
         raise JoinRefused(
             f"{member.name} was removed from {config.id}, and its key with it: join with --again, "
             "which makes another key"

@@ -30,7 +30,7 @@ class Bars:
         self._begun_s: dict[str, float] = {}  # when a cluster was last seen idle
 
     def show(self, progress: RunProgress | None) -> None:
-        """Render this from now on; None: nothing."""
+        """Render ``progress`` from now on; None renders nothing."""
         before = self._progress
         if progress is None or before is None or progress.since_s != before.since_s:
             self._begun_s = {}
