@@ -74,7 +74,7 @@ def draw_curves(axes: Axes, curves: Sequence[Curve]) -> None:
 
 
 def _covers(curves: Sequence[Mapping[float, float]]) -> list[int]:
-    """For each curve (heights by x), the number of later ones that nearly coincide at most points."""
+    """For each curve (heights by x), the number of later ones close to it at most points."""
     heights = [y for curve in curves for y in curve.values()]
     near = _NEAR * (max(heights, default=0.0) - min(heights, default=0.0))
 
