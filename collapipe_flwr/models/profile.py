@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -25,7 +25,7 @@ from collapipe_flwr.core.domain import BlockCost, ModelProfile
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.discovery import VALUES_ASKED, shapes_only
-from collapipe_flwr.models.part import Part, Weights
+from collapipe_flwr.models.part import Part
 from collapipe_flwr.models.spec import BatchShape, ModuleSpec
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.tasks import numbers_of, scores_of
@@ -70,19 +70,32 @@ def _profile(splitter: AnySplitter, shape: BatchShape, optimizer_bytes: StateByt
     embedding = splitter.build_embedding(weights)
     hidden_BTD, context = splitter.embed(embedding, weights, batch)
     edge = splitter.build_edge(weights)
-    blocks, behind_BTD = _block_costs(splitter, weights, hidden_BTD, context, optimizer_bytes)
-    costs = (
-        _cost(embedding, lambda: embedding(batch), optimizer_bytes),
-        *blocks,
-        _cost(
-            edge,
-            lambda: _numbers(edge.outputs(_leaf(behind_BTD), context)),
-            optimizer_bytes,
-            sends=False,
+    measure = partial(_cost, optimizer_bytes=optimizer_bytes, examples=examples)
+    known: dict[object, BlockCost] = {}
+    blocks = []
+    for index in range(splitter.num_blocks):
+        held = {key: splitter.shapes[key] for key in splitter.held_keys(index)}
+        trained = {
+            key: size
+            for key, size in held.items()
+            if key not in splitter.constant_keys and size[1].is_floating_point  # no counter
+        }
+        with unset_fake_temporarily():
+            state_bytes = optimizer_bytes(trained)
+        kind = (hidden_BTD.requires_grad, tuple(held.values()), state_bytes)
+        if kind not in known:  # else it costs the same
+            block = splitter.build_segment(index, index + 1, weights)
+            known[kind] = measure(block, partial(block, _leaf(hidden_BTD), context))
+            learns = hidden_BTD.requires_grad or any(p.requires_grad for p in block.parameters())
+            hidden_BTD = hidden_BTD.detach().requires_grad_(learns)
+        blocks.append(known[kind])
+    return ModelProfile(
+        embedding=measure(embedding, lambda: embedding(batch)),
+        blocks=tuple(blocks),
+        decoder=measure(
+            edge, lambda: _numbers(edge.outputs(_leaf(hidden_BTD), context)), sends=False
         ),
     )
-    first, *middle, last = (_per_example(cost, examples) for cost in costs)
-    return ModelProfile(embedding=first, blocks=tuple(middle), decoder=last)
 
 
 def _numbers(outputs: Any) -> Tensor:
@@ -95,50 +108,13 @@ def _numbers(outputs: Any) -> Tensor:
     return found[0] if len(found) == 1 else torch.stack([tensor.sum() for tensor in found])
 
 
-def _per_example(cost: BlockCost, examples: int) -> BlockCost:
-    return replace(
-        cost,
-        forward_flop=cost.forward_flop / examples,
-        backward_flop=cost.backward_flop / examples,
-        stash_bytes=cost.stash_bytes / examples,
-        output_bytes=cost.output_bytes / examples,
-    )
-
-
-def _block_costs(
-    splitter: AnySplitter,
-    weights: Weights,
-    hidden_BTD: Tensor,
-    context: Weights,
-    optimizer_bytes: StateBytes,
-) -> tuple[tuple[BlockCost, ...], Tensor]:
-    """Every block's costs, and hidden states like those behind the last one.
-
-    Blocks with equal tensor shapes and optimizer state cost the same and are measured once.
-    """
-    known: dict[object, BlockCost] = {}
-    costs = []
-    for index in range(splitter.num_blocks):
-        held = {key: splitter.shapes[key] for key in splitter.held_keys(index)}
-        shapes = tuple(held.values())
-        trained = {
-            key: (shape, dtype)
-            for key, (shape, dtype) in held.items()
-            if key not in splitter.constant_keys and dtype.is_floating_point  # no counter
-        }
-        with unset_fake_temporarily():
-            kind = (hidden_BTD.requires_grad, shapes, optimizer_bytes(trained))
-        if kind not in known:
-            block = splitter.build_segment(index, index + 1, weights)
-            known[kind] = _cost(block, partial(block, _leaf(hidden_BTD), context), optimizer_bytes)
-            learns = hidden_BTD.requires_grad or any(p.requires_grad for p in block.parameters())
-            hidden_BTD = hidden_BTD.detach().requires_grad_(learns)
-        costs.append(known[kind])
-    return tuple(costs), hidden_BTD
-
-
 def _cost(
-    part: Part, run: Callable[[], Tensor], optimizer_bytes: StateBytes, *, sends: bool = True
+    part: Part,
+    run: Callable[[], Tensor],
+    *,
+    optimizer_bytes: StateBytes,
+    examples: int,
+    sends: bool = True,
 ) -> BlockCost:
     """The costs of the part, measured by ``run``; its output is sent on if it ``sends``."""
     parameters = list(part.parameters())
@@ -150,12 +126,12 @@ def _cost(
     if not all(parameter.requires_grad for parameter in parameters):
         backward = _backward_flop(run)
     return BlockCost(
-        forward_flop=forward_flop,
-        backward_flop=backward,
+        forward_flop=forward_flop / examples,
+        backward_flop=backward / examples,
         parameter_bytes=sum(tensor.nbytes for tensor in part.state_dict().values()),
         state_bytes=part.held_bytes() + _bytes(trained) + kept,  # gradients are as trained ones
-        stash_bytes=stash_bytes,
-        output_bytes=output.numel() * ACTIVATION_BYTES if sends else 0,
+        stash_bytes=stash_bytes / examples,
+        output_bytes=output.numel() * ACTIVATION_BYTES / examples if sends else 0.0,
     )
 
 
