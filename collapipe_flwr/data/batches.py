@@ -89,20 +89,9 @@ def _dirichlet(examples: Dataset, count: int, by: str, settings: DataConfig) -> 
         ) from error
 
 
-def round_examples(
-    examples: Dataset, *, seed: int, rounds_done: int, cluster_id: int, limit: int
-) -> list[Example]:
-    """The examples of the round after ``rounds_done``: ``limit`` of them (0: all).
-
-    Rounds walk through one shuffled pass after another, so that after any number of rounds two
-    examples have been used equally often or once more; the same holds within each round. Each
-    cluster and pass has its own order. The result depends on the arguments alone, so a resumed
-    run sees what an unbroken one would have seen.
-    """
-    rows = round_rows(
-        len(examples), seed=seed, rounds_done=rounds_done, cluster_id=cluster_id, limit=limit
-    )
-    chosen: list[Example] = examples.select(rows).to_list()
+def round_examples(examples: Dataset, **which: int) -> list[Example]:
+    """The examples of a round; see `round_rows`."""
+    chosen: list[Example] = examples.select(round_rows(len(examples), **which)).to_list()
     return chosen
 
 
@@ -112,7 +101,13 @@ def batches(chosen: Sequence[T], batch_size: int) -> list[list[T]]:
 
 
 def round_rows(size: int, *, seed: int, rounds_done: int, cluster_id: int, limit: int) -> Rows:
-    """The row numbers, out of ``size``, that a cluster uses in the round after ``rounds_done``."""
+    """Out of ``size`` rows, the ``limit`` (0: all) of the round after ``rounds_done``.
+
+    Rounds walk through one shuffled pass after another, so that after any number of rounds two
+    examples have been used equally often or once more; the same holds within each round. Each
+    cluster and pass has its own order. The result depends on the arguments alone, so a resumed
+    run sees what an unbroken one would have seen.
+    """
     limit = limit or size
     epoch, offset = divmod(rounds_done * limit, size)
     begun = _order_of(epoch, size, limit, seed, cluster_id)[offset : offset + limit]
