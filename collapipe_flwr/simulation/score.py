@@ -78,7 +78,7 @@ class Score:
     compute_efficiency: float
     busy_share: float
     peak_device_memory_bytes: int
-    energy_over_budget: float  # worst device: average per round over its budget
+    energy_over_budget_max: float  # worst device: average per round over its budget
     time_to_target_s: float
     fallbacks: int  # rounds whose plan was not the policy's own
     last_plan: Plan
@@ -118,7 +118,7 @@ def score(
         peak_device_memory_bytes=max(
             size for r in rounds for c in r.priced.clusters for size in c.memory_bytes.values()
         ),
-        energy_over_budget=in_budgets({name: j / len(rounds) for name, j in spent_j.items()}),
+        energy_over_budget_max=in_budgets({name: j / len(rounds) for name, j in spent_j.items()}),
         time_to_target_s=target.time_s(rounds),
         fallbacks=sum(r.plan.fallback is not None for r in rounds),
         last_plan=rounds[-1].plan,

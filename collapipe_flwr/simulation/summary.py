@@ -73,7 +73,7 @@ def summarise(result: PolicyResult) -> Summary:
         compute_efficiency=_mean([s.compute_efficiency for s in scores]),
         busy_share=_mean([s.busy_share for s in scores]),
         peak_device_memory_bytes=round(_mean([s.peak_device_memory_bytes for s in scores])),
-        energy_over_budget_max=max(s.energy_over_budget for s in scores),
+        energy_over_budget_max=max(s.energy_over_budget_max for s in scores),
         time_to_target_s=_mean([s.time_to_target_s for s in scores]),
         decision_s={"median": float(np.median(decision))},
         fallbacks=sum(s.fallbacks for s in scores),
@@ -117,17 +117,8 @@ def bounds_json(simulation: Simulation) -> Json:
 
 
 def _score_json(score: Score) -> Json:
-    return {
-        "seed": score.seed,
-        "latency_s": list(score.latency_s),
-        "queue_share": list(score.queue_share),
-        "compute_efficiency": score.compute_efficiency,
-        "busy_share": score.busy_share,
-        "peak_device_memory_bytes": score.peak_device_memory_bytes,
-        "energy_over_budget_max": score.energy_over_budget,
-        "time_to_target_s": _or_null(score.time_to_target_s),
-        "last_plan": plain(score.last_plan),
-    }
+    values: Json = plain(score) | {"time_to_target_s": _or_null(score.time_to_target_s)}
+    return {key: v for key, v in values.items() if key not in ("decision_s", "fallbacks")}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -43,16 +43,16 @@ def test_the_best_pipeline_is_the_best_of_those_within_budgets(simulation: Simul
     strong = changed(simulation, "throughput", compute_efficiency=0.9)
     claim = claims(strong)["efficiency_higher_percent"]
     assert claim["rival"] == "throughput" and not claim["kept"]
-    over = changed(strong, "throughput", energy_over_budget=1.001)
+    over = changed(strong, "throughput", energy_over_budget_max=1.001)
     assert claims(over)["efficiency_higher_percent"]["rival"] in ("uniform", "splitfed")
     nobody = over
     for name in ("uniform", "splitfed"):
-        nobody = changed(nobody, name, energy_over_budget=2.0)
+        nobody = changed(nobody, name, energy_over_budget_max=2.0)
     assert claims(nobody)["efficiency_higher_percent"]["seen"] is None
 
 
 def test_breaking_a_budget_is_marked_everywhere(simulation: Simulation) -> None:
-    over = changed(simulation, "uniform", energy_over_budget=1.001)
+    over = changed(simulation, "uniform", energy_over_budget_max=1.001)
     policies: Any = simulation_json(over)["policies"]
     assert [n for n, p in policies.items() if not p["keeps_budgets"]] == ["uniform"]
     cells = [str(cell) for cell in policy_table(over).columns[0].cells]
@@ -64,7 +64,7 @@ def test_breaking_a_budget_is_marked_everywhere(simulation: Simulation) -> None:
 def test_latency_counts_against_the_quickest_of_the_three_even_over_budget(
     simulation: Simulation,
 ) -> None:
-    quick = changed(simulation, "fedavg", energy_over_budget=9.0)
+    quick = changed(simulation, "fedavg", energy_over_budget_max=9.0)
     quick = changed(quick, "fedavg", latency_s=(1e-3,) * 3)  # type: ignore[arg-type]
     claim = claims(quick)["latency_lower_percent"]
     assert claim["rival"] == "fedavg" and not claim["kept"]

@@ -69,7 +69,7 @@ def test_every_policy_runs_and_latency_only_equals_dssda_without_budgets(small: 
     ours, blind = result.policy("dssda"), result.policy("latency-only")
     assert ours is not None and blind is not None
     assert ours.scores[0].latency_s == blind.scores[0].latency_s
-    assert ours.scores[0].energy_over_budget == 0
+    assert ours.scores[0].energy_over_budget_max == 0
     assert {p.policy for p in result.policies if p.refusal is None} == set(POLICIES)
 
 
@@ -97,7 +97,7 @@ def test_a_larger_penalty_weight_buys_latency_with_energy(small: Setting) -> Non
     points = list(penalty_sweep(tight).values())
     assert len(points) == len(FACTORS)
     assert points[-1].latency_mean_s <= points[0].latency_mean_s
-    assert points[-1].energy_over_budget >= points[0].energy_over_budget
+    assert points[-1].energy_over_budget_max >= points[0].energy_over_budget_max
 
 
 def test_ticks_count_rounds(small: Setting) -> None:

@@ -24,6 +24,7 @@ from urllib.parse import parse_qs
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import is_loopback
+from collapipe_flwr.core.processes import meanwhile
 from collapipe_flwr.reporting.live.feed import Feed
 from collapipe_flwr.reporting.live.state import Place
 from collapipe_flwr.reporting.report.page import plotly_js
@@ -77,14 +78,12 @@ class LiveServer(ThreadingHTTPServer):
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        thread = threading.Thread(target=self.serve_forever, args=(0.1,), name="http", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            self.shutdown()
-            self.server_close()
-            thread.join()
+        with meanwhile(lambda _: self.serve_forever(0.1), "http"):
+            try:
+                yield
+            finally:
+                self.shutdown()
+                self.server_close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Start a thread for a client, or answer that too many are connected."""
