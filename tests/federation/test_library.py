@@ -28,10 +28,10 @@ from collapipe_flwr import (
     ScheduleError,
     SplitModel,
 )
+from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.cluster.loader import LoaderBatches
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.client.cluster import mods_of
-from collapipe_flwr.federation.client.site import RoundDevices
 from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.rounds import RoundRecord
 from collapipe_flwr.federation.split import PersonalArrays
@@ -151,20 +151,20 @@ def test_the_result_is_that_of_plain_flower() -> None:
 
 
 def test_a_clusters_seconds_count_from_its_order_to_its_reply(monkeypatch) -> None:
-    read, absent, slow_s = Cluster._weights, RoundDevices.absent, 0.4
+    read, missing, slow_s = Cluster._weights, ThreadFleet.missing, 0.4
 
     def slowly_read(cluster: Cluster, arrays: ArrayRecord) -> Weights:
         time.sleep(slow_s)
         return read(cluster, arrays)
 
-    def slowly_absent(devices: RoundDevices) -> tuple[str, ...]:
+    def slowly_missing(fleet: ThreadFleet, device_ids: list[str]) -> frozenset[str]:
         time.sleep(slow_s)
-        return absent(devices)
+        return missing(fleet, device_ids)
 
     records: list[RoundRecord] = []
     strategy = CollaPipe(FedAvg(), model=split(), optimizer=RULE, on_round=records.append)
     monkeypatch.setattr(Cluster, "_weights", slowly_read)
-    monkeypatch.setattr(RoundDevices, "absent", slowly_absent)
+    monkeypatch.setattr(ThreadFleet, "missing", slowly_missing)
     run(strategy, client(), rounds=1)
     assert all(told.wall_s > 2 * slow_s for told in records[0].telemetry.values())
 

@@ -82,7 +82,7 @@ class PipelineRound:
 
         The optimizer continues from ``state``, or starts anew without one. Raises as `train_round`.
         """
-        with self.site.devices(self.task, self.splitter) as devices:
+        with self.site.devices(self.task, self.splitter) as (fleet, recovery, edge):
             order = replace(self._order(weights), batches=batches.num_batches(self.sizes[0]))
             if state is not None:
                 order = replace(order, slots=recall_optimizer(state), keep_optimizer=True)
@@ -90,16 +90,17 @@ class PipelineRound:
                 self.splitter,
                 order,
                 self._micro_batches(batches.steps(*self.sizes)),
-                devices.fleet,
+                fleet,
                 self._micro_batches(batches.probe(*self.sizes)),
-                recovery=devices.recovery,
+                recovery=recovery,
             )
             if state is not None:
                 state.remember(OPTIMIZER, result.slots)
             if self.task.whole:
-                edge = devices.edge.fetch_weights()
-                result = replace(result, weights=Lookup.of(edge, result.weights))
-            return result, devices.absent()
+                head = edge.fetch_weights()
+                result = replace(result, weights=Lookup.of(head, result.weights))
+            ours = [device.device_id for device in recovery.profile.devices]
+            return result, tuple(sorted(fleet.missing(ours)))
 
     def completed(self, sent: Weights, trained: Lookup[Tensor]) -> Lookup[Tensor]:
         """The reply's weights: those trained, or all that were ``sent``, updated."""
@@ -118,13 +119,13 @@ class PipelineRound:
         splitter = self.splitter
         if wanted is not None and wanted.generates(splitter.decodes) and splitter.ties:
             wanted = None
-        with self.site.devices(self.task, splitter) as devices:
+        with self.site.devices(self.task, splitter) as (fleet, recovery, _):
             return evaluate_batches(
                 splitter,
                 self._order(weights),
                 self._micro_batches(steps),
-                devices.fleet,
-                recovery=devices.recovery,
+                fleet,
+                recovery=recovery,
                 wanted=wanted,
             )
 

@@ -31,20 +31,6 @@ _ANY = 1  # the number of examples does not matter within a round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundDevices:
-    """The devices of one round, and how it recovers when some of them are lost."""
-
-    fleet: Fleet
-    recovery: Recovery
-    edge: Session
-
-    def absent(self) -> tuple[str, ...]:
-        """The devices of the cluster that do not answer."""
-        ours = [device.device_id for device in self.recovery.profile.devices]
-        return tuple(sorted(self.fleet.missing(ours)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
     """Node number ``index``: the devices of a ``cluster`` file, or ``simulated`` ones in threads.
 
@@ -109,8 +95,13 @@ class Site:
         return resolve(self.compute)
 
     @contextmanager
-    def devices(self, task: SplitTask, splitter: AnySplitter) -> Iterator[RoundDevices]:
-        """The devices, joined to the edge session of ``task``."""
+    def devices(
+        self, task: SplitTask, splitter: AnySplitter
+    ) -> Iterator[tuple[Fleet, Recovery, Session]]:
+        """The devices, how a round recovers when some are lost, and the edge session of ``task``.
+
+        The devices are joined to that session.
+        """
         learning = task.learning
         with self._client(task) as client:
             edge = client.session(task.session)
@@ -129,7 +120,7 @@ class Site:
                 edge=edge,
                 snapshot_every=learning.snapshot_every,
             )
-            yield RoundDevices(fleet=fleet, recovery=recovery, edge=edge)
+            yield fleet, recovery, edge
 
     def _client(self, task: SplitTask) -> EdgeClient:
         """The control unit's own client of the edge, which waits for one that restarts."""
