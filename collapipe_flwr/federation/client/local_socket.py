@@ -142,23 +142,20 @@ def read_parcel(file: BinaryIO) -> tuple[dict[str, Any], list[RecordDict]]:
         raise ProtocolError(f"malformed data on the local socket: {error!r}") from error
 
 
-def message_head(message: Message) -> dict[str, Any]:
-    """The metadata of a message."""
-    return {name.lstrip("_"): value for name, value in vars(message.metadata).items()}
+def order_head(message: Message, context: Context) -> dict[str, Any]:
+    """The metadata of a message, and a context without its state."""
+    metadata = {name.lstrip("_"): value for name, value in vars(message.metadata).items()}
+    rest = {name: value for name, value in vars(context).items() if name != "state"}
+    return {"message": metadata, "context": rest}
 
 
-def message_of(head: Mapping[str, Any], content: RecordDict) -> Message:
-    known = {name: value for name, value in head.items() if name != "delivered_at"}
-    return Message(content, metadata=Metadata(**known))  # type: ignore[call-overload, no-any-return]
-
-
-def context_head(context: Context) -> dict[str, Any]:
-    """A context without its state."""
-    return {name: value for name, value in vars(context).items() if name != "state"}
-
-
-def context_of(head: Mapping[str, Any], state: RecordDict) -> Context:
-    return Context(state=state, **head)
+def order_of(
+    head: Mapping[str, Any], content: RecordDict, state: RecordDict
+) -> tuple[Message, Context]:
+    """The message and the context that :func:`order_head` was given."""
+    known = {name: value for name, value in head["message"].items() if name != "delivered_at"}
+    message = Message(content, metadata=Metadata(**known))  # type: ignore[call-overload]
+    return message, Context(state=state, **head["context"])
 
 
 def _read(file: BinaryIO, size: int) -> bytes:

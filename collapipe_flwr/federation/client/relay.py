@@ -161,10 +161,7 @@ def _handshake(peer: socket.socket, code: AppCode) -> tuple[str, str]:
 
 
 def _exchange(peer: socket.socket, message: Message, context: Context) -> Message:
-    head = {
-        "message": local_socket.message_head(message),
-        "context": local_socket.context_head(context),
-    }
+    head = local_socket.order_head(message, context)
     try:
         local_socket.write_parcel(peer, head, message.content, context.state)
         with peer.makefile("rb") as file:

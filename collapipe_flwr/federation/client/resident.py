@@ -214,9 +214,7 @@ class ControlUnit:
     ) -> None:
         """Have the app work in a thread, so that its relay can be watched."""
         assert self._app is not None and self._code is not None
-        content, state = contents
-        message = local_socket.message_of(head["message"], content)
-        context = local_socket.context_of(head["context"], state)
+        message, context = local_socket.order_of(head, *contents)
         self._lend_state_dir(context)
         TaskIdentity.task_id = message.metadata.dst_task_id or 0
         TaskIdentity.run_id, TaskIdentity.node_id = context.run_id, context.node_id

@@ -47,9 +47,9 @@ def make_strategy(config: AppConfig, **own: Any) -> Strategy:
     name = config.run.strategy
     kind = _kind(name)
     given = read_assignments(config.run.strategy_arguments)
-    _check_arguments(name, given)
-    _check_clusters(name, given, config.run.clusters)
     chosen = {**_suited(name, config), **given}
+    _check_arguments(name, given, chosen)
+    _check_clusters(name, given, config.run.clusters)
     try:
         made: Strategy = (
             kind(**own, **chosen) if issubclass(kind, FedAvg) else kind(FedAvg(**own), **chosen)
@@ -83,7 +83,7 @@ def _suited(name: str, config: AppConfig) -> dict[str, Any]:
     return {}
 
 
-def _check_arguments(name: str, given: Mapping[str, object]) -> None:
+def _check_arguments(name: str, given: Mapping[str, object], chosen: Mapping[str, object]) -> None:
     known = known_arguments(name)
     for argument, value in given.items():
         if argument not in known:
@@ -94,8 +94,7 @@ def _check_arguments(name: str, given: Mapping[str, object]) -> None:
         if type(value) not in ((int,) if whole else (int, float)):
             wanted = "a whole number" if whole else "a number"
             raise ConfigError(f"strategy-arguments: {argument} must be {wanted}, got {value!r}")
-    missing = [k for k, p in known.items() if p.default is p.empty and k not in given]
-    missing = [k for k in missing if k not in ("num_sampled_clients", "client_learning_rate")]
+    missing = [k for k, p in known.items() if p.default is p.empty and k not in chosen]
     if missing:
         raise ConfigError(
             f"strategy {name} needs {' and '.join(missing)}: set "
