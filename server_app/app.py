@@ -149,14 +149,16 @@ def _recorder(
     printer: RoundPrinter,
     progress: ProgressFile,
 ) -> RunRecorder:
+    profiles = () if planner is None else planner.world.clusters
+    devices = [device for profile in profiles for device in profile.members]
     recorder = RunRecorder(
         folder.directory,
         printer,
         evaluator,
         story=RunStory(
             metric_name=evaluator.task.metric_name,
-            energy_budget_j={} if planner is None else planner.energy_budget_j,
-            memory_limit_bytes={} if planner is None else planner.memory_limit_bytes,
+            energy_budget_j={device.device_id: device.energy_budget_j for device in devices},
+            memory_limit_bytes={device.device_id: device.memory_bytes for device in devices},
             versions=installed_versions(),
             rounds_asked=config.run.num_server_rounds,
         ),

@@ -87,18 +87,6 @@ class ScheduledRounds:
         self._before: tuple[int, SchedulerState | None] | None = None  # of a round not settled yet
         self._examples: dict[str, int] = {}  # of a round, where machines trained on others
 
-    @property
-    def energy_budget_j(self) -> dict[str, float]:
-        """The energy that each device may spend per round on average."""
-        members = (device for profile in self.world.clusters for device in profile.members)
-        return {device.device_id: device.energy_budget_j for device in members}
-
-    @property
-    def memory_limit_bytes(self) -> dict[str, int]:
-        """The memory that plans may use of each device."""
-        members = (device for profile in self.world.clusters for device in profile.members)
-        return {device.device_id: device.memory_bytes for device in members}
-
     def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
         """The scheduler's plan for the clusters behind ``nodes``; raises ScheduleError.
 
