@@ -105,12 +105,10 @@ def make_spec(
     return _adapted(spec, lora) if lora and lora.rank else spec
 
 
-def describe_live(
-    model: PreTrainedModel, *, loss: str, weight: str, ties: str, shared: str, edge_blocks: int
-) -> ModelSpec:
+def describe_live(model: PreTrainedModel, *, ties: str, **choices: Any) -> ModelSpec:
     """Describe a live model, with own heads and frozen parameters but without weights.
 
-    Raises ModelError if it cannot be split.
+    ``choices`` are fields of its spec. Raises ModelError if it cannot be split.
     """
     kind = type(model)
     config: PreTrainedConfig = deepcopy(model.config)
@@ -120,12 +118,9 @@ def describe_live(
     spec = ModelSpec(
         task=task,
         config_json=config.to_json_string(use_diff=False),
-        edge_blocks=edge_blocks,
         ties=ties,
-        shared=shared,
         model_class=path_of(kind, "the model") if own else "",
-        loss=loss,
-        weight=weight,
+        **choices,
     )
     splitter = Splitter(spec)
     frozen = {name for name, tensor in model.named_parameters() if not tensor.requires_grad}

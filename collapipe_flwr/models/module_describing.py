@@ -32,13 +32,11 @@ def describe_module(
     embed: Sequence[str],
     head: Sequence[str],
     inputs: tuple[str, ...],
-    loss: str,
-    weight: str,
-    edge_blocks: int,
+    **choices: Any,
 ) -> ModuleSpec:
     """Rebuild ``model`` as other machines will, and trace it.
 
-    Raises ModelError if no cut is exact.
+    ``choices`` are fields of its spec. Raises ModelError if no cut is exact.
     """
     name = type(model).__name__
     if arguments_json == "{}" and (needed := names_in(type(model), needed=True)):
@@ -78,9 +76,7 @@ def describe_module(
         ),
         drops=trace.drops,
         whole_batches=normalises_batches(model) or bool(trace.updated),
-        edge_blocks=edge_blocks,
-        loss=loss,
-        weight=weight,
+        **choices,
     )
 
 
