@@ -71,25 +71,18 @@ class ProgressFile:
     ) -> None:
         self.folder = folder
         self.simulated = True  # predicted seconds are
-        self._rounds = rounds
         self._say = say
         self._lock = threading.Lock()
         self._look: Look = dict
-        self._now = RunProgress(phase="", since_s=time.time())
+        self._now = RunProgress(phase="", since_s=time.time(), rounds=rounds)
 
     def enter(self, phase: str, *, round_index: int = 0, look: Look | None = None) -> None:
         """Begin a phase, in which ``look`` returns the progress of the clusters."""
         now_s = time.time()
         with self._lock:
             self._look = look or dict
-            self._now = RunProgress(
-                phase=phase,
-                since_s=now_s,
-                at_s=now_s,
-                round_index=round_index,
-                rounds=self._rounds,
-                simulated=self.simulated,
-            )
+            begun = replace(self._now, phase=phase, since_s=now_s, at_s=now_s, clusters={})
+            self._now = replace(begun, round_index=round_index, simulated=self.simulated)
             self._write()
         if self._say is not None and not round_index:
             self._say(phase)
