@@ -190,6 +190,11 @@ def makespan_of(chain: Chain, times: Array) -> Array:
     return step_makespan_s(chain.options, stage_s, hop_s, count)
 
 
+def latency_of(chain: Chain, times: Array) -> Array:
+    """Seconds of every row's round with the given hop times, (R,); of 1F1B the lower bound."""
+    return np.asarray(chain.fixed_s + chain.steps_r * makespan_of(chain, times))
+
+
 def step_times(chain: Chain, times: Array, row: int) -> StepTimes:
     """One row's stage and hop times, without the padding."""
     stages = [*range(chain.rows.depth_of(row) + 1), -1]

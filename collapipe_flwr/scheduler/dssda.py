@@ -38,7 +38,6 @@ from collapipe_flwr.scheduler.protocol import (
     SchedulerConfig,
     SchedulerState,
 )
-from collapipe_flwr.scheduler.search import FEW_CLUSTERS
 
 RADIO_SPARE = 0.05  # of transmissions' energy: another plan may need a little more
 OVERDRAFTS = 4  # searches at most for a plan whose transmissions overdraw no account
@@ -86,7 +85,7 @@ class Dssda(Policy):
         settings = replace(self.settings, penalty_weight=1.0)
         tables = tabulate(snapshot, settings.coarsest)
         tables = capped(tables, least_shares(tables, settings), settings)
-        dual, spare = Dual(planner_for(tables, state, settings)), None
+        dual, spare = Dual(planner_for(tables, state, settings).bounded()), None
         theta = np.zeros_like(tables.members.budget_mi)
         try:
             if dual.broken:
@@ -158,12 +157,13 @@ class Dssda(Policy):
         kept = kept_rows(planner.tables, state.last_plan, self.settings)
         if kept is None:
             return within(planner, planner.solve())
-        stay = planner.radio(kept)
-        left = with_radio(planner, stay)
+        quick = planner.bounded()
+        stay = quick.radio(kept)
+        left = with_radio(quick, stay)
         stay = left.priced(stay.chain, stay.allocation, stay.rho)
-        solution = left.solve(stay)
         spare = kept_rows(planner.tables, state.spare_plan, self.settings)
-        if spare is not None and planner.tables.num_clusters <= FEW_CLUSTERS:
+        solution = left.solve(stay, None if planner.few else spare)
+        if spare is not None and planner.few:
             rival = left.radio(spare)
             quicker = rival.rho * rival.priced.latency_s.max()
             # The spare may overdraw an account in this round and still lead to a better plan.
@@ -186,9 +186,11 @@ def within(planner: Planner, solution: Solution) -> Solution:
     """``solution``, improved with less room for computing while transmissions overdraw accounts.
 
     Many clusters leave no time for that: what is overdrawn by transmissions is paid back later.
+    Their bandwidth is levelled by steps as played.
     """
-    few = planner.tables.num_clusters <= FEW_CLUSTERS
-    for _ in range(OVERDRAFTS if few else 0):
+    if not planner.few:
+        return planner.as_played(solution)
+    for _ in range(OVERDRAFTS):
         room = of_members(planner.room_mi, solution.rows, padding=np.inf)
         if (solution.priced.energy_j <= room).all():
             break

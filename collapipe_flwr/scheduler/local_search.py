@@ -153,3 +153,9 @@ def every_batch(rows: Layouts, batches: Ints) -> Neighbours:
     parent = np.repeat(np.arange(len(rows)), len(batches))
     grid = np.tile(batches, (len(rows), 1))
     return parent, rows.take(parent).with_batches(grid[:, 0], grid[:, 1])
+
+
+def every_cut(rows: Layouts, batches: Ints) -> Layouts:
+    """Every row with every (size, count) pair of its batch."""
+    parent, moved = every_batch(rows, batches)
+    return moved.take(moved.batch_r == rows.batch_r[parent])

@@ -14,6 +14,7 @@ from collapipe_flwr.costs.chain import (
     RowPrices,
     chain_of,
     full_power_times,
+    latency_of,
     played,
     powers_for,
     price_rows,
@@ -22,11 +23,13 @@ from collapipe_flwr.costs.convergence import others_max
 from collapipe_flwr.costs.layouts import Layouts, by_member, key_of, of_members, replaced, stack
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.dual_prices import DualPrices
-from collapipe_flwr.scheduler.local_search import Moves, every_batch
+from collapipe_flwr.scheduler.local_search import Moves, every_batch, every_cut
 from collapipe_flwr.scheduler.problem import RoundProblem
+from collapipe_flwr.scheduler.radio.equal_ends import levelled_hz
 from collapipe_flwr.scheduler.radio.interior_point import Allocation, allocate, equal_shares
 from collapipe_flwr.scheduler.radio.problem import convex_latency_s
-from collapipe_flwr.scheduler.runners_up import RunnersUp, beam, runners_up
+from collapipe_flwr.scheduler.runners_up import RunnersUp, beam, bounded, runners_up
+from collapipe_flwr.scheduler.scorer import Estimates
 from collapipe_flwr.scheduler.search import FEW_CLUSTERS, Search
 
 POLISHED_CLUSTERS = 5  # up to here time allows trying runners-up one by one
@@ -42,6 +45,11 @@ CORRECTIONS = 3  # of the radio's formula of 1F1B at most
 EVENING = (0.5, 1.0, 2.0, 4.0, 8.0)  # of relative latencies, by which bandwidth is moved
 EVENINGS = 4  # times at most
 EXCESS = 1e-3  # of a round: what that formula may be wrong by
+AMPLE = 8.0  # times its bandwidth: what a cluster is slow with is not the bandwidth's fault
+WORTHWHILE = 1e-3  # relative gain that is worth another look of many clusters
+LATE_CLUSTERS = 10  # of many that are searched further at a time
+LATE_ROWS = 32  # rows of such a cluster that a beam goes on from
+LEVELS = 1  # times bandwidth is levelled by steps as played
 SAME = 1e-9  # relative differences below this count as none
 
 
@@ -71,19 +79,36 @@ class Solution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planner(RoundProblem):
-    """Solve the problem of one round."""
+    """Solve the problem of one round; ``plays`` steps of 1F1B instead of taking their bound."""
 
-    def solve(self, stay: Solution | None = None) -> Solution:
+    plays: bool = True
+
+    def bounded(self) -> Planner:
+        """The same with steps of many clusters priced by their lower bound: not played."""
+        return self if self.few else replace(self, plays=False)
+
+    @property
+    def few(self) -> bool:
+        """Whether time allows playing whatever is tried."""
+        return self.tables.num_clusters <= FEW_CLUSTERS
+
+    def solve(self, stay: Solution | None = None, spare: Layouts | None = None) -> Solution:
         """The best plan found, from scratch or also from ``stay``; raises InfeasibleError.
 
-        Many clusters leave time for an improvement of ``stay`` only.
+        Many clusters leave time for an improvement of ``stay`` only, with rows of a ``spare`` plan.
         """
-        search, few = Search(self), self.tables.num_clusters <= FEW_CLUSTERS
-        rows = search.choose(self.opening_prices(), None if few or stay is None else stay.rows)
-        best = self.radio(rows)
+        quick = self.bounded()
+        search = Search(quick, spare)
+        rows = search.choose(
+            quick.opening_prices(), None if self.few or stay is None else stay.rows
+        )
+        best = quick.radio(rows)
         if stay is not None:
             best = min(stay, best, key=lambda s: s.objective)
-        best = self.polished(self.improve(best, search))
+        best = quick.improve(best, search)
+        if not self.few:
+            return self._hastened(best) if stay is None and self.plays else best
+        best = self.polished(best)
         if self.tables.num_clusters > JOINED_CLUSTERS:
             return best
         for rows in search.elsewhere():
@@ -172,6 +197,38 @@ class Planner(RoundProblem):
         promising = values < WORTH_A_TRY * best.objective
         return near.take(promising), values[promising]
 
+    def _hastened(self, best: Solution) -> Solution:
+        """``best`` as played, and what gains then, while it does."""
+        best = self.as_played(best)
+        while True:
+            before = best
+            for rows in self._quicker(best):
+                trial = self.radio(rows, before.allocation.edge_hz_r)
+                best = min(best, trial, key=lambda s: s.objective)
+            if not best.objective < before.objective * (1.0 - WORTHWHILE):
+                return best
+
+    def _quicker(self, best: Solution) -> Iterator[Layouts]:
+        """Plans near ``best`` of many clusters: with the best rows a move away, and with rows
+        further away for clusters that end late whatever their bandwidth."""
+        yield self._played(best, self._promising(best, best.rows)[0]).together()
+        chain, hz_m = best.chain, AMPLE * best.allocation.edge_hz_r
+        times = full_power_times(chain, hz_m)
+        ample = self.estimates(chain, price_rows(chain, times, powers_for(chain, hz_m, times)))
+        late = np.argsort(-ample.latency, kind="stable")[:LATE_CLUSTERS]
+        late = np.sort(late[ample.latency[late] > SLOW * best.priced.latency_s.max()])
+        if not len(late):
+            return
+        start = every_cut(best.rows.take(late), self.batches())
+        start = start.take(fits(self.tables, start, self.settings))
+        # Seen from the others, which end together, no row of one of them shortens a round.
+        nothing = np.zeros(len(best.rows))
+        alone = partial(bounded, self, best.rows, Estimates(nothing, nothing, nothing), hz_m)
+        found = alone(start)
+        for more in beam(start, self._fitting_neighbours, alone, LATE_ROWS):
+            found = found.joined(more)
+        yield runners_up(self, best.rows, ample, hz_m, found.near).together()
+
     def improve(self, best: Solution, search: Search | None = None) -> Solution:
         """Alternate segments and radio from ``best`` on while the objective falls."""
         search = search or Search(self)
@@ -189,14 +246,18 @@ class Planner(RoundProblem):
     def radio(self, rows: Layouts, hz_m: Array | None = None) -> Solution:
         """The best bandwidth and powers for one row per cluster.
 
-        Where 1F1B is played, no worse than full power over equal bandwidth or over ``hz_m``: the
-        program's formula takes links for hidden that memory is too short to hide.
+        Of 1F1B the program's formula is not exact: it takes links for hidden that memory is too
+        short to hide, and others for seen that are hidden. So full power is tried as well, over
+        equal bandwidth and over ``hz_m`` where 1F1B is played, else over what levels the clusters.
         """
+        band_hz = self.tables.snapshot.radio.bandwidth_hz
         chain = chain_of(self.tables, rows, self.settings)
         rho = self.learning.rho(self.tables, rows)
         best = now = self._allocated(chain, rho)
         if self.settings.schedule != "1f1b":
             return best
+        if not self.few:
+            return self.levelled(best)
         excess_s = np.full(len(rows), np.inf)
         for _ in range(CORRECTIONS):
             said = convex_latency_s(chain, now.allocation.times)
@@ -206,16 +267,34 @@ class Planner(RoundProblem):
                 break
             now, excess_s = self._allocated(chain, rho, less), less
             best = min(best, now, key=lambda s: s.objective)
-        if self.tables.num_clusters > FEW_CLUSTERS:
-            return best
-        plain = [equal_shares(chain, self.tables.snapshot.radio.bandwidth_hz)]
-        if hz_m is not None:
-            times = full_power_times(chain, hz_m)
-            plain.append(replace(plain[0], edge_hz_r=hz_m, times=times))
-        prices = best.allocation.latency_price_r
-        others = [replace(each, latency_price_r=prices) for each in plain]
-        for each in others:
-            best = min(best, self.priced(chain, each, rho, best), key=lambda s: s.objective)
+        best = self._at_full_power(best, np.full(len(rows), band_hz / len(rows)))
+        return best if hz_m is None else self._at_full_power(best, hz_m)
+
+    def _at_full_power(self, best: Solution, hz_m: Array) -> Solution:
+        """The rows of ``best`` over these bandwidths if they cost less so."""
+        times = full_power_times(best.chain, hz_m)
+        allocation = replace(best.allocation, edge_hz_r=hz_m, times=times)
+        trial = self.priced(best.chain, allocation, best.rho, best)
+        return min(best, trial, key=lambda s: s.objective)
+
+    def as_played(self, solution: Solution) -> Solution:
+        """A decision by the bound, with bandwidth that suits its steps as played."""
+        if not self.plays or self.settings.schedule != "1f1b":
+            return solution
+        return self.levelled(self.priced(solution.chain, solution.allocation, solution.rho))
+
+    def levelled(self, best: Solution) -> Solution:
+        """Bandwidth with which clusters at full power end together, if that is better.
+
+        By the lower bound, and how much longer the steps took that were played last.
+        """
+        for _ in range(LEVELS):
+            before, chain, band_hz = best, best.chain, self.tables.snapshot.radio.bandwidth_hz
+            longer_s = best.priced.latency_s - latency_of(chain, best.allocation.times)
+            hz_m = levelled_hz(chain, best.allocation.edge_hz_r, band_hz, longer_s)
+            best = self._at_full_power(best, hz_m)
+            if not self.plays or not best.objective < before.objective * (1.0 - ENOUGH):
+                break
         return best
 
     def evened(self, best: Solution) -> Solution:
@@ -226,11 +305,7 @@ class Planner(RoundProblem):
             for power in EVENING:
                 late = before.priced.latency_s / before.priced.latency_s.max()
                 hz_m = before.allocation.edge_hz_r * late**power
-                hz_m *= band_hz / hz_m.sum()
-                times = full_power_times(best.chain, hz_m)
-                allocation = replace(before.allocation, edge_hz_r=hz_m, times=times)
-                trial = self.priced(best.chain, allocation, best.rho, best)
-                best = min(best, trial, key=lambda s: s.objective)
+                best = self._at_full_power(best, hz_m * (band_hz / hz_m.sum()))
             if not best.objective < before.objective * (1.0 - ENOUGH):
                 break
         return best
@@ -251,14 +326,12 @@ class Planner(RoundProblem):
     ) -> Solution:
         """Latency, energy and objective of a decision.
 
-        1F1B is played where clusters are few; of many, and where it shows that ``best`` is better,
-        the lower bound must do.
+        1F1B is played unless the lower bound shows that ``best`` is better, or must do.
         """
         powers = powers_for(chain, allocation.edge_hz_r, allocation.times)
         priced = price_rows(chain, allocation.times, powers)
         objective = self._objective(chain, priced, rho)
-        few = self.tables.num_clusters <= FEW_CLUSTERS
-        if few and (best is None or objective < best.objective):
+        if self.plays and (best is None or objective < best.objective):
             priced = played(chain, allocation.times, priced)
             objective = self._objective(chain, priced, rho)
         return Solution(

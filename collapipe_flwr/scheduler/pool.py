@@ -148,19 +148,19 @@ class Picking:
         return problem.latency_price * rho * float(costs.latency.max()) + float(costs.worth.sum())
 
     def common(self) -> tuple[float, Ints]:
-        """The best where every cluster that can takes one pair, the others what is quickest."""
+        """The best where every cluster that can takes one batch, the others what is quickest."""
         best = min(self.commons.values(), key=lambda one: one.value)
         return best.value, best.choice()
 
     @cached_property
     def commons(self) -> dict[int, Common]:
-        """What is best by the pair that clusters have in common."""
-        pairs: list[int] = np.unique(self.pool.pair_r).tolist()
-        return {pair: Common(self.problem, self.pool, self._with_pair(pair)) for pair in pairs}
+        """What is best by the batch that clusters have in common, however each cuts it."""
+        batches: list[int] = np.unique(self.pool.rows.batch_r).tolist()
+        return {b: Common(self.problem, self.pool, self._with_batch(b)) for b in batches}
 
-    def _with_pair(self, pair: int) -> Ints:
-        """Rows with a pair by cluster and latency, the quickest of clusters without such a row."""
-        owner, same = self.pool.rows.cluster_r, self.pool.pair_r == pair
+    def _with_batch(self, batch: int) -> Ints:
+        """Rows with a batch by cluster and latency, the quickest of clusters without such a row."""
+        owner, same = self.pool.rows.cluster_r, self.pool.rows.batch_r == batch
         without = np.ones(self.problem.tables.num_clusters, bool)
         without[owner[same]] = False
         order = self._order

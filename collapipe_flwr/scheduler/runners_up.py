@@ -15,6 +15,8 @@ import numpy as np
 
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.chain import (
+    Chain,
+    RowPrices,
     chain_of,
     full_power_times,
     played,
@@ -59,6 +61,12 @@ class RunnersUp:
         more = self.costs.worth - self.own.worth[owner]
         return np.asarray(problem.latency_price * late_s + more)
 
+    def first(self, width: int) -> RunnersUp:
+        """The ``width`` rows of every cluster that cost least in the plan, best first."""
+        order = np.argsort(self.alone(), kind="stable")
+        owner = self.near.cluster_r[order]
+        return self.take(np.concatenate([order[owner == m][:width] for m in np.unique(owner)]))
+
     def together(self) -> Layouts:
         """The best plan found with new rows in any number of clusters, perhaps the plan itself."""
         rows = stack([self.now, self.near])
@@ -82,10 +90,7 @@ def runners_up(
     those that none with the same micro-batches beats in latency as well as in energy. The lower
     bound of a row's latency is enough to leave it out.
     """
-    hz = edge_hz_m[near.cluster_r]
-    chain = chain_of(problem.tables, near, problem.settings)
-    times = full_power_times(chain, hz)
-    priced = price_rows(chain, times, powers_for(chain, hz, times))
+    chain, times, priced = _bounded(problem, near, edge_hz_m)
     costs, pair_r = problem.estimates(chain, priced), problem.pair_of(near)
     every = RunnersUp(problem=problem, now=now, own=own, near=near, costs=costs)
     done = np.zeros(len(near), bool)
@@ -96,6 +101,25 @@ def runners_up(
         priced = played(chain, times, priced, more)
         every = replace(every, costs=problem.estimates(chain, priced))
         done[more] = True
+
+
+def bounded(
+    problem: RoundProblem, now: Layouts, own: Estimates, edge_hz_m: Array, near: Layouts
+) -> RunnersUp:
+    """All rows of ``near`` by the lower bound."""
+    chain, _, priced = _bounded(problem, near, edge_hz_m)
+    costs = problem.estimates(chain, priced)
+    return RunnersUp(problem=problem, now=now, own=own, near=near, costs=costs)
+
+
+def _bounded(
+    problem: RoundProblem, rows: Layouts, edge_hz_m: Array
+) -> tuple[Chain, Array, RowPrices]:
+    """Rows with their shortest hops over these bandwidths, and what they cost at least."""
+    hz = edge_hz_m[rows.cluster_r]
+    chain = chain_of(problem.tables, rows, problem.settings)
+    times = full_power_times(chain, hz)
+    return chain, times, price_rows(chain, times, powers_for(chain, hz, times))
 
 
 def _next(every: RunnersUp, pair_r: Ints, done: Mask, *, joint: bool) -> Ints:
@@ -119,9 +143,12 @@ def _next(every: RunnersUp, pair_r: Ints, done: Mask, *, joint: bool) -> Ints:
 
 
 def beam(
-    start: Layouts, neighbours: Callable[[Layouts], Layouts], play: Callable[[Layouts], RunnersUp]
+    start: Layouts,
+    neighbours: Callable[[Layouts], Layouts],
+    price: Callable[[Layouts], RunnersUp],
+    width: int = WIDTH,
 ) -> Iterator[RunnersUp]:
-    """The best rows of every cluster one move from ``start``, then one move from those, and so on.
+    """The ``width`` best rows of every cluster one move from ``start``, then one move from those.
 
     Ends when the best row of all has not become better for `PATIENCE` moves.
     """
@@ -132,12 +159,8 @@ def beam(
         if not new:
             return
         seen |= new.keys()
-        found = play(moved.take(np.array(list(new.values()))))
-        values = found.alone()
-        vain = 0 if values.min() < best else vain + 1
-        best = min(best, values.min())
-        order = np.argsort(values, kind="stable")
-        owner = found.near.cluster_r[order]
-        kept = found.take(np.concatenate([order[owner == m][:WIDTH] for m in np.unique(owner)]))
-        start = kept.near
-        yield kept
+        found = price(moved.take(np.array(list(new.values())))).first(width)
+        least = found.alone().min()
+        vain = 0 if least < best else vain + 1
+        best, start = min(best, least), found.near
+        yield found

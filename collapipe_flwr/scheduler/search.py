@@ -38,7 +38,7 @@ FAR_CLUSTERS = 8  # up to here time allows looking two moves away
 FEW_CLUSTERS = 20  # with more, what is tried is limited
 NO_LIMIT = 10**9
 TRIED = (20_000, 0.2)  # rows whose neighbours a decision from scratch tries: in all, per cluster
-TRIED_AGAIN = (150, 0.3)  # the same with rows in place
+TRIED_AGAIN = (1000, 0.3)  # the same with rows in place
 SAMPLE = 200  # clusters that choose the pairs of more than twice as many
 PARTS = 3  # of what may be tried at one set of prices, so much at a time
 PRESSING = 0.9  # of the round's length: clusters that take longer are what it waits for
@@ -52,8 +52,9 @@ COARSE = 1.12  # factor by which latencies out of the band must differ
 class Search:
     """Searches of one decision under successive dual prices."""
 
-    def __init__(self, problem: RoundProblem) -> None:
-        self.problem = problem
+    def __init__(self, problem: RoundProblem, spare: Layouts | None = None) -> None:
+        """``spare`` rows are known to it beside those in place."""
+        self.problem, self.spare = problem, spare
         self.clusters = np.arange(problem.tables.num_clusters)
         self.few = len(self.clusters) <= FEW_CLUSTERS
         self.pool: Pool | None = None
@@ -153,12 +154,12 @@ class Search:
         return good if np.isfinite(most) else pairs
 
     def _promising(self, pool: Pool) -> Mask:
-        """Rows with pairs of which the first plan is not far from the best one."""
+        """Rows with batches of which the first plan is not far from the best one."""
         picking = Picking(self.problem, pool)
         least, choice = picking.common()
         most = (PROMISING if self.few else PROMISING_MANY) * least
-        good = [pair for pair, best in picking.commons.items() if best.value <= most]
-        keep = np.isin(pool.pair_r, good)
+        good = [batch for batch, best in picking.commons.items() if best.value <= most]
+        keep = np.isin(pool.rows.batch_r, good)
         # A pair that is bad for all of them may be good for the one that the others wait for.
         own = pool.rows.cluster_r * len(self.problem.batches()) + pool.pair_r
         keep |= np.isin(own, own[picking.exchanged(choice) < least])
@@ -173,7 +174,7 @@ class Search:
         problem, pairs, which = self.problem, self.problem.batches(), self.clusters
         used = np.stack([now.micro_batch_size_r, now.micro_batches_r], axis=1)
         used, count = np.unique(used, axis=0, return_counts=True)
-        if not self.few:
+        if not self.thorough:
             pairs = np.unique(np.concatenate([used, np.array(self._widest_pairs())]), axis=0)
         if self.pool is not None:
             in_place = pool_of(problem, self.scorer, now)
@@ -185,7 +186,8 @@ class Search:
             first_rows(problem.tables, problem.settings, prices, which, (int(size), int(number)))
             for size, number in used
         ]
-        return [every_batch(now, pairs)[1], *simple]
+        known = [] if self.spare is None or self.pool is not None else [self.spare]
+        return [every_batch(now, pairs)[1], *known, *simple]
 
     # -- growth -----------------------------------------------------------------------------
 

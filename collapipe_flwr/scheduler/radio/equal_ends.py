@@ -1,0 +1,59 @@
+"""Bandwidth with which clusters at full power end their rounds together.
+
+The radio's program believes that every hop lengthens a round of 1F1B. Often most of them are
+hidden behind computing, so that its bandwidths suit no cluster. At full power the length of a
+cluster's round depends on its own bandwidth alone, falls with it, and is cheap to tell.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from collapipe_flwr.costs.arrays import Array
+from collapipe_flwr.costs.chain import Chain, full_power_times, latency_of
+
+FACTORS = (  # of bandwidths, at which rounds are timed: widely first, then near what was found
+    np.geomspace(0.125, 8.0, 13),
+    np.geomspace(0.8, 1.25, 5),
+    np.geomspace(0.98, 1.02, 3),
+)
+BISECTIONS = 40
+SAME = 1e-9  # relative difference of latencies below which they count as equal
+
+
+def levelled_hz(chain: Chain, hz_m: Array, bandwidth_hz: float, longer_s: Array) -> Array:
+    """Bandwidths, near ``hz_m``, that let the slowest cluster end as early as it can, (M,).
+
+    Rounds of 1F1B are taken to last ``longer_s`` longer than their lower bound.
+    """
+    for factors in FACTORS:
+        hz_fm = factors[:, None] * hz_m
+        late_fm = (
+            np.array([latency_of(chain, full_power_times(chain, hz)) for hz in hz_fm]) + longer_s
+        )
+        hz_m = _equal_ends(late_fm, hz_fm, bandwidth_hz)
+    return hz_m
+
+
+def _equal_ends(late_fm: Array, hz_fm: Array, bandwidth_hz: float) -> Array:
+    """The same between bandwidths ``hz_fm``, rising, with which rounds last ``late_fm`` seconds."""
+    low, high = float(late_fm[-1].max()), float(late_fm[0].max())
+    for _ in range(BISECTIONS):
+        middle = 0.5 * (low + high)
+        if _needed_hz(late_fm, hz_fm, middle).sum() > bandwidth_hz:
+            low = middle
+        else:
+            high = middle
+    hz_m = _needed_hz(late_fm, hz_fm, high)
+    return np.asarray(hz_m * (bandwidth_hz / hz_m.sum()))
+
+
+def _needed_hz(late_fm: Array, hz_fm: Array, late_s: float) -> Array:
+    """What every cluster needs to end within ``late_s``; interpolated between logarithms."""
+    places = np.arange(hz_fm.shape[1])
+    behind = np.minimum((late_fm > late_s * (1.0 + SAME)).sum(0), len(hz_fm) - 1)
+    before = np.maximum(behind - 1, 0)
+    slow, quick = late_fm[before, places], late_fm[behind, places]
+    part = np.clip((slow - late_s) / np.maximum(slow - quick, SAME), 0.0, 1.0)
+    less, more = hz_fm[before, places], hz_fm[behind, places]
+    return np.asarray(less * (more / less) ** part)
