@@ -1,8 +1,9 @@
 """How far the scheduler's search is from the best of its rivals at the sizes that users have.
 
 Every seed is two decisions: with empty queues, where the objective is the time to the target, and
-with drawn ones, where energy counts too. Rivals search at full power and equal bandwidth; then the
-project's radio is optimised for every plan, and the best plan of all rivals is compared with.
+with drawn ones, where energy counts too. Rivals search at full power and equal bandwidth; then
+every plan gets all that the scheduler does about bandwidth and power, steps of 1F1B are played, and
+the best plan of all rivals is compared with.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ def search_case(size: SearchSize, seed: int, queues: bool) -> SearchCase:
     ours = planner.solve()
     seconds = time.perf_counter() - started
     rivals = {
-        name: planner.radio(p.rows.layouts()) for name, p in rival_plans(planner, seed, queues)
+        name: with_radio(planner, plans) for name, plans in rival_plans(planner, seed, queues)
     }
     return SearchCase(
         seed=seed,
@@ -182,6 +183,12 @@ def search_case(size: SearchSize, seed: int, queues: bool) -> SearchCase:
         rivals={name: rival.objective for name, rival in rivals.items()},
         rivals_rho_s={name: _rho_s(rival) for name, rival in rivals.items()},
     )
+
+
+def with_radio(planner: Planner, plans: Plans) -> Solution:
+    """A rival's plan with all that the scheduler does about bandwidth and power."""
+    found = planner.radio(plans.rows.layouts())
+    return planner.evened(found) if planner.settings.schedule == "1f1b" else found
 
 
 def search_planner(size: SearchSize, seed: int, queues: bool) -> Planner:
