@@ -1,15 +1,84 @@
-"""Replay of a schedule in time, for the makespan of 1F1B: with slow links it has no closed form."""
+"""Schedules of all stages of a chain, and their replay in time.
+
+A replay gives the makespan of 1F1B: with slow links it has no closed form. A dry run is a replay in
+which every pass takes one time slot and links take none. Raises ScheduleError that says which
+stage waits for what when nothing can go on.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.core.schedule import Action, Op, Schedule, unchecked_schedule
+from collapipe_flwr.core.schedule import Action, Actions, Op, Turn, stage_actions, turns
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One replica of one stage; prints as "stage 2", or "stage 2.1" where the stage has several."""
+
+    stage: int
+    turn: Turn
+
+    def __str__(self) -> str:
+        replica = "" if self.turn.replicas == 1 else f".{self.turn.replica}"
+        return f"stage {self.stage}{replica}"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The actions of every worker in one optimizer step, stage by stage.
+
+    ``replicas`` are those of every stage; without them every stage has one worker.
+    """
+
+    name: str
+    actions: tuple[Actions, ...]
+    replicas: tuple[int, ...] = ()
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """The workers that execute the actions, in the same order."""
+        return _workers(self.replicas or (1,) * len(self.actions))
+
+    def grid(self) -> str:
+        """One line per worker, one column per time slot (every action takes one slot)."""
+        trace = self._in_slots()
+        width = max(len(str(a)) for stage in self.actions for a in stage) + 1
+        lines = []
+        for worker, actions in zip(map(str, self.workers), self.actions, strict=True):
+            cells = ["·".ljust(width)] * round(trace.makespan_s)
+            begun = (round(span.start_s) for span in trace.spans if span.resource == worker)
+            for slot, action in zip(begun, actions, strict=True):
+                cells[slot] = str(action).ljust(width)
+            lines.append(f"{worker} | " + "".join(cells).rstrip())
+        return "\n".join(lines)
+
+    def dry_run(self, queue_frames: int | None = None) -> int:
+        """Play the schedule without computing; returns the number of time slots it takes.
+
+        `queue_frames` is the capacity of each direction of each link (None: no bound).
+        """
+        return round(self._in_slots(queue_frames).makespan_s)
+
+    def in_flight(self) -> tuple[int, ...]:
+        """Per worker, the most micro-batches that wait for their backward at any time."""
+        return tuple(
+            max(accumulate((1 if op is Op.FORWARD else -1 for op, _ in stage), initial=0))
+            for stage in self.actions
+        )
+
+    def _in_slots(self, queue_frames: int | None = None) -> Trace:
+        slots = (1.0,) * len(self.actions)
+        hops = (0.0,) * (len(self.replicas or self.actions) - 1)
+        times = StepTimes(stage_s=(slots, slots), hop_s=(hops, hops))
+        return _Replay(self, times, queue_frames).run()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,20 +119,48 @@ class Trace:
     spans: tuple[Span, ...]
 
 
+def gpipe(stages: int, micro_batches: int) -> Schedule:
+    """All forwards, then all backwards, on every stage."""
+    return build_schedule("gpipe", [micro_batches] * stages, micro_batches)
+
+
+def one_f_one_b(depths: Sequence[int], micro_batches: int) -> Schedule:
+    """One forward, one backward, with a warm-up depth per stage (classic: stages - index)."""
+    return build_schedule("1f1b", depths, micro_batches)
+
+
+def build_schedule(name: str, depths: Sequence[int], micro_batches: int) -> Schedule:
+    """The schedule `name` over `len(depths)` stages. Raises ScheduleError if it would block."""
+    schedule = unchecked_schedule(name, depths, micro_batches)
+    schedule.dry_run()
+    return schedule
+
+
+def unchecked_schedule(
+    name: str, depths: Sequence[int], micro_batches: int, replicas: Sequence[int] = ()
+) -> Schedule:
+    """As `build_schedule`, but it may block; a depth is that of each replica."""
+    counts = tuple(replicas) or (1,) * len(depths)
+    actions = tuple(
+        stage_actions(name, depths[worker.stage], micro_batches, worker.turn)
+        for worker in _workers(counts)
+    )
+    return Schedule(name, actions, counts)
+
+
+def _workers(replicas: Sequence[int]) -> tuple[Worker, ...]:
+    return tuple(Worker(s, turn) for s, count in enumerate(replicas) for turn in turns(count))
+
+
 def replay(times: StepTimes, depths: Sequence[int], micro_batches: int) -> Trace:
     """Replay one 1F1B step with these warm-up depths; from `micro_batches` on a depth is GPipe's.
 
     A stage runs its actions in order, a link carries one payload at a time, first come first
-    served. Raises ScheduleError on deadlock.
+    served.
     """
     if len(depths) != times.stages:
         raise ScheduleError(f"{times.stages} stages need as many depths, got {len(depths)}")
-    schedule = unchecked_schedule("1f1b", depths, micro_batches, times.replicas)
-    trace = _Replay(times, schedule).run()
-    if trace is None:
-        schedule.dry_run()  # says why
-        raise AssertionError("a replay blocked where the dry run does not")
-    return trace
+    return _Replay(unchecked_schedule("1f1b", depths, micro_batches, times.replicas), times).run()
 
 
 @dataclass(slots=True, eq=False)
@@ -74,22 +171,29 @@ class _Resource:
     place: int  # of a worker among all, or of a hop
     seconds: tuple[float, ...]  # of an action, by its op
     queue: deque[Action] = field(default_factory=deque)  # a worker's own order, from the start
-    stage: int | None = None  # of a worker
+    stage: int = -1  # of a worker
     arrived: set[Action] = field(default_factory=set)  # those whose input a worker has
     busy: bool = False
+    # To each neighbour, until the end of its pass.
+    sent: defaultdict[int, list[Action]] = field(default_factory=lambda: defaultdict(list))
 
 
 class _Replay:
     """The state of a replay: the next event is always the earliest end of a span."""
 
-    def __init__(self, times: StepTimes, schedule: Schedule) -> None:
-        self.times, self.workers, self.last = times, schedule.workers, times.stages - 1
-        self.stages = [
-            _Resource(f"stage {worker}", place, tuple(seconds), deque(actions), worker.stage)
+    def __init__(
+        self, schedule: Schedule, times: StepTimes, queue_frames: int | None = None
+    ) -> None:
+        self.name, self.times, self.queue_frames = schedule.name, times, queue_frames
+        self.workers = [
+            _Resource(str(worker), place, tuple(seconds), deque(actions), worker.stage)
             for place, (worker, actions, *seconds) in enumerate(
-                zip(self.workers.places, schedule.actions, *times.stage_s, strict=True)
+                zip(schedule.workers, schedule.actions, *times.stage_s, strict=True)
             )
         ]
+        self.stages = {
+            stage: list(group) for stage, group in groupby(self.workers, attrgetter("stage"))
+        }
         ways = ("",) if times.half_duplex else (" forward", " backward")
         self.links = [
             [_Resource(f"hop {hop}{way}", hop, seconds) for way in ways]
@@ -99,28 +203,38 @@ class _Replay:
         self.spans: list[Span] = []
         self.now = 0.0
 
-    def run(self) -> Trace | None:
-        """The trace, or None where the workers block each other."""
-        for worker in self.stages:
+    def run(self) -> Trace:
+        for worker in self.workers:
             if worker.stage == 0:
                 worker.arrived.update(a for a in worker.queue if a.op is Op.FORWARD)
             self._serve(worker)
         while self.events:
             self.now, _, done, resource, action = heapq.heappop(self.events)
             done(resource, action)
-        if any(worker.queue for worker in self.stages):
-            return None
+        if blockers := [self._blocker(worker) for worker in self.workers if worker.queue]:
+            raise ScheduleError(f"schedule {self.name} blocks: {'; '.join(blockers)}")
         return Trace(self.now, tuple(self.spans))
 
     def _serve(self, resource: _Resource) -> None:
         """Begin the next action in the queue, if that is possible now."""
-        queue, is_link = resource.queue, resource.stage is None
-        if resource.busy or not queue or not (is_link or queue[0] in resource.arrived):
+        if resource.busy or not resource.queue:
+            return
+        action, is_worker = resource.queue[0], resource.stage >= 0
+        if is_worker and (action not in resource.arrived or self._blocker(resource)):
             return
         resource.busy = True
-        action = queue.popleft()
-        done = self._carried if is_link else self._passed
-        self._use(resource, resource.seconds[action.op], done, action)
+        done = self._passed if is_worker else self._carried
+        self._use(resource, resource.seconds[action.op], done, resource.queue.popleft())
+
+    def _blocker(self, worker: _Resource) -> str:
+        """Why a worker cannot begin its next action; empty where it has input and room."""
+        action = worker.queue[0]
+        source, target = self._neighbours(worker, action)
+        if source is not None and source.sent[worker.place][:1] != [action]:
+            return f"{worker.name} waits with {action} for {source.name}"
+        if target is not None and len(worker.sent[target.place]) == self.queue_frames:
+            return f"{worker.name} cannot send {action} to {target.name}, whose queue is full"
+        return "" if action in worker.arrived else f"{worker.name} has {action} before its forward"
 
     def _use(self, resource: _Resource, length_s: float, done: _Done, action: Action) -> None:
         """Occupy a resource from now on; ``done`` is called at the end."""
@@ -128,14 +242,28 @@ class _Replay:
         heapq.heappush(self.events, (end, len(self.spans), done, resource, action))
         self.spans.append(Span(resource.name, action.micro_batch, self.now, end))
 
+    def _neighbours(self, worker: _Resource, action: Action) -> list[_Resource | None]:
+        """The workers that the action's input comes from and its output goes to."""
+        step = 1 - 2 * action.op
+        return [self._at(worker.stage + way, action.micro_batch) for way in (-step, step)]
+
+    def _at(self, stage: int, micro_batch: int) -> _Resource | None:
+        """The worker of a stage that a micro-batch passes; None beyond the ends of the chain."""
+        replicas = self.stages.get(stage)
+        return replicas[micro_batch % len(replicas)] if replicas else None
+
     def _passed(self, worker: _Resource, action: Action) -> None:
-        assert worker.stage is not None
-        if action.op is Op.FORWARD and worker.stage == self.last:
-            worker.arrived.add(Action(Op.BACKWARD, action.micro_batch))
-        elif action.op is Op.FORWARD or worker.stage > 0:
+        source, target = self._neighbours(worker, action)
+        if source is not None:
+            source.sent[worker.place].pop(0)
+            self._serve(source)  # which may have waited for this queue
+        if target is not None:
+            worker.sent[target.place].append(action)
             link = self.links[worker.stage - action.op][-action.op]  # the only one serves both
             link.queue.append(action)
             self._serve(link)
+        elif action.op is Op.FORWARD:
+            worker.arrived.add(Action(Op.BACKWARD, action.micro_batch))
         if action.op is Op.BACKWARD and self.times.weights_s:
             self._use(worker, self.times.weights_s[worker.place], self._free, action)
         else:
@@ -147,11 +275,10 @@ class _Replay:
 
     def _carried(self, link: _Resource, action: Action) -> None:
         link.busy = False
-        stage = link.place + 1 if action.op is Op.FORWARD else link.place
-        place = self.workers.at(stage, action.micro_batch)
-        assert place is not None
-        self.stages[place].arrived.add(action)
-        self._serve(self.stages[place])
+        worker = self._at(link.place + 1 - action.op, action.micro_batch)
+        assert worker is not None
+        worker.arrived.add(action)
+        self._serve(worker)
         self._serve(link)
 
 

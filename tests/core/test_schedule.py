@@ -11,15 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.core.schedule import (
-    Action,
-    Op,
-    Schedule,
-    build_schedule,
-    gpipe,
-    one_f_one_b,
-    stage_actions,
-)
+from collapipe_flwr.core.replay import Schedule, build_schedule, gpipe, one_f_one_b
+from collapipe_flwr.core.schedule import Action, Op, stage_actions
 
 falling_depths = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(
     lambda depths: sorted(depths, reverse=True)
@@ -105,7 +98,7 @@ def test_bad_values_are_named(name, depth, micro_batches, said):
 
 def test_schedules_need_the_standard_library_only():
     code = (
-        "import sys; import collapipe_flwr.core.schedule; "
+        "import sys; import collapipe_flwr.core.replay; "
         "print([m for m in ('torch', 'numpy', 'grpc', 'flwr') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from collapipe_flwr.core.domain import ClusterPlan, Plan, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.core.replay import StepTimes, replay
+from collapipe_flwr.core.replay import StepTimes, replay, unchecked_schedule
 from collapipe_flwr.core.schedule import (
     PIECE_BYTES,
     Action,
@@ -21,7 +21,6 @@ from collapipe_flwr.core.schedule import (
     pieces_ahead,
     textbook_depths,
     turns,
-    unchecked_schedule,
 )
 from collapipe_flwr.costs.price import price, with_rates
 from collapipe_flwr.costs.replicas import exchange_s, price_if, price_replicated
@@ -55,7 +54,7 @@ def test_the_textbooks_depths_never_block_whatever_the_replicas(
     depths = textbook_depths(replicas)
     schedule = unchecked_schedule(name, depths, count, replicas)
     schedule.dry_run()
-    for worker, actions in zip(schedule.workers.places, schedule.actions, strict=True):
+    for worker, actions in zip(schedule.workers, schedule.actions, strict=True):
         own = list(worker.turn.own(count))
         for op in Op:
             assert [a.micro_batch for a in actions if a.op is op] == own
@@ -73,7 +72,7 @@ def _simulated(times: StepTimes, depths: tuple[int, ...], count: int) -> float:
     while True:
         before = (dict(end), dict(sent))
         for number, (worker, actions) in enumerate(
-            zip(schedule.workers.places, schedule.actions, strict=True)
+            zip(schedule.workers, schedule.actions, strict=True)
         ):
             free = 0.0
             for action in actions:
