@@ -31,6 +31,7 @@ from collapipe_flwr.costs.work import (
     edge_speed,
     local_steps,
     segment_bytes,
+    server_s,
     share_bytes,
 )
 
@@ -252,7 +253,7 @@ def _air(tables: Tables, m: int, here: Ints) -> Air:
     """The quickest that the radio of cluster ``m`` can be, at full power with all of the band."""
     noise, power = tables.snapshot.radio.noise_w_per_hz, tables.members.power_max_mi[m]
     gain, width, edge = tables.gain_mij[m], tables.d2d_hz_mij[m], tables.edge
-    cut, blocks = tables.blocks.cut_bytes_l, tables.blocks
+    cut = tables.blocks.cut_bytes_l
 
     def seconds(size: float, ends: tuple[Ints, Ints], hz: Array, power_w: Array) -> Array:
         """Of every link from ``ends[0]`` to ``ends[1]``, uncoded bytes over their codec."""
@@ -274,12 +275,11 @@ def _air(tables: Tables, m: int, here: Ints) -> Air:
         between = float((hop[0] + hop[1]).min())
     back = (here, np.zeros_like(here))
     weights_s = _plain_s(tables, m, out, power[0]) + _plain_s(tables, m, back, power[here])
-    whole = tables.snapshot.model.embedding.parameter_bytes + blocks.parameter_bytes_l[-1]
     return Air(
         first_s=float((first[0] + first[1]).min()),
         between_s=between,
         last_s=float((last[0] + last[1]).min()),
-        fixed_s=float(16.0 * whole / tables.server_rate_m[m] + weights_s.min()),
+        fixed_s=float(server_s(tables, m) + weights_s.min()),
     )
 
 

@@ -191,7 +191,7 @@ class _Pricing:
     def _latency_s(self, step_s: float) -> float:
         """Of a round with such steps."""
         collected_s = float(self.back[0].sum())
-        fixed_s = float(server_s(self.tables, self.chain.rows)[0]) + self.handed_s + collected_s
+        fixed_s = float(server_s(self.tables, self.m)) + self.handed_s + collected_s
         round_i = self.tables.members.round_mi[self.m]
         fixed_s += max(float(round_i[self.at.member(*place)]) for place in self.at.devices)
         return fixed_s + self.steps * (step_s + self.exchange_s + self._optimiser_s())

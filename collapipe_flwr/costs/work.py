@@ -126,13 +126,13 @@ def bulk_of(tables: Tables, rows: Layouts) -> tuple[Array, Array]:
     power = of_members(tables.members.power_max_mi, rows)
     sending = np.concatenate([out.sum(1)[:, None], back], axis=1)
     slowest_s = of_members(tables.members.round_mi, rows)[:, 1:].max(1, initial=0.0)
-    return server_s(tables, rows) + out.sum(1) + back.sum(1) + slowest_s, power * sending
+    return server_s(tables, rows.cluster_r) + out.sum(1) + back.sum(1) + slowest_s, power * sending
 
 
-def server_s(tables: Tables, rows: Layouts) -> Array:
-    """Seconds of a round's weights from the Flower server and back, (R,)."""
+def server_s(tables: Tables, clusters: Ints | int) -> Array:
+    """Seconds of a round's weights from the Flower server to ``clusters`` and back."""
     whole = tables.snapshot.model.embedding.parameter_bytes + tables.blocks.parameter_bytes_l[-1]
-    return np.asarray(2.0 * 8.0 * whole / tables.server_rate_m[rows.cluster_r])
+    return np.asarray(2.0 * 8.0 * whole / tables.server_rate_m[clusters])
 
 
 def hand_out_s(tables: Tables, rows: Layouts) -> tuple[Array, Array]:

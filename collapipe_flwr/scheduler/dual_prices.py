@@ -58,17 +58,14 @@ Points = tuple[Point, Point]
 """Forward and backward."""
 
 
-def link_table(
-    tables: Tables, prices: DualPrices, clusters: Ints, counts: Ints
-) -> tuple[Points, Points]:
-    """Quick and calm points of every link of ``clusters``, calm ones for every J."""
-    gain = tables.gain_mij[clusters]
-    width = tables.d2d_hz_mij[clusters]
-    width[:, :, -1] = prices.edge_hz_m[clusters, None]
-    slope = np.maximum(prices.slack_price_m[clusters], LEAST_SLOPE * prices.latency_price)
-    noise_w = width * (tables.snapshot.radio.noise_w_per_hz / gain)
-    coded = SHARES[tables.codec_mij[clusters]] / tables.share_mij[clusters]
-    watt, price = tables.members.power_max_mi[clusters], prices.price_mi[clusters]
+def link_table(tables: Tables, prices: DualPrices, counts: Ints) -> tuple[Points, Points]:
+    """Quick and calm points of every link, calm ones for every J."""
+    width = tables.d2d_hz_mij.copy()
+    width[:, :, -1] = prices.edge_hz_m[:, None]
+    slope = np.maximum(prices.slack_price_m, LEAST_SLOPE * prices.latency_price)
+    noise_w = width * (tables.snapshot.radio.noise_w_per_hz / tables.gain_mij)
+    coded = SHARES[tables.codec_mij] / tables.share_mij
+    watt, price = tables.members.power_max_mi, prices.price_mi
     last = ((0, 0), (0, 1))  # the edge, whose energy costs nothing
     back_w = np.pad(watt, last, constant_values=tables.snapshot.edge.tx_power_w)[:, None, :]
     senders = (

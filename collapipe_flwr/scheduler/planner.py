@@ -191,7 +191,7 @@ class Planner(RoundProblem):
     def _promising(self, best: Solution, rows: Layouts) -> tuple[Layouts, Array]:
         """Rows a move away from ``rows`` that by dual prices cost little more than those of
         ``best``, and how much, (R,)."""
-        scorer = self.scorer(self.dual_prices(best), np.arange(self.tables.num_clusters))
+        scorer = self.scorer(self.dual_prices(best))
         near, now = stack([self.neighbours(rows), every_batch(rows, self.batches())[1]]), best.rows
         values = self.score(scorer, near, now) - self.score(scorer, now, now)[near.cluster_r]
         promising = values < WORTH_A_TRY * best.objective

@@ -17,7 +17,7 @@ from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.convergence import others_max
 from collapipe_flwr.costs.layouts import Layouts, stack
 from collapipe_flwr.scheduler.problem import RoundProblem
-from collapipe_flwr.scheduler.scorer import Estimates, Scorer
+from collapipe_flwr.scheduler.scorer import Estimates, Scorer, joined
 
 CHANGES = 60  # of single clusters that a pick tries after that
 SWEPT_CLUSTERS = 20  # up to here time allows picks for many lengths of a round
@@ -46,7 +46,7 @@ class Pool:
         """These rows, then ``more``."""
         return Pool(
             stack([self.rows, more.rows]),
-            self.costs.joined(more.costs),
+            joined([self.costs, more.costs]),
             np.concatenate([self.pair_r, more.pair_r]),
         )
 

@@ -85,10 +85,9 @@ class RoundProblem:
     price_mi: Array
     room_mi: Array
 
-    def scorer(self, prices: DualPrices, clusters: Ints) -> Scorer:
-        """Fast pricing of candidate rows of ``clusters`` at ``prices``."""
-        counts = np.array(self.settings.micro_batches)
-        return Scorer(self.tables, self.settings, prices, clusters, counts)
+    def scorer(self, prices: DualPrices) -> Scorer:
+        """Fast pricing of candidate rows at ``prices``."""
+        return Scorer(self.tables, self.settings, prices)
 
     def score(self, scorer: Scorer, rows: Layouts, now: Layouts) -> Array:
         """The cluster-wise objective of every row, the other clusters as in ``now``."""

@@ -4,11 +4,12 @@ Given dual prices, everything about links is a table (`link_table`) and everythi
 a sum over blocks: scoring a row is a handful of look-ups per slot. A row slows its links from quick
 to calm as far as its own bottleneck allows, energy interpolated linearly in between (convexity
 makes that an upper bound). Inside, slots come first, (S, R): sums and maxima over a leading axis
-are much faster. Suffixes as in ``costs.layouts``; ``_n`` is a cluster's place in the table.
+are much faster. Suffixes as in ``costs.layouts``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,10 +26,12 @@ from collapipe_flwr.costs.work import (
     PricingOptions,
     edge_speed,
     kept_bytes,
+    server_s,
     share_bytes,
     steps_of,
 )
 from collapipe_flwr.scheduler.dual_prices import DualPrices, link_table, overdrawn
+from collapipe_flwr.scheduler.protocol import SchedulerConfig
 
 NORM = 8  # a power of two: the soft maximum's exponent
 TRUST = 0.1  # share of the ceiling down to which dual prices are trusted
@@ -47,37 +50,25 @@ class Estimates:
         """Those of the chosen rows."""
         return Estimates(self.latency[index], self.soft[index], self.worth[index])
 
-    def joined(self, more: Estimates) -> Estimates:
-        """These, then ``more``."""
-        return Estimates(
-            np.concatenate([self.latency, more.latency]),
-            np.concatenate([self.soft, more.soft]),
-            np.concatenate([self.worth, more.worth]),
-        )
+
+def joined(parts: Sequence[Estimates]) -> Estimates:
+    """Those of all ``parts``, one after the other."""
+    columns = ([part.latency, part.soft, part.worth] for part in parts)
+    return Estimates(*map(np.concatenate, zip(*columns, strict=True)))
 
 
 class Scorer:
-    """Scores rows of ``clusters`` under given dual prices; build once, call often."""
+    """Scores rows under given dual prices; build once, call often."""
 
-    def __init__(
-        self,
-        tables: Tables,
-        options: PricingOptions,
-        prices: DualPrices,
-        clusters: Ints,
-        counts: Ints,
-    ) -> None:
+    def __init__(self, tables: Tables, options: SchedulerConfig, prices: DualPrices) -> None:
         self.tables, self.options, self.prices = tables, options, prices
-        self.counts = np.unique(counts)
-        self.quick, self.calm = link_table(tables, prices, clusters, self.counts)
-        self.place_m = np.zeros(tables.num_clusters, np.int64)
-        self.place_m[clusters] = np.arange(len(clusters))
-        self.links_per_count = len(clusters) * int(np.prod(tables.gain_mij.shape[1:]))
+        self.counts = np.unique(np.array(options.micro_batches))
+        self.quick, self.calm = link_table(tables, prices, self.counts)
         self.spans = SpanTable(tables, options)
-        self.members = MemberPrices(tables, options, prices.price_mi[clusters], clusters)
-        limited = bool(np.isfinite(prices.room_mi[clusters]).any())
-        self.room = prices.room_mi[clusters].ravel() if limited else None
-        self.budget = tables.members.budget_mi[clusters].ravel()
+        self.members = MemberPrices(tables, options, prices.price_mi)
+        limited = bool(np.isfinite(prices.room_mi).any())
+        self.room = prices.room_mi.ravel() if limited else None
+        self.budget = tables.members.budget_mi.ravel()
         self._price_ends()
         edge = tables.snapshot.edge.overhead_s
         own_m = tables.members.overhead_mi[:, 0]
@@ -85,7 +76,7 @@ class Scorer:
         self.late = bool(self.overhead_2m.any() or self.members.overhead.any())
 
     def _price_ends(self) -> None:
-        """Seconds of control unit and edge, (2, M) per example, their updates and the server's."""
+        """Seconds of control unit and edge, (2, M) per example, and of their updates."""
         tables, model = self.tables, self.tables.snapshot.model
         own, edge = tables.members.speed_mi[:, 0], edge_speed(tables, self.options)
         edge_m, first, last = np.full(len(own), edge), model.embedding, model.decoder
@@ -93,18 +84,14 @@ class Scorer:
         self.backward_2m = np.stack([first.backward_flop / own, last.backward_flop / edge_m])
         update = first.parameter_bytes / own + last.parameter_bytes / edge_m
         self.update_s_m = OPTIMISER_FLOP_PER_BYTE * update
-        whole = first.parameter_bytes + tables.blocks.parameter_bytes_l[-1]
-        self.server_s_m = 16.0 * whole / tables.server_rate_m
 
     def values(self, rows: Layouts, rho_r: Array) -> Array:
         """The objective of every row, infinite where memory forbids it."""
-        if len(rows) <= BLOCK:
-            return self._values(rows, rho_r)
-        values = np.empty(len(rows))
-        by_depth = np.argsort(rows.depth_r, kind="stable")
-        for part in np.array_split(by_depth, round(len(rows) / BLOCK)):
-            values[part] = self._values(rows.take(part), rho_r[part])
-        return values
+        prices, costs = self.prices, self.estimates(rows)
+        ceiling = prices.ceiling_m[rows.cluster_r]
+        late = prices.latency_price * rho_r * np.maximum(costs.latency, ceiling)
+        spare = np.clip(ceiling - costs.latency, 0.0, TRUST * ceiling)
+        return np.asarray(late - prices.slack_price_m[rows.cluster_r] * spare + costs.worth)
 
     def estimates(self, rows: Layouts) -> Estimates:
         """What every row costs."""
@@ -115,28 +102,14 @@ class Scorer:
         parts = np.array_split(np.argsort(rows.depth_r, kind="stable"), round(len(rows) / BLOCK))
         found = [self._estimates(rows.take(part)) for part in parts]
         back = np.argsort(np.concatenate(parts), kind="stable")
-        return Estimates(
-            *(
-                np.concatenate([getattr(f, n) for f in found])[back]
-                for n in ("latency", "soft", "worth")
-            )
-        )
+        return joined(found).take(back)
 
     def _estimates(self, rows: Layouts) -> Estimates:
         batch = _Batch(self.tables, rows)
-        slots = _Slots(rows, self.place_m, self.members.width, self.tables.edge)
+        slots = _Slots(rows, self.tables.edge)
         costs = self._price(rows, batch, slots)
         worth = np.where(self._fits(rows, batch, slots), costs.worth, np.inf)
         return Estimates(costs.latency, costs.soft, worth)
-
-    def _values(self, rows: Layouts, rho_r: Array) -> Array:
-        prices, cluster = self.prices, rows.cluster_r
-        costs = self._estimates(rows)
-        latency, worth = costs.latency, costs.worth
-        ceiling = prices.ceiling_m[cluster]
-        late = prices.latency_price * rho_r * np.maximum(latency, ceiling)
-        early = prices.slack_price_m[cluster] * np.clip(ceiling - latency, 0.0, TRUST * ceiling)
-        return np.asarray(late - early + worth)
 
     def _price(self, rows: Layouts, batch: _Batch, slots: _Slots) -> Estimates:
         """The estimates where memory forbids nothing."""
@@ -155,7 +128,7 @@ class Scorer:
         hop_s, hop_worth = self._hops(rows, batch, slots, (forward.max(0), backward.max(0)))
         makespan = step_makespan_s(self.options, (forward, backward), hop_s, batch.count, axis=0)
         update = OPTIMISER_FLOP_PER_BYTE * weights
-        fixed = (weights * members.bulk_seconds.take(at)).sum(0) + self.server_s_m[cluster]
+        fixed = (weights * members.bulk_seconds.take(at)).sum(0) + server_s(self.tables, cluster)
         if self.members.round_s.any():
             fixed += (self.members.round_s.take(at) * slots.used).max(0)
         fixed += batch.steps * ((update * slowness).sum(0) + self.update_s_m[cluster])
@@ -202,7 +175,7 @@ class Scorer:
         head = self.tables.snapshot.model.embedding
         flop = batch.examples * (head.forward_flop + head.backward_flop)
         flop = flop + OPTIMISER_FLOP_PER_BYTE * head.parameter_bytes
-        own = self.place_m[rows.cluster_r] * self.members.width
+        own = rows.cluster_r * self.tables.edge
         overhead = self.members.overhead.take(own) / self.members.slowness.take(own)
         return np.asarray((flop + batch.count * overhead) * self.members.flop_worth.take(own))
 
@@ -214,7 +187,7 @@ class Scorer:
         bits = self.tables.blocks.cut_bytes_l.take(slots.cuts())
         bits = np.maximum(8.0 * batch.size * bits, 1.0) * slots.hop_used
         which = np.searchsorted(self.counts, rows.micro_batches_r)
-        calm_link = link + self.links_per_count * which
+        calm_link = link + self.tables.gain_mij.size * which
         quick = [bits * point.seconds.take(link) for point in self.quick]
         pace = [np.maximum(s, q.max(0)) for s, q in zip(slowest, quick, strict=True)]
         if self.options.schedule == "1f1b":
@@ -244,7 +217,7 @@ class Scorer:
         room = np.minimum(self.members.room.take(slots.member_at_sr), cap)
         good = ((need <= room) | ~slots.used).all(0)
         first = batch.count if gpipe else np.minimum(depth + 2.0, batch.count)
-        own = self.members.room.take(self.place_m[rows.cluster_r] * self.members.width)
+        own = self.members.room.take(rows.cluster_r * self.tables.edge)
         head, tail = model.embedding, model.decoder
         good &= head.state_bytes + batch.size * first * head.stash_bytes <= own
         last = batch.count if gpipe else 1.0
@@ -281,39 +254,35 @@ class SpanTable:
 
 
 class MemberPrices:
-    """Per member, flat over (n, i): seconds per operation, bytes to use, and what things cost."""
+    """Per member, flat over (m, i): seconds per operation, bytes to use, and what things cost."""
 
-    def __init__(
-        self, tables: Tables, options: PricingOptions, price_ni: Array, clusters: Ints
-    ) -> None:
+    def __init__(self, tables: Tables, options: PricingOptions, price_mi: Array) -> None:
         members = tables.members
-        self.width = int(price_ni.shape[1])
-        self.slowness = 1.0 / members.speed_mi[clusters].ravel()
-        self.overhead = members.overhead_mi[clusters].ravel()
-        self.round_s = members.round_mi[clusters].ravel()
-        self.room = (1.0 - options.memory_margin) * members.memory_mi[clusters].ravel()
-        self.flop_worth = (price_ni * members.energy_per_flop_mi[clusters]).ravel()
-        self.joule_per_flop = members.energy_per_flop_mi[clusters].ravel()
+        self.slowness = 1.0 / members.speed_mi.ravel()
+        self.overhead = members.overhead_mi.ravel()
+        self.round_s = members.round_mi.ravel()
+        self.room = (1.0 - options.memory_margin) * members.memory_mi.ravel()
+        self.flop_worth = (price_mi * members.energy_per_flop_mi).ravel()
+        self.joule_per_flop = members.energy_per_flop_mi.ravel()
         noise = tables.snapshot.radio.noise_w_per_hz
-        width, watt = tables.d2d_hz_mij[clusters, 0, :-1], members.power_max_mi[clusters]
-        gain = tables.gain_mij[clusters]
-        bits = 8.0 / tables.share_mij[clusters, 0, :-1]
+        width, watt, gain = tables.d2d_hz_mij[:, 0, :-1], members.power_max_mi, tables.gain_mij
+        bits = 8.0 / tables.share_mij[:, 0, :-1]
         out = bits / rate_bit_per_s(width, watt[:, :1] * gain[:, 0, :-1] / noise)
         home = bits / rate_bit_per_s(width, watt * gain[:, :, 0] / noise)
         # Per byte of weights, handed out and collected.
         self.bulk_seconds = (out + home).ravel()
-        self.bulk_worth = ((price_ni * watt)[:, :1] * out + price_ni * watt * home).ravel()
+        self.bulk_worth = ((price_mi * watt)[:, :1] * out + price_mi * watt * home).ravel()
 
 
 class _Slots:
     """A batch of rows with the slot axis in front, no wider than its deepest row."""
 
-    def __init__(self, rows: Layouts, place_m: Ints, members: int, edge: int) -> None:
+    def __init__(self, rows: Layouts, edge: int) -> None:
         self.depth_r = rows.depth_r
         width = max(int(self.depth_r.max()), 1)
         self.member_sr = np.maximum(np.ascontiguousarray(rows.member_rs[:, :width].T), 0)
         self.stop_sr = np.ascontiguousarray(rows.stop_rs[:, :width].T)
-        self.base_r = place_m[rows.cluster_r] * members
+        self.base_r = rows.cluster_r * edge
         self.member_at_sr = self.member_sr + self.base_r
         self.used = np.arange(width)[:, None] < self.depth_r
         self.hop_used = np.arange(width + 1)[:, None] <= self.depth_r

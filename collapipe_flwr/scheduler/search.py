@@ -66,7 +66,7 @@ class Search:
         The first choice of a search without rows in place starts from scratch, later ones from what
         is known by then.
         """
-        self.scorer = self.problem.scorer(prices, self.clusters)
+        self.scorer = self.problem.scorer(prices)
         self.cost_mi = self._device_cost(prices)
         if self.pool is None and not self.few:
             least, per_cluster = TRIED if now is None else TRIED_AGAIN

@@ -95,7 +95,7 @@ def test_an_overhead_is_a_lower_speed_at_one_size(a_snapshot: MakeSnapshot) -> N
         every = [rows_for(m, *all_layouts(3, 5), np.array([[SIZE, COUNT]])) for m in (0, 1)]
         rows = stack(every)
         chains.append(chain_of(tables, rows, SETTINGS))
-        scorer = planner.scorer(planner.opening_prices(), np.arange(2))
+        scorer = planner.scorer(planner.opening_prices())
         scores.append(scorer.estimates(rows))
     for one, other in ((chains[0], chains[1]),):
         for name in ("forward_stage_s", "backward_stage_s", "fixed_s", "fixed_j"):
@@ -151,7 +151,7 @@ def test_a_round_begins_and_ends_with_the_slowest_device_that_works(
         tables = tabulate(snapshot)
         planner = planner_for(tables, initial_state(quick, SETTINGS), SETTINGS)
         chains.append(chain_of(tables, rows, SETTINGS).fixed_s)
-        scorer = planner.scorer(planner.opening_prices(), np.arange(1))
+        scorer = planner.scorer(planner.opening_prices())
         scores.append(scorer.estimates(rows).latency)
     used = np.where(rows.used_rs, np.array([0.0, *seconds])[rows.member_rs], 0.0)
     assert chains[1] - chains[0] == pytest.approx(used.max(1), abs=1e-9)

@@ -111,7 +111,7 @@ def test_scores_rank_like_priced_rows(a_snapshot: MakeSnapshot) -> None:
     planner = a_planner(a_snapshot(3, clusters=3, devices=3, blocks=5))
     best = planner.solve()
     prices = planner.dual_prices(best)
-    scorer = planner.scorer(prices, np.arange(3))
+    scorer = planner.scorer(prices)
     value = planner.score(scorer, best.rows, best.rows)
     near = stack([best.rows, planner.neighbours(best.rows)])
     others = planner.score(scorer, near, best.rows)

@@ -175,7 +175,7 @@ def a_pool(planner: Planner, rows: int, seed: int) -> Pool:
     clusters = np.repeat(np.arange(3), rows)
     pairs = costs.sizes[rng.integers(0, 6, len(clusters))]
     layouts = random_rows(costs, clusters, pairs, rng).layouts()
-    scorer = planner.scorer(planner.opening_prices(), np.arange(3))
+    scorer = planner.scorer(planner.opening_prices())
     return pool_of(planner, scorer, layouts)
 
 
