@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
@@ -21,14 +20,13 @@ from collapipe_flwr.costs.chain import (
 )
 from collapipe_flwr.costs.convergence import others_max
 from collapipe_flwr.costs.layouts import Layouts, by_member, key_of, of_members, replaced, stack
-from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.dual_prices import DualPrices
-from collapipe_flwr.scheduler.local_search import Moves, every_batch, every_cut
+from collapipe_flwr.scheduler.local_search import every_batch, every_cut
 from collapipe_flwr.scheduler.problem import RoundProblem
 from collapipe_flwr.scheduler.radio.equal_ends import levelled_hz
 from collapipe_flwr.scheduler.radio.interior_point import Allocation, allocate, equal_shares
 from collapipe_flwr.scheduler.radio.problem import convex_latency_s
-from collapipe_flwr.scheduler.runners_up import RunnersUp, beam, bounded, runners_up
+from collapipe_flwr.scheduler.runners_up import InPlace
 from collapipe_flwr.scheduler.scorer import Estimates
 from collapipe_flwr.scheduler.search import FEW_CLUSTERS, Search
 
@@ -49,7 +47,6 @@ AMPLE = 8.0  # times its bandwidth: what a cluster is slow with is not the bandw
 WORTHWHILE = 1e-3  # relative gain that is worth another look of many clusters
 LATE_CLUSTERS = 10  # of many that are searched further at a time
 LATE_ROWS = 32  # rows of such a cluster that a beam goes on from
-LEVELS = 1  # times bandwidth is levelled by steps as played
 SAME = 1e-9  # relative differences below this count as none
 
 
@@ -151,10 +148,10 @@ class Planner(RoundProblem):
 
         The latter, for few clusters, by dual prices and in turn by what they cost as played.
         """
-        near, values = self._promising(best, best.rows)
+        near, values = self._promising(best)
         lists = [near.take(np.argsort(values, kind="stable")[:POLISH_RIVALS])]
         if self.settings.schedule == "1f1b" and len(near):
-            found = self._played(best, near)
+            found = self._in_place(best).played(near, joint=True)
             yield [found.together()]
             quickest = np.argsort(found.alone(), kind="stable")[:POLISH_RIVALS]
             lists.append(found.near.take(quickest))
@@ -175,24 +172,17 @@ class Planner(RoundProblem):
         """
         slow = best.rows.take(best.priced.latency_s > SLOW * best.priced.latency_s.max())
         even = equal_shares(best.chain, self.tables.snapshot.radio.bandwidth_hz)
-        for now in (best, self.priced(best.chain, even, best.rho)):
-            found = self._played(now, near)
-            for rows in beam(slow, self._fitting_neighbours, partial(self._played_alone, now)):
-                found = found.joined(rows)
-            yield found.together()
+        for now in map(self._in_place, (best, self.priced(best.chain, even, best.rho))):
+            yield now.played(near, joint=True).grown(slow, now.played).together()
 
-    def _played_alone(self, now: Solution, rows: Layouts) -> RunnersUp:
-        return self._played(now, rows, joint=False)
+    def _in_place(self, now: Solution) -> InPlace:
+        costs = self.estimates(now.chain, now.priced)
+        return InPlace(self, now.rows, costs, now.allocation.edge_hz_r)
 
-    def _played(self, now: Solution, rows: Layouts, *, joint: bool = True) -> RunnersUp:
-        own, hz_m = self.estimates(now.chain, now.priced), now.allocation.edge_hz_r
-        return runners_up(self, now.rows, own, hz_m, rows, joint=joint)
-
-    def _promising(self, best: Solution, rows: Layouts) -> tuple[Layouts, Array]:
-        """Rows a move away from ``rows`` that by dual prices cost little more than those of
-        ``best``, and how much, (R,)."""
-        scorer = self.scorer(self.dual_prices(best))
-        near, now = stack([self.neighbours(rows), every_batch(rows, self.batches())[1]]), best.rows
+    def _promising(self, best: Solution) -> tuple[Layouts, Array]:
+        """Rows a move away that by dual prices cost little more, and how much, (R,)."""
+        scorer, now = self.scorer(self.dual_prices(best)), best.rows
+        near = stack([self.neighbours(now), every_batch(now, self.batches())[1]])
         values = self.score(scorer, near, now) - self.score(scorer, now, now)[near.cluster_r]
         promising = values < WORTH_A_TRY * best.objective
         return near.take(promising), values[promising]
@@ -211,7 +201,7 @@ class Planner(RoundProblem):
     def _quicker(self, best: Solution) -> Iterator[Layouts]:
         """Plans near ``best`` of many clusters: with the best rows a move away, and with rows
         further away for clusters that end late whatever their bandwidth."""
-        yield self._played(best, self._promising(best, best.rows)[0]).together()
+        yield self._in_place(best).played(self._promising(best)[0], joint=True).together()
         chain, hz_m = best.chain, AMPLE * best.allocation.edge_hz_r
         times = full_power_times(chain, hz_m)
         ample = self.estimates(chain, price_rows(chain, times, powers_for(chain, hz_m, times)))
@@ -219,15 +209,12 @@ class Planner(RoundProblem):
         late = np.sort(late[ample.latency[late] > SLOW * best.priced.latency_s.max()])
         if not len(late):
             return
-        start = every_cut(best.rows.take(late), self.batches())
-        start = start.take(fits(self.tables, start, self.settings))
+        start = self.fitting(every_cut(best.rows.take(late), self.batches()))
         # Seen from the others, which end together, no row of one of them shortens a round.
         nothing = np.zeros(len(best.rows))
-        alone = partial(bounded, self, best.rows, Estimates(nothing, nothing, nothing), hz_m)
-        found = alone(start)
-        for more in beam(start, self._fitting_neighbours, alone, LATE_ROWS):
-            found = found.joined(more)
-        yield runners_up(self, best.rows, ample, hz_m, found.near).together()
+        alone = InPlace(self, best.rows, Estimates(nothing, nothing, nothing), hz_m)
+        found = alone.bounded(start).grown(start, alone.bounded, LATE_ROWS)
+        yield replace(alone, costs=ample).played(found.near, joint=True).together()
 
     def improve(self, best: Solution, search: Search | None = None) -> Solution:
         """Alternate segments and radio from ``best`` on while the objective falls."""
@@ -288,14 +275,10 @@ class Planner(RoundProblem):
 
         By the lower bound, and how much longer the steps took that were played last.
         """
-        for _ in range(LEVELS):
-            before, chain, band_hz = best, best.chain, self.tables.snapshot.radio.bandwidth_hz
-            longer_s = best.priced.latency_s - latency_of(chain, best.allocation.times)
-            hz_m = levelled_hz(chain, best.allocation.edge_hz_r, band_hz, longer_s)
-            best = self._at_full_power(best, hz_m)
-            if not self.plays or not best.objective < before.objective * (1.0 - ENOUGH):
-                break
-        return best
+        chain, band_hz = best.chain, self.tables.snapshot.radio.bandwidth_hz
+        longer_s = best.priced.latency_s - latency_of(chain, best.allocation.times)
+        hz_m = levelled_hz(chain, best.allocation.edge_hz_r, band_hz, longer_s)
+        return self._at_full_power(best, hz_m)
 
     def evened(self, best: Solution) -> Solution:
         """More bandwidth for slower clusters, all at full power, while the objective falls."""
@@ -350,36 +333,24 @@ class Planner(RoundProblem):
     def opening_prices(self) -> DualPrices:
         """Prices to start from: equal bandwidth, every cluster's second at the round's price."""
         clusters = self.tables.num_clusters
-        return DualPrices(
-            latency_price=self.latency_price,
-            price_mi=self.price_mi,
-            room_mi=self.room_mi,
-            ceiling_m=np.zeros(clusters),
-            slack_price_m=np.full(clusters, self.latency_price),
-            edge_hz_m=np.full(clusters, self.tables.snapshot.radio.bandwidth_hz / clusters),
-        )
+        hz_m = np.full(clusters, self.tables.snapshot.radio.bandwidth_hz / clusters)
+        return self._prices(np.zeros(clusters), np.full(clusters, self.latency_price), hz_m)
 
     def dual_prices(self, now: Solution) -> DualPrices:
         """The dual prices at the solution ``now``."""
+        ceiling_m, radio = others_max(now.priced.latency_s), now.allocation
+        return self._prices(ceiling_m, radio.latency_price_r, radio.edge_hz_r)
+
+    def _prices(self, ceiling_m: Array, slack_price_m: Array, edge_hz_m: Array) -> DualPrices:
         return DualPrices(
             latency_price=self.latency_price,
             price_mi=self.price_mi,
             room_mi=self.room_mi,
-            ceiling_m=others_max(now.priced.latency_s),
-            slack_price_m=now.allocation.latency_price_r,
-            edge_hz_m=now.allocation.edge_hz_r,
+            ceiling_m=ceiling_m,
+            slack_price_m=slack_price_m,
+            edge_hz_m=edge_hz_m,
         )
 
     def choose(self, prices: DualPrices, now: Layouts | None) -> Layouts:
         """The best row of every cluster at ``prices``; raises InfeasibleError."""
         return Search(self).choose(prices, now)
-
-    def _fitting_neighbours(self, rows: Layouts) -> Layouts:
-        moved = self.neighbours(rows)
-        return moved.take(fits(self.tables, moved, self.settings))
-
-    def neighbours(self, rows: Layouts) -> Layouts:
-        """Every single move from every row, any device of its cluster coming in."""
-        cost = np.where(self.tables.members.present_mi, 1.0, np.inf)
-        cost[:, 0] = np.inf
-        return Moves(rows, cost, cost.shape[1]).all()

@@ -13,8 +13,9 @@ from collapipe_flwr.costs.chain import Chain, RowPrices
 from collapipe_flwr.costs.convergence import LearningConstants, NoiseScale, bound_sums, exchanged
 from collapipe_flwr.costs.layouts import Layouts, of_members
 from collapipe_flwr.costs.tables import Tables
-from collapipe_flwr.costs.work import local_steps, steps_of
+from collapipe_flwr.costs.work import fits, local_steps, steps_of
 from collapipe_flwr.scheduler.dual_prices import DualPrices, overdrawn
+from collapipe_flwr.scheduler.local_search import Moves
 from collapipe_flwr.scheduler.protocol import Reference, SchedulerConfig
 from collapipe_flwr.scheduler.refusal import refusal
 from collapipe_flwr.scheduler.scorer import Estimates, Scorer
@@ -130,6 +131,16 @@ class RoundProblem:
     def device_counts(self) -> Ints:
         """Devices of every cluster, control units not counted."""
         return np.asarray(self.tables.members.present_mi.sum(1) - 1, dtype=np.int64)
+
+    def neighbours(self, rows: Layouts) -> Layouts:
+        """Every single move from every row, any device of its cluster coming in."""
+        cost = np.where(self.tables.members.present_mi, 1.0, np.inf)
+        cost[:, 0] = np.inf
+        return Moves(rows, cost, cost.shape[1]).all()
+
+    def fitting(self, rows: Layouts) -> Layouts:
+        """Those that keep within all memories."""
+        return rows.take(fits(self.tables, rows, self.settings))
 
     def refuse(self, m: int) -> NoReturn:
         """Raise InfeasibleError: which memory is too small for cluster m, and what to do."""

@@ -8,7 +8,7 @@ does not shorten the round, so rows of all clusters are also chosen jointly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,38 +27,90 @@ from collapipe_flwr.costs.convergence import others_max
 from collapipe_flwr.costs.layouts import Layouts, keys_of, replaced, stack
 from collapipe_flwr.scheduler.pool import Picking, Pool
 from collapipe_flwr.scheduler.problem import RoundProblem
-from collapipe_flwr.scheduler.scorer import Estimates
+from collapipe_flwr.scheduler.scorer import Estimates, joined
 
 WIDTH = 16  # rows of a cluster that a beam goes on from
 AT_A_TIME = 8  # rows of a cluster that are played before others are looked at again
 PATIENCE = 2  # moves in vain
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
+class InPlace:
+    """A plan, over whose bandwidth other rows of its clusters are priced at full power."""
+
+    problem: RoundProblem
+    rows: Layouts  # one per cluster
+    costs: Estimates  # of these rows
+    hz_m: Array
+
+    def bounded(self, near: Layouts) -> RunnersUp:
+        """All rows of ``near`` by the lower bound."""
+        chain, _, priced = self._bounded(near)
+        return RunnersUp(self, near, self.problem.estimates(chain, priced))
+
+    def played(self, near: Layouts, *, joint: bool = False) -> RunnersUp:
+        """The rows of ``near`` that matter, as their steps are played.
+
+        Those that may be among the best `WIDTH` of their clusters alone. For a ``joint`` choice
+        also those that none with the same micro-batches beats in latency as well as in energy. The
+        lower bound of a row's latency is enough to leave it out.
+        """
+        chain, times, priced = self._bounded(near)
+        every = RunnersUp(self, near, self.problem.estimates(chain, priced))
+        pair_r, done = self.problem.pair_of(near), np.zeros(len(near), bool)
+        while len(more := self._next(every, pair_r, done, joint=joint)):
+            priced = played(chain, times, priced, more)
+            every = replace(every, costs=self.problem.estimates(chain, priced))
+            done[more] = True
+        return every.take(np.flatnonzero(done))
+
+    def _bounded(self, rows: Layouts) -> tuple[Chain, Array, RowPrices]:
+        """Rows with their shortest hops over these bandwidths, and what they cost at least."""
+        hz = self.hz_m[rows.cluster_r]
+        chain = chain_of(self.problem.tables, rows, self.problem.settings)
+        times = full_power_times(chain, hz)
+        return chain, times, price_rows(chain, times, powers_for(chain, hz, times))
+
+    def _next(self, every: RunnersUp, pair_r: Ints, done: Mask, *, joint: bool) -> Ints:
+        """The most promising rows of every cluster that may matter and are not ``done``."""
+        values, owner, costs = every.alone(), every.near.cluster_r, every.costs
+        own_pair = self.problem.pair_of(self.rows)
+        chosen = [np.zeros(0, np.int64)]
+        for m in np.unique(owner[~done]):
+            here = owner == m
+            known, open_r = np.flatnonzero(done & here), np.flatnonzero(~done & here)
+            least = np.sort(values[known])[WIDTH - 1] if len(known) >= WIDTH else np.inf
+            matters = values[open_r] < least
+            if joint:
+                late_s = np.append(costs.latency[known], self.costs.latency[m])
+                worth = np.append(costs.worth[known], self.costs.worth[m])
+                pairs = np.append(pair_r[known], own_pair[m])
+                beaten = late_s <= costs.latency[open_r, None]
+                beaten &= worth <= costs.worth[open_r, None]
+                matters |= ~(beaten & (pairs == pair_r[open_r, None])).any(1)
+            open_r = open_r[matters]
+            chosen.append(open_r[np.argsort(values[open_r], kind="stable")[:AT_A_TIME]])
+        return np.concatenate(chosen)
+
+
+@dataclass(frozen=True, slots=True)
 class RunnersUp:
     """Rows, each of which may replace its cluster's row of a plan."""
 
-    problem: RoundProblem
-    now: Layouts  # the plan: one row per cluster
-    own: Estimates  # what its rows cost
+    plan: InPlace
     near: Layouts
-    costs: Estimates  # what those cost
+    costs: Estimates  # of these rows
 
     def take(self, rows: Ints) -> RunnersUp:
         """The chosen rows."""
-        return replace(self, near=self.near.take(rows), costs=self.costs.take(rows))
-
-    def joined(self, more: RunnersUp) -> RunnersUp:
-        """These rows, then those of ``more``."""
-        costs = self.costs.joined(more.costs)
-        return replace(self, near=stack([self.near, more.near]), costs=costs)
+        return RunnersUp(self.plan, self.near.take(rows), self.costs.take(rows))
 
     def alone(self) -> Array:
         """The objective with each row in the plan, less the plan's own priced energy, (R,)."""
-        problem, owner = self.problem, self.near.cluster_r
-        late_s = problem.learning.rho_rows(problem.tables, self.near, self.now)
-        late_s *= np.maximum(self.costs.latency, others_max(self.own.latency)[owner])
-        more = self.costs.worth - self.own.worth[owner]
+        plan, problem, owner = self.plan, self.plan.problem, self.near.cluster_r
+        late_s = problem.learning.rho_rows(problem.tables, self.near, plan.rows)
+        late_s *= np.maximum(self.costs.latency, others_max(plan.costs.latency)[owner])
+        more = self.costs.worth - plan.costs.worth[owner]
         return np.asarray(problem.latency_price * late_s + more)
 
     def first(self, width: int) -> RunnersUp:
@@ -69,98 +121,31 @@ class RunnersUp:
 
     def together(self) -> Layouts:
         """The best plan found with new rows in any number of clusters, perhaps the plan itself."""
-        rows = stack([self.now, self.near])
-        pool = Pool(rows, self.own.joined(self.costs), self.problem.pair_of(rows))
-        chosen = rows.take(Picking(self.problem, pool).best()[1])
+        plan, rows = self.plan, stack([self.plan.rows, self.near])
+        costs = joined([plan.costs, self.costs])
+        pool = Pool(rows, costs, plan.problem.pair_of(rows))
+        chosen = rows.take(Picking(plan.problem, pool).best()[1])
         return replaced(chosen, chosen.cluster_r, chosen)  # no wider than needed
 
+    def grown(
+        self, start: Layouts, price: Callable[[Layouts], RunnersUp], width: int = WIDTH
+    ) -> RunnersUp:
+        """These rows, and the best of every cluster that a beam search from ``start`` finds.
 
-def runners_up(
-    problem: RoundProblem,
-    now: Layouts,
-    own: Estimates,
-    edge_hz_m: Array,
-    near: Layouts,
-    *,
-    joint: bool = True,
-) -> RunnersUp:
-    """The rows of ``near`` that matter, played over the bandwidth of their clusters.
-
-    Those that may be among the best `WIDTH` of their clusters alone. For a ``joint`` choice also
-    those that none with the same micro-batches beats in latency as well as in energy. The lower
-    bound of a row's latency is enough to leave it out.
-    """
-    chain, times, priced = _bounded(problem, near, edge_hz_m)
-    costs, pair_r = problem.estimates(chain, priced), problem.pair_of(near)
-    every = RunnersUp(problem=problem, now=now, own=own, near=near, costs=costs)
-    done = np.zeros(len(near), bool)
-    while True:
-        more = _next(every, pair_r, done, joint=joint)
-        if not len(more):
-            return every.take(np.flatnonzero(done))
-        priced = played(chain, times, priced, more)
-        every = replace(every, costs=problem.estimates(chain, priced))
-        done[more] = True
-
-
-def bounded(
-    problem: RoundProblem, now: Layouts, own: Estimates, edge_hz_m: Array, near: Layouts
-) -> RunnersUp:
-    """All rows of ``near`` by the lower bound."""
-    chain, _, priced = _bounded(problem, near, edge_hz_m)
-    costs = problem.estimates(chain, priced)
-    return RunnersUp(problem=problem, now=now, own=own, near=near, costs=costs)
-
-
-def _bounded(
-    problem: RoundProblem, rows: Layouts, edge_hz_m: Array
-) -> tuple[Chain, Array, RowPrices]:
-    """Rows with their shortest hops over these bandwidths, and what they cost at least."""
-    hz = edge_hz_m[rows.cluster_r]
-    chain = chain_of(problem.tables, rows, problem.settings)
-    times = full_power_times(chain, hz)
-    return chain, times, price_rows(chain, times, powers_for(chain, hz, times))
-
-
-def _next(every: RunnersUp, pair_r: Ints, done: Mask, *, joint: bool) -> Ints:
-    """The most promising rows of every cluster that may matter and are not ``done``."""
-    values, owner, costs = every.alone(), every.near.cluster_r, every.costs
-    own_pair = every.problem.pair_of(every.now)
-    chosen = []
-    for m in np.unique(owner[~done]):
-        known, open_r = np.flatnonzero(done & (owner == m)), np.flatnonzero(~done & (owner == m))
-        least = np.sort(values[known])[WIDTH - 1] if len(known) >= WIDTH else np.inf
-        matters = values[open_r] < least
-        if joint:
-            latency = np.append(costs.latency[known], every.own.latency[m])
-            worth = np.append(costs.worth[known], every.own.worth[m])
-            pairs = np.append(pair_r[known], own_pair[m])
-            beaten = (latency <= costs.latency[open_r, None]) & (worth <= costs.worth[open_r, None])
-            matters |= ~(beaten & (pairs == pair_r[open_r, None])).any(1)
-        open_r = open_r[matters]
-        chosen.append(open_r[np.argsort(values[open_r], kind="stable")[:AT_A_TIME]])
-    return np.concatenate(chosen) if chosen else np.zeros(0, np.int64)
-
-
-def beam(
-    start: Layouts,
-    neighbours: Callable[[Layouts], Layouts],
-    price: Callable[[Layouts], RunnersUp],
-    width: int = WIDTH,
-) -> Iterator[RunnersUp]:
-    """The ``width`` best rows of every cluster one move from ``start``, then one move from those.
-
-    Ends when the best row of all has not become better for `PATIENCE` moves.
-    """
-    seen, best, vain = set(keys_of(start)), np.inf, 0
-    while vain < PATIENCE:
-        moved = neighbours(start)
-        new = {key: row for row, key in enumerate(keys_of(moved)) if key not in seen}
-        if not new:
-            return
-        seen |= new.keys()
-        found = price(moved.take(np.array(list(new.values())))).first(width)
-        least = found.alone().min()
-        vain = 0 if least < best else vain + 1
-        best, start = min(best, least), found.near
-        yield found
+        The ``width`` best rows one move away, then those one move from these, until the best of all
+        has not become better for `PATIENCE` moves.
+        """
+        parts, seen, best, vain = [self], set(keys_of(start)), np.inf, 0
+        while vain < PATIENCE:
+            moved = self.plan.problem.fitting(self.plan.problem.neighbours(start))
+            new = {key: row for row, key in enumerate(keys_of(moved)) if key not in seen}
+            if not new:
+                break
+            seen |= new.keys()
+            found = price(moved.take(np.array(list(new.values())))).first(width)
+            least = found.alone().min()
+            vain = 0 if least < best else vain + 1
+            best, start = min(best, least), found.near
+            parts.append(found)
+        near = stack([part.near for part in parts])
+        return RunnersUp(self.plan, near, joined([part.costs for part in parts]))

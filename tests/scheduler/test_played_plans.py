@@ -18,12 +18,11 @@ from collapipe_flwr.costs.chain import (
     schedule_rows,
 )
 from collapipe_flwr.costs.layouts import key_of, replaced
-from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler import planner as planning
 from collapipe_flwr.scheduler import runners_up as playing
 from collapipe_flwr.scheduler.planner import Solution
 from collapipe_flwr.scheduler.radio.interior_point import equal_shares
-from collapipe_flwr.scheduler.runners_up import RunnersUp, runners_up
+from collapipe_flwr.scheduler.runners_up import InPlace, RunnersUp
 
 SIZE = SearchSize(clusters=4, devices=6, blocks=12, seeds=range(1), schedule="1f1b")
 EIGHT = SearchSize(clusters=8, devices=5, blocks=24, seeds=range(1), schedule="1f1b")
@@ -87,7 +86,7 @@ def test_rows_of_all_clusters_are_chosen_together(
         return np.array([solution.objective for solution in found])
 
     ours = objectives()
-    monkeypatch.setattr(RunnersUp, "together", lambda self: self.now)
+    monkeypatch.setattr(RunnersUp, "together", lambda self: self.plan.rows)
     before = objectives()
     assert (ours <= before * (1 + 1e-9)).all(), ours / before
     assert (ours / before).mean() < 0.993
@@ -98,10 +97,9 @@ def test_what_a_runner_up_costs_can_be_had() -> None:
     planner = search_planner(SIZE, SEEDS[0], queues=True)
     rows = planner.choose(planner.opening_prices(), None)
     now = planner.radio(rows)
-    near = planner.neighbours(rows)
-    near = near.take(fits(planner.tables, near, planner.settings))
+    near = planner.fitting(planner.neighbours(rows))
     own, hz_m = planner.estimates(now.chain, now.priced), now.allocation.edge_hz_r
-    found = runners_up(planner, rows, own, hz_m, near)
+    found = InPlace(planner, rows, own, hz_m).played(near, joint=True)
     near = found.near
     for r in (0, len(near) // 2, len(near) - 1, int(found.alone().argmin())):
         changed = replaced(rows, near.cluster_r[[r]], near.take(np.array([r])))
@@ -120,13 +118,12 @@ def test_rows_that_are_left_out_are_not_among_the_best(monkeypatch: pytest.Monke
     for seed in SEEDS:
         planner = search_planner(SIZE, seed, queues=True)
         now = planner.radio(planner.choose(planner.opening_prices(), None))
-        near = planner.neighbours(now.rows)
-        near = near.take(fits(planner.tables, near, planner.settings))
+        near = planner.fitting(planner.neighbours(now.rows))
         own, hz_m = planner.estimates(now.chain, now.priced), now.allocation.edge_hz_r
-        found = runners_up(planner, now.rows, own, hz_m, near)
+        found = InPlace(planner, now.rows, own, hz_m).played(near, joint=True)
         with monkeypatch.context() as patch:
             patch.setattr(playing, "WIDTH", len(near))
-            every = runners_up(planner, now.rows, own, hz_m, near)
+            every = InPlace(planner, now.rows, own, hz_m).played(near, joint=True)
         assert len(found.near) < 0.8 * len(every.near) == 0.8 * len(near)
         for m in range(SIZE.clusters):
             best, all_ = (
