@@ -132,6 +132,8 @@ def test_energy_links_and_memory_are_those_of_the_events(tmp_path: Path) -> None
     assert len(energy) == len(summary["energy"]["budget_j"])
     hops = table(page, "Hops")[1:]
     assert len(hops) == len({(k["cluster"], k["sender"], k["receiver"]) for k in summary["links"]})
+    reached = sorted(link["forward"]["bit_per_s"] / 1e6 for link in summary["links"])
+    assert sorted(float(row[4].split()[0]) for row in hops) == pytest.approx(reached, rel=1e-3)
     traffic = charts(page)["bytes"]["figure"]["data"]
     assert sum(sum(kind["y"]) for kind in traffic) * 1e6 == close(sum(summary["bytes"].values()))
     members = {row[0]: row for row in table(page, "Members")[1:]}

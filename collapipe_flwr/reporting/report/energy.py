@@ -37,19 +37,19 @@ class Spent:
 
 
 def spent(run: RunData) -> list[Spent]:
-    """All devices, the largest share of a budget first; rounds without work count as 0."""
+    """All devices, the largest share of a budget first."""
     rounds = max(len(run.rounds), 1)
     found = [
         Spent(
             name=name,
-            mean_j=(device.energy_j or 0.0) / rounds,
+            mean_j=run.mean_j[name] or 0.0,
             budget_j=run.budget_j.get(name),
             predicted_j=device.predicted_j / rounds,
             queue_j=device.queue_j.last,
             metered=device.metered,
         )
         for name, device in run.devices.items()
-        if device.energy_j is not None or name in run.budget_j
+        if name in run.mean_j
     ]
     return sorted(found, key=lambda each: (-(each.share or 0), -each.mean_j))
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from collapipe_flwr.reporting.report import charts
 from collapipe_flwr.reporting.report.charts import Chart, Json, Section
-from collapipe_flwr.reporting.report.run_data import KINDS, LinkData, RunData, WayData
+from collapipe_flwr.reporting.report.run_data import KINDS, RunData
 from collapipe_flwr.reporting.report.series import MOST_COLUMNS, stride_of, thinned
 
 _NAMES = {
@@ -16,16 +16,16 @@ _NAMES = {
     "weights": "segments to devices",
     "spared": "spared: was there already",
 }
-Hop = tuple[tuple[str, str, str], LinkData]
 
 
 def links(run: RunData) -> Section:
-    """Bytes by kind and round, rates by hop."""
+    """Bytes by kind and round, rates by hop over the run."""
     hops = sorted(
-        run.links.items(), key=lambda hop: -(hop[1].forward.bytes + hop[1].backward.bytes)
+        run.summary.get("links", ()),
+        key=lambda hop: -(hop["forward"]["bytes"] + hop["backward"]["bytes"]),
     )
     head = ["hop", "codec", "forward", "backward", "Mbit/s forward", "Mbit/s backward"]
-    rows = [_row(key, hop) for key, hop in hops]
+    rows = [_row(hop) for hop in hops]
     table = charts.long_table("Hops", head, rows, "hop", "with fewer bytes in events.jsonl")
     return Section(
         key="links",
@@ -55,19 +55,19 @@ def _bytes(run: RunData) -> Chart | None:
     )
 
 
-def _rates(hops: Sequence[Hop]) -> Chart | None:
-    rated = [hop for hop in hops if hop[1].forward.bit_per_s or hop[1].backward.bit_per_s]
+def _rates(hops: Sequence[Json]) -> Chart | None:
+    rated = [hop for hop in hops if any(hop[way]["bit_per_s"] for way in ("forward", "backward"))]
     if not rated:
         return None
     shown = rated[: charts.MOST_BARS // 2]
     ways = []
-    for (cluster, *ends), hop in shown:
-        first, last = (end.rpartition("/")[2] for end in ends)
-        ways.append((f"{cluster}: {first} → {last}", hop.forward))
-        ways.append((f"{cluster}: {last} → {first}", hop.backward))
+    for hop in shown:
+        cluster, first, last = _ends(hop)
+        ways.append((f"{cluster}: {first} → {last}", hop["forward"]))
+        ways.append((f"{cluster}: {last} → {first}", hop["backward"]))
     labels, hover = [name for name, _ in ways], {"hovertemplate": "%{x:.4~g} Mbit/s"}
-    traces = [charts.bars("reached", labels, [_mega(way.bit_per_s) for _, way in ways], **hover)]
-    planned = [_mega(way.planned_bit_per_s) for _, way in ways]
+    traces = [charts.bars("reached", labels, [_mega(way["bit_per_s"]) for _, way in ways], **hover)]
+    planned = [_mega(way["planned_bit_per_s"]) for _, way in ways]
     if any(planned):
         traces.append(charts.marks("planned", labels, planned, **hover))
     more = charts.left_out(rated, shown, "hop", "more in the table")
@@ -89,23 +89,26 @@ def _mega(rate: float | None) -> float | None:
     return None if rate is None else rate / 1e6
 
 
-def _row(key: tuple[str, str, str], hop: LinkData) -> list[str]:
-    cluster, sender, receiver = key
+def _ends(hop: Json) -> tuple[str, str, str]:
+    """The hop's cluster and ends."""
+    sender, receiver = (hop[end].rpartition("/")[2] for end in ("sender", "receiver"))
+    return hop["cluster"], sender, receiver
+
+
+def _row(hop: Json) -> list[str]:
+    cluster, sender, receiver = _ends(hop)
     return [
-        f"{cluster}: {sender.rpartition('/')[2]} > {receiver.rpartition('/')[2]}",
-        hop.codec,
-        charts.size(hop.forward.bytes),
-        charts.size(hop.backward.bytes),
-        _rate_text(hop.forward),
-        _rate_text(hop.backward),
+        f"{cluster}: {sender} > {receiver}",
+        hop["codec"],
+        *(charts.size(hop[way]["bytes"]) for way in ("forward", "backward")),
+        *(_rate_text(hop[way]) for way in ("forward", "backward")),
     ]
 
 
-def _rate_text(way: WayData) -> str:
-    if way.bit_per_s is None:
+def _rate_text(way: Json) -> str:
+    if way["bit_per_s"] is None:
         return "-"
-    text = f"{way.bit_per_s / 1e6:.4g}"
-    planned = way.planned_bit_per_s
+    text, planned = f"{way['bit_per_s'] / 1e6:.4g}", way["planned_bit_per_s"]
     return text if planned is None else f"{text} of {planned / 1e6:.4g}"
 
 

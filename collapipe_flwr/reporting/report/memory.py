@@ -35,11 +35,12 @@ def peaks(run: RunData) -> list[Peak]:
     """All members, the fullest first."""
     planned = {_role(run, name): d.planned_bytes for name, d in run.devices.items()}
     limits = {_role(run, name): limit for name, limit in run.memory_limit_bytes.items()}
-    names = dict.fromkeys((*run.memory_bytes, *(n for n, held in planned.items() if held)))
+    measured = run.summary.get("peak_memory_bytes", {})
+    names = dict.fromkeys((*measured, *(n for n, held in planned.items() if held)))
     found = [
         Peak(
             name=name,
-            measured=run.memory_bytes.get(name, 0),
+            measured=measured.get(name, 0),
             planned=planned.get(name, 0),
             limit=limits.get(name),
         )

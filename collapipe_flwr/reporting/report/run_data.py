@@ -1,8 +1,8 @@
-"""The data of a report, folded from the events of a run one by one.
+"""The data of a report: a run's summary, and curves from its events, read one by one.
 
 A run of 1,000 rounds on 1,000 devices writes hundreds of megabytes of events, so
-:meth:`RunData.add` keeps what figures need and no event. Events of earlier versions lack some keys;
-their values stay empty.
+:meth:`RunData.add` keeps what figures need and no event. Totals of energy, memory and links are
+the summary's. Events of earlier versions lack some keys; their values stay empty.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ class DeviceData:
     """One member of a cluster: its energy queue by round, and totals over the rounds."""
 
     cluster: str
-    energy_j: float | None = None  # of all rounds
     queue_j: Series = field(default_factory=Series)
     predicted_j: float = 0.0
     metered: bool = False
@@ -61,32 +60,6 @@ class DeviceData:
     predicted_s: float = 0.0
     measured_s: float = 0.0
     stage_rounds: int = 0
-
-
-@dataclass(slots=True)
-class WayData:
-    """One direction of a hop over the run; rates of the last round that has them."""
-
-    bytes: int = 0
-    bit_per_s: float | None = None
-    planned_bit_per_s: float | None = None
-
-    def add(self, way: Json) -> None:
-        """One round more."""
-        self.bytes += way["bytes"]
-        if way.get("bit_per_s") is not None:
-            self.bit_per_s = way["bit_per_s"]
-        if way.get("planned_bit_per_s") is not None:
-            self.planned_bit_per_s = way["planned_bit_per_s"]
-
-
-@dataclass(slots=True)
-class LinkData:
-    """A hop between two members over the run."""
-
-    codec: str = ""
-    forward: WayData = field(default_factory=WayData)
-    backward: WayData = field(default_factory=WayData)
 
 
 class RunData:
@@ -104,8 +77,6 @@ class RunData:
         self.clusters: defaultdict[str, ClusterData] = defaultdict(ClusterData)
         self.devices: dict[str, DeviceData] = {}
         self.control_units: set[str] = set()
-        self.links: defaultdict[tuple[str, str, str], LinkData] = defaultdict(LinkData)
-        self.memory_bytes: dict[str, int] = {}  # measured peaks, by role
         self.blocks = 0  # that were cut into segments
         self.incidents: list[Incident] = []
         self._known: dict[Placed, Placed] = {}  # each segment once
@@ -124,6 +95,11 @@ class RunData:
     def budget_j(self) -> Mapping[str, float | None]:
         """Joules that a device may spend per round; None without a limit."""
         return self.summary.get("energy", {}).get("budget_j") or {}
+
+    @property
+    def mean_j(self) -> Mapping[str, float]:
+        """Joules that a device spent per round; rounds without work count as 0."""
+        return self.summary.get("energy", {}).get("mean_j") or {}
 
     @property
     def memory_limit_bytes(self) -> Mapping[str, int]:
@@ -150,19 +126,10 @@ class RunData:
         self._add_plan(place, event.get("plan") or {})
         for name, cluster in event.get("clusters", {}).items():
             self._add_cluster(place, name, cluster)
-        for name, joules in event.get("energy_j", {}).items():
-            device = self.device(name)
-            device.energy_j = (device.energy_j or 0.0) + (joules or 0.0)
+        for name in event.get("energy_j", {}):
+            self.device(name)
         for name, joules in event.get("queues_j", {}).items():
             self.device(name).queue_j.put(place, joules)
-        for link in event.get("links", ()):
-            data = self.links[link["cluster"], link["sender"], link["receiver"]]
-            data.codec = link["codec"]
-            data.forward.add(link["forward"])
-            data.backward.add(link["backward"])
-        for role, size in event.get("memory_bytes", {}).items():
-            if size > self.memory_bytes.get(role, 0):
-                self.memory_bytes[role] = size
         self.incidents += incidents_of(event)
 
     def device(self, name: str, cluster: str = "") -> DeviceData:
