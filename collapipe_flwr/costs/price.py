@@ -24,7 +24,7 @@ from collapipe_flwr.costs.chain import (
 )
 from collapipe_flwr.costs.layouts import planned_codecs, restricted, rows_of_plans, stage_names
 from collapipe_flwr.costs.radio import rate_bit_per_s
-from collapipe_flwr.costs.replicas import price_replicated
+from collapipe_flwr.costs.replicas import ReplicatedPricing
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.warm_up import Depths
 from collapipe_flwr.costs.work import PricingOptions, peak_bytes
@@ -103,7 +103,7 @@ def with_replicas(
     tables: Tables, m: int, plan: ClusterPlan, options: PricingOptions
 ) -> PricedCluster:
     """The price of cluster ``m``, some of whose stages have replicas."""
-    found = price_replicated(tables, m, plan, options)
+    found = ReplicatedPricing(tables, m, plan, options).costs()
     idle = dict.fromkeys((p.device_id for p in tables.snapshot.clusters[m].profile.members), 0.0)
     return PricedCluster(
         cluster_id=plan.cluster_id,
@@ -126,7 +126,7 @@ def with_rates(plan: Plan, snapshot: Snapshot) -> Plan:
     rates = rates * chain.hops.share[:, :, None]
     for m, cluster in enumerate(plan.clusters):
         if max(cluster.replicas) > 1:
-            priced = price_replicated(chain.tables, m, cluster, chain.options)
+            priced = ReplicatedPricing(chain.tables, m, cluster, chain.options).costs()
             rates[m, : len(priced.rates)] = priced.rates
     clusters = [
         replace(cluster, hops=_rated(cluster, rates[m])) for m, cluster in enumerate(plan.clusters)

@@ -12,7 +12,7 @@ Times, energies and memories come from rows of the common tables (`variants`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -37,9 +37,6 @@ from collapipe_flwr.costs.work import (
     server_s,
 )
 
-Worth = Callable[[float, Mapping[str, float]], bool]
-"""Whether a round of so many seconds is wanted, with the joules of every member with work."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicatedCosts:
@@ -61,28 +58,6 @@ class ReplicatedCosts:
         return all(size <= self.room_bytes[name] for name, size in self.memory_bytes.items())
 
 
-def price_replicated(
-    tables: Tables, m: int, plan: ClusterPlan, options: PricingOptions
-) -> ReplicatedCosts:
-    """Price the plan of cluster ``m``, whose devices are all there."""
-    return _Pricing(tables, m, plan, options).costs()
-
-
-def price_if(
-    tables: Tables, m: int, plan: ClusterPlan, options: PricingOptions, worth: Worth
-) -> ReplicatedCosts | None:
-    """The price, but None where not even seconds that no schedule undercuts are worth it."""
-    pricing = _Pricing(tables, m, plan, options)
-    return pricing.costs() if worth(*pricing.least()) else None
-
-
-def thrifty(
-    tables: Tables, m: int, plan: ClusterPlan, options: PricingOptions, hop_s: Array
-) -> ClusterPlan:
-    """The plan with the least powers that keep its hops to ``hop_s``, (K + 1, 2), if any do."""
-    return _Pricing(tables, m, plan, options).with_hops_of(hop_s)
-
-
 def exchange_s(legs: Sequence[float], size_bytes: float) -> float:
     """Seconds in which ``size_bytes`` pass a line; each of ``legs``, up and down, takes so long.
 
@@ -94,8 +69,8 @@ def exchange_s(legs: Sequence[float], size_bytes: float) -> float:
     return (sum(legs) + (pieces - 1 + min(late, pieces - 1)) * max(legs)) / pieces
 
 
-class _Pricing:
-    """One plan; for the numbers of stages see `Variants`."""
+class ReplicatedPricing:
+    """The plan of cluster ``m``, whose devices are all there; of stages' numbers see `Variants`."""
 
     def __init__(self, tables: Tables, m: int, plan: ClusterPlan, options: PricingOptions) -> None:
         self.tables, self.m, self.plan, self.options = tables, m, plan, options
@@ -120,12 +95,16 @@ class _Pricing:
         self.exchange_s = max(self._exchange_s(stage) for stage in self.at.segments)
 
     def least(self) -> tuple[float, dict[str, float]]:
-        """Seconds of a round in which the busiest device or hop is never idle, and joules."""
+        """Seconds that no schedule undercuts, and the joules of every member with work.
+
+        The busiest device or hop is never idle in such a round.
+        """
         busiest_s = max(self._busy_s(stage) for stage in range(self.at.edge + 1))
         hop_s = self.plan.micro_batches * float(self.hop_s.max())
         return self._latency_s(max(busiest_s, hop_s)), self._energy_j()
 
     def costs(self) -> ReplicatedCosts:
+        """What a round costs by the plan's schedule."""
         step_s = self._step_s()
         need, room = self._memory()
         return ReplicatedCosts(
@@ -158,8 +137,11 @@ class _Pricing:
         there, home = np.max(found, axis=0).tolist()
         return there, home
 
-    def with_hops_of(self, hop_s: Array) -> ClusterPlan:
-        """A sender that reaches several replicas has the power for the worst of them."""
+    def thrifty(self, hop_s: Array) -> ClusterPlan:
+        """The plan with the least powers that keep its hops to ``hop_s``, (K + 1, 2), if any do.
+
+        A sender that reaches several replicas has the power for the worst of them.
+        """
         chain, at = self.chain, self.at
         bits, noise = chain.hops.bits[:, :, None], chain.noise_over_gain[:, :, None]
         need = power_for_time_w(bits, self.width, noise, hop_s[None])

@@ -12,25 +12,20 @@ wins the plan is what it was, bit by bit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 
 from collapipe_flwr.core.domain import ClusterPlan, Plan, Segment
 from collapipe_flwr.core.schedule import textbook_depths
+from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.layouts import member_indices
-from collapipe_flwr.costs.replicas import ReplicatedCosts, price_if, price_replicated, thrifty
+from collapipe_flwr.costs.replicas import ReplicatedCosts, ReplicatedPricing
 from collapipe_flwr.scheduler.problem import RoundProblem
 
 WORTH = 0.01  # of what a cluster pays, that a change must gain
 MOST_CLUSTERS = 20  # beyond, there is no time to try
 MOST_CHANGES = 8
 MOST_SLACK = 3  # micro-batches more in flight per stage than the textbook has
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    plan: ClusterPlan
-    costs: ReplicatedCosts
 
 
 def with_replicas(plan: Plan, problem: RoundProblem, rho: float) -> Plan:
@@ -60,14 +55,15 @@ class _Changes:
 
     def best(self) -> ClusterPlan | None:
         """The change that gains most; None where none is worth it."""
-        now = self._priced(self._now)
-        value = self._value(now)
+        now = self._pricing(self._now).costs()
+        value = self._pays(now.latency_s, now.energy_j)
         least, found = value - WORTH * abs(value), None
-        for segments, hops in self._segments(now.costs.slowest_stage):
-            for candidate in self._candidates(segments, hops, now, least):
-                if self._allowed(candidate) and self._value(candidate) < least:
-                    least, found = self._value(candidate), candidate
-        return None if found is None else self._predicted(found)
+        for segments, hops in self._segments(now.slowest_stage):
+            for plan, costs in self._candidates(segments, now.hop_s[list(hops)], hops, least):
+                value = self._pays(costs.latency_s, costs.energy_j)
+                if self._allowed(costs) and value < least:
+                    least, found = value, self._predicted(plan, costs)
+        return found
 
     def _segments(self, slowest: int) -> Iterator[tuple[tuple[Segment, ...], tuple[int, ...]]]:
         """Segments, and which hops of today's plan theirs are."""
@@ -80,31 +76,33 @@ class _Changes:
             yield _merged(segments, group), (*sorted(set(group)), len(segments))
 
     def _candidates(
-        self, segments: tuple[Segment, ...], hops: tuple[int, ...], now: _Candidate, least: float
-    ) -> Iterator[_Candidate]:
+        self, segments: tuple[Segment, ...], hop_s: Array, hops: tuple[int, ...], least: float
+    ) -> Iterator[tuple[ClusterPlan, ReplicatedCosts]]:
         """With full depths under GPipe, else deeper ones as long as these gain.
 
         None where no depth can make the cluster pay less than ``least``.
         """
-        control_unit_w, devices_w = self._full_powers(segments)
+        full = self._problem.tables.members.power_max_mi[self._m].tolist()
+        names = [name for segment in segments for name in segment.device_ids]
+        devices_w = {name: full[self._members[name]] for name in names}
         plan = replace(
             self._now,
             segments=segments,
             hops=tuple(self._now.hops[hop] for hop in hops if self._now.hops),
-            tx_power_w=control_unit_w | devices_w,
+            tx_power_w={self._now.member_ids[0]: full[0]} | devices_w,
             gradient_power_w=devices_w,
         )
         if max(plan.replicas) > plan.micro_batches:
             return
-        tables, options = self._problem.tables, self._problem.settings
-        plan = thrifty(tables, self._m, plan, options, now.costs.hop_s[list(hops)])
+        plan = self._pricing(plan).thrifty(hop_s)
         shortest_s = float("inf")
         for depths in self._depths(plan):
             deep = replace(plan, warmup_depth=depths)
-            costs = price_if(tables, self._m, deep, options, lambda s, j: self._pays(s, j) < least)
-            if costs is None:
+            pricing = self._pricing(deep)
+            if not self._pays(*pricing.least()) < least:
                 return
-            yield _Candidate(deep, costs)
+            costs = pricing.costs()
+            yield deep, costs
             if costs.step_s >= shortest_s or not costs.fits:
                 return
             shortest_s = costs.step_s
@@ -117,28 +115,16 @@ class _Changes:
         for slack in range(MOST_SLACK + 1):
             yield tuple(min(depth, most) for depth in textbook_depths(plan.replicas, slack))
 
-    def _full_powers(
-        self, segments: tuple[Segment, ...]
-    ) -> tuple[dict[str, float], dict[str, float]]:
-        """Of the control unit and of the devices; `thrifty` lowers them."""
-        full = self._problem.tables.members.power_max_mi[self._m].tolist()
-        names = [name for segment in segments for name in segment.device_ids]
-        return {self._now.member_ids[0]: full[0]}, {n: full[self._members[n]] for n in names}
-
     # -- prices -----------------------------------------------------------------------------
 
-    def _priced(self, plan: ClusterPlan) -> _Candidate:
-        tables, options = self._problem.tables, self._problem.settings
-        return _Candidate(plan, price_replicated(tables, self._m, plan, options))
+    def _pricing(self, plan: ClusterPlan) -> ReplicatedPricing:
+        return ReplicatedPricing(self._problem.tables, self._m, plan, self._problem.settings)
 
-    def _allowed(self, candidate: _Candidate) -> bool:
+    def _allowed(self, costs: ReplicatedCosts) -> bool:
         """Whether it fits all memories and what every device may spend in this round."""
         room, at = self._problem.room_mi[self._m], self._members
-        spent = candidate.costs.energy_j.items()
-        return candidate.costs.fits and all(j <= room[at[n]] for n, j in spent if n in at)
-
-    def _value(self, candidate: _Candidate) -> float:
-        return self._pays(candidate.costs.latency_s, candidate.costs.energy_j)
+        spent = costs.energy_j.items()
+        return costs.fits and all(j <= room[at[n]] for n, j in spent if n in at)
 
     def _pays(self, latency_s: float, energy_j: Mapping[str, float]) -> float:
         """What the cluster pays: seconds of the round, and joules."""
@@ -146,14 +132,13 @@ class _Changes:
         joules = sum(prices[self._members.get(name, 0)] * j for name, j in energy_j.items())
         return self._second_price * max(latency_s, self._others_s) + float(joules)
 
-    def _predicted(self, found: _Candidate) -> ClusterPlan:
-        plan, costs = found.plan, found.costs
-        idle: Mapping[str, float] = dict.fromkeys(self._now.energy_j, 0.0)
+    def _predicted(self, plan: ClusterPlan, costs: ReplicatedCosts) -> ClusterPlan:
+        idle = dict.fromkeys(self._now.energy_j, 0.0)
         return replace(
             plan,
             latency_s=costs.latency_s,
             step_s=costs.step_s,
-            energy_j={**idle, **costs.energy_j},
+            energy_j=idle | costs.energy_j,
             memory_bytes=costs.memory_bytes,
         )
 

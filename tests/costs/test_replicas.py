@@ -23,7 +23,7 @@ from collapipe_flwr.core.schedule import (
     turns,
 )
 from collapipe_flwr.costs.price import price, with_rates
-from collapipe_flwr.costs.replicas import exchange_s, price_if, price_replicated
+from collapipe_flwr.costs.replicas import ReplicatedPricing, exchange_s
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.costs.work import OPTIMISER_FLOP_PER_BYTE, PricingOptions
 from collapipe_flwr.scheduler.policies import make_scheduler
@@ -190,7 +190,7 @@ def test_without_replicas_it_is_the_price_of_any_plan(schedule: str, recompute: 
         plan = replace(plan, clusters=deep)
     priced, rated = price(plan, snapshot, options), with_rates(plan, snapshot)
     for m, (cluster, expected) in enumerate(zip(plan.clusters, priced.clusters, strict=True)):
-        found = price_replicated(tabulate(snapshot), m, cluster, options)
+        found = ReplicatedPricing(tabulate(snapshot), m, cluster, options).costs()
         assert found.latency_s == pytest.approx(expected.latency_s, rel=1e-12)
         assert found.step_s == pytest.approx(expected.step_s, rel=1e-12)
         assert found.exchange_s == 0.0 and found.fits
@@ -231,7 +231,7 @@ def test_of_equal_replicas_each_does_its_share_and_all_of_the_optimiser() -> Non
         price(replace(plan, clusters=(c,)), snapshot, PricingOptions()).clusters[0]
         for c in (single, double)
     )
-    cost = price_replicated(tabulate(snapshot), 0, double, PricingOptions())
+    cost = ReplicatedPricing(tabulate(snapshot), 0, double, PricingOptions()).costs()
     late = price(replace(plan, clusters=(double,)), beginning(snapshot, 1.0, 3.0, 7.0, 9.0))
     assert late.clusters[0].latency_s == pytest.approx(two.latency_s + 3.0)  # as of both at once
     device = snapshot.clusters[0].profile.devices[0]
@@ -261,13 +261,8 @@ def test_nothing_costs_less_than_what_is_refused_unseen(replicas: int, schedule:
     names = tuple(d.device_id for d in snapshot.clusters[0].profile.devices)
     shared = replace(single.segments[0], replicas=names[1 : replicas + 1])
     plan, options = replace(single, segments=(shared,)), PricingOptions(schedule=schedule)
-    costs = price_replicated(tabulate(snapshot), 0, plan, options)
-    for wanted in (costs.latency_s, 0.0):
-        found = price_if(tabulate(snapshot), 0, plan, options, lambda s, _, most=wanted: s <= most)
-        assert (found is None) == (wanted == 0.0)
-    seen = []
-    price_if(tabulate(snapshot), 0, plan, options, lambda s, j: bool(seen.append((s, j))))
-    ((least_s, joule),) = seen
+    costs = ReplicatedPricing(tabulate(snapshot), 0, plan, options).costs()
+    least_s, joule = ReplicatedPricing(tabulate(snapshot), 0, plan, options).least()
     assert 0.3 * costs.latency_s < least_s <= costs.latency_s
     assert joule == costs.energy_j
 
