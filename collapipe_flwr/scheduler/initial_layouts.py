@@ -37,27 +37,19 @@ def spread(weights_rs: Array, blocks: int) -> Ints:
     return np.where(slot < depth - 1, stops, blocks)
 
 
-def rows_from_weights(
-    cluster_r: Ints, member_rs: Ints, weights_rs: Array, blocks: int, batches_r2: Ints
-) -> Layouts:
-    """Rows with segments in proportion to weights."""
-    return Layouts(
-        cluster_r=cluster_r,
-        member_rs=np.where(weights_rs > 0, member_rs, UNUSED),
-        stop_rs=spread(weights_rs, blocks),
-        micro_batch_size_r=batches_r2[:, 0],
-        micro_batches_r=batches_r2[:, 1],
-    )
-
-
 def rows_by_weight(
     cluster_r: Ints, weight_rn: Array, most: int, blocks: int, batch: tuple[int, int]
 ) -> Layouts:
     """Rows over the ``most`` devices of most weight, with segments in proportion to it."""
     order = np.argsort(-weight_rn, axis=1, kind="stable")[:, :most]
     ranked = np.take_along_axis(weight_rn, order, axis=1)
-    batches = np.tile(batch, (len(cluster_r), 1))
-    return rows_from_weights(cluster_r, order + 1, ranked, blocks, batches)
+    return Layouts(
+        cluster_r=cluster_r,
+        member_rs=np.where(ranked > 0, order + 1, UNUSED),
+        stop_rs=spread(ranked, blocks),
+        micro_batch_size_r=np.full(len(cluster_r), batch[0]),
+        micro_batches_r=np.full(len(cluster_r), batch[1]),
+    )
 
 
 def filled_rows(

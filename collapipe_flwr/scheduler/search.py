@@ -67,18 +67,18 @@ class Search:
         is known by then.
         """
         self.scorer = self.problem.scorer(prices)
-        self.cost_mi = self._device_cost(prices)
+        self.cost_mi = self._device_cost()
         if self.pool is None and not self.few:
             least, per_cluster = TRIED if now is None else TRIED_AGAIN
             self.left = least + int(per_cluster * len(self.clusters))
             self.thorough = now is None
         if self.pool is None and now is None:
-            pool = self._first(prices)
+            pool = self._first()
             fresh = np.ones(len(pool), bool)
         else:
             known = [] if self.pool is None else [self.pool.rows]
-            new = self._around(now, prices) if now is not None else []
-            pool = pool_of(self.problem, self.scorer, stack(known + new))
+            new = self._around(now) if now is not None else []
+            pool = self._pool_of(stack(known + new))
             fresh = np.arange(len(pool)) >= sum(len(rows) for rows in known)
         keep = self._promising(pool)
         self.pool, choice = self._grown(pool.take(keep), fresh[keep])
@@ -97,7 +97,15 @@ class Search:
 
     # -- where a search starts --------------------------------------------------------------
 
-    def _first(self, prices: DualPrices) -> Pool:
+    def _pool_of(self, rows: Layouts) -> Pool:
+        return pool_of(self.problem, self.scorer, rows)
+
+    def _simple(self, which: Ints, batch: tuple[int, int]) -> Layouts:
+        """Simple rows of these clusters with micro-batches of that size and number."""
+        problem = self.problem
+        return first_rows(problem.tables, problem.settings, self.scorer.prices, which, batch)
+
+    def _first(self) -> Pool:
         """All rows of small clusters; simple ones of others, with the pairs that promise most."""
         problem, counts = self.problem, self.problem.device_counts()
         tables, batches = problem.tables, problem.batches()
@@ -107,9 +115,8 @@ class Search:
             for m in np.flatnonzero(small)
         ]
         if len(large := np.flatnonzero(~small)):
-            pairs = self._sampled_pairs(prices, large)
-            parts += [first_rows(tables, problem.settings, prices, large, pair) for pair in pairs]
-        pool = pool_of(problem, self.scorer, stack(parts))
+            parts += [self._simple(large, pair) for pair in self._sampled_pairs(large)]
+        pool = self._pool_of(stack(parts))
         if (missing := np.setdiff1d(self.clusters, pool.rows.cluster_r)).size:
             problem.refuse(int(missing[0]))
         return pool.take(front(pool, len(batches), 0.0))
@@ -127,31 +134,33 @@ class Search:
             widest.setdefault(size * count, (size, count))
         return list(widest.values())
 
-    def _sampled_pairs(self, prices: DualPrices, large: Ints) -> list[tuple[int, int]]:
+    def _sampled_pairs(self, large: Ints) -> list[tuple[int, int]]:
         """The widest pairs; of many clusters those with which some of them are quick."""
         pairs, some = self._widest_pairs(), large[:: max(len(large) // SAMPLE, 1)]
         if len(large) <= 2 * SAMPLE:
             return pairs
-        problem, late = self.problem, []
-        every = np.ones((len(self.clusters), 1), np.int64)
+        late = []
         for pair in pairs:
-            rows = first_rows(problem.tables, problem.settings, prices, some, pair)
-            pool, quickest = (
-                pool_of(problem, self.scorer, rows),
-                np.full(len(self.clusters), np.inf),
-            )
+            pool = self._pool_of(self._simple(some, pair))
+            quickest = np.full(len(self.clusters), np.inf)
             np.minimum.at(quickest, pool.rows.cluster_r, pool.costs.latency)
-            rows = Layouts(
-                cluster_r=self.clusters,
-                member_rs=every,
-                stop_rs=every * problem.tables.num_blocks,
-                micro_batch_size_r=every[:, 0] * pair[0],
-                micro_batches_r=every[:, 0] * pair[1],
-            )
-            late.append(problem.learning.rho(problem.tables, rows) * float(quickest[some].max()))
+            late.append(self._common_rho(*pair) * float(quickest[some].max()))
         most = PROMISING_MANY * min(late)
         good = [pair for pair, value in zip(pairs, late, strict=True) if value <= most]
         return good if np.isfinite(most) else pairs
+
+    def _common_rho(self, size: int, count: int) -> float:
+        """Rounds to the target where all clusters have these micro-batches."""
+        tables, one = self.problem.tables, np.ones((len(self.clusters), 1), np.int64)
+        stops = tables.num_blocks * one
+        rows = Layouts(
+            cluster_r=self.clusters,
+            member_rs=one,
+            stop_rs=stops,
+            micro_batch_size_r=size * one[:, 0],
+            micro_batches_r=count * one[:, 0],
+        )
+        return self.problem.learning.rho(tables, rows)
 
     def _promising(self, pool: Pool) -> Mask:
         """Rows with batches of which the first plan is not far from the best one."""
@@ -166,26 +175,23 @@ class Search:
         served = np.isin(pool.rows.cluster_r, pool.rows.cluster_r[keep])
         return np.asarray(keep | ~served)
 
-    def _around(self, now: Layouts, prices: DualPrices) -> list[Layouts]:
+    def _around(self, now: Layouts) -> list[Layouts]:
         """Rows in place with other micro-batches, and simple ones at these prices.
 
         The latter for all clusters where nothing else is known, else for those that matter most.
         """
-        problem, pairs, which = self.problem, self.problem.batches(), self.clusters
+        pairs, which = self.problem.batches(), self.clusters
         used = np.stack([now.micro_batch_size_r, now.micro_batches_r], axis=1)
         used, count = np.unique(used, axis=0, return_counts=True)
         if not self.thorough:
             pairs = np.unique(np.concatenate([used, np.array(self._widest_pairs())]), axis=0)
         if self.pool is not None:
-            in_place = pool_of(problem, self.scorer, now)
-            value = Picking(problem, in_place).value(self.clusters)
+            in_place = self._pool_of(now)
+            value = Picking(self.problem, in_place).value(self.clusters)
             which = np.flatnonzero(self._pressing(in_place.costs, value))
         if not self.thorough:
             used = used[[int(count.argmax())]] if self.pool is None else used[:0]
-        simple = [
-            first_rows(problem.tables, problem.settings, prices, which, (int(size), int(number)))
-            for size, number in used
-        ]
+        simple = [self._simple(which, (size, number)) for size, number in used.tolist()]
         known = [] if self.spare is None or self.pool is not None else [self.spare]
         return [every_batch(now, pairs)[1], *known, *simple]
 
@@ -212,7 +218,7 @@ class Search:
             if not len(near):
                 break
             known = len(pool)
-            pool = pool.joined(pool_of(self.problem, self.scorer, near))
+            pool = pool.joined(self._pool_of(near))
             fresh = np.arange(len(pool)) >= known
             value, choice = Picking(self.problem, pool).best()
         return pool, choice
@@ -258,17 +264,16 @@ class Search:
 
     def _second(self, pool: Pool) -> Array:
         """What a second of the round costs if all clusters have the row's micro-batches, (R,)."""
-        problem, batches = self.problem, self.problem.batches()
-        price, some = np.zeros(len(batches)), pool.rows.take(np.zeros(len(self.clusters), np.int64))
-        every = replace(some, cluster_r=self.clusters)
+        batches = self.problem.batches()
+        price = np.zeros(len(batches))
         for pair in np.unique(pool.pair_r):
-            rho = problem.learning.rho(problem.tables, every.with_batches(*batches[pair].tolist()))
-            price[pair] = problem.latency_price * rho
+            rho = self._common_rho(*batches[pair].tolist())
+            price[pair] = self.problem.latency_price * rho
         return price[pool.pair_r]
 
-    def _device_cost(self, prices: DualPrices) -> Array:
+    def _device_cost(self) -> Array:
         """What an operation costs on every member, infinite where none can work, (M, I)."""
-        members = self.problem.tables.members
+        members, prices = self.problem.tables.members, self.scorer.prices
         slope = np.maximum(prices.slack_price_m, LEAST_SLOPE * prices.latency_price)
         cost = slope[:, None] / members.speed_mi + prices.price_mi * members.energy_per_flop_mi
         cost[~members.present_mi] = np.inf
