@@ -120,6 +120,6 @@ def _within_budgets(one: Round, rows: Layouts) -> float:
     for row in kept[np.argsort(priced.latency_s[kept], kind="stable")][:REPLAYED]:
         if priced.latency_s[row] >= best:
             break
-        step_s = choose_depths(chain, equal.times, [int(row)])[0].makespan_s
+        step_s = float(choose_depths(chain, equal.times, np.array([row]))[1][0])
         best = min(best, float(chain.fixed_s[row] + chain.steps_r[row] * step_s))
     return best

@@ -20,13 +20,7 @@ from collapipe_flwr.costs.makespan import gpipe_makespan_s, step_makespan_s
 from collapipe_flwr.costs.many_steps import ManySteps
 from collapipe_flwr.costs.radio import power_for_time_w, send_time_s
 from collapipe_flwr.costs.tables import Tables
-from collapipe_flwr.costs.warm_up import (
-    Depths,
-    WarmUp,
-    choose_warm_up,
-    one_f_one_b_makespan_s,
-    quickest_step_s,
-)
+from collapipe_flwr.costs.warm_up import Depths, choose_warm_up, one_f_one_b_makespan_s
 from collapipe_flwr.costs.work import (
     PricingOptions,
     bulk_of,
@@ -141,45 +135,10 @@ def played(chain: Chain, times: Array, bounded: RowPrices, rows: Ints | None = N
     if chain.options.schedule == "gpipe":
         return bounded
     every = np.arange(len(chain.rows)) if rows is None else rows
-    limits, makespan_s = deepest(chain, every), bounded.makespan_s.copy()
-    counts = chain.rows.micro_batches_r
-    for group in _groups(chain, every):
-        if len(group) < FEW_STEPS or chain.options.half_duplex:
-            for row in group.tolist():
-                limit, least_s = _limit(chain, limits, row), float(makespan_s[row])
-                step, count = step_times(chain, times, row), int(counts[row])
-                makespan_s[row] = quickest_step_s(step, limit, count, least_s)
-        else:
-            many, limit_kr = many_steps(chain, times, limits, group)
-            makespan_s[group] = many.quickest_s(limit_kr, makespan_s[group])
+    makespan_s = bounded.makespan_s.copy()
+    makespan_s[every] = choose_depths(chain, times, every, makespan_s[every])[1]
     latency_s = chain.fixed_s + chain.steps_r * makespan_s
     return replace(bounded, makespan_s=makespan_s, latency_s=latency_s)
-
-
-def _groups(chain: Chain, rows: Ints) -> list[Ints]:
-    """``rows`` by their number of micro-batches."""
-    counts = chain.rows.micro_batches_r[rows]
-    return [rows[counts == count] for count in np.unique(counts)]
-
-
-def many_steps(chain: Chain, times: Array, limits: Ints, rows: Ints) -> tuple[ManySteps, Ints]:
-    """Steps of rows with the same number of micro-batches, and the most in flight, (K, R)."""
-    depth_r = chain.rows.depth_r[rows]
-    width = int(depth_r.max())
-    stages = [*range(width + 1), -1]
-    hops = np.zeros((width + 2, len(rows), 2))
-    hops[:-1] = times[rows, : width + 1].swapaxes(0, 1)
-    used_kr = np.arange(width + 2)[:, None] <= depth_r
-    used_kr[-1] = True
-    many = ManySteps(
-        ahead_kr=np.ascontiguousarray(chain.forward_stage_s[rows][:, stages].T),
-        back_kr=np.ascontiguousarray(chain.backward_stage_s[rows][:, stages].T),
-        there_kr=np.ascontiguousarray(hops[:, :, 0]),
-        home_kr=np.ascontiguousarray(hops[:, :, 1]),
-        used_kr=used_kr,
-        micro_batches=int(chain.rows.micro_batches_r[rows[0]]),
-    )
-    return many, np.ascontiguousarray(limits[rows][:, stages].T)
 
 
 def makespan_of(chain: Chain, times: Array) -> Array:
@@ -207,15 +166,29 @@ def step_times(chain: Chain, times: Array, row: int) -> StepTimes:
     )
 
 
-def deepest(chain: Chain, which: Ints | None = None) -> Ints:
+def _many_steps(chain: Chain, times: Array, rows: Ints, stages: list[int]) -> ManySteps:
+    """The same of rows with the same number of micro-batches."""
+    hops = np.zeros((len(stages), len(rows), 2))
+    hops[:-1] = times[rows, : len(stages) - 1].swapaxes(0, 1)
+    used_kr = np.arange(len(stages))[:, None] <= chain.rows.depth_r[rows]
+    used_kr[-1] = True
+    return ManySteps(
+        ahead_kr=np.ascontiguousarray(chain.forward_stage_s[rows][:, stages].T),
+        back_kr=np.ascontiguousarray(chain.backward_stage_s[rows][:, stages].T),
+        there_kr=np.ascontiguousarray(hops[:, :, 0]),
+        home_kr=np.ascontiguousarray(hops[:, :, 1]),
+        used_kr=used_kr,
+        micro_batches=int(chain.rows.micro_batches_r[rows[0]]),
+    )
+
+
+def deepest(chain: Chain, which: Ints) -> Ints:
     """The most micro-batches in flight that memory allows on each stage, at most J, (R, S + 2).
 
     No stage may be deeper than the one before it: it would wait for forwards that the shallower
-    one holds back until a backward returns, and both would wait for ever. Of rows other than
-    ``which`` the numbers mean nothing.
+    one holds back until a backward returns, and both would wait for ever.
     """
-    every = np.arange(len(chain.rows)) if which is None else which
-    tables, rows, options = chain.tables, chain.rows.take(every), chain.options
+    tables, rows, options = chain.tables, chain.rows.take(which), chain.options
     shape = (len(rows), chain.forward_stage_s.shape[1])
     empty = peak_bytes(tables, rows, options, np.zeros(shape))
     each = peak_bytes(tables, rows, options, np.ones(shape)) - empty
@@ -225,35 +198,41 @@ def deepest(chain: Chain, which: Ints | None = None) -> Ints:
     own = np.clip(fits, 1, most)
     # Unused slots hold nothing back, and the edge comes behind the used ones.
     own[:, 1:-1] = np.where(rows.used_rs, own[:, 1:-1], most)
-    limits = np.zeros(chain.forward_stage_s.shape, np.int64)
-    limits[every] = np.minimum.accumulate(own, axis=1).astype(np.int64)
-    return limits
+    return np.minimum.accumulate(own, axis=1).astype(np.int64)
 
 
-def _limit(chain: Chain, limits: Ints, row: int) -> tuple[int, ...]:
-    """Of control unit, devices and edge of one row."""
-    of: list[int] = limits[row].tolist()
-    return (*of[: chain.rows.depth_of(row) + 1], of[-1])
+def _in_stages(chain: Chain, row: int, depth_s: Ints) -> Depths:
+    """Of control unit, devices and edge of one row, without the padding."""
+    depths: list[int] = depth_s.tolist()
+    return (*depths[: chain.rows.depth_of(row) + 1], depths[-1])
 
 
-def choose_depths(chain: Chain, times: Array, rows: Sequence[int]) -> list[WarmUp]:
-    """Depths of control unit, segments and edge of these rows."""
-    every = np.asarray(rows, dtype=np.int64)
-    limits, found = deepest(chain, every), dict[int, WarmUp]()
-    for group in _groups(chain, every):
+def choose_depths(
+    chain: Chain, times: Array, which: Ints, least_r: Array | None = None
+) -> tuple[Ints, Array]:
+    """Depths of all stages of these rows, (R, S + 2), and seconds of their steps under 1F1B, (R,).
+
+    ``least_r`` are lower bounds of these seconds, which end the search. On unused slots depths mean
+    nothing.
+    """
+    least_r = np.full(len(which), -np.inf) if least_r is None else least_r
+    limits, counts = deepest(chain, which), chain.rows.micro_batches_r[which]
+    depth_rs, seconds_r = np.ones_like(limits), np.empty(len(which))
+    for count in np.unique(counts).tolist():
+        group = np.flatnonzero(counts == count)
         if len(group) < FEW_STEPS or chain.options.half_duplex:
-            for row in group.tolist():
-                limit, count = _limit(chain, limits, row), int(chain.rows.micro_batches_r[row])
-                found[row] = choose_warm_up(step_times(chain, times, row), limit, count)
+            for place, row in zip(group.tolist(), which[group].tolist(), strict=True):
+                step, least_s = step_times(chain, times, row), float(least_r[place])
+                limit = _in_stages(chain, row, limits[place])
+                depths, seconds_r[place] = choose_warm_up(step, limit, count, least_s)
+                depth_rs[place, : len(depths) - 1] = depths[:-1]
         else:
-            many, limit_kr = many_steps(chain, times, limits, group)
-            depth_kr, seconds_r = many.choose_warm_up(limit_kr)
-            for row, of, seconds in zip(
-                group.tolist(), depth_kr.T.tolist(), seconds_r, strict=True
-            ):
-                depths = (*of[: chain.rows.depth_of(row) + 1], of[-1])
-                found[row] = WarmUp(depths, float(seconds))
-    return [found[row] for row in rows]
+            stages = [*range(int(chain.rows.depth_r[which[group]].max()) + 1), -1]
+            many = _many_steps(chain, times, which[group], stages)
+            limit_kr = np.ascontiguousarray(limits[group][:, stages].T)
+            depth_kr, seconds_r[group] = many.choose_warm_up(limit_kr, least_r[group])
+            depth_rs[group[:, None], stages] = depth_kr.T
+    return depth_rs, seconds_r
 
 
 def schedule_rows(chain: Chain, times: Array) -> tuple[list[Depths], Array]:
@@ -265,8 +244,8 @@ def schedule_rows(chain: Chain, times: Array) -> tuple[list[Depths], Array]:
     if chain.options.schedule == "gpipe":
         counts = zip(rows.micro_batches_r.tolist(), rows.depth_r.tolist(), strict=True)
         return [(count,) * (depth + 2) for count, depth in counts], makespan_of(chain, times)
-    chosen = choose_depths(chain, times, range(len(rows)))
-    return [each.depths for each in chosen], np.array([each.makespan_s for each in chosen])
+    depth_rs, makespan_s = choose_depths(chain, times, np.arange(len(rows)))
+    return [_in_stages(chain, row, each) for row, each in enumerate(depth_rs)], makespan_s
 
 
 def flight_table(chain: Chain, depths: Sequence[Depths]) -> Array:

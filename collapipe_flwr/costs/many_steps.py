@@ -39,15 +39,10 @@ class ManySteps:
             micro_batches=self.micro_batches,
         )
 
-    def choose_warm_up(self, limit_kr: Ints) -> tuple[Ints, Array]:
+    def choose_warm_up(self, limit_kr: Ints, least_r: Array) -> tuple[Ints, Array]:
         """Depths, (K, R), and seconds, (R,), as `warm_up.choose_warm_up` has them."""
-        nothing = np.zeros(limit_kr.shape[1])
-        return self._trimmed(*self._quickest(limit_kr, nothing), np.arange(len(nothing)))
-
-    def quickest_s(self, limit_kr: Ints, least_r: Array) -> Array:
-        """Seconds, (R,), as `warm_up.quickest_step_s` has them."""
         depth_kr, found_r = self._quickest(limit_kr, least_r)
-        return self._trimmed(depth_kr, found_r, np.flatnonzero(~_near(found_r, least_r)))[1]
+        return self._trimmed(depth_kr, found_r, np.flatnonzero(~_near(found_r, least_r)))
 
     def _quickest(self, limit_kr: Ints, least_r: Array) -> tuple[Ints, Array]:
         depth_kr, found_r = self._deepened(limit_kr, least_r)

@@ -8,6 +8,7 @@ judged by playing a step with them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
@@ -16,7 +17,7 @@ from typing import NamedTuple
 from collapipe_flwr.core.replay import StepTimes, replay
 
 AS_GOOD = 1e-3  # relative makespan
-STEPS_KEPT = 20_000  # cached results of `quickest_step_s`: a search prices many rows repeatedly
+STEPS_KEPT = 20_000  # cached results: a search prices many rows repeatedly
 Depths = tuple[int, ...]
 
 
@@ -34,27 +35,18 @@ class WarmUp(NamedTuple):
 _Play = Callable[[Depths], float]  # the makespan of a step with these depths
 
 
-def choose_warm_up(step: StepTimes, limit: Sequence[int], micro_batches: int) -> WarmUp:
+@lru_cache(maxsize=STEPS_KEPT)
+def choose_warm_up(
+    step: StepTimes, limit: Depths, micro_batches: int, least_s: float = -math.inf
+) -> WarmUp:
     """Depths that make a step short, none deeper than needed; limits must not rise.
 
     A few combinations are tried, which `tests/costs/test_warm_up.py` compares with all that exist.
+    Depths with which a step is near ``least_s``, a lower bound for all depths, need not be least.
     """
-    play = _play(step, micro_batches)
-    return _trimmed(play, _quickest(play, limit, micro_batches, 0.0))
-
-
-@lru_cache(maxsize=STEPS_KEPT)
-def quickest_step_s(
-    step: StepTimes, limit: tuple[int, ...], micro_batches: int, least_s: float
-) -> float:
-    """The makespan with about these depths; ``least_s`` is a lower bound for all depths."""
-    play = _play(step, micro_batches)
+    play = cache(lambda depths: one_f_one_b_makespan_s(step, depths, micro_batches))
     found = _quickest(play, limit, micro_batches, least_s)
-    return (found if found.is_near(least_s) else _trimmed(play, found)).makespan_s
-
-
-def _play(step: StepTimes, micro_batches: int) -> _Play:
-    return cache(lambda depths: one_f_one_b_makespan_s(step, depths, micro_batches))
+    return found if found.is_near(least_s) else _trimmed(play, found)
 
 
 def _quickest(play: _Play, limit: Sequence[int], micro_batches: int, least_s: float) -> WarmUp:

@@ -69,7 +69,7 @@ def test_the_bound_of_1f1b_is_nearly_met() -> None:
         step = StepTimes(stage_s=stage_s, hop_s=(hop, hop))
         options = PricingOptions(schedule="1f1b")
         bound_s = step_makespan_s(options, stage_s, (hop, hop), np.array(float(count)))
-        ratios.append(float(bound_s) / choose_warm_up(step, [count] * stages, count).makespan_s)
+        ratios.append(float(bound_s) / choose_warm_up(step, (count,) * stages, count).makespan_s)
     assert max(ratios) <= 1.0 + 1e-9
     assert np.median(ratios) > 0.999 and np.percentile(ratios, 5) > 0.95
 

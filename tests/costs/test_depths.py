@@ -12,7 +12,6 @@ from collapipe_flwr.core.replay import replay
 from collapipe_flwr.costs.chain import (
     Chain,
     chain_of,
-    choose_depths,
     deepest,
     flight_table,
     full_power_times,
@@ -54,7 +53,7 @@ def a_chain(memory_share: tuple[float, ...], count: int = 8) -> Chain:
 def test_chosen_depths_never_block_and_fit(share: tuple[float, ...]) -> None:
     chain = a_chain(share)
     times = full_power_times(chain, np.array([8e7]))
-    depths, makespan = choose_depths(chain, times, [0])[0]
+    (depths,), (makespan,) = schedule_rows(chain, times)
     step = step_times(chain, times, 0)
     assert replay(step, depths, 8).makespan_s == makespan
     assert list(depths) == sorted(depths, reverse=True)
@@ -68,13 +67,13 @@ def test_a_stage_deeper_than_the_one_before_it_blocks() -> None:
     step = step_times(chain, full_power_times(chain, np.array([8e7])), 0)
     with pytest.raises(ScheduleError, match="blocks"):
         replay(step, [3, 1, 2, 1, 1], 4)
-    assert max(deepest(chain)[0]) <= 8
+    assert max(deepest(chain, np.array([0]))[0]) <= 8
 
 
 def test_deeper_is_not_chosen_without_gain() -> None:
     chain = a_chain((8.0, 8.0, 8.0))
     times = full_power_times(chain, np.array([8e7]))
-    depths, makespan = choose_depths(chain, times, [0])[0]
+    (depths,), (makespan,) = schedule_rows(chain, times)
     step = step_times(chain, times, 0)
     assert makespan <= replay(step, [8] * 5, 8).makespan_s * 1.001
     shallower = [max(d - 1, 1) for d in depths]

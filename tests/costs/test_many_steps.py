@@ -13,11 +13,11 @@ from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import (
     Chain,
     chain_of,
-    choose_depths,
     full_power_times,
     played,
     powers_for,
     price_rows,
+    schedule_rows,
 )
 from collapipe_flwr.costs.layouts import stack
 from collapipe_flwr.costs.work import fits
@@ -46,13 +46,12 @@ def test_side_by_side_is_as_one_by_one(
 ) -> None:
     chain, times, hz = many_rows(seed, share)
     bounded = price_rows(chain, times, powers_for(chain, hz, times))
-    every = range(len(chain.rows))
     monkeypatch.setattr(chains, "FEW_STEPS", 1)
-    together, depths = played(chain, times, bounded), choose_depths(chain, times, every)
+    together, depths = played(chain, times, bounded), schedule_rows(chain, times)[0]
     monkeypatch.setattr(chains, "FEW_STEPS", len(chain.rows) + 1)
     alone = played(chain, times, bounded)
     assert (together.makespan_s == alone.makespan_s).all()
-    assert depths == choose_depths(chain, times, every)
+    assert depths == schedule_rows(chain, times)[0]
     assert (together.makespan_s > bounded.makespan_s).any()
 
 

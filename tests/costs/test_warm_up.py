@@ -36,7 +36,7 @@ def drawn(seed: int) -> tuple[StepTimes, list[int], int]:
     limit = [micro_batches] * stages
     if seed % 3 == 0:
         limit = sorted((rng.randint(1, micro_batches) for _ in range(stages)), reverse=True)
-    return times(tuple(stage_s), rng.choice([0.0, 0.05, 0.3, 1.0])), limit, micro_batches
+    return times(tuple(stage_s), rng.choice([0.0, 0.05, 0.3, 1.0])), tuple(limit), micro_batches
 
 
 def test_a_step_takes_about_as_long_as_with_the_best_depths() -> None:
@@ -75,24 +75,24 @@ def test_no_step_takes_longer_than_gpipe_where_that_fits() -> None:
     """Within the tolerance of the search: 1F1B with planned depths may be the default."""
     for seed in range(300):
         step, _, micro_batches = drawn(seed)
-        found = choose_warm_up(step, [micro_batches] * step.stages, micro_batches)
+        found = choose_warm_up(step, (micro_batches,) * step.stages, micro_batches)
         gpipe_s = float(gpipe_makespan_s(step.stage_s, step.hop_s, micro_batches))
         assert found.makespan_s <= gpipe_s * (1.0 + AS_GOOD)
 
 
 def test_equal_stages_over_free_links_warm_up_as_the_textbook_says() -> None:
-    assert choose_warm_up(times((1.0, 1.0, 1.0)), [8, 8, 8], 8).depths == (3, 2, 1)
+    assert choose_warm_up(times((1.0, 1.0, 1.0)), (8, 8, 8), 8).depths == (3, 2, 1)
 
 
 def test_a_slower_first_stage_goes_on_while_its_first_gradient_is_made() -> None:
     """With 2 in flight it would wait: two forwards end at 4, the first gradient is there at 5."""
     step = times((2.0, 1.0))
-    found = choose_warm_up(step, [8, 8], 8)
+    found = choose_warm_up(step, (8, 8), 8)
     assert found == ((3, 1), 8 * 6.0)
     assert replay(step, (2, 1), 8).makespan_s == found.makespan_s + 1.0
 
 
 def test_slow_links_are_hidden_by_stages_ahead_of_them_alone() -> None:
-    found = choose_warm_up(times((1.0, 1.0), hop_s=1.0), [8, 8], 8)
+    found = choose_warm_up(times((1.0, 1.0), hop_s=1.0), (8, 8), 8)
     assert found.depths[1] == 1
     assert found.makespan_s <= replay(times((1.0, 1.0), hop_s=1.0), (8, 8), 8).makespan_s
