@@ -192,7 +192,6 @@ class DefaultProfilePlanner(ScheduledRounds):
             return RoundPlan(server_round=server_round, plan=None, cluster_ids={}, binding=False)
         self._names |= {n: f"node-{n}" for n in sorted(set(nodes) - self._names.keys())}
         if len(self._names) > len(self.world.clusters):
-            self._assumed = assumed_model(arrays)
             self._model = assumed_model(arrays)
             self.world = assumed_world(list(self._names.values()), self._model)
         planned = super().plan(server_round, nodes, arrays)
