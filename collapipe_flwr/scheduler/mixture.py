@@ -10,6 +10,8 @@ solves it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from collapipe_flwr.costs.arrays import Array
@@ -17,45 +19,51 @@ from collapipe_flwr.costs.arrays import Array
 MOST = 10.0  # reference latencies that a budget is worth at most
 ITERATIONS = 40
 ENOUGH = 1e-9  # relative complementarity
+REFINEMENTS = 2
 SHORT = 0.995  # of the way to the boundary
 
 
 def multipliers(cost_p: Array, excess_pd: Array) -> tuple[float, Array]:
     """Cost of the best mix and the worth of every budget, (D,), at most ``MOST``."""
     relevant = np.flatnonzero((excess_pd > 0.0).any(0))
-    rows = excess_pd[:, relevant].T
-    count, plans = rows.shape
-    # Shares of the plans, what a budget falls short of at a price of MOST, and what is left of it.
-    matrix = np.block(
-        [
-            [rows, -np.eye(count), np.eye(count)],
-            [np.ones((1, plans)), np.zeros((1, 2 * count))],
-        ]
-    )
-    goal = np.concatenate([cost_p, np.full(count, MOST), np.zeros(count)])
-    worth = _solved(matrix, np.append(np.zeros(count), 1.0), goal)
+    worth = _solved(excess_pd[:, relevant].T, cost_p)
     theta = np.zeros(excess_pd.shape[1])
     theta[relevant] = np.clip(-worth[:-1], 0.0, MOST)
     return float((cost_p + excess_pd @ theta).min()), theta
 
 
-def _solved(matrix: Array, right: Array, goal: Array) -> Array:
-    """Multipliers of ``matrix @ x = right`` where ``goal @ x`` is least, x >= 0."""
-    wide = goal.shape[0]
-    x, worth, slack = np.ones(wide), np.zeros(len(right)), np.ones(wide) * (1.0 + abs(goal).max())
+def _solved(rows: Array, cost_p: Array) -> Array:
+    """Multipliers of ``rows x - short + left = 0`` and ``sum x = 1`` where the cost is least.
+
+    What a budget falls short of costs `MOST`, what is left of it nothing.
+    """
+    count, plans = rows.shape
+    goal = np.concatenate([cost_p, np.full(count, MOST), np.zeros(count)])
+    wide = len(goal)
+
+    def kept(x: Array) -> Array:
+        """The left sides of all constraints."""
+        short, left = x[plans : plans + count], x[plans + count :]
+        return np.append(rows @ x[:plans] - short + left, x[:plans].sum())
+
+    def priced(worth: Array) -> Array:
+        """What the multipliers of all constraints say of every variable."""
+        return np.concatenate([worth[:-1] @ rows + worth[-1], -worth[:-1], worth[:-1]])
+
+    right = np.append(np.zeros(count), 1.0)
+    x, worth, slack = np.ones(wide), np.zeros(count + 1), np.ones(wide) * (1.0 + abs(goal).max())
     for _ in range(ITERATIONS):
-        primal, dual = right - matrix @ x, goal - matrix.T @ worth - slack
+        primal, dual = right - kept(x), goal - priced(worth) - slack
         middle = float(x @ slack) / wide
         if middle < ENOUGH and abs(primal).max() < ENOUGH and abs(dual).max() < ENOUGH:
             break
         ratio = x / slack
-        normal = (matrix * ratio) @ matrix.T
-        normal[np.diag_indices_from(normal)] += 1e-12 * normal.trace()
+        solve = _normal(rows, ratio)
         aim = np.zeros(wide)
         for step in ("predictor", "corrector"):
             centre = aim / slack - x
-            d_worth = np.linalg.solve(normal, primal - matrix @ (centre - ratio * dual))
-            d_slack = dual - matrix.T @ d_worth
+            d_worth = solve(primal - kept(centre - ratio * dual))
+            d_slack = dual - priced(d_worth)
             d_x = centre - ratio * d_slack
             reach_x, reach_s = _reach(x, d_x), _reach(slack, d_slack)
             if step == "predictor":
@@ -64,6 +72,32 @@ def _solved(matrix: Array, right: Array, goal: Array) -> Array:
         x = x + SHORT * reach_x * d_x
         worth, slack = worth + SHORT * reach_s * d_worth, slack + SHORT * reach_s * d_slack
     return worth
+
+
+def _normal(rows: Array, ratio: Array) -> Callable[[Array], Array]:
+    """Solves the normal equations, which are diagonal but for the few plans: by those alone."""
+    count, plans = rows.shape
+    of_plan, own = ratio[:plans], ratio[plans : plans + count] + ratio[plans + count :]
+    least = 1e-12 * (own.sum() + of_plan @ (1.0 + (rows * rows).sum(0)))
+    own = own + least
+    scaled = rows / own[:, None]
+    small = np.ones((plans + 1, plans + 1))
+    small[:plans, :plans] = rows.T @ scaled + np.diag(1.0 / of_plan)
+    small[plans, plans] = -least
+
+    def once(right: Array) -> Array:
+        found = np.linalg.solve(small, np.append(right[:-1] @ scaled, right[-1]))
+        return np.append(right[:-1] / own - scaled @ found[:-1], -found[-1])
+
+    def solve(right: Array) -> Array:
+        found = once(right)
+        for _ in range(REFINEMENTS):  # large quotients cancel
+            plan = of_plan * (found[:-1] @ rows + found[-1])
+            said = np.append(own * found[:-1] + rows @ plan, plan.sum() + least * found[-1])
+            found = found + once(right - said)
+        return found
+
+    return solve
 
 
 def _reach(values: Array, change: Array) -> float:
