@@ -32,6 +32,7 @@ from collapipe_flwr.scheduler.search import FEW_CLUSTERS, Search
 
 POLISHED_CLUSTERS = 5  # up to here time allows trying runners-up one by one
 JOINED_CLUSTERS = 8  # and up to here the best choice of all of them together
+HASTENED_CLUSTERS = 1000  # up to here it allows polishing first decisions of many clusters
 POLISH_SOLVES = 32  # radio solves spent on runners-up
 POLISH_RIVALS = 8  # of them at a time, by either order
 WORTH_A_TRY = 0.15  # share of the objective by which a runner-up may seem worse
@@ -104,7 +105,8 @@ class Planner(RoundProblem):
             best = min(stay, best, key=lambda s: s.objective)
         best = quick.improve(best, search)
         if not self.few:
-            return self._hastened(best) if stay is None and self.plays else best
+            time_allows = self.plays and self.tables.num_clusters <= HASTENED_CLUSTERS
+            return self._hastened(best) if stay is None and time_allows else best
         best = self.polished(best)
         if self.tables.num_clusters > JOINED_CLUSTERS:
             return best
