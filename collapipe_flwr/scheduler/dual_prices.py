@@ -63,44 +63,31 @@ def link_table(tables: Tables, prices: DualPrices, counts: Ints) -> tuple[Points
     width = tables.d2d_hz_mij.copy()
     width[:, :, -1] = prices.edge_hz_m[:, None]
     slope = np.maximum(prices.slack_price_m, LEAST_SLOPE * prices.latency_price)
-    noise_w = width * (tables.snapshot.radio.noise_w_per_hz / tables.gain_mij)
-    coded = SHARES[tables.codec_mij] / tables.share_mij
+    noise_w = width * (tables.snapshot.radio.noise_w_per_hz / tables.gain_mij)  # it gives 0 dB
+    coded = SHARES[tables.codec_mij] / tables.share_mij  # bits for a bit, over the link's share
     watt, price = tables.members.power_max_mi, prices.price_mi
-    last = ((0, 0), (0, 1))  # the edge, whose energy costs nothing
-    back_w = np.pad(watt, last, constant_values=tables.snapshot.edge.tx_power_w)[:, None, :]
-    senders = (
-        (watt[:, :, None], price[:, :, None]),
-        (back_w, np.pad(price, last)[:, None, :]),
-    )
-    ahead, back = (_Way(width, noise_w, coded, *of).points(slope, counts) for of in senders)
-    return (ahead[0], back[0]), (ahead[1], back[1])
 
+    def way(watt: Array, price: Array) -> tuple[Point, Point]:
+        """Quick and, for every J, calm points, by senders' limits and prices per joule."""
+        log_ratio = np.log(slope[:, None, None] / (np.maximum(price, NO_PRICE) * noise_w))
+        full = np.log1p(watt / noise_w)
 
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """One direction of every link."""
+        def at(log_ratio: Array) -> Point:
+            """Where a second is worth so many joules; at most at full power, and at it if free."""
+            exponent = np.minimum(exponent_near(log_ratio), full)
+            seconds = LN2 * coded / (width * exponent)
+            worth = price * noise_w * np.expm1(exponent) * seconds
+            return Point(seconds=seconds.ravel(), worth=worth.ravel())
 
-    width: Array
-    noise_w: Array  # power that gives 0 dB
-    coded: Array  # bits sent for a bit, over the link's share
-    watt: Array  # the sender's limit, broadcast over (M, I, I + 1)
-    price: Array  # the sender's, per joule
-
-    def points(self, slope_m: Array, counts: Ints) -> tuple[Point, Point]:
-        """The quick and, for every J, the calm point."""
-        cost = np.maximum(self.price, NO_PRICE) * self.noise_w
-        log_ratio = np.log(slope_m[:, None, None] / cost)
-        full = np.log1p(self.watt / self.noise_w)
-        quick = self._at(log_ratio, full)
-        calm = [quick if j == 1 else self._at(log_ratio - np.log(j), full) for j in counts]
+        quick = at(log_ratio)
+        calm = [quick if j == 1 else at(log_ratio - np.log(j)) for j in counts]
         return quick, Point(
             seconds=np.concatenate([p.seconds for p in calm]),
             worth=np.concatenate([p.worth for p in calm]),
         )
 
-    def _at(self, log_ratio: Array, full: Array) -> Point:
-        """Where a second is worth so many joules; at most at full power, and at it if free."""
-        exponent = np.minimum(exponent_near(log_ratio), full)
-        seconds = LN2 * self.coded / (self.width * exponent)
-        worth = self.price * self.noise_w * np.expm1(exponent) * seconds
-        return Point(seconds=seconds.ravel(), worth=worth.ravel())
+    last = ((0, 0), (0, 1))  # the edge, whose energy costs nothing
+    back_w = np.pad(watt, last, constant_values=tables.snapshot.edge.tx_power_w)
+    ahead = way(watt[:, :, None], price[:, :, None])
+    back = way(back_w[:, None, :], np.pad(price, last)[:, None, :])
+    return (ahead[0], back[0]), (ahead[1], back[1])
