@@ -8,7 +8,7 @@ import numpy as np
 
 from collapipe_flwr.core.domain import ClusterPlan, Plan, RoundOutcome, Snapshot
 from collapipe_flwr.costs.arrays import Array
-from collapipe_flwr.costs.chain import chain_of, makespan_of, schedule_rows
+from collapipe_flwr.costs.chain import chain_of, latency_of, schedule_rows
 from collapipe_flwr.costs.convergence import constants_of, noise_scale_of, update
 from collapipe_flwr.costs.layouts import Layouts, hop_plans, replaced, segments_of, stage_names
 from collapipe_flwr.costs.price import PricedCluster, price_clusters
@@ -109,7 +109,7 @@ def _reference(tables: Tables, settings: SchedulerConfig) -> Reference:
     chain = chain_of(tables, rows, settings)
     times = equal_shares(chain, tables.snapshot.radio.bandwidth_hz).times
     return Reference(
-        latency_s=float((chain.fixed_s + chain.steps_r * makespan_of(chain, times)).max()),
+        latency_s=float(latency_of(chain, times).max()),
         micro_batch_size=int(rows.micro_batch_size_r[0]),
         micro_batches=int(rows.micro_batches_r[0]),
     )

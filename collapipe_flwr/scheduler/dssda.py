@@ -26,18 +26,10 @@ from collapipe_flwr.scheduler.closing_early import closing_early
 from collapipe_flwr.scheduler.decision import Decision
 from collapipe_flwr.scheduler.estimates import with_profiles
 from collapipe_flwr.scheduler.gain_estimates import robust, with_averages, with_forecast
-from collapipe_flwr.scheduler.model_share import (
-    capped,
-    least_shares,
-    widened,
-)
+from collapipe_flwr.scheduler.model_share import capped, least_shares, widened
 from collapipe_flwr.scheduler.multipliers import Dual, weight_for
 from collapipe_flwr.scheduler.planner import Planner, Solution
-from collapipe_flwr.scheduler.protocol import (
-    Nested,
-    SchedulerConfig,
-    SchedulerState,
-)
+from collapipe_flwr.scheduler.protocol import Nested, SchedulerConfig, SchedulerState
 
 RADIO_SPARE = 0.05  # of transmissions' energy: another plan may need a little more
 OVERDRAFTS = 4  # searches at most for a plan whose transmissions overdraw no account
@@ -64,9 +56,15 @@ class Dssda(Policy):
         gains = with_forecast(gains, plan, seen, self.settings)
         budgets = known_budgets(state.budget_j, snapshot)
         spare = with_spare(state.spare_plan, plan, budgets, self.settings)
-        after = replace(state, rounds=state.rounds + 1, budget_j=budgets, last_plan=plan)
-        after = replace(after, spare_plan=spare)
-        return plan, replace(after, beliefs=profiles, doubt=gains)
+        return plan, replace(
+            state,
+            rounds=state.rounds + 1,
+            budget_j=budgets,
+            last_plan=plan,
+            spare_plan=spare,
+            beliefs=profiles,
+            doubt=gains,
+        )
 
     def _plan(self, state: SchedulerState, snapshot: Snapshot) -> Plan:
         best = self._decide(state, snapshot, 1.0)

@@ -92,7 +92,8 @@ class LogFilter:
         share = np.array(parts) * np.array(self.values) / self.expected(parts)
         limit = GATE * math.sqrt(float(share @ spread @ share) + NOISE**2)
         surprise = error if abs(error) > limit and not new else None
-        if surprise is not None and self._agrees(surprise):
+        before = self.surprise
+        if surprise is not None and before is not None and abs(before - surprise) < AGREE:
             spread, limit, surprise = prior.spread, STEP, None
         limit = STEP if new else min(limit, STEP)
         seen = max(-limit, min(limit, error))
@@ -109,9 +110,6 @@ class LogFilter:
     def without(self) -> LogFilter:
         """After one more round that showed nothing of it."""
         return replace(self, unseen=self.unseen + 1)
-
-    def _agrees(self, surprise: float) -> bool:
-        return self.surprise is not None and abs(self.surprise - surprise) < AGREE
 
     def _drifted(self, prior: Prior) -> Array:
         """The spread one round later, nowhere wider than the prior's."""

@@ -101,14 +101,10 @@ class RoundProblem:
     def worth(self, chain: Chain, priced: RowPrices) -> Array:
         """Priced energy of every row, with the surcharge on what overdraws an account."""
         energy = (of_members(self.price_mi, chain.rows) * priced.energy_j).sum(1)
-        over = self.latency_price * self._overdrawn(chain) * priced.latency_s
-        return np.asarray(energy + over)
-
-    def _overdrawn(self, chain: Chain) -> Array:
-        """The surcharge of every row's computing, in latencies of its cluster."""
         room = of_members(self.room_mi, chain.rows, padding=np.inf)[:, 1:]
         budget = of_members(self.tables.members.budget_mi, chain.rows, padding=1.0)[:, 1:]
-        return np.asarray(overdrawn(chain.computing_j[:, 1:], room, budget).sum(1))
+        over = overdrawn(chain.computing_j[:, 1:], room, budget).sum(1)
+        return np.asarray(energy + self.latency_price * over * priced.latency_s)
 
     def batches(self) -> Ints:
         """All (size, count) pairs."""
@@ -117,14 +113,8 @@ class RoundProblem:
     def pair_of(self, rows: Layouts) -> Ints:
         """Place of every row's micro-batches in ``batches()``, -1 where no plan may choose them."""
         batches = self.batches()
-        table = np.full(
-            np.maximum(
-                batches.max(0),
-                [rows.micro_batch_size_r.max(initial=0), rows.micro_batches_r.max(initial=0)],
-            )
-            + 1,
-            -1,
-        )
+        most = (rows.micro_batch_size_r.max(initial=0), rows.micro_batches_r.max(initial=0))
+        table = np.full(np.maximum(batches.max(0), most) + 1, -1)
         table[*batches.T] = np.arange(len(batches))
         return np.asarray(table[rows.micro_batch_size_r, rows.micro_batches_r])
 
