@@ -14,9 +14,9 @@ def search_lines(runs: Sequence[Json], command: str) -> Iterator[str]:
     yield f"`{command} SIZE=SEEDS`: first decisions from scratch against the best of"
     yield "a hill climb from many starts, simulated annealing and, for up to six devices and empty"
     yield "queues, exact shortest paths. Rivals share no code with the search, work at full power"
-    yield "and equal bandwidth, and get the radio optimised like every plan. The schedule is GPipe"
-    yield "unless the size names another. Gaps are of the objective,"
-    yield "with empty queues the larger of that and rho T; below zero the search beats every rival."
+    yield "and equal bandwidth, and then get bandwidth and power as the scheduler chooses them. The"
+    yield "schedule is GPipe unless the size names another; steps of 1F1B are played. Gaps are of"
+    yield "the objective, with empty queues the larger of that and rho T; below zero all are worse."
     yield from (
         "",
         "| size | seeds | queues | median | p90 | p99 | worst | above 1 % | worst seeds |",
