@@ -7,6 +7,7 @@ import shlex
 import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ def command(system: str) -> list[str]:
 
 def resolved(words: list[str], machine: str, python: str, folder: Path) -> dict[str, str]:
     """Versions by name of what would be installed; markers are those of the board."""
-    uv = shutil.which("uv")
+    uv = shutil.which("uv", path=Path(sys.executable).parent) or shutil.which("uv")
     assert uv is not None, "uv comes with flwr"
     board = ["--python-platform", f"{machine}-{LIBC}", "--python-version", python]
     binary = ["--only-binary", ":all:", "--no-binary", "collapipe-flwr"]  # but the project itself
