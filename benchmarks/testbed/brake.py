@@ -14,7 +14,10 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+
+from collapipe_flwr.core.processes import meanwhile
 
 QUOTA_S = 1e-3
 LONGEST_PERIOD_S = 1.0  # that the kernel takes
@@ -98,14 +101,8 @@ def _undo(root: Path, groups: list[Path]) -> None:
 
 @contextmanager
 def _duty_cycle(shares: Mapping[int, float]) -> Iterator[None]:
-    over = threading.Event()
-    thread = threading.Thread(target=_drive, args=(dict(shares), over), name="brake", daemon=True)
-    thread.start()
-    try:
+    with meanwhile(partial(_drive, dict(shares)), "brake"):
         yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def _drive(shares: dict[int, float], over: threading.Event) -> None:

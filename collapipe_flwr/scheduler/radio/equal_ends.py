@@ -1,7 +1,7 @@
 """Bandwidth with which clusters at full power end their rounds together.
 
-The radio's program believes that every hop lengthens a round of 1F1B. Often most of them are
-hidden behind computing, so that its bandwidths suit no cluster. At full power the length of a
+The radio's program counts every hop as part of a round. Under 1F1B most hops are hidden behind
+computing, so that its bandwidths suit no cluster. At full power the length of a
 cluster's round depends on its own bandwidth alone, falls with it, and is cheap to tell.
 """
 
