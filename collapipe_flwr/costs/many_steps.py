@@ -42,7 +42,10 @@ class ManySteps:
     def choose_warm_up(self, limit_kr: Ints, least_r: Array) -> tuple[Ints, Array]:
         """Depths, (K, R), and seconds, (R,), as `warm_up.choose_warm_up` has them."""
         depth_kr, found_r = self._quickest(limit_kr, least_r)
-        return self._trimmed(depth_kr, found_r, np.flatnonzero(~_near(found_r, least_r)))
+        depth_kr, found_r = self._trimmed(
+            depth_kr, found_r, np.flatnonzero(~_near(found_r, least_r))
+        )
+        return self._raised(depth_kr, found_r, limit_kr, least_r)
 
     def _quickest(self, limit_kr: Ints, least_r: Array) -> tuple[Ints, Array]:
         depth_kr, found_r = self._deepened(limit_kr, least_r)
@@ -113,6 +116,31 @@ class ManySteps:
                     slow, shortest_r[row], np.minimum(shortest_r[row], seconds_r)
                 )
             depth_kr[k, open_r] = high
+        return depth_kr, found_r
+
+    def _raised(
+        self, depth_kr: Ints, found_r: Array, limit_kr: Ints, least_r: Array
+    ) -> tuple[Ints, Array]:
+        """One more in flight on every stage down to some hop; all such hops are tried at once."""
+        most_kr = np.where(self.used_kr, np.minimum(limit_kr, self.micro_batches), 1)
+        most_kr[-1] = 1
+        open_r = np.flatnonzero(~_near(found_r, least_r))
+        while len(open_r):
+            hop, place = np.nonzero(depth_kr[:, open_r] < most_kr[:, open_r])
+            rows = open_r[place]
+            ahead = np.arange(len(depth_kr))[:, None] <= hop
+            trial_kr = np.minimum(depth_kr[:, rows] + ahead, most_kr[:, rows])
+            played = np.full((len(depth_kr), len(open_r)), np.inf)
+            if len(rows):
+                played[hop, place] = self.take(rows).play(trial_kr)
+            best = played.argmin(0)
+            least = played[best, np.arange(len(open_r))]
+            going = np.flatnonzero(~_near(found_r[open_r], least))
+            trials = np.zeros_like(played, dtype=np.int64)
+            trials[hop, place] = np.arange(len(rows))
+            open_r, chosen = open_r[going], trials[best[going], going]
+            depth_kr[:, open_r], found_r[open_r] = trial_kr[:, chosen], least[going]
+            open_r = open_r[~_near(found_r[open_r], least_r[open_r])]
         return depth_kr, found_r
 
     def play(self, depth_kr: Ints) -> Array:

@@ -46,7 +46,9 @@ def choose_warm_up(
     """
     play = cache(lambda depths: one_f_one_b_makespan_s(step, depths, micro_batches))
     found = _quickest(play, limit, micro_batches, least_s)
-    return found if found.is_near(least_s) else _trimmed(play, found)
+    if found.is_near(least_s):
+        return found
+    return _raised(play, _trimmed(play, found), limit, micro_batches, least_s)
 
 
 def _quickest(play: _Play, limit: Sequence[int], micro_batches: int, least_s: float) -> WarmUp:
@@ -88,6 +90,29 @@ def _trimmed(play: _Play, found: WarmUp) -> WarmUp:
                 least = depth + 1
             else:
                 found, shortest_s = WarmUp(depths, makespan_s), min(shortest_s, makespan_s)
+    return found
+
+
+def _raised(
+    play: _Play, found: WarmUp, limit: Sequence[int], micro_batches: int, least_s: float
+) -> WarmUp:
+    """One more in flight on every stage down to some hop, as long as that pays.
+
+    Only after `_trimmed`: depths that are higher than they need be on one stage hide that more
+    would pay on all ahead of it.
+    """
+    while not found.is_near(least_s):
+        now, trials = found.depths, []
+        for last in range(len(now) - 1):
+            if now[last] < min(limit[last], micro_batches):
+                ahead = zip(now[: last + 1], limit, strict=False)
+                raised = (min(depth + 1, most, micro_batches) for depth, most in ahead)
+                depths = (*raised, *now[last + 1 :])
+                trials.append(WarmUp(depths, play(depths)))
+        best = min(trials, key=lambda trial: trial.makespan_s, default=found)
+        if found.is_near(best.makespan_s):
+            break
+        found = best
     return found
 
 
