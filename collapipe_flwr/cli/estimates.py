@@ -12,7 +12,7 @@ from typer import Argument, Option
 
 import collapipe_flwr
 from collapipe_flwr.core.domain import ClusterProfile
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.errors import ConfigError, extra
 from collapipe_flwr.core.keys import assignments, read_assignments
 
 
@@ -217,4 +217,6 @@ def bench(context: typer.Context) -> None:
         )
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
-    importlib.import_module("benchmarks.__main__").app(context.args, prog_name=context.command_path)
+    with extra("bench"):
+        program = importlib.import_module("benchmarks.__main__").app
+        program(context.args, prog_name=context.command_path)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.errors import ConfigError, blaming
 from collapipe_flwr.core.json_log import log_json
 from collapipe_flwr.core.links import TlsFiles
 
@@ -96,7 +96,8 @@ def _settings(default: str, options: dict[str, Any], **more: Any) -> HostSetting
     own_tls = tls_files(options["ca"], options["certificate"], options["key"])
     clusters = [read_cluster(path) for path in paths if not path.is_dir()]
     clusters += [c for path in paths if path.is_dir() for c in clusters_in(path, name)]
-    address = next((a for c in clusters if (a := c.member(name).address)), default)
+    with blaming("--name"):
+        address = next((a for c in clusters if (a := c.member(name).address)), default)
     tls = own_tls or next((c.tls_files(name) for c in clusters), None)
     access_control(clusters)  # refuses a name that two clusters would share
     rosters, allow = None, options["allow"] or ()

@@ -53,7 +53,8 @@ def compare(
 
     if plot is not None:
         require("matplotlib", "plot")
-    curves = read_curves(runs)
+    with wrong_input():
+        curves = read_curves(runs)
     chosen = [m.strip() for m in metrics.split(",") if m.strip()]
     if plot is not None:
         draw(curves, plot, chosen)

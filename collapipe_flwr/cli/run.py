@@ -93,6 +93,8 @@ def check_config(
     gc.disable()  # a fifth of the time of what follows, which ends this process
     with wrong_input():
         found = Launch.of_json(launch) if launch else launch_of(*given)
+        if not launch:
+            typer.echo("checking run-config, data, model and plan", err=True)
         from collapipe_flwr.federation.run.preflight import check_launch
 
         os.chdir(found.app)  # as the run does: paths in the run-config are relative to the app

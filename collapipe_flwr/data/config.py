@@ -74,6 +74,12 @@ class DataConfig:
             raise ConfigError(f"seed must be at least 0, got {self.seed}")
         if not self.tokenizer:
             raise ConfigError('data.tokenizer is empty: write "train", a name or a directory')
+        for name in ("train", "test"):
+            if self.task == "number-words" and (given := getattr(self, name)):
+                raise ConfigError(
+                    f'data.{name} is "{given}", but data.task "number-words" makes up its own '
+                    "examples: set data.task to the task of your data"
+                )
 
 
 def key_of(field: str) -> str:

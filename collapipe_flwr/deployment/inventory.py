@@ -145,7 +145,7 @@ def _parsed(values: Mapping[str, Any], folder: Path) -> Inventory:
     machines = tuple(_machines(roles, common, folder))
     config = folder / top.ssh_config if top.ssh_config else None
     if config is not None and not config.is_file():
-        raise ConfigError(f"ssh-config {config} is not there")
+        raise ConfigError(f"ssh-config {config} is not there: correct its path")
     clusters = tuple(dict.fromkeys(role.cluster for role in roles))
     return Inventory(clusters=clusters, machines=machines, ssh_config=config)
 
@@ -246,5 +246,5 @@ def _access(roles: list[Role], common: Access, folder: Path) -> Access:
 def _found(what: str, name: str, folder: Path) -> str:
     path = folder / name
     if name and not path.is_file():
-        raise ConfigError(f"{what} {path} is not there")
+        raise ConfigError(f"{what} {path} is not there: correct its path, or make the file")
     return str(path) if name else ""

@@ -52,7 +52,8 @@ def _shortages(tables: Tables, m: int, settings: SchedulerConfig) -> Iterator[st
     )
     short = [part for part in parts if part[1] > part[2]]
     for name, need, have in short:
-        yield f"{name} needs {compared(need, have, 'has')}"
+        verbs = ("need", "have") if name.endswith("together") else ("needs", "has")
+        yield f"{name} {verbs[0]} {compared(need, have, verbs[1])}"
     if not short:
         yield (
             f"all blocks need {_mib(together, 1)} MiB and the {len(room)} devices have "

@@ -94,7 +94,11 @@ def channel_model(name: str) -> ChannelModel:
 def _read_trace(path: Path) -> tuple[float, ...]:
     try:
         factors = [float(value) for value in json.loads(path.read_text())]
-    except (OSError, ValueError, TypeError) as error:
+    except OSError as error:
+        raise ConfigError(
+            f"channel trace {str(path)!r} cannot be read ({error.strerror}): correct its path"
+        ) from error
+    except (ValueError, TypeError) as error:
         raise ConfigError(f"channel trace {str(path)!r} is no JSON list of numbers") from error
     if not factors or not all(math.isfinite(f) and f > 0 for f in factors):
         raise ConfigError(f"channel trace {str(path)!r} needs at least one factor, all > 0")

@@ -144,7 +144,9 @@ def read_fleet(path: Path) -> tuple[FleetCluster, ...]:
         text = path.read_text(encoding="utf-8")
         values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except OSError as error:
-        raise ConfigError(f"--devices-from {path}: cannot be read ({error.strerror})") from error
+        raise ConfigError(
+            f"--devices-from {path} cannot be read ({error.strerror}): correct its path"
+        ) from error
     except ValueError as error:
         raise ConfigError(f"--devices-from {path}: neither JSON nor TOML ({error})") from error
     try:

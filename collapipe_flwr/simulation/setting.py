@@ -12,10 +12,16 @@ from functools import partial
 from typing import Any, TypeVar
 
 from collapipe_flwr.core.domain import ModelProfile
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.errors import ConfigError, blaming
 from collapipe_flwr.scheduler.policies import POLICIES
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulation.devices import FleetCluster, device_preset, read_fleet
+from collapipe_flwr.simulation.channel import channel_model
+from collapipe_flwr.simulation.devices import (
+    FleetCluster,
+    device_preset,
+    radio_preset,
+    read_fleet,
+)
 from collapipe_flwr.simulation.episode import Distortion
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import (
@@ -78,12 +84,17 @@ class Setting:
             raise ConfigError(f"--truth-error must be >= 0, got {self.truth_error}")
         if not self.seeds or not all(0 <= seed < SEED_LIMIT for seed in self.seeds):
             raise ConfigError(f"--seeds needs at least one seed, all >= 0, got {self.seeds}")
+        with blaming("--kinds"):
+            for kind in () if self.fleet else self.kinds:
+                device_preset(kind)
+        with blaming("--radio"):
+            radio_preset(self.radio)
+        with blaming("--channel"):
+            channel_model(self.channel)
 
     def world(self, seed: int, profile: ModelProfile) -> World:
-        """The world of one seed; raises ConfigError for unknown kinds, radios and channels."""
+        """The world of one seed."""
         fleet = self.fleet
-        for kind in () if fleet else self.kinds:
-            device_preset(kind)
         drawn = mixed_devices(self.clusters, self.devices, seed, self.kinds)
         return make_world(
             cluster_devices=[cluster.members for cluster in fleet] or drawn,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
+import socket
 import ssl
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -59,6 +60,7 @@ def bind(server: grpc.Server, listen: str, tls: TlsFiles | None) -> str:
 
     Raises ConfigError when the port is taken or the host is not ours.
     """
+    _check_free(listen)
     host = listen.rpartition(":")[0]
     try:
         if tls is None:
@@ -66,10 +68,33 @@ def bind(server: grpc.Server, listen: str, tls: TlsFiles | None) -> str:
         else:
             port = server.add_secure_port(listen, server_credentials(tls))
     except RuntimeError as error:
-        raise ConfigError(
-            f"cannot listen on {listen}: is the port taken or the host wrong?"
-        ) from error
+        raise _cannot_listen(listen, str(error)) from error
     return f"{host}:{port}"
+
+
+def _check_free(listen: str) -> None:
+    """Raise ConfigError with the system's reason, which gRPC only logs."""
+    host, _, port = listen.rpartition(":")
+    try:
+        places = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise _cannot_listen(listen, error.strerror) from error
+    reasons = []
+    for family, kind, protocol, _, place in places:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does
+                probe.bind(place)
+            return  # gRPC, too, is content with one of them
+        except OSError as error:
+            reasons.append(error)
+    raise _cannot_listen(listen, reasons[0].strerror) from reasons[0]
+
+
+def _cannot_listen(listen: str, why: str | None) -> ConfigError:
+    return ConfigError(
+        f"cannot listen on {listen} ({why}): choose a free port and an address of this machine"
+    )
 
 
 def open_channel(
@@ -168,7 +193,10 @@ def _read(path: Path) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot read {path} ({error.strerror}): `collapipe certs` makes such files, and each "
+            "machine needs a copy of its own"
+        ) from error
 
 
 def _elements(der: bytes) -> Iterator[tuple[int, bytes]]:

@@ -74,6 +74,7 @@ def write_files(folder: Path) -> None:
 
 DATA: list[Wrong] = [
     ({"data.train": "nope.csv"}, "data.train", "correct the path"),
+    ({"data.task": "number-words"}, "data.train", "set data.task to the task of your data"),
     ({"data.train": "~/nope/rows"}, "data.train", "correct the path"),
     ({"data.train": "folder/rows"}, "data.train", "correct the path"),
     ({"data.train": "a/b/c"}, "data.train", "correct the path"),

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from collapipe_flwr.cli import app
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.host.daemon import HostSettings
 from collapipe_flwr.transport.certificates import sign_all
@@ -103,6 +105,14 @@ def test_plain_text_beyond_loopback_must_be_asked_for(listen: str):
     with pytest.raises(ConfigError, match="--insecure"):
         HostSettings(listen=listen, name="pi-1")
     assert HostSettings(listen=listen, name="pi-1", insecure=True).tls is None
+
+
+def test_a_name_that_no_cluster_has_is_refused_with_its_option(tmp_path: Path):
+    file = tmp_path / "shed.toml"
+    file.write_text('id = "shed"\n[[device]]\nname = "shed-1"\naddress = "127.0.0.1:50071"\n')
+    done = CliRunner().invoke(app, ["device", "--cluster", str(file)])
+    assert isinstance(done.exception, ConfigError)
+    assert str(done.exception).startswith("--name: cluster shed has no member 'device': choose one")
 
 
 def test_half_of_the_tls_files_are_refused(tmp_path: Path):

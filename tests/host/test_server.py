@@ -136,7 +136,7 @@ def test_the_timeline_of_the_edge_reaches_the_client(client):
 
 
 def test_missing_tls_files_are_named(tmp_path):
-    with pytest.raises(ConfigError, match="nowhere"):
+    with pytest.raises(ConfigError, match=r"nowhere.pem \(No such file .*`collapipe certs` makes"):
         client_credentials(TlsFiles(ca=tmp_path / "nowhere.pem"))
     with pytest.raises(ConfigError, match="certificate and a key"):
         server_credentials(TlsFiles())
@@ -219,9 +219,21 @@ def test_somebody_there_who_never_answers():
         assert time.monotonic() - start < DEADLINE_S / 2
 
 
-def test_a_taken_port_is_named(server):
-    with pytest.raises(ConfigError, match=f"cannot listen on {server.address}"):
-        EdgeServer(server.address, service())
+@pytest.mark.parametrize(
+    ("listen", "why"),
+    [
+        ("", "Address already in use"),
+        ("192.0.2.1:0", "Cannot assign requested address"),
+    ],
+    ids=["taken", "not ours"],
+)
+def test_where_a_server_cannot_listen_and_why_is_all_that_is_said(server, listen, why, capfd):
+    place = listen or server.address
+    with pytest.raises(ConfigError, match="cannot listen on") as refusal:
+        EdgeServer(place, service())
+    assert place in str(refusal.value) and why in str(refusal.value)
+    assert str(refusal.value).endswith("choose a free port and an address of this machine")
+    assert capfd.readouterr().err == ""
 
 
 def test_nothing_is_left_running():

@@ -164,3 +164,10 @@ def test_bench_passes_its_options_on() -> None:
     assert done.exit_code == 0
     assert "collapipe bench codecs" in done.output
     assert all(option in done.output for option in ("--steps", "--seeds", "--json"))
+
+
+def test_bench_names_the_extra_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "benchmarks.scheduling.decisions", None)  # as if not there
+    done = CliRunner().invoke(app, ["bench", "scheduler"])
+    assert isinstance(done.exception, ConfigError)
+    assert "run `pip install 'collapipe-flwr[bench]'`" in str(done.exception)

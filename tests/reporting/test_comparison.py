@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from collapipe_flwr.cli import app
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting.comparison import (
     draw,
@@ -132,3 +134,9 @@ def test_a_picture_that_cannot_be_written_is_one_sentence_and_no_half_of_one(
         draw(curves, tmp_path / "nowhere" / "curves.png")
     assert (tmp_path / "curves.png").read_bytes() == whole
     assert {path.name for path in tmp_path.iterdir()} == {"run", "curves.png"}
+
+
+@pytest.mark.parametrize("command", ["compare", "report"])
+def test_a_command_that_finds_no_run_ends_with_exit_code_2(command: str) -> None:
+    done = CliRunner().invoke(app, [command, "no-run"])
+    assert isinstance(done.exception, ConfigError) and done.exception.exit_code == 2

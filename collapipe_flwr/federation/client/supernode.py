@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.federation.client import client_process
 
 IDLE_S = 3.0  # Flower's wait where it found no message
@@ -25,6 +26,7 @@ SHARE = 0.05  # of the time without a message, so that waits grow to Flower's in
 
 log = logging.getLogger("flwr.collapipe")
 _LOOP = "flwr.supernode.start_client_internal"
+_NO_API = "API failed to start"  # Flower's words for a port that is taken
 _APP_WAIT = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"
 
 
@@ -65,4 +67,12 @@ def run(arguments: Sequence[str]) -> None:
     shorten_waits()
     sys.argv = ["collapipe supernode", *arguments]
     with client_process.offered():
-        flower_supernode()
+        try:
+            flower_supernode()
+        except RuntimeError as error:
+            if _NO_API not in str(error):
+                raise
+            raise ConfigError(
+                "the SuperNode cannot listen at its --host and --port (127.0.0.1:9094 if not "
+                "given), as another program, such as another SuperNode, may do: choose another port"
+            ) from error

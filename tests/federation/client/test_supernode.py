@@ -6,6 +6,7 @@ import importlib
 import inspect
 import logging
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -89,3 +90,15 @@ def test_arguments_are_flower_s() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert "usage: collapipe supernode" in done.stdout
     assert "--superlink" in done.stdout and "--node-config" in done.stdout
+
+
+def test_a_taken_port_is_one_sentence_without_a_traceback() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        place = ["--superlink", "127.0.0.1:1", "--port", str(taken.getsockname()[1])]
+        command = [sys.executable, "-m", "collapipe_flwr.cli", "supernode", "--insecure", *place]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    said = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert said.startswith("Error: the SuperNode cannot listen") and "choose another port" in said
