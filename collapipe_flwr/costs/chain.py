@@ -167,7 +167,7 @@ def step_times(chain: Chain, times: Array, row: int) -> StepTimes:
 
 
 def _many_steps(chain: Chain, times: Array, rows: Ints, stages: list[int]) -> ManySteps:
-    """The same of rows with the same number of micro-batches."""
+    """The same of many rows."""
     hops = np.zeros((len(stages), len(rows), 2))
     hops[:-1] = times[rows, : len(stages) - 1].swapaxes(0, 1)
     used_kr = np.arange(len(stages))[:, None] <= chain.rows.depth_r[rows]
@@ -178,7 +178,7 @@ def _many_steps(chain: Chain, times: Array, rows: Ints, stages: list[int]) -> Ma
         there_kr=np.ascontiguousarray(hops[:, :, 0]),
         home_kr=np.ascontiguousarray(hops[:, :, 1]),
         used_kr=used_kr,
-        micro_batches=int(chain.rows.micro_batches_r[rows[0]]),
+        micro_batches_r=chain.rows.micro_batches_r[rows],
     )
 
 
@@ -218,20 +218,18 @@ def choose_depths(
     least_r = np.full(len(which), -np.inf) if least_r is None else least_r
     limits, counts = deepest(chain, which), chain.rows.micro_batches_r[which]
     depth_rs, seconds_r = np.ones_like(limits), np.empty(len(which))
-    for count in np.unique(counts).tolist():
-        group = np.flatnonzero(counts == count)
-        if len(group) < FEW_STEPS or chain.options.half_duplex:
-            for place, row in zip(group.tolist(), which[group].tolist(), strict=True):
-                step, least_s = step_times(chain, times, row), float(least_r[place])
-                limit = _in_stages(chain, row, limits[place])
-                depths, seconds_r[place] = choose_warm_up(step, limit, count, least_s)
-                depth_rs[place, : len(depths) - 1] = depths[:-1]
-        else:
-            stages = [*range(int(chain.rows.depth_r[which[group]].max()) + 1), -1]
-            many = _many_steps(chain, times, which[group], stages)
-            limit_kr = np.ascontiguousarray(limits[group][:, stages].T)
-            depth_kr, seconds_r[group] = many.choose_warm_up(limit_kr, least_r[group])
-            depth_rs[group[:, None], stages] = depth_kr.T
+    if len(which) < FEW_STEPS or chain.options.half_duplex:
+        for place, row in enumerate(which.tolist()):
+            step, least_s = step_times(chain, times, row), float(least_r[place])
+            limit = _in_stages(chain, row, limits[place])
+            depths, seconds_r[place] = choose_warm_up(step, limit, int(counts[place]), least_s)
+            depth_rs[place, : len(depths) - 1] = depths[:-1]
+    else:
+        stages = [*range(int(chain.rows.depth_r[which].max()) + 1), -1]
+        limit_kr = np.ascontiguousarray(limits[:, stages].T)
+        many = _many_steps(chain, times, which, stages)
+        depth_kr, seconds_r = many.choose_warm_up(limit_kr, least_r)
+        depth_rs[:, stages] = depth_kr.T
     return depth_rs, seconds_r
 
 

@@ -19,14 +19,14 @@ AT_A_TIME = 4  # depths of a row that are played together
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManySteps:
-    """Steps with the same number of micro-batches, over full-duplex links."""
+    """Steps over full-duplex links."""
 
     ahead_kr: Array  # seconds per micro-batch
     back_kr: Array
     there_kr: Array  # of the hop behind each stage; 0 behind the edge
     home_kr: Array
     used_kr: Mask
-    micro_batches: int
+    micro_batches_r: Ints
 
     def take(self, rows: Ints) -> ManySteps:
         """The chosen rows."""
@@ -36,7 +36,7 @@ class ManySteps:
             there_kr=self.there_kr[:, rows],
             home_kr=self.home_kr[:, rows],
             used_kr=self.used_kr[:, rows],
-            micro_batches=self.micro_batches,
+            micro_batches_r=self.micro_batches_r[rows],
         )
 
     def choose_warm_up(self, limit_kr: Ints, least_r: Array) -> tuple[Ints, Array]:
@@ -66,14 +66,15 @@ class ManySteps:
 
     def _deepened(self, limit_kr: Ints, least_r: Array) -> tuple[Ints, Array]:
         depth_kr, found_r = np.ones_like(limit_kr), np.full(limit_kr.shape[1], np.inf)
-        open_r = np.arange(len(found_r))
-        for first in range(0, self.micro_batches, AT_A_TIME):
-            slacks = range(first, min(first + AT_A_TIME, self.micro_batches))
+        open_r, most = np.arange(len(found_r)), int(self.micro_batches_r.max())
+        for first in range(0, most, AT_A_TIME):
+            slacks = range(first, min(first + AT_A_TIME, most))
             trials = [self._with_slack(limit_kr, slack)[:, open_r] for slack in slacks]
             again = self.take(np.tile(open_r, len(trials)))
             played = again.play(np.concatenate(trials, axis=1)).reshape(len(trials), -1)
             going = np.ones(len(open_r), bool)
-            for trial_kr, seconds_r in zip(trials, played, strict=True):
+            for slack, trial_kr, seconds_r in zip(slacks, trials, played, strict=True):
+                going &= slack < self.micro_batches_r[open_r]
                 going &= ~_near(found_r[open_r], least_r[open_r])
                 going &= ~_near(found_r[open_r], seconds_r)
                 found_r[open_r[going]] = seconds_r[going]
@@ -121,33 +122,39 @@ class ManySteps:
     def _raised(
         self, depth_kr: Ints, found_r: Array, limit_kr: Ints, least_r: Array
     ) -> tuple[Ints, Array]:
-        """One more in flight on every stage down to some hop; all such hops are tried at once."""
-        most_kr = np.where(self.used_kr, np.minimum(limit_kr, self.micro_batches), 1)
+        """One more in flight on a stage, or on all down to it; all stages are tried at once."""
+        most_kr = np.where(self.used_kr, np.minimum(limit_kr, self.micro_batches_r), 1)
         most_kr[-1] = 1
+        stages, every = len(depth_kr), np.arange(len(depth_kr))[:, None]
         open_r = np.flatnonzero(~_near(found_r, least_r))
         while len(open_r):
-            hop, place = np.nonzero(depth_kr[:, open_r] < most_kr[:, open_r])
-            rows = open_r[place]
-            ahead = np.arange(len(depth_kr))[:, None] <= hop
-            trial_kr = np.minimum(depth_kr[:, rows] + ahead, most_kr[:, rows])
-            played = np.full((len(depth_kr), len(open_r)), np.inf)
-            if len(rows):
-                played[hop, place] = self.take(rows).play(trial_kr)
-            best = played.argmin(0)
-            least = played[best, np.arange(len(open_r))]
-            going = np.flatnonzero(~_near(found_r[open_r], least))
-            trials = np.zeros_like(played, dtype=np.int64)
-            trials[hop, place] = np.arange(len(rows))
-            open_r, chosen = open_r[going], trials[best[going], going]
-            depth_kr[:, open_r], found_r[open_r] = trial_kr[:, chosen], least[going]
+            now_kr = depth_kr[:, open_r]
+            room = now_kr < most_kr[:, open_r]
+            alone = room & np.insert(now_kr[:-1] > now_kr[1:], 0, False, axis=0)
+            trial, place = np.nonzero(np.concatenate([room, alone]))
+            if not len(trial):
+                break
+            more = np.where(trial < stages, every <= trial, every == trial - stages)
+            trial_kr = np.minimum(now_kr[:, place] + more, most_kr[:, open_r[place]])
+            played = np.full((2 * stages, len(open_r)), np.inf)
+            played[trial, place] = self.take(open_r[place]).play(trial_kr)
+            which = np.zeros(played.shape, np.int64)
+            which[trial, place] = np.arange(len(place))
+            best, at = played.argmin(0), np.arange(len(open_r))
+            seconds = played[best, at]
+            going = np.flatnonzero(~_near(found_r[open_r], seconds))
+            open_r = open_r[going]
+            depth_kr[:, open_r] = trial_kr[:, which[best, at][going]]
+            found_r[open_r] = seconds[going]
             open_r = open_r[~_near(found_r[open_r], least_r[open_r])]
         return depth_kr, found_r
 
     def play(self, depth_kr: Ints) -> Array:
         """Seconds of every step with depths that do not rise, (R,); see `warm_up`."""
         stages, rows = depth_kr.shape
-        count, place = self.micro_batches, np.arange(rows)
-        flight_kr = np.minimum(depth_kr, count)
+        count_r, place = self.micro_batches_r, np.arange(rows)
+        fewest, count = int(count_r.min()), int(count_r.max())
+        flight_kr = np.minimum(depth_kr, count_r)
         least, most = flight_kr.min(1).tolist(), flight_kr.max(1).tolist()
         # When micro-batches arrive. Where a row has no forward pass left it reads from the last
         # line but one, which stays 0, and writes to the last, which nothing reads.
@@ -171,6 +178,9 @@ class ManySteps:
             passes = [k for k in range(stages) if number < most[k]]
             forward(passes, np.full_like(flight_kr, number), number < flight_kr)
         for wave in range(count):
+            if wave >= fewest:  # what has ended takes no more time, which changes no end
+                going_r = wave < count_r
+                back, home = self.back_kr * going_r, self.home_kr * going_r
             gradient = np.zeros(rows)
             for k in range(stages - 1, 0, -1):
                 end, link = free[k], up[k]
@@ -183,7 +193,7 @@ class ManySteps:
             free[0] += back[0]
             passes = [k for k in range(stages) if wave + least[k] < count]
             if passes:
-                forward(passes, wave + flight_kr, wave + flight_kr < count)
+                forward(passes, wave + flight_kr, wave + flight_kr < count_r)
         return np.asarray(free[0])
 
 

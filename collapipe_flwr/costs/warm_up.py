@@ -96,20 +96,20 @@ def _trimmed(play: _Play, found: WarmUp) -> WarmUp:
 def _raised(
     play: _Play, found: WarmUp, limit: Sequence[int], micro_batches: int, least_s: float
 ) -> WarmUp:
-    """One more in flight on every stage down to some hop, as long as that pays.
+    """One more in flight on a stage, or on all stages down to it, as long as that pays.
 
-    Only after `_trimmed`: depths that are higher than they need be on one stage hide that more
-    would pay on all ahead of it.
+    After `_trimmed`: a stage that is deeper than it need be hides that more would pay ahead of it.
     """
+    most = [min(each, micro_batches) for each in limit]
     while not found.is_near(least_s):
         now, trials = found.depths, []
-        for last in range(len(now) - 1):
-            if now[last] < min(limit[last], micro_batches):
-                ahead = zip(now[: last + 1], limit, strict=False)
-                raised = (min(depth + 1, most, micro_batches) for depth, most in ahead)
-                depths = (*raised, *now[last + 1 :])
-                trials.append(WarmUp(depths, play(depths)))
-        best = min(trials, key=lambda trial: trial.makespan_s, default=found)
+        room = [k for k in range(len(now) - 1) if now[k] < most[k]]
+        for k in room:
+            ahead = [min(each + 1, top) for each, top in zip(now[: k + 1], most, strict=False)]
+            trials.append((*ahead, *now[k + 1 :]))
+        trials += [(*now[:k], now[k] + 1, *now[k + 1 :]) for k in room if k and now[k - 1] > now[k]]
+        tried = [WarmUp(depths, play(depths)) for depths in trials]
+        best = min(tried, key=lambda one: one.makespan_s, default=found)
         if found.is_near(best.makespan_s):
             break
         found = best

@@ -46,48 +46,75 @@ def overdrawn(joule: Array, room: Array, budget: Array) -> Array:
     return np.where(over > SAME * joule, SURCHARGE * (1.0 + over / budget), 0.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """Per bit, flat over (cluster, sender, receiver) and, where it depends on it, J."""
+@dataclass(frozen=True, slots=True)
+class Points:
+    """Per bit of one direction, flat over (J where it depends on it, cluster, sender, receiver)."""
 
     seconds: Array
     worth: Array  # objective
 
 
-Points = tuple[Point, Point]
-"""Forward and backward."""
+class LinkTable:
+    """What a bit costs on every link forward and backward; of ``calm`` points as far as asked."""
+
+    def __init__(self, tables: Tables, prices: DualPrices, counts: Ints) -> None:
+        self.counts, self._known = counts, np.zeros(len(counts), bool)
+        width = tables.d2d_hz_mij.copy()
+        width[:, :, -1] = prices.edge_hz_m[:, None]
+        slope = np.maximum(prices.slack_price_m, LEAST_SLOPE * prices.latency_price)
+        noise_w = width * (tables.snapshot.radio.noise_w_per_hz / tables.gain_mij)  # it gives 0 dB
+        coded = SHARES[tables.codec_mij] / tables.share_mij  # bits for a bit, over the link's share
+        watt, price = tables.members.power_max_mi, prices.price_mi
+        last = ((0, 0), (0, 1))  # the edge, whose energy costs nothing
+        back_w = np.pad(watt, last, constant_values=tables.snapshot.edge.tx_power_w)
+        self._ways = [
+            _Way(noise_w, LN2 * coded / width, slope, watts, prices_)
+            for watts, prices_ in (
+                (watt[:, :, None], price[:, :, None]),
+                (back_w[:, None, :], np.pad(price, last)[:, None, :]),
+            )
+        ]
+        self.quick = [way.points(1) for way in self._ways]
+        room = (len(counts), noise_w.size)
+        self._seconds, self._worth = np.empty((2, *room)), np.empty((2, *room))
+
+    def calm(self, count_r: Ints) -> list[Points]:
+        """As if no link were a bottleneck, of rows with so many micro-batches."""
+        for place in np.flatnonzero(~self._known):
+            count = int(self.counts[place])
+            if (count_r == count).any():
+                for k, way in enumerate(self._ways):
+                    found = self.quick[k] if count == 1 else way.points(count)
+                    self._seconds[k, place], self._worth[k, place] = found.seconds, found.worth
+                self._known[place] = True
+        return [
+            Points(*each)
+            for each in zip(self._flat(self._seconds), self._flat(self._worth), strict=True)
+        ]
+
+    @staticmethod
+    def _flat(table: Array) -> Array:
+        return table.reshape(2, -1)
 
 
-def link_table(tables: Tables, prices: DualPrices, counts: Ints) -> tuple[Points, Points]:
-    """Quick and calm points of every link, calm ones for every J."""
-    width = tables.d2d_hz_mij.copy()
-    width[:, :, -1] = prices.edge_hz_m[:, None]
-    slope = np.maximum(prices.slack_price_m, LEAST_SLOPE * prices.latency_price)
-    noise_w = width * (tables.snapshot.radio.noise_w_per_hz / tables.gain_mij)  # it gives 0 dB
-    coded = SHARES[tables.codec_mij] / tables.share_mij  # bits for a bit, over the link's share
-    watt, price = tables.members.power_max_mi, prices.price_mi
+class _Way:
+    """One direction: senders' limits and prices per joule, by link."""
 
-    def way(watt: Array, price: Array) -> tuple[Point, Point]:
-        """Quick and, for every J, calm points, by senders' limits and prices per joule."""
-        log_ratio = np.log(slope[:, None, None] / (np.maximum(price, NO_PRICE) * noise_w))
-        full = np.log1p(watt / noise_w)
+    def __init__(
+        self, noise_w: Array, spread: Array, slope_m: Array, watt: Array, price: Array
+    ) -> None:
+        self._noise_w, self._spread, self._price = noise_w, spread, price
+        least = np.maximum(price, NO_PRICE)
+        self._log_ratio = np.log(slope_m[:, None, None] / (least * noise_w))
+        self._full = np.log1p(watt / noise_w)
 
-        def at(log_ratio: Array) -> Point:
-            """Where a second is worth so many joules; at most at full power, and at it if free."""
-            exponent = np.minimum(exponent_near(log_ratio), full)
-            seconds = LN2 * coded / (width * exponent)
-            worth = price * noise_w * np.expm1(exponent) * seconds
-            return Point(seconds=seconds.ravel(), worth=worth.ravel())
+    def points(self, count: int) -> Points:
+        """Where a second that counts once in ``count`` is worth so many joules.
 
-        quick = at(log_ratio)
-        calm = [quick if j == 1 else at(log_ratio - np.log(j)) for j in counts]
-        return quick, Point(
-            seconds=np.concatenate([p.seconds for p in calm]),
-            worth=np.concatenate([p.worth for p in calm]),
-        )
-
-    last = ((0, 0), (0, 1))  # the edge, whose energy costs nothing
-    back_w = np.pad(watt, last, constant_values=tables.snapshot.edge.tx_power_w)
-    ahead = way(watt[:, :, None], price[:, :, None])
-    back = way(back_w[:, None, :], np.pad(price, last)[:, None, :])
-    return (ahead[0], back[0]), (ahead[1], back[1])
+        At most at full power, and at it if energy is free.
+        """
+        log_ratio = self._log_ratio - np.log(count)
+        exponent = np.minimum(exponent_near(log_ratio), self._full)
+        seconds = self._spread / exponent
+        worth = self._price * self._noise_w * np.expm1(exponent) * seconds
+        return Points(seconds=seconds.ravel(), worth=worth.ravel())

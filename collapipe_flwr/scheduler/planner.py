@@ -40,6 +40,7 @@ SLOW = 0.98  # of a round's length: for clusters that take longer, rows far away
 CLOSE = 1.015  # a plan for another length of a round is polished if it costs up to this factor
 ELSEWHERE = 0.02  # least relative difference of such lengths
 ENOUGH = 1e-4  # relative gain of an alternation that is worth another
+ALTERNATIONS_AGAIN = 2  # at most, of many clusters with rows in place
 CORRECTIONS = 3  # of the radio's formula of 1F1B at most
 EVENING = (0.5, 1.0, 2.0, 4.0, 8.0)  # of relative latencies, by which bandwidth is moved
 EVENINGS = 4  # times at most
@@ -221,7 +222,8 @@ class Planner(RoundProblem):
     def improve(self, best: Solution, search: Search | None = None) -> Solution:
         """Alternate segments and radio from ``best`` on while the objective falls."""
         search = search or Search(self)
-        for _ in range(self.settings.rounds_of_search):
+        most = self.settings.rounds_of_search
+        for _ in range(most if search.thorough else min(most, ALTERNATIONS_AGAIN)):
             rows = search.choose(self.dual_prices(best), best.rows)
             if key_of(rows) == key_of(best.rows):
                 break

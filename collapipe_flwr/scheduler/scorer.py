@@ -1,6 +1,6 @@
 """The cluster-wise objective of many candidate rows, fast.
 
-Given dual prices, everything about links is a table (`link_table`) and everything about segments
+Given dual prices, everything about links is a table (`LinkTable`) and everything about segments
 a sum over blocks: scoring a row is a handful of look-ups per slot. A row slows its links from quick
 to calm as far as its own bottleneck allows, energy interpolated linearly in between (convexity
 makes that an upper bound). Inside, slots come first, (S, R): sums and maxima over a leading axis
@@ -30,7 +30,7 @@ from collapipe_flwr.costs.work import (
     share_bytes,
     steps_of,
 )
-from collapipe_flwr.scheduler.dual_prices import DualPrices, link_table, overdrawn
+from collapipe_flwr.scheduler.dual_prices import DualPrices, LinkTable, overdrawn
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 
 NORM = 8  # a power of two: the soft maximum's exponent
@@ -63,7 +63,7 @@ class Scorer:
     def __init__(self, tables: Tables, options: SchedulerConfig, prices: DualPrices) -> None:
         self.tables, self.options, self.prices = tables, options, prices
         self.counts = np.unique(np.array(options.micro_batches))
-        self.quick, self.calm = link_table(tables, prices, self.counts)
+        self.links = LinkTable(tables, prices, self.counts)
         self.spans = SpanTable(tables, options)
         self.members = MemberPrices(tables, options, prices.price_mi)
         limited = bool(np.isfinite(prices.room_mi).any())
@@ -188,19 +188,20 @@ class Scorer:
         bits = np.maximum(8.0 * batch.size * bits, 1.0) * slots.hop_used
         which = np.searchsorted(self.counts, rows.micro_batches_r)
         calm_link = link + self.tables.gain_mij.size * which
-        quick = [bits * point.seconds.take(link) for point in self.quick]
+        quick = [bits * point.seconds.take(link) for point in self.links.quick]
         pace = [np.maximum(s, q.max(0)) for s, q in zip(slowest, quick, strict=True)]
         if self.options.schedule == "1f1b":
             pace = [np.maximum(slowest[0] + slowest[1], np.maximum(*pace))] * 2
         single = rows.micro_batches_r == 1
         worth, times = np.zeros(len(rows)), []
+        slow_points = self.links.calm(rows.micro_batches_r)
         for way in (0, 1):
-            calm = bits * self.calm[way].seconds.take(calm_link)
+            calm = bits * slow_points[way].seconds.take(calm_link)
             bound = np.where(single, np.inf, pace[way])
             time = np.minimum(calm, np.maximum(quick[way], bound))
             share = (time - quick[way]) / np.maximum(calm - quick[way], 1e-300)
-            fast = self.quick[way].worth.take(link)
-            slow = self.calm[way].worth.take(calm_link)
+            fast = self.links.quick[way].worth.take(link)
+            slow = slow_points[way].worth.take(calm_link)
             worth += (bits * (fast + share * (slow - fast))).sum(0)
             times.append(time)
         return times, worth

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from benchmarks.scheduling.search_gaps import SearchSize, search_planner
+from collapipe_flwr.core.replay import StepTimes
 from collapipe_flwr.costs import chain as chains
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import (
@@ -20,6 +22,8 @@ from collapipe_flwr.costs.chain import (
     schedule_rows,
 )
 from collapipe_flwr.costs.layouts import stack
+from collapipe_flwr.costs.many_steps import ManySteps
+from collapipe_flwr.costs.warm_up import choose_warm_up
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.local_search import every_batch
 
@@ -62,3 +66,39 @@ def test_without_a_tight_bound_the_same_is_found() -> None:
     loose = replace(bounded, makespan_s=np.zeros_like(bounded.makespan_s))
     found, other = (played(chain, times, each).makespan_s for each in (bounded, loose))
     assert found == pytest.approx(other, rel=2e-3)
+
+
+def test_pipelines_of_all_lengths_with_any_number_of_micro_batches() -> None:
+    rng, most = random.Random(12), 7
+    # The first needs one more in flight on a single stage in the end.
+    cases = [([0.04, 0.16, 0.13, 0.08], 0.05, [7, 7, 6, 3], 8)]
+    for _ in range(400):
+        count, stages = rng.choice([1, 4, 6, 8]), rng.randint(3, most)
+        devices = [round(rng.uniform(0.05, 0.3), 2) for _ in range(stages - 1)]
+        deep = sorted((rng.randint(1, count) for _ in range(stages)), reverse=True)
+        cases.append(([0.04, *devices], rng.choice([0.01, 0.05, 0.1]), deep, count))
+    ahead, back, there, home = np.zeros((4, most, len(cases)))
+    limit, used = np.ones((most, len(cases)), np.int64), np.zeros((most, len(cases)), bool)
+    alone = []
+    for r, (times, hop_s, deep, count) in enumerate(cases):
+        at, hops = [*range(len(times) - 1), most - 1], (hop_s,) * (len(times) - 1)
+        ahead[at, r], back[at, r] = times, [2.0 * s for s in times]
+        there[at[:-1], r] = home[at[:-1], r] = hop_s
+        limit[:, r], used[at, r] = deep[-2], True
+        limit[at, r] = deep
+        stage_s = tuple(times), tuple(2.0 * s for s in times)
+        found = choose_warm_up(StepTimes(stage_s=stage_s, hop_s=(hops, hops)), tuple(deep), count)
+        alone.append(([*found.depths], found.makespan_s))
+    many = ManySteps(
+        ahead_kr=ahead,
+        back_kr=back,
+        there_kr=there,
+        home_kr=home,
+        used_kr=used,
+        micro_batches_r=np.array([count for *_, count in cases]),
+    )
+    depth_kr, seconds_r = many.choose_warm_up(limit, np.full(len(cases), -np.inf))
+    together = [
+        (depth_kr[used[:, r], r].tolist(), seconds) for r, seconds in enumerate(seconds_r.tolist())
+    ]
+    assert together == alone

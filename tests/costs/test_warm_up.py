@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from itertools import product
-from statistics import fmean
 
 import pytest
 
@@ -47,8 +46,16 @@ def test_a_step_takes_about_as_long_as_with_the_best_depths() -> None:
         assert found.makespan_s == replay(step, found.depths, micro_batches).makespan_s
         assert all(depth <= most for depth, most in zip(found.depths, limit, strict=True))
         ratios.append(found.makespan_s / shortest_s(step, limit, micro_batches))
-    assert fmean(ratios) < 1.0 + AS_GOOD
-    assert sum(ratio > 1.01 for ratio in ratios) <= 3
+    assert max(ratios) < 1.0 + AS_GOOD
+
+
+def test_more_in_flight_pays_where_no_stage_has_too_many() -> None:
+    """On the third stage alone; with one more on all stages down to it a step takes longer."""
+    limit, micro_batches = (7, 7, 6, 3), 8
+    step = times((0.04, 0.16, 0.13, 0.08), 0.05)
+    found = choose_warm_up(step, limit, micro_batches)
+    assert found.depths == (7, 6, 3, 1)
+    assert found.makespan_s == shortest_s(step, list(limit), micro_batches)
 
 
 @pytest.mark.parametrize("seed", range(20))
