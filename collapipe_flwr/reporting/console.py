@@ -62,7 +62,7 @@ class RoundPrinter:
         self.say("  ".join(filter(None, (numbers, fresh, f"train loss {loss}", scores, clusters))))
         queue = ""
         if event.queues_j:
-            queue = f"energy queue at most {max(event.queues_j.values()):.2g} J"
+            queue = f"energy queue at most {max(0.0, *event.queues_j.values()):.2g} J"
         if plan := " | ".join(filter(None, (_took_text(event), queue, _plan_text(event.plan)))):
             self.say(f"    {plan}")
         for failure in event.failures:
