@@ -92,6 +92,7 @@ def init(
     if measure and not config.joining:
         from collapipe_flwr.membership.figures import note_figures
 
+        typer.echo("measuring this machine", err=True)
         figures = measured(config.control_unit.name)
         with registry.changing():
             note_figures(config, [figures])
@@ -229,15 +230,17 @@ def check(
     something needs fixing. To make plans use the figures, name the --json file as `measured` in the
     cluster file.
     """
+    from collapipe_flwr.config.cluster_file import read_cluster
+
+    config = read_cluster(file)
+    typer.echo(f"measuring cluster {config.id}", err=True)  # libraries take seconds to load
     from rich.console import Console
 
     from collapipe_flwr.cluster.check import CheckSettings, check_cluster, measured_ways
-    from collapipe_flwr.config.cluster_file import read_cluster
     from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
     from collapipe_flwr.reporting.output import prepare, progress, write_json
     from collapipe_flwr.reporting.tables import show_measurements
 
-    config = read_cluster(file)
     prepare("--json", json_file)
     block = BenchmarkRequest(width=width, seconds=seconds)
     settings = CheckSettings(block=block, deadline_s=deadline_s, most_links=most_links)

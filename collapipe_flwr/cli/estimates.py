@@ -55,6 +55,7 @@ def profile(
 
     Exit code 1 if a cluster was named and the model does not fit it.
     """
+    typer.echo(f"measuring {model}", err=True)  # libraries take seconds to load
     from rich.console import Console
 
     from collapipe_flwr.cluster.forecast import ModelChoice, build_model, forecast

@@ -90,6 +90,8 @@ def _join(token: JoinToken, newcomer: Newcomer, discover: bool) -> Membership:
     address = here.with_port(host, here.PORTS[token.role])
     measures = token.role in (Role.DEVICE, Role.CONTROL_UNIT)
     measure = here.measured if measures else None
+    if measures:
+        typer.echo("measuring this machine", err=True)
     return here.join(token, replace(newcomer, address=address), measure, address=unit)
 
 

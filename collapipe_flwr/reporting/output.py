@@ -43,7 +43,7 @@ def write_json(path: Path | None, values: object) -> None:
 
 def number(value: float | None, unit: float, digits: int) -> str:
     """A cell of :func:`number_table`: the value in this unit, empty for None."""
-    return "" if value is None else f"{value / unit:.{digits}f}"
+    return "" if value is None else f"{value / unit:z.{digits}f}"
 
 
 def number_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Table:

@@ -61,6 +61,7 @@ def test_members_are_measured_and_the_missing_one_is_named(tmp_path: Path) -> No
         path = _cluster(tmp_path, daemon.address, silent, more='measured = "found.json"')
         done = _check(path, "--json", str(tmp_path / "found.json"))
     assert done.exit_code == 1, done.stderr
+    assert done.stderr.startswith("measuring cluster g\n")  # before libraries are loaded
     assert f"mend pi-2: no answer at {silent}" in " ".join(done.stdout.split())
     members = json.loads((tmp_path / "found.json").read_text())["members"]
     unit, first, second = members

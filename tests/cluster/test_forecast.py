@@ -134,6 +134,7 @@ def test_the_command_prints_and_writes_the_same(tmp_path: Path) -> None:
     file = tmp_path / "out" / "gpt2.json"
     code, output = run("--devices", "phone,phone", "--json", str(file))
     assert code == 0
+    assert output.startswith("measuring gpt2\n")  # before libraries are loaded
     values = json.loads(file.read_text())
     assert values["verdict"] in " ".join(output.split())
     assert values["fits"] is True

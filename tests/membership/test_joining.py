@@ -13,12 +13,15 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
+from typer.testing import CliRunner
 
+from collapipe_flwr.cli import app
 from collapipe_flwr.cluster.profile import profile_of
 from collapipe_flwr.config.access_control import access_control
 from collapipe_flwr.config.cluster_file import MemberConfig, Role
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.links import TlsFiles
+from collapipe_flwr.membership import newcomer
 from collapipe_flwr.membership.admission import MOST_REFUSALS, Attempts, JoiningService, admit
 from collapipe_flwr.membership.newcomer import forget, join, membership_of
 from collapipe_flwr.membership.registry import Registry, new_token
@@ -325,3 +328,21 @@ def _pin(registry: Registry) -> str:
 
 def _own_paths(config) -> dict[str, object]:
     return {"folder": config.folder, "path": config.path, "measured": config.measured}
+
+
+def test_making_a_cluster_says_first_that_it_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(newcomer, "measured", measured)
+    words = [
+        "cluster",
+        "init",
+        "shed",
+        "--address",
+        "127.0.0.1",
+        "--folder",
+        str(tmp_path / "unit"),
+    ]
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert (done.exit_code, done.stderr) == (0, "measuring this machine\n")
+    assert "collapipe join shed@127.0.0.1:50060/" in done.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from collapipe_flwr.membership.members import AWAY, EXPECTED, READY, ClusterStatus, MemberStatus
+from collapipe_flwr.reporting.output import number
 from collapipe_flwr.reporting.tables import follow, status_lines, status_table
 
 MEMBERS = (
@@ -63,3 +64,7 @@ def test_it_follows_until_ctrl_c() -> None:
     with console.capture() as capture:
         assert follow(console, FOUND, look) == later
     assert "roster 6" in capture.get()
+
+
+def test_a_clock_that_is_ahead_by_almost_nothing_has_no_sign() -> None:
+    assert number(-0.01, 1.0, 1) == "0.0"
