@@ -16,6 +16,7 @@ import numpy as np
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.convergence import others_max
 from collapipe_flwr.costs.layouts import Layouts, stack
+from collapipe_flwr.costs.work import steps_of
 from collapipe_flwr.scheduler.problem import RoundProblem
 from collapipe_flwr.scheduler.scorer import Estimates, Scorer, joined
 
@@ -87,6 +88,7 @@ class Picking:
 
     def __init__(self, problem: RoundProblem, pool: Pool) -> None:
         self.problem, self.pool = problem, pool
+        self._steps, self._batches = steps_of(problem.tables, pool.rows), pool.rows.batch_r
         # By cluster, and the quickest first; rounds to the target differ by cluster and pair alone.
         self._order = np.lexsort((pool.costs.latency, pool.rows.cluster_r))
         owner = pool.rows.cluster_r[self._order]
@@ -133,19 +135,23 @@ class Picking:
         shortest = np.minimum.reduceat(costs.latency, starts).max()
         lengths = np.unique(costs.latency[costs.latency >= shortest])
         places = np.unique(np.linspace(0, len(lengths) - 1, LENGTHS).astype(int))
-        found = []
-        for length in lengths[places]:
-            values = np.where(costs.latency <= length, length * added + costs.worth, np.inf)
-            least = np.flatnonzero(values == np.minimum.reduceat(values, starts)[owner])
-            choice = order[least[np.searchsorted(owner[least], np.arange(len(starts)))]]
-            found.append((self.value(choice), choice))
-        return found
+        length = lengths[places, None]
+        values = np.where(costs.latency <= length, length * added + costs.worth, np.inf)
+        least = values == np.minimum.reduceat(values, starts, axis=1)[:, owner]
+        place = np.where(least, np.arange(len(owner)), len(owner))
+        choices = order[np.minimum.reduceat(place, starts, axis=1)]
+        return list(zip(self._values(choices).tolist(), choices, strict=True))
 
     def value(self, choice: Ints) -> float:
         """The objective of one row per cluster."""
-        costs, problem = self.pool.costs.take(choice), self.problem
-        rho = problem.learning.rho(problem.tables, self.pool.rows.take(choice))
-        return problem.latency_price * rho * float(costs.latency.max()) + float(costs.worth.sum())
+        return float(self._values(choice))
+
+    def _values(self, choices: Ints) -> Array:
+        """`value` of each choice, clusters on the last axis."""
+        problem, latency, worth = self.problem, self.pool.costs.latency, self.pool.costs.worth
+        rho = problem.learning.rhos(problem.tables, self._steps[choices], self._batches[choices])
+        slowest = latency[choices].max(-1)
+        return np.asarray(problem.latency_price * rho * slowest + worth[choices].sum(-1))
 
     def common(self) -> tuple[float, Ints]:
         """The best where every cluster that can takes one batch, the others what is quickest."""

@@ -34,10 +34,14 @@ class Learning:
 
     def rho(self, tables: Tables, now: Layouts) -> float:
         """Rounds to the target over those of the reference plan."""
+        return float(self.rhos(tables, steps_of(tables, now), now.batch_r))
+
+    def rhos(self, tables: Tables, steps: Array, batches: Array) -> Array:
+        """The same by steps and batches, clusters on the last axis."""
         if self.constants is None:
-            return 1.0
-        sums = bound_sums(_shares(tables), steps_of(tables, now), now.batch_r)
-        return min(float(self.constants.rounds(sums)) / self.reference_rounds, NEVER)
+            return np.ones(steps.shape[:-1])
+        sums = bound_sums(_shares(tables), steps, batches)
+        return np.minimum(self.constants.rounds(sums) / self.reference_rounds, NEVER)
 
     def rho_rows(self, tables: Tables, rows: Layouts, now: Layouts) -> Array:
         """The same for rows that each replace their own cluster's row of ``now``."""
