@@ -18,7 +18,7 @@ from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.setting import Setting
 
 MANY = SearchSize(clusters=24, devices=5, blocks=12, seeds=range(2), schedule="1f1b")
-SEED = 62000
+SEED = 62001
 BAND_HZ = 8e6  # scarce
 
 
