@@ -23,6 +23,11 @@ _SCALARS: Mapping[type, str] = {str: "a string", int: "a whole number", bool: "t
 _hints = cache(typing.get_type_hints)
 
 
+@cache
+def _parts(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    return typing.get_origin(kind), typing.get_args(kind)
+
+
 def to_json(value: object) -> str:
     """One dataclass as compact JSON."""
     return json.dumps(plain(value), separators=(",", ":"))
@@ -51,7 +56,7 @@ def plain(value: object) -> Any:
 
 
 def _decode(kind: Any, data: Any, path: str) -> Any:
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    origin, args = _parts(kind)
     if origin in (typing.Union, types.UnionType):
         options = [option for option in args if option is not type(None)]
         if data is None and len(options) < len(args):

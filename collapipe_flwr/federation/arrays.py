@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache
 from io import BytesIO
 
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord
+from flwr.common import NDArray
 from flwr.common.constant import SType
 
 from collapipe_flwr.core.errors import ProtocolError, RunError
@@ -168,11 +170,8 @@ def _raw_bytes(array: Array) -> tuple[memoryview, torch.dtype] | None:
     """An array's bytes in torch's layout; None where the array has to be decoded first."""
     data, dtype = memoryview(array.data), _RAW_DTYPES.get(array.dtype)
     if array.stype == SType.NUMPY and array.data.startswith(_NPY):
-        file = BytesIO(array.data)
-        np.lib.format.read_magic(file)
-        _, reordered, kind = np.lib.format.read_array_header_1_0(file)
-        dtype = None if reordered or kind.hasobject else _PLAIN_DTYPES.get(kind.str)
-        data = data[file.tell() :]
+        _, kind, begin = _head(array.data)
+        dtype, data = _PLAIN_DTYPES.get(kind), data[begin:]
     if dtype is None or len(data) != math.prod(array.shape) * dtype.itemsize:
         return None
     return data, dtype
@@ -182,7 +181,7 @@ def _decode_tensor(key: str, array: Array) -> torch.Tensor:
     try:
         if array.stype != RAW_TORCH:
             # numpy loads scalars and read-only buffers that torch warns about: copy once
-            return torch.from_numpy(np.array(array.numpy()))
+            return torch.from_numpy(np.array(_numpy(array)))
         raw = torch.frombuffer(bytearray(array.data), dtype=torch.uint8) if array.data else None
         flat = torch.empty(0, dtype=torch.uint8) if raw is None else raw
         return flat.view(_RAW_DTYPES[array.dtype]).reshape(tuple(array.shape))
@@ -193,6 +192,32 @@ def _decode_tensor(key: str, array: Array) -> torch.Tensor:
             f"array {key} ({array.dtype}, shape {tuple(array.shape)}, {array.stype}, "
             f"{len(array.data)} bytes) cannot be read: {why}"
         ) from error
+
+
+def _numpy(array: Array) -> NDArray:
+    """As `Array.numpy`, which takes most of its time for the head."""
+    if array.stype == SType.NUMPY and array.data.startswith(_NPY):
+        shape, kind, begin = _head(array.data)
+        if kind in _PLAIN_DTYPES and (count := math.prod(shape)):
+            return np.frombuffer(array.data, kind, count, begin).reshape(shape)
+    return array.numpy()
+
+
+def _head(data: bytes) -> tuple[tuple[int, ...], str, int]:
+    """Of an array's bytes as `numpy.save` makes them: shape, dtype and where the values begin.
+
+    The dtype is empty where the values do not stand there in the usual order.
+    """
+    lead = len(_NPY) + 2  # and how long the rest of the head is
+    return _parsed(data[: lead + int.from_bytes(data[len(_NPY) : lead], "little")])
+
+
+@lru_cache(maxsize=1024)  # every round has the same ones
+def _parsed(head: bytes) -> tuple[tuple[int, ...], str, int]:
+    file = BytesIO(head)
+    np.lib.format.read_magic(file)
+    shape, reordered, kind = np.lib.format.read_array_header_1_0(file)
+    return shape, "" if reordered or kind.hasobject else kind.str, file.tell()
 
 
 def _widen(key: str, array: Array) -> Array:

@@ -140,9 +140,9 @@ class SplitRound:
         elsewhere = self._unsent_keys(cluster_id)
         decoder = self._fetch_decoder(cluster_id)
         check_keys(set(reply), set(template) - elsewhere, f"cluster {cluster_id}")
-        whole = ArrayRecord()
+        whole, aliases = ArrayRecord(), self.model.aliases
         for key, array in template.items():
-            source = self.model.aliases.get(key, key)
+            source = aliases.get(key, key)
             whole[key] = decoder[source] if source in elsewhere else reply[source]
             check_like(key, whole[key], array, cluster_id)
         constant = self.model.splitter.constant_keys  # never averaged; a mask may hold -inf

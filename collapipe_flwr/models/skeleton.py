@@ -172,8 +172,13 @@ def read_tensor(model: nn.Module, path: str) -> Tensor:
 
 
 def _holder(model: nn.Module, path: str) -> tuple[nn.Module, str]:
-    owner_path, _, name = path.rpartition(".")
-    return model.get_submodule(owner_path), name
+    """As `get_submodule` finds it, which checks every step."""
+    *names, last = path.split(".")
+    for name in names:
+        found = model._modules[name]
+        assert found is not None
+        model = found
+    return model, last
 
 
 def _from_config(builder: Any, config: PreTrainedConfig) -> PreTrainedModel:

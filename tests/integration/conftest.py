@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from collapipe_flwr.config.schema import parse
 from collapipe_flwr.core.domain import ModelProfile, Plan, Snapshot
 from collapipe_flwr.core.json_codec import to_json
 from collapipe_flwr.core.keys import Value
+from collapipe_flwr.data import seq2seq
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.models.profile import StateBytes, profile_model
 from collapipe_flwr.models.spec import BatchShape
@@ -81,6 +83,14 @@ def _each_plan_is_searched_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Dssda, "step", step)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _the_same_examples_are_made_once() -> Iterator[None]:
+    """Server and clusters of every run here make the same few."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seq2seq, "generate_number_words", cache(seq2seq.generate_number_words))
         yield
 
 

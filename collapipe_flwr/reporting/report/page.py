@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +89,7 @@ def section_html(section: Section) -> str:
     return _templates().get_template("section").render(section=section)
 
 
+@cache
 def _templates() -> Environment:
     with extra("report"):
         from jinja2 import DictLoader, Environment, StrictUndefined
