@@ -9,11 +9,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
-
-from collapipe_flwr.host import allocator
-from collapipe_flwr.pipeline import backward
 
 gc.disable()  # until all modules are loaded
 # Beside what the environment asks for; a starved machine is slow without anything being wrong.
@@ -23,7 +19,6 @@ settings.register_profile(
 settings.load_profile("any machine")
 # Tests run side by side: one thread each, here and in the processes that they start. Sums then have
 # one order as well, so equal means equal bits.
-torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Many processes are started: none should compile again what another one has.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -32,6 +27,8 @@ sys.dont_write_bytecode = False
 
 def pytest_report_header() -> str:
     """Kernels round in different ways, see `closeness`; ATEN_CPU_CAPABILITY chooses others."""
+    import torch
+
     return f"torch {torch.__version__}, CPU kernels: {torch.backends.cpu.get_cpu_capability()}"
 
 
@@ -56,6 +53,9 @@ def pytest_collection_finish() -> None:
 
     What tests leave behind is collected, but not after every 700 objects.
     """
+    import torch  # not above: a process that starts workers and waits for them does without
+
+    torch.set_num_threads(1)
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     gc.enable()
@@ -64,6 +64,8 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _the_heap_is_left_alone() -> Iterator[None]:
     """Hosts in this process would give back the heap of all tests after each of their sessions."""
+    from collapipe_flwr.host import allocator
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(allocator, "_function", lambda _: None)  # as on other systems
         yield
@@ -72,4 +74,6 @@ def _the_heap_is_left_alone() -> Iterator[None]:
 @pytest.fixture
 def small_matrices_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The small models of tests take the ways of large ones."""
+    from collapipe_flwr.pipeline import backward
+
     monkeypatch.setattr(backward, "WORTH", 0)
