@@ -83,10 +83,9 @@ def moved(module: torch.nn.Module, node: int) -> None:
 
 
 def torch_app(model: Model, node: int, name: str) -> ClientApp:
-    app = ClientApp()
+    app, module = ClientApp(), model()
 
     def loaded(message: Message) -> torch.nn.Module:
-        module = model()
         module.load_state_dict(message.content["arrays"].to_torch_state_dict())
         return module
 

@@ -144,14 +144,14 @@ def test_budgets_hold_in_the_long_run_where_latency_alone_breaks_them() -> None:
         model=model,
     )
 
-    def worst(name: str) -> float:
-        _, outcomes, state = run(make_scheduler(name, ONE), world, model, 40, ONE)
+    def worst(name: str, rounds: int) -> float:
+        _, outcomes, state = run(make_scheduler(name, ONE), world, model, rounds, ONE)
         budgets = state.budget_j["cluster-0"]
         spent = [o.clusters[0].energy_j for o in outcomes]
         return max(np.mean([e[d] for e in spent]) / b for d, b in budgets.items())
 
-    assert worst("latency-only") > 1.05
-    assert worst("dssda") <= 1.0
+    assert worst("latency-only", 8) > 1.05  # whose rounds are all alike in a static channel
+    assert worst("dssda", 40) <= 1.0
 
 
 def test_larger_v_trades_queues_for_latency() -> None:
