@@ -68,6 +68,8 @@ def test_no_rival_is_better_by_a_hundredth_where_moves_alone_get_stuck(
         pytest.param(OVERLAPPED, 66047, False, marks=pytest.mark.slow),
         # Bandwidth that is moved once more when the rows are known.
         pytest.param(replace(EIGHT, schedule="1f1b"), 67186, False, marks=pytest.mark.slow),
+        # Depths with which a step took longer over a quicker link.
+        (OVERLAPPED, 83132, False),
     ],
 )
 def test_no_rival_is_better_by_a_hundredth_where_several_must_change(
