@@ -19,6 +19,8 @@ from tests.testbed.proxies import proxies
 
 SLOW_BIT_PER_S = 1_000_000
 ROUNDS = 5
+# A step takes this machine milliseconds, a near device of these figures 0.3 s and the slow link
+# seconds: however busy the machine is, nothing but the link speaks against the far device.
 CLUSTER = """
 id = "greenhouse"
 [control-unit]
@@ -27,6 +29,7 @@ kind = "raspberry-pi-5"
 name = "near"
 address = "{near}"
 kind = "raspberry-pi-4"
+speed-gflop-per-s = 0.05
 [[device]]
 name = "far"
 address = "{far}"
