@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from collapipe_flwr.reporting.events import RoundEvent, holders
-from collapipe_flwr.reporting.report.charts import counted
+from collapipe_flwr.reporting.output import counted
 
 _WIDTH = 118
 _LEAST_WIDTH, _MOST_LINES = 16, 6  # of what is folded

@@ -56,10 +56,26 @@ def number_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Ta
     return table
 
 
+def counted(count: int, noun: str) -> str:
+    """``1 round``, ``2 rounds``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Yield a function to call after every step, with the name of that step."""
+    """Yield a function to call after every step, with the name of that step.
+
+    Bars go to stderr; into a pipe goes a line when a step of another name comes first.
+    """
     columns = (TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+    console, begun = Console(stderr=True, highlight=False), set[str]()
+    with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
         task = bar.add_task("", total=total)
-        yield lambda doing: bar.update(task, advance=1, description=doing)
+
+        def tick(doing: str) -> None:
+            bar.update(task, advance=1, description=doing)
+            if not console.is_terminal and doing not in begun:  # where no bar moves
+                begun.add(doing)
+                console.print(f"{doing} ...", markup=False)
+
+        yield tick

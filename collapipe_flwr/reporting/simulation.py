@@ -17,7 +17,7 @@ from rich.table import Table
 
 from collapipe_flwr.core.errors import require
 from collapipe_flwr.core.links import CODECS
-from collapipe_flwr.reporting.output import number_table, prepare, progress, write_json
+from collapipe_flwr.reporting.output import counted, number_table, prepare, progress, write_json
 from collapipe_flwr.reporting.simulation_figures import save_figures
 from collapipe_flwr.simulation import summary
 from collapipe_flwr.simulation.score import Score
@@ -81,7 +81,8 @@ def _tradeoff(simulation: Simulation) -> Mapping[float, Score]:
 def policy_table(simulation: Simulation) -> Table:
     """One line per policy."""
     setting = simulation.setting
-    where = f"{setting.rounds} rounds, {len(setting.seeds)} seeds, budget {setting.budget}"
+    size = f"{counted(setting.rounds, 'round')}, {counted(len(setting.seeds), 'seed')}"
+    where = f"{size}, budget {setting.budget}"
     table = number_table(f"scheduler only, no training: {where}", ("policy",), COLUMNS)
     for row in summary.summaries(simulation):
         hours = row.time_to_target_s / 3600

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from rich.console import Console
 
 from collapipe_flwr.membership.members import AWAY, EXPECTED, READY, ClusterStatus, MemberStatus
-from collapipe_flwr.reporting.output import number
+from collapipe_flwr.reporting.output import counted, number, progress
 from collapipe_flwr.reporting.tables import follow, status_lines, status_table
 
 MEMBERS = (
@@ -68,3 +69,17 @@ def test_it_follows_until_ctrl_c() -> None:
 
 def test_a_clock_that_is_ahead_by_almost_nothing_has_no_sign() -> None:
     assert number(-0.01, 1.0, 1) == "0.0"
+
+
+def test_a_pipe_is_told_what_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress(3) as tick:
+        tick("dssda")
+        tick("dssda")
+        begun = capsys.readouterr().err
+        tick("uniform")
+    assert begun.splitlines() == ["dssda ..."]
+    assert "uniform ..." in capsys.readouterr().err
+
+
+def test_one_is_no_plural() -> None:
+    assert (counted(1, "round"), counted(2000, "round")) == ("1 round", "2,000 rounds")

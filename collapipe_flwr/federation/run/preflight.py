@@ -24,7 +24,7 @@ from collapipe_flwr.core.hub import folder_only, no_such_path
 from collapipe_flwr.core.links import TlsFiles, host_and_port
 from collapipe_flwr.federation.run.launcher import Launch
 from collapipe_flwr.host.metrics import check_address
-from collapipe_flwr.reporting.report.charts import counted
+from collapipe_flwr.reporting.output import counted
 from collapipe_flwr.reporting.run_directory import check_new
 from collapipe_flwr.reporting.sinks import check_sinks
 

@@ -13,6 +13,7 @@ from html import escape, unescape
 from math import isfinite
 from typing import Any
 
+from collapipe_flwr.reporting.output import counted
 from collapipe_flwr.reporting.report.series import Series, stride_of, thinned
 
 Json = dict[str, Any]
@@ -314,8 +315,3 @@ def seconds(value: float | None) -> str:
         return f"{value:.3g} s"
     minutes, hours = value / 60, value / 3600
     return f"{minutes:.1f} min" if minutes < 120 else f"{hours:.1f} h"
-
-
-def counted(count: int, noun: str) -> str:
-    """``1 round``, ``2 rounds``."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

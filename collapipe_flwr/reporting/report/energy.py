@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isnan
 
+from collapipe_flwr.reporting.output import counted
 from collapipe_flwr.reporting.report import charts
 from collapipe_flwr.reporting.report.charts import Chart, Section
 from collapipe_flwr.reporting.report.run_data import RunData
@@ -74,7 +75,7 @@ def _text(devices: Sequence[Spent]) -> str:
     kept = "all keep their budget" if not over else f"{over} spent more than their budget"
     metered = sum(each.metered for each in devices)
     source = f"A sensor metered {metered} of {len(devices)}; the rest is modelled from times."
-    return f"{charts.counted(len(budgeted), 'device')} with a budget: {kept}. {source}"
+    return f"{counted(len(budgeted), 'device')} with a budget: {kept}. {source}"
 
 
 def _budgets(devices: Sequence[Spent]) -> Chart:

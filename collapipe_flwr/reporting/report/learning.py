@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate, cycle
 from math import isnan
 
+from collapipe_flwr.reporting.output import counted
 from collapipe_flwr.reporting.report import charts
 from collapipe_flwr.reporting.report.charts import Chart, Json, Section
 from collapipe_flwr.reporting.report.run_data import RunData
@@ -88,9 +89,7 @@ def _each_cluster(run: RunData) -> list[Json]:
     high = [max(row) if row else float("nan") for row in rows]
     x, lows = thinned(run.rounds, low, of=min)
     _, highs = thinned(run.rounds, high, of=max)
-    return charts.band(
-        f"training, range of {charts.counted(len(series), 'cluster')}", x, lows, highs
-    )
+    return charts.band(f"training, range of {counted(len(series), 'cluster')}", x, lows, highs)
 
 
 def compared_learning(runs: Sequence[RunData]) -> Section:

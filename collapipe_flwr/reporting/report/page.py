@@ -21,7 +21,8 @@ from collapipe_flwr.core.errors import (
     unexpected_as_run_error,
 )
 from collapipe_flwr.reporting import run_directory
-from collapipe_flwr.reporting.report.charts import Section, counted
+from collapipe_flwr.reporting.output import counted
+from collapipe_flwr.reporting.report.charts import Section
 from collapipe_flwr.reporting.report.energy import compared_energy, energy
 from collapipe_flwr.reporting.report.learning import compared_learning, learning
 from collapipe_flwr.reporting.report.links import compared_links, links
