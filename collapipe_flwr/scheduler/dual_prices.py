@@ -67,13 +67,10 @@ class LinkTable:
         watt, price = tables.members.power_max_mi, prices.price_mi
         last = ((0, 0), (0, 1))  # the edge, whose energy costs nothing
         back_w = np.pad(watt, last, constant_values=tables.snapshot.edge.tx_power_w)
-        self._ways = [
-            _Way(noise_w, LN2 * coded / width, slope, watts, prices_)
-            for watts, prices_ in (
-                (watt[:, :, None], price[:, :, None]),
-                (back_w[:, None, :], np.pad(price, last)[:, None, :]),
-            )
-        ]
+        ahead = watt[:, :, None], price[:, :, None]
+        back = back_w[:, None, :], np.pad(price, last)[:, None, :]
+        nat_s = LN2 * coded / width
+        self._ways = [_Way(noise_w, nat_s, slope, *senders) for senders in (ahead, back)]
         self.quick = [way.points(1) for way in self._ways]
         room = (len(counts), noise_w.size)
         self._seconds, self._worth = np.empty((2, *room)), np.empty((2, *room))
@@ -87,23 +84,20 @@ class LinkTable:
                     found = self.quick[k] if count == 1 else way.points(count)
                     self._seconds[k, place], self._worth[k, place] = found.seconds, found.worth
                 self._known[place] = True
-        return [
-            Points(*each)
-            for each in zip(self._flat(self._seconds), self._flat(self._worth), strict=True)
-        ]
-
-    @staticmethod
-    def _flat(table: Array) -> Array:
-        return table.reshape(2, -1)
+        seconds, worth = self._seconds.reshape(2, -1), self._worth.reshape(2, -1)
+        return [Points(seconds[k], worth[k]) for k in (0, 1)]
 
 
 class _Way:
-    """One direction: senders' limits and prices per joule, by link."""
+    """One direction of all links: seconds of a bit at one nat per hertz, and who sends.
+
+    ``watt`` and ``price`` are senders' limits and prices per joule.
+    """
 
     def __init__(
-        self, noise_w: Array, spread: Array, slope_m: Array, watt: Array, price: Array
+        self, noise_w: Array, nat_s: Array, slope_m: Array, watt: Array, price: Array
     ) -> None:
-        self._noise_w, self._spread, self._price = noise_w, spread, price
+        self._noise_w, self._nat_s, self._price = noise_w, nat_s, price
         least = np.maximum(price, NO_PRICE)
         self._log_ratio = np.log(slope_m[:, None, None] / (least * noise_w))
         self._full = np.log1p(watt / noise_w)
@@ -115,6 +109,6 @@ class _Way:
         """
         log_ratio = self._log_ratio - np.log(count)
         exponent = np.minimum(exponent_near(log_ratio), self._full)
-        seconds = self._spread / exponent
+        seconds = self._nat_s / exponent
         worth = self._price * self._noise_w * np.expm1(exponent) * seconds
         return Points(seconds=seconds.ravel(), worth=worth.ravel())
