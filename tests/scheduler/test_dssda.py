@@ -253,6 +253,19 @@ def test_clusters_and_devices_come_and_go(a_world: MakeWorld) -> None:
         state = scheduler.observe(state, plan, outcome_of(plan, snapshot, FAST))
 
 
+def test_a_run_goes_on_with_other_micro_batches(a_world: MakeWorld) -> None:
+    world, model = a_world(3)
+    many = replace(FAST, micro_batches=(1, 16))
+    few = replace(FAST, micro_batches=(2, 3))
+    scheduler = make_scheduler("dssda", many)
+    state = scheduler.init(world.snapshot(1, model))
+    before, state = scheduler.step(state, world.snapshot(1, model))
+    after, _ = make_scheduler("dssda", few).step(state, world.snapshot(2, model))
+    assert {c.micro_batches for c in before.clusters} == {16}
+    assert {c.micro_batches for c in after.clusters} <= {2, 3}
+    check_plan(after, world.snapshot(2, model), few)
+
+
 def test_participation_floor_is_kept_on_average_and_stragglers_sit_out() -> None:
     model = ModelShape(blocks=4, decoder_blocks=4, width=128, tokens=32).profile()
     world = make_world(
