@@ -198,13 +198,14 @@ def within(planner: Planner, solution: Solution) -> Solution:
 
 
 def kept_rows(tables: Tables, last: Plan | None, settings: SchedulerConfig) -> Layouts | None:
-    """The layouts of ``last`` where they still fit today's clusters, else None."""
+    """The layouts of ``last`` where they still fit today's clusters and grid, else None."""
     if last is None:
         return None
     by_id = {plan.cluster_id: plan for plan in last.clusters}
     plans = [by_id.get(c.profile.cluster_id) for c in tables.snapshot.clusters]
     present = [plan for plan in plans if plan is not None]
-    if len(present) < len(plans):
+    used = {(plan.micro_batch_size, plan.micro_batches) for plan in present}
+    if len(present) < len(plans) or not used <= set(settings.batches):
         return None
     try:
         rows = rows_of_plans(tables, present)

@@ -75,11 +75,11 @@ class LinkTable:
         room = (len(counts), noise_w.size)
         self._seconds, self._worth = np.empty((2, *room)), np.empty((2, *room))
 
-    def calm(self, count_r: Ints) -> list[Points]:
-        """As if no link were a bottleneck, of rows with so many micro-batches."""
+    def calm(self, which_r: Ints) -> list[Points]:
+        """As if no link were a bottleneck, of rows with these numbers of micro-batches."""
         for place in np.flatnonzero(~self._known):
-            count = int(self.counts[place])
-            if (count_r == count).any():
+            if (which_r == place).any():
+                count = int(self.counts[place])
                 for k, way in enumerate(self._ways):
                     found = self.quick[k] if count == 1 else way.points(count)
                     self._seconds[k, place], self._worth[k, place] = found.seconds, found.worth

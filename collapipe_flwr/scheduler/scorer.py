@@ -194,7 +194,7 @@ class Scorer:
             pace = [np.maximum(slowest[0] + slowest[1], np.maximum(*pace))] * 2
         single = rows.micro_batches_r == 1
         worth, times = np.zeros(len(rows)), []
-        slow_points = self.links.calm(rows.micro_batches_r)
+        slow_points = self.links.calm(which)
         for way in (0, 1):
             calm = bits * slow_points[way].seconds.take(calm_link)
             bound = np.where(single, np.inf, pace[way])
