@@ -226,20 +226,6 @@ def test_first_snapshot_unusable_is_a_typed_error(a_world: MakeWorld) -> None:
         scheduler.init(replace(good, clusters=()))
 
 
-def go_on_with_other_micro_batches() -> None:
-    """In a world in which the last plan would stay if its micro-batches might."""
-    setting = Setting(clusters=3, devices=4)
-    few = replace(setting.settings, micro_batches=(1, 2, 4))
-    model = setting.model.profile()
-    world = setting.world(1, model)
-    scheduler = make_scheduler("dssda", setting.settings)
-    state = scheduler.init(world.snapshot(1, model))
-    before, state = scheduler.step(state, world.snapshot(1, model))
-    after, _ = make_scheduler("dssda", few).step(state, world.snapshot(2, model))
-    assert {c.micro_batches for c in before.clusters} == {16}
-    assert {c.micro_batches for c in after.clusters} <= {1, 2, 4}
-
-
 def test_clusters_and_devices_come_and_go(a_world: MakeWorld) -> None:
     world, model = a_world(2, clusters=3)
     scheduler = make_scheduler("dssda", FAST)
@@ -266,7 +252,20 @@ def test_clusters_and_devices_come_and_go(a_world: MakeWorld) -> None:
             c.profile.cluster_id for c in snapshot.clusters
         }
         state = scheduler.observe(state, plan, outcome_of(plan, snapshot, FAST))
-    go_on_with_other_micro_batches()
+
+
+def test_a_run_goes_on_with_other_micro_batches() -> None:
+    """In a world in which the last plan would stay if its micro-batches might."""
+    setting = Setting(clusters=3, devices=4)
+    few = replace(setting.settings, micro_batches=(1, 2, 4))
+    model = setting.model.profile()
+    world = setting.world(1, model)
+    scheduler = make_scheduler("dssda", setting.settings)
+    state = scheduler.init(world.snapshot(1, model))
+    before, state = scheduler.step(state, world.snapshot(1, model))
+    after, _ = make_scheduler("dssda", few).step(state, world.snapshot(2, model))
+    assert {c.micro_batches for c in before.clusters} == {16}
+    assert {c.micro_batches for c in after.clusters} <= {1, 2, 4}
 
 
 def test_participation_floor_is_kept_on_average_and_stragglers_sit_out() -> None:

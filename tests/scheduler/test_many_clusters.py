@@ -60,9 +60,7 @@ def test_clusters_that_computing_holds_up_get_no_more_than_helps(found: Solution
     assert ends[waiting] == pytest.approx(np.full(waiting.sum(), ends.max()), rel=0.03)
 
 
-def test_a_plan_from_scratch_is_compared_as_played() -> None:
-    planner = search_planner(MANY, SEED + 1, queues=False)
-    found = planner.solve()
+def test_a_plan_from_scratch_is_compared_as_played(planner: Planner, found: Solution) -> None:
     bounded = replace(planner, plays=False).solve()
     assert found.objective < 0.99 * planner.as_played(bounded).objective
     bound = latency_of(found.chain, found.allocation.times)
