@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from _thread import start_new_thread
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -31,7 +32,8 @@ _Handler = Callable[[int, FrameType | None], object]
 def stopping() -> Iterator[threading.Event]:
     """Yield an event that SIGTERM and SIGINT set while the body runs."""
     stop = threading.Event()
-    with _handled(lambda *_: stop.set()):
+    # In a thread: the handler may interrupt this one within the event's own lock, as in `wait`.
+    with _handled(lambda *_: start_new_thread(stop.set, ())):
         yield stop
 
 

@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -61,26 +62,52 @@ class SeededRandomness:
     def __init__(self, root: nn.Module, seed: int) -> None:
         self._root = root
         self._seed = seed
+        self._watches = False
+        self._mode: _Mode | None = None  # of the micro-batch that runs
 
     @contextmanager
-    def at(self, step: int, micro_batch: int) -> Iterator[None]:
-        """Random operations of the body belong to this step and micro-batch."""
-        mode = _Mode(f"{self._seed}/{step}/{micro_batch}")
+    def watching(self) -> Iterator[None]:
+        """Hook the modules for the whole body, which is cheaper than for each micro-batch in it."""
+        if self._watches:
+            yield
+            return
         hooks = [
             hook
             for name, module in self._root.named_modules()
             for hook in (
-                module.register_forward_pre_hook(mode.enter(name)),
+                module.register_forward_pre_hook(partial(self._begin, name)),
                 # Also when it raises: parts leave the library's forward by exceptions.
-                module.register_forward_hook(mode.leave, always_call=True),
+                module.register_forward_hook(self._end, always_call=True),
             )
         ]
+        self._watches = True
         try:
-            with mode:
-                yield
+            yield
         finally:
+            self._watches = False
             for hook in hooks:
                 hook.remove()
+
+    @contextmanager
+    def at(self, step: int, micro_batch: int) -> Iterator[None]:
+        """Random operations of the body belong to this step and micro-batch."""
+        with self.watching():
+            self._mode = mode = _Mode(f"{self._seed}/{step}/{micro_batch}")
+            try:
+                with mode:
+                    yield
+            finally:
+                self._mode = None
+
+    def _begin(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        del args
+        if self._mode is not None:
+            self._mode.begin(name, is_leaf=next(module.children(), None) is None)
+
+    def _end(self, module: nn.Module, args: tuple[Any, ...], result: object) -> None:
+        del module, args, result
+        if self._mode is not None:
+            self._mode.end()
 
 
 @dataclass(slots=True)
@@ -113,18 +140,12 @@ class _Mode(TorchFunctionMode):
         self._place = place
         self._running = [_Call(name="", path="")]
 
-    def enter(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        """A hook that notes that the module `name` begins."""
+    def begin(self, name: str, *, is_leaf: bool) -> None:
+        """The module of this name is called."""
+        self._running.append(self._running[-1].begin(name, is_leaf=is_leaf))
 
-        def begin(module: nn.Module, args: tuple[Any, ...]) -> None:
-            del args
-            is_leaf = next(module.children(), None) is None
-            self._running.append(self._running[-1].begin(name, is_leaf=is_leaf))
-
-        return begin
-
-    def leave(self, module: nn.Module, args: tuple[Any, ...], result: object) -> None:
-        del module, args, result
+    def end(self) -> None:
+        """The call that began last is over."""
         self._running.pop()
 
     def __torch_function__(

@@ -144,9 +144,10 @@ class Stage(ABC):
             actions = stage_actions(own.schedule, own.depth, count, own.turn)
         else:
             actions = forward_actions(count, own.turn)
-        for action in actions:
-            run = self._forward if action.op is Op.FORWARD else self._backward
-            run(step, action.micro_batch)
+        with self._randomness.watching() if self._randomness else nullcontext():
+            for action in actions:
+                run = self._forward if action.op is Op.FORWARD else self._backward
+                run(step, action.micro_batch)
         if step.train:
             self._apply(step)
         self._sent.clear()

@@ -51,3 +51,15 @@ def test_a_program_reads_nothing_of_its_keepers_stdin() -> None:
             keeping(["cat"]), stdin=stdin, capture_output=True, timeout=60, check=True
         )
     assert done.stdout == b""
+
+
+def test_a_signal_may_come_while_the_event_is_locked() -> None:
+    script = (
+        "import signal\n"
+        "from collapipe_flwr.core.processes import stopping\n"
+        "with stopping() as stop:\n"
+        "    with stop._cond:\n"
+        "        signal.raise_signal(signal.SIGTERM)\n"
+        "    assert stop.wait(60)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], timeout=120, check=True)
