@@ -122,7 +122,10 @@ class Job:
             plan=self.plan,
             weights=self.weights,
             learning=LearningSettings(
-                optimizer=self.rule, schedule="gpipe", deadline_s=self.deadline_s
+                optimizer=self.rule,
+                schedule="gpipe",
+                deadline_s=self.deadline_s,
+                snapshot_every=self.snapshot_every,
             ),
             dropout_seed=1,
         )
@@ -211,7 +214,6 @@ def run_job(
                 profile=profile_of(cluster, 8 * job.steps),
                 model=lambda: profile_model(splitter, shape),
                 edge=session,
-                snapshot_every=job.snapshot_every,
             )
             result = train_round(
                 splitter,

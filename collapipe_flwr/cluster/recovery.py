@@ -9,10 +9,10 @@ back to its snapshot, the segments are placed again by a plan for the devices th
 with the same seeds. So no step is applied twice or in part, and the weights are those of an
 undisturbed run on the new plan.
 
-With ``snapshot_every`` 0 the round is one interval: its first state came with the order and costs
-nothing, and at most one round is replayed. With S > 0 a loss costs at most S steps, and every S
-steps the segments' weights and optimizer slots (for AdamW three times the weights) are sent to the
-control unit and back, while the edge copies its own.
+With ``snapshot_every`` 0 in the order the round is one interval: its first state came with the
+order and costs nothing, and at most one round is replayed. With S > 0 a loss costs at most S steps,
+and every S steps the segments' weights and optimizer slots (for AdamW three times the weights) are
+sent to the control unit and back, while the edge copies its own.
 """
 
 from __future__ import annotations
@@ -178,7 +178,6 @@ class Recovery:
     profile: ClusterProfile
     model: Callable[[], ModelProfile]  # called only when a device is lost
     edge: Replica
-    snapshot_every: int = 0  # steps; 0: only the round's first state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +228,8 @@ class RecoveringRound:
         Raises InfeasibleError when no plan fits the devices that are left, and LinkError when the
         edge is gone for good or an interval fails again and again without the loss of a device.
         """
-        buffer = ReplayBuffer(batches, self._recovery.snapshot_every if self._recovery else 0)
+        every = self.order.learning.snapshot_every
+        buffer = ReplayBuffer(batches, every if self._recovery else 0)
         self._probe = tuple(probe)
         while buffer.has_next() or not self.intervals:
             buffer.begin()

@@ -40,6 +40,7 @@ _MEGA = 1e6
 PROBE_S = 2.0  # a device that does not answer within this time is lost
 PATIENT_PROBE_S = 10.0  # the same, after no device has answered
 CLOSE_S = 2.0  # for a device to free a session
+AT_ONCE = 2  # devices that send their segments: each needs memory here, and may have a slow link
 Answer = TypeVar("Answer")
 
 
@@ -92,9 +93,9 @@ class RemoteFleet:
                 raise
 
     def collect(self, link: Link, sessions: Sequence[Hosted], keep_optimizer: bool) -> Segments:
-        """See `Chain`; one segment at a time is in this machine's memory."""
+        """See `Chain`; segments go to a file as they arrive, `AT_ONCE` at a time."""
         link.close()  # returns when device 1, and with it the chain behind it, has ended
-        turn = threading.Lock()
+        turn = threading.BoundedSemaphore(AT_ONCE)
         parts = _at_once(lambda hosted: hosted.collect(keep_optimizer, turn), sessions)
         return reduce(Segments.__add__, parts)
 

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from collapipe_flwr.core.durable import own_folder
 from collapipe_flwr.core.errors import ConfigError, blaming
 from collapipe_flwr.core.imports import allow
 from collapipe_flwr.core.keys import AUTO, CPU, check, compute_name
@@ -71,6 +72,11 @@ class HostSettings:
     grace_s: float = 10.0
     metrics: str = ""
 
+    @property
+    def cache_folder(self) -> Path | None:
+        """`cache_dir` where anything may be kept."""
+        return self.cache_dir if self.cache_bytes > 0 else None
+
     def __post_init__(self) -> None:
         with blaming("--listen"):
             host, _ = host_and_port(self.listen, least=0)
@@ -97,6 +103,8 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
     listen.
     """
     configure_malloc()
+    if settings.cache_folder is not None:
+        own_folder(settings.cache_folder, "--cache-dir")  # it is used when the first caller comes
     if settings.imports:
         hide_unused_libraries()
         allow(*settings.imports)
@@ -164,7 +172,7 @@ def _servicer(
     if settings.threads:
         torch.set_num_threads(settings.threads)
     dialer = Dialer(name=settings.name, tls=settings.tls) if passes_on else None
-    folder = settings.cache_dir if settings.cache_bytes > 0 else None
+    folder = settings.cache_folder
     place = resolve(settings.compute, _COMPUTE)
     _log.info("computing on %s", describe(place))
     ledger = Ledger(settings.memory_bytes or free_bytes(place))

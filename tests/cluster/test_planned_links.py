@@ -60,12 +60,16 @@ def _plan(names: tuple[str, str], hops: tuple[LinkConfig, ...]) -> ClusterPlan:
     return replace(plan, segments=segments, hops=hops)
 
 
-def _order(splitter: Splitter, plan: ClusterPlan, *, paced: bool) -> RoundOrder:
+def _order(splitter: Splitter, plan: ClusterPlan, *, paced: bool, every: int = 0) -> RoundOrder:
     return RoundOrder(
         plan=plan,
         weights=splitter.initial_weights(seed=0),
         learning=LearningSettings(
-            optimizer=SGD, schedule="gpipe", deadline_s=20.0, execution=Execution(paced=paced)
+            optimizer=SGD,
+            schedule="gpipe",
+            deadline_s=20.0,
+            execution=Execution(paced=paced),
+            snapshot_every=every,
         ),
     )
 
@@ -113,7 +117,8 @@ def _round(
     with daemons(2) as (cluster, address), _session(splitter, address) as client:
         cluster = replace(cluster, links=links or ClusterLinks())
         names = tuple(cluster.device_id(device) for device in cluster.devices)
-        order = _order(splitter, _plan((names[0], names[1]), hops), paced=paced)
+        plan = _plan((names[0], names[1]), hops)
+        order = _order(splitter, plan, paced=paced, every=snapshot_every)
         edge = NextHop(address=address, key=session_key("A"))
         fleet: Fleet = RemoteFleet(cluster=cluster, edge=edge)
         session = client.session(session_key("A"))
@@ -123,7 +128,6 @@ def _round(
             profile=profile(),
             model=lambda: profile_model(splitter, BatchShape(source_length=8, target_length=1)),
             edge=session,
-            snapshot_every=snapshot_every,
         )
         result = _train(splitter, order, fleet, recovery)
         return result, [*result.reports, session.report()]

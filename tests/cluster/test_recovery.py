@@ -81,11 +81,15 @@ def profile(memory_bytes: int = 2**30) -> ClusterProfile:
     )
 
 
-def order(first: dict[str, Tensor], plan: ClusterPlan | None = None) -> RoundOrder:
+def order(
+    first: dict[str, Tensor], plan: ClusterPlan | None = None, *, every: int = 0
+) -> RoundOrder:
     return RoundOrder(
         plan=plan or CUT.plan(),
         weights=first,
-        learning=LearningSettings(optimizer=RULE, schedule=CUT.schedule, deadline_s=10.0),
+        learning=LearningSettings(
+            optimizer=RULE, schedule=CUT.schedule, deadline_s=10.0, snapshot_every=every
+        ),
         dropout_seed=SEED,
     )
 
@@ -144,12 +148,11 @@ def costs_of(splitter: Splitter) -> ModelProfile:
     return profile_model(splitter, BatchShape(source_length=8, target_length=1))
 
 
-def recovery(splitter: Splitter, edge: Edge, every: int = 0, **options: int) -> Recovery:
+def recovery(splitter: Splitter, edge: Edge, **options: int) -> Recovery:
     return Recovery(
         profile=profile(**options),
         model=lambda: costs_of(splitter),
         edge=edge,
-        snapshot_every=every,
     )
 
 
@@ -164,8 +167,9 @@ def run(
     edge = new_edge(splitter, first)
     fleet = ThreadFleet(edge.connect, failing(*faults, die=die))
     batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
-    plans = recovery(splitter, edge, every)
-    result = train_round(splitter, order(first), iter(batches), fleet, recovery=plans)
+    asked = order(first, every=every)
+    plans = recovery(splitter, edge)
+    result = train_round(splitter, asked, iter(batches), fleet, recovery=plans)
     return result, {**result.weights, **edge.service.weights(session_key("A"))}, edge
 
 
@@ -280,7 +284,8 @@ def test_the_edge_reports_each_step_once(splitter: Splitter, first, every, break
         edge = Forgetful(edge.service)
     fleet = ThreadFleet(edge.connect, failing(*faults))
     batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
-    course = RecoveringRound(splitter, order(first), fleet, recovery(splitter, edge, every))
+    asked = order(first, every=every)
+    course = RecoveringRound(splitter, asked, fleet, recovery(splitter, edge))
     course.run(batches)
     assert len(course.incidents) == (breaks != "nothing")
     report = edge.service.report(session_key("A"))
@@ -297,9 +302,9 @@ def test_steps_without_labels_are_none_for_snapshots_either(splitter: Splitter, 
     for every in (0, 1):
         edge = new_edge(splitter, first)
         batches = _micro_batches(splitter, steps)
-        plans = recovery(splitter, edge, every)
+        asked, plans = order(first, every=every), recovery(splitter, edge)
         fleet = ThreadFleet(edge.connect)
-        result = train_round(splitter, order(first), batches, fleet, recovery=plans)
+        result = train_round(splitter, asked, batches, fleet, recovery=plans)
         assert len(result.losses) == 2
         ends.append({**result.weights, **edge.service.weights(session_key("A"))})
     assert_same(*ends)
@@ -458,8 +463,8 @@ def test_a_replayed_round_tests_its_probe_again_and_counts_it_once(
         batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
         probe = (step for step in batches[:2])
         fleet = ThreadFleet(edge.connect, failing(*faults))
-        plans = recovery(splitter, edge, every=2)
-        results.append(train_round(splitter, order(first), batches, fleet, probe, recovery=plans))
+        asked, plans = order(first, every=2), recovery(splitter, edge)
+        results.append(train_round(splitter, asked, batches, fleet, probe, recovery=plans))
     calm, hit = results
     assert (
         hit.incidents[0].from_step == 0

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from collapipe_flwr.cli import app
 from collapipe_flwr.core.errors import ConfigError, LinkError
-from collapipe_flwr.host.daemon import HostSettings
+from collapipe_flwr.host.daemon import HostSettings, serve
 from collapipe_flwr.transport.certificates import sign_all
 from collapipe_flwr.transport.client import EdgeClient
 from tests.cluster.daemon_processes import ROOT, Daemon, running
@@ -38,6 +38,14 @@ def test_a_device_that_waits_has_loaded_no_library_of_models_or_of_flower():
     assert {"grpc", "collapipe_flwr"} <= loaded
     heavy = {"torch", "transformers", "flwr", "datasets", "cvxpy", "numpy", "scipy", "pandas"}
     assert not loaded & (heavy | {"google", "cryptography"})
+
+
+def test_a_cache_that_cannot_be_made_is_refused_before_the_device_listens(tmp_path: Path):
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "cache"
+    settings = HostSettings(listen="127.0.0.1:0", name="d", cache_dir=folder)
+    with pytest.raises(ConfigError, match=f'--cache-dir "{folder}" cannot be made'):
+        serve(settings, passes_on=True, announce=pytest.fail)
 
 
 def test_a_stop_ends_an_idle_device_in_good_order():

@@ -118,7 +118,6 @@ class Site:
                 profile=self.profile(_ANY),
                 model=lambda: profile_model(splitter, task.shape, learning.optimizer.state_bytes),
                 edge=edge,
-                snapshot_every=learning.snapshot_every,
             )
             yield fleet, recovery, edge
 
