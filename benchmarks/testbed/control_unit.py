@@ -44,7 +44,7 @@ class ControlUnit:
 
     def check(self, cluster_file: str, path: str, width: int) -> tuple[str, ...]:
         """As `collapipe cluster check` does from here; returns what needs mending."""
-        block = BenchmarkRequest(width=width, tokens=16, examples=16, seconds=0.5)
+        block = BenchmarkRequest(width=width, tokens=16, examples=16)
         settings = CheckSettings(block=block, payload_bytes=2**18, deadline_s=60.0, most_links=1)
         found = check_cluster(read_cluster(Path(cluster_file)), settings, lambda _: None)
         write_json(Path(path), plain(found))
