@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 import time
-from _thread import start_new_thread
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -30,11 +29,30 @@ _Handler = Callable[[int, FrameType | None], object]
 
 @contextmanager
 def stopping() -> Iterator[threading.Event]:
-    """Yield an event that SIGTERM and SIGINT set while the body runs."""
-    stop = threading.Event()
-    # In a thread: the handler may interrupt this one within the event's own lock, as in `wait`.
-    with _handled(lambda *_: start_new_thread(stop.set, ())):
-        yield stop
+    """Yield an event that SIGTERM and SIGINT set while the body runs.
+
+    A thread sets it, which the system tells of them by a pipe. Python's handlers run in the main
+    thread, and that may just have begun to wait for the event, or hold its lock.
+    """
+    stop, (told, tell) = threading.Event(), os.pipe()
+    os.set_blocking(tell, False)
+
+    def watch() -> None:
+        while number := os.read(told, 1):
+            if number[0] in _SIGNS:
+                stop.set()
+
+    thread = threading.Thread(target=watch, daemon=True, name="signals")
+    thread.start()
+    before = signal.set_wakeup_fd(tell)
+    try:
+        with _handled(lambda *_: None):
+            yield stop
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(tell)
+        thread.join()
+        os.close(told)
 
 
 @contextmanager

@@ -94,8 +94,8 @@ def run(
     edge = FannedEdge(new_edge(splitter, first).service)
     fleet = ThreadFleet(edge.connect, failing(*faults))
     batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
-    plans = recovery(splitter, edge, every)
-    result = train_round(splitter, order(first, plan), iter(batches), fleet, recovery=plans)
+    asked, plans = order(first, plan, every=every), recovery(splitter, edge)
+    result = train_round(splitter, asked, iter(batches), fleet, recovery=plans)
     return result, {**result.weights, **edge.service.weights(session_key("A"))}
 
 

@@ -74,12 +74,17 @@ def sick(*device_ids: str, how: str, step: int = 1) -> Make:
     return SickStage
 
 
-def trained(splitter, first, make: Make, edge: Edge, **options) -> RoundResult:  # noqa: F811
+def trained(
+    splitter,  # noqa: F811
+    first,  # noqa: F811
+    make: Make,
+    edge: Edge,
+    every: int = 0,
+    **options,
+) -> RoundResult:
     batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
-    plans = recovery(splitter, edge, **options)
-    return train_round(
-        splitter, order(first), batches, ThreadFleet(edge.connect, make), recovery=plans
-    )
+    asked, plans = order(first, every=every), recovery(splitter, edge, **options)
+    return train_round(splitter, asked, batches, ThreadFleet(edge.connect, make), recovery=plans)
 
 
 HOWS = ("raising", "nan", "infinite", "absurd", "gradient", "gradient shape", "weights")

@@ -53,13 +53,20 @@ def test_a_program_reads_nothing_of_its_keepers_stdin() -> None:
     assert done.stdout == b""
 
 
-def test_a_signal_may_come_while_the_event_is_locked() -> None:
+@pytest.mark.parametrize(
+    "strike",
+    [
+        "with stop._cond: signal.raise_signal(signal.SIGTERM)",  # as within `wait`
+        "threading.Timer(1, lambda: signal.pthread_kill(threading.get_ident(), 15)).start()",
+    ],
+    ids=["while it holds the event", "while another thread runs"],
+)
+def test_a_signal_ends_a_wait_whatever_the_main_thread_is_at(strike: str) -> None:
     script = (
-        "import signal\n"
+        "import signal, threading\n"
         "from collapipe_flwr.core.processes import stopping\n"
         "with stopping() as stop:\n"
-        "    with stop._cond:\n"
-        "        signal.raise_signal(signal.SIGTERM)\n"
+        f"    {strike}\n"
         "    assert stop.wait(60)\n"
     )
     subprocess.run([sys.executable, "-c", script], timeout=120, check=True)

@@ -7,7 +7,7 @@ import signal
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -86,7 +86,9 @@ class Cluster:
             try:
                 session.push_weights({k: order.weights[k] for k in splitter.edge_keys()})
                 batches = (b for b in _micro_batches(splitter, steps) if between() is None)
-                kept = recovery(splitter, session, every) if every else None
+                learning = replace(order.learning, snapshot_every=every)
+                order = replace(order, learning=learning)
+                kept = recovery(splitter, session) if every else None
                 result = train_round(splitter, order, batches, fleet, recovery=kept)
                 return result, session.fetch_weights()
             finally:

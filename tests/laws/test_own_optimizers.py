@@ -113,6 +113,7 @@ class Cluster:
                 schedule=self.cut.schedule,
                 deadline_s=10.0,
                 execution=execution,
+                snapshot_every=self.every,
             ),
             slots=slots or {},
             keep_optimizer=slots is not None,
@@ -124,7 +125,7 @@ class Cluster:
             iter(_micro_batches(self.splitter, steps)),
             ThreadFleet(edge.connect, failing(*self.faults)),
             _micro_batches(self.splitter, steps[: self.probe]),
-            recovery=recovery(self.splitter, edge, self.every),
+            recovery=recovery(self.splitter, edge),
         )
         left = PartState.of_tensors(service.weights(session_key("A"), with_optimizer=True))
         self.edge_slots = between_rounds(left.optimizer)

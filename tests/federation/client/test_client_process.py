@@ -30,14 +30,15 @@ from collapipe_flwr.federation.client.client_process import _fork, _run
 def stop(number, frame):
     signal.signal(number, signal.SIG_DFL)
     time.sleep(1.0)
-    print("in good order", flush=True)
+    os.write(1, b"in good order\\n")  # the program may be in the midst of printing
     sys.exit(3)
 
 def program():
     if sys.argv[1] == "stops":
         signal.signal(signal.SIGTERM, stop)
         print("ready", flush=True)
-        threading.Event().wait()
+        while True:  # a signal that comes just before it waits does not end a wait
+            threading.Event().wait(0.1)
     if sys.argv[1] == "waits":
         signal.signal(signal.SIGINT, signal.default_int_handler)  # it may come ignored
         threading.Timer(0.2, lambda: signal.raise_signal(signal.SIGINT)).start()
