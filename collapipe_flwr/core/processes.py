@@ -38,8 +38,8 @@ def stopping() -> Iterator[threading.Event]:
     os.set_blocking(tell, False)
 
     def watch() -> None:
-        while number := os.read(told, 1):
-            if number[0] in _SIGNS:
+        while number := os.read(told, 1)[0]:
+            if number in _SIGNS:
                 stop.set()
 
     thread = threading.Thread(target=watch, daemon=True, name="signals")
@@ -50,8 +50,9 @@ def stopping() -> Iterator[threading.Event]:
             yield stop
     finally:
         signal.set_wakeup_fd(before)
-        os.close(tell)
+        os.write(tell, b"\0")  # not by closing it: a fork may have it open, too
         thread.join()
+        os.close(tell)
         os.close(told)
 
 

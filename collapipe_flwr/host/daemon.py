@@ -195,13 +195,13 @@ def _servicer(
 def build_part(request: SessionRequest, weights: Mapping[str, Tensor]) -> nn.Module:
     """As `build_transformers_part`, but what it imports is no longer searched for garbage.
 
-    There are some 380,000 objects in the libraries: a search takes 0.2 s of a fast processor, and
-    more than a second of a slow board's, in the middle of a step.
+    A search of all objects of the libraries would hold a slow board up in the middle of a step.
     """
-    import collapipe_flwr.models.splitter  # noqa: F401
     from collapipe_flwr.host.service import build_transformers_part
 
     if not gc.get_freeze_count():
+        import collapipe_flwr.models.splitter  # noqa: F401
+
         gc.collect()
         gc.freeze()
     return build_transformers_part(request, weights)
