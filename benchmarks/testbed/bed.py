@@ -78,8 +78,11 @@ class Bed:
 
     def slow_down(self) -> str:
         """Make every board as slow as it is from now on; by which means."""
-        shares = {b.name: self._slow.share(b) for b in boards(self._clusters)}
-        by_pid = {self._boards[name].pid: share for name, share in shares.items()}
+        by_pid = {}
+        for board in boards(self._clusters):
+            machine, share = self._boards[board.name], self._slow.share(board)
+            machine.share.write_text(str(share), encoding="utf-8")
+            by_pid[machine.pid] = share
         return self._stack.enter_context(slowed(by_pid))
 
     def check(self, width: int) -> dict[str, Measurements]:

@@ -14,6 +14,7 @@ from typing import Any
 from flwr.app import Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
+from benchmarks.testbed.brake import pay_for_passes
 from benchmarks.testbed.wire import PORT, Values, secret
 from client_app.app import app
 from collapipe_flwr.cluster.check import CheckSettings, check_cluster
@@ -72,6 +73,7 @@ def serve(peer: Connection, unit: ControlUnit) -> None:
 def main() -> None:
     """Serve one peer after the other."""
     end_with_parent()
+    pay_for_passes()
     configure_malloc()
     unit = ControlUnit()
     with Listener((sys.argv[1], PORT), authkey=secret()) as listener:

@@ -13,6 +13,8 @@ from typing import Any
 
 from benchmarks import child_environment
 from benchmarks.data_plane.crew import BenchError
+from benchmarks.testbed.brake import SHARE_FILE
+from benchmarks.testbed.wire import KEY
 
 START_S = 180.0  # to import everything, twelve at a time on two processors
 STOP_S = 20.0
@@ -22,19 +24,20 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE"
 
 
 class Machine:
-    """One process, whose words go to ``log``."""
+    """One process, whose words go to ``log``; the file ``share`` beside it may slow its passes."""
 
     def __init__(
         self, name: str, place: Sequence[str], command: Sequence[str], log: Path, secret: str
     ) -> None:
-        self.name, self._log = name, log
+        self.name, self._log, self.share = name, log, log.with_suffix(".share")
+        ours = {KEY: secret, SHARE_FILE: str(self.share)}
         with log.open("wb") as words:
             self._process = subprocess.Popen(
                 [*place, sys.executable, "-m", *command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=words,
-                env={**child_environment(), **_ENVIRONMENT, "COLLAPIPE_TESTBED_KEY": secret},
+                env={**child_environment(), **_ENVIRONMENT, **ours},
             )
 
     @property

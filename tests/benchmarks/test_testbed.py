@@ -19,12 +19,13 @@ from benchmarks.data_plane.crew import BenchError
 from benchmarks.results_testbed import least_within, quickest_cut
 from benchmarks.testbed.bed import Told
 from benchmarks.testbed.boards import boards, cluster_toml, read_clusters, slowness
-from benchmarks.testbed.brake import _duty_cycle, slowed
+from benchmarks.testbed.brake import SHARE_FILE, _duty_cycle, pay_for_passes, slowed
 from benchmarks.testbed.results import censored, spread
 from benchmarks.testbed.runs import read_run
 from benchmarks.testbed.training import Training, read_policies, turns
 from collapipe_flwr.config.cluster_file import read_cluster
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.pipeline.meter import Recorder
 
 ROOT = Path(__file__).parents[2]
 SPIN = "print('up', flush=True)\nwhile True: pass"
@@ -63,6 +64,23 @@ def test_a_slowed_process_gets_its_share_and_no_more(brake) -> None:
         before_s = used_s(slow)
         while used_s(slow) - before_s < 0.05:  # it runs again; else the test's clock ends it
             time.sleep(0.01)
+
+
+def test_a_pass_takes_what_the_share_makes_it_once_that_holds(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(SHARE_FILE, str(tmp_path / "share"))
+    monkeypatch.setattr(Recorder, "span", Recorder.span)  # put back after the test
+    pay_for_passes()
+    recorder, used_s = Recorder(), {}
+    for work in ("fast", "slow"):
+        before_s = time.thread_time()
+        with recorder.span(work, 0):
+            while time.thread_time() - before_s < 0.01:
+                pass
+        used_s[work] = time.thread_time() - before_s
+        (tmp_path / "share").write_text("0.1")
+    assert recorder.seconds("slow") > 9 * used_s["slow"]
+    assert recorder.seconds("slow") > recorder.seconds("fast")
+    assert recorder.count("slow") == recorder.count("fast") == 1
 
 
 def test_boards_take_a_part_of_the_host_that_can_be_asked_for() -> None:
