@@ -29,31 +29,10 @@ _Handler = Callable[[int, FrameType | None], object]
 
 @contextmanager
 def stopping() -> Iterator[threading.Event]:
-    """Yield an event that SIGTERM and SIGINT set while the body runs.
-
-    A thread sets it, which the system tells of them by a pipe. Python's handlers run in the main
-    thread, and that may just have begun to wait for the event, or hold its lock.
-    """
-    stop, (told, tell) = threading.Event(), os.pipe()
-    os.set_blocking(tell, False)
-
-    def watch() -> None:
-        while number := os.read(told, 1)[0]:
-            if number in _SIGNS:
-                stop.set()
-
-    thread = threading.Thread(target=watch, daemon=True, name="signals")
-    thread.start()
-    before = signal.set_wakeup_fd(tell)
-    try:
-        with _handled(lambda *_: None):
-            yield stop
-    finally:
-        signal.set_wakeup_fd(before)
-        os.write(tell, b"\0")  # not by closing it: a fork may have it open, too
-        thread.join()
-        os.close(tell)
-        os.close(told)
+    """Yield an event that SIGTERM and SIGINT set while the body runs."""
+    stop = threading.Event()
+    with _handled(lambda *_: None), _heard(lambda _: stop.set()):
+        yield stop
 
 
 @contextmanager
@@ -63,9 +42,11 @@ def terminable(answer: Callable[[], str] | None = None) -> Iterator[None]:
     The text that ``answer`` returns is written to stderr at once. Further signals are ignored, so
     cleanup must have deadlines of its own.
     """
+    over, main = threading.Event(), threading.get_ident()
 
     def leave(signum: int, frame: FrameType | None) -> None:
         del frame
+        over.set()
         for sign in _SIGNS:
             signal.signal(sign, signal.SIG_IGN)
         if answer is not None:  # unbuffered: the body may be in the midst of printing
@@ -73,8 +54,16 @@ def terminable(answer: Callable[[], str] | None = None) -> Iterator[None]:
             os.write(2, f"{begin}{answer()}\n".encode())
         raise SystemExit(128 + signum)
 
-    with _handled(leave):
-        yield
+    def rouse(number: int) -> None:
+        while not over.wait(_PROBE_S):
+            signal.pthread_kill(main, number)
+
+    with _heard(rouse):
+        try:
+            with _handled(leave):
+                yield
+        finally:
+            over.set()
 
 
 @contextmanager
@@ -98,6 +87,34 @@ def _handled(handler: _Handler) -> Iterator[None]:
     finally:
         for sign, previous in before.items():
             signal.signal(sign, previous)
+
+
+@contextmanager
+def _heard(hear: Callable[[int], object]) -> Iterator[None]:
+    """Call ``hear`` with SIGTERM and SIGINT in a thread of its own while the body runs.
+
+    The system tells that thread by a pipe. Python's handlers run in the main thread, and that may
+    have begun to wait just before the signal came, or hold a lock that the handler needs.
+    """
+    told, tell = os.pipe()
+    os.set_blocking(tell, False)
+
+    def watch() -> None:
+        while number := os.read(told, 1)[0]:
+            if number in _SIGNS:
+                hear(number)
+
+    thread = threading.Thread(target=watch, daemon=True, name="signals")
+    thread.start()
+    before = signal.set_wakeup_fd(tell)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.write(tell, b"\0")  # not by closing it: a fork may have it open, too
+        thread.join()
+        os.close(tell)
+        os.close(told)
 
 
 @contextmanager

@@ -70,3 +70,17 @@ def test_a_signal_ends_a_wait_whatever_the_main_thread_is_at(strike: str) -> Non
         "    assert stop.wait(60)\n"
     )
     subprocess.run([sys.executable, "-c", script], timeout=120, check=True)
+
+
+def test_a_signal_that_another_thread_gets_ends_what_the_main_thread_waits_for() -> None:
+    script = (
+        "import signal, threading\n"
+        "from collapipe_flwr.core.processes import terminable\n"
+        "with terminable(lambda: 'stopping'):\n"
+        "    threading.Timer(1, lambda: signal.pthread_kill(threading.get_ident(), 15)).start()\n"
+        "    threading.Event().wait(60)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script], timeout=120, check=False, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stderr) == (128 + 15, "stopping\n")
