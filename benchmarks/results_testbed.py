@@ -61,8 +61,9 @@ def _setting(settings: Json) -> Iterator[str]:
     yield from _paragraph(
         f"Everything that a board does per second is {settings['slow_down']:.2f} times slower "
         f"than its preset: operations ({shaping['brake']}), bits ({shaping['links']}, without a "
-        "delay) and watts. So joules are those of the boards, and a round takes that many times "
-        f"as long as on them. The host has {host['processors']} processors of "
+        "delay) and watts. A pass of a stage that the kernel lets end early waits for the rest. So "
+        "joules are those of the boards, and a round takes that many times as long as on them. The "
+        f"host has {host['processors']} processors of "
         f"{host['flop_per_s'] / 1e9:.0f} GFLOP/s on one thread. Data, first weights, schedule, "
         "memory cap and grid of micro-batches are the same for all policies, and every rule has "
         f"its best micro-batches. Seeds {', '.join(map(str, settings['seeds']))}; the task is to "
@@ -227,6 +228,7 @@ REASONS = (
     "Opening a session, taking weights and giving them back cost a device about a tenth of a "
     "second of a whole processor per round: seconds on the slowest boards. How much is learnt from "
     "the rounds themselves: the first ones with other devices than before are predicted worse.",
+    "All boards are processes of one host: a round in which that is slower is slower on all.",
     "A cluster that is not the slowest gets less power and bandwidth. Cables do not slow down for "
     "that: such a cluster is faster than predicted, the round is not.",
 )

@@ -16,7 +16,6 @@ from collapipe_flwr import CollaPipe
 from collapipe_flwr.config.schema import AppConfig, flatten, parse
 from collapipe_flwr.core.errors import (
     CollaPipeError,
-    ConfigError,
     DevicesMissing,
     LinkError,
     RunError,
@@ -35,6 +34,7 @@ from collapipe_flwr.federation.run.recorder import RunFolder, RunRecorder, open_
 from collapipe_flwr.federation.run.run_strategy import (
     inner_strategy,
     learning_settings,
+    make_clock,
     make_planner,
     make_strategy,
     unsplit_task,
@@ -79,12 +79,13 @@ def _run(grid: Grid, config: AppConfig, progress: ProgressFile, printer: RoundPr
     progress.enter("reading the data and the model")
     torch.set_num_threads(config.train.threads)  # same summation order as in the clusters
     make_strategy(config)  # refuses wrong arguments
+    clock = make_clock(config)
     check_sinks(config.reporting.sinks)
     learner = make_learner(config)
     place = resolve(config.train.compute, "train.compute")
     evaluator = Evaluator(learner.splitter, learner.task, config.evaluation.batch_size, place)
     progress.enter("waiting for the clusters")
-    members, planner = _clusters(grid, config, learner)
+    members, planner = _clusters(grid, config, learner, clock)
     folder = open_run(config)
     if config.reporting.log_lines:
         folder.directory.tell = print_line
@@ -100,6 +101,9 @@ def _run(grid: Grid, config: AppConfig, progress: ProgressFile, printer: RoundPr
                 progress.enter("saving the model")
                 _save_model(folder.directory, learner, recorder)
                 recorder.finish()
+        except (SystemExit, KeyboardInterrupt):  # Flower's handler of a signal ends by sys.exit(0)
+            recorder.stop()
+            raise
         except BaseException as error:
             recorder.fail(str(error) or type(error).__name__)
             raise
@@ -116,23 +120,19 @@ def _how_to_resume(folder: RunFolder) -> Iterator[None]:
         done, path = folder.checkpoints.newest_round(), folder.directory.path
         kept = f"rounds 1 to {done} are kept" if done else "nothing is kept yet"
         raise type(error)(
-            f"{error}; {kept}: go on with `collapipe run --resume {path}`, or with "
-            f'resume = "{path}" in the run-config'
+            f"{error}; {kept}: go on with `collapipe run --resume {path}` and the options that it "
+            f'was started with, or with resume = "{path}" in the run-config'
         ) from error
 
 
 def _clusters(
-    grid: Grid, config: AppConfig, learner: Learner
+    grid: Grid, config: AppConfig, learner: Learner, clock: RoundClock | None
 ) -> tuple[Members, ScheduledRounds | None]:
     """The clusters of the run, and the planner of a split model."""
     clusters = discover_clusters(
         grid, expected=config.run.clusters, timeout_s=config.run.node_timeout_s
     )
     names = {node: found.cluster_id for node, found in clusters.items()}
-    slack, joins_late = config.run.round_slack, config.run.round_late == "join"
-    if joins_late and not slack:
-        raise ConfigError("round-late=join has no effect without round-slack: set it, too, to 1.5")
-    clock = RoundClock(slack, joins_late=joins_late) if slack else None
     members = Members(grid, names, clock, patience_s=config.run.node_timeout_s)
     if config.run.runtime != "pipeline":
         return members, None
@@ -195,7 +195,13 @@ def _train(
     inner = inner_strategy(config, learner.task, recorder.on_clusters)
     if planner is None:
         unsplit, whole = unsplit_task(config, learner, run_id), Unplanned(members.clusters)
-        ours = CollaPipe(inner, scheduler=whole, on_round=recorder.on_round)
+        ours = CollaPipe(
+            inner,
+            scheduler=whole,
+            on_round=recorder.on_round,
+            on_total_failure="raise",
+            retries=config.run.round_retries,
+        )
     else:
         ours = CollaPipe(
             inner,

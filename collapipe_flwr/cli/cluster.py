@@ -11,7 +11,7 @@ import typer
 from typer import Argument, Option
 
 from collapipe_flwr.core.json_codec import plain, to_json
-from collapipe_flwr.membership.systemd import Manager, Service, check_manager, install
+from collapipe_flwr.membership.systemd import Manager, Service, check_manager, install, lingers
 
 if TYPE_CHECKING:
     from collapipe_flwr.config.cluster_file import ClusterConfig
@@ -80,18 +80,19 @@ def init(
     from collapipe_flwr.config.cluster_file import MemberConfig, Role
     from collapipe_flwr.membership.newcomer import PORTS, kind_here, measured, own_host, with_port
 
-    if service is not None:
-        check_manager(service)
     registry = _registry(folder)
+    if service is not None:
+        check_manager(service, registry.folder)
     at = with_port(address or own_host(), PORTS[Role.CONTROL_UNIT])
     host = at.rpartition(":")[0]
     unit = MemberConfig(name=f"cu-{name}", address=at, kind=kind_here() or MemberConfig().kind)
     others = frozenset(Role[each.name.upper()] for each in elsewhere or ())
     with registry.changing():
         config = registry.create(name, unit, edge_address or f"{host}:{PORTS[Role.EDGE]}", others)
-    if measure and not config.joining:
-        from collapipe_flwr.membership.figures import note_figures
+    from collapipe_flwr.membership.figures import figures_of, note_figures
 
+    known = figures_of(config).of(config.control_unit.name)
+    if measure and not config.joining and known.speed_flop_per_s is None:
         typer.echo("measuring this machine", err=True)
         figures = measured(config.control_unit.name)
         with registry.changing():
@@ -201,12 +202,15 @@ def remove(
 
     registry = _registry(folder)
     with registry.changing():
-        before = registry.cluster(cluster)
-        after = registry.remove(before, member)
-        roster = registry.roster(after)
-    gone = [each for each in listeners(before) if each.name == member]
-    faults = send_rosters(after, (*listeners(after), *gone), roster)
-    typer.echo(f"{member} is no member of {after.id} any more")
+        before = registry.clusters()
+        registry.remove(registry.cluster(cluster), member)
+        changed = [c for c in registry.clusters().values() if c.version != before[c.id].version]
+        rosters = [registry.roster(config) for config in changed]
+    faults: dict[str, str] = {}
+    for config, roster in zip(changed, rosters, strict=True):
+        gone = [each for each in listeners(before[config.id]) if each.name == member]
+        faults |= send_rosters(config, (*listeners(config), *gone), roster)
+        typer.echo(f"{member} is no member of {config.id} any more")
     for name, fault in faults.items():
         if fault and name != member:
             typer.echo(f"{name} will hear of it from `collapipe cluster serve`: {fault}")
@@ -283,4 +287,8 @@ def install_service(
 ) -> None:
     wanted = Service(unit=unit, folder=folder, name=name, options=options)
     path = install(wanted, manager)
-    typer.echo(f"{wanted.service} runs, and starts with this machine: {path}")
+    if manager is Manager.system or lingers():
+        typer.echo(f"{wanted.service} runs, and starts with this machine: {path}")
+    else:
+        typer.echo(f"{wanted.service} runs as long as you are logged in: {path}")
+        typer.echo("to start it with this machine: sudo loginctl enable-linger $USER")

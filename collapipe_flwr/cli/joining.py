@@ -53,11 +53,12 @@ def join(
     from collapipe_flwr.membership.registry import default_folder
     from collapipe_flwr.membership.tokens import parse_token
 
+    folder = folder or default_folder()
     if service is not None:
-        check_manager(service)
+        check_manager(service, folder)
     known = parse_token(sys.stdin.readline() if token == "-" else token)
     newcomer = here.Newcomer(
-        folder=folder or default_folder(),
+        folder=folder,
         name=name or here.default_name(known.role, known.cluster_id),
         address=address,
         kind=kind or here.kind_here(),

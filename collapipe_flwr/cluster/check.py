@@ -17,7 +17,7 @@ from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest,
 from collapipe_flwr.pipeline.compute import resolve
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.diagnosis import diagnosis
-from collapipe_flwr.transport.methods import ProbeRequest
+from collapipe_flwr.transport.methods import MOST_PROBE_S, ProbeRequest
 
 _MEGA = 1e6
 CLOCKS_DIFFER_S = 60.0
@@ -188,7 +188,7 @@ def _link(
         address=target.address,
         certificate_name=config.certificate_name(target),
         payload_bytes=settings.payload_bytes,
-        deadline_s=settings.deadline_s,
+        deadline_s=min(settings.deadline_s, MOST_PROBE_S),
     )
     try:
         with _client(config, source, settings) as client:

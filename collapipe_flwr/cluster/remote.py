@@ -18,6 +18,7 @@ from collapipe_flwr.cluster.fleet import CONTROL_UNIT, Chain, Holder, RoundOrder
 from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
 from collapipe_flwr.core.errors import (
     Blame,
+    ConfigError,
     FrozenWanted,
     LinkError,
     LinkTimeout,
@@ -105,14 +106,27 @@ class RemoteFleet:
         Where none answers, this machine may be the one that was held up: all are asked once more,
         with a longer deadline.
         """
-        path = self.cluster.path  # read again: a device may be removed during a round
-        cluster = read_cluster(path) if self.cluster.version and path else self.cluster
+        cluster = self._cluster_now()
         listed = frozenset(map(cluster.device_id, cluster.devices)).intersection(device_ids)
         found = self._answering(listed, PROBE_S)
         if listed and not found:
             _log.warning("no device is there: asking all again")
             found = self._answering(listed, PATIENT_PROBE_S)
         return frozenset(device_ids) - found
+
+    def _cluster_now(self) -> ClusterConfig:
+        """The cluster by its file, from which a device may be removed during a round.
+
+        A file that cannot be read, as while somebody edits it, must not cost the round.
+        """
+        path = self.cluster.path
+        if not self.cluster.version or path is None:
+            return self.cluster
+        try:
+            return read_cluster(path)
+        except ConfigError as error:
+            _log.warning("the round goes on with the devices that it began with: %s", error)
+            return self.cluster
 
     def _answering(self, device_ids: Collection[str], within_s: float) -> frozenset[str]:
         asked = replace(self, deadline_s=within_s, heartbeat=None)

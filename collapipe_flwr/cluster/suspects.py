@@ -107,6 +107,8 @@ def _shared_failure(
 ) -> CollaPipeError:
     (first, error), (second, again) = before, now
     if error.blame is not Blame.UNSOUND:
+        if first == second:
+            return ModelError(f"{first} fails in a replay, too: {error.why}")
         return ModelError(f"{first} and {second} fail alike, so no device is to blame: {error.why}")
     if first == second == EDGE:
         return Diverged(

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, fields, replace
+from datetime import date, time
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -119,8 +121,9 @@ def read_overrides(
 ) -> dict[str, Value]:
     """Merge ``KEY=VALUE`` pairs and ``.toml`` files; later ones win.
 
-    A value that is not TOML is a string, so quotes are optional. A source may hold several pairs,
-    as for `flwr run`, with keys that the app has ``declared``. Raises ConfigError.
+    A value that is not TOML is a string, so quotes are optional, and so is a date. A source may
+    hold several pairs, as for `flwr run`, with keys that the app has ``declared``. Raises
+    ConfigError.
     """
     merged: dict[str, Value] = {}
     for source in sources:
@@ -132,6 +135,9 @@ def read_overrides(
     for key, option in _OPTIONS.items():
         if key in merged:
             raise ConfigError(f"--run-config {key} cannot be set here: use --{option}")
+    for key, value in merged.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"--run-config {key} must be a finite number, got {value}")
     return merged
 
 
@@ -153,8 +159,12 @@ def overridden(declared: Mapping[str, Value], overrides: Mapping[str, Value]) ->
 
 
 def write_overrides(overrides: Mapping[str, Value], path: Path) -> None:
-    """Write a flat TOML file; JSON's strings, numbers and booleans are TOML's, too."""
-    lines = [f"{json.dumps(key)} = {json.dumps(value)}\n" for key, value in overrides.items()]
+    """Write a flat TOML file; JSON's strings, finite numbers and booleans are TOML's, too."""
+
+    def plain(value: Value) -> str:
+        return json.dumps(value, ensure_ascii=False)  # TOML has no surrogates
+
+    lines = [f"{plain(key)} = {plain(value)}\n" for key, value in overrides.items()]
     path.write_text("".join(lines), encoding="utf-8")
 
 
@@ -193,15 +203,17 @@ def _read_pair(source: str) -> dict[str, Value]:
     if not key.strip() or not equals:
         raise ConfigError(f"--run-config {source!r} is neither KEY=VALUE nor a .toml file")
     try:
-        value: Value = tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
-    return {key.strip(): value}
+    return {key.strip(): text.strip() if isinstance(value, date | time) else value}
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
     flat: dict[str, Value] = {}
     for key, value in table.items():
         name = prefix + key
+        if isinstance(value, date | time):  # such as the name of a folder
+            value = value.isoformat()
         flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return flat

@@ -22,16 +22,24 @@ LIMIT_S = 5.0
 _MOST_SLASHES = 1  # in owner/name
 
 
+def expanded(name: str) -> Path:
+    """The path of a name with ``~`` expanded; as it is written where there is no such home."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
+
+
 def folder_only(name: str) -> bool:
     """Whether a name can only be that of a file or folder on this machine."""
-    starts, path = name.startswith((".", "/", "~")), Path(name).expanduser()
+    starts, path = name.startswith((".", "/", "~")), expanded(name)
     beside = "/" in name and path.parent.is_dir()
     return starts or beside or name.endswith("/") or "\\" in name or name.count("/") > _MOST_SLASHES
 
 
 def no_such_path(key: str, name: str) -> str:
     """The message for a file or folder that does not exist."""
-    looked = Path(name).expanduser().absolute()
+    looked = expanded(name).absolute()
     return f'{key} "{name}" does not exist (looked for {looked}): correct the path'
 
 

@@ -36,7 +36,7 @@ def host_and_port(address: str, *, least: int = 1) -> tuple[str, int]:
     """
     host, _, port = address.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
-    known = bool(bare) and (":" not in bare or host != bare)
+    known = bool(bare) and (":" not in bare or host != bare) and _is_name(bare)
     number = int(port) if port.isascii() and port.isdigit() else -1
     if not known or not least <= number <= HIGHEST_PORT:
         raise ConfigError(
@@ -44,6 +44,14 @@ def host_and_port(address: str, *, least: int = 1) -> tuple[str, int]:
             f"{HIGHEST_PORT}, got {address!r}"
         )
     return bare, number
+
+
+def _is_name(host: str) -> bool:
+    """Whether no part between dots is empty or too long, which connecting would stumble over."""
+    try:
+        return bool(host.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 def is_address(text: str) -> bool:

@@ -18,12 +18,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 _STOP_S = 20.0
 _PROBE_S = 0.1
 _SIGNS = (signal.SIGTERM, signal.SIGINT)
+_PROC = Path("/proc")
 _Handler = Callable[[int, FrameType | None], object]
 
 
@@ -177,12 +179,33 @@ def main() -> None:
 
 
 def _groups_below(pid: int) -> set[int]:
-    """Process groups of a process's children: those of a SuperLink outlive it during a run."""
-    shown = subprocess.run(
-        ["ps", "-axo", "ppid=,pgid="], capture_output=True, text=True, check=True
-    )
-    rows = [tuple(map(int, line.split())) for line in shown.stdout.splitlines()]
-    return {group for parent, group in rows if parent == pid and group != pid}
+    """Process groups of a process's children: those of a SuperLink outlive it during a run.
+
+    None where the system does not tell, so that at least the process's own group is ended.
+    """
+    try:
+        rows = _listed() if (_PROC / "self").exists() else _shown()
+        return {group for parent, group in rows if parent == pid and group != pid}
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return set()
+
+
+def _listed() -> list[tuple[int, int]]:
+    """Parent and group of every process, by Linux: slim containers have no ``ps``."""
+    rows = []
+    for path in _PROC.glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended since
+            _, parent, group, *_ = path.read_text(errors="replace").rpartition(")")[2].split()
+            rows.append((int(parent), int(group)))
+    return rows
+
+
+def _shown() -> list[tuple[int, int]]:
+    """The same by ``ps``."""
+    command = ["ps", "-axo", "ppid=,pgid="]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = [line.split() for line in shown.stdout.splitlines()]
+    return [(int(parent), int(group)) for parent, group in rows]
 
 
 def _end(groups: set[int], patience_s: float) -> None:

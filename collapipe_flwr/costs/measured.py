@@ -91,4 +91,8 @@ def explained_s(
 ) -> float:
     """The latency of one cluster's round by the snapshot's links and the measured stages."""
     alone = Plan(round_index=0, policy="", clusters=(plan,), latency_s=0.0, rho=1.0)
-    return price(alone, as_measured(snapshot, plan.cluster_id, samples), options).latency_s
+    shown = as_measured(snapshot, plan.cluster_id, samples)
+    if options is not None and options.edge_shared:  # a cluster alone would have all of it
+        speed = shown.edge.speed_flop_per_s / len(snapshot.clusters)
+        shown = replace(shown, edge=replace(shown.edge, speed_flop_per_s=speed))
+    return price(alone, shown, options).latency_s

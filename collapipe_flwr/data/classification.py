@@ -213,14 +213,17 @@ class TokenClassification(Task):
 
 
 def picture_column(table: Dataset, name: str, *, key: str, of: str) -> list[Any]:
-    """A column of pictures, not opened yet; raises DataError, naming ``key``."""
+    """A column of pictures, not opened yet, and None where a row has none.
+
+    Raises DataError, naming ``key``.
+    """
     require_column(table, name, key=key, of=of)
     if isinstance(table.features[name], Image):
         table = table.cast_column(name, Image(decode=False))
     values = table[name][:]
-    if isinstance(values[0], str):
+    if isinstance(next((value for value in values if value is not None), None), str):
         folder = Path(of).expanduser().parent
-        return [{"bytes": None, "path": str(folder / value)} for value in values]
+        return [{"bytes": None, "path": str(folder / v)} if v else None for v in values]
     return list(values)
 
 
@@ -236,6 +239,11 @@ class ImageClassification(Labelled):
     def inputs(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         pictures = [self._pixels(example["image"]) for example in examples]
         return {"pixel_values": torch.from_numpy(np.stack(pictures))}
+
+    def bad_rows(self, found: Mapping[str, Sequence[Any]]) -> dict[str, list[int]]:
+        empty = [row for row, picture in enumerate(found["image"]) if picture is None]
+        what = f'data.image-column "{self.settings.image_column}" is empty'
+        return {**super().bad_rows(found), **({what: empty} if empty else {})}
 
     def save_inputs(self, directory: Path) -> None:
         """Write the preprocessor's file: transformers then prepares pictures as done here."""

@@ -10,14 +10,17 @@ import gzip
 import io
 import re
 import warnings
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
+from shutil import rmtree
 from typing import IO, Any
 
 from collapipe_flwr.core.errors import DataError, extra
-from collapipe_flwr.core.hub import folder_only, is_reachable, no_such_path, quietly
+from collapipe_flwr.core.hub import expanded, folder_only, is_reachable, no_such_path, quietly
 from collapipe_flwr.data.reader import numbered
 
 with extra("data"):
@@ -30,12 +33,14 @@ with extra("data"):
         load_dataset,
         load_from_disk,
     )
+    from datasets import config as datasets_config
     from datasets.exceptions import DatasetsError
     from datasets.utils import logging
 
 CONLL_SUFFIXES = (".conll", ".bio", ".iob", ".iob2")
 _DOCUMENT = "-DOCSTART-"
 _UNIVERSAL = re.compile(r"# \S+ = ")
+_UNREADABLE = (OSError, EOFError, zlib.error)  # what gzip raises for damaged files
 
 
 @contextmanager
@@ -45,7 +50,7 @@ def _opened(path: Path, key: str) -> Iterator[IO[bytes]]:
     try:
         with opening(path, "rb") as file:
             yield file
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (*_UNREADABLE, UnicodeDecodeError) as error:
         raise DataError(
             f'{key} "{path}" could not be read ({error}): give a file that is whole, in UTF-8, and '
             "packed by gzip where its name ends in .gz"
@@ -107,6 +112,7 @@ def load_table(
     split: str,
     only_split_serves: bool = True,
     skip_bad_rows: bool = False,
+    grows: bool = False,
 ) -> Dataset:
     """The rows of a file, a directory or a hub data set.
 
@@ -116,11 +122,12 @@ def load_table(
     ``DIRECTORY:split``.
 
     ``split`` is taken where a directory or hub data set has several and ``name`` says none; the
-    only split of a directory, whatever it is called, where that ``only_split_serves``.
-    Raises DataError, naming ``key``.
+    only split of a directory, whatever it is called, where that ``only_split_serves``. Of a file
+    that ``grows``, the cache of datasets keeps the newest version only. Raises DataError, naming
+    ``key``.
     """
     disable_progress_bars()
-    path = Path(name).expanduser()
+    path = expanded(name)
     builder = _FORMATS.get(_suffix(path))
     if path.is_file():
         if builder is None:
@@ -131,6 +138,8 @@ def load_table(
         if builder == "conll":
             return read_conll(path, key, skip_bad_rows=skip_bad_rows)
         options = {"data_files": str(path), "split": "train", **_options(path, key)}
+        if grows:
+            options["cache_dir"] = str(_cache_of_version(path))
         rows = _with_rows(_loaded(key, name, builder, **options), key, name)
         return without_empty(rows) if builder == "text" else rows
     if path.is_dir():
@@ -146,16 +155,30 @@ def load_table(
     return _with_rows(_loaded(key, name, hub_name, **options), key, name)
 
 
+def _cache_of_version(path: Path) -> Path:
+    """The cache of a file as it is now; deletes those of its earlier versions.
+
+    In datasets' common cache each version would stay, as large as the whole file.
+    """
+    found, digest = path.stat(), sha256(str(path.absolute()).encode()).hexdigest()
+    versions = Path(datasets_config.HF_DATASETS_CACHE, "collapipe", digest[:32])
+    newest = versions / f"{found.st_size}-{found.st_mtime_ns}"
+    for version in versions.glob("*"):
+        if version != newest:
+            rmtree(version, ignore_errors=True)
+    return newest
+
+
 def is_one_table(name: str) -> bool:
     """Whether ``name`` stands for the same rows with any ``split``."""
     chosen = _folder_and_split(name)[1]
-    return Path(name).expanduser().is_file() or bool(chosen) or name.count(":") > 1
+    return expanded(name).is_file() or bool(chosen) or name.count(":") > 1
 
 
 def _folder_and_split(name: str) -> tuple[Path, str]:
     """The parts of ``DIRECTORY:split``; an empty split for anything else."""
     before, _, split = name.rpartition(":")
-    folder = Path(before).expanduser()
+    folder = expanded(before)
     return folder, split if before and folder.is_dir() else ""
 
 
@@ -176,7 +199,8 @@ def _options(path: Path, key: str) -> dict[str, Any]:
 def _header(path: Path, separator: str, key: str) -> list[str]:
     with _opened(path, key) as file:
         start = file.read(_HEADER_BYTES).decode("utf-8-sig", errors="replace")
-    rows = csv.reader(io.StringIO(start), delimiter=separator)
+    csv.field_size_limit(max(csv.field_size_limit(), _HEADER_BYTES))  # texts may be long
+    rows = csv.reader(io.StringIO(start, newline=""), delimiter=separator)
     names, first = next(rows, []), next(rows, [])
     if not names and not start.strip():
         raise DataError(
@@ -206,6 +230,11 @@ def _folder(path: Path, *, key: str, split: str, only_split_serves: bool) -> Dat
         except (OSError, ValueError, KeyError) as error:
             raise DataError(f'{key} "{path}" could not be loaded: {error}') from error
     if isinstance(found, Dataset):
+        if not only_split_serves:
+            raise DataError(
+                f'{key} "{path}" has no split "{split}", since it holds one table: leave the split '
+                "out, and data.test empty to hold out a share of the rows, or save a DatasetDict"
+            )
         return _with_rows(found, key, str(path))
     if only_split_serves and len(found) == 1:
         split = next(iter(found))
@@ -223,7 +252,7 @@ def _loaded(key: str, shown: str, source: str, **options: Any) -> Any:
             # datasets leaves CSV files open until garbage collection
             warnings.simplefilter("ignore", ResourceWarning)
             return load_dataset(source, **options)
-    except (OSError, EOFError, ValueError, RuntimeError, StopIteration, DatasetsError) as error:
+    except (*_UNREADABLE, ValueError, RuntimeError, StopIteration, DatasetsError) as error:
         raise DataError(f'{key} "{shown}" could not be loaded {_reason(error)}') from error
 
 

@@ -45,8 +45,13 @@ class LanguageModel(Task):
         return self.file_rows(name)  # a stream's place counts empty rows, too
 
     def checked(self, examples: Dataset, key: str) -> Dataset:
-        del key
-        return without_empty(examples)
+        kept = without_empty(examples)
+        if not len(kept):
+            raise DataError(
+                f'{key} has only empty texts in data.text-column "{self.settings.text_column}": '
+                "give texts, or name another column"
+            )
+        return kept
 
     def score_loss(self, loss: float) -> dict[str, float]:
         return {"perplexity": math.exp(min(loss, _LARGEST_EXPONENT))}
@@ -132,7 +137,10 @@ class CausalLM(LanguageModel):
             cut = (tokens[start : start + length] for start in range(0, len(tokens), length))
             blocks += [block for block in cut if len(block) > 1]  # it has a token to predict
         if not blocks:
-            raise DataError("data.train has no text of two tokens or more to learn from")
+            raise DataError(
+                f'data.text-column "{self.settings.text_column}" has no text of two tokens or more '
+                "to learn from: give longer texts"
+            )
         return Dataset.from_dict({"ids": blocks})
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:

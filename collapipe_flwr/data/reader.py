@@ -111,9 +111,15 @@ def list_column(table: Dataset, name: str, *, key: str, of: str) -> list[list[st
     cut at its spaces. Raises DataError, naming ``key``.
     """
     require_column(table, name, key=key, of=of)
-    rows = [row.split() if isinstance(row, str) else list(row or ()) for row in table[name][:]]
+    values, what = table[name][:], f'{key} "{name}" of "{of}"'
+    other = next((row for row in values if not isinstance(row, str | list | None)), None)
+    if other is not None:
+        raise DataError(
+            f"{what} holds {other!r:.40} where a row's words or tags should stand: give a list of "
+            "texts in every row"
+        )
+    rows = [row.split() if isinstance(row, str) else list(row or ()) for row in values]
     if names := class_names(table, name):
-        what = f'{key} "{name}" of "{of}"'
         return [
             [IGNORED_TAG if v == IGNORED_LABEL else name_of(v, names, what) for v in row]
             for row in rows
@@ -121,7 +127,7 @@ def list_column(table: Dataset, name: str, *, key: str, of: str) -> list[list[st
     odd = next((value for row in rows for value in row if not isinstance(value, _PLAIN)), 0)
     if odd is None or odd:
         raise DataError(
-            f'{key} "{name}" of "{of}" holds {odd!r:.40} where one word or tag should stand: give '
-            "a list of texts in every row"
+            f"{what} holds {odd!r:.40} where one word or tag should stand: give a list of texts in "
+            "every row"
         )
     return [[IGNORED_TAG if v == IGNORED_LABEL else str(v) for v in row] for row in rows]

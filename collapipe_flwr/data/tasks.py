@@ -97,7 +97,7 @@ class Task(ABC):
         else:
             table = self._read(self._load("test"), name)
             rows = _choose(table, self._shuffle(len(table)), self.settings.test_examples)
-        return self.checked(rows, "data.test")
+        return self.checked(rows, "data.test" if name else "data.train, in the held-out rows,")
 
     def read_file(self, name: str) -> Dataset:
         """Examples of a file that arrived in ``data.stream``, with the columns of ``train``."""
@@ -105,7 +105,8 @@ class Task(ABC):
 
     def file_rows(self, name: str) -> Dataset:
         """All rows of a file in ``data.stream``."""
-        return self._read(self._table(name, key="data.stream", split="train"), name)
+        table = self._table(name, key="data.stream", split="train", grows=True)
+        return self._read(table, name)
 
     def checked(self, examples: Dataset, key: str) -> Dataset:
         """The examples that can be learned from; raises DataError, naming ``key``."""

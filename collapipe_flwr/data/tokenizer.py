@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -19,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from collapipe_flwr.core.domain import IGNORED_LABEL
 from collapipe_flwr.core.errors import DataError
-from collapipe_flwr.core.hub import folder_only, unreachable
+from collapipe_flwr.core.hub import expanded, folder_only, unreachable
 
 PAD, EOS, BOS, UNK, MASK = "<pad>", "</s>", "<s>", "<unk>", "<mask>"
 _KEPT_SETTINGS = ("model_max_length", "padding_side", "truncation_side", "model_input_names")
@@ -71,7 +70,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
 
     Raises DataError if it cannot be loaded or is not one of the ``tokenizers`` library.
     """
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     if not folder.is_dir() and folder_only(name):
         raise DataError(
             f'data.tokenizer "{name}" does not exist (looked for {folder.absolute()}): give the '
@@ -79,8 +78,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
         )
     offline = "" if folder.is_dir() else unreachable(name)
     try:
-        loaded = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, ImportError, KeyError) as error:
+        loaded = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name)
+    except Exception as error:  # tokenizers raises nothing narrower for a damaged file
         why = f" ({offline})" if offline else ""
         raise DataError(
             f'data.tokenizer "{name}" could not be loaded{why}: give the directory of a saved '

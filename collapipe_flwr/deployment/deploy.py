@@ -32,6 +32,8 @@ from collapipe_flwr.reporting.tables import show_measurements
 
 T = TypeVar("T")
 _AT_ONCE = 32
+# Of runs; who trains may choose others.
+_DEFAULTS = {"world.channel": '"static"', "output-dir": '"/var/lib/collapipe/runs"'}
 
 
 @dataclass(kw_only=True)
@@ -233,14 +235,18 @@ def next_steps(deployed: Deployment, path: Path, console: Console) -> None:
     inventory = deployed.inventory
     folder = path.parent / f"{inventory.name}-run"
     folder.mkdir(exist_ok=True)
-    for name, text in (("ca.pem", deployed.ca_pem), ("boards.toml", run_config(inventory))):
-        file = folder / name
-        if not file.exists() or file.read_text() != text:
+    boards = folder / "boards.toml"
+    before = boards.read_text(encoding="utf-8") if boards.exists() else ""
+    for file, text in (
+        (folder / "ca.pem", deployed.ca_pem),
+        (boards, run_config(inventory, before)),
+    ):
+        if not file.exists() or file.read_text(encoding="utf-8") != text:
             write_text(file, text)
     superlink = roles.address_of(inventory.one(SERVER))
     console.print(
         f"to train, in the sources: flwr run . {inventory.name} --stream --run-config "
-        f"{folder / 'boards.toml'}\nwith this in ~/.flwr/config.toml:\n"
+        f"{boards}\nwith this in ~/.flwr/config.toml:\n"
         f'[superlink.{inventory.name}]\naddress = "{superlink}"\n'
         f'root-certificates = "{(folder / "ca.pem").resolve()}"',
         highlight=False,
@@ -249,8 +255,11 @@ def next_steps(deployed: Deployment, path: Path, console: Console) -> None:
     )
 
 
-def run_config(inventory: Inventory) -> str:
-    """The keys that all runs on this cluster share; files are those of the server."""
+def run_config(inventory: Inventory, before: str = "") -> str:
+    """The keys that all runs on this cluster share; files are those of the server.
+
+    What the user added to ``before`` stays, and so do other values of `_DEFAULTS`.
+    """
     certs = f"{roles.folder_of(inventory.one(SERVER))}/certs"
     values = {
         "clusters": len(inventory.clusters),
@@ -259,7 +268,13 @@ def run_config(inventory: Inventory) -> str:
         "edge.tls-ca": f'"{certs}/ca.pem"',
         "edge.tls-cert": f'"{certs}/server.pem"',
         "edge.tls-key": f'"{certs}/server.key"',
-        "world.channel": '"static"',
-        "output-dir": '"/var/lib/collapipe/runs"',
+        **_DEFAULTS,
     }
-    return "".join(f"{name} = {value}\n" for name, value in values.items())
+    lines, new = before.splitlines(), []
+    places = {line.partition("=")[0].strip(): at for at, line in enumerate(lines)}
+    for name, value in values.items():
+        if name not in places:
+            new.append(f"{name} = {value}")  # in front: behind a table's header it would be in it
+        elif name not in _DEFAULTS:
+            lines[places[name]] = f"{name} = {value}"
+    return "".join(f"{line}\n" for line in (*new, *lines))

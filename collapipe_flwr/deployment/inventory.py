@@ -158,12 +158,18 @@ def _roles(values: Mapping[str, Any]) -> Iterable[Role]:
         unit = parsing.parse_table(blank, prefix + CONTROL_UNIT, own.get(CONTROL_UNIT, {}))
         if not unit.host:
             raise ConfigError(f"{prefix}{CONTROL_UNIT}.host is missing: say where ssh finds it")
-        yield replace(unit, name=f"cu-{cluster}")
+        yield _named(unit, f"cu-{cluster}", prefix + CONTROL_UNIT)
         for kind in shared:
             found = parsing.parse_table(replace(blank, kind=kind), kind, values.get(kind, {}))
-            yield replace(found, name=kind, host=found.host or unit.host)
+            yield _named(replace(found, host=found.host or unit.host), kind, kind)
         shared = ()
         yield from _devices(own, prefix, replace(blank, kind=DEVICE))
+
+
+def _named(role: Role, name: str, where: str) -> Role:
+    if role.name:
+        raise ConfigError(f"{where}.name cannot be chosen, only that of a device: leave it out")
+    return replace(role, name=name)
 
 
 def _clusters(values: Mapping[str, Any]) -> Iterable[tuple[str, str, Mapping[str, Any]]]:

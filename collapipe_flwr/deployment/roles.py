@@ -147,6 +147,7 @@ def _wheel(machine: Machine) -> Step:
         action=f"""
 mkdir -p {OPT}/wheel
 rm -f {OPT}/installed
+[ ! -L {OPT}/venv ] || rm {OPT}/venv
 cd {OPT}/wheel
 {_base64(wheel, name)}
 {_base64(constraints, "constraints.txt")}
@@ -268,8 +269,8 @@ def _service(service: Service) -> Step:
     """Restart a service if it runs with another environment, unit or settings."""
     unit, stamp = service.unit, f"{OPT}/started/{service.unit}"
     state = (
-        f"state() {{ cat {OPT}/installed /etc/systemd/system/{unit}.service {service.env_file} "
-        "2> /dev/null | sha256sum; }\n"
+        f"state() {{ {{ readlink {OPT}/venv; cat {OPT}/installed "
+        f"/etc/systemd/system/{unit}.service {service.env_file}; }} 2> /dev/null | sha256sum; }}\n"
     )
     host, _, port = service.address.rpartition(":")
     listens = f"(exec 3<> /dev/tcp/{host.strip('[]')}/{port})" if port else "sleep 1"

@@ -22,6 +22,12 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0  # each is twice the one before
 log = logging.getLogger("flwr.collapipe")
 _LASTING = {kind.__name__ for kind in (ConfigError, DataError, Diverged, ModelError)}
 _KIND = re.compile(r"^<class '(?:[\w.]*\.)?(\w+)'>")  # Flower puts it before an error's words
+_KIND_IN_RAY = re.compile(  # the last line of the traceback that Flower's simulation reports
+    r"^collapipe_flwr\.core\.errors\.(\w+)(?::.*)?\n\n"
+    r"The above exception was the direct cause of the following exception:\n"
+    r"(?:(?!The above exception).*\n)*.*\bClientAppException: ",
+    re.MULTILINE,
+)
 
 
 class Attempts:
@@ -61,5 +67,6 @@ def are_permanent(replies: Iterable[Message]) -> bool:
 
 def _kind(error: Error) -> str:
     """The class name of the exception that a ClientApp raised, "" if none was raised."""
-    found = _KIND.match(error.reason or "")
+    reason = error.reason or ""
+    found = _KIND_IN_RAY.search(reason) or _KIND.match(reason)
     return found.group(1) if found else ""

@@ -20,6 +20,7 @@ of their deadlines.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -150,13 +151,13 @@ def _predicted(messages: Sequence[Message]) -> dict[str, float]:
 
 
 def _walls(replies: Sequence[Message]) -> dict[str, float]:
-    """Measured seconds by cluster, as the replies report them; malformed ones are left out."""
+    """Measured seconds by cluster, as the replies report them; what cannot be is left out."""
     found: dict[str, float] = {}
     for reply in replies:
         try:
             measured = take_telemetry(reply.content)[1] if reply.has_content() else None
         except ProtocolError:
             continue
-        if measured is not None:
+        if measured is not None and 0 < measured.wall_s < math.inf:
             found[measured.cluster_id] = measured.wall_s
     return found

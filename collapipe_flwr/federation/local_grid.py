@@ -168,11 +168,11 @@ def main() -> None:
     """Run the command line's app; an error is the last line on stderr."""
     config, *clusters = sys.argv[1:]
     project = Path.cwd()
-    values = overridden(declared_config(project), read_toml(Path(config), config))
     try:
+        values = overridden(declared_config(project), read_toml(Path(config), config))
         run_locally(project, values, [Path(file) for file in clusters])
-    except CollaPipeError as error:  # the ServerApp has logged it
-        raise SystemExit(1) from error
+    except CollaPipeError as error:  # an app of the user's need not have logged it
+        raise SystemExit(f"ERROR: {error}") from error
 
 
 if __name__ == "__main__":

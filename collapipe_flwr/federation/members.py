@@ -158,13 +158,18 @@ def discover_clusters(
                 "the missing ones (each is one SuperNode), or expect fewer"
             )
         pause(_POLL_S)
+    check_names(clusters)
+    return clusters
+
+
+def check_names(clusters: Mapping[int, ClusterProfile]) -> None:
+    """Raise RunError if two nodes give their clusters the same name."""
     for (node, profile), (other, namesake) in combinations(clusters.items(), 2):
         if profile.cluster_id == namesake.cluster_id:
             raise RunError(
                 f"nodes {node} and {other} both call their cluster {profile.cluster_id!r}: give "
                 "each its own name"
             )
-    return clusters
 
 
 def _clusters(answers: Mapping[int, ClusterProfile | None]) -> dict[int, ClusterProfile]:

@@ -52,9 +52,9 @@ def diverged(key: str) -> str:
     )
 
 
-def as_failed(sent: Sent, why: str) -> Message:
-    """An error reply, which every strategy counts as a failure."""
-    return Message(Error(BAD_REPLY, why), reply_to=sent.message)
+def as_failed(sent: Sent, error: Exception) -> Message:
+    """An error reply in Flower's words, which every strategy counts as a failure."""
+    return Message(Error(BAD_REPLY, f"{type(error)}:<'{error}'>"), reply_to=sent.message)
 
 
 def with_content(reply: Message, content: RecordDict) -> Message:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from flwr.app import ArrayRecord, Message, RecordDict
 
-from collapipe_flwr.core.errors import LinkError, ProtocolError
+from collapipe_flwr.core.errors import Diverged, LinkError, ProtocolError
 from collapipe_flwr.federation import messages, records
 from collapipe_flwr.federation.arrays import inner_view, not_finite, shifted
 from collapipe_flwr.federation.rounds import AcceptedRounds, ClosedRound, RoundPlan, Sent
@@ -209,7 +209,7 @@ class OpenRound:
             messages.check_weight(reply.content, self._weighted_by, sent.cluster_id)
         except ProtocolError as error:
             log.warning("the evaluation of cluster %s is unusable: %s", sent.cluster_id, error)
-            return messages.as_failed(sent, str(error))
+            return messages.as_failed(sent, error)
         return reply
 
     def _receive(self, reply: Message, sent: Sent, closed: ClosedRound) -> Message:
@@ -228,10 +228,10 @@ class OpenRound:
             check = messages.check_possible if self._split is None else messages.check_weight
             examples = check(content, self._weighted_by, name)
             shown = messages.viewed(content, self._hidden)
-        except LinkError as error:
+        except (Diverged, LinkError) as error:
             closed.failures[name] = str(error)
             log.warning("the reply of cluster %s is unusable: %s", name, error)
-            return messages.as_failed(sent, str(error))
+            return messages.as_failed(sent, error)
         closed.models[name] = next(iter(content.array_records.values()), ArrayRecord())
         closed.examples[name] = examples
         if telemetry is not None:
@@ -256,14 +256,14 @@ class OpenRound:
     def _unpack(
         self, content: RecordDict, cluster_id: str
     ) -> tuple[RecordDict, ClusterTelemetry | None]:
-        """The unsplit model and the complete telemetry; raises ProtocolError, LinkError."""
+        """The unsplit model and the complete telemetry; raises Diverged, LinkError."""
         content, telemetry = records.take_telemetry(content)
-        if telemetry is not None and telemetry.cluster_id != cluster_id:
-            raise ProtocolError(f"cluster {cluster_id} sent telemetry of {telemetry.cluster_id!r}")
+        if telemetry is not None and (others := telemetry.cluster_ids - {cluster_id}):
+            raise ProtocolError(f"cluster {cluster_id} sent telemetry of {min(others)!r}")
         if self._split is None:
             for arrays in content.array_records.values():
                 if (key := not_finite(arrays, self.template)) is not None:
-                    raise ProtocolError(f"cluster {cluster_id}: {messages.diverged(key)}")
+                    raise Diverged(f"cluster {cluster_id}: {messages.diverged(key)}")
         else:
             name, arrays = messages.only_arrays(content, f"the reply of cluster {cluster_id}")
             content[name] = self._split.join(cluster_id, arrays, self.template)

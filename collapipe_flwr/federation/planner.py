@@ -117,19 +117,25 @@ class ScheduledRounds:
         if snapshot.clusters and not there.clusters:
             self._absence.lift(out)
             raise DevicesMissing("no cluster has a device left: bring one back")
+        short = [name for name, devices in out.items() if devices]
+        rest = tuple(c for c in there.clusters if c.profile.cluster_id not in short)
         try:
-            plan, self.state = self._scheduler.step(self.state, there)
+            plan, state = self._scheduler.step(self.state, there)
+            # A plan that was kept leaves them out as well, and the others no better than before.
+            too_short = plan.fallback and any(plan.cluster(name) is None for name in short)
         except InfeasibleError as error:
-            short = [name for name, devices in out.items() if devices]
             if not short:
                 raise
-            rest = tuple(c for c in there.clusters if c.profile.cluster_id not in short)
             if not rest:
                 self._absence.lift(out)
                 raise DevicesMissing(str(error)) from error
+            too_short = True
+        if too_short and rest:
             log.warning("%s cannot take part without their lost devices", ", ".join(short))
-            plan, self.state = self._scheduler.step(self.state, replace(there, clusters=rest))
-            self._absence.lift(out)  # clusters that take no part report nothing
+            plan, state = self._scheduler.step(self.state, replace(there, clusters=rest))
+        self.state = state
+        # Clusters that take no part report nothing: they are tried with all devices next time.
+        self._absence.lift([name for name in out if plan.cluster(name) is None])
         self._absence.lift(_ids(snapshot) - _ids(there))
         return with_rates(plan, snapshot)
 
@@ -137,12 +143,29 @@ class ScheduledRounds:
         """Price the finished part of the plan, and let the scheduler observe it."""
         assert closed.plan.plan is not None and self.state is not None
         self._before = None
-        done = finished(closed.plan.plan, closed)
+        described, self.world = self.world, self._with_newcomers(closed.telemetry)
+        done = finished(closed.plan.plan, closed, self.world)
         outcome = Outcome(queues_j=self.state.energy_queue_j)
         if done.clusters:
             outcome = self._observe(done, closed)
+        self.world = described
         self._update_devices(closed.telemetry)
         return outcome
+
+    def _with_newcomers(self, telemetry: Mapping[str, ClusterTelemetry]) -> World:
+        """The world with devices that joined since the plan: a cluster may have ended on them."""
+        world = self.world
+        for known in self.world.clusters:
+            measured = telemetry.get(known.cluster_id)
+            if measured is None or measured.profile is None:
+                continue
+            here, now = _devices(known), self._budgeted(measured.profile).devices
+            if joined := tuple(device for device in now if device.device_id not in here):
+                world = world.with_cluster(replace(known, devices=(*known.devices, *joined)))
+        return world
+
+    def _budgeted(self, profile: ClusterProfile) -> ClusterProfile:
+        return profile if self._budget is None else budgeted(profile, self._budget, self._model)
 
     def _observe(self, done: Plan, closed: ClosedRound) -> Outcome:
         assert closed.plan.plan is not None and self.state is not None
@@ -169,10 +192,7 @@ class ScheduledRounds:
             now, before = _devices(measured.profile), _devices(known[name])
             if now == before:
                 continue
-            profile = measured.profile
-            if self._budget is not None:
-                profile = budgeted(profile, self._budget, self._model)
-            self.world = self.world.with_cluster(profile)
+            self.world = self.world.with_cluster(self._budgeted(measured.profile))
             changes = (("joined", now - before), ("left", before - now))
             said = "; ".join(f"{', '.join(sorted(ids))} {how}" for how, ids in changes if ids)
             log.info("cluster %s: %s", name, said)
@@ -298,9 +318,17 @@ def _other_examples(
     return found
 
 
-def finished(plan: Plan, closed: ClosedRound) -> Plan:
-    """The plans that ended with this round, as each cluster finished it."""
-    ends = {name: measured.replanned for name, measured in closed.telemetry.items()}
+def finished(plan: Plan, closed: ClosedRound, world: World) -> Plan:
+    """The plans that ended with this round, as each cluster finished it.
+
+    A plan on devices that the world lacks has no price: that cluster counts as it began.
+    """
+    known = {profile.cluster_id: _devices(profile) for profile in world.clusters}
+    ends = {
+        name: last
+        for name, measured in closed.telemetry.items()
+        if (last := measured.replanned) and known.get(name, set()).issuperset(last.device_ids)
+    }
     begun = (*plan.clusters, *closed.joined.values())
-    done = (ends.get(c.cluster_id) or c for c in begun if c.cluster_id in closed.models)
+    done = (ends.get(c.cluster_id, c) for c in begun if c.cluster_id in closed.models)
     return replace(plan, clusters=tuple(done))

@@ -20,7 +20,7 @@ from collapipe_flwr.core.domain import BlockCost, ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.federation.checkpoint import Memory
-from collapipe_flwr.federation.members import NO_CLUSTER, Newcomers
+from collapipe_flwr.federation.members import NO_CLUSTER, Newcomers, check_names
 from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.federation.records import array_bytes
 from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan, RoundPlanner
@@ -120,12 +120,17 @@ class DescribedClusters(ScheduledRounds):
         )
 
     def query_unknown(self, grid: Grid, nodes: Sequence[int]) -> None:
-        """Query unknown nodes; raises RunError if none of ``nodes`` has described a cluster."""
+        """Query unknown nodes.
+
+        Raises RunError if none of ``nodes`` has described a cluster, or two describe the same.
+        """
         unknown = [node for node in nodes if node not in self._names]
         if unknown:
             self._newcomers = self._newcomers or Newcomers(grid, DESCRIBE_S)
-            found = self._newcomers.profiles(unknown)
-            self._register({node: profile for node, profile in found.items() if profile})
+            answers = self._newcomers.profiles(unknown)
+            found = {node: profile for node, profile in sorted(answers.items()) if profile}
+            check_names(found)
+            self._register(found)
         if nodes and not any(node in self._names for node in nodes):
             raise RunError(
                 f"none of {len(nodes)} nodes describes a cluster: {NO_CLUSTER}, and look into the "

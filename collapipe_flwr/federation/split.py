@@ -25,7 +25,7 @@ import torch
 from flwr.app import Array, ArrayRecord, RecordDict
 
 from collapipe_flwr.cluster.fleet import LearningSettings
-from collapipe_flwr.core.errors import LinkError, ProtocolError, RunError
+from collapipe_flwr.core.errors import Diverged, LinkError, ProtocolError, RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors, is_floating
 from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.messages import diverged
@@ -135,7 +135,7 @@ class SplitRound:
         """The whole model of one cluster in the order of ``template``.
 
         Raises ProtocolError if a key is missing or unknown, or if an array has another shape or
-        kind than the one that was sent or is not finite; LinkError if the edge fails.
+        kind than the one that was sent; Diverged if one is not finite; LinkError if the edge fails.
         """
         elsewhere = self._unsent_keys(cluster_id)
         decoder = self._fetch_decoder(cluster_id)
@@ -228,12 +228,12 @@ def check_like(key: str, array: Array, template: Array, cluster_id: str) -> None
 
 
 def check_finite(whole: ArrayRecord, cluster_id: str) -> None:
-    """Raise ProtocolError for a model with infinities or NaN."""
+    """Raise Diverged for a model with infinities or NaN, ProtocolError for arrays that are none."""
     for key, tensor in decode_tensors(whole).items():
         if tuple(tensor.shape) != tuple(whole[key].shape):
             raise ProtocolError(f"cluster {cluster_id} returned {key} with data of another shape")
         if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
-            raise ProtocolError(f"cluster {cluster_id}: {diverged(key)}")
+            raise Diverged(f"cluster {cluster_id}: {diverged(key)}")
 
 
 class PersonalArrays:

@@ -43,6 +43,12 @@ class ClusterTelemetry:
     profile: ClusterProfile | None = None  # of machines, at the end: devices join and are removed
 
     @property
+    def cluster_ids(self) -> set[str]:
+        """The clusters that it speaks of: one, unless it is wrong."""
+        parts = (self, self.replanned, self.profile)
+        return {part.cluster_id for part in parts if part is not None}
+
+    @property
     def loss(self) -> float | None:
         """Mean over the steps, None without steps."""
         return math.fsum(self.losses) / len(self.losses) if self.losses else None

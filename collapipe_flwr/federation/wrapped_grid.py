@@ -36,6 +36,11 @@ class Fetches:
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._under_way: dict[Future[list[Message]], frozenset[str]] = {}  # ids of messages
+        self._awaited: set[str] = set()  # ids of messages whose replies `forget` keeps
+
+    def keep(self, message_ids: Iterable[str]) -> None:
+        """Let replies to these messages wait until they are pulled, see `forget`."""
+        self._awaited.update(message_ids)
 
     def pull(self, message_ids: Iterable[str]) -> list[Message]:
         """The complete replies to these messages; raises what the grid raises."""
@@ -56,8 +61,16 @@ class Fetches:
         return found
 
     def forget(self) -> None:
-        """Drop replies that arrived after the exchange that asked for them."""
-        self._under_way = {each: ids for each, ids in self._under_way.items() if not each.done()}
+        """Drop replies that arrived after the exchange that asked for them, if nobody awaits them.
+
+        A SuperLink gives away every reply once. Errors are dropped: the reply is asked for again.
+        """
+        self._under_way = {
+            fetch: ids
+            for fetch, ids in self._under_way.items()
+            if not fetch.done() or (ids & self._awaited and fetch.exception() is None)
+        }
+        self._awaited.intersection_update(frozenset[str]().union(*self._under_way.values()))
 
     def _begin(self, message_ids: frozenset[str]) -> Future[list[Message]]:
         fetch: Future[list[Message]] = Future()
@@ -146,7 +159,7 @@ class PollingGrid(WrappedGrid):
         missing = set(filter(None, self.push_messages(sent)))  # None: refused
         replies: list[Message] = []
         while missing and (timeout is None or self._now() - start_s < timeout):
-            found = self.pull_messages(missing)
+            found = self._pull(missing)
             replies += found
             missing -= answered(found)
             if missing:
@@ -168,7 +181,12 @@ class PollingGrid(WrappedGrid):
         return self._grid.push_messages(sent)
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """The complete replies, unbundled."""
+        """The complete replies, unbundled; the others are kept for a later call."""
+        wanted = set(message_ids)
+        self._fetches.keep(wanted)
+        return self._pull(wanted)
+
+    def _pull(self, message_ids: Iterable[str]) -> list[Message]:
         found = self._fetches.pull(message_ids)
         for reply in found:
             try:

@@ -215,8 +215,11 @@ def _read_wav(data: bytes, rate_hz: int) -> NDArray[np.float32]:
         with wave.open(BytesIO(data)) as sound:
             channels, width, rate, *_ = sound.getparams()
             frames = sound.readframes(sound.getnframes())
+            complete = len(frames) == sound.getnframes() * channels * width
     except (wave.Error, EOFError) as cause:
         raise DataError(f"the .wav file cannot be read: {cause}") from cause
+    if not complete:
+        raise DataError("the .wav file is cut off: send all of it")
     if rate != rate_hz or width != 2:
         raise DataError(
             f"the .wav file has {rate} Hz and {8 * width} bits, the model hears {rate_hz} Hz and "

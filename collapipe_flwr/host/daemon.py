@@ -105,9 +105,7 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
     configure_malloc()
     if settings.cache_folder is not None:
         own_folder(settings.cache_folder, "--cache-dir")  # it is used when the first caller comes
-    if settings.imports:
-        hide_unused_libraries()
-        allow(*settings.imports)
+    allow(*settings.imports)
     if settings.tls is None:
         _log.warning(
             "plain text: anybody who reaches %s can read and change everything", settings.listen
@@ -127,7 +125,7 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
     )
     removed: list[str] = []
     metrics = HostMetrics(settings.name, listener.load, tally)
-    with stopping() as stop, listener, serving_metrics(settings.metrics, metrics):
+    with stopping() as stop:
 
         def leave(why: str) -> None:
             removed.append(why)
@@ -135,21 +133,23 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
 
         if settings.rosters is not None:
             settings.rosters.on_removed = leave
-        announce(listener.address)
-        stop.wait()
-        # Nothing may keep the process: past this time it ends with 1, and stderr shows why.
-        faulthandler.dump_traceback_later(settings.grace_s + _LEAVE_S, exit=True)
-        for why in removed:
-            _log.warning("%s: it stops, and what it was at is broken off", why)
-        listener.drain(0.0 if removed else settings.grace_s)
-        listener.stop(_BREAK_OFF_S)
+        with listener, serving_metrics(settings.metrics, metrics):
+            announce(listener.address)
+            stop.wait()
+            # Nothing may keep the process: past this time it ends with 1, and stderr shows why.
+            faulthandler.dump_traceback_later(settings.grace_s + _LEAVE_S, exit=True)
+            for why in removed:
+                _log.warning("%s: it stops, and what it was at is broken off", why)
+            listener.drain(0.0 if removed else settings.grace_s)
+            listener.stop(_BREAK_OFF_S)
 
 
 def hide_unused_libraries() -> None:
     """Make libraries that no host uses impossible to import, unless one is loaded already.
 
     transformers loads them wherever they are installed, to match boxes and score text, which costs
-    a device some 40 MB. Python cannot import a name that is None in `sys.modules`.
+    a device some 40 MB. Modules of a user may need them, so a host that imports such hides none.
+    Python cannot import a name that is None in `sys.modules`.
     """
     modules = cast("dict[str, object]", sys.modules)
     for name in UNUSED_LIBRARIES:
@@ -159,7 +159,8 @@ def hide_unused_libraries() -> None:
 def _servicer(
     settings: HostSettings, passes_on: bool, meter: EnergyMeter, tally: Tally
 ) -> Servicer:
-    hide_unused_libraries()
+    if not settings.imports:
+        hide_unused_libraries()
     import torch
 
     from collapipe_flwr.host.ledger import Ledger

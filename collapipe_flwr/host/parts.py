@@ -112,8 +112,10 @@ class Parts:
             session.lacks_checkpoint = True
             raise
         if session.lacks_checkpoint and self._cache is not None:
-            reported = part.state_dict()
-            self._cache.keep({key: t for key, t in pushed.items() if key not in reported})
+            trained = {name for name, p in part.named_parameters() if p.requires_grad}
+            others = trained.union(part.state_dict())
+            frozen = [key for key in weights if key in pushed and key not in others]
+            self._cache.keep({key: pushed[key] for key in frozen})
         return part
 
     def _saved(

@@ -62,9 +62,9 @@ class Rosters:
             self.on_newer(config, roster)
             self._keep(config, roster.text)
             self._clusters, self.access = known, access
+            self.on_change(access)  # under the lock, so that the newest is applied last
             removed = not any(each.has_joined(self._name) for each in known.values())
         _log.info("the roster of %s has version %d", config.id, config.version)
-        self.on_change(access)
         if removed:
             self.on_removed(f"{self._name} was removed from {config.id}")
         return config.version

@@ -38,7 +38,12 @@ from collapipe_flwr.pipeline.state import PartState, digest_of
 _log = logging.getLogger(__name__)
 _SUFFIX, _NAME = ".safetensors", "tensor"
 _STORED = "last session"
-_DIGEST = re.compile("[0-9a-f]{32}")  # as `digest_of` writes it
+_DIGEST = re.compile("[0-9a-f]{32}")  # as `digest_of` writes it, and in the name of each file
+
+
+def _own_files(folder: Path) -> list[Path]:
+    """The files that are named as here; the user may keep others in the folder."""
+    return sorted(p for p in folder.glob(f"*{_SUFFIX}") if _DIGEST.fullmatch(p.stem))
 
 
 class SnapshotStore:
@@ -46,6 +51,7 @@ class SnapshotStore:
 
     def __init__(self, folder: Path) -> None:
         self._folder = own_folder(folder, "--state-dir")
+        self._unread: set[Path] = set()
 
     def write(self, snapshot: Snapshot) -> None:
         """Replace the file of this session; raises ConfigError when it cannot be written."""
@@ -62,18 +68,23 @@ class SnapshotStore:
         remove(self._path(session_id))
 
     def keep_only(self, session_ids: Iterable[str]) -> None:
-        """Delete the files of all other sessions."""
+        """Delete the files of all other sessions, but none that `read` could not read."""
         wanted = {self._path(session_id) for session_id in session_ids}
-        for path in set(self._folder.glob(f"*{_SUFFIX}")) - wanted:
+        for path in set(_own_files(self._folder)) - wanted - self._unread:
             path.unlink(missing_ok=True)
 
     def read(self) -> Iterator[Snapshot]:
-        """All sessions; a file that cannot be read is named in the log and left out."""
-        for path in sorted(self._folder.glob(f"*{_SUFFIX}")):
+        """All sessions; a file that cannot be read is named in the log and left as it is."""
+        for path in _own_files(self._folder):
             try:
                 yield _read(path)
             except (OSError, ValueError, TypeError, SafetensorError, CollaPipeError) as error:
-                _log.error("%s cannot be read, so its session is lost: %s", path, error)
+                self._unread.add(path)
+                _log.error(
+                    "%s cannot be read, so its session is lost; the file is left as it is: %s",
+                    path,
+                    error,
+                )
 
     def _path(self, session_id: str) -> Path:
         """Ids may hold any printable character."""
@@ -181,7 +192,7 @@ class WeightCache:
             written.replace(path)
 
     def _make_room(self) -> None:
-        files = [(path, path.stat()) for path in self._folder.glob(f"*{_SUFFIX}")]
+        files = [(path, path.stat()) for path in _own_files(self._folder)]
         left = sum(stat.st_size for _, stat in files)
         for path, stat in sorted(files, key=lambda file: file[1].st_mtime):
             if left <= self._most_bytes:

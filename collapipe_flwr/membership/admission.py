@@ -56,11 +56,12 @@ def admit(
             "the control unit's: set both (`timedatectl`)"
         )
     with registry.changing():
-        member = _member(request)  # a malformed request must not use up a token
-        token = registry.tokens.redeem(secret, use, now_s)
+        member = _member(request)
+        token = registry.tokens.usable(secret, use, now_s)
         config = registry.cluster(token.cluster_id)
         try:
             certificate = _certificate(registry, config, token.role, member, key)
+            registry.tokens.redeem(secret, use, now_s)  # not where the member is refused
             member = replace(member, fingerprint=fingerprint(certificate))
             if request.speed_flop_per_s > 0:  # before a roster with the member is sent
                 measured = Measured(
@@ -71,8 +72,7 @@ def admit(
                     memory_bytes=request.memory_bytes or None,
                 )
                 note_figures(config, [measured])
-            if _registered(config, token.role, member.name) != member:
-                config = registry.admit(config, token.role, member)
+            config = registry.admit(config, token.role, member)
         except ConfigError as error:
             raise JoinRefused(str(error)) from error
         return joining.JoinAnswer(
@@ -197,6 +197,7 @@ class JoiningService(Server):
             {joining.JOIN: self._join},
             threads=_AT_ONCE,
             most_calls=2 * _AT_ONCE,
+            most_bytes=MESSAGE_BYTES,
             tls=registry.service_files(),
         )
 
@@ -208,10 +209,7 @@ class JoiningService(Server):
                 f"too many attempts were refused: try again in {WITHIN_S:g} s",
             )
         try:
-            data = only_message(messages, context)
-            if len(data) > MESSAGE_BYTES:
-                raise ProtocolError(f"a request of {len(data)} bytes is too long")
-            request = decode_message(joining.JoinRequest, data)
+            request = decode_message(joining.JoinRequest, only_message(messages, context))
             answer = admit(self._registry, request)
         except JoinRefused as error:
             self._refuse(context, host, grpc.StatusCode.FAILED_PRECONDITION, str(error))

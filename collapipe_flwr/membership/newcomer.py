@@ -104,6 +104,12 @@ def own_host() -> str:
         return "127.0.0.1"
 
 
+def reachable(address: str) -> str:
+    """HOST:PORT for others of an address that is listened at, which may be all of this machine."""
+    host, port = host_and_port(address)
+    return f"{own_host()}:{port}" if host in ("0.0.0.0", "::") else address
+
+
 def with_port(address: str, port: int) -> str:
     """HOST:PORT of HOST; an address with a port stays as it is."""
     return address if re.search(r":[0-9]{1,5}$", address) else f"{address}:{port}"
@@ -159,6 +165,11 @@ def join(
     """
     if not MEMBER_NAME.holds(newcomer.name):
         raise ConfigError(f"--name {MEMBER_NAME.says}, got {newcomer.name[:80]!r}")
+    if newcomer.ca.with_name("ca.key").exists():
+        raise ConfigError(
+            f"{newcomer.folder} keeps the cluster itself: choose another folder for this member "
+            "with --folder"
+        )
     address = address or token.address
     ca_pem = joining.pinned_ca(address, token.pin, _DEADLINE_S)
     own_folder(newcomer.folder, "--folder")

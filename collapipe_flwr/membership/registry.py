@@ -138,7 +138,8 @@ class Registry:
         if config.joining:
             Authority(self.certs).member(SERVICE_NAME)
         config = self._write(config)
-        if Role.EDGE not in elsewhere and not self.edge_folder.exists():
+        here = (self.certs / f"{config.edge.name}.key").exists()
+        if here and not self.edge_folder.exists():
             self._keep_edge(config)
         return config
 
@@ -193,12 +194,17 @@ class Registry:
         check_names({name: hosts}, {n: h for n, h in signed.items() if n != name})
 
     def admit(self, config: ClusterConfig, role: Role, member: MemberConfig) -> ClusterConfig:
-        """Add a member in its role; an edge or server joins all clusters here."""
-        changed = self._write(_with(config, role, member))
-        for other in self.clusters().values() if role in SHARED else ():
-            if other.id != config.id and member_in(other, role) != member:
-                self._write(_with(other, role, member))
-        return changed
+        """Add a member in its role; an edge or server joins all clusters here.
+
+        Files that list it already stay as they are.
+        """
+        others = [c for c in self.clusters().values() if role in SHARED and c.id != config.id]
+        config, *_ = [self._listing(each, role, member) for each in (config, *others)]
+        return config
+
+    def _listing(self, config: ClusterConfig, role: Role, member: MemberConfig) -> ClusterConfig:
+        changed = _with(config, role, member)
+        return config if changed == config else self._write(changed)
 
     def remove(self, config: ClusterConfig, name: str) -> ClusterConfig:
         """Remove a member, whose certificate and token are worthless from now on.

@@ -19,6 +19,7 @@ from collapipe_flwr.membership.admission import JoiningService
 from collapipe_flwr.membership.discovery import announced
 from collapipe_flwr.membership.figures import add_figures
 from collapipe_flwr.membership.members import RosterSender
+from collapipe_flwr.membership.newcomer import reachable
 from collapipe_flwr.membership.registry import Registry
 from collapipe_flwr.transport.tls import fingerprint
 
@@ -53,7 +54,7 @@ def serve(
         stack.enter_context(joining)
         if announce:
             pin = bytes.fromhex(fingerprint(registry.ca.read_bytes()))
-            stack.enter_context(announced(config, joining.address, pin))
+            stack.enter_context(announced(config, reachable(joining.address), pin))
         stack.enter_context(meanwhile(RosterSender(registry).watch, "rosters"))
         say(f"newcomers of {', '.join(registry.clusters())} are let in at {joining.address}")
         while not stop.wait(_LOOK_S):

@@ -21,6 +21,7 @@ _GROUPS = {"video", "render"}
 _SYSTEM_UNITS = Path("/etc/systemd/system")
 # Settings that the manager of a user supports; the service's files are its user's own anyway.
 _OF_A_USER = (
+    "Type",
     "EnvironmentFile",
     "ExecStart",
     "KillSignal",
@@ -31,6 +32,7 @@ _OF_A_USER = (
     "Nice",
     "UMask",
 )
+_HIDDEN = tuple(map(Path, ("/home", "/root", "/run/user")))  # by ProtectHome
 _COMMAND_S = 90.0
 
 
@@ -88,16 +90,25 @@ def _for_user(text: str) -> Iterator[str]:
             yield line
 
 
-def check_manager(manager: Manager) -> None:
-    """Raise ConfigError where a service could not be installed, before anything else is done."""
+def check_manager(manager: Manager, folder: Path) -> None:
+    """Raise ConfigError where a service could not be installed, before anything else is done.
+
+    ``folder`` is to have the member's files.
+    """
     if shutil.which("systemctl") is None:
         raise ConfigError("--service needs systemd, and there is no systemctl: leave it out")
     if manager is Manager.system and os.geteuid() != 0:
         raise ConfigError("--service system needs root: use sudo, or --service user")
+    for path in (Path(sys.executable), folder.resolve()) if manager is Manager.system else ():
+        if any(path.is_relative_to(home) for home in _HIDDEN):
+            raise ConfigError(
+                f"--service system sees no home folders, and {path} is in one: use an environment "
+                "in /opt/collapipe and a --folder in /etc, or --service user"
+            )
 
 
 def install(service: Service, manager: Manager, units: Path | None = None) -> Path:
-    """Write the unit, have systemd start it now and at every boot, and return its path.
+    """Write the unit, have systemd start it now and later (see `lingers`), and return its path.
 
     A system service runs as the user ``collapipe``, which is created and gets the folder. Raises
     RunError where systemd refuses.
@@ -115,6 +126,15 @@ def install(service: Service, manager: Manager, units: Path | None = None) -> Pa
     _run([*control, "enable", service.service])
     _run([*control, "restart", service.service])
     return path
+
+
+def lingers() -> bool:
+    """Ask that this user's services start with the machine and go on after the last logout."""
+    try:
+        _run(["loginctl", "enable-linger"])
+    except RunError:
+        return False
+    return True
 
 
 def _give_to_user(folder: Path) -> None:

@@ -126,21 +126,25 @@ class TokenBook:
         )
         self._write((*known, made))
 
-    def redeem(self, secret: bytes, use: TokenUse, now_s: float) -> KnownToken:
-        """Record that a member joins by a token; the same member may do so again.
+    def usable(self, secret: bytes, use: TokenUse, now_s: float) -> KnownToken:
+        """The token by which a member may join; the same member may do so again.
 
-        Raises JoinRefused when the token is not known, not valid now, or used up.
+        Raises JoinRefused when it is not known, not valid now, or used up.
         """
-        known, digest = self._read(), sha256(secret).hexdigest()
+        digest = sha256(secret).hexdigest()
         # Every token is compared, each in constant time.
-        found = [token for token in known if hmac.compare_digest(token.digest, digest)]
+        found = [token for token in self._read() if hmac.compare_digest(token.digest, digest)]
         if not found:
             raise JoinRefused("the token is not known: copy it again, or print another one")
-        token = found[0]
-        _check(token, use, now_s)
+        _check(found[0], use, now_s)
+        return found[0]
+
+    def redeem(self, secret: bytes, use: TokenUse, now_s: float) -> KnownToken:
+        """Record that a member joins by a token; raises as `usable`."""
+        token = self.usable(secret, use, now_s)
         used = replace(token, uses=tuple(dict.fromkeys((*token.uses, use))))
         if used != token:
-            self._write([used if each is token else each for each in known])
+            self._write([used if each == token else each for each in self._read()])
         return used
 
     def revoke(self, name: str) -> None:

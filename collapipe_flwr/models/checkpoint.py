@@ -29,7 +29,7 @@ from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
 from collapipe_flwr.core.errors import CheckpointMissing, ModelError
-from collapipe_flwr.core.hub import folder_only, quietly, unreachable
+from collapipe_flwr.core.hub import expanded, folder_only, quietly, unreachable
 from collapipe_flwr.models.skeleton import build_skeleton, builder_of, derive_constant, read_config
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.validation import first_lines, refusing
@@ -39,7 +39,7 @@ _TIE_FLAGS = ("tie_word_embeddings", "share_encoder_decoder_embeddings")
 
 def read_pretrained_config(pretrained: str) -> PreTrainedConfig:
     """The configuration of a checkpoint (folder or hub name); raises ModelError."""
-    folder = Path(pretrained).expanduser()
+    folder = expanded(pretrained)
     if not folder.is_dir() and folder_only(pretrained):
         raise CheckpointMissing(
             f"cannot read the checkpoint {pretrained!r}: there is no folder {folder.absolute()}; "
@@ -47,7 +47,7 @@ def read_pretrained_config(pretrained: str) -> PreTrainedConfig:
         )
     offline = "" if folder.is_dir() else unreachable(pretrained)
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(pretrained)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(_source(pretrained))
     except (OSError, ValueError, KeyError) as cause:
         raise CheckpointMissing(
             f"cannot read the checkpoint {pretrained!r}: {offline or first_lines(cause)}; "
@@ -70,12 +70,13 @@ def load_checkpoint(
     ModelError if the checkpoint cannot be read or lacks one of the ``body`` keys.
     """
     config = _checkpoint_config(spec)
+    assert spec.pretrained is not None
     unread = f"cannot load the checkpoint {spec.pretrained!r}"
     kinds = OSError, ValueError, RuntimeError, SafetensorError
     with refusing(unread, kinds), quietly(logging), torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         model, report = builder_of(spec, config).from_pretrained(
-            spec.pretrained,
+            _source(spec.pretrained),
             config=config,
             dtype=torch.float32,
             ignore_mismatched_sizes=True,  # judged below
@@ -227,17 +228,24 @@ def _listing(pretrained: str) -> Iterator[tuple[Path, str]]:
 
 def _files(pretrained: str) -> list[Path]:
     """The safetensors files in a folder or in the hub's cache, downloaded where it must be."""
-    one = cached_file(pretrained, _FILE, _raise_exceptions_for_missing_entries=False)
+    source = _source(pretrained)
+    one = cached_file(source, _FILE, _raise_exceptions_for_missing_entries=False)
     if one is not None:
         return [Path(one)]
-    index = cached_file(pretrained, _INDEX, _raise_exceptions_for_missing_entries=False)
+    index = cached_file(source, _INDEX, _raise_exceptions_for_missing_entries=False)
     if index is None:
         raise ModelError(
             f"the checkpoint {pretrained!r} has no {_FILE}; load it once with transformers and "
             "save it again, which writes one"
         )
     shards = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
-    return [Path(str(cached_file(pretrained, shard))) for shard in shards]
+    return [Path(str(cached_file(source, shard))) for shard in shards]
+
+
+def _source(pretrained: str) -> str:
+    """The checkpoint's folder or hub name as the library knows it, without ``~``."""
+    folder = expanded(pretrained)
+    return str(folder) if folder.is_dir() else pretrained
 
 
 def _unreadable(pretrained: str) -> str:

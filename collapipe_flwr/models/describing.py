@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.core.imports import path_of
+from collapipe_flwr.core.imports import is_within, path_of
 from collapipe_flwr.models.checkpoint import (
     not_fitting,
     published_skeleton,
@@ -123,7 +123,8 @@ def describe_live(model: PreTrainedModel, *, ties: str, **choices: Any) -> Model
         **choices,
     )
     splitter = Splitter(spec)
-    frozen = {name for name, tensor in model.named_parameters() if not tensor.requires_grad}
+    parameters = model.named_parameters(remove_duplicate=False)  # tied ones by all of their names
+    frozen = {name for name, tensor in parameters if not tensor.requires_grad}
     frozen -= splitter.constant_keys
     spec = replace(spec, frozen=tuple(key for key in splitter.all_keys() if key in frozen))
     if own or not splitter.has_record:
@@ -134,10 +135,12 @@ def describe_live(model: PreTrainedModel, *, ties: str, **choices: Any) -> Model
 def _adapted(spec: ModelSpec, lora: LoraConfig) -> ModelSpec:
     """``spec`` with adapters, defaults filled in."""
     plain = build_skeleton(spec)
+    head = head_modules(plain) if find_task(spec.task).labelled else ()
     if not lora.target_modules:
         lora = replace(lora, target_modules=default_targets(spec.model_type))
-    if not lora.modules_to_save and find_task(spec.task).labelled:
-        lora = replace(lora, modules_to_save=head_modules(plain))
+    if not lora.modules_to_save:
+        lora = replace(lora, modules_to_save=head)
+    _refuse_unknown(plain, lora)
     if spec.pretrained is None:
         return replace(spec, lora=lora)
     _refuse_tied(published_skeleton(spec), lora)
@@ -146,7 +149,26 @@ def _adapted(spec: ModelSpec, lora: LoraConfig) -> ModelSpec:
     absent = splitter.absent_from_checkpoint()
     if lost := sorted(splitter.body_keys.intersection(absent)):
         raise not_fitting(spec, "missing", lost)
+    if untrained := [name for name in head if any(is_within(key, [name]) for key in absent)]:
+        raise ModelError(
+            f"lora.modules-to-save {' '.join(lora.modules_to_save)!r} leaves out "
+            f"{' '.join(untrained)!r} of the head, which the checkpoint {spec.pretrained!r} lacks: "
+            "add it, or its weights stay random"
+        )
     return replace(spec, absent=absent)
+
+
+def _refuse_unknown(model: PreTrainedModel, lora: LoraConfig) -> None:
+    """Raise ModelError for a name to train in full that ends no module's, which peft ignores."""
+    paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    for name in lora.modules_to_save:
+        if not any(path.endswith(name) for path in paths):
+            near = _near(name, {path.rpartition(".")[2] for path in paths})
+            raise ModelError(
+                f"lora.modules-to-save names {name!r}, but no module of a "
+                f"{model.config.model_type!r} model ends so; "
+                f"{near or 'give the end of a name in named_modules()'}"
+            )
 
 
 def _refuse_tied(model: PreTrainedModel, lora: LoraConfig) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.core.imports import is_within
+from collapipe_flwr.core.imports import is_within, load_builder
 from collapipe_flwr.models.layout import block_index, block_names, tensors_by_key
 from collapipe_flwr.models.module_call import names_in
 from collapipe_flwr.models.module_trace import ModuleTrace, trace_module
@@ -39,7 +39,8 @@ def describe_module(
     ``choices`` are fields of its spec. Raises ModelError if no cut is exact.
     """
     name = type(model).__name__
-    if arguments_json == "{}" and (needed := names_in(type(model), needed=True)):
+    builder = load_builder(build, nn.Module)
+    if arguments_json == "{}" and (needed := names_in(builder, needed=True)):
         raise ModelError(
             f"{name} needs {', '.join(needed)} to be built on other machines: pass "
             f"SplitModel({name}, arguments={{{needed[0]!r}: ...}})"

@@ -27,6 +27,7 @@ from collapipe_flwr.models.module_call import (
     hidden_of,
     split_arguments,
 )
+from collapipe_flwr.models.random_functions import Noticing
 from collapipe_flwr.models.validation import refusing
 
 _AHEAD, _BETWEEN, _BEHIND = -1, -2, -3  # where the pass is, or the number of a block
@@ -51,6 +52,7 @@ def trace_module(
         torch.random.fork_rng(devices=()),
         torch.no_grad(),
         trace,
+        trace.noticing,
     ):
         call(model, inputs, batch)
     if len(trace.calls) != len(trace.blocks):
@@ -85,6 +87,7 @@ class ModuleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.results = 0
         self.updated: tuple[str, ...] = ()
         self.drops = False
+        self.noticing = Noticing()
         self.blocks = blocks_of(model, blocks)
         self._names = block_names(model, blocks)
         self._place = _AHEAD
@@ -116,11 +119,12 @@ class ModuleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
+        if _draws(func, args, kwargs or {}):
+            self._note_drawn(name)
         if any(word in name for word in _READS_SHAPE):
             return result
         labels = frozenset[Label]().union(*(self._labels.get(_storage(t), ()) for t in read))
         self._judge(name, read, labels)
-        self.drops |= _draws(func, args, kwargs or {})
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._alive.append(leaf)
@@ -129,6 +133,14 @@ class ModuleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if self._place >= 0:
                     self._open.add(at)
         return result
+
+    def _note_drawn(self, name: str) -> None:
+        self.drops = True
+        if not self.noticing.runs_one:
+            raise ModelError(
+                f"its forward draws random numbers ({name}) where they cannot be seeded, so that "
+                "another cut would draw others: call torch.rand, torch.randn or a dropout layer"
+            )
 
     def _judge(self, name: str, read: Sequence[Tensor], labels: frozenset[Label]) -> None:
         chooses = name in _ASKS_VALUES and any(kind != "owned" for kind, _ in labels)
@@ -232,11 +244,16 @@ class ModuleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation draws random numbers; attention without dropout does not."""
+    """Whether an operation draws random numbers; attention without dropout does not.
+
+    A generator of the model's own is its own affair.
+    """
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     names = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if given.get("generator") is not None:
+        return False
     return "dropout_p" not in names or bool(given.get("dropout_p"))
 
 

@@ -82,7 +82,8 @@ def _profile(splitter: AnySplitter, shape: BatchShape, optimizer_bytes: StateByt
         }
         with unset_fake_temporarily():
             state_bytes = optimizer_bytes(trained)
-        kind = (hidden_BTD.requires_grad, tuple(held.values()), state_bytes)
+        sizes = tuple((size, key in trained) for key, size in held.items())
+        kind = (hidden_BTD.requires_grad, sizes, state_bytes)
         if kind not in known:  # else it costs the same
             block = splitter.build_segment(index, index + 1, weights)
             known[kind] = measure(block, partial(block, _leaf(hidden_BTD), context))

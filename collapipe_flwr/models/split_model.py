@@ -139,10 +139,11 @@ class SplitModel(DescribedModel):
         if isinstance(spec, ModuleSpec):
             return BatchShape(source_length=length or 1)
         name = str(self.model.main_input_name)
-        if length is None and self._example is not None and name == "input_ids":
-            length = self._example[name].shape[-1]
         if length is None and name == "input_ids":
-            raise ModelError("SplitModel needs the length of texts in tokens: length=128, say")
+            ids = (self._example or {}).get(name)
+            if ids is None:
+                raise ModelError("SplitModel needs the length of texts in tokens: length=128, say")
+            length = ids.shape[-1]
         return BatchShape(source_length=length or 1, target_length=length or 1)
 
     def _check(self) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -125,9 +126,26 @@ def block_flop(request: BenchmarkRequest) -> float:
 
 
 def available_memory_bytes() -> int:
-    """Memory that a new program could use without swapping, by Linux; elsewhere all memory."""
+    """Memory that this program may use without swapping, by Linux; elsewhere all memory."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return next(int(li.split()[1]) * 1024 for li in lines if li.startswith("MemAvailable:"))
+    free = next(int(li.split()[1]) * 1024 for li in lines if li.startswith("MemAvailable:"))
+    return min([free, *left_in_groups()])
+
+
+def left_in_groups(
+    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> Iterator[int]:
+    """What the limits of this process's control groups (version 2) leave, as those of a service.
+
+    Cached files count as free.
+    """
+    names = own.read_text().splitlines() if own.exists() else []
+    for name in (line.removeprefix("0::/") for line in names if line.startswith("0::/")):
+        for group in (root / name, *(root / name).parents):
+            with suppress(OSError, ValueError):  # none here, or "max"
+                most, used = (int((group / f"memory.{n}").read_text()) for n in ("max", "current"))
+                stat = dict(map(str.split, (group / "memory.stat").read_text().splitlines()))
+                yield max(most - used + int(stat.get("inactive_file", 0)), 0)

@@ -4,7 +4,8 @@ A timeline is a Chrome trace: open it in Perfetto or chrome://tracing. Clocks of
 differ are aligned first. A forward pass cannot start before the same one of the stage ahead has
 ended, nor a backward pass before that of the stage behind. Where the spans of two neighbours
 contradict this, the later stage is shifted so that the shortest gaps both ways are equal (as in
-network time protocols).
+network time protocols). Replicas share no passes with each other: each is compared with the stages
+ahead, and a stage behind them with all of them.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ class StageReport:
     control unit, `*_down` towards the edge; `sent_beside_bytes` were sent to other replicas of the
     stage. `small_square_norm` and `big_square_norm` are means over the steps of the squared norm of
     this stage's gradients for the first micro-batch alone and for the whole batch; only the first
-    replica of a stage has them. `peak_tensor_bytes` is by `MemoryMeter`. `spans` are recorded on
-    request; the sum of two reports keeps the first `MOST_SPANS`.
+    replica of a stage has them. The former leaves out `unlabelled` steps, in which this stage saw
+    no first micro-batch with a label. `peak_tensor_bytes` is by `MemoryMeter`. `spans` are recorded
+    on request; the sum of two reports keeps the first `MOST_SPANS`.
     """
 
     name: str
@@ -69,18 +71,21 @@ class StageReport:
     energy_j: float | None = None
     small_square_norm: float = 0.0
     big_square_norm: float = 0.0
+    unlabelled: int = 0
     spans: tuple[Span, ...] = ()
 
     def __add__(self, later: StageReport) -> StageReport:
         """Join two intervals of the same stage."""
-        share = later.steps / max(self.steps + later.steps, 1)
+        labelled = (self.steps - self.unlabelled, later.steps - later.unlabelled)
         joint: dict[str, object] = {}
         for name in (f.name for f in fields(self) if f.name != "name"):
             mine, theirs = getattr(self, name), getattr(later, name)
             if name == "peak_tensor_bytes":
                 joint[name] = max(mine, theirs)
-            elif name.endswith("_square_norm"):
-                joint[name] = mine + share * (theirs - mine)
+            elif name == "small_square_norm":
+                joint[name] = _mean((mine, theirs), labelled)
+            elif name == "big_square_norm":
+                joint[name] = _mean((mine, theirs), (self.steps, later.steps))
             elif name == "energy_j":
                 known = mine is not None and theirs is not None
                 joint[name] = mine + theirs if known else None
@@ -89,6 +94,12 @@ class StageReport:
             else:
                 joint[name] = mine + theirs
         return replace(self, **joint)  # type: ignore[arg-type]
+
+
+def _mean(values: tuple[float, float], counts: tuple[int, int]) -> float:
+    """Of two means over so many steps each; the first where there are none."""
+    first, second = values
+    return first + counts[1] / max(sum(counts), 1) * (second - first)
 
 
 class Recorder:
@@ -137,17 +148,19 @@ class GradientNorms:
     """Running means over the steps, for the gradient noise scale; see `StageReport`.
 
     The first micro-batch of a step counts with the gradient it would have alone: the accumulated
-    one carries the factor n_i / N.
+    one carries the factor n_i / N. Without any label it does not count.
     """
 
     steps: int = 0
+    firsts: int = 0  # that count
     small_square_norm: float = 0.0
     big_square_norm: float = 0.0
 
     def note_first(self, norm: float, scale: float) -> None:
         """After the first backward of a step: the squared norm, and n_i / N."""
         if scale > 0:
-            self.small_square_norm += (norm / scale**2 - self.small_square_norm) / (self.steps + 1)
+            self.firsts += 1
+            self.small_square_norm += (norm / scale**2 - self.small_square_norm) / self.firsts
 
     def note_step(self, norm: float) -> None:
         """At the end of a step: the squared norm."""
@@ -311,20 +324,23 @@ def _metadata(kind: str, process: int, row: int, **args: object) -> dict[str, ob
 def on_one_clock(stages: Mapping[str, Sequence[Span]]) -> dict[str, tuple[Span, ...]]:
     """The spans of all stages, in pipeline order, by the clock of the first."""
     aligned: dict[str, tuple[Span, ...]] = {}
-    before: Sequence[Span] | None = None
+    forward: dict[Pass, Span] = {}  # of the nearest stage ahead that has the pass
+    backward: dict[Pass, Span] = {}
     for name, spans in stages.items():
-        offset_s = 0.0 if before is None else _offset_s(before, spans)
-        before = aligned[name] = tuple(
+        down = _least_gap_s(forward, _passes(spans, "forward"))
+        up = _least_gap_s(_passes(spans, "backward"), backward)
+        offset_s = _offset_s(down, up)
+        aligned[name] = tuple(
             replace(span, start_s=span.start_s + offset_s, stop_s=span.stop_s + offset_s)
             for span in spans
         )
+        forward |= _passes(aligned[name], "forward")
+        backward |= _passes(aligned[name], "backward")
     return aligned
 
 
-def _offset_s(ahead: Sequence[Span], behind: Sequence[Span]) -> float:
-    """Seconds to add to the stage behind; 0 where the spans contradict nothing."""
-    down = _least_gap_s(_passes(ahead, "forward"), _passes(behind, "forward"))
-    up = _least_gap_s(_passes(behind, "backward"), _passes(ahead, "backward"))
+def _offset_s(down: float | None, up: float | None) -> float:
+    """Seconds to add to the stage behind; 0 where the shortest gaps contradict nothing."""
     if down is None or up is None or (down >= 0 and up >= 0):
         return 0.0
     return (up - down) / 2

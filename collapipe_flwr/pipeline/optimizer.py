@@ -29,6 +29,7 @@ from collapipe_flwr.pipeline.update_rules import (
     Keywords,
     check_arguments,
     check_name,
+    check_overridden,
     check_schedule,
     empty_state,
     factor_of,
@@ -126,6 +127,9 @@ class OptimizerConfig:
             raise ConfigError(f"proximal_mu must be >= 0, got {self.proximal_mu}")
         if self.name not in FUSED:
             self._check_fields()
+        check_overridden(self.arguments, self.weight_decay)
+        for group in self.groups:
+            check_overridden(group.arguments, group.weight_decay)
         for keywords in (self._keywords(None), *map(self._keywords, self.groups)):
             rate: Any = keywords["lr"]
             if not rate >= 0:

@@ -1,4 +1,4 @@
-"""Dropout that depends on what is computed, not on where or when.
+"""Dropout and noise that depend on what is computed, not on where or when.
 
 torch draws dropout masks from one generator per process, so threads would disturb each other and
 a cut would change the masks. Here every random operation of a forward pass is seeded from (seed,
@@ -8,7 +8,8 @@ of its calls it is. Calls are counted within the call of the module around them,
 without children by the layer that ran before it there, as a part does not know what other parts
 call: T5 uses one dropout layer behind its embedding, on the control unit, and behind its last norm,
 at the edge. Hence any cut, any order of micro-batches, and a second computation of the same
-micro-batch or of one of its blocks draw the same masks.
+micro-batch or of one of its blocks draw the same masks. What is drawn from a generator of the
+model's own is left alone.
 
 The mode is local to its thread; the process-wide generator is borrowed for one operation at a
 time and put back as it was.
@@ -22,10 +23,11 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from types import FunctionType
 from typing import Any
 
@@ -35,24 +37,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from collapipe_flwr.models.random_functions import RANDOM, Function
 from collapipe_flwr.pipeline.compute import CPU
 
-Function = Callable[..., Any]
 _DROPOUTS = (functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d)
-_RANDOM: frozenset[Function] = frozenset(
-    {
-        *_DROPOUTS,
-        functional.alpha_dropout,
-        functional.feature_alpha_dropout,
-        functional.scaled_dot_product_attention,
-        functional.multi_head_attention_forward,
-        torch.bernoulli,
-        torch.rand,
-        torch.rand_like,
-        torch.Tensor.bernoulli_,
-        torch.Tensor.uniform_,
-    }
-)
+_RECURRENT = (torch.gru, torch.lstm, torch.rnn_relu, torch.rnn_tanh)
 _borrowed = threading.Lock()
 
 
@@ -156,12 +145,23 @@ class _Mode(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         del types
-        if func not in _RANDOM:
-            return func(*args, **(kwargs or {}))
+        given = kwargs or {}
+        if not _draws(func, args, given):
+            return func(*args, **given)
         running = self._running[-1]
         running.random += 1
         with _seeded(f"{self._place}/{running.path}/{running.random}"):
-            return _drawn_on_cpu(func, args, kwargs or {})
+            return _drawn_on_cpu(func, args, given)
+
+
+def _draws(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call may draw from the generator of the process."""
+    if func not in RANDOM or kwargs.get("generator") is not None:
+        return False
+    # the one float in a call of recurrent layers is their dropout, and whether they train is next
+    return func not in _RECURRENT or any(
+        isinstance(share, float) and share > 0 and trains for share, trains in pairwise(args)
+    )
 
 
 @contextmanager
@@ -248,9 +248,13 @@ def _there_and_back(
 ) -> Any:
     """All of it on the CPU, for what is rare; results in place are written back."""
     here_args, here = tree_map(_here, (args, dict(kwargs)))
+    if "device" in here:  # it may be text
+        here["device"] = CPU
     found = func(*here_args, **here)
-    if func in (torch.Tensor.bernoulli_, torch.Tensor.uniform_) or here.get("inplace"):
-        return args[0].copy_(found)
+    in_place = func.__name__.endswith("_") or here.get("inplace")
+    written = args[0] if in_place else kwargs.get("out")
+    if written is not None:
+        return written.copy_(found)
     return tree_map(lambda leaf: leaf.to(place) if isinstance(leaf, Tensor) else leaf, found)
 
 

@@ -57,7 +57,18 @@ Around = AbstractContextManager[None]
 WEIGHTS = "weights"  # work: the part of a backward pass that is done after its gradient was sent
 
 # What torch and transformers raise for tensors that do not fit, and for memory that runs out.
-_PART_ERRORS = (RuntimeError, ValueError, IndexError, KeyError, TypeError, MemoryError)
+# What code of a part may raise that its inputs, or the code itself, are to blame for.
+_PART_ERRORS = (
+    RuntimeError,
+    ValueError,
+    LookupError,
+    TypeError,
+    MemoryError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+    ImportError,
+)
 
 
 class Stage(ABC):
@@ -171,6 +182,7 @@ class Stage(ABC):
             peak_tensor_bytes=self.memory.peak_bytes,
             small_square_norm=self._norms.small_square_norm,
             big_square_norm=self._norms.big_square_norm,
+            unlabelled=self._norms.steps - self._norms.firsts,
             spans=tuple(self.recorder.spans),
         )
 

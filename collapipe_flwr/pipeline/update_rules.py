@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache
 from typing import Any
@@ -31,13 +32,15 @@ Keywords = Mapping[str, Argument]
 
 FUSED: Mapping[str, Keywords] = {
     "adamw": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
-    "sgd": {"momentum": 0.0, "nesterov": False, "weight_decay": 0.01},
+    "sgd": {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0},
 }
 LEARNING_RATE_SCHEDULES = ("constant", "linear", "cosine")
 _REFUSED = {
     "LBFGS": "it searches along all weights together, and no stage has them all",
     "SparseAdam": "it takes sparse gradients only, and stages exchange dense ones",
 }
+_KEYS = {"lr": "learning_rate", "weight_decay": "weight_decay"}  # arguments with own fields
+_SWITCHES = ("foreach", "fused")  # None stands for torch's own choice
 _NOT_ARGUMENTS = {"self", "params", "lr", "differentiable", "capturable"}
 _STEP, _MOMENTUM = "step", "momentum_buffer"  # in a state of torch.optim
 _EXACT_FUSED = (torch.float32, torch.float64)  # others get wrong momenta of a fused SGD on CPUs
@@ -94,11 +97,18 @@ def make_optimizer(name: str, groups: Iterable[Mapping[str, Any]]) -> torch.opti
     fused = {"fused": True} if name == "adamw" else {}
     given = [{**group, **fused} for group in groups]
     defaults = {key: value for key, value in given[0].items() if key != "params"}
-    try:
+    with _refusing(name):
         made: torch.optim.Optimizer = _light(_class(name))(given, **defaults)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"optimizer {name}: {error}") from error
     return made
+
+
+@contextmanager
+def _refusing(name: str) -> Iterator[None]:
+    """Turn what torch says of wrong arguments into a ConfigError."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"optimizer {name}: {error}") from error
 
 
 def state_by_name(
@@ -133,11 +143,12 @@ def torch_names() -> tuple[str, ...]:
 
 
 @cache
-def known_arguments(name: str) -> tuple[str, ...]:
-    """The keyword arguments of an optimizer, besides ``lr``."""
+def known_arguments(name: str) -> Keywords:
+    """The keyword arguments of an optimizer, besides ``lr``, and their defaults."""
     if name in FUSED:
-        return tuple(FUSED[name])
-    return tuple(n for n in inspect.signature(_class(name)).parameters if n not in _NOT_ARGUMENTS)
+        return FUSED[name]
+    parameters = inspect.signature(_class(name)).parameters.items()
+    return {n: parameter.default for n, parameter in parameters if n not in _NOT_ARGUMENTS}
 
 
 def check_name(name: str) -> None:
@@ -153,13 +164,42 @@ def check_name(name: str) -> None:
 def check_arguments(name: str, keywords: Keywords) -> None:
     """Raise ConfigError for arguments that the optimizer does not have, or values it refuses."""
     known = known_arguments(name)
-    for argument in keywords:
+    for argument, value in keywords.items():
         if argument not in (*known, "lr"):
             raise ConfigError(
                 f"optimizer {name} has no argument {argument!r}; it knows {', '.join(known)}"
             )
+        if wanted := _wanted(argument, value, known.get(argument)):
+            raise ConfigError(f"optimizer {name}: {argument} must be {wanted}, got {value!r}")
     matrix = torch.nn.Parameter(torch.zeros(2, 2))  # Muon asks for one
-    make_optimizer(name, [{"params": [matrix], **keywords}])
+    optimizer = make_optimizer(name, [{"params": [matrix], **keywords}])
+    if name in FUSED:
+        return  # all of theirs are checked by the constructors
+    matrix.grad = torch.zeros_like(matrix)
+    with _refusing(name):
+        for _ in range(2):  # some arguments count from the second step on
+            optimizer.step()
+
+
+def _wanted(argument: str, value: object, default: Argument) -> str:
+    """What an argument must be instead of a value that torch would take for another one."""
+    if isinstance(default, bool) or argument in _SWITCHES:
+        return "" if value is None or isinstance(value, int) else "true or false"
+    if isinstance(default, tuple):
+        fits = isinstance(value, tuple | list) and len(value) == len(default)
+        return "" if fits else f"a list of {len(default)}, such as {list(default)}"
+    return ""
+
+
+def check_overridden(arguments: Keywords, weight_decay: float | None) -> None:
+    """Raise ConfigError for an argument in whose place its field would count."""
+    for argument, field in _KEYS.items():
+        is_set = argument == "lr" or weight_decay is not None
+        if is_set and argument in arguments:
+            raise ConfigError(
+                f"the optimizer's arguments may not hold {argument}={arguments[argument]!r}: set "
+                f"train.{field.replace('_', '-')} instead, or in a program {field}"
+            )
 
 
 def empty_state(

@@ -121,6 +121,8 @@ def whole_rounds(axes: Axes) -> None:
 
 def write_picture(figure: Figure, path: Path) -> None:
     """Replace ``path``; raises ConfigError when it cannot be written."""
+    if path.suffix[1:].lower() not in figure.canvas.get_supported_filetypes():
+        raise ConfigError(f"--plot {path}: its name must end in .png, .pdf or .svg, say")
     try:
         write_file(path, lambda written: figure.savefig(written, dpi=_DPI))
     except OSError as error:

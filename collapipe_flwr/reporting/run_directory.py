@@ -34,6 +34,7 @@ from collapipe_flwr.reporting.run_lock import CONFIG, RUNNING, as_it_is
 Json = Mapping[str, object]
 LOG = "run.log"
 EVENTS = "events.jsonl"
+BY_OWNER = "run this command as their owner, say with `sudo -u collapipe`"
 _SUMMARY = "summary.json"
 _PENDING, _RUN_ID, _CHECKPOINTS = "pending-round.json", "run-id", "checkpoints"
 _PLANS = b',\n  "plans": ['  # as `write_summary` lays it out
@@ -213,7 +214,11 @@ def labelled_run(source: str) -> tuple[str, Path]:
     label, equals, name = source.partition("=")
     if not equals or Path(source).is_dir():
         label, name = Path(source).resolve().name, source
-    if not (Path(name) / _SUMMARY).is_file():
+    try:
+        known = (Path(name) / _SUMMARY).is_file()
+    except PermissionError as error:
+        raise ConfigError(f"{name}: its files are not for this user; {BY_OWNER}") from error
+    if not known:
         raise ConfigError(
             f"{name} is not the folder of a run: it has no {_SUMMARY}; give RUN_DIRECTORY or "
             "LABEL=RUN_DIRECTORY"
@@ -246,10 +251,10 @@ def run_id_of(folder: Path) -> str:
 
 
 def summary_stamp(run_dir: Path) -> tuple[int, int] | None:
-    """Changes whenever the summary is replaced; None where there is none."""
+    """Changes whenever the summary is replaced; None where there is none, or none can be."""
     try:
         found = (run_dir / _SUMMARY).stat()
-    except FileNotFoundError:
+    except OSError:
         return None
     return found.st_ino, found.st_mtime_ns
 

@@ -171,12 +171,13 @@ class Prometheus:
 
     def __init__(self, run: WatchedRun, first: int) -> None:
         self._run, self._round = run, first
-        self._values: tuple[Scalar, ...] = ()
+        self._values: dict[str, Scalar] = {}
         self._server = MetricsServer(run.metrics_address, self)
         self.address = self._server.address
 
     def write(self, step: int, values: Sequence[Scalar]) -> None:
-        self._round, self._values = step, tuple(values)
+        kept = self._values if step == self._round else {}  # with numbers of the user's own
+        self._round, self._values = step, {**kept, **{value.path: value for value in values}}
 
     def close(self, status: str, artefacts: Iterable[Path]) -> None:
         del status, artefacts
@@ -190,7 +191,7 @@ class Prometheus:
         yield InfoMetricFamily("collapipe_run", "The run that this is.", known)
         yield GaugeMetricFamily("collapipe_round", "The last round that ended.", self._round)
         families: dict[str, Any] = {}
-        for value in self._values:
+        for value in self._values.values():
             name = "collapipe_" + _NOT_IN_PROMETHEUS.sub("_", value.name)
             if name not in families:
                 words = f"{value.name} of the last round."
@@ -263,7 +264,7 @@ class Feeder:
                 self._take(item)
             except Exception as error:
                 self._sink = None
-                self._blame(f"{type(error).__name__}: {error}")
+                self._blame(f"{type(error).__name__}: {error}", for_good=item is None)
             if item is None:
                 return
 
@@ -278,6 +279,14 @@ class Feeder:
         if item is None and self._sink is not None:
             self._sink.close(*self._end)
 
-    def _blame(self, why: str) -> None:
-        words = f"{self._name} misses rounds ({why.strip().splitlines()[0]}); they are tried again"
-        self._problem = self._problem or f"reporting.sinks: {words}"
+    def _blame(self, why: str, *, for_good: bool = False) -> None:
+        why = why.strip().splitlines()[0]
+        if for_good:
+            words, self._told = f"misses the end of the run ({why})", False
+            if self._waiting:
+                words = f"misses rounds ({why}) up to the end of the run"
+        elif self._problem:
+            return
+        else:
+            words = f"misses rounds ({why}); they are tried again"
+        self._problem = f"reporting.sinks: {self._name} {words}"

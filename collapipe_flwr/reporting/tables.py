@@ -58,7 +58,7 @@ def measurements_table(found: Measurements) -> Table:
     for member in found.members:
         table.add_row(
             member.name,
-            member.address or "here",
+            escape(member.address) or "here",
             number(member.speed_flop_per_s, _GIGA, 1),
             number(member.memory_bytes, _GIGA, 1),
             number(member.idle_bytes, _MEGA, 0),

@@ -151,12 +151,15 @@ def middle_first(settings: SchedulerConfig) -> list[tuple[int, int]]:
 
 
 def known_budgets(before: Nested, snapshot: Snapshot) -> dict[str, dict[str, float]]:
-    """Energy budgets by cluster and device: those known ``before``, under the snapshot's."""
+    """Energy budgets by cluster and device: those known ``before``, under the snapshot's.
+
+    A device that is away for some rounds keeps its queue and its account that way.
+    """
     fresh = {
         c.profile.cluster_id: {m.device_id: m.energy_budget_j for m in c.profile.members}
         for c in snapshot.clusters
     }
-    return {cluster: dict(budgets) for cluster, budgets in before.items()} | fresh
+    return {c: {**before.get(c, {}), **fresh.get(c, {})} for c in {**before, **fresh}}
 
 
 def learning_in(tables: Tables, state: SchedulerState, settings: SchedulerConfig) -> Learning:

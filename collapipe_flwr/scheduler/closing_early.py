@@ -72,7 +72,7 @@ class EarlyRound:
         late = np.split(waits, np.cumsum([len(p.solution.rows) for p in self.parts])[:-1])
         time = self.whole.planner.latency_price * self.rho * closing_s(self.latency_m, self.slack)
         pairs = zip(self.parts, late, strict=True)
-        return time + sum(_energy_cost(part) / (1.0 + int(s.max())) for part, s in pairs)
+        return time + sum(float((_energy_m(part) / (1.0 + s)).sum()) for part, s in pairs)
 
     def plan(self, policy: str) -> Plan:
         """In names and units, clusters in the order of the snapshot."""
@@ -134,7 +134,6 @@ def _examples(clusters: Sequence[ClusterSnapshot]) -> int:
     return sum(cluster.profile.examples for cluster in clusters)
 
 
-def _energy_cost(decision: Decision) -> float:
-    """What the objective has besides the round's latency."""
-    solution, price = decision.solution, decision.planner.latency_price
-    return solution.objective - price * solution.rho * float(solution.priced.latency_s.max())
+def _energy_m(decision: Decision) -> Array:
+    """What the objective has besides the round's latency, by cluster."""
+    return decision.planner.worth(decision.solution.chain, decision.solution.priced)

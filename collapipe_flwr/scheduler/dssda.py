@@ -55,7 +55,7 @@ class Dssda(Policy):
             plan = repeated(state, snapshot, error)
         gains = with_forecast(gains, plan, seen, self.settings)
         budgets = known_budgets(state.budget_j, snapshot)
-        spare = with_spare(state.spare_plan, plan, budgets, self.settings)
+        spare = with_spare(state.spare_plan, plan, budgets, self.settings, snapshot)
         return plan, replace(
             state,
             rounds=state.rounds + 1,
@@ -100,7 +100,7 @@ class Dssda(Policy):
             state,
             weight=weight,
             placeholder_j=by_name(tables, weight * theta * budget),
-            spare_plan=spare and with_spare(None, spare, known, settings),
+            spare_plan=spare and with_spare(None, spare, known, settings, snapshot),
         )
 
     def _room(self, tables: Tables, state: SchedulerState) -> Array:
@@ -215,12 +215,21 @@ def kept_rows(tables: Tables, last: Plan | None, settings: SchedulerConfig) -> L
 
 
 def with_spare(
-    spare: Plan | None, plan: Plan, budgets_j: Nested, settings: SchedulerConfig
+    spare: Plan | None,
+    plan: Plan,
+    budgets_j: Nested,
+    settings: SchedulerConfig,
+    snapshot: Snapshot,
 ) -> Plan | None:
-    """The better of both plans by rho T that keeps every budget in a round of its own."""
+    """The better of both plans by rho T that keeps every budget in a round of its own.
+
+    A spare plan counts only while all that it needs of this plan's clusters is there.
+    """
+    if plan.fallback is not None:
+        return spare
     if spare is not None and spare.rho * spare.latency_s <= plan.rho * plan.latency_s:
         here = {c.cluster_id for c in plan.clusters}
-        if here <= {c.cluster_id for c in spare.clusters}:
+        if here <= {c.cluster_id for c in usable_plans(spare, snapshot)}:
             return spare
     share = 1.0 - settings.budget_margin
     kept = all(
@@ -228,7 +237,7 @@ def with_spare(
         for cluster in plan.clusters
         for device, joule in cluster.energy_j.items()
     )
-    return plan if kept and plan.fallback is None else spare
+    return plan if kept else spare
 
 
 def usable_plans(last: Plan | None, snapshot: Snapshot) -> tuple[ClusterPlan, ...]:

@@ -35,7 +35,8 @@ class RobustGains:
     careful: bool = False  # plans assume cautious gains
     rounds: int = 0  # in the averages
     average: Mapping[str, ChannelState] = field(default_factory=dict)
-    forecast_s: float | None = None  # of the round that runs now, by measured gains
+    forecast_s: Mapping[str, float] = field(default_factory=dict)
+    """What each cluster of the round that runs now was to take, by measured gains."""
 
 
 def with_averages(gains: RobustGains, snapshot: Snapshot) -> RobustGains:
@@ -73,21 +74,25 @@ def with_forecast(
 ) -> RobustGains:
     """What ``plan`` will take by measured gains."""
     if plan.fallback is not None:
-        return replace(gains, forecast_s=None)
-    if not gains.careful:
-        return replace(gains, forecast_s=plan.latency_s)
-    return replace(gains, forecast_s=price(plan, snapshot, options).latency_s)
+        return replace(gains, forecast_s={})
+    clusters = price(plan, snapshot, options).clusters if gains.careful else plan.clusters
+    return replace(gains, forecast_s={c.cluster_id: c.latency_s for c in clusters})
 
 
 def with_error(gains: RobustGains, outcome: RoundOutcome) -> RobustGains:
-    """Compare the forecast with how long the round really took."""
-    explained = [c.explained_s for c in outcome.clusters if c.explained_s is not None]
-    real = any(cluster.measured for cluster in outcome.clusters)
-    if gains.forecast_s is None or real or not 0 < outcome.latency_s < math.inf:
-        return replace(gains, forecast_s=None)
-    missed = abs(math.log(outcome.latency_s / max(explained, default=gains.forecast_s)))
+    """Compare the forecast with how long the round really took.
+
+    Of clusters that ended in it: one that failed, or is late from an earlier round, counts in
+    neither.
+    """
+    ended = [c for c in outcome.clusters if c.cluster_id in gains.forecast_s]
+    latency_s = max((c.latency_s for c in ended), default=0.0)
+    if any(cluster.measured for cluster in ended) or not 0 < latency_s < math.inf:
+        return replace(gains, forecast_s={})
+    expected_s = (c.explained_s or gains.forecast_s[c.cluster_id] for c in ended)
+    missed = abs(math.log(latency_s / max(expected_s)))
     error = MEMORY * gains.error + (1.0 - MEMORY) * missed
-    return replace(gains, error=error, forecast_s=None)
+    return replace(gains, error=error, forecast_s={})
 
 
 def _mixed(old: ChannelState | None, new: ChannelState, rounds: int) -> ChannelState:

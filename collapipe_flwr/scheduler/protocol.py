@@ -197,6 +197,12 @@ class SchedulerConfig(PricingOptions):
                     f"scheduler.{name.replace('_', '-')} needs at least one value, all >= 1, "
                     f"got {grid!r}"
                 )
+        if not self.batches:
+            raise ScheduleError(
+                f"no pair of scheduler.micro-batch-sizes {self.micro_batch_sizes} and "
+                f"scheduler.micro-batches {self.micro_batches} makes up a batch of "
+                f"{self.batch_size}: add its divisors"
+            )
 
     @property
     def batches(self) -> tuple[tuple[int, int], ...]:

@@ -193,7 +193,7 @@ def _cluster(m: int, entry: Any, kinds: Mapping[str, DeviceProfile]) -> FleetClu
     if not isinstance(devices, list) or len(devices) < 2:
         raise ConfigError(f'clusters[{m}] needs "devices": a control unit and at least one more')
     examples = entry.get("examples")
-    if examples is not None and not (_is_number(examples) and examples >= 1):
+    if examples is not None and not (_is_number(examples) and 1 <= examples < math.inf):
         raise ConfigError(f"clusters[{m}].examples must be >= 1, got {examples!r}")
     return FleetCluster(
         cluster_id=str(entry.get("id", f"cluster-{m}")),

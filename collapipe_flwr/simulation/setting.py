@@ -84,6 +84,8 @@ class Setting:
             raise ConfigError(f"--truth-error must be >= 0, got {self.truth_error}")
         if not self.seeds or not all(0 <= seed < SEED_LIMIT for seed in self.seeds):
             raise ConfigError(f"--seeds needs at least one seed, all >= 0, got {self.seeds}")
+        if not self.fleet and not self.kinds:
+            raise ConfigError("--kinds needs at least one kind of device")
         with blaming("--kinds"):
             for kind in () if self.fleet else self.kinds:
                 device_preset(kind)

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from collapipe_flwr.core.errors import LinkError, ProtocolError
+from collapipe_flwr.core.errors import LinkError, ModelError, ProtocolError
 from collapipe_flwr.core.json_codec import to_json
 from collapipe_flwr.core.links import LinkConfig, TlsFiles
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest
@@ -124,12 +124,25 @@ class Session:
 
     def push_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Set the weights of the session's part; the optimizer starts anew, or from its slots."""
-        client, frames = self.client, (encode_frame(frame) for frame in weight_frames(weights))
-        client.translated(
-            lambda: methods.PUSH_WEIGHTS.on(client.channel)(
-                frames, timeout=client.transfer_s, metadata=self._metadata
+        client, own = self.client, list[Exception]()
+
+        def frames() -> Iterator[bytes]:
+            try:
+                yield from (encode_frame(frame) for frame in weight_frames(weights))
+            except Exception as error:  # of this side, which gRPC would not tell
+                own.append(error)
+                raise
+
+        try:
+            client.translated(
+                lambda: methods.PUSH_WEIGHTS.on(client.channel)(
+                    frames(), timeout=client.transfer_s, metadata=self._metadata
+                )
             )
-        )
+        except LinkError:
+            for error in own:
+                raise ModelError(f"weights cannot be sent: {error}") from error
+            raise
 
     def push_missing(self, tensors: Mapping[str, Tensor]) -> TransferStats:
         """Set the weights; those that the host kept from its last session do not travel."""

@@ -19,7 +19,12 @@ from collapipe_flwr.core.errors import (
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.transport.authorizer import Authorizer
 from collapipe_flwr.transport.connection import Connection
-from collapipe_flwr.transport.methods import Method, decode_message, encode_message
+from collapipe_flwr.transport.methods import (
+    MESSAGE_BYTES,
+    Method,
+    decode_message,
+    encode_message,
+)
 from collapipe_flwr.transport.server import Server, call_deadline, only_message
 
 WRITE = Method("Write", "texts", downloads=True, service="collapipe.Texts")
@@ -78,7 +83,14 @@ class TextServer(Server):
         self._write = write
         self._authorizer = Authorizer(access, on_edge=False)
         answers = {WRITE: self._serve}
-        super().__init__(listen, answers, threads=most, most_calls=most + _WAITING, tls=tls)
+        super().__init__(
+            listen,
+            answers,
+            threads=most,
+            most_calls=most + _WAITING,
+            most_bytes=MESSAGE_BYTES,
+            tls=tls,
+        )
 
     def _serve(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         with self._authorizer.admitted(context, WRITE), call_deadline(context, _LONGEST_S):

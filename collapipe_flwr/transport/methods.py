@@ -25,6 +25,7 @@ STREAM_KEY = "collapipe-stream"  # of a `StreamRequest`
 HTTP2_FRAME_BYTES = 4 * 2**20
 MOST_CONNECTIONS = 512
 MESSAGE_BYTES = 4 * 2**20  # more than any model config needs
+MOST_PROBE_S = 60  # the longest that a host waits for another one on behalf of a caller
 
 Metadata = tuple[tuple[str, str], ...]
 Options = list[tuple[str, object]]
@@ -154,7 +155,7 @@ class ProbeRequest:
     deadline_s: float = 10.0
 
     def __post_init__(self) -> None:
-        for name, most in (("payload_bytes", 16 * 2**20), ("deadline_s", 60)):
+        for name, most in (("payload_bytes", 16 * 2**20), ("deadline_s", MOST_PROBE_S)):
             if not 0 < (value := getattr(self, name)) <= most:
                 raise ConfigError(f"{name} of a probe must be > 0 and <= {most}, got {value}")
 
@@ -183,14 +184,14 @@ def decode_message(kind: type[Message], data: bytes) -> Message:
     return from_json(kind, text, kind.__name__)
 
 
-def channel_options() -> Options:
-    """Message limits of both sides, and pings that notice a machine that vanished.
+def channel_options(most_bytes: int | None = None) -> Options:
+    """Message limits (``most_bytes``: received), and pings that notice a machine that vanished.
 
     The pings queue behind tensors, so they get much time; see `keepalive` for quick ones. HTTP/2
     frames of the usual 16 KiB cost about an eighth more CPU time.
     """
     return [
-        ("grpc.max_receive_message_length", LIMITS.frame_bytes),
+        ("grpc.max_receive_message_length", most_bytes or LIMITS.frame_bytes),
         ("grpc.max_send_message_length", LIMITS.frame_bytes),
         ("grpc.http2.max_frame_size", HTTP2_FRAME_BYTES),
         ("grpc.keepalive_time_ms", 10_000),

@@ -26,7 +26,8 @@ class Server:
 
     Use as a context manager. `answers`, by the methods of one service, are called in one of
     `threads` with the stream of a call's messages and its context; calls beyond `most_calls` are
-    refused at once. Raises ConfigError when it cannot be bound.
+    refused at once, and messages above `most_bytes` (None: as frames) before they are read. Raises
+    ConfigError when it cannot be bound.
     """
 
     def __init__(
@@ -36,13 +37,14 @@ class Server:
         *,
         threads: int,
         most_calls: int,
+        most_bytes: int | None = None,
         tls: TlsFiles | None = None,
     ) -> None:
         self._callers = ThreadPoolExecutor(threads, thread_name_prefix="rpc")
         self._server = grpc.server(
             self._callers,
             options=[
-                *channel_options(),
+                *channel_options(most_bytes),
                 *server_keepalive_options(),
                 ("grpc.so_reuseport", 0),
                 # One peer, or many that send nothing, must not fill this server's memory.

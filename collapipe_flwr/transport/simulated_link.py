@@ -39,23 +39,25 @@ class Wire:
         self.busy_s = 0.0  # carrying frames
         self.cut = threading.Event()  # nothing arrives any more
         self._limiter = RateLimiter(rate_bit_per_s)
-        self._arrivals: SimpleQueue[float] = SimpleQueue()
+        self._arrivals: SimpleQueue[tuple[float, int]] = SimpleQueue()  # with their bytes
 
     def put(self, size_bytes: int) -> None:
         """A frame of that size was sent."""
         now_s = time.monotonic()
-        self._arrivals.put(now_s + self._limiter.delay_s(size_bytes, now_s))
+        due_s = now_s + self._limiter.delay_s(size_bytes, now_s)
+        self._arrivals.put((due_s, size_bytes))
         self.busy_s += self._limiter.carrying_s(size_bytes)
 
-    def await_frame(self, peer: str, deadline_s: float) -> None:
-        """Wait until the next frame arrives, or the wire is cut; raises LinkTimeout."""
+    def await_frame(self, peer: str, deadline_s: float) -> int:
+        """The bytes of the next frame, once it arrives or the wire is cut; raises LinkTimeout."""
         try:
-            due_s = self._arrivals.get(timeout=deadline_s)
+            due_s, size_bytes = self._arrivals.get(timeout=deadline_s)
         except Empty as error:
             raise LinkTimeout(f"{peer} announced a frame and did not send it") from error
         waits_s = due_s - time.monotonic()
         if waits_s > 0:
             self.cut.wait(waits_s)
+        return size_bytes
 
 
 class SimulatedLink:
@@ -70,7 +72,7 @@ class SimulatedLink:
         self._link = link
         self._codec = WIRE_CODECS[codec]
         self._is_exact = codec == "fp32"
-        self._saved_bytes = 0
+        self._saved_bytes = self._received_bytes = 0
         self._there, self._back = there, back
 
     @property
@@ -80,7 +82,7 @@ class SimulatedLink:
 
     @property
     def received(self) -> LinkTraffic:
-        return self._link.received
+        return replace(self._link.received, bytes=self._received_bytes)
 
     def send(self, frame: Frame, *, deadline_s: float) -> None:
         before = self.sent.bytes
@@ -91,7 +93,7 @@ class SimulatedLink:
     def receive(self, *, deadline_s: float) -> Frame:
         """``deadline_s`` does not count the time that the wire takes."""
         frame = self._link.receive(deadline_s=deadline_s)
-        self._back.await_frame(self.peer, deadline_s)
+        self._received_bytes += self._back.await_frame(self.peer, deadline_s)
         return frame
 
     def close(self, error: str | LinkError = "") -> None:

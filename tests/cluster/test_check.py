@@ -195,6 +195,17 @@ def test_a_clock_and_a_memory_to_mend_are_said_so(secured: Path) -> None:
     assert "the file lets training use 1e+09 MB" in found.of("pi-1").fault
 
 
+def test_links_are_measured_although_members_get_longer_than_a_probe_may_take(
+    secured: Path,
+) -> None:
+    block = BenchmarkRequest(width=32, tokens=4, examples=2, seconds=0.1)
+    settings = CheckSettings(block=block, deadline_s=120.0, most_links=1)
+    found = check_cluster(read_cluster(secured), settings, lambda _: None)
+    assert [(link.source, link.target, link.fault) for link in found.links] == [
+        ("pi-1", "edge", "")
+    ]
+
+
 def test_a_large_cluster_is_measured_round_by_round_and_the_rest_is_said(
     secured: Path, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ from collapipe_flwr.cluster.control_unit import RoundResult, train_round
 from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import parse_cluster
+from collapipe_flwr.core.errors import CheckpointMissing
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService, build_transformers_part
 from collapipe_flwr.host.stores import WeightCache
@@ -25,8 +26,9 @@ from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.saving import save_whole
 from collapipe_flwr.models.spec import LoraConfig
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.pipeline.config import NextHop, SessionRequest
-from collapipe_flwr.pipeline.state import digest_of
+from collapipe_flwr.pipeline.config import NextHop, Placement, SessionRequest
+from collapipe_flwr.pipeline.optimizer import Optimizer
+from collapipe_flwr.pipeline.state import PartState, digest_of
 from collapipe_flwr.transport.client import Dialer, EdgeClient
 from tests.closeness import assert_near
 from tests.full_disk import full_disk
@@ -129,6 +131,43 @@ def test_what_was_not_used_for_longest_makes_room(tmp_path: Path) -> None:
     for asked in ("../../etc/passwd", "abc", digests["a"].upper(), f"{digests['a']}0"):
         assert cache.find({"a": asked}) == {}
     assert (tmp_path / "x" / "abc.safetensors").exists()  # it was not even looked for
+
+
+def test_a_users_own_files_make_no_room(tmp_path: Path) -> None:
+    model = tmp_path / "model.safetensors"
+    model.write_bytes(bytes(9000))
+    os.utime(model, (0, 0))
+    tensor = torch.zeros(1000)
+    cache = WeightCache(tmp_path, most_bytes=5000)
+    cache.keep({"a": tensor})
+    assert model.exists() and set(cache.find({"a": digest_of(tensor)})) == {"a"}
+
+
+def test_optimizer_slots_are_not_kept_beside_frozen_weights(
+    splitter: Splitter, tmp_path: Path
+) -> None:
+    weights = splitter.initial_weights(seed=1)
+    part = splitter.build_segment(2, 5, weights)
+    empty = Optimizer(ADAMW, part.named_parameters()).empty_state()
+    slots = {k: tuple(torch.zeros_like(t, device="cpu") for t in empty[k]) for k in empty}
+    trained = PartState(weights=weights, optimizer=slots).only(splitter.segment_keys(2, 5))
+    frozen = splitter.read_resident(splitter.resident_keys_of_segment(2, 5))
+    cache, key = tmp_path / "cache", session_key("A")
+    board = EdgeService(_elsewhere, cache=WeightCache(cache, most_bytes=10**9))
+    hops = (NextHop(address="", key=key),)
+    board.open(
+        SessionRequest(
+            key=key,
+            spec_json=splitter.spec.to_json(),
+            placement=Placement(blocks=(2, 5), next_hops=hops),
+            optimizer=ADAMW,
+        )
+    )
+    with pytest.raises(CheckpointMissing):
+        board.push_weights(key, trained.tensors())
+    board.push_weights(key, {**trained.tensors(), **frozen})
+    assert slots and board.weights(key, with_optimizer=True).keys() == trained.tensors().keys()
+    assert {path.stem for path in cache.iterdir()} == {digest_of(t) for t in frozen.values()}
 
 
 def _head(address: str, splitter: Splitter, weights: Mapping[str, Tensor]) -> NextHop:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.cluster.remote import RemoteFleet
-from collapipe_flwr.config.cluster_file import parse_cluster
+from collapipe_flwr.config.cluster_file import parse_cluster, read_cluster
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.pipeline.config import NextHop
 from collapipe_flwr.transport.client import EdgeClient
@@ -71,3 +71,17 @@ def test_a_daemon_that_is_stopping_is_lost() -> None:
         assert drain.is_alive()
         client.session(session_key()).close()
         drain.join(60)
+
+
+def test_a_cluster_file_that_is_being_edited_costs_no_device(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "shed.toml"
+    with EdgeServer("127.0.0.1:0", service()) as server:
+        device = f'[[device]]\nname = "0"\naddress = "{server.address}"\n'
+        file.write_text(f'id = "shed"\nversion = 1\n{device}')
+        nowhere = NextHop(address="", key=session_key(""))
+        boards = RemoteFleet(cluster=read_cluster(file), edge=nowhere)
+        file.write_text("[[device")
+        assert boards.missing(["shed/0"]) == frozenset()
+    assert f"cluster file {file} is not TOML" in caplog.text

@@ -11,7 +11,7 @@ import torch
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
 from collapipe_flwr.cluster.fleet import ThreadFleet
-from collapipe_flwr.cluster.suspects import Suspects
+from collapipe_flwr.cluster.suspects import EDGE, Suspects
 from collapipe_flwr.core.errors import (
     Blame,
     CollaPipeError,
@@ -127,6 +127,14 @@ def test_what_all_devices_fail_with_is_nobodys_fault_and_tried_twice(
     with pytest.raises(ModelError, match=words):
         trained(splitter, first, make, edge, every=every)
     assert edge.rollbacks == 1
+
+
+def test_an_edge_that_raises_in_the_replay_too_is_not_compared_with_itself() -> None:
+    suspects, plan = Suspects(), CUT.plan()
+    error = MemberFailed(EDGE, "edge has no class Blocks", Blame.RAISED)
+    assert suspects.quarantine(error, plan, last=False) == ""
+    with pytest.raises(ModelError, match=r"^edge fails in a replay, too: edge has no "):
+        suspects.quarantine(error, plan, last=False)
 
 
 @pytest.mark.parametrize("how", ["nan", "gradient", "weights"])

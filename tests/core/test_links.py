@@ -22,7 +22,20 @@ def test_an_address_has_a_host_and_a_port(address: str, place: tuple[str, int]) 
 
 @pytest.mark.parametrize(
     "address",
-    ["", "pi", "pi:", ":50061", "pi:http", "pi:0", "pi:65536", "pi:99999", "pi:-1", "::1:50061"],
+    [
+        "",
+        "pi",
+        "pi:",
+        ":50061",
+        "pi:http",
+        "pi:0",
+        "pi:65536",
+        "pi:99999",
+        "pi:-1",
+        "::1:50061",
+        "10.0.0..2:1",
+        f"{'a' * 64}.local:1",
+    ],
 )
 def test_anything_else_is_refused(address: str) -> None:
     assert not is_address(address)

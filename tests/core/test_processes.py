@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from collapipe_flwr.core import processes
 from collapipe_flwr.core.processes import keeping, lifeline
 from tests.core.process_trees import ENDINGS, background, ended, python, told, watched
 
@@ -36,6 +39,22 @@ def test_a_program_and_its_children_end_with_their_owner(ending: signal.Signals)
         owner.send_signal(ending)
         assert ended(tree)
         assert owner.wait(60) == (-ending if ending == signal.SIGKILL else 128 + ending)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="waits on pidfds")
+def test_a_programs_children_end_where_there_is_no_ps() -> None:
+    bare = f"import os\nos.environ['PATH'] = '/nowhere'\n{OWNER}"
+    with background(python(bare, PROGRAM)) as owner, watched(told(owner)) as tree:
+        owner.send_signal(signal.SIGTERM)
+        assert ended(tree)
+
+
+def test_a_system_that_lists_no_processes_leaves_the_programs_own_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_PROC", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert processes._groups_below(os.getpid()) == set()
 
 
 @pytest.mark.parametrize(("code", "status"), [("exit 3", 3), ("kill -9 $$", 128 + 9)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,19 @@ def test_texts_and_labels_stay_together(tmp_path: Path) -> None:
     task = load_task(DataConfig(task="classification", train=str(path), skip_bad_rows=True))
     assert {(row["text"], row["label"]) for row in task.every_row} == {("a", "x"), ("b", "y")}
     assert len(task.every_row) == 21
+
+
+@pytest.mark.parametrize("picture", ["1.png", [[1, 2], [3, 4]]])
+def test_rows_without_a_picture_are_named_or_left_out(tmp_path: Path, picture: object) -> None:
+    path = tmp_path / "pictures.jsonl"
+    rows = [{"image": None, "label": "x"}, *[{"image": picture, "label": "y"}] * 4]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    settings = DataConfig(task="image-classification", train=str(path))
+    with pytest.raises(DataError, match=r'1 of 5 .*data\.image-column "image" is empty in row 1'):
+        _ = load_task(settings).every_row
+    kept = load_task(replace(settings, skip_bad_rows=True)).every_row["image"][:]
+    of_file = {"bytes": None, "path": str(tmp_path / "1.png")}
+    assert kept == [of_file if isinstance(picture, str) else picture] * 4
 
 
 def test_a_file_of_bad_rows_alone_is_refused_all_the_same(tmp_path: Path) -> None:

@@ -46,6 +46,12 @@ def test_every_format_gives_the_same_texts(tmp_path: Path, name: str) -> None:
         assert texts == [row[index] for row in ROWS]
 
 
+def test_texts_may_be_long_and_lines_end_as_on_old_computers(tmp_path: Path) -> None:
+    texts, path = ["x" * 200_000, "y"], tmp_path / "rows.csv"
+    path.write_text("text,label\r" + "".join(f"{text},a\r" for text in texts), newline="")
+    assert load_table(str(path), key="data.train", split="train")["text"][:] == texts
+
+
 def test_a_directory_gives_the_asked_split(tmp_path: Path) -> None:
     folder = tmp_path / "corpus"
     folder.mkdir()
@@ -59,6 +65,12 @@ def test_class_labels_become_their_names() -> None:
     features = Features({"label": ClassLabel(names=["no", "yes"])})
     table = Dataset.from_dict({"label": [1, 0, 1]}, features=features)
     assert column(table, "label", key="data.label-column", of="x") == ["yes", "no", "yes"]
+
+
+@pytest.mark.parametrize("name", ["~nobody-here/rows.csv", "~nobody-here/saved:train"])
+def test_a_home_that_does_not_exist_is_a_wrong_path(name: str) -> None:
+    with pytest.raises(DataError, match=r'data\.train "~nobody-here/.*" does not exist'):
+        load_table(name, key="data.train", split="train")
 
 
 def test_numbers_become_texts() -> None:
@@ -79,6 +91,10 @@ def test_empty_rows_are_located(empty: str | None, tmp_path: Path) -> None:
     settings = DataConfig(task="classification", train=str(path))
     with pytest.raises(DataError, match='"text" is empty in rows 2 and 4'):
         _ = load_task(settings).train
+
+
+DAMAGED = gzip.compress(b'{"a": 1}\n', mtime=0)
+DAMAGED = DAMAGED[:10] + b"\xff" + DAMAGED[11:]  # the first byte behind the header
 
 
 @pytest.mark.parametrize(
@@ -103,6 +119,9 @@ def test_empty_rows_are_located(empty: str | None, tmp_path: Path) -> None:
             gzip.compress(b'{"a": 1}\n', mtime=0)[:-9],
             "could not be loaded .*ended before",
         ),
+        ("damaged.csv.gz", DAMAGED, "could not be read .*invalid block"),
+        ("damaged.conll.gz", DAMAGED, "could not be read .*invalid block"),
+        ("damaged.jsonl.gz", DAMAGED, "could not be loaded .*invalid block"),
     ],
 )
 def test_unreadable_files(
@@ -121,6 +140,7 @@ def test_unreadable_files(
     [
         (b"a,b\n1,2\n1,2,3,4\n", "Expected 2 fields in line 3"),
         (b"a,b\n1,\xfc\n", "utf-8.*save the file as UTF-8"),
+        (b'a,b\n"1,2\n' + b"1,2\n" * 50_000, "EOF inside string"),
     ],
 )
 def test_malformed_rows_give_the_reason(tmp_path: Path, content: bytes, reason: str) -> None:
@@ -166,6 +186,15 @@ def test_a_folder_of_save_to_disk_is_read(tmp_path: Path) -> None:
         assert len(load_table(str(tmp_path / folder), key="data.train", split=split)) == size
     with pytest.raises(DataError, match='no split "dev", only train, test'):
         load_table(str(tmp_path / "both"), key="data.test", split="dev")
+
+
+def test_a_saved_table_without_splits_is_not_both_training_and_test_data(tmp_path: Path) -> None:
+    Dataset.from_dict({"text": ["x", "y", "z"]}).save_to_disk(tmp_path / "saved")
+    saved = str(tmp_path / "saved")
+    for train, test in ((saved, saved), (f"{saved}:train", f"{saved}:test")):
+        task = load_task(DataConfig(task="masked-lm", train=train, test=test))
+        with pytest.raises(DataError, match=r'data\.test .* has no split "test", .* one table'):
+            _ = task.test
 
 
 def test_a_split_of_a_folder_is_named_behind_a_colon(tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.core.json_codec import from_json, to_json
+from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.data.files import load_table
 from collapipe_flwr.data.stream import Stream, StreamPlace, StreamRound, next_round
+from collapipe_flwr.data.tasks import load_task
 
 PAST = Dataset.from_dict({"text": ["p0", "p1", "p2"]})
 
@@ -173,6 +175,23 @@ def test_rows_at_the_end_of_a_file_that_was_read_are_fresh(
     assert rows == ["one", "two"]
     grow("three")
     assert text_stream(place)[0] == ["three"]
+
+
+def test_a_file_that_grows_is_held_once_by_the_cache_and_not_once_per_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, file = tmp_path / "cache", tmp_path / "a.jsonl.gz"
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
+    task = load_task(DataConfig(task="masked-lm"))
+    held = []
+    for number in range(1, 4):
+        with file.open("ab") as more:
+            more.write(gzip.compress(b'{"text": "one"}\n'))
+        for _ in range(2):
+            assert len(task.read_file(str(file))) == number
+        held.append(len(list(cache.rglob("*"))))
+        assert len(list(cache.rglob("*.arrow"))) == 1
+    assert len(set(held)) == 1
 
 
 def test_half_a_line_is_not_taken_for_a_row(tmp_path: Path, text_stream: Fresh) -> None:

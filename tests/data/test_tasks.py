@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from PIL import Image
 from transformers import AutoImageProcessor
 
@@ -351,6 +352,36 @@ def test_empty_texts_are_nothing_to_learn_from(tmp_path: Path) -> None:
         _ = load_task(replace(settings, task="classification", label_column="who")).train
 
 
+@pytest.mark.parametrize("name", ["masked-lm", "causal-lm"])
+def test_data_of_empty_texts_alone_is_refused_by_its_key(tmp_path: Path, name: str) -> None:
+    texts, blanks = speeches(tmp_path / "texts.jsonl"), str(tmp_path / "blanks.jsonl")
+    Path(blanks).write_text('{"text": " "}\n' * 3)
+    for train, test, key in ((blanks, texts, "train"), (texts, blanks, "test")):
+        task = load_task(DataConfig(task=name, train=train, test=test))
+        with pytest.raises(DataError, match=rf'^data\.{key} has only empty texts in .*"text": '):
+            getattr(task, key)
+
+
+def test_held_out_rows_of_empty_texts_alone_are_not_called_data_test(tmp_path: Path) -> None:
+    def held_out_of(name: str, texts: list[str]) -> list[str]:
+        lines = "\n".join(json.dumps({"text": text}) for text in texts)
+        (tmp_path / name).write_text(lines)
+        settings = DataConfig(task="masked-lm", train=str(tmp_path / name))
+        found: list[str] = load_task(settings).test["text"][:]
+        return found
+
+    texts = ["to be", "or not", "to be or", "not to be"]
+    (held_out,) = held_out_of("all.jsonl", texts)
+    with pytest.raises(DataError, match=r"^data\.train, in the held-out rows, has only empty"):
+        held_out_of("less.jsonl", [" " if text == held_out else text for text in texts])
+
+
+def test_texts_without_a_token_to_predict_are_refused(tmp_path: Path) -> None:
+    task = load_task(settings_of("causal-lm", tmp_path))
+    with pytest.raises(DataError, match=r'^data\.text-column "text" has no text of two tokens'):
+        task.examples(Dataset.from_dict({"text": [""]}))
+
+
 def test_folders_files_and_numbers_give_the_same_pictures(tmp_path: Path) -> None:
     folder = Path(pictures(tmp_path / "pictures"))
     files = sorted(folder.glob("*/*.png"))
@@ -397,6 +428,8 @@ def test_a_saved_preprocessor_makes_the_same_pictures(tmp_path: Path) -> None:
         ({"tokens": []}, r"has not as many tags as words in rows 1, 2"),
         ({"tags": ["O", None]}, r'data\.tags-column "tags" of .* holds None where one word'),
         ({"tags": [["O"], ["O"]]}, r"holds \['O'\] where one word or tag should stand"),
+        ({"tags": 3}, r'data\.tags-column "tags" of .* holds 3 where a row.s words or tags'),
+        ({"tokens": {"a": "b"}}, r"holds \{'a': 'b'\} where a row.s words or tags"),
     ],
 )
 def test_bad_tags_are_one_sentence(

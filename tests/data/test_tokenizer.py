@@ -84,9 +84,26 @@ def test_a_saved_tokenizer_loads_by_directory(tmp_path: Path) -> None:
         assert loaded(text)["input_ids"] == TOKENIZER(text)["input_ids"]
 
 
-def test_a_missing_tokenizer_names_the_key(tmp_path: Path) -> None:
+def test_a_saved_tokenizer_loads_from_the_users_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    TOKENIZER.save_pretrained(tmp_path / "mine")
+    assert load_tokenizer("~/mine")("four")["input_ids"] == TOKENIZER("four")["input_ids"]
+
+
+@pytest.mark.parametrize("name", ["{}/absent", "~nobody-here/absent"])
+def test_a_missing_tokenizer_names_the_key(name: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.tokenizer .*absent"):
-        load_tokenizer(str(tmp_path / "absent"))
+        load_tokenizer(name.format(tmp_path))
+
+
+def test_a_damaged_tokenizer_names_the_key(tmp_path: Path) -> None:
+    TOKENIZER.save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(file.read_text().replace('"BPE"', '"no model"'))
+    with pytest.raises(DataError, match=r"data\.tokenizer .* could not be loaded: give"):
+        load_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize("damaged", ["", "{}", "[]", '{"tokenizer": 1}'])

@@ -101,7 +101,14 @@ def test_what_is_needed_comes_from_the_place_of_the_inventory_and_once(
         '[control-unit]\nhost = "10.0.0.10"\n[[device]]\nname = "pi-1"\nhost = "10.0.0.11"\n'
     )
     access = read_inventory(inventory).machines[1].access
+    pip = tmp_path / "own" / "bin" / "pip"  # of an environment that was named before
+    pip.parent.mkdir(parents=True)
+    pip.write_text(f"#!/bin/sh\ntouch {tmp_path}/changed\n")
+    pip.chmod(0o755)
+    (tmp_path / "opt").mkdir()
+    (tmp_path / "opt" / "venv").symlink_to(tmp_path / "own")
     found = installed(access)
+    assert not (tmp_path / "changed").exists() and pip.exists()
     assert found[-1].outcome is Outcome.DID, found
     assert said(tmp_path / "opt") == "shed 7"
     assert any(path.endswith(NEEDED) for path in Quiet.asked)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.deployment.deploy import run_config
 from collapipe_flwr.deployment.inventory import Inventory, read_inventory
 
 UNIT = '[control-unit]\nhost = "cu"\n'
@@ -100,6 +102,8 @@ def test_several_clusters_have_one_edge_and_one_server_beside_their_own_machines
         (f"{TOP}{UNIT}[[device]]\nname = 'x'\nhost = 'a; reboot'\n", "must be a host name"),
         (f"{TOP}{UNIT}{DEVICE}options = '$(reboot)'\n", r"device\[1\].options must have no quotes"),
         (f"{TOP}user = '-oProxyCommand=x'\n{UNIT}{DEVICE}", "user must be a word"),
+        (f"{TOP}{UNIT}name = 'x'\n{DEVICE}", "control-unit.name cannot be chosen, only that of a"),
+        (f"{TOP}{UNIT}[edge]\nname = 'x'\n{DEVICE}", "edge.name cannot be chosen"),
         (f"{TOP}usre = 'pi'\n{UNIT}{DEVICE}", "key usre is unknown; did you mean user"),
         (f"{TOP}user = 'x y'\n{UNIT}{DEVICE}", "user must be a word, got 'x y'"),
         (f'cluster = "g"\n{UNIT}{DEVICE}', "'cu' has neither a wheel nor an environment"),
@@ -121,3 +125,16 @@ def test_what_cannot_be_deployed_is_refused_with_its_key(
     with pytest.raises(ConfigError, match=refusal) as told:
         inventory(tmp_path, text)
     assert str(tmp_path / "boards.toml") in str(told.value)
+
+
+def test_deploying_again_keeps_what_the_user_added_to_the_run_config(tmp_path: Path) -> None:
+    one = inventory(tmp_path, f"{TOP}{UNIT}{DEVICE}")
+    first = run_config(one)
+    assert tomllib.loads(first)["clusters"] == 1 and run_config(one, first) == first
+    edited = first.replace("/var/lib/collapipe/runs", "/data") + "# ours\nseed = 7\n[data]\nx = 1\n"
+    several = inventory(tmp_path, SEVERAL)
+    found = run_config(several, edited.replace('world.channel = "static"\n', ""))
+    assert "# ours" in found
+    values = tomllib.loads(found)
+    assert (values["clusters"], values["seed"], values["data"]) == (2, 7, {"x": 1})
+    assert values["output-dir"] == "/data" and values["world"]["channel"] == "static"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.core.errors import LinkError, LinkTimeout
+from collapipe_flwr.deployment import roles
 from collapipe_flwr.deployment.inventory import Access, Machine, Role
 from collapipe_flwr.deployment.ssh import Step, results_in, run, script_of
 
@@ -45,6 +46,21 @@ def test_an_action_ends_at_its_first_failure_and_so_do_the_steps(tmp_path: Path)
     ]
     assert carried_out(steps) == [("failed", "one", "first no room")]
     assert not (tmp_path / "never").exists()
+
+
+def test_a_service_starts_again_with_another_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roles, "OPT", str(tmp_path))
+    state, *_ = roles._service(roles.Service(unit="none", settings={})).action.splitlines()
+    said = []
+    for name in ("a", "b"):
+        link = tmp_path / "venv"
+        link.unlink(missing_ok=True)
+        link.symlink_to(tmp_path / name)
+        script = ["bash", "-c", f"{state}\nstate"]
+        said.append(subprocess.run(script, capture_output=True, text=True, check=True).stdout)
+    assert said[0] != said[1]
 
 
 def test_an_action_cannot_swallow_the_script() -> None:

@@ -116,6 +116,8 @@ def trainer(edge: MemoryEdge, step: float, examples: int, **change):
             examples=examples,
             wall_s=0.1,
             losses=(step,),
+            replanned=change.get("replanned"),
+            profile=change.get("profile"),
         )
         return Message(write_telemetry(content, telemetry), reply_to=message)
 

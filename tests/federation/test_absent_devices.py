@@ -55,6 +55,7 @@ def test_a_cluster_without_devices_sits_out_and_the_others_go_on():
     settle(planner, planner.plan(1, [11, 12], EMPTY), cluster_0=gone)
     planned = planner.plan(2, [11, 12], EMPTY)
     assert not planned.takes_part(11) and planned.takes_part(12)
+    assert planned.plan.fallback is None
     # It says nothing while it sits out, so the next round finds out whether it is back.
     assert planner.plan(3, [11, 12], EMPTY).takes_part(11)
 
@@ -67,16 +68,21 @@ def test_a_checkpoint_remembers_who_is_absent():
     assert devices_of(back.plan(2, [11, 12], EMPTY), 11) == {"cluster-0/d2"}
 
 
-def test_who_sat_out_for_want_of_memory_is_tried_again():
+@pytest.mark.parametrize("kept", [False, True])
+def test_who_sat_out_for_want_of_memory_is_tried_again(kept):
     planner = rounds()
     settle(planner, planner.plan(1, [11, 12], EMPTY), cluster_0=("cluster-0/d1",))
     step, calls = planner._scheduler.step, []
 
     def tight(state, snapshot):
         calls.append([len(c.profile.devices) for c in snapshot.clusters])
-        if 1 in calls[-1]:
+        if 1 not in calls[-1]:
+            return step(state, snapshot)
+        if not kept:
             raise InfeasibleError("cluster 'cluster-0': no plan fits")
-        return step(state, snapshot)
+        others = [c for c in snapshot.clusters if len(c.profile.devices) > 1]
+        plan, _ = step(state, replace(snapshot, clusters=tuple(others)))
+        return replace(plan, fallback="kept the plan of round 1: no plan fits"), state
 
     planner._scheduler = type("Tight", (), {"step": staticmethod(tight)})()
     planned = planner.plan(2, [11, 12], EMPTY)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import random
+import traceback
 
 import pytest
 import torch
-from flwr.app import Message, MetricRecord, RecordDict
+from flwr.app import Error, Message, MetricRecord, RecordDict
+from flwr.clientapp.client_app import ClientAppException
 from flwr.serverapp.strategy import FedAvg
+from flwr.supercore.task_identity import TaskIdentity
 
-from collapipe_flwr.core.errors import DataError, LinkError, RunError
+from collapipe_flwr.core.errors import DataError, Diverged, LinkError, RunError
 from collapipe_flwr.federation import attempts
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.local_grid import LocalGrid
@@ -42,6 +45,12 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     made: list[float] = []
     monkeypatch.setattr(attempts, "sleep", made.append)
     return made
+
+
+@pytest.fixture
+def identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
 
 
 def patient(edge: MemoryEdge, records: list, most: int) -> CollaPipe:
@@ -98,6 +107,46 @@ def test_what_time_does_not_mend_is_not_repeated(pauses):
     assert pauses == []
 
 
+def test_models_that_diverged_are_not_trained_again(pauses):
+    edge, bad = MemoryEdge(), {"embed.weight": torch.full((3, 2), torch.nan)}
+    nodes = {n: Flaky(trainer(edge, 1.0, 10, extra=bad), 0) for n in (1, 2)}
+    with pytest.raises(RunError, match=r"lower the learning rate$"):
+        patient(edge, [], 5).start(LocalGrid(nodes), encode_tensors(model()))
+    whole = CollaPipe(FedAvg(), on_total_failure="raise", retries=5)
+    with pytest.raises(RunError, match=r"lower the learning rate$"):
+        whole.start(LocalGrid(dict.fromkeys((1, 2), _infinite)), encode_tensors(model()))
+    assert pauses == []
+
+
+def simulated(error: Exception, why: Exception | None = None) -> Message:
+    """The reply of Flower's simulation to a message for which its ClientApp raised an error."""
+    from ray.exceptions import RayTaskError
+
+    try:
+        try:
+            raise error from why
+        except Exception as raised:
+            raise ClientAppException(str(raised)) from raised
+    except ClientAppException as raised:
+        text, cause = traceback.format_exc(), raised
+    task = RayTaskError("run", text, cause, proctitle="ray::ClientAppActor.run", pid=1, ip="::1")
+    found = task.as_instanceof_cause()
+    reason = f"{type(found)}:<'{found}'>"
+    return Message(Error(2, reason), reply_to=Message(RecordDict(), 1, "train"))
+
+
+@pytest.mark.usefixtures("identity")
+def test_errors_are_told_apart_in_the_tracebacks_of_a_simulation():
+    pytest.importorskip("ray")
+    lasting = [simulated(DataError("no column text")), simulated(Diverged("loss is nan"))]
+    lasting.append(simulated(DataError("no column text"), KeyError("text")))
+    assert attempts.are_permanent(lasting)
+    assert "RayTaskError(ClientAppException)'" in lasting[0].error.reason
+    for error in (LinkError("no column text"), ValueError("no column text")):
+        assert not attempts.are_permanent([*lasting, simulated(error)])
+        assert not attempts.are_permanent([simulated(error, DataError("no column text"))])
+
+
 @pytest.mark.parametrize("away", [2, 9])
 def test_an_edge_that_is_away_when_a_round_opens_is_waited_for(away: int):
     class Away(MemoryEdge):
@@ -143,6 +192,13 @@ def test_a_strategy_that_makes_finite_replies_infinite_does_not_spoil_the_model(
         )
     assert [w.tolist() for w in seen] == [[1.0, 1.0]] * 2
     assert "the model stays as it is" in caplog.text
+
+
+def _infinite(message: Message, context) -> Message:
+    reply = _whole(message, context)
+    arrays = decode_tensors(reply.content["arrays"])
+    reply.content["arrays"] = encode_tensors({k: v / 0.0 for k, v in arrays.items()})
+    return reply
 
 
 def _whole(message: Message, context) -> Message:

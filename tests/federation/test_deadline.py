@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -44,6 +45,7 @@ class TimedGrid(LocalGrid):
     def __init__(self, seconds: Mapping[int, float]) -> None:
         super().__init__({})
         self.seconds = dict(seconds)
+        self.told_s: dict[int, float] = {}  # by nodes whose clocks are wrong
         self.now_s = 0.0
         self.waited_s: list[float] = []
 
@@ -55,7 +57,9 @@ class TimedGrid(LocalGrid):
         self.waited_s.append(min(max(needed) + 0.5, timeout))
         self.now_s += self.waited_s[-1]
         return [
-            _done(m, s) for m, s in zip(sent, needed, strict=True) if s + 0.5 <= self.waited_s[-1]
+            _done(m, self.told_s.get(m.metadata.dst_node_id, s))
+            for m, s in zip(sent, needed, strict=True)
+            if s + 0.5 <= self.waited_s[-1]
         ]
 
 
@@ -119,6 +123,18 @@ def test_a_cluster_that_never_answers_costs_the_runs_timeout_once() -> None:
     assert train(run, 22) == {"A", "B"}
     grid.seconds[2] = 100.0  # it is again worth a wait
     assert {"A", "B"} in [train(run, r) for r in range(23, 27)]
+
+
+@pytest.mark.parametrize("wall_s", [math.nan, math.inf, -1e9])
+def test_seconds_that_cannot_be_do_not_enter_a_deadline(wall_s: float) -> None:
+    grid = TimedGrid({1: 10.0, 2: 10.0})
+    run = members(grid, slack=2.0)
+    grid.told_s[2] = wall_s
+    assert train(run, 1) == {"A", "B"}
+    grid.told_s.clear()
+    assert train(run, 2) == train(run, 3) == {"A", "B"}
+    deadline_s = run._clock.deadline_s({"A": PLAN.latency_s, "B": PLAN.latency_s})
+    assert deadline_s == pytest.approx(21.0)
 
 
 def test_a_checkpoint_remembers_who_was_late() -> None:

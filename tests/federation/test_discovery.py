@@ -12,7 +12,9 @@ from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.members import discover_clusters
+from collapipe_flwr.federation.planning import DescribedClusters, Planning
 from collapipe_flwr.federation.records import write_profile, write_spare
+from tests.federation.test_planner import MODEL
 
 DEVICE = DeviceProfile(
     device_id="d1",
@@ -136,8 +138,21 @@ def test_an_unmodified_client_is_told_apart():
 
 
 def test_two_clusters_of_one_name_are_refused():
+    grid = LocalGrid({3: cluster("a"), 8: cluster("a")})
     with pytest.raises(RunError, match="nodes 3 and 8 both call their cluster 'a'"):
-        find(LocalGrid({3: cluster("a"), 8: cluster("a")}))
+        find(grid)
+    planner = DescribedClusters(Planning(), lambda: MODEL)
+    with pytest.raises(RunError, match="nodes 3 and 8 both call their cluster 'a'"):
+        planner.query_unknown(grid, [3, 8])
+
+
+def test_a_cluster_that_is_back_as_another_node_keeps_its_name():
+    grid = LocalGrid({3: cluster("a"), 8: cluster("b")})
+    planner = DescribedClusters(Planning(), lambda: MODEL)
+    planner.query_unknown(grid, [3, 8])
+    grid.add(9, cluster("a"))
+    planner.query_unknown(grid, [8, 9])
+    assert planner._names == {8: "b", 9: "a"}
 
 
 def test_silence_is_an_error():

@@ -32,11 +32,13 @@ from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.cluster.loader import LoaderBatches
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.client.cluster import mods_of
+from collapipe_flwr.federation.client.pipeline_round import MOST_PREDICTED, _in_parts
 from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.rounds import RoundRecord
 from collapipe_flwr.federation.split import PersonalArrays
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
+from collapipe_flwr.transport.methods import FrameLimits
 
 CLASSES, BATCH, LENGTH, EXAMPLES = 3, 8, 6, 20
 NODES = (1, 2)
@@ -233,6 +235,14 @@ def test_a_stream_of_examples_is_a_loader() -> None:
     assert batches.num_batches(BATCH) == 0
     assert [len(step) for step in batches.steps(BATCH, 2)] == [4, 4, 2] * 2
     assert batches.examples == EXAMPLES
+
+
+def test_a_large_test_batch_is_tested_in_parts_whose_predictions_fit_into_a_frame() -> None:
+    parts = list(_in_parts([[{"x": torch.tensor(n)} for n in range(70)], [{}] * 3], 64))
+    assert [len(part) for part in parts] == [32, 32, 6, 3]
+    assert [int(one["x"]) for part in parts[:3] for one in part] == list(range(70))
+    assert FrameLimits().tensors > MOST_PREDICTED
+    assert [len(part) for part in _in_parts([[{}] * 5], planned=2)] == [2, 2, 1]
 
 
 def test_a_data_set_is_no_loader() -> None:

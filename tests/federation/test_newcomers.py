@@ -7,13 +7,15 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
 from collapipe_flwr import Cluster, CollaPipe, LocalGrid
-from collapipe_flwr.core.domain import DeviceProfile
-from collapipe_flwr.federation.rounds import RoundRecord
+from collapipe_flwr.core.domain import ClusterPlan, DeviceProfile
+from collapipe_flwr.core.json_codec import from_json, to_json
+from collapipe_flwr.federation.rounds import Outcome, RoundRecord
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.transport.client import Dialer
@@ -27,14 +29,14 @@ FILE = 'id = "shed"\nversion = {}\n[control-unit]\nname = "shed-cu"\n'
 DEVICE = '[[device]]\nname = "{}"\naddress = "{}"\n'
 
 
-def settle(planner, planned, *devices: DeviceProfile) -> None:
-    """Both clusters replied; the first one has these devices now."""
+def settle(planner, planned, *devices: DeviceProfile, ended: ClusterPlan | None = None) -> Outcome:
+    """Both clusters replied; the first one has these devices now, and ended by that plan."""
     profiles = {c.cluster_id: c for c in planner.world.clusters}
     now = replace(profiles["cluster-0"], devices=devices)
     telemetry = {name: told(name) for name in CLUSTERS}
-    telemetry["cluster-0"] = replace(telemetry["cluster-0"], profile=now)
+    telemetry["cluster-0"] = replace(telemetry["cluster-0"], profile=now, replanned=ended)
     done = closed(planned, *CLUSTERS, after=weights(0.5))
-    planner.settle(replace(done, telemetry=telemetry))
+    return planner.settle(replace(done, telemetry=telemetry))
 
 
 def test_a_device_that_joined_or_went_counts_from_the_next_round_on() -> None:
@@ -55,6 +57,26 @@ def test_a_device_that_joined_or_went_counts_from_the_next_round_on() -> None:
         assert devices_of(planned, 12) <= {"cluster-1/d1", "cluster-1/d2"}
         settle(planner, planned, third)
         assert planner.plan(4, [11, 12], EMPTY).takes_part(11)
+
+
+@pytest.mark.parametrize("described", [True, False])
+@pytest.mark.parametrize("policy", ["dssda", "uniform"])
+def test_a_round_may_end_on_a_device_that_replaced_another_since_its_plan(
+    policy: str, described: bool
+) -> None:
+    planner = rounds(policy)
+    planned = planner.plan(1, [11, 12], EMPTY)
+    plan, devices = planned.cluster_plan(11), planner.world.clusters[0].devices
+    lost = next(device for device in devices if device.device_id in plan.device_ids)
+    third = replace(lost, device_id="cluster-0/d3")
+    now = [*(device for device in devices if device != lost), *([third] if described else [])]
+    text = to_json(plan).replace(f'"{lost.device_id}"', '"cluster-0/d3"')
+    outcome = settle(planner, planned, *now, ended=from_json(ClusterPlan, text, "plan"))
+    spent_j = outcome.energy_j["cluster-0"]
+    assert spent_j["cluster-0/d3" if described else lost.device_id] > 0
+    assert (spent_j[lost.device_id] > 0) != described
+    assert list(planner.world.clusters[0].devices) == now
+    assert planner.plan(2, [11, 12], EMPTY).takes_part(11)
 
 
 def test_a_run_takes_up_a_newcomer_and_lets_go_of_a_removed_device(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import wait
 
 import pytest
 from flwr.app import Message, RecordDict
@@ -74,18 +75,22 @@ class Halved(LocalGrid):
             dict.fromkeys((1, 2, 3), lambda message, _: Message(RecordDict(), reply_to=message))
         )
         self.is_whole = threading.Event()
+        self.fails = False
         self.halved = ""
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         sent = list(messages)
         ids = super().push_messages(sent)
-        self.halved = next(i for m, i in zip(sent, ids, strict=True) if m.metadata.dst_node_id == 2)
+        nodes = {m.metadata.dst_node_id: i for m, i in zip(sent, ids, strict=True)}
+        self.halved = nodes.get(2, self.halved)
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         asked = list(message_ids)
         if self.halved in asked:
             self.is_whole.wait()
+            if self.fails:
+                raise ConnectionError("the SuperNode died while it uploaded this")
         return super().pull_messages(asked)
 
 
@@ -110,6 +115,36 @@ def test_a_reply_that_is_never_whole_holds_up_neither_the_others_nor_the_timeout
         time.sleep(0.01)
     assert [reply.metadata.src_node_id for reply in late] == [2]
     assert grid.pull_messages([halved.halved]) == []
+
+
+@pytest.mark.parametrize("awaited", [True, False])
+def test_a_late_reply_outlives_other_exchanges_if_it_is_awaited(
+    halved: Halved, awaited: bool
+) -> None:
+    grid = PollingGrid(halved)
+    grid.send_and_receive([Message(RecordDict(), n, "train") for n in (1, 2, 3)], timeout=0.1)
+    late = halved.halved
+    if awaited:
+        assert grid.pull_messages([late]) == []
+    halved.is_whole.set()
+    wait(grid._fetches._under_way)
+    for node in (1, 3):
+        assert len(grid.send_and_receive([Message(RecordDict(), node, "evaluate")])) == 1
+    assert [reply.metadata.src_node_id for reply in grid.pull_messages([late])] == [2] * awaited
+    exchange(grid)
+    assert not grid._fetches._under_way and not grid._fetches._awaited
+
+
+def test_a_late_reply_whose_fetch_failed_is_asked_for_again(halved: Halved) -> None:
+    grid, halved.fails = PollingGrid(halved), True
+    grid.send_and_receive([Message(RecordDict(), n, "train") for n in (1, 2, 3)], timeout=0.1)
+    late = halved.halved
+    assert grid.pull_messages([late]) == []
+    halved.is_whole.set()
+    wait(grid._fetches._under_way)
+    halved.fails = False
+    grid.send_and_receive([Message(RecordDict(), 1, "evaluate")])
+    assert [reply.metadata.src_node_id for reply in grid.pull_messages([late])] == [2]
 
 
 def test_what_the_grid_raises_is_raised() -> None:

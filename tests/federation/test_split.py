@@ -29,6 +29,7 @@ from tests.federation.split_clusters import (
     trainer,
     wrapped,
 )
+from tests.federation.test_discovery import profile
 
 
 def test_two_clusters_average_whole_models_and_leave_no_session(wire):
@@ -111,6 +112,8 @@ def test_the_round_goes_on_without_a_failed_cluster():
         ({"weight": 0}, "num-examples = 0 or without it: .* must be > 0"),
         ({"weight": float("nan")}, "num-examples = nan .* must be > 0"),
         ({"telemetry": "c1"}, "cluster c2 sent telemetry of 'c1'"),
+        ({"profile": profile("c1")}, "cluster c2 sent telemetry of 'c1'"),
+        ({"replanned": cluster_plan("c1")}, "cluster c2 sent telemetry of 'c1'"),
     ],
 )
 def test_a_reply_that_does_not_fit_is_a_failure_that_says_why(change, words):

@@ -76,6 +76,7 @@ DATA: list[Wrong] = [
     ({"data.train": "nope.csv"}, "data.train", "correct the path"),
     ({"data.task": "number-words"}, "data.train", "set data.task to the task of your data"),
     ({"data.train": "~/nope/rows"}, "data.train", "correct the path"),
+    ({"data.train": "~nobody-here/rows"}, "data.train", "correct the path"),
     ({"data.train": "folder/rows"}, "data.train", "correct the path"),
     ({"data.train": "a/b/c"}, "data.train", "correct the path"),
     ({"data.train": "table.xlsx"}, "data.train", "use one of .csv"),
@@ -181,6 +182,9 @@ RUNS: list[Wrong] = [
     ({"train.state-dir": "good.csv"}, "train.state-dir", "choose another"),
     ({"output-dir": ".", "run-name": "folder"}, "output-dir", "choose another"),
     ({"resume": "folder"}, "resume", "is not the folder of a run"),
+    ({"round-late": "join"}, "round-late", "set it, too, to 1.5"),
+    ({"runtime": "whole", "round-slack": 2.0}, "round-slack=2", "set runtime=pipeline"),
+    ({"runtime": "whole", "round-late": "join"}, "round-late=join", "set runtime=pipeline"),
 ]
 EXTRAS = {  # a missing package, and what needs it
     "datasets": ({}, "collapipe-flwr[data]"),

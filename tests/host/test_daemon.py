@@ -5,6 +5,9 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from typer.testing import CliRunner
 from collapipe_flwr.cli import app
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.host.daemon import HostSettings, serve
+from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.transport.certificates import sign_all
 from collapipe_flwr.transport.client import EdgeClient
 from tests.cluster.daemon_processes import ROOT, Daemon, running
@@ -82,6 +86,31 @@ def test_a_host_that_cannot_end_says_what_keeps_it_and_ends():
     )
     assert done.returncode == 1
     assert "in held_up" in done.stderr
+
+
+def test_a_device_that_is_removed_while_it_starts_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tls = sign_all(tmp_path, {"pi-1": ["127.0.0.1"]})["pi-1"]
+    rosters = Rosters("pi-1", [], tls.ca, ["cu"])
+    stop = threading.Event()
+
+    @contextmanager
+    def serving_metrics(*_: object) -> Iterator[None]:
+        rosters.on_removed("pi-1 was removed from shed")  # the listener serves already
+        yield
+
+    def announce(address: str) -> None:
+        assert address and stop.is_set()
+
+    there = "collapipe_flwr.host.daemon"
+    monkeypatch.setattr(f"{there}.configure_malloc", lambda: None)
+    monkeypatch.setattr(f"{there}.stopping", lambda: nullcontext(stop))
+    monkeypatch.setattr(f"{there}.serving_metrics", serving_metrics)
+    # It would end the process of the tests.
+    monkeypatch.setattr(f"{there}.faulthandler.dump_traceback_later", lambda *_, **__: None)
+    settings = HostSettings(listen="127.0.0.1:0", name="pi-1", tls=tls, rosters=rosters)
+    serve(settings, passes_on=True, announce=announce)
 
 
 def test_only_members_of_the_cluster_may_call(tmp_path: Path):

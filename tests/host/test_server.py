@@ -10,7 +10,7 @@ import grpc
 import pytest
 import torch
 
-from collapipe_flwr.core.errors import ConfigError, LinkError, LinkTimeout
+from collapipe_flwr.core.errors import ConfigError, LinkError, LinkTimeout, ModelError
 from collapipe_flwr.core.json_codec import to_json
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.host.ledger import Ledger
@@ -324,6 +324,12 @@ def test_an_oversized_message_is_refused(monkeypatch):
         with pytest.raises(grpc.RpcError) as caught:
             raw_call(server.address, "Stream", [b"\0" * 20_000], (*KEY, STREAM))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_weights_that_cannot_travel_are_no_fault_of_the_host(client):
+    weights = {"rotations": torch.ones(2, dtype=torch.complex64)}
+    with pytest.raises(ModelError, match=r"weights cannot be sent: tensors of torch\.complex64"):
+        client.open_session(request("c1")).push_weights(weights)
 
 
 def test_weights_beyond_the_limit_are_refused():

@@ -222,10 +222,20 @@ def test_a_vault_is_private_and_survives_rubbish(tmp_path, caplog):
     opened(EdgeService(build_head, snapshots=SnapshotStore(folder)))
     assert folder.stat().st_mode & 0o077 == 0
     (folder / "half.partial").write_bytes(b"{")
-    (folder / "rubbish.safetensors").write_bytes(b"{")
+    rubbish = folder / f"{'a' * 32}.safetensors"
+    rubbish.write_bytes(b"{")
     again = EdgeService(build_head, snapshots=SnapshotStore(folder))
     assert again.health().sessions == 1
-    assert "rubbish.safetensors cannot be read" in caplog.text
+    assert f"{rubbish.name} cannot be read" in caplog.text
+    assert rubbish.exists()  # it may be whole, and the disk or this version unable to read it
+
+
+def test_a_users_own_files_beside_the_sessions_are_neither_read_nor_deleted(tmp_path, caplog):
+    (tmp_path / "model.safetensors").write_bytes(b"{")
+    opened(EdgeService(build_head, snapshots=SnapshotStore(tmp_path)))
+    SnapshotStore(tmp_path).keep_only(())
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    assert "model.safetensors" not in caplog.text
 
 
 def test_state_travels_flat_and_comes_back_whole():

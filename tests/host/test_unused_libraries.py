@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
+from importlib import import_module
+from pathlib import Path
+from threading import Event
 
 import pytest
+
+from collapipe_flwr.host import daemon
+from collapipe_flwr.host.daemon import HostSettings, serve
 
 PROGRAM = """
 import sys
@@ -30,3 +37,30 @@ def test_a_hosted_segment_loads_neither_flower_nor_data_nor_solver_nor_what_is_h
     assert {"torch", "transformers", "grpc"} <= loaded
     others = {"flwr", "flwr_datasets", "datasets", "cvxpy", "pandas", "sacrebleu"}
     assert not loaded & (hidden | others)
+
+
+def test_a_module_of_the_user_may_import_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    libraries = ("metrics_library", "plotting_library")
+    for name in libraries:
+        (tmp_path / f"{name}.py").touch()
+    (tmp_path / "task_with_metrics.py").write_text("import metrics_library")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(daemon, "UNUSED_LIBRARIES", libraries)
+    monkeypatch.setattr(daemon, "configure_malloc", lambda: None)
+    monkeypatch.setattr(daemon, "stopping", lambda: nullcontext(Event()))
+
+    def leave(address: str) -> None:
+        del address
+        assert import_module("plotting_library")  # as a loss may when it is called
+        raise SystemExit
+
+    settings = HostSettings(
+        listen="127.0.0.1:0",
+        name="d",
+        state_dir=tmp_path / "state",  # so that the servicer is made before it listens
+        imports=("task_with_metrics",),
+    )
+    with pytest.raises(SystemExit):
+        serve(settings, passes_on=True, announce=leave)

@@ -163,3 +163,19 @@ def test_a_run_that_ends_by_an_unknown_error_says_what_and_where(
         run_app({"num-server-rounds": 1, "round-retries": 1})
     reason = _summary(tmp_path / "runs" / "run")["reason"]
     assert re.search(told, reason)
+
+
+@pytest.mark.parametrize("end", [SystemExit(0), KeyboardInterrupt()], ids=repr)
+def test_a_run_that_a_signal_ends_says_that_it_was_stopped(
+    run_app: RunApp, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, end: BaseException
+) -> None:
+    """Flower's own handler of SIGINT and SIGTERM ends the ServerApp by ``sys.exit(0)``."""
+
+    def stopped(*_: object) -> None:
+        raise end
+
+    monkeypatch.setattr("server_app.app._train", stopped)
+    with pytest.raises(type(end)):
+        run_app()
+    summary = _summary(tmp_path / "runs" / "run")
+    assert (summary["status"], summary["reason"]) == ("stopped", "stopped by a signal")

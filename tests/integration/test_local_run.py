@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import pytest
 from collapipe_flwr.config.cluster_file import cluster_text
 from collapipe_flwr.config.parsing import declared_config
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.federation import local_grid
 from collapipe_flwr.federation.local_grid import run_locally
+from collapipe_flwr.federation.run.launcher import first_error
 from collapipe_flwr.federation.run.running import edge_of, launch_of
 from tests.cluster.hosted import daemons
 from tests.integration.conftest import TINY
@@ -48,3 +51,19 @@ def test_the_server_reaches_the_edge_as_the_file_says(tmp_path: Path) -> None:
     assert launch.run_config["edge.tls-key"] == str(tmp_path / "certs" / "server.key")
     own = launch_of(ROOT, ["edge.address=h:2"], clusters=[file])
     assert own.run_config["edge.address"] == "h:2"
+
+
+def test_the_error_of_an_app_that_logs_nothing_is_the_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ConfigError("late must be 'drop' or 'join', got 'wait'")
+
+    (tmp_path / "run-config.toml").touch()
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["local_grid", str(tmp_path / "run-config.toml"), "shed.toml"])
+    monkeypatch.setattr(local_grid, "run_locally", refuse)
+    with pytest.raises(SystemExit) as ended:
+        local_grid.main()
+    (tmp_path / "log").write_text(f"{ended.value.code}\n")
+    assert first_error(tmp_path / "log") == "late must be 'drop' or 'join', got 'wait'"

@@ -7,11 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from client_app.app import app as client_app
 from collapipe_flwr.config.schema import parse
+from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.core.keys import Value
+from collapipe_flwr.federation import attempts
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
@@ -29,6 +32,7 @@ class UnreliableGrid(LocalGrid):
     """
 
     late: tuple[int, ...] = ()
+    silent = False  # every reply gets lost
     gone = back = 99
     trained = 0
 
@@ -50,7 +54,8 @@ class UnreliableGrid(LocalGrid):
         self.trained += 1
         replies = super().send_and_receive(messages, timeout=timeout)
         lost = self.trained in self.late
-        return [r for r in replies if not (lost and r.metadata.src_node_id == 2)]
+        heard = [r for r in replies if not (lost and r.metadata.src_node_id == 2)]
+        return [] if self.silent else heard
 
 
 def _lost(folder: Path) -> dict[str, list[int]]:
@@ -118,3 +123,14 @@ def test_a_plain_strategy_says_as_well_whom_a_round_lost(tmp_path: Path) -> None
     shown.print(summary_table(summary))
     assert isinstance(shown.file, io.StringIO)
     assert "2 rounds went on without a cluster: cluster-1 (2, 3)" in shown.file.getvalue()
+
+
+def test_a_plain_strategy_that_loses_all_clusters_fails_after_its_retries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(attempts, "sleep", pauses.append)
+    with pytest.raises(RunError, match=r"round 1: all 2 clusters failed, .*\(tried 3 times in "):
+        _run(tmp_path, more={"runtime": "whole", "round-retries": 2}, silent=True)
+    assert pauses == [2.0, 4.0]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"

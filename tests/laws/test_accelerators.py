@@ -88,6 +88,9 @@ class Attention(nn.Module):
         hidden = self.layer(hidden)
         hidden = self.alpha(self.second(hidden, hidden, hidden)[0])
         noise = torch.rand_like(hidden) + torch.bernoulli(torch.full_like(hidden, 0.5))
+        noise = noise + torch.randn(hidden.shape, device=str(hidden.device))
+        noise = noise + torch.empty_like(hidden).exponential_()
+        hidden = nn.functional.gumbel_softmax(hidden)
         query = hidden.unflatten(-1, (2, 4)).transpose(1, 2)
         mixed = nn.functional.scaled_dot_product_attention(
             query, query, query, is_causal=True, dropout_p=0.3

@@ -9,6 +9,7 @@ import pytest
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.membership.admission import JoiningService
 from collapipe_flwr.membership.discovery import announced, found
+from collapipe_flwr.membership.newcomer import reachable
 from tests.membership.clusters import board, joined, new_registry, print_token
 
 pytest.importorskip("zeroconf")
@@ -25,6 +26,13 @@ def test_a_board_joins_whom_it_finds(tmp_path: Path) -> None:
     ):
         assert found(token.pin, interface=LOOPBACK, deadline_s=30.0) == service.address
         assert joined(service, token, board(tmp_path, "pi-1")).name == "pi-1"
+
+
+def test_whoever_listens_on_all_addresses_is_announced_at_its_own() -> None:
+    host, _, port = reachable("0.0.0.0:50060").rpartition(":")
+    assert port == "50060" and host not in ("", "0.0.0.0")
+    assert reachable("[::]:50060") == f"{host}:50060"
+    assert reachable("10.0.0.2:50060") == "10.0.0.2:50060"
 
 
 def test_where_nobody_is_announced_the_way_out_is_named() -> None:

@@ -11,22 +11,30 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import pytest
 from cryptography import x509
 from typer.testing import CliRunner
 
 from collapipe_flwr.cli import app
 from collapipe_flwr.cluster.profile import profile_of
-from collapipe_flwr.config.access_control import access_control
+from collapipe_flwr.config.access_control import SERVICE_NAME, access_control
 from collapipe_flwr.config.cluster_file import MemberConfig, Role
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.links import TlsFiles
-from collapipe_flwr.membership import newcomer
-from collapipe_flwr.membership.admission import MOST_REFUSALS, Attempts, JoiningService, admit
+from collapipe_flwr.membership import admission, newcomer
+from collapipe_flwr.membership.admission import (
+    MESSAGE_BYTES,
+    MOST_REFUSALS,
+    Attempts,
+    JoiningService,
+    admit,
+)
 from collapipe_flwr.membership.newcomer import forget, join, membership_of
 from collapipe_flwr.membership.registry import Registry, new_token
 from collapipe_flwr.membership.tokens import JoinRefused, parse_token
 from collapipe_flwr.transport.joining import JOIN, JoinRequest, own_key, request_for
+from collapipe_flwr.transport.methods import name_options
 from collapipe_flwr.transport.server import Server
 from tests.membership.clusters import (
     ID,
@@ -64,6 +72,14 @@ def test_a_board_becomes_a_member_and_its_key_stays_with_it(
     secret = key.read_text().splitlines()[1]
     for path in filter(Path.is_file, (tmp_path / "cu").rglob("*")):
         assert secret not in path.read_text(), path
+
+
+def test_a_member_does_not_join_in_the_folder_that_keeps_the_cluster(
+    registry: Registry, service: JoiningService
+) -> None:
+    here = replace(board(registry.folder, "pi-1"), folder=registry.folder)
+    with pytest.raises(ConfigError, match="keeps the cluster itself: choose another folder"):
+        joined(service, print_token(registry), here)
 
 
 def test_plans_know_what_a_board_measured_of_itself(
@@ -144,6 +160,33 @@ def test_a_token_works_once_for_a_name_and_a_name_is_one_board_s(
     assert names(registry.cluster()) == {"pi-1"}
 
 
+def test_a_name_that_is_refused_leaves_the_token_for_another_one(
+    tmp_path: Path, registry: Registry, service: JoiningService
+) -> None:
+    joined(service, print_token(registry), board(tmp_path, "raspberrypi"))
+    token = print_token(registry)
+    with pytest.raises(LinkError, match="choose another name with --name"):
+        joined(service, token, board(tmp_path / "other", "raspberrypi", 1001))
+    assert joined(service, token, board(tmp_path / "other", "pi-2", 1001)).name == "pi-2"
+
+
+def test_an_edge_that_joined_one_of_two_clusters_joins_the_other_when_it_asks_again(
+    tmp_path: Path,
+) -> None:
+    registry = new_registry(tmp_path / "cu", elsewhere=frozenset({Role.EDGE}))
+    with registry.changing():
+        registry.create("barn", MemberConfig(name="cu-barn", address="127.0.0.1:50060"), "")
+        token = new_token(registry, registry.cluster(ID), Role.EDGE, members=1, minutes=60.0)
+    assert not registry.edge_folder.exists()  # that of another machine
+    admit(registry, asked := request(tmp_path, token, "edge"))
+    shed, barn = registry.cluster(ID), registry.cluster("barn")
+    with registry.changing():
+        registry._write(replace(barn, edge=replace(barn.edge, address="", fingerprint="")))
+    admit(registry, asked)
+    assert registry.cluster("barn").edge == shed.edge == registry.cluster(ID).edge
+    assert registry.cluster(ID).version == shed.version  # not written again
+
+
 def test_clusters_of_one_folder_share_edge_and_server_and_who_lets_newcomers_in(
     tmp_path: Path, registry: Registry, service: JoiningService
 ) -> None:
@@ -206,6 +249,25 @@ def test_a_member_of_the_same_ca_cannot_pass_as_the_control_unit(
         with pytest.raises(LinkError, match=r"control unit at .* cannot be reached"):
             join(token, board(tmp_path, "pi-2", 1001), measured, address=between.address)
     assert not heard
+
+
+def test_a_stranger_s_long_message_is_refused_before_it_is_read(
+    registry: Registry, service: JoiningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("it was read")
+
+    monkeypatch.setattr(admission, "decode_message", never)
+    pem = registry.ca.read_bytes()
+    options = name_options(SERVICE_NAME)
+    with (
+        grpc.secure_channel(
+            service.address, grpc.ssl_channel_credentials(pem), options=options
+        ) as channel,
+        pytest.raises(grpc.RpcError) as refusal,
+    ):
+        JOIN.on(channel)(bytes(MESSAGE_BYTES + 1), timeout=60)
+    assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def test_who_guesses_has_to_wait(
@@ -346,3 +408,5 @@ def test_making_a_cluster_says_first_that_it_measures(
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert (done.exit_code, done.stderr) == (0, "measuring this machine\n")
     assert "collapipe join shed@127.0.0.1:50060/" in done.stdout
+    again = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert (again.exit_code, again.stderr) == (0, "")  # what is known now may come from a check

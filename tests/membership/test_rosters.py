@@ -7,8 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from collapipe_flwr.config.cluster_file import Role, read_cluster
+from collapipe_flwr.cli import app
+from collapipe_flwr.config.cluster_file import MemberConfig, Role, read_cluster
 from collapipe_flwr.core.errors import LinkError, ProtocolError
 from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import Listener
@@ -24,7 +26,7 @@ from collapipe_flwr.membership.members import (
     send_rosters,
 )
 from collapipe_flwr.membership.newcomer import Membership, forget
-from collapipe_flwr.membership.registry import Registry
+from collapipe_flwr.membership.registry import Registry, new_token
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.roster import Roster
 from tests.host.chain_to_edge import request, service, session_key
@@ -119,6 +121,15 @@ def test_a_roster_counts_if_it_is_newer_and_of_this_ca(
         rosters.accept(registry.roster(replace(registry.cluster(), id="barn", devices=())))
 
 
+def test_no_other_roster_comes_in_between_before_one_is_applied(
+    registry: Registry, pair: list[Membership]
+) -> None:
+    rosters, seen = rosters_of(pair[0]), []
+    rosters.on_change = lambda access: seen.append((access, rosters._lock.locked()))
+    rosters.accept(registry.roster(registry.cluster()))
+    assert seen == [(rosters.access, True)]
+
+
 def test_a_member_that_was_down_hears_of_it_when_it_is_back(
     registry: Registry, pair: list[Membership]
 ) -> None:
@@ -176,6 +187,25 @@ def test_a_removed_daemon_stops(registry: Registry, pair: list[Membership]) -> N
         _, faults = remove(registry, "pi-1")
         assert not faults["pi-1"] and faults["pi-2"]
     assert heard == ["pi-1 was removed from shed"]
+
+
+def test_an_edge_of_two_clusters_stops_when_it_is_removed(tmp_path: Path) -> None:
+    registry = new_registry(tmp_path / "cu", elsewhere=frozenset({Role.EDGE}))
+    unit = MemberConfig(name="cu-barn", address="127.0.0.1:50060")
+    with registry.changing():
+        registry.create("barn", unit, "")
+        token = new_token(registry, registry.cluster(ID), Role.EDGE, members=1, minutes=60.0)
+    with JoiningService(registry, "127.0.0.1:0") as joining:
+        edge = joined(joining, token, board(tmp_path, "edge", free_port()))
+    rosters, heard = rosters_of(edge), []
+    rosters.on_removed = heard.append
+    with daemon(edge, rosters):
+        RosterSender(registry).look()
+        assert set(rosters.versions) == {ID, "barn"}
+        words = ["cluster", "remove", "edge", "--cluster", ID, "--folder", str(registry.folder)]
+        done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert done.exit_code == 0 and "edge is no member of barn any more" in done.stdout
+    assert len(heard) == 1
 
 
 def test_an_old_certificate_is_worthless_though_its_name_is_back(

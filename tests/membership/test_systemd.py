@@ -7,6 +7,7 @@ import os
 import pwd
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,13 @@ from types import SimpleNamespace
 import pytest
 
 from collapipe_flwr.core.errors import ConfigError, RunError
-from collapipe_flwr.membership.systemd import Manager, Service, check_manager, install
+from collapipe_flwr.membership.systemd import (
+    Manager,
+    Service,
+    check_manager,
+    install,
+    lingers,
+)
 from tests.membership.clusters import new_registry, print_token
 
 UNITS = ("device", "edge", "cluster")
@@ -25,7 +32,7 @@ def systemctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A manager that notes what it is told; the file with its notes."""
     programs, notes = tmp_path / "bin", tmp_path / "notes"
     programs.mkdir()
-    for name in ("systemctl", "useradd", "chown"):
+    for name in ("systemctl", "useradd", "chown", "loginctl"):
         program = programs / name
         program.write_text(f'#!/bin/sh\necho {name} "$@" >> {notes}\ntest ! -e {tmp_path}/fails\n')
         program.chmod(0o755)
@@ -56,6 +63,25 @@ def test_a_service_starts_now_and_with_the_machine(
     (tmp_path / "fails").touch()
     with pytest.raises(RunError, match=r"`(systemctl|useradd) .*` failed: no word"):
         install(service, manager, tmp_path / "units")
+
+
+def test_a_user_s_services_stay_where_the_system_allows_it(tmp_path: Path, systemctl: Path) -> None:
+    assert lingers() and systemctl.read_text() == "loginctl enable-linger\n"
+    (tmp_path / "fails").touch()
+    assert not lingers()
+
+
+def test_a_system_service_in_a_home_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: "systemctl")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(sys, "executable", "/opt/collapipe/venv/bin/python")
+    check_manager(Manager.system, Path("/etc/collapipe"))
+    check_manager(Manager.user, Path("/home/pi/cluster"))
+    with pytest.raises(ConfigError, match="and /home/pi/cluster is in one: use an environment in"):
+        check_manager(Manager.system, Path("/home/pi/cluster"))
+    monkeypatch.setattr(sys, "executable", "/root/venv/bin/python")
+    with pytest.raises(ConfigError, match="and /root/venv/bin/python is in one"):
+        check_manager(Manager.system, Path("/etc/collapipe"))
 
 
 def test_the_user_of_services_may_use_accelerators_and_sensors(
@@ -90,13 +116,13 @@ def test_systemd_understands_every_unit(tmp_path: Path, unit: str, manager: Mana
 def test_without_systemd_or_rights_the_way_out_is_named(
     tmp_path: Path, systemctl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_manager(Manager.user)
+    check_manager(Manager.user, tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(ConfigError, match="--service system needs root: use sudo, or --service"):
-        check_manager(Manager.system)
+        check_manager(Manager.system, tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="--service needs systemd"):
-        check_manager(Manager.user)
+        check_manager(Manager.user, tmp_path)
     assert not systemctl.exists()
 
 

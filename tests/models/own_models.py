@@ -166,11 +166,45 @@ class PreNormBlock(nn.Module):
         return changed
 
 
+class NeedsWidth(VisionTransformer):
+    """Cannot be built without arguments."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width=width)
+
+
+def sixteen_wide() -> NeedsWidth:
+    """What builds it with them."""
+    return NeedsWidth(16)
+
+
 class Dropping(TextClassifier):
     """The same with dropout."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.2)
+
+
+class NoisyBlock(PreNormBlock):
+    """Adds noise in training."""
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        """(B, T, D) to the same."""
+        changed_BTD = super().forward(hidden_BTD)
+        return changed_BTD + 0.1 * torch.randn_like(changed_BTD) if self.training else changed_BTD
+
+
+class Noisy(VisionTransformer):
+    """Noise in all blocks, and in front of them from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(NoisyBlock(32) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pictures (B, 3, 16, 16) to logits (B, C)."""
+        own = torch.Generator().manual_seed(3)
+        return super().forward(x + torch.randn(x.shape, generator=own))
 
 
 class NormBlock(nn.Module):
@@ -357,6 +391,14 @@ class Interferes(VisionTransformer):
             hidden_BTD = layer(hidden_BTD) * 0.5
         logits: Tensor = self.head(hidden_BTD[:, 0])
         return logits
+
+
+class DrawsUnseen(VisionTransformer):
+    """Draws by a function that calls what could be seeded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pictures (B, 3, 16, 16) to logits (B, C)."""
+        return super().forward(x + nn.init.normal_(torch.empty_like(x)))
 
 
 class LearnsBias(nn.Module):

@@ -158,9 +158,10 @@ def test_a_tied_checkpoint_starts_with_equal_tables(
     assert torch.equal(again(**batch, use_cache=False).loss, whole(**batch, use_cache=False).loss)
 
 
-def test_a_missing_checkpoint_is_one_clear_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["{}/nowhere", "~nobody-here/nowhere"])
+def test_a_missing_checkpoint_is_one_clear_error(name: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot read the checkpoint"):
-        make_spec("masked-lm", pretrained=str(tmp_path / "nowhere"))
+        make_spec("masked-lm", pretrained=name.format(tmp_path))
 
 
 def test_a_checkpoint_without_weights_is_one_clear_error(tiny: Any, tmp_path: Path) -> None:

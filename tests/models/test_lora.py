@@ -286,6 +286,22 @@ def test_refusals_name_the_way_out(
         adapted(base, "sequence-classification")
 
 
+def test_a_name_to_train_in_full_that_no_module_has_is_refused(tiny: Any, tmp_path: Path) -> None:
+    task = "sequence-classification"
+    base = checkpoint(tiny, "bert", task, tmp_path)
+    with pytest.raises(ModelError, match=r"'clasifier', but no .* did you mean 'classifier'\?"):
+        adapted(base, task, replace(LORA, modules_to_save=("clasifier",)))
+
+
+def test_only_a_head_of_the_checkpoint_may_stay_frozen(tiny: Any, tmp_path: Path) -> None:
+    task, pooler = "sequence-classification", replace(LORA, modules_to_save=("pooler",))
+    kept = adapted(checkpoint(tiny, "bert", task, tmp_path / "with"), task, pooler)
+    assert "classifier.weight" not in Splitter(kept).all_keys()
+    headless = checkpoint(tiny, "bert", "masked-lm", tmp_path / "without")
+    with pytest.raises(ModelError, match=r"'pooler' leaves out 'classifier' .* stay random"):
+        adapted(headless, task, pooler)
+
+
 def test_a_large_table_is_widened_piece_by_piece(
     tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -140,6 +141,16 @@ def test_the_stash_of_a_micro_batch_is_foreseen_within_a_tenth(
     kept = _kept_bytes(segment, hidden_BTD, torch.ones(8, 64, dtype=torch.long))
     foreseen = 8 * profile_model(splitter, BatchShape(source_length=64)).blocks[1].stash_bytes
     assert kept <= foreseen <= 1.1 * kept
+
+
+def test_trained_blocks_cost_more_than_the_frozen_ones_below_them(tiny: Any) -> None:
+    """Although the optimizer keeps nothing of either."""
+    spec = tiny.spec("bert", "masked-lm")
+    plain = Splitter(spec)
+    frozen = (*plain.embedding_keys(), *plain.segment_keys(0, 2))
+    costs = profile_model(Splitter(replace(spec, frozen=frozen)), SHAPE, lambda _: 0).blocks
+    assert [cost.backward_flop > 0 for cost in costs] == [False, False, True, True]
+    assert [cost.stash_bytes > 0 for cost in costs] == [False, False, True, True]
 
 
 def test_a_large_model_is_profiled_without_its_weights() -> None:

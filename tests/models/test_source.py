@@ -45,6 +45,21 @@ def test_every_tensor_equals_that_of_the_loader(
         assert torch.equal(source.read(key), value), key
 
 
+@pytest.mark.parametrize("shard_size", ["5GB", "20KB"])
+def test_a_checkpoint_is_read_from_the_users_home(
+    shard_size: str, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    drawn = Splitter(tiny.spec("bert", "masked-lm"))
+    model = drawn.build_whole(drawn.initial_weights(seed=1))
+    model.save_pretrained(tmp_path / "mine", max_shard_size=shard_size)
+    spec = make_spec("masked-lm", pretrained="~/mine")
+    loaded, source = Splitter(spec).initial_weights(seed=9), CheckpointSource(spec)
+    key = "bert.embeddings.word_embeddings.weight"
+    assert torch.equal(loaded[key], model.state_dict()[key])
+    assert torch.equal(source.read(key), loaded[key])
+
+
 def test_a_body_alone_is_found_under_the_task_models_names(tiny: Any, tmp_path: Path) -> None:
     config = Splitter(tiny.spec("bert", "sequence-classification")).config
     body = BertModel(config)

@@ -140,11 +140,14 @@ def test_logits_come_back(case: str) -> None:
         assert_near({"": ours}, {"": theirs})
 
 
-def test_dropout_does_not_depend_on_the_cut() -> None:
-    _, split_model = live(own_models.Dropping, texts)
+@pytest.mark.parametrize(
+    ("kind", "batches"), [(own_models.Dropping, texts), (own_models.Noisy, pictures)]
+)
+def test_dropout_and_noise_do_not_depend_on_the_cut(kind: type[nn.Module], batches: Any) -> None:
+    _, split_model = live(kind, batches)
     splitter, weights = split_model.splitter, split_model.weights()
     assert splitter.drops
-    steps, cuts = [cut_up(texts(3), (3, 3))], [(4,), (1, 2, 4)]
+    steps, cuts = [cut_up(batches(3), (3, 3))], [(4,), (1, 2, 4)]
     found = [
         _train_split(
             splitter, weights, Cut(stops=stops, micro_batches=(3, 3)), steps, SGD, dropout_seed=7
@@ -223,6 +226,12 @@ def test_arguments_build_the_model_everywhere() -> None:
     assert tuple(splitter.state_keys) == tuple(split_model.model.state_dict())
     costs = profile_model(splitter, split_model.shape)
     assert costs.blocks[0].output_bytes == 17 * 16 * 4
+
+
+def test_a_function_may_know_the_arguments_of_what_it_builds() -> None:
+    splitter = SplitModel(own_models.sixteen_wide, example=pictures(0)).splitter
+    assert splitter.spec.build == "tests.models.own_models:sixteen_wide"
+    assert splitter.shapes["head.weight"][0] == (3, 16)
 
 
 def test_blocks_may_be_computed_again() -> None:
@@ -342,6 +351,7 @@ def test_what_the_user_froze_stays() -> None:
         (own_models.SharesHalf, "are one parameter, and blocks may share none"),
         (own_models.Decides, "depends on values of the batch"),
         (own_models.Interferes, "something happens between its blocks 0 and 1"),
+        (own_models.DrawsUnseen, r"random numbers \(normal_\) where they cannot be seeded"),
     ],
 )
 def test_a_model_that_cannot_be_cut_says_why(kind: type[nn.Module], reason: str) -> None:
@@ -461,6 +471,12 @@ def test_tied_keys_of_a_live_model_come_back() -> None:
 def test_an_example_is_asked_for() -> None:
     with pytest.raises(ModelError, match=r"example=next\(iter\(loader\)\)"):
         SplitModel(own_models.VisionTransformer())
+
+
+def test_the_length_of_texts_is_asked_for_where_the_example_does_not_tell_it() -> None:
+    model = own_models.BertForSequenceClassification(own_models.bert_config())
+    with pytest.raises(ModelError, match="needs the length of texts in tokens: length=128"):
+        SplitModel(model, example=tuple(texts(0).values()))
 
 
 def test_a_class_within_a_function_is_refused() -> None:

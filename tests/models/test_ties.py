@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import SGD
+from transformers import BertForMaskedLM
 
 from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.models.describing import describe_live
 from collapipe_flwr.models.parts import EdgePart, EmbeddingPart
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.models.splitter import Splitter
 from tests.closeness import assert_near
+from tests.models.own_models import bert_config
 
 TIED = [
     ("bert", "masked-lm"),
@@ -118,6 +121,14 @@ def test_untied_tables_start_equal_and_part_ways(tiny: Any) -> None:
     whole = splitter.build_whole(weights)
     assert torch.equal(whole.model.encoder.embed_tokens.weight, own + 1.0)
     assert torch.equal(whole.model.decoder.embed_tokens.weight, shared)
+
+
+def test_a_frozen_table_stays_frozen_at_both_ends_when_it_is_untied() -> None:
+    model = BertForMaskedLM(bert_config())
+    model.bert.embeddings.word_embeddings.requires_grad_(False)
+    splitter = Splitter(describe_live(model, ties="untie"))
+    both = {"bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"}
+    assert both <= set(splitter.all_keys()) & splitter.constant_keys
 
 
 def test_a_borrowed_table_costs_the_control_unit_nothing(tiny: Any) -> None:

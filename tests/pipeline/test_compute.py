@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,11 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.host import daemon
 from collapipe_flwr.host.daemon import HostSettings, serve
 from collapipe_flwr.pipeline import compute
-from collapipe_flwr.pipeline.benchmark import BenchmarkRequest, available_memory_bytes
+from collapipe_flwr.pipeline.benchmark import (
+    BenchmarkRequest,
+    available_memory_bytes,
+    left_in_groups,
+)
 from collapipe_flwr.pipeline.benchmark import run_benchmark as benchmark
 from collapipe_flwr.pipeline.compute import CPU, free_bytes, hold, resolve
 from tests.accelerators import accelerator  # noqa: F401
@@ -121,3 +126,15 @@ def test_on_a_cpu_nothing_is_copied() -> None:
     assert hold(part, CPU).weight is tensors["weight"]
     assert compute.bring(tensors, CPU) is tensors and compute.home(tensors) is tensors
     assert free_bytes(CPU) == pytest.approx(available_memory_bytes(), rel=0.2)
+
+
+def test_a_service_has_what_its_groups_leave(tmp_path: Path) -> None:
+    (tmp_path / "own").write_text("1:memory:/old\n0::/system.slice/a.service\n")
+    service = tmp_path / "system.slice" / "a.service"
+    service.mkdir(parents=True)
+    for folder, most, used in ((service, "1000", 700), (service.parent, "max", 900)):
+        (folder / "memory.max").write_text(f"{most}\n")
+        (folder / "memory.current").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text("anon 600\ninactive_file 50\n")
+    assert list(left_in_groups(tmp_path, tmp_path / "own")) == [350]
+    assert list(left_in_groups(tmp_path, tmp_path / "nowhere")) == []

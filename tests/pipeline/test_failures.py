@@ -16,6 +16,7 @@ from collapipe_flwr.core.errors import (
     CollaPipeError,
     LinkError,
     LinkTimeout,
+    ModelError,
     ProtocolError,
     ScheduleError,
 )
@@ -26,13 +27,13 @@ from collapipe_flwr.pipeline.step import MicroBatch
 from tests.pipeline.chains import DEADLINE_S, SGD, Chain, classic, make_batch, make_parts, settings
 
 
-def fail_at(part, call: int, sentence: str):
+def fail_at(part, call: int, sentence: str, kind=RuntimeError):
     """Make the forward of `part` raise in its `call`-th call."""
     plain, calls = part.forward, iter(range(1000))
 
     def forward(*args):
         if next(calls) == call:
-            raise RuntimeError(sentence)
+            raise kind(sentence)
         return plain(*args)
 
     part.forward = forward
@@ -53,6 +54,17 @@ def test_a_failing_stage_is_heard_everywhere_and_nobody_applies_the_step(stage, 
     after = [p for part in parts for p in part.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert all(p.grad is None for p in after)
+
+
+@pytest.mark.parametrize("kind", [AttributeError, AssertionError, ZeroDivisionError, ImportError])
+def test_whatever_the_code_of_a_block_raises_is_told_as_an_error_of_the_model(kind):
+    parts = make_parts((1,))
+    fail_at(parts[1], 0, "there is no mask", kind)
+    chain = Chain(parts, classic("gpipe"))
+    said = "device 1 cannot compute micro-batch 0 of step 0 with tensors .*: there is no mask"
+    with pytest.raises(LinkError, match=said), chain.running() as first:
+        first.train_step(make_batch((2,)))
+    assert isinstance(chain.failures["device 1"], ModelError)
 
 
 def test_a_stage_that_hangs_is_given_up_at_the_deadline():

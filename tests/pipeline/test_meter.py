@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collapipe_flwr.core.links import MOST_NOTES, NOTED_FRAMES, LinkTraffic
-from collapipe_flwr.pipeline.meter import MOST_SPANS, Span, StageReport
+from collapipe_flwr.pipeline.meter import MOST_SPANS, GradientNorms, Span, StageReport
 
 
 def span(step: int) -> Span:
@@ -36,3 +36,14 @@ def test_means_are_weighted_by_steps():
     many = StageReport(name="edge", steps=3, big_square_norm=8.0, peak_tensor_bytes=5)
     total = few + many
     assert (total.big_square_norm, total.peak_tensor_bytes) == (7.0, 7)
+
+
+def test_a_first_micro_batch_without_labels_leaves_its_mean_alone():
+    norms = GradientNorms()
+    for scale, first, whole in ((0.0, 0.0, 3.0), (0.5, 2.0, 5.0)):
+        norms.note_first(first, scale)
+        norms.note_step(whole)
+    assert (norms.small_square_norm, norms.big_square_norm) == (8.0, 4.0)
+    without = StageReport(name="edge", steps=3, unlabelled=3, big_square_norm=1.0)
+    total = without + StageReport(name="edge", steps=1, small_square_norm=8.0, big_square_norm=5.0)
+    assert (total.small_square_norm, total.big_square_norm, total.unlabelled) == (8.0, 2.0, 3)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributions, nn
+from torch.nn import functional
 
+from collapipe_flwr.models.random_functions import RANDOM
 from collapipe_flwr.pipeline.randomness import SeededRandomness
 
 WIDTH = 64
@@ -153,3 +157,67 @@ def test_seeding_leaves_the_generator_of_the_process_alone() -> None:
     with SeededRandomness(nn.Dropout(0.5), 1).at(0, 0):
         nn.functional.dropout(torch.ones(9))
     assert torch.equal(torch.rand(4), expected)
+
+
+class Applied(nn.Module):
+    """A layer that is one function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.function(hidden)
+
+
+class Recurrent(nn.LSTM):
+    """Two layers with dropout between them."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, num_layers=2, dropout=0.5)
+
+    def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(hidden)[0]
+
+
+DRAWING: dict[str, Callable[[], nn.Module]] = {
+    "noise": lambda: Applied(lambda h: h + torch.randn_like(h)),
+    "noise of a shape": lambda: Applied(lambda h: h + torch.randn(h.shape)),
+    "in place": lambda: Applied(lambda h: torch.empty_like(h).normal_() * h),
+    "normal": lambda: Applied(lambda h: torch.normal(h, 1.0)),
+    "numbers": lambda: Applied(lambda h: h + torch.randint(9, h.shape)),
+    "order": lambda: Applied(lambda h: h[:, torch.randperm(WIDTH)]),
+    "choice": lambda: Applied(lambda h: torch.multinomial(h.softmax(-1), 9).float()),
+    "gumbel": lambda: Applied(functional.gumbel_softmax),
+    "rectifier": nn.RReLU,
+    "pool": lambda: nn.FractionalMaxPool2d(1, output_ratio=0.5),
+    "distribution": lambda: Applied(lambda h: distributions.Gamma(h.exp(), h.exp()).sample()),
+    "recurrent": Recurrent,
+}
+
+
+@pytest.mark.parametrize("make", DRAWING.values(), ids=DRAWING)
+def test_whatever_draws_draws_the_same_again(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    layer, hidden = make().train(), torch.randn(WIDTH, WIDTH)
+    given = hidden[None] if isinstance(layer, nn.FractionalMaxPool2d) else hidden
+    seeded = SeededRandomness(layer, 1)
+
+    def drawn(micro_batch: int) -> Tensor:
+        with seeded.at(0, micro_batch):
+            return layer(given)
+
+    first = drawn(0)
+    assert torch.equal(drawn(0), first)
+    assert not torch.equal(drawn(1), first)
+
+
+def test_no_function_of_torch_that_draws_is_forgotten() -> None:
+    """By torch's own tag; names with an underscore are called by others."""
+    known = {function.__name__ for function in RANDOM}
+    for schema in torch._C._jit_get_all_schemas():
+        name = schema.name.removeprefix("aten::")
+        if any(callable(getattr(at, name, None)) for at in (torch, torch.Tensor, functional)):
+            *_, tags = torch._C._get_operation_overload(schema.name, schema.overload_name)
+            draws = torch.Tag.nondeterministic_seeded in tags and not name.startswith("_")
+            assert not draws or name in known | {"miopen_rnn"}

@@ -201,6 +201,26 @@ def test_groups_are_chosen_by_key() -> None:
         ),
         ({"name": "Rprop", "weight_decay": 0.1}, "Rprop has no argument 'weight_decay'"),
         ({"groups": (ParameterGroup(patterns=("*",), learning_rate=-1.0),)}, "rate must be >= 0"),
+        (
+            {"name": "SGD", "arguments": {"momentum": 0.9, "maximize": "False"}},
+            "optimizer SGD: maximize must be true or false, got 'False'",
+        ),
+        ({"name": "Adam", "arguments": {"foreach": "None"}}, "foreach must be true or false"),
+        (
+            {"name": "Adam", "arguments": {"betas": (0.9,)}},
+            r"Adam: betas must be a list of 2, such as \[0.9, 0.999\], got \(0.9,\)",
+        ),
+        ({"arguments": {"betas": {"a": 1}}}, "adamw: betas must be a list of 2"),
+        ({"name": "SGD", "arguments": {"momentum": 0.9, "dampening": "x"}}, "SGD: unsupported"),
+        ({"arguments": {"lr": 0.1}}, "may not hold lr=0.1: set train.learning-rate instead"),
+        (
+            {"weight_decay": 0.0, "arguments": {"weight_decay": 0.1}},
+            "may not hold weight_decay=0.1: set train.weight-decay instead",
+        ),
+        (
+            {"groups": (ParameterGroup(patterns=("*",), arguments={"lr": "fast"}),)},
+            "may not hold lr='fast': set .* in a program learning_rate",
+        ),
         ({"schedule": "cosin"}, "'cosin'; did you mean cosine"),
         ({"warmup_steps": -1}, "warmup_steps and total_steps must be >= 0"),
         ({"proximal_mu": float("nan")}, "proximal_mu must be >= 0"),

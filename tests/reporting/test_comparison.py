@@ -79,6 +79,17 @@ def test_what_is_no_run_is_refused(source: str) -> None:
         read_curves([source])
 
 
+def test_runs_of_another_user_are_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Path) -> bool:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(ConfigError, match="its files are not for this user; run this command as"):
+        read_curves([str(tmp_path)])
+
+
 def test_plain_folders_are_runs_under_their_own_names(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     one, two = _run(tmp_path / "a=b", [0.1]), _run(tmp_path / "split", [0.2])
@@ -132,6 +143,9 @@ def test_a_picture_that_cannot_be_written_is_one_sentence_and_no_half_of_one(
         draw(curves, tmp_path / "curves.png")
     with pytest.raises(ConfigError, match=r"--plot .*/nowhere/curves\.png: cannot be written"):
         draw(curves, tmp_path / "nowhere" / "curves.png")
+    for name in ("curves", "curves.bmp"):
+        with pytest.raises(ConfigError, match=r"its name must end in \.png, \.pdf or"):
+            draw(curves, tmp_path / name)
     assert (tmp_path / "curves.png").read_bytes() == whole
     assert {path.name for path in tmp_path.iterdir()} == {"run", "curves.png"}
 

@@ -17,6 +17,7 @@ class Tool:
 
     def __init__(self, *failing: int) -> None:
         self.failing, self.kept, self.opened = set(failing), [], []
+        self.ends_badly = False
         self.ending: tuple[str, list[Path]] | None = None
         self.free = threading.Event()
         self.free.set()
@@ -33,6 +34,8 @@ class Tool:
         self.kept.append((step, [value.value for value in values]))
 
     def close(self, status: str, artefacts: Iterable[Path]) -> None:
+        if self.ends_badly:
+            raise OSError("no room for the end")
         self.ending = status, list(artefacts)
 
 
@@ -64,6 +67,19 @@ def test_what_failed_is_written_with_the_next_round_and_said_once() -> None:
     assert tool.opened == [1, 2, 3]  # each time from the round that is missing
     assert feeder.take_problem() == (
         "reporting.sinks: tool misses rounds (OSError: no room for 2); they are tried again"
+    )
+    assert feeder.take_problem() == ""
+
+
+def test_what_is_missing_at_the_end_is_said_also_after_an_earlier_failure() -> None:
+    tool = Tool(1)
+    feeder = Feeder("tool", tool.open)
+    tool.ends_badly = True
+    feeder.write(1, loss(1))
+    feeder.end("completed", [])
+    feeder.wait(LIMIT_S)
+    assert feeder.take_problem() == (
+        "reporting.sinks: tool misses the end of the run (OSError: no room for the end)"
     )
     assert feeder.take_problem() == ""
 

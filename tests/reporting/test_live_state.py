@@ -104,6 +104,15 @@ def test_a_run_that_was_killed_is_interrupted(run: MadeUpRun) -> None:
     assert news["head"]["reason"]
 
 
+def test_a_run_that_was_killed_before_its_first_summary_is_interrupted(run: MadeUpRun) -> None:
+    (run.path / "summary.json").unlink()
+    _, news = _told(_feed(run.path), Place())
+    assert news["head"]["status"] == "starting"
+    run.die()
+    _, news = _told(_feed(run.path), Place())
+    assert news["head"]["status"] == "interrupted"
+
+
 def test_progress_inside_a_round_is_told(run: MadeUpRun) -> None:
     feed = _feed(run.path)
     known, news = _told(feed, Place())
@@ -165,6 +174,11 @@ def test_the_report_grows_with_the_rounds(run: MadeUpRun) -> None:
     learning = json.loads(feed.figures.text())["sections"][0]
     training = learning["charts"]["loss"]["figure"]["data"][0]
     assert training["x"] == [1, 2]
+    run.path.joinpath("timeline-round2.json").write_text('{"traceEvents": []}')
+    run.end_round()
+    feed.look()
+    timeline = json.loads(feed.figures.text())["sections"][-2]
+    assert (timeline["key"], "Not recorded" in timeline["html"]) == ("timeline", False)
 
 
 @pytest.mark.parametrize("module", ["jinja2", "plotly"])

@@ -20,6 +20,7 @@ from collapipe_flwr.reporting.run_directory import (
     read_pending,
     read_summary,
     read_summary_head,
+    summary_stamp,
 )
 from tests.full_disk import full_disk
 from tests.power_cuts import rebuilt, watched
@@ -213,3 +214,8 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b'{"status": ')
     with pytest.raises(RunError, match=rf"{name} is damaged \(.*\): bring it back"):
         {"s": read_summary, "p": read_pending, "r": read_config}[name[0]](tmp_path)
+
+
+def test_below_a_file_is_no_summary(tmp_path: Path) -> None:
+    (tmp_path / "README.md").touch()
+    assert summary_stamp(tmp_path / "README.md" / "run") is None

@@ -17,7 +17,7 @@ from collapipe_flwr.config.schema import SINKS
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting import sinks as kinds
 from collapipe_flwr.reporting.events import LinkBytes, RoundEvent
-from collapipe_flwr.reporting.scalars import scalars
+from collapipe_flwr.reporting.scalars import Scalar, scalars
 from tests.full_disk import full_disk
 
 SETTINGS = {"seed": 7, "train.learning-rate": 0.002, "model.type": "bert"}
@@ -265,6 +265,7 @@ def test_prometheus_scrapes_the_last_round_until_the_run_ends(tmp_path: Path) ->
     sink = kinds.Prometheus(watched, 1)
     sink.write(1, scalars(event(1)))
     sink.write(2, scalars(event(2)))
+    sink.write(2, [Scalar(name="ours", value=7.0)])
     wanted = Request(f"http://{sink.address}/metrics")
     wanted.add_header("Accept", "application/openmetrics-text; version=1.0.0")
     with urlopen(wanted, timeout=30) as answer:
@@ -277,6 +278,7 @@ def test_prometheus_scrapes_the_last_round_until_the_run_ends(tmp_path: Path) ->
     }
     assert found["collapipe_round",] == 2
     assert found["collapipe_train_loss",] == 0.5
+    assert found["collapipe_ours",] == 7.0
     assert found["collapipe_run_info", ("id", "abc"), ("name", "run")] == 1
     device = (("cluster", "attic"), ("device", "pi-3"))
     assert found["collapipe_device_blocks", *device] == 4

@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
+from collapipe_flwr.cluster.profile import Measured, Measurements
 from collapipe_flwr.membership.members import AWAY, EXPECTED, READY, ClusterStatus, MemberStatus
 from collapipe_flwr.reporting.output import counted, number, progress
-from collapipe_flwr.reporting.tables import follow, status_lines, status_table
+from collapipe_flwr.reporting.tables import (
+    follow,
+    measurements_table,
+    status_lines,
+    status_table,
+)
 
 MEMBERS = (
     MemberStatus(
@@ -49,6 +55,16 @@ def test_the_table_has_what_is_known() -> None:
         *("pi-1", "device", "[fe80::1]:50071", "ready"),
         *("9.5", "1.5", "62", "-0.2", "4"),
     ]
+
+
+def test_addresses_of_measured_members_are_no_markup() -> None:
+    found = Measurements(
+        cluster_id="shed", members=(Measured(name="pi-1", address="[fd00::11]:50071"),)
+    )
+    console = Console(width=160)
+    with console.capture() as capture:
+        console.print(measurements_table(found))
+    assert "[fd00::11]:50071" in capture.get()
 
 
 def test_it_follows_until_ctrl_c() -> None:

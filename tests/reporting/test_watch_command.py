@@ -47,6 +47,18 @@ def test_what_cannot_be_a_run_is_refused(tmp_path: Path, run: str, sentence: str
     assert refusal.value.exit_code == 2
 
 
+@pytest.mark.parametrize("run", [True, False])
+def test_a_folder_of_another_user_is_one_sentence(
+    tmp_path: Path, run: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Path) -> bool:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(ConfigError, match="its files are not for this user; run this command as"):
+        watch(str(tmp_path / "run") if run else None, output_dir=tmp_path)
+
+
 def test_an_address_that_is_not_ours_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--host 192\.0\.2\.1 --port 0: cannot listen there"):
         watch(None, output_dir=tmp_path, host="192.0.2.1")

@@ -18,6 +18,8 @@ from collapipe_flwr.scheduler.accounts import (
     settled_accounts,
     settled_placeholders,
 )
+from collapipe_flwr.scheduler.base import known_budgets
+from collapipe_flwr.scheduler.dssda import with_spare
 from collapipe_flwr.scheduler.multipliers import WEIGHTS, weight_for
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import REPAID, SchedulerConfig
@@ -124,6 +126,36 @@ def test_a_round_is_never_much_slower_than_one_that_keeps_its_own_budgets(
     assert spare is not None
     mean = np.mean([r.plan.rho * r.priced.latency_s for r in done])
     assert mean <= 1.01 * spare.rho * spare.latency_s
+
+
+def test_a_spare_plan_is_kept_while_its_devices_are_there(
+    world: tuple[World, ModelProfile],
+) -> None:
+    state = episode(world, SETTINGS)[-1].state
+    spare, snapshot = state.spare_plan, world[0].snapshot(1, world[1])
+    assert spare is not None
+    slower = replace(spare, latency_s=2.0 * spare.latency_s, policy="slower")
+    gone, (cluster, *others) = spare.clusters[0].device_ids[0], snapshot.clusters
+    devices = tuple(d for d in cluster.profile.devices if d.device_id != gone)
+    without = replace(cluster, profile=replace(cluster.profile, devices=devices))
+    fewer = replace(snapshot, clusters=(without, *others))
+    for here, plan, kept in (
+        (snapshot, slower, spare),
+        (fewer, slower, slower),
+        (fewer, replace(slower, fallback="kept the plan of round 1"), spare),
+    ):
+        assert with_spare(spare, plan, state.budget_j, SETTINGS, here) is kept
+
+
+def test_a_device_that_is_away_keeps_its_budget(world: tuple[World, ModelProfile]) -> None:
+    snapshot = world[0].snapshot(1, world[1])
+    before = known_budgets({}, snapshot)
+    cluster, *others = snapshot.clusters
+    away = cluster.profile.devices[0].device_id
+    fewer = replace(cluster, profile=replace(cluster.profile, devices=cluster.profile.devices[1:]))
+    without = replace(snapshot, clusters=(fewer, *others))
+    assert away not in known_budgets({}, without)[cluster.profile.cluster_id]
+    assert known_budgets(before, without) == before
 
 
 def test_weights_follow_the_budgets_slack() -> None:

@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from collapipe_flwr.core.domain import Plan, Snapshot
+from collapipe_flwr.core.domain import ClusterSnapshot, Plan, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.convergence import join_weight
 from collapipe_flwr.costs.price import price
-from collapipe_flwr.scheduler.closing_early import closing_s, rounds_late
+from collapipe_flwr.scheduler.closing_early import EarlyRound, closing_s, rounds_late
+from collapipe_flwr.scheduler.dssda import Dssda
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.models import ModelShape
@@ -65,6 +66,26 @@ def test_nobody_waits_for_a_cluster_of_slow_boards(bound: bool) -> None:
     # More rounds, of which each holds less, and yet sooner at the target.
     assert early.rho > whole.rho
     assert early.rho * early.latency_s < whole.rho * whole.latency_s
+
+
+def test_each_cluster_pays_for_its_energy_as_often_as_it_ends() -> None:
+    snapshot = seen(QUICK, QUICK, SLOW)
+    prices = {c.profile.cluster_id: dict.fromkeys(ids(c), 1.0) for c in snapshot.clusters}
+    scheduler = make_scheduler("dssda", SETTINGS)
+    state = replace(scheduler.init(snapshot), energy_queue_j=prices)
+    whole = Dssda(SETTINGS)._decide(replace(state, weight=1.0), snapshot, 1.0)
+    energy_m = whole.planner.worth(whole.solution.chain, whole.solution.priced)
+    late_m = rounds_late(whole.solution.priced.latency_s, 1.5)
+    assert late_m[2] > late_m[0] == 0 and (energy_m > 0).all()
+    early = EarlyRound(whole=whole, parts=(whole,), slack=1.5)
+    time = whole.planner.latency_price * early.rho * closing_s(early.latency_m, 1.5)
+    assert early.objective - time == pytest.approx(
+        energy_m[0] + energy_m[1] + energy_m[2] / (1 + late_m[2]), rel=1e-6
+    )
+
+
+def ids(cluster: ClusterSnapshot) -> list[str]:
+    return [device.device_id for device in cluster.profile.members]
 
 
 def test_the_parts_share_bandwidth_and_the_edge_and_cost_what_the_cost_model_says() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.scheduler.policies import POLICIES, make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
@@ -47,3 +48,8 @@ def latency_of(settings: SchedulerConfig, snapshot) -> float:
 
 def test_a_batch_that_may_not_be_cut_is_one_micro_batch() -> None:
     assert Planning().for_batches(BATCH, cut=False).settings.batches == ((BATCH, 1),)
+
+
+def test_a_batch_that_no_pair_of_the_grids_makes_up_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="makes up a batch of 100: add its divisors"):
+        SchedulerConfig(batch_size=100)

@@ -26,9 +26,14 @@ MakeWorld = Callable[..., tuple[World, ModelProfile]]
 FAST = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(4,))
 
 
-def outcome(latency_s: float) -> RoundOutcome:
-    cluster = ClusterOutcome(cluster_id="a", latency_s=latency_s, energy_j={})
-    return RoundOutcome(round_index=1, latency_s=latency_s, clusters=(cluster,))
+def outcome(latency_s: float, **others_s: float) -> RoundOutcome:
+    """Of cluster a, and of others by name."""
+    clusters = tuple(
+        ClusterOutcome(cluster_id=name, latency_s=seconds, energy_j={})
+        for name, seconds in {"a": latency_s, **others_s}.items()
+    )
+    longest_s = max(latency_s, *others_s.values()) if others_s else latency_s
+    return RoundOutcome(round_index=1, latency_s=longest_s, clusters=clusters)
 
 
 def after(delays: list[int], world: World, model: ModelProfile) -> SchedulerState:
@@ -71,10 +76,19 @@ def test_plans_are_careful_from_far_off_until_well_forecast(
 ) -> None:
     snapshot, gains, story = a_snapshot(0), RobustGains(), []
     for took_s in (1.0, 1.02, 1.06, 1.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0):
-        gains = with_error(replace(with_averages(gains, snapshot), forecast_s=1.0), outcome(took_s))
+        gains = with_error(
+            replace(with_averages(gains, snapshot), forecast_s={"a": 1.0}), outcome(took_s)
+        )
         story.append(with_averages(gains, snapshot).careful)
     assert story == [False, False, False, *[True] * 5, *[False] * 3]
     assert with_error(RobustGains(error=0.2), outcome(1.0)).error == 0.2  # nothing was forecast
+
+
+def test_clusters_that_failed_or_come_late_spoil_no_forecast() -> None:
+    forecast = RobustGains(forecast_s={"a": 1.0, "failed": 4.0})
+    assert with_error(forecast, outcome(1.0)).error == 0.0
+    assert with_error(forecast, outcome(1.0, late=40.0)).error == 0.0
+    assert with_error(forecast, outcome(2.0, late=40.0)).error == pytest.approx(0.5 * math.log(2))
 
 
 def test_cautious_gains_are_a_share_of_the_average(a_snapshot: Callable[..., Snapshot]) -> None:

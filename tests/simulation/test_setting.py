@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +30,15 @@ def _file(folder: Path, values: object) -> Path:
     path = folder / "fleet.json"
     path.write_text(json.dumps(values))
     return path
+
+
+def test_no_kinds_and_endless_examples_are_refused(small: Setting, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--kinds needs at least one kind"):
+        replace(small, kinds=())
+    endless = {"kinds": {"my-board": BOARD}, "clusters": [{"devices": ["my-board"] * 2}]}
+    endless["clusters"][0]["examples"] = math.inf
+    with pytest.raises(ConfigError, match=r"clusters\[0\].examples must be >= 1, got inf"):
+        read_fleet(_file(tmp_path, endless))
 
 
 def test_a_block_costs_the_stated_formula() -> None:

@@ -133,6 +133,20 @@ def test_the_truth_is_drawn_once_per_device_and_seed() -> None:
     assert exact.truth(seen) is seen
 
 
+def test_true_stages_explain_rounds_of_clusters_that_share_an_edge() -> None:
+    settings = replace(SETTINGS, edge_shared=True)
+    world = a_world(0, 3)
+    seen = world.snapshot(1, MODEL)
+    slow = replace(
+        seen, edge=replace(seen.edge, speed_flop_per_s=1e-2 * seen.edge.speed_flop_per_s)
+    )
+    scheduler = make_scheduler("dssda", settings)
+    plan, _ = scheduler.step(scheduler.init(slow), slow)
+    outcome = simulated_outcome(plan, price(plan, slow, settings), slow, replace(slow), settings)
+    for cluster in outcome.clusters:
+        assert cluster.explained_s == pytest.approx(cluster.latency_s)
+
+
 def power(device: DeviceProfile) -> float:
     return device.speed_flop_per_s * device.energy_per_flop_j
 

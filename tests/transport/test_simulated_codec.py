@@ -24,4 +24,5 @@ def test_it_loses_what_the_wire_loses(codec, name):
         assert torch.equal(here.tensors[key], tensor)
     exact_bytes = 4 * 9 + 8 * 7
     assert left.sent.bytes == len(WIRE_CODECS[codec].pack(tensors[name])) + exact_bytes
+    assert right.received.bytes == left.sent.bytes
     assert torch.equal(frame.tensors[name], tensors[name])  # what was sent is not touched

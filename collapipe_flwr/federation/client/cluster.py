@@ -11,6 +11,7 @@ def train(message, context):
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -40,6 +41,7 @@ from collapipe_flwr.federation.client.site import Site
 from collapipe_flwr.federation.messages import only_arrays
 from collapipe_flwr.host.allocator import configured_malloc, give_back
 
+_log = logging.getLogger(__name__)
 Metrics = Callable[[Tensor, Tensor], Mapping[str, float] | float]
 LABEL_NAMES = ("labels", "label")
 DEVICES = "raspberry-pi-4,raspberry-pi-5,jetson-nano"
@@ -106,11 +108,19 @@ class Cluster:
         return replace(site.profile(examples), whole=whole, bundles=self._takes_bundles)
 
     def _profile_now(self, context: Context) -> ClusterProfile | None:
-        """The current profile of a cluster file's devices; None for simulated ones."""
-        site = self._site_of(context)
-        if site is None or site.cluster is None or not site.cluster.devices:
+        """The current profile of a cluster file's devices; None for simulated ones.
+
+        Also None if the file cannot be read, as while somebody edits it: that must not cost the
+        round, and the server goes on with the profile that it has.
+        """
+        try:
+            site = self._site_of(context)
+            if site is None or site.cluster is None or not site.cluster.devices:
+                return None
+            return self._profile(site, context)
+        except ConfigError as error:
+            _log.warning("the server keeps the profile that it has of this cluster: %s", error)
             return None
-        return self._profile(site, context)
 
     def train(
         self,

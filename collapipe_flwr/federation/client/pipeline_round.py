@@ -31,6 +31,7 @@ from collapipe_flwr.pipeline.offload import Lookup
 from collapipe_flwr.pipeline.step import MicroBatch
 
 Weights = Mapping[str, Tensor]
+MOST_PREDICTED = 32  # micro-batches: their predictions are the tensors of one frame
 Steps = Iterable[Sequence[Mapping[str, Tensor]]]  # each of micro-batches
 
 
@@ -123,7 +124,7 @@ class PipelineRound:
             return evaluate_batches(
                 splitter,
                 self._order(weights),
-                self._micro_batches(steps),
+                self._micro_batches(_in_parts(steps, self.plan.micro_batches)),
                 fleet,
                 recovery=recovery,
                 wanted=wanted,
@@ -156,6 +157,17 @@ class PipelineRound:
                 )
                 for tensors in step
             ]
+
+
+def _in_parts(steps: Steps, planned: int) -> Iterator[list[Mapping[str, Tensor]]]:
+    """Steps of no more micro-batches than are ``planned``, for which deadlines are made.
+
+    Losses are weighed by their labels, so they stay the same.
+    """
+    most = min(planned, MOST_PREDICTED)
+    for step in steps:
+        for start in range(0, len(step), most):
+            yield list(step[start : start + most])
 
 
 def telemetry(

@@ -19,11 +19,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Context, Error, Message
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from collapipe_flwr.core import errors
-from collapipe_flwr.core.errors import CollaPipeError, ConfigError, LinkError, LinkTimeout, RunError
+from collapipe_flwr.core.errors import (
+    CollaPipeError,
+    ConfigError,
+    LinkError,
+    LinkTimeout,
+    MemberFailed,
+    RunError,
+)
 from collapipe_flwr.federation.client import local_socket
 
 log = logging.getLogger("flwr.collapipe")
@@ -162,8 +169,9 @@ def _handshake(peer: socket.socket, code: AppCode) -> tuple[str, str]:
 
 def _exchange(peer: socket.socket, message: Message, context: Context) -> Message:
     head = local_socket.order_head(message, context)
+    state = RecordDict({**context.state})  # Flower stores the context of a round that fails, too
     try:
-        local_socket.write_parcel(peer, head, message.content, context.state)
+        local_socket.write_parcel(peer, head, message.content, state)
         with peer.makefile("rb") as file:
             answer, contents = local_socket.read_parcel(file)
             while ALIVE in answer:
@@ -179,8 +187,13 @@ def _exchange(peer: socket.socket, message: Message, context: Context) -> Messag
 
 
 def _error(name: str, words: str) -> Exception:
-    """The CollaPipeError of this name, else a RunError with name and message."""
+    """The CollaPipeError of this name, else a RunError with name and message.
+
+    The failure of a member is made of more than words: it becomes a LinkError.
+    """
     kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, MemberFailed):
+        return LinkError(words)
     if isinstance(kind, type) and issubclass(kind, CollaPipeError):
         return kind(words)
     return RunError(f"{name}: {words}")

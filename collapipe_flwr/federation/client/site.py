@@ -76,17 +76,18 @@ class Site:
     def state(self, message: Message, context: Context) -> NodeState:
         """The state from the last accepted round, for the round that ``message`` asks for.
 
-        Raises ConfigError if the node's state folder is no path.
+        An order without the id of its run, as of a library, belongs to Flower's run. Raises
+        ConfigError if the node's state folder is no path.
         """
-        asked, run_id = read_assignment(message.content), run_id_of(message.content)
+        asked = read_assignment(message.content)
         folder = named_path(context.node_config, STATE_KEY, "folder", self.state_dir)
         return NodeState(
             records=context.state,
             server_round=asked.server_round,
             progress=asked.progress,
-            run_id=run_id,
+            run_id=run_id_of(message.content) or f"flower-{context.run_id}",
             index=self.index,
-            state_dir=Path(folder).expanduser() if folder and run_id else None,
+            state_dir=Path(folder).expanduser() if folder else None,
         )
 
     @property

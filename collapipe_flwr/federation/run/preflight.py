@@ -20,7 +20,7 @@ from collapipe_flwr.config.parsing import declared_config, read_toml, refuse_unk
 from collapipe_flwr.config.schema import AppConfig, known_keys, parse
 from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import ConfigError, DataError, blaming, require
-from collapipe_flwr.core.hub import folder_only, no_such_path
+from collapipe_flwr.core.hub import expanded, folder_only, no_such_path
 from collapipe_flwr.core.links import TlsFiles, host_and_port
 from collapipe_flwr.federation.run.launcher import Launch
 from collapipe_flwr.host.metrics import check_address
@@ -76,9 +76,10 @@ def preflight(
 def _loaded(config: AppConfig, run_dir: Path | None, clusters: Sequence[ClusterConfig]) -> str:
     """The checks that need the data and the model."""
     from collapipe_flwr.cluster.local_data import Place
-    from collapipe_flwr.federation.run.run_strategy import make_planner, make_strategy
+    from collapipe_flwr.federation.run.run_strategy import make_clock, make_planner, make_strategy
 
     make_strategy(config)
+    make_clock(config)
     from collapipe_flwr.federation.run.learner import make_learner
     from collapipe_flwr.models.profile import profile_model
 
@@ -114,8 +115,8 @@ def check_launch(launch: Launch) -> str:
     """
     declared = declared_config(launch.app)
     if set(declared) != known_keys():
-        check_new(launch.run_dir)
         _check_writable("--output-dir", launch.output_dir)
+        check_new(launch.run_dir)
         return f"{launch.app} has run-config keys of its own: only their names were checked"
     where = {"output-dir": str(launch.output_dir), "run-name": launch.run_name}
     return preflight(
@@ -143,21 +144,21 @@ def check_extras(config: AppConfig, *, simulated: bool) -> None:
 def check_paths(config: AppConfig) -> None:
     """Raise DataError for a missing file or folder, before any library reads it."""
     for key, name in {"data.train": config.data.train, "data.test": config.data.test}.items():
-        path = Path(name.rpartition(":")[0] or name).expanduser()  # DIRECTORY:split, or a file
-        if folder_only(name) and not (path.exists() or Path(name).expanduser().exists()):
+        path = expanded(name.rpartition(":")[0] or name)  # DIRECTORY:split, or a file
+        if folder_only(name) and not (path.exists() or expanded(name).exists()):
             raise DataError(no_such_path(key, name))
 
 
 def check_folders(config: AppConfig, run_dir: Path | None) -> None:
     """Raise ConfigError for a folder that cannot be written or resumed."""
+    output = Path(config.run.output_dir) if run_dir is None else run_dir.parent
+    _check_writable("output-dir", output)  # before anything in it is looked for
     if config.run.resume:
         from collapipe_flwr.federation.run.recorder import check_resumable
 
         check_resumable(config, Path(config.run.resume).resolve())
     elif run_dir is not None:
         check_new(run_dir)
-    output = Path(config.run.output_dir) if run_dir is None else run_dir.parent
-    _check_writable("output-dir", output)
     if config.train.state_dir:
         _check_writable("train.state-dir", Path(config.train.state_dir).expanduser())
 
@@ -173,9 +174,9 @@ def _check_writable(key: str, folder: Path) -> None:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or its nearest existing parent."""
+    """The folder, or its nearest parent that exists and may be seen."""
     folder = folder.absolute()
-    return next(path for path in (folder, *folder.parents) if path.exists())
+    return next(path for path in (folder, *folder.parents) if os.path.exists(path))
 
 
 def check_disk(config: AppConfig, run_dir: Path | None, model: ModelProfile) -> None:
@@ -283,7 +284,7 @@ def check_examples(config: AppConfig, learner: Learner) -> None:
         from collapipe_flwr.data.stream import Stream
 
         for index in range(config.run.clusters):
-            folder = Path(config.data.stream).expanduser() / str(index)
+            folder = expanded(config.data.stream) / str(index)
             Stream(folder, task.read_file, task.examples)
 
 

@@ -35,7 +35,7 @@ from collapipe_flwr.reporting.run_directory import (
 from collapipe_flwr.reporting.run_lock import check_not_written
 
 log = logging.getLogger("flwr.collapipe")
-_FAILED_S = 5.0  # for sinks to take the last rounds of a run that failed
+_FAILED_S = 5.0  # for sinks to take the last rounds of a run that is not completed
 Evaluate = Callable[[Mapping[str, Tensor]], dict[str, float]]
 
 
@@ -122,7 +122,8 @@ class RunRecorder:
         if self.story.events and self.story.events[-1].round_index == server_round:
             self.weights, self._round_started_s = weights, time.monotonic()
             return _metric_record(self.story.events[-1].metrics)
-        due = server_round % self._every == 0 or server_round <= 1
+        last = server_round == self.story.rounds_asked  # whose model is saved
+        due = server_round % self._every == 0 or server_round <= 1 or last
         started_s = time.monotonic()
         if due:
             self._progress.enter(
@@ -144,9 +145,16 @@ class RunRecorder:
 
     def fail(self, reason: str) -> None:
         """Write the final summary and report of a run that failed."""
-        self._save("failed", reason)
+        self._end("failed", reason)
+
+    def stop(self) -> None:
+        """Write the final summary and report of a run that was stopped by a signal."""
+        self._end("stopped", "stopped by a signal")
+
+    def _end(self, status: str, reason: str) -> None:
+        self._save(status, reason)
         self._report(hasty=True)
-        self._sinks.close("failed", within_s=_FAILED_S)
+        self._sinks.close(status, within_s=_FAILED_S)
 
     def finish(self) -> None:
         """Write the final summary and report; raises RunError if rounds are missing."""

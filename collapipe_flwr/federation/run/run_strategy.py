@@ -25,6 +25,7 @@ from collapipe_flwr.core.errors import ConfigError, blaming
 from collapipe_flwr.core.keys import read_assignments
 from collapipe_flwr.data.metrics import added
 from collapipe_flwr.data.tasks import Task
+from collapipe_flwr.federation.deadline import RoundClock
 from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.records import UnsplitTask, read_tally
@@ -112,6 +113,20 @@ def _check_clusters(name: str, given: Mapping[str, object], clusters: int) -> No
             f"strategy bulyan with {_COUNT}={malicious} needs {needed} clusters, clusters is "
             f"{clusters}: use more, or krum"
         )
+
+
+def make_clock(config: AppConfig) -> RoundClock | None:
+    """What closes the rounds early, if the run has it; raises ConfigError where it cannot."""
+    slack, joins_late = config.run.round_slack, config.run.round_late == "join"
+    if config.run.runtime == "whole" and (slack or joins_late):
+        key = f"round-slack={slack:g}" if slack else "round-late=join"
+        raise ConfigError(
+            f"{key} has no effect with runtime=whole, whose rounds have no predicted duration: "
+            "leave it out, or set runtime=pipeline"
+        )
+    if joins_late and not slack:
+        raise ConfigError("round-late=join has no effect without round-slack: set it, too, to 1.5")
+    return RoundClock(slack, joins_late=joins_late) if slack else None
 
 
 def learning_settings(config: AppConfig, run_id: str, server_round: int) -> LearningSettings:

@@ -33,6 +33,8 @@ from collapipe_flwr.reporting.run_directory import (
 from collapipe_flwr.reporting.run_lock import INTERRUPTED, RUNNING
 from collapipe_flwr.reporting.screen import Follower, Screen
 
+_OURS = ("output-dir", "run-name", "train.state-dir")  # run-config of the launcher's own
+
 
 def launch_of(
     project: Path,
@@ -45,9 +47,15 @@ def launch_of(
     """The run to start, from the arguments of `collapipe run`.
 
     ``clusters`` are files of those that train, instead of simulated ones. Raises ConfigError for
-    keys that the app does not declare.
+    keys that the app does not declare, and for an app without those that are set here.
     """
     declared = declared_config(project)
+    ours = [*_OURS, *(("clusters", "edge.address") if clusters else ())]
+    if missing := [key for key in ours if key not in declared]:
+        raise ConfigError(
+            f"{project} does not declare {', '.join(missing)} in [tool.flwr.app.config], which "
+            "`collapipe run` sets: start this app with `flwr run`"
+        )
     overrides: Mapping[str, Any] = read_overrides(run_config or (), declared)
     if clusters and "edge.address" not in overrides:
         overrides = {**edge_of(clusters), **overrides}
@@ -221,8 +229,12 @@ class Attempt:
             return "no round has a checkpoint yet, so start it again"
         behind = newest < rounds_done(self.run_dir)
         where = f" (it goes on after round {newest})" if behind else ""
-        command = f"collapipe run {shown(self._launch.app)} --resume {shown(self.run_dir)}"
-        return f"resume with `{command}`{where}"
+        options = [("--cluster", path) for path in self._launch.clusters]
+        if self._launch.federation_config is not None:
+            options.append(("--federation-config", self._launch.federation_config))
+        options.append(("--resume", self.run_dir))
+        said = " ".join(f"{option} {shown(path)}" for option, path in options)
+        return f"resume with `collapipe run {shown(self._launch.app)} {said}`{where}"
 
 
 def shown(path: Path) -> str:

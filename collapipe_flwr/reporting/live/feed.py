@@ -14,13 +14,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.core.processes import meanwhile
 from collapipe_flwr.reporting.live.state import Place, RunState
 from collapipe_flwr.reporting.report.overview import tiles
 from collapipe_flwr.reporting.report.page import require_report, run_sections, section_html
 from collapipe_flwr.reporting.report.run_data import RunData
-from collapipe_flwr.reporting.run_directory import LOG
+from collapipe_flwr.reporting.run_directory import BY_OWNER, LOG
 from collapipe_flwr.reporting.run_lock import CONFIG
 from collapipe_flwr.reporting.run_reader import RunReader
 
@@ -99,12 +99,12 @@ def run_finder(run: Path | None, output_dir: Path) -> Find:
     if run is None:
         _check_folder(output_dir, "--output-dir")
         return lambda: newest_run(output_dir)
+    _check_folder(run, "RUN")
     if run.is_dir() and _began_s(run) is None and any(run.iterdir()):
         raise ConfigError(
             f"{run} is not the folder of a run: name one that `collapipe run` printed, or give "
             f"--output-dir {run} for the newest run in it"
         )
-    _check_folder(run, "RUN")
     _check_folder(run.parent, "RUN")
     if not run.parent.is_dir():
         raise ConfigError(f"{run}: there is no folder {run.parent} in which it could come to be")
@@ -121,14 +121,19 @@ def newest_run(folder: Path) -> Path | None:
 def _began_s(run: Path) -> float | None:
     """When the run-config, or the log before it, was written; None for no run."""
     for name in (CONFIG, LOG):
-        with suppress(FileNotFoundError, NotADirectoryError):
+        with suppress(OSError):  # not there, or not for this user
             return (run / name).stat().st_mtime
     return None
 
 
 def _check_folder(path: Path, what: str) -> None:
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"{what} {path} is a file: name a folder")
+    try:
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"{what} {path} is a file: name a folder")
+        if path.is_dir():
+            next(path.iterdir(), None)
+    except PermissionError as error:
+        raise ConfigError(f"{what} {path}: its files are not for this user; {BY_OWNER}") from error
 
 
 class Figures:
@@ -136,6 +141,7 @@ class Figures:
 
     def __init__(self) -> None:
         self._data = RunData("")
+        self._run_dir: Path | None = None  # where timelines are
         self._lock = threading.Lock()
         self._changed = True
         self._text = "{}"
@@ -144,7 +150,7 @@ class Figures:
         """Add rounds and replace the summary."""
         with self._lock:
             if found.anew:
-                self._data = RunData(found.head["name"])
+                self._data, self._run_dir = RunData(found.head["name"]), found.run_dir
             if found.anew or found.events or found.summary is not self._data.summary:
                 self._data.summary, self._data.config = found.summary, found.head["config"]
                 for event in found.events:
@@ -171,9 +177,9 @@ class Figures:
                     "html": section_html(section),
                     "charts": section.figures,
                 }
-                for section in run_sections(self._data)
+                for section in run_sections(self._data, self._run_dir)
             ]
-        except ConfigError as error:
+        except (ConfigError, RunError) as error:
             return {"sections": [], "missing": str(error)}
         found = [[t.title, t.value, t.note, t.warning] for t in tiles(self._data)]
         return {"sections": sections, "tiles": found}

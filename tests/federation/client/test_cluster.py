@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from flwr.app import Context, RecordDict
 from flwr.clientapp import ClientApp
 
 from collapipe_flwr import Cluster
+from collapipe_flwr.config.schema import EdgeConfig, WorldConfig
+from collapipe_flwr.federation.client.node_state import OPTIMIZER, NodeState
+from collapipe_flwr.federation.client.site import Site
+from collapipe_flwr.federation.records import RoundAssignment, write_assignment
+from collapipe_flwr.federation.rounds import Progress
 
 
 def test_an_app_with_a_cluster_travels_to_the_workers_of_a_simulation() -> None:
@@ -13,3 +24,41 @@ def test_an_app_with_a_cluster_travels_to_the_workers_of_a_simulation() -> None:
     app = ClientApp()
     Cluster(app, devices="jetson-nano,phone")
     assert isinstance(cloudpickle.loads(cloudpickle.dumps(app)), ClientApp)
+
+
+def test_a_cluster_file_that_is_being_edited_when_a_round_ends_does_not_cost_the_round(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "shed.toml"
+    file.write_text('id = "shed"\n[[device]]\nname = "pi-1"\naddress = "pi-1:50071"\n')
+    node = {"cluster": str(file)}
+    context = Context(run_id=1, node_id=1, node_config=node, state=RecordDict(), run_config={})
+    cluster = Cluster(ClientApp())
+    profile = cluster._profile_now(context)
+    assert profile is not None and profile.cluster_id == "shed"
+    file.write_text("[[device")
+    assert cluster._profile_now(context) is None
+    assert f"cluster file {file} is not TOML" in caplog.text
+
+
+def restarted(folder: Path, server_round: int, *, run: int = 1) -> NodeState:
+    """The state of a SuperNode that has just begun, in a round of a library's run."""
+    node = {"partition-id": 0, "state-dir": str(folder)}
+    context = Context(run_id=run, node_id=1, node_config=node, state=RecordDict(), run_config={})
+    done = server_round - 1
+    order = RoundAssignment(
+        server_round=server_round, progress=Progress(rounds=done, last_round=done)
+    )
+    message = SimpleNamespace(content=write_assignment(RecordDict(), order))
+    site = Site.of(context, WorldConfig(), EdgeConfig(), threads=1, compute="cpu")
+    return site.state(message, context)
+
+
+def test_a_library_keeps_its_state_in_the_folder_of_the_node_under_flowers_run(
+    tmp_path: Path,
+) -> None:
+    slots = (torch.arange(3.0),)
+    restarted(tmp_path, 1).remember(OPTIMIZER, {"weight": slots})
+    found = restarted(tmp_path, 2).recall(OPTIMIZER)
+    assert found is not None and torch.equal(found["weight"][0], slots[0])
+    assert restarted(tmp_path, 2, run=2).recall(OPTIMIZER) is None

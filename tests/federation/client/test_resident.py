@@ -20,8 +20,17 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.supercore.task_identity import TaskIdentity
 
 from collapipe_flwr import Relay
-from collapipe_flwr.core.errors import ConfigError, DataError, LinkError, RunError
-from collapipe_flwr.federation.client.local_socket import listen
+from collapipe_flwr.core.errors import (
+    Blame,
+    ConfigError,
+    DataError,
+    LinkError,
+    MemberFailed,
+    MemberSilent,
+    RunError,
+)
+from collapipe_flwr.federation.client.local_socket import listen, read_parcel, write_parcel
+from collapipe_flwr.federation.client.relay import _error, _exchange
 from collapipe_flwr.federation.client.resident import message_about
 from collapipe_flwr.federation.records import RoundAssignment, write_assignment
 from tests.forked import program
@@ -149,6 +158,38 @@ def test_errors_there_are_raised_here(tmp_path: Path) -> None:
         with pytest.raises(RunError, match=r"^ZeroDivisionError: by nothing$"):
             ask(path, "break")
         assert told(path)["calls"] == 3
+
+
+@pytest.mark.parametrize("kind", [MemberFailed, MemberSilent])
+def test_the_failure_of_a_member_there_is_a_link_error_here(kind: type[MemberFailed]) -> None:
+    there = kind("shed/d1", "no memory left", Blame.RAISED)
+    here = _error(type(there).__name__, str(there))
+    assert type(here) is LinkError and str(here) == "shed/d1 failed: no memory left"
+
+
+@pytest.mark.usefixtures("project")
+@pytest.mark.parametrize("answer", [{"raised": ["DataError", "no rows"]}, None], ids=str)
+def test_a_round_that_fails_there_leaves_the_state_here_unchanged(
+    answer: dict[str, list[str]] | None,
+) -> None:
+    state = RecordDict({"kept": ArrayRecord(dict(ARRAYS))})
+    context = Context(1, 7, {}, state, {})
+    here, there = socket.socketpair()
+
+    def fail() -> None:
+        with there, there.makefile("rb") as file:
+            read_parcel(file)
+            if answer:
+                write_parcel(there, answer)
+
+    with here:
+        here.settimeout(WAIT_S)
+        failing = threading.Thread(target=fail)
+        failing.start()
+        with pytest.raises(DataError if answer else LinkError):
+            _exchange(here, Message(RecordDict(), 7, "train"), context)
+        failing.join(WAIT_S)
+    assert context.state["kept"] == ArrayRecord(dict(ARRAYS))
 
 
 def test_an_app_that_it_cannot_import_runs_here(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,12 @@ import pytest
 from collapipe_flwr.config.parsing import declared_config
 from collapipe_flwr.config.schema import parse
 from collapipe_flwr.core import errors, hub
-from collapipe_flwr.core.errors import CollaPipeError
+from collapipe_flwr.core.errors import CollaPipeError, ConfigError
 from collapipe_flwr.core.keys import Value
-from collapipe_flwr.federation.run.preflight import preflight
+from collapipe_flwr.federation.run import running
+from collapipe_flwr.federation.run.preflight import check_launch, preflight
+from collapipe_flwr.federation.run.running import Attempt, launch_of
+from collapipe_flwr.reporting.screen import Screen
 from tests.federation.wrong_inputs import (
     DATA,
     EXTRAS,
@@ -97,6 +102,58 @@ def test_a_wrong_input_is_one_sentence_with_its_key_and_the_way_out(
     assert_one_sentence(str(refusal.value), key, way_out)
     assert sorted(folder.rglob("*")) == before  # a check writes nothing
     assert not asked and capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("closed", [True, False], ids=["without permission", "a file"])
+def test_an_output_folder_that_is_none_is_told_and_not_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    place = tmp_path / "place"
+    if closed:
+        place.mkdir()
+        _close(place, monkeypatch)
+    else:
+        place.touch()
+    launch = launch_of(PROJECT, output_dir=place)
+    Attempt(launch, Screen(quiet=True, verbose=False))
+    with pytest.raises(ConfigError) as refusal:
+        check_launch(launch)
+    assert_one_sentence(str(refusal.value), str(place), "choose another")
+
+
+def test_an_app_without_the_keys_of_a_run_is_started_by_flwr() -> None:
+    project = PROJECT / "examples" / "huggingface" / "collapipe"
+    with pytest.raises(ConfigError, match=r"output-dir, run-name, train.state-dir .* `flwr run`"):
+        launch_of(project)
+
+
+def test_a_run_is_resumed_with_the_files_that_it_was_started_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("newest_checkpoint", "rounds_done"):
+        monkeypatch.setattr(running, name, lambda _: 3)
+    launch = replace(
+        launch_of(PROJECT, output_dir=tmp_path),
+        clusters=(tmp_path / "a.toml", tmp_path / "b.toml"),
+        federation_config=tmp_path / "sim.toml",
+    )
+    monkeypatch.chdir(tmp_path)
+    said = Attempt(launch, Screen(quiet=True, verbose=False))._way_on()
+    files = "--cluster a.toml --cluster b.toml --federation-config sim.toml"
+    assert f" {files} --resume {launch.run_name}`" in said
+
+
+def _close(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take all rights to a folder away, also from root."""
+    stat, access = os.stat, os.access
+
+    def refusing(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if folder in Path(str(path)).parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", refusing)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != folder and access(path, mode))
 
 
 @pytest.mark.parametrize("package", EXTRAS)

@@ -35,6 +35,14 @@ def test_every_ending_leaves_a_report(recorder: RunRecorder, tmp_path: Path) -> 
     assert "no power" not in report.read_text()
 
 
+def test_a_run_that_was_stopped_has_not_failed(recorder: RunRecorder, tmp_path: Path) -> None:
+    recorder.stop()
+    summary = read_summary(tmp_path / "run")
+    assert summary is not None
+    assert (summary["status"], summary["reason"]) == ("stopped", "stopped by a signal")
+    assert "stopped: stopped by a signal" in (tmp_path / "run" / "report.html").read_text()
+
+
 def test_what_is_said_after_the_end_does_not_change_how_it_ended(
     recorder: RunRecorder, tmp_path: Path
 ) -> None:
