@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -16,6 +15,7 @@ from collapipe_flwr.cluster.evaluation import EvalResult, TestPart, prediction_c
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit
 from collapipe_flwr.config.schema import AppConfig
 from collapipe_flwr.core.errors import ConfigError, DataError, blaming
+from collapipe_flwr.core.hub import expanded
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.config import TRAIN_TOKENIZER
 from collapipe_flwr.data.metrics import Tally, added
@@ -70,7 +70,7 @@ def _known_labels(pretrained: str) -> tuple[str, ...]:
 
 def _refuse_foreign_tokenizer(config: AppConfig) -> None:
     """Raise ConfigError where a checkpoint would read the token ids of another tokenizer."""
-    folder = Path(config.model.pretrained).expanduser()
+    folder = expanded(config.model.pretrained)
     files = ("tokenizer.json", "tokenizer_config.json")
     brings_one = config.model.pretrained and any((folder / name).is_file() for name in files)
     if brings_one and config.data.tokenizer == TRAIN_TOKENIZER:
