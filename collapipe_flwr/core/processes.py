@@ -102,9 +102,10 @@ def _heard(hear: Callable[[int], object]) -> Iterator[None]:
     os.set_blocking(tell, False)
 
     def watch() -> None:
-        while number := os.read(told, 1)[0]:
-            if number in _SIGNS:
-                hear(number)
+        with suppress(OSError):  # closed with all others, for another program in this process
+            while (read := os.read(told, 1)) and (number := read[0]):
+                if number in _SIGNS:
+                    hear(number)
 
     thread = threading.Thread(target=watch, daemon=True, name="signals")
     thread.start()
