@@ -59,15 +59,8 @@ WEIGHTS = "weights"  # work: the part of a backward pass that is done after its 
 # What torch and transformers raise for tensors that do not fit, and for memory that runs out.
 # What code of a part may raise that its inputs, or the code itself, are to blame for.
 _PART_ERRORS = (
-    RuntimeError,
-    ValueError,
-    LookupError,
-    TypeError,
-    MemoryError,
-    AttributeError,
-    AssertionError,
-    ArithmeticError,
-    ImportError,
+    *(RuntimeError, ValueError, LookupError, TypeError, MemoryError),
+    *(AttributeError, AssertionError, ArithmeticError, ImportError),
 )
 
 
