@@ -369,7 +369,8 @@ def test_a_device_that_was_lost_stays_out_until_the_round_is_over(
     splitter: Splitter, first
 ) -> None:
     edge = new_edge(splitter, first)
-    faults = [Fault(step=0, device_id=name, phase="begin") for name in ("A/d1", "A/d2")]
+    lost = enumerate(("A/d1", "A/d2"))  # one after the other: nobody begins step 1 without step 0
+    faults = [Fault(step=step, device_id=name, phase="begin") for step, name in lost]
     fleet = Flickering(edge.connect, failing(*faults))
     batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
     result = train_round(splitter, order(first), batches, fleet, recovery=recovery(splitter, edge))
