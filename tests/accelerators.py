@@ -1,5 +1,7 @@
-"""The kinds of accelerator that laws are tested on: real ones where there are any, and one that is
-only pretended."""
+"""The kinds of accelerator that laws are tested on: real ones, or else one that is only pretended.
+
+With both in one process, torch would ask the pretended one for streams of the real one.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,15 @@ from collapipe_flwr.pipeline.stage import Stage
 from tests.pretend import LACKING, NAME, pretend_device
 
 KINDS = (NAME, "cuda", "xpu", "mps")
+_REAL = {device.type for device in present()} - {"cpu"}
+NO_PRETENCE = LACKING or (f"{', '.join(_REAL)} is here" if _REAL else "")
 
 
 def _param(kind: str) -> object:
-    lacking = LACKING if kind == NAME else f"no {kind} on this machine"
-    there = not LACKING if kind == NAME else kind in {device.type for device in present()}
-    return pytest.param(kind, marks=pytest.mark.skipif(not there, reason=lacking))
+    lacking = "" if kind in _REAL else f"no {kind} on this machine"
+    if kind == NAME:
+        lacking = NO_PRETENCE
+    return pytest.param(kind, marks=pytest.mark.skipif(bool(lacking), reason=lacking))
 
 
 @pytest.fixture(params=list(map(_param, KINDS)))

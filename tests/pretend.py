@@ -103,10 +103,10 @@ class PretendTensor(Tensor):
 
 
 class _Module(getattr(backend_registration, "_DummyBackendModule", object)):  # torch 2.9 has none
-    """What `torch.pretend` is: how much memory is out."""
+    """What `torch.pretend` is: how much memory is out, and how much is kept for what comes."""
 
     def __init__(self) -> None:
-        self.now = self.most = 0  # bytes
+        self.now = self.most = self.kept = 0  # bytes
         self._lock = threading.RLock()  # storages go whenever the interpreter finds the time
         self._out: dict[int, weakref.ref[Any]] = {}  # storages by address
 
@@ -118,12 +118,17 @@ class _Module(getattr(backend_registration, "_DummyBackendModule", object)):  # 
             if size and address not in self._out:
                 self._out[address] = weakref.ref(storage, lambda _: self._gone(address, size))
                 self.now += size
+                self.kept = max(self.kept - size, 0)
                 self.most = max(self.most, self.now)
 
     def _gone(self, address: int, size: int) -> None:
         with self._lock:
             del self._out[address]
             self.now -= size
+            self.kept += size
+
+    def empty_cache(self) -> None:
+        self.kept = 0
 
     def synchronize(self, _: object = None) -> None:
         """Nothing is under way."""
@@ -138,7 +143,7 @@ class _Module(getattr(backend_registration, "_DummyBackendModule", object)):  # 
         self.most = self.now
 
     def mem_get_info(self, _: object = None) -> tuple[int, int]:
-        return 10**9 - self.now, 10**9
+        return 10**9 - self.now - self.kept, 10**9
 
 
 _module = _Module()

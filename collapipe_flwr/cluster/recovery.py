@@ -86,7 +86,7 @@ def run_interval(
     """
     embedding, optimizer = order.placed(splitter.build_embedding(order.weights))
     with fleet.chain(splitter, order) as chain:
-        give_back()  # what sending the segments took
+        give_back(order.compute)  # what sending the segments took
         first = FirstStage(
             embedding,
             optimizer,
@@ -105,9 +105,9 @@ def run_interval(
         own = PartState(weights=embedding.state_dict(), optimizer=slots).offloaded()
         ahead, next_step = Segments(state=own, reports=(first.report(),)), first.next_step
         del first, optimizer, embedding, slots  # freed before the segments arrive
-        give_back()
+        give_back(order.compute)
         held = ahead + chain.collect(keeps)
-        give_back()
+        give_back(order.compute)
     _check_sound(splitter, order, held.state)
     return ReplayInterval(
         losses=tuple(step.loss for step in steps if step.weight),

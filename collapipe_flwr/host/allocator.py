@@ -20,6 +20,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch  # imported after the heap has been configured
 
 # malloc.h
 _M_TRIM_THRESHOLD = -1
@@ -65,12 +69,18 @@ def configured_malloc() -> Iterator[None]:
         give_back()
 
 
-def give_back() -> None:
-    """Return all free memory to the system, also from between allocations."""
+def give_back(place: torch.device | None = None) -> None:
+    """Return all free memory to the system, also from between allocations.
+
+    And what torch keeps of an accelerator's for tensors to come, with which other programs and the
+    next look at its free memory would have to do without.
+    """
     trim = _function("malloc_trim")
     if trim is not None:
         trim(0)
         _ask_for_large_pages()
+    if place is not None and place.type != "cpu":
+        sys.modules["torch"].get_device_module(place.type).empty_cache()
 
 
 def _ahead_bytes() -> int:

@@ -139,7 +139,7 @@ class Servicer:
 
         with call_deadline(call.context, _TRANSFER_S):
             self.service.receive_weights(call.key, receive)
-        give_back()
+        give_back(self.service.compute)
 
     def missing(self, data: bytes, call: Call) -> tuple[str, ...]:
         return self.service.missing(call.key, decode_message(dict[str, str], data))
@@ -173,7 +173,7 @@ class Servicer:
 
     def close_session(self, _: bytes, call: Call) -> None:
         self.service.close(call.key)
-        give_back()
+        give_back(self.service.compute)
 
     def health(self, _data: bytes, _call: Call) -> Health:
         return self.service.health()
@@ -186,6 +186,7 @@ class Servicer:
         try:
             spare_bytes = self.service.spare_bytes()
             found = run_benchmark(request, self.service.compute)
+            give_back(self.service.compute)
         finally:
             self._measuring.release()
         memory_bytes = min(found.memory_bytes + spare_bytes, health.most_bytes)

@@ -12,7 +12,7 @@ from collapipe_flwr.generation.backends import STATELESS
 from collapipe_flwr.host import session as sessions
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.host.servicer import Servicer
+from collapipe_flwr.host.servicer import Call, Servicer
 from collapipe_flwr.host.stores import SnapshotStore, TensorStore
 from collapipe_flwr.pipeline import benchmark
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest
@@ -21,6 +21,7 @@ from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.state import PartState, digests_of
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.methods import decode_message, encode_message
+from tests.accelerators import accelerator  # noqa: F401
 from tests.host.chain_to_edge import build_head, request, service, session_key
 from tests.host.test_sessions import Authorizer, in_thread
 from tests.pipeline.chains import Head
@@ -249,6 +250,32 @@ def test_a_benchmark_tells_what_the_next_plan_may_have(
     asked = encode_message(BenchmarkRequest())
     (answer,) = servicer.answers(methods.BENCHMARK, asked, FakeContext(), None)
     assert decode_message(benchmark.BenchmarkAnswer, answer).memory_bytes == expected
+    servicer.close()
+
+
+def test_what_torch_keeps_of_an_accelerator_is_free_for_the_next_plan(
+    accelerator: torch.device,  # noqa: F811
+) -> None:
+    """After a benchmark and a session. Torch keeps what tensors took for tensors to come."""
+    large = torch.nn.Linear(1000, 1000)
+    servicer = Servicer(EdgeService(lambda *_: large, compute=accelerator))
+
+    def free() -> int:
+        asked = encode_message(BenchmarkRequest(seconds=0.01))
+        (answer,) = servicer.answers(methods.BENCHMARK, asked, FakeContext(), None)
+        return decode_message(benchmark.BenchmarkAnswer, answer).memory_bytes
+
+    free()  # a real one loads its libraries
+    torch.get_device_module(accelerator.type).empty_cache()
+    expected = pytest.approx(free(), abs=large.weight.nbytes // 4)
+    assert free() == expected
+    service, key = servicer.service, session_key("a")
+    service.open(request("a", optimizer=ADAMW))
+    service.push_weights(key, large.state_dict())
+    named = {methods.SESSION_KEY: key.session_id, methods.TOKEN_KEY: key.token}
+    large = torch.nn.Linear(1, 1)
+    servicer.close_session(b"", Call(FakeContext(), None, named))
+    assert free() == expected
     servicer.close()
 
 

@@ -19,8 +19,8 @@ from collapipe_flwr.pipeline.benchmark import (
 )
 from collapipe_flwr.pipeline.benchmark import run_benchmark as benchmark
 from collapipe_flwr.pipeline.compute import CPU, free_bytes, hold, resolve
-from tests.accelerators import accelerator  # noqa: F401
-from tests.pretend import LACKING, NAME, pretend_device
+from tests.accelerators import NO_PRETENCE, accelerator  # noqa: F401
+from tests.pretend import NAME, pretend_device
 
 GPU = torch.device("cuda", 1)
 
@@ -90,7 +90,7 @@ def test_a_host_refuses_what_is_not_there_before_it_listens(
         serve(settings, passes_on=True, announce=pytest.fail)
 
 
-@pytest.mark.skipif(bool(LACKING), reason=LACKING)
+@pytest.mark.skipif(bool(NO_PRETENCE), reason=NO_PRETENCE)
 def test_the_pretended_accelerator_mixes_no_places() -> None:
     """Else the laws would hold on it whatever stays behind."""
     there, here = torch.ones(2, 2).to(pretend_device()), torch.ones(2, 2)
