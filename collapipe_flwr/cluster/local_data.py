@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch import Tensor
 from collapipe_flwr.cluster.evaluation import TestPart
 from collapipe_flwr.config.schema import AppConfig
 from collapipe_flwr.core.errors import ConfigError, DataError
+from collapipe_flwr.core.hub import expanded
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.data.batches import (
     Example,
@@ -73,7 +73,7 @@ class LocalData:
 
     def stream(self, folder: str) -> Stream:
         """The cluster's own folder of arriving files; raises DataError where there is none."""
-        own = Path(folder).expanduser() / str(self._place.index)
+        own = expanded(folder) / str(self._place.index)
         return Stream(own, self.task.read_file, self.task.examples)
 
     @property

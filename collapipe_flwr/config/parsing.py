@@ -66,7 +66,7 @@ def flatten_section(section: Any, prefix: str) -> dict[str, Value]:
     values = {}
     for name, field_, owner in _keys(section, prefix):
         rule, value = rule_of(field_), getattr(owner, field_.name)
-        values[name] = value if rule is None or rule.text is None else rule.text.write(value)
+        values[name] = value if rule is None or rule.read is None else rule.write(value)
     return values
 
 
@@ -92,13 +92,13 @@ def _keys(section: Any, prefix: str) -> Iterator[tuple[str, Field[Any], Any]]:
 
 def _parsed(name: str, value: Value, field_: Field[Any]) -> object:
     rule = rule_of(field_)
-    if rule is None or rule.text is None:
+    if rule is None or rule.read is None:
         typed = _typed(name, value, str(field_.type).removesuffix(" | None"))
         check(name, typed, rule)
         return typed
     text = str(_typed(name, value, "str"))
     try:
-        parsed = rule.text.read(text)
+        parsed = rule.read(text)
         good = rule.holds(parsed)
     except ValueError:
         good = False

@@ -21,7 +21,6 @@ from collapipe_flwr.core.keys import AUTO as WHERE_BEST
 from collapipe_flwr.core.keys import (
     Value,
     above,
-    any_of,
     assignments,
     at_least,
     between,
@@ -185,7 +184,7 @@ class EvaluationConfig:
 class ReportingConfig:
     """Where rounds are reported besides the run's folder."""
 
-    sinks: tuple[str, ...] = key((), any_of(*SINKS))
+    sinks: tuple[str, ...] = key((), some_of(*SINKS, empty=True))
     metrics: str = key(  # where the sink prometheus is scraped
         METRICS_ADDRESS, matches(r"(.+:)?\d{1,5}", f'must read like "{METRICS_ADDRESS}" or "9464"')
     )

@@ -25,21 +25,18 @@ _RULE, _NAME, _INLINE = "rule", "name", "inline"
 AUTO, CPU = "auto", "cpu"  # where a process computes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Text:
-    """How a value is written in a configuration; ``read`` raises ValueError for other text."""
-
-    read: Callable[[str], Any]
-    write: Callable[[Any], str]
-
-
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A test of one value and a description of what it accepts."""
+    """A test of one value and a description of what it accepts.
+
+    ``read`` and ``write`` tell how a value that is no plain one is written in a configuration;
+    ``read`` raises ValueError for other text.
+    """
 
     holds: Callable[[Any], bool]
     says: str
-    text: Text | None = None
+    read: Callable[[str], Any] | None = None
+    write: Callable[[Any], str] = str
     names: tuple[str, ...] = ()  # the values, where there are only so many
 
 
@@ -69,16 +66,14 @@ def matches(pattern: str, says: str) -> Rule:
     return Rule(lambda v: re.fullmatch(pattern, v) is not None, says)
 
 
-def some_of(*names: str) -> Rule:
-    """Accept a comma-separated choice of a few names, as a tuple."""
-    text = Text(read=_parts, write=",".join)
-    return Rule(lambda v: set(v) <= set(names), "must list some of " + ", ".join(names), text)
+def some_of(*names: str, empty: bool = False) -> Rule:
+    """Accept a comma-separated choice of a few names, or ``empty`` text, as a tuple."""
 
+    def read(text: str) -> tuple[str, ...]:
+        return _parts(text) if text.strip() or not empty else ()
 
-def any_of(*names: str) -> Rule:
-    """As `some_of`, but the list may be empty."""
-    text = Text(read=lambda t: _parts(t) if t.strip() else (), write=",".join)
-    return replace(some_of(*names), text=text)
+    says = "must list some of " + ", ".join(names)
+    return Rule(lambda v: set(v) <= set(names), says, read, ",".join)
 
 
 def counts() -> Rule:
@@ -90,20 +85,18 @@ def counts() -> Rule:
             raise ValueError(text)
         return tuple(map(int, parts))
 
-    text = Text(read=read, write=lambda v: ",".join(map(str, v)))
-    return Rule(
-        lambda v: all(n >= 1 for n in v), 'must list whole numbers >= 1, for example "4,8"', text
-    )
+    says = 'must list whole numbers >= 1, for example "4,8"'
+    return Rule(lambda v: all(n >= 1 for n in v), says, read, lambda v: ",".join(map(str, v)))
 
 
 def numbers() -> Rule:
     """Accept comma-separated numbers, as a tuple."""
-    text = Text(
+    return Rule(
+        lambda v: all(map(math.isfinite, v)),
+        'must list numbers, for example "0.5,0.5,0.5"',
         read=lambda t: tuple(float(part) for part in t.split(",")),
         write=lambda v: ",".join(repr(n).removesuffix(".0") for n in v),
     )
-    says = 'must list numbers, for example "0.5,0.5,0.5"'
-    return Rule(lambda v: all(map(math.isfinite, v)), says, text)
 
 
 def compute_name() -> Rule:
@@ -117,22 +110,20 @@ def compute_name() -> Rule:
 
 def words() -> Rule:
     """Accept words between spaces or commas, as a tuple."""
-    return _any(Text(read=lambda t: tuple(t.replace(",", " ").split()), write=" ".join))
+    return _any(read=lambda t: tuple(t.replace(",", " ").split()), write=" ".join)
 
 
 def name_lists() -> Rule:
     """Accept lists of names, commas inside and semicolons between them, as tuples in a tuple."""
     return _any(
-        Text(
-            read=lambda t: tuple(_parts(part) for part in t.split(";") if part.strip()),
-            write=lambda v: ";".join(map(",".join, v)),
-        )
+        read=lambda t: tuple(_parts(part) for part in t.split(";") if part.strip()),
+        write=lambda v: ";".join(map(",".join, v)),
     )
 
 
 def path() -> Rule:
     """Accept the name of a file or folder; None where it is empty."""
-    return _any(Text(read=lambda t: Path(t) if t else None, write=lambda v: str(v or "")))
+    return _any(read=lambda t: Path(t) if t else None, write=lambda v: str(v or ""))
 
 
 def assignments() -> Rule:
@@ -202,8 +193,8 @@ def check_keys(section: Any, prefix: str) -> None:
         check(prefix + name_of(field_), getattr(section, field_.name), rule_of(field_))
 
 
-def _any(text: Text) -> Rule:
-    return Rule(lambda _: True, "", text)
+def _any(read: Callable[[str], Any], write: Callable[[Any], str]) -> Rule:
+    return Rule(lambda _: True, "", read, write)
 
 
 def _parts(text: str) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ConfigError, ModelError
-from collapipe_flwr.core.keys import Rule, Text, above, assignments, at_least, key, read_assignments
+from collapipe_flwr.core.keys import Rule, above, assignments, at_least, key, read_assignments
 from collapipe_flwr.pipeline.update_rules import (
     FUSED,
     Argument,
@@ -62,7 +62,8 @@ def _write_arguments(arguments: Keywords) -> str:
 _ARGUMENTS = Rule(
     lambda _: True,
     'must read like "momentum=0.9 nesterov=true betas=[0.9,0.95]"',
-    Text(read=_read_arguments, write=_write_arguments),
+    read=_read_arguments,
+    write=_write_arguments,
 )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import reduce
 from math import isfinite, log, nan
 from statistics import median
 from typing import Any
@@ -163,7 +162,7 @@ class RunStory:
 
     def summary(self, *, status: str, wall_s: float, reason: str | None = None) -> dict[str, Any]:
         """The content of ``summary.json``, with the last of the plans (see `RunDirectory`)."""
-        sums = reduce(RunSums.plus, self.events, self.sums)
+        sums = self.sums
         total = {
             f.name: sum(getattr(e.bytes, f.name) for e in self.events) for f in fields(LinkBytes)
         }

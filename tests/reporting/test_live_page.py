@@ -13,6 +13,7 @@ import pytest
 
 from collapipe_flwr.core.durable import write_text
 from collapipe_flwr.core.json_codec import to_json
+from collapipe_flwr.reporting.events import incident_json
 from collapipe_flwr.reporting.live.feed import Feed
 from collapipe_flwr.reporting.live.server import LiveServer
 from collapipe_flwr.reporting.progress import PROGRESS, ClusterProgress, RunProgress
@@ -94,7 +95,8 @@ def test_it_keeps_up_with_rounds_and_draws_their_charts(browser: Any, run: MadeU
     with _serving(run.path) as server, _open(browser, server) as tab:
         _shows(tab, "#drawn", "as of round 1")
         before = tab.page.inner_text("[data-cluster=cluster-1] .rate")
-        run.end_round(failures=("cluster-1: device 2-raspberry-pi-4 was replayed",))
+        replayed = incident_json("recovered", "device 2-raspberry-pi-4 was replayed", "cluster-1")
+        run.end_round(incidents=(replayed,))
         _shows(tab, "#drawn", "as of round 2")
         assert tab.page.inner_text("[data-cluster=cluster-1] .rate") != before
         assert "was replayed" in tab.page.inner_text("#happened")
@@ -149,7 +151,7 @@ def test_it_waits_for_a_run_that_is_not_there(browser: Any, tmp_path: Path) -> N
 
 def test_rounds_that_a_resumed_run_dropped_are_gone(browser: Any, run: MadeUpRun) -> None:
     first = run.story.events[0]
-    run.end_round(failures=("cluster-0: was slow",))
+    run.end_round(incidents=(incident_json("remark", "cluster-0: was slow"),))
     with _serving(run.path) as server, _open(browser, server) as tab:
         _shows(tab, "#drawn", "as of round 2")
         assert tab.page.locator("#latest").is_visible()

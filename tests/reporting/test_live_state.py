@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from collapipe_flwr.reporting.events import incident_json
 from collapipe_flwr.reporting.live.feed import Feed, newest_run
 from collapipe_flwr.reporting.live.state import Place
 from collapipe_flwr.reporting.progress import ClusterProgress, ProgressFile
@@ -35,7 +36,7 @@ def _told(feed: Feed, known: Place) -> tuple[Place, dict[str, Any]]:
 
 def test_news_are_what_came_since(run: MadeUpRun) -> None:
     feed = _feed(run.path)
-    run.end_round(failures=("cluster-0: late",))
+    run.end_round(incidents=(incident_json("remark", "cluster-0: late"),))
     known, news = _told(feed, Place())
     assert (news["anew"], news["last"]["round"], len(news["clusters"])) == (True, 1, 2)
     assert [each["text"] for each in news["incidents"]] == ["cluster-0: late"]
@@ -47,9 +48,9 @@ def test_news_are_what_came_since(run: MadeUpRun) -> None:
 
 def test_a_page_that_was_away_goes_on_from_its_id(run: MadeUpRun) -> None:
     feed = _feed(run.path)
-    run.end_round(failures=("cluster-0: first",))
+    run.end_round(incidents=(incident_json("remark", "cluster-0: first"),))
     known, _ = _told(feed, Place())
-    run.end_round(failures=("cluster-0: second",))
+    run.end_round(incidents=(incident_json("remark", "cluster-0: second"),))
     _, news = _told(feed, Place.of_text(str(known)))
     assert not news["anew"]
     assert [each["text"] for each in news["incidents"]] == ["cluster-0: second"]
@@ -96,12 +97,15 @@ def test_a_run_is_awaited_then_prepared_then_running(tmp_path: Path) -> None:
 
 def test_a_run_that_was_killed_is_interrupted(run: MadeUpRun) -> None:
     feed = _feed(run.path)
+    run.end_round()
     known, news = _told(feed, Place())
     assert news["head"]["status"] == "running"
     run.die()
     _, news = _told(feed, known)
     assert news["head"]["status"] == "interrupted"
     assert news["head"]["reason"]
+    title, status, _, warns = json.loads(feed.figures.text())["tiles"][0]
+    assert (title, status, warns) == ("Run", "interrupted", True)
 
 
 def test_a_run_that_was_killed_before_its_first_summary_is_interrupted(run: MadeUpRun) -> None:

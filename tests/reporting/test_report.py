@@ -21,7 +21,7 @@ from collapipe_flwr.reporting.report.page import (
     write_reports,
     write_run_report,
 )
-from collapipe_flwr.reporting.report.run_data import RunData, read_run
+from collapipe_flwr.reporting.report.run_data import read_run
 from collapipe_flwr.reporting.run_directory import read_events, read_summary
 from tests.reporting.made_up_runs import MadeUpRun
 
@@ -219,22 +219,6 @@ def test_runs_of_earlier_versions_have_reports(name: str, tmp_path: Path) -> Non
     assert [y for y in loss["y"] if y is not None] == close(
         [value for value in summary["loss"] if value is not None]
     )
-
-
-def test_failures_of_earlier_versions_are_incidents() -> None:
-    run = RunData("old")
-    run.add(
-        {
-            "round_index": 1,
-            "failures": ["attic: no reply", "all 2 clusters failed"],
-            "lost": ["attic", "cellar"],
-        }
-    )
-    assert [(i.kind, i.cluster, i.text) for i in run.incidents] == [
-        ("failure", "", "attic: no reply"),
-        ("failure", "", "all 2 clusters failed"),
-        ("lost", "cellar", "no result in this round"),
-    ]
 
 
 def test_a_timeline_shows_one_step(tmp_path: Path) -> None:

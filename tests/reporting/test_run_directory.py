@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.reporting.console import summary_table
-from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory, RunSums
+from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory
 from collapipe_flwr.reporting.output import write_json
 from collapipe_flwr.reporting.run_directory import (
     RunDirectory,
@@ -43,17 +42,13 @@ def _event(index: int, *, energy_j: float, memory: int, score: float | None) -> 
 
 
 def _story() -> RunStory:
-    events = (
-        _event(1, energy_j=4.0, memory=7, score=0.5),
-        _event(2, energy_j=0.0, memory=9, score=None),
-    )
-    budgets = {"A/pi": 3.0, "A/idle": 3.0}
-    return RunStory(
+    story = RunStory(
         metric_name="exact_match",
         initial={"exact_match": 0.0},
-        energy_budget_j=budgets,
-        events=events,
+        energy_budget_j={"A/pi": 3.0, "A/idle": 3.0},
     )
+    story = story.grown(_event(1, energy_j=4.0, memory=7, score=0.5))
+    return story.grown(_event(2, energy_j=0.0, memory=9, score=None))
 
 
 def test_summary_adds_up_bytes_averages_energy_and_keeps_peaks() -> None:
@@ -119,13 +114,17 @@ def test_how_a_run_ended_is_said_although_an_event_is_damaged(tmp_path: Path) ->
     assert _summary_of(run)["reason"] == "no power" and len(_summary_of(run)["plans"]) == 1
 
 
-def test_sums_by_round_are_those_of_all_rounds_at_once(tmp_path: Path) -> None:
-    run, events = MadeUpRun(tmp_path / "one", measured=False), []
-    for _ in range(5):
-        events.append(run.end_round())
-    at_once = replace(run.story, events=tuple(events), sums=RunSums())
-    summed = run.story.summary(status="completed", wall_s=1.0)
-    assert summed == at_once.summary(status="completed", wall_s=1.0)
+def test_what_is_no_curve_is_summed_round_by_round(tmp_path: Path) -> None:
+    run = MadeUpRun(tmp_path / "one", measured=False)
+    events = [run.end_round() for _ in range(5)]
+    summary = run.story.summary(status="completed", wall_s=1.0)
+    joules = {name: sum(e.energy_j[name] for e in events) / 5 for name in events[0].energy_j}
+    assert summary["energy"]["mean_j"] == pytest.approx(joules)
+    assert sum(link["forward"]["bytes"] for link in summary["links"]) == sum(
+        link.forward.bytes for event in events for link in event.links
+    )
+    (role, *_), told = events[0].memory_bytes, summary["peak_memory_bytes"]
+    assert told[role] == max(event.memory_bytes[role] for event in events)
     assert not run.story.events[0].links and run.story.sums.links
 
 

@@ -22,6 +22,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.app.metadata import Metadata
 
 from collapipe_flwr.core.errors import ConfigError, LinkError, LinkTimeout, ProtocolError
+from collapipe_flwr.core.hub import expanded
 from collapipe_flwr.federation.bundles import array_records
 from collapipe_flwr.federation.client import CLUSTER_KEY, CONTROL_UNIT_KEY, named_path
 
@@ -40,7 +41,7 @@ def default_path() -> Path:
     """Where a control unit listens by default."""
     named, runtime = os.environ.get(VARIABLE), os.environ.get("XDG_RUNTIME_DIR")
     if named:
-        return Path(named).expanduser()
+        return expanded(named)
     return Path(runtime) / "collapipe" / "control-unit.sock" if runtime else _SYSTEM
 
 
@@ -52,7 +53,7 @@ def path_for(node_config: Mapping[str, object]) -> Path | None:
     """
     if CONTROL_UNIT_KEY in node_config:
         named = named_path(node_config, CONTROL_UNIT_KEY, "socket")
-        return Path(named).expanduser() if named else None
+        return expanded(named) if named else None
     return default_path() if CLUSTER_KEY in node_config or VARIABLE in os.environ else None
 
 

@@ -18,6 +18,7 @@ from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
 from collapipe_flwr.config.schema import EdgeConfig, WorldConfig
 from collapipe_flwr.core.domain import ClusterProfile
+from collapipe_flwr.core.hub import expanded
 from collapipe_flwr.federation.client import CLUSTER_KEY, COMPUTE_KEY, STATE_KEY, named_path
 from collapipe_flwr.federation.client.node_state import NodeState
 from collapipe_flwr.federation.records import SplitTask, read_assignment, run_id_of
@@ -87,7 +88,7 @@ class Site:
             progress=asked.progress,
             run_id=run_id_of(message.content) or f"flower-{context.run_id}",
             index=self.index,
-            state_dir=Path(folder).expanduser() if folder else None,
+            state_dir=expanded(folder) if folder else None,
         )
 
     @property

@@ -160,7 +160,7 @@ def check_folders(config: AppConfig, run_dir: Path | None) -> None:
     elif run_dir is not None:
         check_new(run_dir)
     if config.train.state_dir:
-        _check_writable("train.state-dir", Path(config.train.state_dir).expanduser())
+        _check_writable("train.state-dir", expanded(config.train.state_dir))
 
 
 def _check_writable(key: str, folder: Path) -> None:

@@ -151,8 +151,9 @@ class Figures:
         with self._lock:
             if found.anew:
                 self._data, self._run_dir = RunData(found.head["name"]), found.run_dir
-            if found.anew or found.events or found.summary is not self._data.summary:
-                self._data.summary, self._data.config = found.summary, found.head["config"]
+            told = {**found.summary, **{key: found.head[key] for key in ("status", "reason")}}
+            if found.anew or found.events or told != self._data.summary:
+                self._data.summary, self._data.config = told, found.head["config"]
                 for event in found.events:
                     self._data.add(event)
                 self._changed = True

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from collapipe_flwr.reporting.events import finite, holders
-from collapipe_flwr.reporting.report.run_data import Incident, incidents_of
+from collapipe_flwr.reporting.report.run_data import incidents_of
 
 _MOST_INCIDENTS = 50  # that are sent at once: the newest
 Json = dict[str, Any]
@@ -60,7 +60,7 @@ class RunState:
 
     def begin(self, file: str) -> None:
         """Forget the rounds: they are read again from a file that replaced the last one."""
-        self._incidents: list[Incident] = []
+        self._incidents: list[Json] = []
         self._told: list[int] = []  # incidents up to each round
         self._clusters: dict[str, Json] = {}
         self._last: Json | None = None
@@ -102,16 +102,13 @@ class RunState:
         known = Place() if anew else known
         fresh = known.picture != self.place.picture
         told = self._told[known.rounds - 1] if known.rounds else 0
-        incidents = self._incidents[max(told, len(self._incidents) - _MOST_INCIDENTS) :]
         return {
             "anew": anew,
             "sent_s": time.time(),
             "head": self._head,
             "rounds": self.place.rounds,
             "last": self._last,
-            "incidents": [
-                {"round": i.round_index, "cluster": i.cluster, "text": i.text} for i in incidents
-            ],
+            "incidents": self._incidents[max(told, len(self._incidents) - _MOST_INCIDENTS) :],
             "clusters": list(self._clusters.values()) if fresh else None,
         }
 

@@ -22,7 +22,6 @@ _INCIDENTS = {  # by kind
     "retry": "round repeated",
     "late": "late update",
     "remark": "remark",
-    "failure": "failure",
 }
 
 
@@ -142,7 +141,7 @@ def incidents(run: RunData) -> Section:
         return Section(key="incidents", title="Incidents", empty=empty)
     head = ["round", "kind", "cluster", "what"]
     rows = [
-        [str(each.round_index), _label(each.kind), each.cluster, each.text]
+        [str(each["round"]), _label(each["kind"]), each["cluster"], each["text"]]
         for each in reversed(run.incidents)
     ]
     title, rest = "What happened, newest first", "before these in events.jsonl"
@@ -161,12 +160,12 @@ def _label(kind: str) -> str:
 
 def counts_text(run: RunData) -> str:
     """``cluster lost: 2, late update: 1``."""
-    counts = Counter(incident.kind for incident in run.incidents)
+    counts = Counter(each["kind"] for each in run.incidents)
     return ", ".join(f"{_label(kind)}: {count}" for kind, count in counts.most_common())
 
 
 def _incidents_by_round(run: RunData) -> Chart:
-    counts = Counter((incident.kind, incident.round_index) for incident in run.incidents)
+    counts = Counter((each["kind"], each["round"]) for each in run.incidents)
     kinds = [kind for kind in _INCIDENTS if any(kind == found for found, _ in counts)]
     kinds += sorted({kind for kind, _ in counts} - set(kinds))
     traces = []
@@ -176,7 +175,7 @@ def _incidents_by_round(run: RunData) -> Chart:
         traces.append(charts.columns(_label(kind), x, y, charts.colour_of(place)))
     figure = charts.stacked(traces)
     figure["layout"]["xaxis"] |= {"range": [run.rounds[0] - 0.6, run.rounds[-1] + 0.6]}
-    if max(Counter(each.round_index for each in run.incidents).values()) <= 6:
+    if max(Counter(each["round"] for each in run.incidents).values()) <= 6:
         figure["layout"]["yaxis"] |= {"dtick": 1}
     stride = stride_of(len(run.rounds), MOST_COLUMNS)
     note = f"Each bar counts {stride} rounds." if stride > 1 else ""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from collapipe_flwr.reporting import run_directory
-from collapipe_flwr.reporting.events import holders
+from collapipe_flwr.reporting.events import holders, incident_json
 from collapipe_flwr.reporting.report.series import Series
 
 Json = Mapping[str, Any]
@@ -24,16 +24,6 @@ _NUMBERS = (
     *("loss", "clusters_loss", "prequential_loss", "fresh_examples"),
     *("wall_s", "evaluation_s", "latency_s", "predicted_latency_s"),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Incident:
-    """An incident of a round; for ``kind``, see `events.incident_json`."""
-
-    round_index: int
-    kind: str
-    cluster: str
-    text: str
 
 
 @dataclass(slots=True)
@@ -78,7 +68,7 @@ class RunData:
         self.devices: dict[str, DeviceData] = {}
         self.control_units: set[str] = set()
         self.blocks = 0  # that were cut into segments
-        self.incidents: list[Incident] = []
+        self.incidents: list[Json] = []  # see `incidents_of`
         self._known: dict[Placed, Placed] = {}  # each segment once
 
     @property
@@ -176,22 +166,14 @@ class RunData:
             device.metered = device.metered or energy.get("source") == "metered"
 
 
-def incidents_of(event: Json) -> list[Incident]:
-    """The incidents of a round; events of earlier versions have only their texts."""
+def incidents_of(event: Json) -> list[dict[str, Any]]:
+    """What `events.incident_json` made of the incidents of a round, with the round's index."""
     index = event["round_index"]
-    told = event.get("incidents") or [
-        {"kind": "failure", "text": text} for text in event.get("failures", ())
-    ]
-    found = [
-        Incident(
-            round_index=index, kind=each["kind"], cluster=each.get("cluster", ""), text=each["text"]
-        )
-        for each in told
-    ]
+    found = [{"round": index, **each} for each in event.get("incidents", ())]
+    told = {each["cluster"] for each in found}
+    lost = [name for name in event.get("lost", ()) if name not in told]
     return found + [
-        Incident(round_index=index, kind="lost", cluster=name, text="no result in this round")
-        for name in event.get("lost", ())
-        if not any(i.cluster == name or i.text.startswith(f"{name}: ") for i in found)
+        {"round": index, **incident_json("lost", "no result in this round", name)} for name in lost
     ]
 
 
