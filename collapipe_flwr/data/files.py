@@ -63,7 +63,7 @@ def read_conll(path: Path, key: str, *, skip_bad_rows: bool = False) -> Dataset:
     Words without a tag are refused, or make rows with fewer tags than words.
     """
     what = f'{key} "{path}"'
-    with _opened(path, key) as file, io.TextIOWrapper(file, encoding="utf-8") as text:
+    with _opened(path, key) as file, io.TextIOWrapper(file, encoding="utf-8-sig") as text:
         lines = list(text)
     for number, line in enumerate(lines, start=1):
         if _UNIVERSAL.match(line):

@@ -44,6 +44,9 @@ class LanguageModel(Task):
     def read_file(self, name: str) -> Dataset:
         return self.file_rows(name)  # a stream's place counts empty rows, too
 
+    def examples(self, rows: Dataset) -> Dataset:
+        return without_empty(rows)
+
     def checked(self, examples: Dataset, key: str) -> Dataset:
         kept = without_empty(examples)
         if not len(kept):
@@ -128,6 +131,7 @@ class CausalLM(LanguageModel):
     starts_with_bos: ClassVar[bool] = False
 
     def examples(self, rows: Dataset) -> Dataset:
+        rows = super().examples(rows)
         texts, length = rows["text"][:], self.settings.max_source_length
         groups = rows["group"][:] if "group" in rows.column_names else [""] * len(texts)
         order = sorted(range(len(texts)), key=lambda row: groups[row])

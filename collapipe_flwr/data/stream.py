@@ -50,11 +50,7 @@ class FilePlace:
     sha256: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamPlace:
-    """How far a cluster has read, by file in the order of the stream."""
-
-    files: tuple[FilePlace, ...] = ()
+StreamPlace = tuple[FilePlace, ...]  # how far a cluster has read, in the order of the stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +78,10 @@ class Stream:
         A file that cannot be read has no examples in this round and is logged. Raises DataError
         if a file of which rows were read is gone or has changed other than by growing.
         """
-        known = {file.name: file for file in before.files}
+        known = {file.name: file for file in before}
         names = {path.name for path in self.folder.glob("[!.]*") if path.is_file()}
         names = {name for name in names if not name.endswith(_UNFINISHED)}
-        for file in before.files:
+        for file in before:
             if file.read and file.name not in names:
                 raise DataError(
                     f'data.stream no longer has "{self.folder / file.name}", of which '
@@ -96,8 +92,7 @@ class Stream:
 
     def everything(self) -> StreamPlace:
         """The place behind all rows that can be read now."""
-        found = self.files(StreamPlace())
-        return StreamPlace(files=tuple(replace(file, read=len(rows or ())) for file, rows in found))
+        return tuple(replace(file, read=len(rows or ())) for file, rows in self.files(()))
 
     def _look(self, before: FilePlace) -> tuple[FilePlace, Dataset | None]:
         path = self.folder / before.name
@@ -191,7 +186,7 @@ def next_round(
         places.append(place)
     arrived = concatenate_datasets(fresh)
     return StreamRound(
-        place=StreamPlace(files=tuple(places)),
+        place=tuple(places),
         fresh=arrived,
         replayed=_draw(concatenate_datasets(seen), limit - len(arrived), rng),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from collapipe_flwr.cluster.profile import Measurements
 from collapipe_flwr.core.durable import write_text
-from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.json_codec import from_json
 from collapipe_flwr.deployment import roles, ssh
 from collapipe_flwr.deployment.inventory import (
@@ -258,7 +259,8 @@ def next_steps(deployed: Deployment, path: Path, console: Console) -> None:
 def run_config(inventory: Inventory, before: str = "") -> str:
     """The keys that all runs on this cluster share; files are those of the server.
 
-    What the user added to ``before`` stays, and so do other values of `_DEFAULTS`.
+    What the user added to ``before`` stays, and so do other values of `_DEFAULTS`. Raises
+    ConfigError where both together are no TOML, as with a table [edge].
     """
     certs = f"{roles.folder_of(inventory.one(SERVER))}/certs"
     values = {
@@ -277,4 +279,12 @@ def run_config(inventory: Inventory, before: str = "") -> str:
             new.append(f"{name} = {value}")  # in front: behind a table's header it would be in it
         elif name not in _DEFAULTS:
             lines[places[name]] = f"{name} = {value}"
-    return "".join(f"{line}\n" for line in (*new, *lines))
+    text = "".join(f"{line}\n" for line in (*new, *lines))
+    try:
+        tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(
+            f"boards.toml of {inventory.name} cannot be updated ({error}): write a key of a table "
+            'in one line, as edge.address = "HOST:PORT", or delete the file'
+        ) from error
+    return text

@@ -61,7 +61,7 @@ def admit(
         config = registry.cluster(token.cluster_id)
         try:
             certificate = _certificate(registry, config, token.role, member, key)
-            registry.tokens.redeem(secret, use, now_s)  # not where the member is refused
+            registry.tokens.redeem(token, use)  # not where the member is refused
             member = replace(member, fingerprint=fingerprint(certificate))
             if request.speed_flop_per_s > 0:  # before a roster with the member is sent
                 measured = Measured(

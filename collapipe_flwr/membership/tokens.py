@@ -11,7 +11,6 @@ and the uses of the token.
 from __future__ import annotations
 
 import base64
-import binascii
 import hmac
 import re
 from collections.abc import Sequence
@@ -59,16 +58,13 @@ class JoinToken:
 def parse_token(text: str) -> JoinToken:
     """Read what `collapipe cluster token` printed; raises ConfigError, without the secret."""
     found = _FORM.fullmatch(text.strip())
-    try:
-        packed = base64.urlsafe_b64decode(found[4]) if found else b""
-    except binascii.Error:
-        packed = b""
     role = _ROLES.get((found and found[3]) or Role.DEVICE.word)
-    if found is None or role is None or len(packed) != _PIN_BYTES + SECRET_BYTES:
+    if found is None or role is None:
         raise ConfigError(
             "this is no join token: it reads like NAME@HOST:PORT/ and 64 characters; copy the "
             "whole line that `collapipe cluster token` printed"
         )
+    packed = base64.urlsafe_b64decode(found[4])  # its form makes it 48 bytes
     return JoinToken(
         cluster_id=found[1],
         address=found[2],
@@ -97,11 +93,6 @@ class KnownToken:
     made_s: float
     ends_s: float
     uses: tuple[TokenUse, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Kept:
-    tokens: tuple[KnownToken, ...] = ()
 
 
 class TokenBook:
@@ -139,13 +130,11 @@ class TokenBook:
         _check(found[0], use, now_s)
         return found[0]
 
-    def redeem(self, secret: bytes, use: TokenUse, now_s: float) -> KnownToken:
-        """Record that a member joins by a token; raises as `usable`."""
-        token = self.usable(secret, use, now_s)
+    def redeem(self, token: KnownToken, use: TokenUse) -> None:
+        """Record that a member joins by a token that is `usable`."""
         used = replace(token, uses=tuple(dict.fromkeys((*token.uses, use))))
         if used != token:
             self._write([used if each == token else each for each in self._read()])
-        return used
 
     def revoke(self, name: str) -> None:
         """Void a member's use of a token, so that it cannot join again; the use stays counted."""
@@ -162,7 +151,8 @@ class TokenBook:
         if not self._path.exists():
             return []
         try:
-            return list(from_json(_Kept, self._path.read_text(), self._path.name).tokens)
+            text = self._path.read_text()
+            return list(from_json(tuple[KnownToken, ...], text, self._path.name))
         except (OSError, UnicodeDecodeError, LinkError) as error:
             raise ConfigError(
                 f"{self._path} cannot be used ({error}): delete it, which makes all tokens "
@@ -170,7 +160,7 @@ class TokenBook:
             ) from error
 
     def _write(self, tokens: Sequence[KnownToken]) -> None:
-        write_private(self._path, to_json(_Kept(tokens=tuple(tokens))).encode())
+        write_private(self._path, to_json(tuple(tokens)).encode())
 
 
 def _check(token: KnownToken, use: TokenUse, now_s: float) -> None:

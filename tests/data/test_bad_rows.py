@@ -26,6 +26,13 @@ def conll(tmp_path: Path) -> Path:
     return path
 
 
+def test_a_mark_of_byte_order_is_no_part_of_a_word(tmp_path: Path) -> None:
+    path = tmp_path / "names.conll"
+    path.write_text("-DOCSTART- O\n\n" + "Anna B-PER\nruns O\n\n" * 20, encoding="utf-8-sig")
+    words = {word for row in tagged(path, skip=False).train["tokens"] for word in row}
+    assert words == {"Anna", "runs"}
+
+
 @pytest.fixture
 def lines(tmp_path: Path) -> Path:
     path = tmp_path / "names.jsonl"

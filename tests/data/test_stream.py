@@ -68,7 +68,7 @@ def test_every_row_is_fresh_once_and_replay_comes_from_before(
 ) -> None:
     """Rows arrive in files of their own, or at the end of the first file."""
     folder = tmp_path_factory.mktemp("stream")
-    place, fresh, sent = StreamPlace(), [], []
+    place, fresh, sent = (), [], []
     for number in range(60):
         if number >= len(arrivals) + 2 and len(fresh) >= len(sent):
             break  # two rounds or more without anything new, most often
@@ -93,7 +93,7 @@ def test_every_row_is_fresh_once_and_replay_comes_from_before(
 def test_a_file_that_sorts_before_those_read_still_comes_once(tmp_path: Path) -> None:
     add(tmp_path, "m.json", ["m0", "m1"])
     add(tmp_path, "z.json", ["z0"])
-    first = step(stream_of(tmp_path), StreamPlace())
+    first = step(stream_of(tmp_path), ())
     add(tmp_path, "a.json", ["a0", "a1"])
     second = step(stream_of(tmp_path), first.place)
     assert (first.fresh["text"][:], second.fresh["text"][:]) == (["m0", "m1"], ["z0", "a0"])
@@ -106,7 +106,7 @@ def test_a_file_that_changed_after_it_was_read_is_named_and_refused(
     """Shorter, of equal length (and age), or longer."""
     add(tmp_path, "a.json", ["a0", "a1"])
     age = (tmp_path / "a.json").stat()
-    first = step(stream_of(tmp_path), StreamPlace())
+    first = step(stream_of(tmp_path), ())
     add(tmp_path, "a.json", texts)
     os.utime(tmp_path / "a.json", ns=(age.st_atime_ns, age.st_mtime_ns))
     words = r'a\.json" has changed since 2 examples of it were read: put it back .* a new file'
@@ -117,7 +117,7 @@ def test_a_file_that_changed_after_it_was_read_is_named_and_refused(
 def test_a_file_of_which_nothing_was_read_may_change(tmp_path: Path) -> None:
     add(tmp_path, "a.json", ["a0", "a1"])
     add(tmp_path, "b.json", ["b0"])
-    first = step(stream_of(tmp_path), StreamPlace())
+    first = step(stream_of(tmp_path), ())
     add(tmp_path, "b.json", ["new"])
     assert step(stream_of(tmp_path), first.place).fresh["text"][:] == ["new"]
     (tmp_path / "b.json").unlink()
@@ -127,7 +127,7 @@ def test_a_file_of_which_nothing_was_read_may_change(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_waits_until_it_is_whole(tmp_path: Path, caplog) -> None:
     add(tmp_path, "a.json", ["a0", "a1"])
     (tmp_path / "b.json").write_text('"b0"\n"b')
-    rows, place = fresh_rows(stream_of(tmp_path), StreamPlace())
+    rows, place = fresh_rows(stream_of(tmp_path), ())
     assert rows == ["a0", "a1"]
     assert f'"{tmp_path / "b.json"}" is left out until it can be read' in caplog.text
     with (tmp_path / "a.json").open("a") as file:
@@ -171,7 +171,7 @@ def test_rows_at_the_end_of_a_file_that_was_read_are_fresh(
             file.write(gzip.compress(found) if name.endswith(".gz") else found)
 
     grow("one", "two", first="text" if "csv" in name else "")
-    rows, place = text_stream(StreamPlace())
+    rows, place = text_stream(())
     assert rows == ["one", "two"]
     grow("three")
     assert text_stream(place)[0] == ["three"]
@@ -194,10 +194,23 @@ def test_a_file_that_grows_is_held_once_by_the_cache_and_not_once_per_look(
     assert len(set(held)) == 1
 
 
+@pytest.mark.parametrize("task", ["masked-lm", "causal-lm"])
+def test_empty_rows_are_no_examples_of_a_language_model(tmp_path: Path, task: str) -> None:
+    for name, texts in (("full", 9 * ["one two"]), ("sparse", 9 * ["", "one two", " "])):
+        rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (tmp_path / f"{name}.jsonl").write_text(rows)
+    model = load_task(DataConfig(task=task, train=str(tmp_path / "full.jsonl"), vocab_size=300))
+    full, sparse = (
+        model.examples(model.read_file(str(tmp_path / f"{name}.jsonl")))
+        for name in ("full", "sparse")
+    )
+    assert sparse[:] == full[:]
+
+
 def test_half_a_line_is_not_taken_for_a_row(tmp_path: Path, text_stream: Fresh) -> None:
     file = tmp_path / "s" / "a.csv"
     file.write_text("text\none\ntw")
-    rows, place = text_stream(StreamPlace())
+    rows, place = text_stream(())
     assert rows == ["one"]
     file.write_text("text\none\ntwo\nthree")
     rows, place = text_stream(place)
@@ -210,7 +223,7 @@ def test_half_a_line_is_not_taken_for_a_row(tmp_path: Path, text_stream: Fresh) 
 def test_a_parquet_file_does_not_grow(tmp_path: Path, text_stream: Fresh) -> None:
     file = tmp_path / "s" / "a.parquet"
     Dataset.from_dict({"text": ["one"]}).to_parquet(str(file))
-    place = text_stream(StreamPlace())[1]
+    place = text_stream(())[1]
     with file.open("ab") as more:
         more.write(file.read_bytes())
     with pytest.raises(DataError, match=r"a\.parquet\" has changed .* new rows belong"):
@@ -228,7 +241,7 @@ def test_examples_that_join_rows_stay_what_they_were_when_the_file_grows(tmp_pat
 
     stream = Stream(tmp_path, read, joined)
     add(tmp_path, "a.json", ["a0", "a1", "a2"])
-    rows, place = fresh_rows(stream, StreamPlace())
+    rows, place = fresh_rows(stream, ())
     assert rows == ["a0+a1", "a2"]
     add(tmp_path, "a.json", ["a3", "a4", "a5"], "a")
     rows, place = fresh_rows(stream, place)
@@ -239,14 +252,14 @@ def test_examples_that_join_rows_stay_what_they_were_when_the_file_grows(tmp_pat
 def test_unfinished_files_are_left_alone(tmp_path: Path) -> None:
     for name in (".hidden", "x.json.tmp", "y.part"):
         add(tmp_path, name, ["no"])
-    assert stream_of(tmp_path).files(StreamPlace()) == []
+    assert stream_of(tmp_path).files(()) == []
 
 
 def test_what_is_wrong_with_the_folder_is_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.stream has no folder"):
         stream_of(tmp_path / "missing")
     add(tmp_path, "gone.json", ["a0", "a1"])
-    first = step(stream_of(tmp_path), StreamPlace())
+    first = step(stream_of(tmp_path), ())
     (tmp_path / "gone.json").unlink()
     with pytest.raises(DataError, match=r'no longer has ".*gone\.json", of which 2 examples'):
         step(stream_of(tmp_path), first.place)
@@ -261,7 +274,7 @@ def test_half_a_sentence_is_not_taken_for_one(tmp_path: Path) -> None:
         return Dataset.from_dict({"text": [" ".join(words) for words in tokens]})
 
     stream = Stream(tmp_path, sentences, as_they_are)
-    rows, place = fresh_rows(stream, StreamPlace())
+    rows, place = fresh_rows(stream, ())
     assert rows == ["He runs"]
     with file.open("a") as more:
         more.write("walks VERB\n\n")

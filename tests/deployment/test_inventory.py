@@ -138,3 +138,5 @@ def test_deploying_again_keeps_what_the_user_added_to_the_run_config(tmp_path: P
     values = tomllib.loads(found)
     assert (values["clusters"], values["seed"], values["data"]) == (2, 7, {"x": 1})
     assert values["output-dir"] == "/data" and values["world"]["channel"] == "static"
+    with pytest.raises(ConfigError, match=r"boards\.toml of .* write a key of a table in one line"):
+        run_config(one, '[edge]\naddress = "elsewhere:1"\n')

@@ -170,12 +170,12 @@ def _place(stream: Stream, state: NodeState) -> StreamPlace:
     if place is not None:
         return place
     if not state.progress.rounds:
-        return StreamPlace()
+        return ()
     place = stream.everything()
     log.warning(
         "no place in data.stream of an earlier round here (a new SuperNode, or a resumed "
         "run): all %d examples that have arrived count as read%s",
-        sum(file.read for file in place.files),
+        sum(file.read for file in place),
         state.advice,
     )
     return place
