@@ -49,8 +49,9 @@ def resolved(words: list[str], machine: str, python: str, folder: Path) -> dict[
     assert uv is not None, "uv comes with flwr"
     board = ["--python-platform", f"{machine}-{LIBC}", "--python-version", python]
     binary = ["--only-binary", ":all:", "--no-binary", "collapipe-flwr"]  # but the project itself
+    rest = [*board, *binary, *words]
     done = subprocess.run(
-        [uv, "pip", "install", "--dry-run", "--target", str(folder), *board, *binary, *words],
+        [uv, "pip", "install", "--dry-run", "--system-certs", "--target", str(folder), *rest],
         cwd=ROOT,
         capture_output=True,
         text=True,
