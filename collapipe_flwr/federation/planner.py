@@ -112,7 +112,8 @@ class ScheduledRounds:
         snapshot = self._believed(server_round, present)
         if self.state is None:
             self.state = self._scheduler.init(snapshot)
-        out = self._absence.devices(server_round)
+        asked, missing = _ids(snapshot), self._absence.devices(server_round)
+        out = {name: devices for name, devices in missing.items() if name in asked}
         there = without_absent(snapshot, out)
         if snapshot.clusters and not there.clusters:
             self._absence.lift(out)
@@ -136,7 +137,6 @@ class ScheduledRounds:
         self.state = state
         # Clusters that take no part report nothing: they are tried with all devices next time.
         self._absence.lift([name for name in out if plan.cluster(name) is None])
-        self._absence.lift(_ids(snapshot) - _ids(there))
         return with_rates(plan, snapshot)
 
     def settle(self, closed: ClosedRound) -> Outcome:
