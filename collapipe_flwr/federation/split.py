@@ -26,7 +26,7 @@ from flwr.app import Array, ArrayRecord, RecordDict
 
 from collapipe_flwr.cluster.fleet import LearningSettings
 from collapipe_flwr.core.errors import Diverged, LinkError, ProtocolError, RunError
-from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors, is_floating
+from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors, is_floating, widened
 from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.messages import diverged
 from collapipe_flwr.federation.records import SplitTask, asked_optimizer
@@ -232,7 +232,7 @@ def check_finite(whole: ArrayRecord, cluster_id: str) -> None:
     for key, tensor in decode_tensors(whole).items():
         if tuple(tensor.shape) != tuple(whole[key].shape):
             raise ProtocolError(f"cluster {cluster_id} returned {key} with data of another shape")
-        if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
+        if tensor.is_floating_point() and not torch.isfinite(widened(tensor)).all():
             raise Diverged(f"cluster {cluster_id}: {diverged(key)}")
 
 
