@@ -32,7 +32,7 @@ from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.costs.measured import explained_s
 from collapipe_flwr.costs.price import PricedCluster, price, with_rates
 from collapipe_flwr.costs.work import PricingOptions
-from collapipe_flwr.federation.absence import Absence, Quarantines, without_absent
+from collapipe_flwr.federation.absence import Absence, without_absent
 from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.outcomes import MovementMeter, measured_outcome
 from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan
@@ -48,10 +48,9 @@ log = logging.getLogger("flwr.collapipe")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    state: str = ""
-    absent: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    examples: Mapping[str, int] = field(default_factory=dict)
-    quarantine: Quarantines = field(default_factory=dict)
+    state: SchedulerState | None = None
+    absence: Absence = field(default_factory=Absence)
+    examples: dict[str, int] = field(default_factory=dict)
 
 
 class ScheduledRounds:
@@ -198,21 +197,13 @@ class ScheduledRounds:
             log.info("cluster %s: %s", name, said)
 
     def dump(self) -> Memory:
-        kept = _Kept(
-            state=self.state.to_json() if self.state is not None else "",
-            absent=self._absence.absent,
-            examples=self._examples,
-            quarantine=self._absence.quarantines,
-        )
+        kept = _Kept(state=self.state, absence=self._absence, examples=self._examples)
         return Memory(text=to_json(kept), arrays=self._meter.last)
 
     def load(self, memory: Memory) -> None:
-        """Restore from a checkpoint; raises ScheduleError or ProtocolError for another's."""
-        kept = from_json(_Kept, memory.text, "the planner's checkpoint") if memory.text else _Kept()
-        self.state = SchedulerState.from_json(kept.state) if kept.state else None
-        self._examples = dict(kept.examples)
-        quarantines = {name: dict(found) for name, found in kept.quarantine.items()}
-        self._absence = Absence(dict(kept.absent), quarantines)
+        """Restore from a checkpoint; raises ProtocolError for another's."""
+        kept = from_json(_Kept, memory.text or "{}", "the planner's checkpoint")
+        self.state, self._absence, self._examples = kept.state, kept.absence, kept.examples
         self._meter.last = dict(memory.arrays)
 
     def _outcome(self, plan: Plan, closed: ClosedRound) -> RoundOutcome:
