@@ -15,6 +15,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from flwr.app import ArrayRecord
 
@@ -31,7 +32,6 @@ from collapipe_flwr.core.errors import DevicesMissing, InfeasibleError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.costs.measured import explained_s
 from collapipe_flwr.costs.price import PricedCluster, price, with_rates
-from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.federation.absence import Absence, without_absent
 from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.outcomes import MovementMeter, measured_outcome
@@ -39,9 +39,12 @@ from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan
 from collapipe_flwr.federation.telemetry import ClusterTelemetry, link_samples
 from collapipe_flwr.scheduler.estimates import expected_s
 from collapipe_flwr.scheduler.link_estimates import links_learned, with_links
-from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerState
+from collapipe_flwr.scheduler.protocol import SchedulerState
 from collapipe_flwr.simulation.episode import simulated_cluster
-from collapipe_flwr.simulation.world import EnergyBudget, World, budgeted
+from collapipe_flwr.simulation.world import World, budgeted
+
+if TYPE_CHECKING:
+    from collapipe_flwr.federation.planning import Planning
 
 log = logging.getLogger("flwr.collapipe")
 
@@ -57,30 +60,18 @@ class ScheduledRounds:
     """A :class:`RoundPlanner` for described clusters.
 
     ``clusters`` maps node ids to cluster ids of the ``world``; other nodes are never asked. It may
-    change between rounds, when a cluster reconnects as another node. ``options`` are the
-    scheduler's own, so that prices and plans agree. ``paced`` says that senders keep to planned
-    rates. Devices that join a cluster get the energy ``budget``.
+    change between rounds, when a cluster reconnects as another node. Devices that join a cluster
+    get the energy budget of ``planning``.
     """
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        world: World,
-        model: ModelProfile,
-        clusters: Mapping[int, str],
-        *,
-        options: PricingOptions | None = None,
-        paced: bool = False,
-        budget: EnergyBudget | None = None,
+        self, planning: Planning, world: World, model: ModelProfile, clusters: Mapping[int, str]
     ) -> None:
-        self._budget = budget
         self.state: SchedulerState | None = None
-        self._scheduler = scheduler
+        self._planning, self._scheduler = planning, planning.scheduler
         self.world = world
         self._model = model
         self._clusters = clusters
-        self._options = options or PricingOptions()
-        self._paced = paced
         self._meter = MovementMeter()
         self._absence = Absence()
         self._before: tuple[int, SchedulerState | None] | None = None  # of a round not settled yet
@@ -164,7 +155,7 @@ class ScheduledRounds:
         return world
 
     def _budgeted(self, profile: ClusterProfile) -> ClusterProfile:
-        return profile if self._budget is None else budgeted(profile, self._budget, self._model)
+        return budgeted(profile, self._planning.budget, self._model)
 
     def _observe(self, done: Plan, closed: ClosedRound) -> Outcome:
         assert closed.plan.plan is not None and self.state is not None
@@ -210,7 +201,9 @@ class ScheduledRounds:
         """What the scheduler may learn from the round."""
         seen = self._snapshot(closed)
         truth = self.world.truth(seen)
-        parts = zip(plan.clusters, price(plan, truth, self._options).clusters, strict=True)
+        parts = zip(
+            plan.clusters, price(plan, truth, self._planning.settings).clusters, strict=True
+        )
         clusters = [self._cluster(part, priced, closed, seen, truth) for part, priced in parts]
         awaited = [c.latency_s for c in clusters if c.cluster_id not in closed.joined]
         outcome = RoundOutcome(
@@ -233,7 +226,7 @@ class ScheduledRounds:
         measured, name = closed.telemetry.get(plan.cluster_id), plan.cluster_id
         profile = next(c.profile for c in seen.clusters if c.profile.cluster_id == name)
         if measured is None or not profile.real_links:
-            found = simulated_cluster(plan, priced, truth, seen, self._options)
+            found = simulated_cluster(plan, priced, truth, seen, self._planning.settings)
             noise = measured.gradient_noise(plan) if measured else None
             found = replace(found, loss=measured.loss if measured else None, gradient_noise=noise)
         else:
@@ -243,8 +236,8 @@ class ScheduledRounds:
                 measured,
                 profile,
                 seen.model,
-                links=tuple(link_samples(plan, measured, paced=self._paced)),
-                recompute=self._options.recompute,
+                links=tuple(link_samples(plan, measured, paced=self._planning.paced)),
+                recompute=self._planning.settings.recompute,
             )
         beliefs = self.state.beliefs
         stages = (replace(s, expected_s=expected_s(beliefs, name, s)) for s in found.stages)
@@ -256,7 +249,9 @@ class ScheduledRounds:
         known = links_learned(self.state.links, outcome)
         shown = with_links(self._described(outcome.round_index), known)
         clusters = [
-            replace(found, explained_s=explained_s(part, found.stages, shown, self._options))
+            replace(
+                found, explained_s=explained_s(part, found.stages, shown, self._planning.settings)
+            )
             if found.measured and found.stages
             else found
             for part, found in zip(plan.clusters, outcome.clusters, strict=True)
