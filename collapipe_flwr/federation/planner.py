@@ -133,29 +133,33 @@ class ScheduledRounds:
         """Price the finished part of the plan, and let the scheduler observe it."""
         assert closed.plan.plan is not None and self.state is not None
         self._before = None
-        described, self.world = self.world, self._with_newcomers(closed.telemetry)
+        self.world, after = self._worlds(closed.telemetry)  # it may have ended on newcomers
         done = finished(closed.plan.plan, closed, self.world)
         outcome = Outcome(queues_j=self.state.energy_queue_j)
         if done.clusters:
             outcome = self._observe(done, closed)
-        self.world = described
-        self._update_devices(closed.telemetry)
+        self.world = after
         return outcome
 
-    def _with_newcomers(self, telemetry: Mapping[str, ClusterTelemetry]) -> World:
-        """The world with devices that joined since the plan: a cluster may have ended on them."""
-        world = self.world
-        for known in self.world.clusters:
-            measured = telemetry.get(known.cluster_id)
-            if measured is None or measured.profile is None:
+    def _worlds(self, telemetry: Mapping[str, ClusterTelemetry]) -> tuple[World, World]:
+        """The world with devices that joined since the plan, and that of the next rounds."""
+        known = {profile.cluster_id: profile for profile in self.world.clusters}
+        joined = after = self.world
+        for name, measured in telemetry.items():
+            if measured.profile is None or name not in known:
                 continue
-            here, now = _devices(known), self._budgeted(measured.profile).devices
-            if joined := tuple(device for device in now if device.device_id not in here):
-                world = world.with_cluster(replace(known, devices=(*known.devices, *joined)))
-        return world
-
-    def _budgeted(self, profile: ClusterProfile) -> ClusterProfile:
-        return budgeted(profile, self._planning.budget, self._model)
+            before, now = _devices(known[name]), _devices(measured.profile)
+            if now == before:
+                continue
+            profile = budgeted(measured.profile, self._planning.budget, self._model)
+            new = (device for device in profile.devices if device.device_id not in before)
+            devices = (*known[name].devices, *new)
+            joined = joined.with_cluster(replace(known[name], devices=devices))
+            after = after.with_cluster(profile)
+            changes = (("joined", now - before), ("left", before - now))
+            said = "; ".join(f"{', '.join(sorted(ids))} {how}" for how, ids in changes if ids)
+            log.info("cluster %s: %s", name, said)
+        return joined, after
 
     def _observe(self, done: Plan, closed: ClosedRound) -> Outcome:
         assert closed.plan.plan is not None and self.state is not None
@@ -172,20 +176,6 @@ class ScheduledRounds:
             queues_j=self.state.energy_queue_j,
             clusters=outcome.clusters,
         )
-
-    def _update_devices(self, telemetry: Mapping[str, ClusterTelemetry]) -> None:
-        """Use the current devices of clusters of machines from the next round on."""
-        known = {profile.cluster_id: profile for profile in self.world.clusters}
-        for name, measured in telemetry.items():
-            if measured.profile is None or name not in known:
-                continue
-            now, before = _devices(measured.profile), _devices(known[name])
-            if now == before:
-                continue
-            self.world = self.world.with_cluster(self._budgeted(measured.profile))
-            changes = (("joined", now - before), ("left", before - now))
-            said = "; ".join(f"{', '.join(sorted(ids))} {how}" for how, ids in changes if ids)
-            log.info("cluster %s: %s", name, said)
 
     def dump(self) -> Memory:
         kept = _Kept(state=self.state, absence=self._absence, examples=self._examples)
