@@ -31,9 +31,6 @@ class Quarantine:
     offences: int = 1
 
 
-Quarantines = Mapping[str, Mapping[str, Quarantine]]  # by cluster and device
-
-
 @dataclass(slots=True)
 class Absence:
     """The devices that do not answer, and those in quarantine, by cluster."""

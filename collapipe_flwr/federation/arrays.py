@@ -119,7 +119,7 @@ def shifted(model: ArrayRecord, start: ArrayRecord, now: ArrayRecord) -> ArrayRe
     for key, array in model.items():
         moved[key] = array
         if is_floating(array) and key in start and key in now:
-            to, base, here = (_decode_tensor(key, r[key]).float() for r in (now, start, model))
+            to, base, here = (widened(_decode_tensor(key, r[key])) for r in (now, start, model))
             if torch.isfinite(here).all() and torch.isfinite(base).all():
                 moved[key] = _cast(key, _encode_tensor(to + (here - base)), array)
     return moved
@@ -139,7 +139,12 @@ def not_finite(record: ArrayRecord, like: ArrayRecord) -> str | None:
 
 
 def _is_finite(key: str, array: Array) -> bool:
-    return bool(torch.isfinite(_decode_tensor(key, array).float()).all())
+    return bool(torch.isfinite(widened(_decode_tensor(key, array))).all())
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """At least float32: torch computes little in narrower dtypes."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def _encode_tensor(tensor: torch.Tensor) -> Array:

@@ -40,11 +40,11 @@ GROWTH = 2.0  # at least, of the deadline after one that was missed
 Seconds = Mapping[str, float]  # by cluster
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Kept:
-    ratios: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    ratios: dict[str, tuple[float, ...]] = field(default_factory=dict)  # wall over predicted
     overhead_s: tuple[float, ...] = ()
-    missed: Mapping[str, float] = field(default_factory=dict)
+    missed: dict[str, float] = field(default_factory=dict)  # ratio to allow; 0: not waited for
 
 
 class RoundClock:
@@ -63,9 +63,7 @@ class RoundClock:
         self._slack, self._now = slack, now
         self.late: frozenset[str] = frozenset()  # clusters whose updates join a later round
         self.joins_late = joins_late
-        self._ratios: dict[str, tuple[float, ...]] = {}  # wall over predicted seconds, by cluster
-        self._overhead_s: tuple[float, ...] = ()
-        self._missed: dict[str, float] = {}  # ratio to allow after a miss; 0: not waited for
+        self._kept = _Kept()
 
     def exchange(self, grid: Grid, sent: list[Message], timeout: float | None) -> list[Message]:
         """Push, then pull until all replies are in or the deadline; late ones become errors."""
@@ -90,44 +88,43 @@ class RoundClock:
 
     def deadline_s(self, predicted_s: Seconds) -> float | None:
         """Seconds after which a round with these predictions closes; None while unknown."""
-        awaited_s = {name: s for name, s in predicted_s.items() if self._missed.get(name) != 0.0}
-        if not self._overhead_s or not awaited_s or not awaited_s.keys() <= self._ratios.keys():
+        kept = self._kept
+        awaited_s = {name: s for name, s in predicted_s.items() if kept.missed.get(name) != 0.0}
+        if not kept.overhead_s or not awaited_s or not awaited_s.keys() <= kept.ratios.keys():
             return None
         works_s = sorted(
-            max(*self._ratios[name], self._missed.get(name, 0.0)) * predicted
+            max(*kept.ratios[name], kept.missed.get(name, 0.0)) * predicted
             for name, predicted in awaited_s.items()
         )
         work_s = works_s[(len(works_s) - 1) // 2 if self.joins_late else -1]
-        return self._slack * (max(self._overhead_s) + work_s)
+        return self._slack * (max(kept.overhead_s) + work_s)
 
     def learn(self, predicted_s: Seconds, wall_s: Seconds, exchange_s: float) -> None:
         """Record an exchange; the overhead is known only if every cluster replied."""
+        kept = self._kept
         for name in wall_s.keys() & predicted_s.keys():
             if predicted_s[name] > 0:
-                ratios = (*self._ratios.get(name, ()), wall_s[name] / predicted_s[name])
-                self._ratios[name] = ratios[-REMEMBERED:]
-            self._missed.pop(name, None)
+                ratios = (*kept.ratios.get(name, ()), wall_s[name] / predicted_s[name])
+                kept.ratios[name] = ratios[-REMEMBERED:]
+            kept.missed.pop(name, None)
         if predicted_s and wall_s.keys() >= predicted_s.keys():
             overhead_s = max(exchange_s - max(wall_s.values()), 0.0)
-            self._overhead_s = (*self._overhead_s, overhead_s)[-REMEMBERED:]
+            kept.overhead_s = (*kept.overhead_s, overhead_s)[-REMEMBERED:]
 
     def miss(self, predicted_s: Seconds, planned_s: float | None) -> None:
         """Record clusters that were late after ``planned_s``, None for the run's own timeout."""
         for name, seconds in predicted_s.items():
             if planned_s is None:
-                self._missed[name] = 0.0
-            elif self._missed.get(name) != 0.0 and seconds > 0:
-                self._missed[name] = max(GROWTH / self._slack, 1.0) * planned_s / seconds
+                self._kept.missed[name] = 0.0
+            elif self._kept.missed.get(name) != 0.0 and seconds > 0:
+                self._kept.missed[name] = max(GROWTH / self._slack, 1.0) * planned_s / seconds
 
     def dump(self) -> Memory:
-        kept = _Kept(ratios=self._ratios, overhead_s=self._overhead_s, missed=self._missed)
-        return Memory(text=to_json(kept))
+        return Memory(text=to_json(self._kept))
 
     def load(self, memory: Memory) -> None:
         """Restore from a checkpoint; raises ProtocolError if it is not a clock's."""
-        kept = from_json(_Kept, memory.text, "the clock's checkpoint") if memory.text else _Kept()
-        self._ratios, self._missed = dict(kept.ratios), dict(kept.missed)
-        self._overhead_s = kept.overhead_s
+        self._kept = from_json(_Kept, memory.text or "{}", "the clock's checkpoint")
 
 
 def _late(message: Message, planned_s: float) -> Message:

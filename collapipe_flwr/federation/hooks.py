@@ -12,17 +12,17 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from collapipe_flwr.config.schema import EdgeConfig
-from collapipe_flwr.core.errors import DevicesMissing, LinkError, ProtocolError, RunError
+from collapipe_flwr.core.errors import DevicesMissing, LinkError, RunError
 from collapipe_flwr.federation.arrays import inner_view, load_into, narrow_raw, not_finite
 from collapipe_flwr.federation.attempts import DEFAULT_TIMEOUT_S, Attempts, are_permanent
 from collapipe_flwr.federation.checkpoint import Resumable, restore_rng_state, rng_state
 from collapipe_flwr.federation.hook_options import Learning, check_options, learning_of
 from collapipe_flwr.federation.inner import layers
 from collapipe_flwr.federation.late_updates import LateUpdate, LateUpdates
-from collapipe_flwr.federation.messages import readdressed, restored, with_content
+from collapipe_flwr.federation.messages import readdressed, restored
 from collapipe_flwr.federation.open_round import OpenRound
 from collapipe_flwr.federation.planning import DescribedClusters, Planning, planner_of
-from collapipe_flwr.federation.records import EXAMPLES, take_telemetry
+from collapipe_flwr.federation.records import EXAMPLES
 from collapipe_flwr.federation.rounds import (
     AcceptedRounds,
     ClosedRound,
@@ -256,8 +256,7 @@ class StrategyHooks:
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         with closing(self):
-            bare = map(_without_telemetry, replies)
-            usable = list(bare if self._round is None else map(self._round.weighed, bare))
+            usable = list(replies if self._round is None else map(self._round.weighed, replies))
             return self.inner_strategy.aggregate_evaluate(server_round, usable)
 
     def _lose_round(self, why: str) -> None:
@@ -315,17 +314,6 @@ class StrategyHooks:
         )
         if self._on_round is not None:
             self._on_round(record)
-
-
-def _without_telemetry(reply: Message) -> Message:
-    if reply.has_error():
-        return reply
-    try:
-        content, _ = take_telemetry(reply.content)
-    except ProtocolError as error:
-        log.warning("telemetry of node %s ignored: %s", reply.metadata.src_node_id, error)
-        return reply
-    return with_content(reply, content)
 
 
 def weight_key(strategy: Strategy) -> str:

@@ -15,6 +15,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from flwr.app import ArrayRecord
 
@@ -31,57 +32,46 @@ from collapipe_flwr.core.errors import DevicesMissing, InfeasibleError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.costs.measured import explained_s
 from collapipe_flwr.costs.price import PricedCluster, price, with_rates
-from collapipe_flwr.costs.work import PricingOptions
-from collapipe_flwr.federation.absence import Absence, Quarantines, without_absent
+from collapipe_flwr.federation.absence import Absence, without_absent
 from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.outcomes import MovementMeter, measured_outcome
 from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan
 from collapipe_flwr.federation.telemetry import ClusterTelemetry, link_samples
 from collapipe_flwr.scheduler.estimates import expected_s
 from collapipe_flwr.scheduler.link_estimates import links_learned, with_links
-from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerState
+from collapipe_flwr.scheduler.protocol import SchedulerState
 from collapipe_flwr.simulation.episode import simulated_cluster
-from collapipe_flwr.simulation.world import EnergyBudget, World, budgeted
+from collapipe_flwr.simulation.world import World, budgeted
+
+if TYPE_CHECKING:
+    from collapipe_flwr.federation.planning import Planning
 
 log = logging.getLogger("flwr.collapipe")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    state: str = ""
-    absent: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    examples: Mapping[str, int] = field(default_factory=dict)
-    quarantine: Quarantines = field(default_factory=dict)
+    state: SchedulerState | None = None
+    absence: Absence = field(default_factory=Absence)
+    examples: dict[str, int] = field(default_factory=dict)
 
 
 class ScheduledRounds:
     """A :class:`RoundPlanner` for described clusters.
 
     ``clusters`` maps node ids to cluster ids of the ``world``; other nodes are never asked. It may
-    change between rounds, when a cluster reconnects as another node. ``options`` are the
-    scheduler's own, so that prices and plans agree. ``paced`` says that senders keep to planned
-    rates. Devices that join a cluster get the energy ``budget``.
+    change between rounds, when a cluster reconnects as another node. Devices that join a cluster
+    get the energy budget of ``planning``.
     """
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        world: World,
-        model: ModelProfile,
-        clusters: Mapping[int, str],
-        *,
-        options: PricingOptions | None = None,
-        paced: bool = False,
-        budget: EnergyBudget | None = None,
+        self, planning: Planning, world: World, model: ModelProfile, clusters: Mapping[int, str]
     ) -> None:
-        self._budget = budget
         self.state: SchedulerState | None = None
-        self._scheduler = scheduler
+        self._planning, self._scheduler = planning, planning.scheduler
         self.world = world
         self._model = model
         self._clusters = clusters
-        self._options = options or PricingOptions()
-        self._paced = paced
         self._meter = MovementMeter()
         self._absence = Absence()
         self._before: tuple[int, SchedulerState | None] | None = None  # of a round not settled yet
@@ -112,7 +102,8 @@ class ScheduledRounds:
         snapshot = self._believed(server_round, present)
         if self.state is None:
             self.state = self._scheduler.init(snapshot)
-        out = self._absence.devices(server_round)
+        asked, missing = _ids(snapshot), self._absence.devices(server_round)
+        out = {name: devices for name, devices in missing.items() if name in asked}
         there = without_absent(snapshot, out)
         if snapshot.clusters and not there.clusters:
             self._absence.lift(out)
@@ -136,36 +127,39 @@ class ScheduledRounds:
         self.state = state
         # Clusters that take no part report nothing: they are tried with all devices next time.
         self._absence.lift([name for name in out if plan.cluster(name) is None])
-        self._absence.lift(_ids(snapshot) - _ids(there))
         return with_rates(plan, snapshot)
 
     def settle(self, closed: ClosedRound) -> Outcome:
         """Price the finished part of the plan, and let the scheduler observe it."""
         assert closed.plan.plan is not None and self.state is not None
         self._before = None
-        described, self.world = self.world, self._with_newcomers(closed.telemetry)
+        self.world, after = self._worlds(closed.telemetry)  # it may have ended on newcomers
         done = finished(closed.plan.plan, closed, self.world)
         outcome = Outcome(queues_j=self.state.energy_queue_j)
         if done.clusters:
             outcome = self._observe(done, closed)
-        self.world = described
-        self._update_devices(closed.telemetry)
+        self.world = after
         return outcome
 
-    def _with_newcomers(self, telemetry: Mapping[str, ClusterTelemetry]) -> World:
-        """The world with devices that joined since the plan: a cluster may have ended on them."""
-        world = self.world
-        for known in self.world.clusters:
-            measured = telemetry.get(known.cluster_id)
-            if measured is None or measured.profile is None:
+    def _worlds(self, telemetry: Mapping[str, ClusterTelemetry]) -> tuple[World, World]:
+        """The world with devices that joined since the plan, and that of the next rounds."""
+        known = {profile.cluster_id: profile for profile in self.world.clusters}
+        joined = after = self.world
+        for name, measured in telemetry.items():
+            if measured.profile is None or name not in known:
                 continue
-            here, now = _devices(known), self._budgeted(measured.profile).devices
-            if joined := tuple(device for device in now if device.device_id not in here):
-                world = world.with_cluster(replace(known, devices=(*known.devices, *joined)))
-        return world
-
-    def _budgeted(self, profile: ClusterProfile) -> ClusterProfile:
-        return profile if self._budget is None else budgeted(profile, self._budget, self._model)
+            before, now = _devices(known[name]), _devices(measured.profile)
+            if now == before:
+                continue
+            profile = budgeted(measured.profile, self._planning.budget, self._model)
+            new = (device for device in profile.devices if device.device_id not in before)
+            devices = (*known[name].devices, *new)
+            joined = joined.with_cluster(replace(known[name], devices=devices))
+            after = after.with_cluster(profile)
+            changes = (("joined", now - before), ("left", before - now))
+            said = "; ".join(f"{', '.join(sorted(ids))} {how}" for how, ids in changes if ids)
+            log.info("cluster %s: %s", name, said)
+        return joined, after
 
     def _observe(self, done: Plan, closed: ClosedRound) -> Outcome:
         assert closed.plan.plan is not None and self.state is not None
@@ -183,43 +177,23 @@ class ScheduledRounds:
             clusters=outcome.clusters,
         )
 
-    def _update_devices(self, telemetry: Mapping[str, ClusterTelemetry]) -> None:
-        """Use the current devices of clusters of machines from the next round on."""
-        known = {profile.cluster_id: profile for profile in self.world.clusters}
-        for name, measured in telemetry.items():
-            if measured.profile is None or name not in known:
-                continue
-            now, before = _devices(measured.profile), _devices(known[name])
-            if now == before:
-                continue
-            self.world = self.world.with_cluster(self._budgeted(measured.profile))
-            changes = (("joined", now - before), ("left", before - now))
-            said = "; ".join(f"{', '.join(sorted(ids))} {how}" for how, ids in changes if ids)
-            log.info("cluster %s: %s", name, said)
-
     def dump(self) -> Memory:
-        kept = _Kept(
-            state=self.state.to_json() if self.state is not None else "",
-            absent=self._absence.absent,
-            examples=self._examples,
-            quarantine=self._absence.quarantines,
-        )
+        kept = _Kept(state=self.state, absence=self._absence, examples=self._examples)
         return Memory(text=to_json(kept), arrays=self._meter.last)
 
     def load(self, memory: Memory) -> None:
-        """Restore from a checkpoint; raises ScheduleError or ProtocolError for another's."""
-        kept = from_json(_Kept, memory.text, "the planner's checkpoint") if memory.text else _Kept()
-        self.state = SchedulerState.from_json(kept.state) if kept.state else None
-        self._examples = dict(kept.examples)
-        quarantines = {name: dict(found) for name, found in kept.quarantine.items()}
-        self._absence = Absence(dict(kept.absent), quarantines)
+        """Restore from a checkpoint; raises ProtocolError for another's."""
+        kept = from_json(_Kept, memory.text or "{}", "the planner's checkpoint")
+        self.state, self._absence, self._examples = kept.state, kept.absence, kept.examples
         self._meter.last = dict(memory.arrays)
 
     def _outcome(self, plan: Plan, closed: ClosedRound) -> RoundOutcome:
         """What the scheduler may learn from the round."""
         seen = self._snapshot(closed)
         truth = self.world.truth(seen)
-        parts = zip(plan.clusters, price(plan, truth, self._options).clusters, strict=True)
+        parts = zip(
+            plan.clusters, price(plan, truth, self._planning.settings).clusters, strict=True
+        )
         clusters = [self._cluster(part, priced, closed, seen, truth) for part, priced in parts]
         awaited = [c.latency_s for c in clusters if c.cluster_id not in closed.joined]
         outcome = RoundOutcome(
@@ -242,7 +216,7 @@ class ScheduledRounds:
         measured, name = closed.telemetry.get(plan.cluster_id), plan.cluster_id
         profile = next(c.profile for c in seen.clusters if c.profile.cluster_id == name)
         if measured is None or not profile.real_links:
-            found = simulated_cluster(plan, priced, truth, seen, self._options)
+            found = simulated_cluster(plan, priced, truth, seen, self._planning.settings)
             noise = measured.gradient_noise(plan) if measured else None
             found = replace(found, loss=measured.loss if measured else None, gradient_noise=noise)
         else:
@@ -252,8 +226,8 @@ class ScheduledRounds:
                 measured,
                 profile,
                 seen.model,
-                links=tuple(link_samples(plan, measured, paced=self._paced)),
-                recompute=self._options.recompute,
+                links=tuple(link_samples(plan, measured, paced=self._planning.paced)),
+                recompute=self._planning.settings.recompute,
             )
         beliefs = self.state.beliefs
         stages = (replace(s, expected_s=expected_s(beliefs, name, s)) for s in found.stages)
@@ -265,7 +239,9 @@ class ScheduledRounds:
         known = links_learned(self.state.links, outcome)
         shown = with_links(self._described(outcome.round_index), known)
         clusters = [
-            replace(found, explained_s=explained_s(part, found.stages, shown, self._options))
+            replace(
+                found, explained_s=explained_s(part, found.stages, shown, self._planning.settings)
+            )
             if found.measured and found.stages
             else found
             for part, found in zip(plan.clusters, outcome.clusters, strict=True)

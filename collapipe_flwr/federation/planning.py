@@ -106,18 +106,11 @@ class DescribedClusters(ScheduledRounds):
     """A :class:`RoundPlanner` that asks unknown nodes for their descriptions first."""
 
     def __init__(self, planning: Planning, model: Callable[[], ModelProfile]) -> None:
-        self._planning, self._profiled = planning, model
+        self._profiled = model
         self._names: dict[int, str] = {}  # by node
         self._newcomers: Newcomers | None = None
-        super().__init__(
-            planning.scheduler,
-            make_world(cluster_devices=(), examples=()),
-            _UNKNOWN,
-            self._names,
-            options=planning.settings,
-            paced=planning.paced,
-            budget=planning.budget,
-        )
+        world = make_world(cluster_devices=(), examples=())
+        super().__init__(planning, world, _UNKNOWN, self._names)
 
     def query_unknown(self, grid: Grid, nodes: Sequence[int]) -> None:
         """Query unknown nodes.
@@ -186,10 +179,10 @@ class _Kept:
 class DefaultProfilePlanner(ScheduledRounds):
     """A :class:`RoundPlanner` that knows only the nodes and the size of the model."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, planning: Planning) -> None:
         self._names: dict[int, str] = {}  # by node, in the order in which they were first asked
         world = make_world(cluster_devices=(), examples=())
-        super().__init__(scheduler, world, _UNKNOWN, self._names)
+        super().__init__(planning, world, _UNKNOWN, self._names)
 
     def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
         """A plan that is advice; raises ScheduleError where the scheduler finds none."""
@@ -268,7 +261,7 @@ def planner_of(
         if isinstance(scheduler, Policy):
             planning = replace(planning, settings=scheduler.settings)
     if model is None:
-        return DefaultProfilePlanner(planning.scheduler)
+        return DefaultProfilePlanner(planning)
     if model.batch_size is not None:
         planning = planning.for_batches(model.batch_size, cut=not model.splitter.whole_batches)
     first, planned = learning(1), planning.settings.schedule

@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import torch
 
 from collapipe_flwr.config.schema import EdgeConfig
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.federation.checkpoint import Memory
-from collapipe_flwr.federation.split import DecoderOrder
+from collapipe_flwr.federation.split import Weights
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.pipeline.compute import resolve
-from collapipe_flwr.pipeline.config import PassesDone, SessionKey, SessionRequest, StageConfig
+from collapipe_flwr.pipeline.config import PassesDone, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.state import OptimizerState, PartState, between_rounds
 from collapipe_flwr.transport.client import EdgeClient
@@ -68,17 +69,19 @@ class RpcEdgeGateway:
     def address(self) -> str:
         return self._client.address
 
-    def open(self, order: DecoderOrder) -> SessionKey:
+    def open(
+        self, request: SessionRequest, weights: Weights, *, keep_optimizer: bool
+    ) -> SessionKey:
         """Open a session with a fresh token and push the decoder; nothing stays open on error.
 
         If the edge disconnects, this starts over, for as long as the client has patience.
         """
         broken: list[SessionKey] = []
-        key = self._client.patiently(lambda: self._open(order, broken))
+        key = self._client.patiently(lambda: self._open(request, weights, broken))
         for left in broken:  # a restarted edge may have read it back from disk
             self._let_go(left)
-        if order.learning.keep_optimizer:
-            self._keepers[key] = order.cluster_id
+        if keep_optimizer:
+            self._keepers[key] = request.cluster_id
         return key
 
     def fetch(self, session: SessionKey) -> dict[str, torch.Tensor]:
@@ -118,11 +121,14 @@ class RpcEdgeGateway:
         self._keepers.pop(session, None)
         self._client.session(session).close()
 
-    def _open(self, order: DecoderOrder, broken: list[SessionKey]) -> SessionKey:
-        key = SessionKey.random(f"{order.cluster_id}-{order.server_round}")
-        state = PartState(weights=order.weights, optimizer=self._slots.get(order.cluster_id, {}))
+    def _open(
+        self, request: SessionRequest, weights: Weights, broken: list[SessionKey]
+    ) -> SessionKey:
+        key = SessionKey.random(f"{request.cluster_id}-{request.server_round}")
+        state = PartState(weights=weights, optimizer=self._slots.get(request.cluster_id, {}))
         try:
-            self._client.open_session(_request(order, key)).push_weights(state.tensors())
+            opened = self._client.open_session(replace(request, key=key))
+            opened.push_weights(state.tensors())
         except LinkError:
             self._let_go(key)
             broken.append(key)
@@ -133,24 +139,3 @@ class RpcEdgeGateway:
         """Free a session that failed to open; the edge need not know it."""
         with suppress(LinkError):
             self._client.session(key).close()
-
-
-def _request(order: DecoderOrder, key: SessionKey) -> SessionRequest:
-    learning = order.learning
-    return SessionRequest(
-        key=key,
-        spec_json=order.model_spec_json,
-        stage=StageConfig(
-            name="edge",
-            schedule=learning.schedule,
-            depth=order.depth,
-            deadline_s=learning.deadline_s,
-            execution=learning.execution.without_recompute,
-        ),
-        optimizer=learning.optimizer,
-        recoverable=True,
-        readable=order.whole,
-        cluster_id=order.cluster_id,
-        run_id=learning.run_id,
-        server_round=order.server_round,
-    )

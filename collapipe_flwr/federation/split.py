@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -26,29 +26,16 @@ from flwr.app import Array, ArrayRecord, RecordDict
 
 from collapipe_flwr.cluster.fleet import LearningSettings
 from collapipe_flwr.core.errors import Diverged, LinkError, ProtocolError, RunError
-from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors, is_floating
+from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors, is_floating, widened
 from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.messages import diverged
 from collapipe_flwr.federation.records import SplitTask, asked_optimizer
 from collapipe_flwr.models.any_splitter import DescribedModel
-from collapipe_flwr.pipeline.config import PassesDone, SessionKey
+from collapipe_flwr.pipeline.config import PassesDone, SessionKey, SessionRequest, StageConfig
 from collapipe_flwr.pipeline.meter import StageReport
 
 log = logging.getLogger("flwr.collapipe")
 Weights = Mapping[str, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderOrder:
-    """The decoder replica that one cluster trains against in one round."""
-
-    cluster_id: str
-    server_round: int
-    model_spec_json: str
-    learning: LearningSettings
-    depth: int = 1  # planned micro-batches in flight at the edge
-    whole: bool = False  # the cluster returns the decoder itself, so it may fetch it
-    weights: Weights = field(repr=False)
 
 
 @runtime_checkable
@@ -59,8 +46,10 @@ class EdgeGateway(Protocol):
     def address(self) -> str:
         """Where clusters reach the edge."""
 
-    def open(self, order: DecoderOrder) -> SessionKey:
-        """Open a session with a replica; raises LinkError."""
+    def open(
+        self, request: SessionRequest, weights: Weights, *, keep_optimizer: bool
+    ) -> SessionKey:
+        """Open a session with a replica; the key may be another. Raises LinkError."""
 
     def fetch(self, session: SessionKey) -> dict[str, torch.Tensor]:
         """The replica's current weights; raises LinkError."""
@@ -110,16 +99,27 @@ class SplitRound:
         optimizer = asked_optimizer(content, self._learning.optimizer)
         learning = replace(self._learning, optimizer=optimizer)
         held = self.model.edge_keys | self.model.shared_keys
-        order = DecoderOrder(
+        weights = decode_tensors(ArrayRecord({k: a for k, a in arrays.items() if k in held}))
+        request = SessionRequest(
+            key=SessionKey.random(f"{cluster_id}-{self._server_round}"),
+            spec_json=self.model.spec_json,
+            stage=StageConfig(
+                name="edge",
+                schedule=learning.schedule,
+                depth=depth,
+                deadline_s=learning.deadline_s,
+                execution=learning.execution.without_recompute,
+            ),
+            optimizer=optimizer,
+            recoverable=True,
+            readable=cluster_id in self._whole,  # it returns the decoder itself
             cluster_id=cluster_id,
+            run_id=learning.run_id,
             server_round=self._server_round,
-            model_spec_json=self.model.spec_json,
-            learning=learning,
-            depth=depth,
-            whole=cluster_id in self._whole,
-            weights=decode_tensors(ArrayRecord({k: a for k, a in arrays.items() if k in held})),
         )
-        self._sessions[cluster_id] = session = self._edge.open(order)
+        keeps = learning.keep_optimizer
+        session = self._edge.open(request, weights, keep_optimizer=keeps)
+        self._sessions[cluster_id] = session
         elsewhere = self._unsent_keys(cluster_id)
         content[name] = ArrayRecord({k: a for k, a in arrays.items() if k not in elsewhere})
         return SplitTask(
@@ -232,7 +232,7 @@ def check_finite(whole: ArrayRecord, cluster_id: str) -> None:
     for key, tensor in decode_tensors(whole).items():
         if tuple(tensor.shape) != tuple(whole[key].shape):
             raise ProtocolError(f"cluster {cluster_id} returned {key} with data of another shape")
-        if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
+        if tensor.is_floating_point() and not torch.isfinite(widened(tensor)).all():
             raise Diverged(f"cluster {cluster_id}: {diverged(key)}")
 
 

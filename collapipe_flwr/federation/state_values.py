@@ -7,6 +7,7 @@ saved, so a resumed run may change its settings.
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,12 @@ from collapipe_flwr.core.errors import RunError
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 _KIND = "__kind__"  # marks an object in JSON that is not a dict of the strategy
+_DICTS: Mapping[str, type[dict[Any, Any]]] = {
+    "dict": dict,
+    "Counter": Counter,
+    "OrderedDict": OrderedDict,
+}
+_Key = str | int | float | None
 
 
 def encode_state(strategy: Strategy, arrays: Arrays, path: str = "inner") -> dict[str, Any]:
@@ -88,9 +95,9 @@ def _encode_container(value: Any, arrays: Arrays, path: str) -> Any:
     if isinstance(value, list | tuple):
         items = [_encode(v, arrays, f"{path}.{i}") for i, v in enumerate(value)]
         return {_KIND: "tuple", "items": items} if isinstance(value, tuple) else items
-    if isinstance(value, dict):
+    if type(value) in _DICTS.values() and all(isinstance(k, _Key) for k in value):
         pairs = [[k, _encode(v, arrays, f"{path}.{k}")] for k, v in value.items()]
-        return {_KIND: "dict", "pairs": pairs}
+        return {_KIND: type(value).__name__, "pairs": pairs}
     raise RunError(
         f"{path} is a {type(value).__name__}, which a checkpoint cannot hold; "
         "run without checkpoints or with a strategy of plain values"
@@ -113,7 +120,7 @@ def _decode(value: Any, arrays: Arrays) -> Any:
         return record
     if value[_KIND] == "tuple":
         return tuple(_decode(v, arrays) for v in value["items"])
-    return {k: _decode(v, arrays) for k, v in value["pairs"]}
+    return _DICTS[value[_KIND]]({k: _decode(v, arrays) for k, v in value["pairs"]})
 
 
 def _is(value: Any, kind: str) -> bool:

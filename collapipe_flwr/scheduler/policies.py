@@ -15,6 +15,7 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.scheduler.base import USUAL_WEIGHT
+from collapipe_flwr.scheduler.closing_early import closing_s
 from collapipe_flwr.scheduler.dssda import Dssda, usable_plans
 from collapipe_flwr.scheduler.protocol import Nested, Scheduler, SchedulerConfig, SchedulerState
 from collapipe_flwr.scheduler.rules import RULES, RuleScheduler
@@ -32,6 +33,10 @@ class Static(Dssda):
         if state.last_plan is None or len(usable) < len(snapshot.clusters):
             return Dssda.step(self, state, snapshot)
         plan = replace(state.last_plan, round_index=snapshot.round_index, clusters=usable)
+        if 0 < len(usable) < len(state.last_plan.clusters):
+            latency_m = np.array([cluster.latency_s for cluster in usable])
+            closes_s = closing_s(latency_m, self.settings.late_slack or np.inf)
+            plan = replace(plan, latency_s=closes_s)
         return plan, replace(state, rounds=state.rounds + 1, last_plan=plan)
 
 

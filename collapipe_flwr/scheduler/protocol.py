@@ -16,8 +16,7 @@ from itertools import product
 from typing import Protocol
 
 from collapipe_flwr.core.domain import Plan, RoundOutcome, Snapshot
-from collapipe_flwr.core.errors import ProtocolError, ScheduleError
-from collapipe_flwr.core.json_codec import from_json, to_json
+from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.keys import (
     Rule,
     above,
@@ -76,18 +75,6 @@ class SchedulerState:
     links: LinkEstimates = field(default_factory=dict)
     last_plan: Plan | None = None
     spare_plan: Plan | None = None
-
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> SchedulerState:
-        """The state in ``text``; raises ScheduleError where it is none."""
-        try:
-            return from_json(cls, text, "scheduler state")
-        except ProtocolError as error:
-            raise ScheduleError(f"no scheduler state in {text[:40]!r}: {error}") from error
 
 
 def reference_of(state: SchedulerState) -> Reference:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from collapipe_flwr.core.errors import LinkError
-from collapipe_flwr.federation.split import DecoderOrder
-from collapipe_flwr.pipeline.config import PassesDone, SessionKey
+from collapipe_flwr.federation.split import Weights
+from collapipe_flwr.pipeline.config import PassesDone, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.meter import StageReport
 
 
@@ -17,15 +17,18 @@ class MemoryEdge:
 
     def __init__(self) -> None:
         self.replicas: dict[str, dict[str, torch.Tensor]] = {}
-        self.orders: dict[str, DecoderOrder] = {}
+        self.requests: dict[str, SessionRequest] = {}
         self._count = 0
 
-    def open(self, order: DecoderOrder) -> SessionKey:
+    def open(
+        self, request: SessionRequest, weights: Weights, *, keep_optimizer: bool
+    ) -> SessionKey:
         """Copy the weights in under a new session id."""
+        del keep_optimizer
         self._count += 1
         key = SessionKey(session_id=f"session-{self._count}", token=f"secret-{self._count}")
-        self.replicas[key.session_id] = {k: v.clone() for k, v in order.weights.items()}
-        self.orders[key.session_id] = order
+        self.replicas[key.session_id] = {k: v.clone() for k, v in weights.items()}
+        self.requests[key.session_id] = request
         return key
 
     def fetch(self, session: SessionKey) -> dict[str, torch.Tensor]:

@@ -169,6 +169,36 @@ def test_a_cluster_that_cannot_do_without_a_device_in_quarantine_is_tried_in_ful
     assert planner.plan(3, [11, 12], EMPTY).takes_part(11)
 
 
+def test_a_cluster_that_is_not_asked_keeps_its_absences_and_quarantines():
+    planner = rounds("uniform")
+    planned = planner.plan(1, [11, 12], EMPTY)
+    done = closed(planned, *CLUSTERS, after=weights(0.5))
+    telemetry = {name: replace(told(name), reports=()) for name in CLUSTERS}
+    for name, device in (("cluster-0", "cluster-0/d1"), ("cluster-1", "cluster-1/d2")):
+        wrong = {device: "it sent NaN"} if name == "cluster-0" else {}
+        away = (device,) if name == "cluster-1" else ()
+        telemetry[name] = replace(telemetry[name], absent=away, quarantined=wrong)
+    planner.settle(replace(done, telemetry=telemetry))
+    for _ in range(2):
+        assert devices_of(planner.plan(2, [11], EMPTY), 11) == {"cluster-0/d2"}
+        assert devices_of(planner.plan(2, [12], EMPTY), 12) == {"cluster-1/d1"}
+
+
+def test_of_a_cluster_that_is_not_asked_nobody_says_that_it_cannot_take_part(caplog):
+    planner = rounds("uniform")
+    settle(planner, planner.plan(1, [11, 12], EMPTY), cluster_1=("cluster-1/d2",))
+    step, calls = planner._scheduler.step, []
+
+    def kept(state, snapshot):
+        calls.append(snapshot)
+        plan, state = step(state, snapshot)
+        return replace(plan, fallback="kept the plan of round 1: no plan fits"), state
+
+    planner._scheduler = type("Kept", (), {"step": staticmethod(kept)})()
+    assert planner.plan(2, [11], EMPTY).takes_part(11)
+    assert len(calls) == 1 and "cannot take part" not in caplog.text
+
+
 def test_a_round_that_is_planned_again_is_planned_from_the_same_state():
     planner, once = rounds(), rounds()
     first = planner.plan(1, [11, 12], EMPTY)

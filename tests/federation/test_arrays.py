@@ -16,10 +16,13 @@ from collapipe_flwr.federation.arrays import (
     inner_view,
     load_into,
     narrow_raw,
+    not_finite,
+    shifted,
     take_record,
     take_tensors,
 )
 from collapipe_flwr.federation.local_grid import LocalGrid
+from collapipe_flwr.federation.split import check_finite
 from collapipe_flwr.federation.strategy import CollaPipe
 
 DTYPES = [
@@ -173,3 +176,13 @@ def test_taking_gives_the_same_and_leaves_nothing() -> None:
     found = take_tensors(record)
     assert len(record) == 0
     assert all(torch.equal(found[key], tensor) for key, tensor in tensors.items())
+
+
+def test_float64_keeps_its_digits_and_its_range() -> None:
+    tiny = torch.tensor([1.0 + 2.0**-40], dtype=torch.float64)
+    start, model = encode_tensors({"w": tiny}), encode_tensors({"w": tiny + 1.0})
+    moved = decode_tensors(shifted(model, start, encode_tensors({"w": tiny + 2.0})))["w"]
+    assert moved.dtype == torch.float64 and torch.equal(moved, tiny + 3.0)
+    large = encode_tensors({"w": torch.tensor([1e300], dtype=torch.float64)})
+    assert not_finite(large, start) is None
+    check_finite(large, "c1")

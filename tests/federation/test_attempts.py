@@ -152,11 +152,11 @@ def test_an_edge_that_is_away_when_a_round_opens_is_waited_for(away: int):
     class Away(MemoryEdge):
         left = away
 
-        def open(self, order):
+        def open(self, request, weights, *, keep_optimizer):
             if self.left:
                 self.left -= 1
                 raise LinkError("the edge cannot be reached")
-            return super().open(order)
+            return super().open(request, weights, keep_optimizer=keep_optimizer)
 
     edge, records = Away(), []
     grid = LocalGrid({n: trainer(edge, 1.0, 10) for n in (1, 2)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -27,6 +28,7 @@ from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.checkpoint import Checkpoint, Checkpoints, Memory
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.resuming import Checkpointed
+from collapipe_flwr.federation.state_values import encode_state, restore_state
 from collapipe_flwr.federation.strategy import CollaPipe
 from tests.full_disk import full_disk
 
@@ -193,6 +195,28 @@ def test_a_strategy_whose_memory_has_no_plain_form_is_refused_before_it_matters(
     inner.accountant = object()
     with pytest.raises(RunError, match=r"inner\.accountant is a object, which a checkpoint cannot"):
         Checkpointed(CollaPipe(inner), Checkpoints(folder=None))
+
+
+@pytest.mark.parametrize(
+    "made", [{"a": 1, 2: [3], None: {4.5: "b"}}, Counter(a=2, b=1), OrderedDict(b=1, a=2)]
+)
+def test_a_dict_comes_back_as_what_it_was(made):
+    inner, again = FedAvg(), FedAvg()
+    inner.seen = made
+    restore_state(again, json.loads(json.dumps(encode_state(inner, {}))), {})
+    assert (type(again.seen), list(again.seen.items())) == (type(made), list(made.items()))
+
+
+@pytest.mark.parametrize(
+    "made", [defaultdict(list, a=[1]), {("a", 1): 2}, {np.int64(3): 1}, {"a": {b"b": 1}}]
+)
+def test_a_dict_that_would_come_back_as_another_is_refused(made):
+    inner = FedAvg()
+    inner.seen = made
+    with pytest.raises(
+        RunError, match=r"inner\.seen.* is a .*dict, which a checkpoint cannot hold"
+    ):
+        encode_state(inner, {})
 
 
 def a_checkpoint(arrays: ArrayRecord):

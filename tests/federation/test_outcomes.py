@@ -72,7 +72,7 @@ def round_s(plan: ClusterPlan, planner: ScheduledRounds, slower: float, more_s: 
     clusters = (replace(c, profile=c.profile.with_members(late)) for c in snapshot.clusters)
     slow = replace(snapshot, clusters=tuple(clusters), edge=late(snapshot.edge))
     alone = Plan(round_index=1, policy="", clusters=(plan,), latency_s=0.0, rho=1.0)
-    whole_s = price(alone, slow, planner._options).latency_s
+    whole_s = price(alone, slow, planner._planning.settings).latency_s
     return whole_s - server_s(planner.world.clusters[0], MODEL) + more_s
 
 

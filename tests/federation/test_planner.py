@@ -16,10 +16,10 @@ from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.federation.arrays import encode_tensors
 from collapipe_flwr.federation.outcomes import MovementMeter
 from collapipe_flwr.federation.planner import ScheduledRounds
+from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.rounds import ClosedRound
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.pipeline.meter import StageReport
-from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.world import EnergyBudget, make_world
 
@@ -37,16 +37,17 @@ EMPTY = ArrayRecord()
 
 
 def rounds(policy: str = "dssda", **settings) -> ScheduledRounds:
+    budget = EnergyBudget(joule=0.5)
     chosen = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(2,), **settings)
     world = make_world(
         cluster_devices=[["raspberry-pi-5", "jetson-nano", "raspberry-pi-4"]] * 2,
         examples=[64, 32],
         channel="block-fading",
         seed=5,
-        budget=EnergyBudget(joule=0.5),
+        budget=budget,
     )
-    scheduler = make_scheduler(policy, chosen)
-    return ScheduledRounds(scheduler, world, MODEL, NODES, options=chosen)
+    planning = Planning(policy=policy, settings=chosen, budget=budget)
+    return ScheduledRounds(planning, world, MODEL, NODES)
 
 
 def weights(value: float) -> ArrayRecord:

@@ -10,15 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from collapipe_flwr.cluster.fleet import LearningSettings
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.federation.rpc_gateway import RpcEdgeGateway
-from collapipe_flwr.federation.split import DecoderOrder, EdgeGateway
+from collapipe_flwr.federation.split import EdgeGateway
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.stores import SnapshotStore
-from collapipe_flwr.pipeline.config import SessionKey
-from collapipe_flwr.pipeline.optimizer import OptimizerConfig
+from collapipe_flwr.pipeline.config import SessionKey, SessionRequest
 from collapipe_flwr.pipeline.state import PartState
 from collapipe_flwr.transport.client import EdgeClient
 from tests.federation.memory_edge import MemoryEdge
@@ -53,20 +51,17 @@ def edge(request) -> Iterator[EdgeGateway]:
         assert service.health().sessions == 0
 
 
-def order(cluster_id: str, *, keeps: bool = False, **weights: torch.Tensor) -> DecoderOrder:
+def opened(
+    edge: EdgeGateway, cluster_id: str, *, keeps: bool = False, **weights: torch.Tensor
+) -> SessionKey:
     weights = weights or {"w": torch.arange(3.0), "bias": torch.ones(2, dtype=torch.bfloat16)}
-    learning = LearningSettings(optimizer=OptimizerConfig(), keep_optimizer=keeps)
-    return DecoderOrder(
-        cluster_id=cluster_id,
-        server_round=4,
-        model_spec_json="{}",
-        learning=learning,
-        weights=weights,
-    )
+    key = SessionKey.random(cluster_id)
+    request = SessionRequest(key=key, spec_json="{}", cluster_id=cluster_id, recoverable=True)
+    return edge.open(request, weights, keep_optimizer=keeps)
 
 
 def test_what_is_placed_can_be_fetched_until_it_is_closed(edge):
-    first, second = edge.open(order("c1")), edge.open(order("c2"))
+    first, second = opened(edge, "c1"), opened(edge, "c2")
     assert first != second
     fetched = edge.fetch(first)
     assert fetched["w"].tolist() == [0.0, 1.0, 2.0]
@@ -123,8 +118,8 @@ class Shelf:
 
 def test_a_decoder_continues_from_its_clusters_last_accepted_round():
     def play(gateway: RpcEdgeGateway, momentum: float, end: str, keeps: bool = True):
-        session = gateway.open(order("c1", keeps=keeps))
-        other = gateway.open(order("c2", keeps=keeps))
+        session = opened(gateway, "c1", keeps=keeps)
+        other = opened(gateway, "c2", keeps=keeps)
         began = shelf.train(session, momentum)
         assert shelf.train(other, 9.0) == []  # never accepted
         gateway.fetch(other)
@@ -132,8 +127,8 @@ def test_a_decoder_continues_from_its_clusters_last_accepted_round():
             gateway.fetch(session)
         if end == "accepted":
             gateway.accept(session)
-        for opened in (session, other):
-            gateway.close(opened)
+        for each in (session, other):
+            gateway.close(each)
         return began
 
     shelf = Shelf()
@@ -151,7 +146,7 @@ def test_a_decoder_continues_from_its_clusters_last_accepted_round():
 
 
 def test_the_token_is_not_printed(edge):
-    session = edge.open(order("c1"))
+    session = opened(edge, "c1")
     assert session.token not in repr(session)
     edge.close(session)
 
@@ -160,7 +155,7 @@ def test_weights_that_the_edge_refuses_leave_no_session():
     service = EdgeService(lambda _, weights: Decoder(weights))
     with EdgeServer("127.0.0.1:0", service) as server, EdgeClient(server.address) as client:
         with pytest.raises(LinkError, match="needs w and bias"):
-            RpcEdgeGateway(client).open(order("c1", w=torch.ones(1)))
+            opened(RpcEdgeGateway(client), "c1", w=torch.ones(1))
         assert service.health().sessions == 0
 
 
@@ -171,7 +166,7 @@ def test_an_edge_that_is_gone_is_one_sentence_in_bounded_time():
         EdgeClient(address, deadline_s=3.0) as client,
         pytest.raises(LinkError, match=f"edge at {address} cannot be reached"),
     ):
-        RpcEdgeGateway(client).open(order("c1"))
+        opened(RpcEdgeGateway(client), "c1")
 
 
 class DyingEdge(EdgeService):
@@ -212,7 +207,7 @@ def test_an_edge_that_restarts_while_a_session_is_opened_gets_it_anew(tmp_path, 
         try:
             with EdgeClient(first.address, deadline_s=60.0, patience_s=200.0) as client:
                 gateway = RpcEdgeGateway(client)
-                session = gateway.open(order("c1"))
+                session = opened(gateway, "c1")
                 assert again[0][1].health().sessions == 1
                 assert gateway.fetch(session)["w"].tolist() == [0.0, 1.0, 2.0]
                 gateway.close(session)

@@ -75,7 +75,7 @@ def test_a_message_holds_only_its_own_plan_its_half_and_its_session():
         assert len(message.content.config_records) == 1
     assert tasks[1].split.session.token not in repr(tasks[1])
     assert tasks[1].split.session.session_id != tasks[2].split.session.session_id
-    assert edge.orders[tasks[1].split.session.session_id].depth == 1
+    assert edge.requests[tasks[1].split.session.session_id].stage.depth == 1
     assert tasks[1].split.learning.optimizer.learning_rate == pytest.approx(0.3)
     assert not any(key.startswith("collapipe") for key in config)
     strategy.close()
@@ -143,9 +143,9 @@ def test_only_replies_that_were_aggregated_are_built_upon():
             self.accepted: list[tuple[str, int]] = []
 
         def accept(self, session) -> None:
-            order = self.orders[session.session_id]
+            request = self.requests[session.session_id]
             assert session.session_id in self.replicas  # while it is open
-            self.accepted.append((order.cluster_id, order.server_round))
+            self.accepted.append((request.cluster_id, request.server_round))
 
     edge = Noting()
     diverging = {"extra": {"blocks.0.weight": torch.full((2, 2), torch.inf)}}
@@ -170,10 +170,10 @@ def test_when_all_fail_the_run_ends_with_the_first_sentence():
 
 def test_an_edge_that_refuses_the_second_cluster_closes_the_first():
     class SmallEdge(MemoryEdge):
-        def open(self, order):
+        def open(self, request, weights, *, keep_optimizer):
             if self.replicas:
                 raise LinkError("the edge holds 1 session, its limit")
-            return super().open(order)
+            return super().open(request, weights, keep_optimizer=keep_optimizer)
 
     edge = SmallEdge()
     grid = LocalGrid({1: failing, 2: failing})
@@ -188,7 +188,7 @@ def asked(edge: MemoryEdge, inner: Strategy, config: ConfigRecord, server_round:
     grid = LocalGrid({1: failing, 2: failing})
     sent = strategy.configure_train(server_round, encode_tensors(model()), config, grid)
     tasks = [read_assignment(message.content).split for message in sent]
-    edges = [edge.orders[task.session.session_id].learning.optimizer for task in tasks]
+    edges = [edge.requests[task.session.session_id].optimizer for task in tasks]
     strategy.close()
     return [task.learning.optimizer for task in tasks] + edges
 

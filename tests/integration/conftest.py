@@ -76,7 +76,7 @@ def _each_plan_is_searched_once() -> Iterator[None]:
     search = Dssda.step
 
     def step(self: Dssda, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
-        key = (self, state.to_json(), to_json(snapshot))
+        key = (self, to_json(state), to_json(snapshot))
         if key not in known:
             known[key] = search(self, state, snapshot)
         return known[key]

@@ -103,3 +103,18 @@ def test_the_parts_share_bandwidth_and_the_edge_and_cost_what_the_cost_model_say
 def test_a_slack_below_one_is_refused() -> None:
     with pytest.raises(ScheduleError, match=r"late-slack must be 0 or >= 1, got 0\.5"):
         replace(SETTINGS, late_slack=0.5)
+
+
+@pytest.mark.parametrize("slack", [0.0, 1.5])
+def test_a_plan_that_is_repeated_takes_as_long_as_the_clusters_that_are_left(slack: float) -> None:
+    snapshot = seen(QUICK, QUICK, SLOW)
+    scheduler = make_scheduler("static", replace(SETTINGS, late_slack=slack))
+    first, state = scheduler.step(scheduler.init(snapshot), snapshot)
+    same, state = scheduler.step(state, snapshot)
+    assert same == first
+    for names in ("cluster-1", "cluster-2"), ("cluster-1",):
+        left = tuple(c for c in snapshot.clusters if c.profile.cluster_id in names)
+        plan, state = scheduler.step(state, replace(snapshot, clusters=left))
+        assert plan.clusters == tuple(c for c in first.clusters if c.cluster_id in names)
+        latency = np.array([cluster.latency_s for cluster in plan.clusters])
+        assert plan.latency_s == (closing_s(latency, slack) if slack else latency.max())

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from collapipe_flwr.core.domain import ClusterOutcome, ModelProfile, Plan, RoundOutcome, Snapshot
 from collapipe_flwr.core.errors import ConfigError, InfeasibleError, ScheduleError
+from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.costs.convergence import LearningState
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.scheduler.plans import check_cluster_plan
@@ -101,8 +102,8 @@ def test_no_valid_snapshot_yields_an_invalid_plan(
     plan, state = scheduler.step(scheduler.init(snapshot), snapshot)
     check_plan(plan, snapshot, options)
     assert plan.fallback is None
-    again = SchedulerState.from_json(state.to_json())
-    assert again.to_json() == state.to_json()
+    again = from_json(SchedulerState, to_json(state), "state")
+    assert to_json(again) == to_json(state)
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -18,6 +18,7 @@ from collapipe_flwr.core.domain import (
     RoundOutcome,
     Snapshot,
 )
+from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.costs.price import price, with_rates
 from collapipe_flwr.scheduler.link_estimates import (
     PATIENCE,
@@ -183,7 +184,7 @@ def test_links_that_nobody_used_are_tried_again_some_day_and_one_look_suffices()
 
 def test_beliefs_are_in_the_checkpoint(a_world: MakeWorld) -> None:
     _, state = rounds(*a_world(0, channel="static"), lambda _, rate: rate / 4, count=3)
-    again = SchedulerState.from_json(state.to_json())
+    again = from_json(SchedulerState, to_json(state), "state")
     assert again.links == state.links and any(b.believed for b in again.links["cluster-0"].values())
-    before = replace(state, links={}).to_json().replace('"links": {}, ', "")
-    assert SchedulerState.from_json(before).links == {}
+    before = to_json(replace(state, links={})).replace('"links":{},', "")
+    assert from_json(SchedulerState, before, "state").links == {}

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from collapipe_flwr.core.domain import ClusterPlan, ModelProfile, Plan, Snapshot
+from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler import replicating
@@ -148,7 +149,7 @@ def test_a_plan_whose_replica_is_gone_is_not_repeated() -> None:
 def test_a_state_with_replicas_survives_a_checkpoint() -> None:
     _, state = planned(first_round(1, adapted(2)))
     assert state.last_plan is not None and replicated(state.last_plan)
-    assert SchedulerState.from_json(state.to_json()) == state
+    assert from_json(SchedulerState, to_json(state), "state") == state
 
 
 def test_rounds_with_replicas_go_on_from_each_other() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from collapipe_flwr.core.domain import ClusterOutcome, ModelProfile, RoundOutcome, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.scheduler.gain_estimates import (
     CAUTION,
@@ -65,8 +66,8 @@ def test_old_measurements_of_a_fading_channel_are_doubted_and_fresh_ones_trusted
     world, model = a_world(1, radio="5g")
     late = after([1] * 8, world, model)
     assert late.doubt.careful and late.doubt.rounds >= 2
-    again = SchedulerState.from_json(late.to_json())
-    assert again.to_json() == late.to_json()
+    again = from_json(SchedulerState, to_json(late), "state")
+    assert to_json(again) == to_json(late)
     fresh = after([1] * 8 + [0] * 20, world, model)
     assert not fresh.doubt.careful and not fresh.doubt.average
 

@@ -183,15 +183,7 @@ def make_planner(
     world = planning.world(sorted(clusters.values(), key=lambda c: c.cluster_id), model)
     with blaming("world.devices, world.memory-share"):
         scheduler.step(scheduler.init(snapshot := world.snapshot(1, model)), snapshot)
-    return ScheduledRounds(
-        scheduler,
-        world,
-        model,
-        names,
-        options=planning.settings,
-        paced=planning.paced,
-        budget=planning.budget,
-    )
+    return ScheduledRounds(planning, world, model, names)
 
 
 def inner_strategy(config: AppConfig, task: Task, on_evaluation: TellScores) -> Strategy:
