@@ -35,6 +35,7 @@ from collapipe_flwr.data.stream import Stream, StreamPlace, next_round
 from collapipe_flwr.data.tokenizer import Vocabulary
 from collapipe_flwr.federation import records
 from collapipe_flwr.federation.arrays import take_record, take_tensors
+from collapipe_flwr.federation.client import partition_of
 from collapipe_flwr.federation.client.node_state import OPTIMIZER, Kept, NodeState, recall_optimizer
 from collapipe_flwr.federation.client.site import Site
 from collapipe_flwr.federation.records import UnsplitTask
@@ -63,13 +64,13 @@ class Node:
         """
         own = own_data(context.node_config)
         config = parse({**context.run_config, **own})
-        index = context.node_config.get("partition-id")
+        index = partition_of(context.node_config)
         if index is None:
             raise ConfigError(
                 "this node has no 'partition-id': start the SuperNode with "
                 '--node-config "partition-id=0 num-partitions=2"'
             )
-        place = Place(index=int(index), count=config.run.clusters, own_data=bool(own))
+        place = Place(index=index, count=config.run.clusters, own_data=bool(own))
         train = config.train
         site = Site.of(
             context,

@@ -18,7 +18,13 @@ from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
 from collapipe_flwr.config.schema import EdgeConfig, WorldConfig
 from collapipe_flwr.core.domain import ClusterProfile
-from collapipe_flwr.federation.client import CLUSTER_KEY, COMPUTE_KEY, STATE_KEY, named_path
+from collapipe_flwr.federation.client import (
+    CLUSTER_KEY,
+    COMPUTE_KEY,
+    STATE_KEY,
+    named_path,
+    partition_of,
+)
 from collapipe_flwr.federation.client.node_state import NodeState
 from collapipe_flwr.federation.records import SplitTask, read_assignment, run_id_of
 from collapipe_flwr.models.any_splitter import AnySplitter
@@ -58,7 +64,8 @@ class Site:
         state_dir: str = "",
     ) -> Site:
         """The site of a node, whose ``--node-config`` goes first; raises ConfigError."""
-        index = int(context.node_config.get("partition-id", context.node_id))
+        number = partition_of(context.node_config)
+        index = context.node_id if number is None else number
         return Site(
             index=index,
             edge=edge,
