@@ -71,15 +71,7 @@ class Node:
                 '--node-config "partition-id=0 num-partitions=2"'
             )
         place = Place(index=index, count=config.run.clusters, own_data=bool(own))
-        train = config.train
-        site = Site.of(
-            context,
-            config.world,
-            config.edge,
-            threads=train.threads,
-            compute=train.compute,
-            state_dir=train.state_dir,
-        )
+        site = Site.of(context, config.world, config.edge, config.train)
         return Node(config=config, place=place, site=site, context=context)
 
     @staticmethod

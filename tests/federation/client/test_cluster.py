@@ -11,7 +11,7 @@ from flwr.app import Context, RecordDict
 from flwr.clientapp import ClientApp
 
 from collapipe_flwr import Cluster
-from collapipe_flwr.config.schema import EdgeConfig, WorldConfig
+from collapipe_flwr.config.schema import EdgeConfig, TrainConfig, WorldConfig
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.federation.client.node import Node
 from collapipe_flwr.federation.client.node_state import OPTIMIZER, NodeState
@@ -61,7 +61,7 @@ def restarted(folder: Path, server_round: int, *, run: int = 1) -> NodeState:
         server_round=server_round, progress=Progress(rounds=done, last_round=done)
     )
     message = SimpleNamespace(content=write_assignment(RecordDict(), order))
-    site = Site.of(context, WorldConfig(), EdgeConfig(), threads=1, compute="cpu")
+    site = Site.of(context, WorldConfig(), EdgeConfig(), TrainConfig(compute="cpu"))
     return site.state(message, context)
 
 
