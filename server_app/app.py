@@ -27,7 +27,7 @@ from collapipe_flwr.federation.deadline import RoundClock
 from collapipe_flwr.federation.members import Members, discover_clusters
 from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.federation.planning import Unplanned
-from collapipe_flwr.federation.records import task_config
+from collapipe_flwr.federation.records import UnsplitTask, task_config
 from collapipe_flwr.federation.resuming import Checkpointed
 from collapipe_flwr.federation.run.learner import Evaluator, Learner, drawn_sentence, make_learner
 from collapipe_flwr.federation.run.recorder import RunFolder, RunRecorder, open_run, prepared_folder
@@ -37,7 +37,6 @@ from collapipe_flwr.federation.run.run_strategy import (
     make_clock,
     make_planner,
     make_strategy,
-    unsplit_task,
 )
 from collapipe_flwr.federation.run.sinks import Sinks
 from collapipe_flwr.federation.wrapped_grid import polling
@@ -194,7 +193,8 @@ def _train(
     run_id, unsplit = folder.directory.run_id, None
     inner = inner_strategy(config, learner.task, recorder.on_clusters)
     if planner is None:
-        unsplit, whole = unsplit_task(config, learner, run_id), Unplanned(members.clusters)
+        spec_json, whole = learner.splitter.spec.to_json(), Unplanned(members.clusters)
+        unsplit = UnsplitTask(model_spec_json=spec_json, run_id=run_id)
         ours = CollaPipe(
             inner,
             scheduler=whole,

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.keys import Value, check, is_inline, is_key, name_of, rule_of
+from collapipe_flwr.core.keys import Value, check, is_key, name_of, prefix_of, rule_of
 
 T = TypeVar("T")
 _PAIR = re.compile(r"""(\S+?)=('[^']*'|"[^"]*"|\S+)""")  # Flower's
@@ -35,8 +35,9 @@ def parse_section(default: T, prefix: str, values: Mapping[str, Value]) -> T:
     found: dict[str, object] = {}
     for field_ in fields(default):  # type: ignore[arg-type]
         name = prefix + name_of(field_) if is_key(field_) else ""
-        if is_inline(field_):
-            found[field_.name] = parse_section(getattr(default, field_.name), prefix, values)
+        if (table := prefix_of(field_)) is not None:
+            inner = getattr(default, field_.name)
+            found[field_.name] = parse_section(inner, prefix + table, values)
         elif name in values:
             found[field_.name] = _parsed(name, values[name], field_)
     try:
@@ -84,8 +85,8 @@ def refuse_unknown(
 def _keys(section: Any, prefix: str) -> Iterator[tuple[str, Field[Any], Any]]:
     """Name, field and owner of every key."""
     for field_ in fields(section):
-        if is_inline(field_):
-            yield from _keys(getattr(section, field_.name), prefix)
+        if (table := prefix_of(field_)) is not None:
+            yield from _keys(getattr(section, field_.name), prefix + table)
         elif is_key(field_):
             yield prefix + name_of(field_), field_, section
 

@@ -12,9 +12,8 @@ A new key is a field declared by ``key`` in the class whose code uses it, and a 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from collapipe_flwr.config.parsing import flatten_section, parse_section, refuse_unknown
 from collapipe_flwr.core.keys import AUTO as WHERE_BEST
@@ -195,17 +194,17 @@ class ReportingConfig:
 class AppConfig:
     """The whole run-config; each field but ``run`` is the section of that name."""
 
-    run: RunConfig = field(default_factory=RunConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    scheduler: PlannerConfig = field(default_factory=PlannerConfig)
-    world: WorldConfig = field(default_factory=WorldConfig)
-    links: LinksConfig = field(default_factory=LinksConfig)
-    edge: EdgeConfig = field(default_factory=EdgeConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    reporting: ReportingConfig = field(default_factory=ReportingConfig)
+    run: RunConfig = inline(RunConfig())
+    data: DataConfig = inline(DataConfig(), table="data")
+    model: ModelConfig = inline(ModelConfig(), table="model")
+    lora: LoraConfig = inline(LoraConfig(), table="lora")
+    train: TrainConfig = inline(TrainConfig(), table="train")
+    scheduler: PlannerConfig = inline(PlannerConfig(), table="scheduler")
+    world: WorldConfig = inline(WorldConfig(), table="world")
+    links: LinksConfig = inline(LinksConfig(), table="links")
+    edge: EdgeConfig = inline(EdgeConfig(), table="edge")
+    evaluation: EvaluationConfig = inline(EvaluationConfig(), table="evaluation")
+    reporting: ReportingConfig = inline(ReportingConfig(), table="reporting")
 
     @property
     def seeded_data(self) -> DataConfig:
@@ -248,23 +247,9 @@ def known_keys() -> set[str]:
 def parse(values: Mapping[str, Value]) -> AppConfig:
     """Parse a flat run-config; raises ConfigError naming the first key that is wrong."""
     refuse_unknown(values, known_keys())
-    sections = {
-        field_.name: parse_section(section, prefix, values)
-        for field_, (prefix, section) in zip(fields(AppConfig), _sections(AppConfig()), strict=True)
-    }
-    return AppConfig(**sections)
+    return parse_section(AppConfig(), "", values)
 
 
 def flatten(config: AppConfig) -> dict[str, Value]:
     """The flat run-config that parses to ``config``."""
-    return {
-        k: v
-        for prefix, section in _sections(config)
-        for k, v in flatten_section(section, prefix).items()
-    }
-
-
-def _sections(config: AppConfig) -> list[tuple[str, Any]]:
-    """The sections and the beginning of their keys."""
-    names = [field_.name for field_ in fields(config)]
-    return [("" if name == "run" else f"{name}.", getattr(config, name)) for name in names]
+    return flatten_section(config, "")

@@ -155,14 +155,16 @@ def key(default: T, rule: Rule | None = None, *, name: str = "") -> T:
     return declared
 
 
-def inline(default: T) -> T:
-    """Declare a field of another dataclass, whose keys are listed with those of this one."""
-    declared: T = field(default=default, metadata={_INLINE: True})
+def inline(default: T, *, table: str = "") -> T:
+    """Declare another dataclass, whose keys stand among those of this one, or in a ``table``."""
+    declared: T = field(default=default, metadata={_INLINE: f"{table}." if table else ""})
     return declared
 
 
-def is_inline(field_: Field[Any]) -> bool:
-    return _INLINE in field_.metadata
+def prefix_of(field_: Field[Any]) -> str | None:
+    """How the keys of an inlined field begin; None for any other field."""
+    prefix: str | None = field_.metadata.get(_INLINE)
+    return prefix
 
 
 def is_key(field_: Field[Any]) -> bool:

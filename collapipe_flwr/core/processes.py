@@ -69,13 +69,16 @@ def terminable(answer: Callable[[], str] | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def meanwhile(work: Callable[[threading.Event], object], name: str) -> Iterator[None]:
-    """Run ``work`` in a thread while the body runs; its argument is set when the body ends."""
+def meanwhile(work: Callable[[threading.Event], object], name: str) -> Iterator[threading.Event]:
+    """Run ``work`` in a thread while the body runs; its argument is set when the body ends.
+
+    The body gets it, too, and may set it before its own clean-up.
+    """
     over = threading.Event()
     thread = threading.Thread(target=work, args=(over,), name=name, daemon=True)
     thread.start()
     try:
-        yield
+        yield over
     finally:
         over.set()
         thread.join()

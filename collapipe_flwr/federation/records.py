@@ -22,7 +22,7 @@ from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.federation.rounds import Progress
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.spec import BatchShape
-from collapipe_flwr.pipeline.config import Execution, SessionKey
+from collapipe_flwr.pipeline.config import SessionKey
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.scheduler.plans import check_cluster_plan
 
@@ -67,13 +67,9 @@ class SplitTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnsplitTask:
-    """What a client needs to train the unsplit model: the peer of every comparison."""
+    """The unsplit model, which clients train by their run-config: the peer of every comparison."""
 
     model_spec_json: str
-    batch_size: int
-    micro_batch_size: int
-    optimizers: tuple[OptimizerConfig, ...]  # one per server round
-    execution: Execution = field(default_factory=Execution)
     run_id: str = ""  # the same for a run that is resumed
 
 
@@ -177,10 +173,7 @@ def flower_round(content: RecordDict) -> int:
 def read_unsplit_task(content: RecordDict) -> UnsplitTask | None:
     """The task in a message of a plain strategy, or None; raises ProtocolError if malformed."""
     text = _held(content, _UNSPLIT)
-    if text is None:
-        return None
-    task = from_json(UnsplitTask, text, _UNSPLIT)
-    return replace(task, optimizers=tuple(asked_optimizer(content, o) for o in task.optimizers))
+    return None if text is None else from_json(UnsplitTask, text, _UNSPLIT)
 
 
 def asked_optimizer(content: RecordDict, optimizer: OptimizerConfig) -> OptimizerConfig:

@@ -17,3 +17,16 @@ def named_path(node_config: Mapping[str, object], key: str, kind: str, default: 
     if not isinstance(found, str):
         raise ConfigError(f"node-config {key} must be the path of a {kind}, got {found!r}")
     return found
+
+
+def partition_of(node_config: Mapping[str, object]) -> int | None:
+    """The node's number, by Flower's key; None without one, and ConfigError for any other value."""
+    found = node_config.get("partition-id")
+    if found is None:
+        return None
+    if not str(found).isdecimal():
+        raise ConfigError(
+            f"node-config partition-id must be a whole number >= 0, got {found!r}: start the "
+            'SuperNode with --node-config "partition-id=0 num-partitions=2"'
+        )
+    return int(str(found))

@@ -28,7 +28,7 @@ from torch import Tensor
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig
 from collapipe_flwr.cluster.loader import Batches, LoaderBatches, joined, stacked
 from collapipe_flwr.cluster.profile import describe_cluster
-from collapipe_flwr.config.schema import EdgeConfig, WorldConfig
+from collapipe_flwr.config.schema import EdgeConfig, TrainConfig, WorldConfig
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import ConfigError, RunError, unexpected_as_run_error
 from collapipe_flwr.core.imports import allow
@@ -85,8 +85,9 @@ class Cluster:
         for index in range(len(lists)):
             describe_cluster(world, index, EXAMPLES)
         self._examples = examples
+        train = TrainConfig(threads=threads, compute=compute)
         self._site_of = site or partial(
-            Site.of, world=world, edge=edge or EdgeConfig(), threads=threads, compute=compute
+            Site.of, world=world, edge=edge or EdgeConfig(), train=train
         )
         self._takes_bundles = accept_bundles(app)
         self._package = sys._getframe(1).f_globals["__name__"].partition(".")[0]
@@ -189,7 +190,7 @@ class Cluster:
         site = self._site_of(context)
         if site is None:
             raise RunError(f"node {context.node_id} has no place in this run")
-        torch.set_num_threads(site.threads)
+        torch.set_num_threads(site.train.threads)
         if self._package != "__main__":
             allow(self._package)
         asked = PipelineRound.of(message.content, site)

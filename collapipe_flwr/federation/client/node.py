@@ -35,9 +35,10 @@ from collapipe_flwr.data.stream import Stream, StreamPlace, next_round
 from collapipe_flwr.data.tokenizer import Vocabulary
 from collapipe_flwr.federation import records
 from collapipe_flwr.federation.arrays import take_record, take_tensors
+from collapipe_flwr.federation.client import partition_of
 from collapipe_flwr.federation.client.node_state import OPTIMIZER, Kept, NodeState, recall_optimizer
 from collapipe_flwr.federation.client.site import Site
-from collapipe_flwr.federation.records import UnsplitTask
+from collapipe_flwr.federation.records import UnsplitTask, asked_optimizer
 from collapipe_flwr.models.splitter import splitter_of
 from collapipe_flwr.pipeline.compute import hold, home
 from collapipe_flwr.pipeline.optimizer import Optimizer
@@ -63,22 +64,14 @@ class Node:
         """
         own = own_data(context.node_config)
         config = parse({**context.run_config, **own})
-        index = context.node_config.get("partition-id")
+        index = partition_of(context.node_config)
         if index is None:
             raise ConfigError(
                 "this node has no 'partition-id': start the SuperNode with "
                 '--node-config "partition-id=0 num-partitions=2"'
             )
-        place = Place(index=int(index), count=config.run.clusters, own_data=bool(own))
-        train = config.train
-        site = Site.of(
-            context,
-            config.world,
-            config.edge,
-            threads=train.threads,
-            compute=train.compute,
-            state_dir=train.state_dir,
-        )
+        place = Place(index=index, count=config.run.clusters, own_data=bool(own))
+        site = Site.of(context, config.world, config.edge, config.train)
         return Node(config=config, place=place, site=site, context=context)
 
     @staticmethod
@@ -92,6 +85,13 @@ class Node:
         """The number of examples in one of the node's rounds."""
         node = Node.of(context)
         return local_data(node.config, node.place, None).examples_per_round
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Batch and micro-batch of the unsplit model: the largest that a plan may have."""
+        grid = self.config.scheduler.settings
+        size = max(grid.micro_batch_sizes)
+        return size * max(grid.micro_batches), size
 
     def state(self, message: Message) -> NodeState:
         """The state that the node brings into the round of ``message``."""
@@ -201,11 +201,12 @@ def train_whole(node: Node, message: Message, asked: UnsplitTask) -> Message:
     splitter = splitter_of(asked.model_spec_json)
     weights = take_tensors(message.content.array_records[records.ARRAYS])
     model = hold(splitter.build_whole(weights, trains=True), node.site.place)
-    optimizer = Optimizer(asked.optimizers[state.server_round - 1], model.named_parameters())
+    settings = asked_optimizer(message.content, node.config.optimizer(state.server_round))
+    optimizer = Optimizer(settings, model.named_parameters())
     load_optimizer_state(optimizer, recall_optimizer(state) if keeps else {})
-    steps = examples.steps(asked.batch_size, asked.micro_batch_size)
-    rates = optimizer.settings.rates(batches=examples.num_batches(asked.batch_size))
-    losses = train_unsplit(splitter, model, optimizer, steps, asked.execution, rates)
+    steps = examples.steps(*node.sizes)
+    rates = settings.rates(batches=examples.num_batches(node.sizes[0]))
+    losses = train_unsplit(splitter, model, optimizer, steps, node.config.execution, rates)
     if keeps:
         state.remember(OPTIMIZER, between_rounds(optimizer_state_of(optimizer)))
     loss = sum(losses) / max(len(losses), 1)
@@ -219,7 +220,7 @@ def evaluate_whole(node: Node, message: Message, asked: UnsplitTask) -> Message:
     """Evaluate the unsplit model, as a plain strategy asks."""
     torch.set_num_threads(node.config.train.threads)
     splitter, test = splitter_of(asked.model_spec_json), node.test(message)
-    batches = test.steps(asked.batch_size, asked.micro_batch_size)
+    batches = test.steps(*node.sizes)
     weights = take_tensors(message.content.array_records[records.ARRAYS])
     model = hold(splitter.build_whole(weights), node.site.place)
     found = evaluate_unsplit(splitter, model, batches, test.wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -16,10 +16,16 @@ from collapipe_flwr.cluster.profile import describe_cluster, profile_of
 from collapipe_flwr.cluster.recovery import Recovery
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
-from collapipe_flwr.config.schema import EdgeConfig, WorldConfig
+from collapipe_flwr.config.schema import EdgeConfig, TrainConfig, WorldConfig
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.hub import expanded
-from collapipe_flwr.federation.client import CLUSTER_KEY, COMPUTE_KEY, STATE_KEY, named_path
+from collapipe_flwr.federation.client import (
+    CLUSTER_KEY,
+    COMPUTE_KEY,
+    STATE_KEY,
+    named_path,
+    partition_of,
+)
 from collapipe_flwr.federation.client.node_state import NodeState
 from collapipe_flwr.federation.records import SplitTask, read_assignment, run_id_of
 from collapipe_flwr.models.any_splitter import AnySplitter
@@ -36,38 +42,28 @@ class Site:
     """Node number ``index``: the devices of a ``cluster`` file, or ``simulated`` ones in threads.
 
     ``simulated`` describes them for rounds of so many examples. ``edge`` is how a node without a
-    file reaches the edge. ``threads`` are those of torch in this process, ``compute`` the device of
-    its parts. ``state_dir`` keeps state between rounds, unless the node names a folder of its own.
+    file reaches the edge. Of ``train``, ``threads`` are those of torch in this process, ``compute``
+    is the device of its parts, and ``state_dir`` keeps state between rounds, unless the node names
+    a folder of its own.
     """
 
     index: int
     edge: EdgeConfig
     cluster: ClusterConfig | None
     simulated: Callable[[int], ClusterProfile]
-    threads: int
-    compute: str
-    state_dir: str
+    train: TrainConfig
 
     @staticmethod
-    def of(
-        context: Context,
-        world: WorldConfig,
-        edge: EdgeConfig,
-        *,
-        threads: int,
-        compute: str,
-        state_dir: str = "",
-    ) -> Site:
+    def of(context: Context, world: WorldConfig, edge: EdgeConfig, train: TrainConfig) -> Site:
         """The site of a node, whose ``--node-config`` goes first; raises ConfigError."""
-        index = int(context.node_config.get("partition-id", context.node_id))
+        number = partition_of(context.node_config)
+        index = context.node_id if number is None else number
         return Site(
             index=index,
             edge=edge,
             cluster=cluster_file(context.node_config),
             simulated=partial(describe_cluster, world, index),
-            threads=threads,
-            compute=str(context.node_config.get(COMPUTE_KEY, compute)),
-            state_dir=state_dir,
+            train=replace(train, compute=str(context.node_config.get(COMPUTE_KEY, train.compute))),
         )
 
     def profile(self, examples: int) -> ClusterProfile:
@@ -81,7 +77,7 @@ class Site:
         ConfigError if the node's state folder is no path.
         """
         asked = read_assignment(message.content)
-        folder = named_path(context.node_config, STATE_KEY, "folder", self.state_dir)
+        folder = named_path(context.node_config, STATE_KEY, "folder", self.train.state_dir)
         return NodeState(
             records=context.state,
             server_round=asked.server_round,
@@ -94,7 +90,7 @@ class Site:
     @property
     def place(self) -> torch.device:
         """The device of parts in this process; raises ConfigError if it does not exist."""
-        return resolve(self.compute)
+        return resolve(self.train.compute)
 
     @contextmanager
     def devices(

@@ -28,8 +28,8 @@ from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.federation.deadline import RoundClock
 from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.federation.planning import Planning
-from collapipe_flwr.federation.records import UnsplitTask, read_tally
-from collapipe_flwr.federation.run.learner import Learner, scores
+from collapipe_flwr.federation.records import read_tally
+from collapipe_flwr.federation.run.learner import scores
 from collapipe_flwr.simulation.world import EnergyBudget
 
 log = logging.getLogger("flwr.collapipe")
@@ -141,20 +141,6 @@ def learning_settings(config: AppConfig, run_id: str, server_round: int) -> Lear
         heartbeat=config.edge.heartbeat,
         run_id=run_id,
         keep_optimizer=config.train.optimizer_state == "keep",
-    )
-
-
-def unsplit_task(config: AppConfig, learner: Learner, run_id: str) -> UnsplitTask:
-    """The task of a plain strategy, with the largest micro-batch and count that a plan may have."""
-    grid = config.scheduler.settings
-    size, rounds = max(grid.micro_batch_sizes), config.run.num_server_rounds
-    return UnsplitTask(
-        model_spec_json=learner.splitter.spec.to_json(),
-        batch_size=size * max(grid.micro_batches),
-        micro_batch_size=size,
-        optimizers=tuple(config.optimizer(r + 1) for r in range(rounds)),
-        execution=config.execution,
-        run_id=run_id,
     )
 
 

@@ -28,7 +28,8 @@ def round_event(record: RoundRecord, wall_s: float) -> RoundEvent:
     """The event of a round before its evaluation."""
     links, incidents = record.link_bytes, tuple(_incidents(record))
     told = (each for each in incidents if each["kind"] != "quarantined")
-    loss = record.train_metrics.get("loss")
+    metrics = record.train_metrics
+    loss = metrics.get("train_loss", metrics.get("loss"))  # as clusters, or our app, name it
     return RoundEvent(
         round_index=record.server_round,
         plan=None if record.plan is None else plain(record.plan),

@@ -53,10 +53,11 @@ class SuperLinkRun:
     @contextmanager
     def following(self) -> Iterator[None]:
         """Follow the log while the body runs."""
-        with self._lock, meanwhile(self._follow, "flwr log"):
+        with self._lock, meanwhile(self._follow, "flwr log") as stop:
             try:
                 yield
             finally:
+                stop.set()  # first: a process that starts now is ended by its reader
                 if self._process is not None and self._process.stdin is not None:
                     self._process.stdin.close()  # which ends it
 
@@ -87,6 +88,8 @@ class SuperLinkRun:
             errors="replace",
         ) as self._process:
             assert self._process.stdout is not None
+            if stop.is_set():  # the body may have ended before there was a process to end
+                return
             for text in self._process.stdout:
                 if stop.is_set():
                     return

@@ -11,7 +11,9 @@ from flwr.app import Context, RecordDict
 from flwr.clientapp import ClientApp
 
 from collapipe_flwr import Cluster
-from collapipe_flwr.config.schema import EdgeConfig, WorldConfig
+from collapipe_flwr.config.schema import EdgeConfig, TrainConfig, WorldConfig
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.federation.client.node import Node
 from collapipe_flwr.federation.client.node_state import OPTIMIZER, NodeState
 from collapipe_flwr.federation.client.site import Site
 from collapipe_flwr.federation.records import RoundAssignment, write_assignment
@@ -41,6 +43,15 @@ def test_a_cluster_file_that_is_being_edited_when_a_round_ends_does_not_cost_the
     assert f"cluster file {file} is not TOML" in caplog.text
 
 
+@pytest.mark.parametrize("number", ["a", 0.7, -1, True])
+def test_a_node_whose_number_is_none_is_told_how_to_start(number: str | float) -> None:
+    node = {"partition-id": number}
+    context = Context(run_id=1, node_id=1, node_config=node, state=RecordDict(), run_config={})
+    for made in (Node.of, Cluster(ClientApp())._site_of):
+        with pytest.raises(ConfigError, match=rf"partition-id must .*, got {number!r}: start the"):
+            made(context)
+
+
 def restarted(folder: Path, server_round: int, *, run: int = 1) -> NodeState:
     """The state of a SuperNode that has just begun, in a round of a library's run."""
     node = {"partition-id": 0, "state-dir": str(folder)}
@@ -50,7 +61,7 @@ def restarted(folder: Path, server_round: int, *, run: int = 1) -> NodeState:
         server_round=server_round, progress=Progress(rounds=done, last_round=done)
     )
     message = SimpleNamespace(content=write_assignment(RecordDict(), order))
-    site = Site.of(context, WorldConfig(), EdgeConfig(), threads=1, compute="cpu")
+    site = Site.of(context, WorldConfig(), EdgeConfig(), TrainConfig(compute="cpu"))
     return site.state(message, context)
 
 

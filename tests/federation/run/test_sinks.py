@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from flwr.app import Context, Message
 from flwr.serverapp.strategy import FedAvg
 
 from collapipe_flwr import CollaPipe, LocalGrid, Sinks
+from collapipe_flwr.federation.run.sinks import round_event
 
 
 def test_sinks_are_a_callback_of_any_wrapped_strategy(floats, drifting, tmp_path: Path) -> None:
@@ -24,3 +26,20 @@ def test_sinks_are_a_callback_of_any_wrapped_strategy(floats, drifting, tmp_path
     assert [e.step for e in accumulator.Scalars("traffic/flower_bytes")] == [1, 2, 3]
     assert all(e.value > 0 for e in accumulator.Scalars("traffic/flower_bytes"))
     assert [(e.step, e.value) for e in accumulator.Scalars("test/accuracy")] == [(3, 0.5)]
+
+
+def test_the_training_loss_of_clusters_is_written_under_the_name_that_flower_keeps(
+    floats, drifting
+) -> None:
+    answer, losses = drifting(0.1, examples=4), []
+
+    def cluster(message: Message, context: Context) -> Message:
+        reply = answer(message, context)
+        metrics = reply.content["metrics"]
+        metrics["train_loss"] = metrics.pop("loss")  # as `Cluster` names it
+        return reply
+
+    for client in (answer, cluster):
+        told = CollaPipe(FedAvg(), on_round=lambda r: losses.append(round_event(r, 1.0).loss))
+        told.start(LocalGrid({1: client, 2: client}), floats, num_rounds=1)
+    assert losses == [0.25, 0.25]

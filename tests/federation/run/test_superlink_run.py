@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.reporting.made_up_runs import MadeUpRun
 
 _FLWR = """#!{python}
 import sys
+import time
 from pathlib import Path
 folder = Path({folder!r})
 if sys.argv[1] == "ls":
@@ -28,6 +30,10 @@ if sys.argv[1] == "ls":
 else:
     assert sys.argv[1:] == ["log", "7", "boards", "--stream"], sys.argv
     sys.stdout.write((folder / "log").read_text())
+    sys.stdout.flush()
+    if (folder / "silent").exists():
+        time.sleep(20)
+        (folder / "silent").unlink()
     (folder / "runs.json").write_text((folder / "ended.json").read_text())
 """
 FakeFlwr = Callable[[str, dict[str, Any]], None]
@@ -127,6 +133,31 @@ def test_a_run_that_prints_no_rounds_says_what_it_lacks(tmp_path: Path, flwr: Fa
     _, news = _followed(tmp_path)
     assert news["head"]["status"] == "completed"
     assert "reporting.log-lines=true" in news["head"]["reason"]
+
+
+def test_a_log_that_is_opened_while_the_watching_ends_is_closed_again(
+    tmp_path: Path, flwr: FakeFlwr, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flwr("", {"status": "running"})
+    (tmp_path / "silent").touch()
+    read, keeping = SuperLinkRun._read_log, superlink_run.keeping
+    opening = threading.Event()
+    ended: list[threading.Event] = []
+
+    def read_log(run: SuperLinkRun, stop: threading.Event) -> None:
+        ended.append(stop)
+        read(run, stop)
+
+    def slowly(command: Sequence[str], patience_s: float) -> list[str]:
+        opening.set()
+        ended[0].wait()
+        return keeping(command, patience_s)
+
+    monkeypatch.setattr(SuperLinkRun, "_read_log", read_log)
+    monkeypatch.setattr(superlink_run, "keeping", slowly)
+    with SuperLinkRun("boards", "7", tmp_path).following():
+        opening.wait()
+    assert (tmp_path / "silent").exists(), "it was read to its end"
 
 
 def test_what_flower_refuses_is_passed_on(tmp_path: Path, flwr: FakeFlwr) -> None:
