@@ -48,10 +48,6 @@ class PricedRound:
     latency_s: float
     clusters: tuple[PricedCluster, ...]
 
-    def energy_j(self) -> dict[str, dict[str, float]]:
-        """Energy by cluster and device."""
-        return {c.cluster_id: dict(c.energy_j) for c in self.clusters}
-
 
 def price(plan: Plan, snapshot: Snapshot, options: PricingOptions | None = None) -> PricedRound:
     """Price ``plan`` under ``snapshot``; raises ScheduleError if a planned party is gone."""

@@ -23,8 +23,8 @@ from collapipe_flwr.core.replay import StepTimes, replay
 from collapipe_flwr.core.schedule import PIECE_BYTES, pieces_ahead
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import chain_of, hop_bandwidth_hz
-from collapipe_flwr.costs.layouts import hops_of, segment_sums, with_codecs
-from collapipe_flwr.costs.radio import codec_index, power_for_time_w, rate_bit_per_s, send_time_s
+from collapipe_flwr.costs.layouts import planned_codecs, segment_sums
+from collapipe_flwr.costs.radio import power_for_time_w, rate_bit_per_s, send_time_s
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.variants import Variants
 from collapipe_flwr.costs.work import (
@@ -76,10 +76,8 @@ class ReplicatedPricing:
         self.tables, self.m, self.plan, self.options = tables, m, plan, options
         self.at = Variants(tables, m, plan)
         rows = self.at.rows()
-        codecs = hops_of(tables, rows).codec.copy()
-        if plan.hops:
-            codecs[:] = [codec_index(hop.codec) for hop in plan.hops]
-        self.chain = chain_of(with_codecs(tables, rows, codecs), rows, options)
+        coded = planned_codecs(tables, rows, [plan] * len(rows))
+        self.chain = chain_of(coded, rows, options)
         self.steps = float(self.chain.steps_r[0])
         self.bytes_s = segment_sums(tables.blocks.parameter_bytes_l, rows)[0]
         self.width = hop_bandwidth_hz(self.chain, np.full(len(rows), plan.bandwidth_hz))[:, :, None]

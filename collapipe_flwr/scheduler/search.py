@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
-from collapipe_flwr.costs.layouts import Layouts, key_of, replaced, stack
+from collapipe_flwr.costs.layouts import Layouts, keys_of, replaced, stack
 from collapipe_flwr.scheduler.dual_prices import LEAST_SLOPE, DualPrices
 from collapipe_flwr.scheduler.initial_layouts import (
     all_layouts,
@@ -228,7 +228,7 @@ class Search:
         none = picked.take(np.zeros(0, np.int64))
         if len(self.clusters) > FAR_CLUSTERS:
             return none
-        keys = [key_of(picked.take(np.array([r]))) for r in range(len(picked))]
+        keys = keys_of(picked)
         new = [r for r, key in enumerate(keys) if key not in jumped]
         jumped |= set(keys)
         if not new:
