@@ -45,7 +45,7 @@ class DeviceProfile:
     """One device: effective (measured) speed, usable memory, energy and radio limits.
 
     A micro-batch of s examples takes ``s FLOP / speed_flop_per_s`` plus ``overhead_s`` for every
-    block, forward and backward together (`costs.work.Computing`).
+    block, forward and backward together (`costs.work.computing_of`).
     """
 
     device_id: str

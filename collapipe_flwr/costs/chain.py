@@ -65,7 +65,7 @@ class RowPrices:
 def chain_of(tables: Tables, rows: Layouts, options: PricingOptions) -> Chain:
     """Gather the fixed side of every row."""
     hops, steps = hops_of(tables, rows), steps_of(tables, rows)
-    computing = computing_of(tables, rows, options)
+    forward_s, backward_s, optimiser_s, computing_j = computing_of(tables, rows, options)
     bulk_s, bulk_j = bulk_of(tables, rows)
     return Chain(
         tables=tables,
@@ -73,11 +73,11 @@ def chain_of(tables: Tables, rows: Layouts, options: PricingOptions) -> Chain:
         options=options,
         hops=hops,
         steps_r=steps,
-        forward_stage_s=computing.forward_s,
-        backward_stage_s=computing.backward_s,
-        fixed_s=bulk_s + steps * computing.optimiser_s,
-        fixed_j=computing.energy_j + bulk_j,
-        computing_j=computing.energy_j,
+        forward_stage_s=forward_s,
+        backward_stage_s=backward_s,
+        fixed_s=bulk_s + steps * optimiser_s,
+        fixed_j=computing_j + bulk_j,
+        computing_j=computing_j,
         d2d_hz_rh=tables.d2d_hz_mij[rows.cluster_r[:, None], hops.sender, hops.receiver],
         noise_over_gain=tables.snapshot.radio.noise_w_per_hz / hops.gain,
         power_max_w=_power_limits(tables, rows, hops),

@@ -55,7 +55,10 @@ class LearningConstants:
 
     def rounds(self, sums: BoundSums) -> Array:
         """``R_eps``; infinite where the target lies under the floor."""
-        return sums.rounds(self)
+        room = self.target - sums.floor(self)
+        needed = 4.0 * self.loss_gap / (self.learning_rate * sums.tau)
+        with np.errstate(divide="ignore"):
+            return np.where(room > 0, needed / np.maximum(room, 1e-300), np.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,13 +91,6 @@ class BoundSums:
         by_noise, by_drift = (5.0, 10.0) if self.staleness else (3.0, 6.0)
         wander = by_noise * step**2 * constants.noise * self.wander / self.tau
         return np.asarray(stochastic + wander + by_drift * step**2 * constants.drift * self.drift)
-
-    def rounds(self, constants: LearningConstants) -> Array:
-        """``R_eps``; infinite where the target lies under the floor."""
-        room = constants.target - self.floor(constants)
-        needed = 4.0 * constants.loss_gap / (constants.learning_rate * self.tau)
-        with np.errstate(divide="ignore"):
-            return np.where(room > 0, needed / np.maximum(room, 1e-300), np.inf)
 
 
 def bound_sums(shares: Array, steps: Array, batches: Array) -> BoundSums:

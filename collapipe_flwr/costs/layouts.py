@@ -111,15 +111,7 @@ def replaced(rows: Layouts, where: Ints, new: Layouts) -> Layouts:
 
 def key_of(rows: Layouts) -> bytes:
     """The same for rows that are the same, whatever their padding."""
-    width = max(int(rows.depth_r.max()), 1)
-    parts = (
-        rows.cluster_r,
-        rows.member_rs[:, :width],
-        rows.stop_rs[:, :width],
-        rows.micro_batch_size_r,
-        rows.micro_batches_r,
-    )
-    return b"|".join(np.ascontiguousarray(part, dtype=np.int64).tobytes() for part in parts)
+    return b"|".join(keys_of(rows))
 
 
 def keys_of(rows: Layouts) -> list[bytes]:

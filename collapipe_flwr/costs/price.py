@@ -5,7 +5,7 @@ The plan's powers and bandwidth are kept; the snapshot's gains and speeds decide
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,21 +24,10 @@ from collapipe_flwr.costs.chain import (
 )
 from collapipe_flwr.costs.layouts import planned_codecs, restricted, rows_of_plans, stage_names
 from collapipe_flwr.costs.radio import rate_bit_per_s
-from collapipe_flwr.costs.replicas import ReplicatedPricing
-from collapipe_flwr.costs.tables import Tables, tabulate
+from collapipe_flwr.costs.replicas import PricedCluster, ReplicatedPricing
+from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.costs.warm_up import Depths
 from collapipe_flwr.costs.work import PricingOptions, peak_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PricedCluster:
-    """What a plan costs one cluster."""
-
-    cluster_id: str
-    latency_s: float  # of the round
-    step_s: float  # of one optimiser step's pipeline
-    energy_j: Mapping[str, float]  # every member, 0 for devices without a segment
-    memory_bytes: Mapping[str, int]  # members with work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +36,6 @@ class PricedRound:
 
     latency_s: float
     clusters: tuple[PricedCluster, ...]
-
-    def energy_j(self) -> dict[str, dict[str, float]]:
-        """Energy by cluster and device."""
-        return {c.cluster_id: dict(c.energy_j) for c in self.clusters}
 
 
 def price(plan: Plan, snapshot: Snapshot, options: PricingOptions | None = None) -> PricedRound:
@@ -64,7 +49,9 @@ def price(plan: Plan, snapshot: Snapshot, options: PricingOptions | None = None)
     step_s = planned_makespan_s(chain, times, depths)
     clusters = price_clusters(chain, price_rows(chain, times, powers).energy_j, depths, step_s)
     clusters = tuple(
-        with_replicas(chain.tables, m, each, chain.options) if max(each.replicas) > 1 else priced
+        ReplicatedPricing(chain.tables, m, each, chain.options).costs()
+        if max(each.replicas) > 1
+        else priced
         for m, (each, priced) in enumerate(zip(plan.clusters, clusters, strict=True))
     )
     return PricedRound(latency_s=max(c.latency_s for c in clusters), clusters=clusters)
@@ -97,21 +84,6 @@ def _depths_alone(plan: ClusterPlan) -> Depths:
     """Of the first device of every stage; where there are others, such as never block."""
     shared = max(plan.replicas) > 1
     return (plan.micro_batches,) * len(plan.warmup_depth) if shared else plan.warmup_depth
-
-
-def with_replicas(
-    tables: Tables, m: int, plan: ClusterPlan, options: PricingOptions
-) -> PricedCluster:
-    """The price of cluster ``m``, some of whose stages have replicas."""
-    found = ReplicatedPricing(tables, m, plan, options).costs()
-    idle = dict.fromkeys((p.device_id for p in tables.snapshot.clusters[m].profile.members), 0.0)
-    return PricedCluster(
-        cluster_id=plan.cluster_id,
-        latency_s=found.latency_s,
-        step_s=found.step_s,
-        energy_j=idle | found.energy_j,
-        memory_bytes=found.memory_bytes,
-    )
 
 
 def with_rates(plan: Plan, snapshot: Snapshot) -> Plan:

@@ -12,7 +12,7 @@ Times, energies and memories come from rows of the common tables (`variants`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -23,8 +23,8 @@ from collapipe_flwr.core.replay import StepTimes, replay
 from collapipe_flwr.core.schedule import PIECE_BYTES, pieces_ahead
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import chain_of, hop_bandwidth_hz
-from collapipe_flwr.costs.layouts import hops_of, segment_sums, with_codecs
-from collapipe_flwr.costs.radio import codec_index, power_for_time_w, rate_bit_per_s, send_time_s
+from collapipe_flwr.costs.layouts import planned_codecs, segment_sums
+from collapipe_flwr.costs.radio import power_for_time_w, rate_bit_per_s, send_time_s
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.variants import Variants
 from collapipe_flwr.costs.work import (
@@ -39,18 +39,30 @@ from collapipe_flwr.costs.work import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicatedCosts:
-    """Of one cluster; ``step_s`` is its pipeline's, without what the replicas exchange."""
+class PricedCluster:
+    """What a plan costs one cluster."""
 
-    latency_s: float
-    step_s: float
+    cluster_id: str
+    latency_s: float  # of the round
+    step_s: float  # of one optimiser step's pipeline
+    energy_j: Mapping[str, float]  # every member, 0 for devices without a segment
+    memory_bytes: Mapping[str, int]  # members with work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReplicatedCosts(PricedCluster):
+    """Of stages with replicas, compared as prices; ``step_s`` is without what these exchange."""
+
     exchange_s: float  # of one step
     slowest_stage: int  # the place of the segment whose share of a step takes longest
-    energy_j: dict[str, float]  # of members with work
-    memory_bytes: dict[str, int]
     room_bytes: dict[str, float]  # that plans may use
     hop_s: Array  # (K + 1, 2) of a payload, there and back, over the slowest pair of every hop
     rates: Array  # (K + 1, 2) bits per second
+
+    @property
+    def spent_j(self) -> dict[str, float]:
+        """Of members with work."""
+        return {name: self.energy_j[name] for name in self.memory_bytes}
 
     @property
     def fits(self) -> bool:
@@ -76,10 +88,8 @@ class ReplicatedPricing:
         self.tables, self.m, self.plan, self.options = tables, m, plan, options
         self.at = Variants(tables, m, plan)
         rows = self.at.rows()
-        codecs = hops_of(tables, rows).codec.copy()
-        if plan.hops:
-            codecs[:] = [codec_index(hop.codec) for hop in plan.hops]
-        self.chain = chain_of(with_codecs(tables, rows, codecs), rows, options)
+        coded = planned_codecs(tables, rows, [plan] * len(rows))
+        self.chain = chain_of(coded, rows, options)
         self.steps = float(self.chain.steps_r[0])
         self.bytes_s = segment_sums(tables.blocks.parameter_bytes_l, rows)[0]
         self.width = hop_bandwidth_hz(self.chain, np.full(len(rows), plan.bandwidth_hz))[:, :, None]
@@ -107,12 +117,14 @@ class ReplicatedPricing:
         """What a round costs by the plan's schedule."""
         step_s = self._step_s()
         need, room = self._memory()
+        members = self.tables.snapshot.clusters[self.m].profile.members
         return ReplicatedCosts(
+            cluster_id=self.plan.cluster_id,
             latency_s=self._latency_s(step_s),
             step_s=step_s,
             exchange_s=self.exchange_s,
             slowest_stage=max(self.at.segments, key=self._busy_s) - 1,
-            energy_j=self._energy_j(),
+            energy_j={member.device_id: 0.0 for member in members} | self._energy_j(),
             hop_s=self.hop_s,
             rates=(self.chain.hops.bits * self.chain.hops.share)[0, :, None] / self.hop_s,
             memory_bytes=need,

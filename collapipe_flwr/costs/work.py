@@ -55,18 +55,14 @@ class PricingOptions:
     half_duplex: bool = False  # links carry one direction at a time; irrelevant to GPipe
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Computing:
-    """What a round's computing takes."""
+def computing_of(
+    tables: Tables, rows: Layouts, options: PricingOptions
+) -> tuple[Array, Array, Array, Array]:
+    """What computing takes: seconds, and joules of the round, (R, S + 1): control unit, then slots.
 
-    forward_s: Array  # (R, S + 2) per micro-batch
-    backward_s: Array
-    optimiser_s: Array  # (R,) of one step, all stages
-    energy_j: Array  # (R, S + 1) of the round: control unit, then slots
-
-
-def computing_of(tables: Tables, rows: Layouts, options: PricingOptions) -> Computing:
-    """Times and energy of every row's stages."""
+    Seconds are those of a micro-batch forward and backward, (R, S + 2) each, and of all stages'
+    optimisers in one step, (R,).
+    """
     model, blocks = tables.snapshot.model, tables.blocks
     ends = (model.embedding, model.decoder)
 
@@ -92,12 +88,9 @@ def computing_of(tables: Tables, rows: Layouts, options: PricingOptions) -> Comp
     flop = rows.batch_r[:, None] * (forward + backward) + optimiser
     flop += rows.micro_batches_r[:, None] * (ahead + back) * overhead * speed
     joule = steps_of(tables, rows)[:, None] * of_members(tables.members.energy_per_flop_mi, rows)
-    return Computing(
-        forward_s=size * forward / speed + ahead * overhead,
-        backward_s=size * backward / speed + back * overhead,
-        optimiser_s=(optimiser / speed).sum(1),
-        energy_j=joule * flop[:, :-1],
-    )
+    forward_s = size * forward / speed + ahead * overhead
+    backward_s = size * backward / speed + back * overhead
+    return forward_s, backward_s, (optimiser / speed).sum(1), joule * flop[:, :-1]
 
 
 def edge_speed(tables: Tables, options: PricingOptions) -> float:

@@ -31,7 +31,7 @@ from collapipe_flwr.core.domain import (
     StageSample,
 )
 from collapipe_flwr.costs.measured import EDGE, server_s, stage_parts
-from collapipe_flwr.costs.price import PricedCluster
+from collapipe_flwr.costs.replicas import PricedCluster
 from collapipe_flwr.federation.arrays import averaging_view
 from collapipe_flwr.federation.rounds import ClosedRound
 from collapipe_flwr.federation.telemetry import ClusterTelemetry

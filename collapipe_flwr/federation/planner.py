@@ -31,7 +31,8 @@ from collapipe_flwr.core.domain import (
 from collapipe_flwr.core.errors import DevicesMissing, InfeasibleError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.costs.measured import explained_s
-from collapipe_flwr.costs.price import PricedCluster, price, with_rates
+from collapipe_flwr.costs.price import price, with_rates
+from collapipe_flwr.costs.replicas import PricedCluster
 from collapipe_flwr.federation.absence import Absence, without_absent
 from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.outcomes import MovementMeter, measured_outcome

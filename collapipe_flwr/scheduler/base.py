@@ -11,7 +11,8 @@ from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import chain_of, latency_of, schedule_rows
 from collapipe_flwr.costs.convergence import constants_of, noise_scale_of, update
 from collapipe_flwr.costs.layouts import Layouts, hop_plans, replaced, segments_of, stage_names
-from collapipe_flwr.costs.price import PricedCluster, price_clusters
+from collapipe_flwr.costs.price import price_clusters
+from collapipe_flwr.costs.replicas import PricedCluster
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.warm_up import Depths
 from collapipe_flwr.costs.work import fits

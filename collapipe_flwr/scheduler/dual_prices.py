@@ -24,13 +24,10 @@ SURCHARGE = 10.0  # latencies of its plan that overdrawing an account costs at l
 SAME = 1e-9  # relative
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class DualPrices:
     """Prices and the bandwidth split that a plan implies, one entry per cluster."""
 
-    latency_price: float  # objective per second of the round, at rho = 1
-    price_mi: Array  # objective per joule of each member
-    room_mi: Array  # joules that computing may take in this round, infinite without a limit
     ceiling_m: Array  # the round's latency as far as the other clusters cause it
     slack_price_m: Array  # objective per second that a cluster stays below the ceiling
     edge_hz_m: Array
@@ -57,20 +54,21 @@ class Points:
 class LinkTable:
     """What a bit costs on every link forward and backward; of ``calm`` points as far as asked."""
 
-    def __init__(self, tables: Tables, prices: DualPrices, counts: Ints) -> None:
+    def __init__(
+        self, tables: Tables, price_mi: Array, slope_m: Array, edge_hz_m: Array, counts: Ints
+    ) -> None:
         self.counts, self._known = counts, np.zeros(len(counts), bool)
         width = tables.d2d_hz_mij.copy()
-        width[:, :, -1] = prices.edge_hz_m[:, None]
-        slope = np.maximum(prices.slack_price_m, LEAST_SLOPE * prices.latency_price)
+        width[:, :, -1] = edge_hz_m[:, None]
         noise_w = width * (tables.snapshot.radio.noise_w_per_hz / tables.gain_mij)  # it gives 0 dB
         coded = SHARES[tables.codec_mij] / tables.share_mij  # bits for a bit, over the link's share
-        watt, price = tables.members.power_max_mi, prices.price_mi
+        watt = tables.members.power_max_mi
         last = ((0, 0), (0, 1))  # the edge, whose energy costs nothing
         back_w = np.pad(watt, last, constant_values=tables.snapshot.edge.tx_power_w)
-        ahead = watt[:, :, None], price[:, :, None]
-        back = back_w[:, None, :], np.pad(price, last)[:, None, :]
+        ahead = watt[:, :, None], price_mi[:, :, None]
+        back = back_w[:, None, :], np.pad(price_mi, last)[:, None, :]
         nat_s = LN2 * coded / width
-        self._ways = [_Way(noise_w, nat_s, slope, *senders) for senders in (ahead, back)]
+        self._ways = [_Way(noise_w, nat_s, slope_m, *senders) for senders in (ahead, back)]
         self.quick = [way.points(1) for way in self._ways]
         room = (len(counts), noise_w.size)
         self._seconds, self._worth = np.empty((2, *room)), np.empty((2, *room))

@@ -61,8 +61,8 @@ BYTES = Prior(own=(0.3,))
 ROUND = Prior(own=(0.0, 2.0, 2.0))
 
 T = TypeVar("T")
-Claim = tuple[float, ...]
-"""ln speed, ln energy per operation, ln overhead (missing in old checkpoints)."""
+Claim = tuple[float, float, float]
+"""ln speed, ln energy per operation, seconds of overhead."""
 Averages = Mapping[str, Mapping[str, Claim]]
 """cluster -> device -> claim."""
 Filters = Mapping[str, Mapping[str, LogFilter]]
@@ -73,13 +73,11 @@ Filters = Mapping[str, Mapping[str, LogFilter]]
 class ProfileEstimates:
     """What is known about devices besides today's profiles.
 
-    ``shown`` are speeds and energies of checkpoints that know no filters; they count as claims.
     ``block_s`` are the seconds that a block of the model takes the devices of machines with one
     example, as far as is known: cluster -> device -> seconds.
     """
 
     claimed: Averages = field(default_factory=dict)
-    shown: Averages = field(default_factory=dict)
     stages: Filters = field(default_factory=dict)
     watts: Filters = field(default_factory=dict)
     memories: Filters = field(default_factory=dict)
@@ -123,11 +121,10 @@ def _with_claims(
         if _apart(before, fresh) > CHANGE:
             outdated.add((cluster_id, name))
         same = before[:2] == fresh[:2]
-        claims[name] = fresh if same else (*_blend(before, fresh, memory), fresh[2])
+        claims[name] = fresh if same else _blend(before, fresh, memory)
     return replace(
         estimates,
         claimed=claimed,
-        shown=_without(estimates.shown, outdated),
         stages=_without(estimates.stages, outdated),
         watts=_without(estimates.watts, outdated),
     )
@@ -154,7 +151,7 @@ def _planned_cluster(cluster: ClusterSnapshot, estimates: ProfileEstimates) -> C
 
 def _with_rounds(cluster: ClusterSnapshot, estimates: ProfileEstimates) -> ClusterSnapshot:
     """The cluster with what rounds take besides, as far as that is known."""
-    known = _round(estimates, cluster.profile.cluster_id)
+    known = estimates.rounds.get(cluster.profile.cluster_id)
     if known is None:
         return cluster
     _, overhead_s, blocks = known.values
@@ -165,12 +162,6 @@ def _with_rounds(cluster: ClusterSnapshot, estimates: ProfileEstimates) -> Clust
     )
     profile = replace(cluster.profile, devices=devices, overhead_s=overhead_s)
     return replace(cluster, profile=profile)
-
-
-def _round(estimates: ProfileEstimates, cluster_id: str) -> LogFilter | None:
-    """What is known of a cluster's rounds; that of older checkpoints is learnt again."""
-    known = estimates.rounds.get(cluster_id)
-    return known if known is not None and len(known.mean) == len(ROUND.own) else None
 
 
 def _block_s(profile: ClusterProfile, model: ModelProfile) -> dict[str, float]:
@@ -185,14 +176,14 @@ def _planned(cluster_id: str, estimates: ProfileEstimates, device: DeviceProfile
     claim = _of(estimates.claimed, cluster_id, name)
     if claim is None or not (_usable(speed) and _usable(joule)):
         return device
-    claim = (*(_of(estimates.shown, cluster_id, name) or claim)[:2], device.overhead_s)
+    claim = (*claim[:2], device.overhead_s)
     device = _scaled_memory(device, _of(estimates.memories, cluster_id, name))
     stage = _believed(_of(estimates.stages, cluster_id, name), claim)
     power = _of(estimates.watts, cluster_id, name) or LogFilter(mean=(0.0,))
     if (
         stage is None
         and power.mean == (0.0,)
-        and _apart(claim, (math.log(speed), math.log(joule))) < 1e-12
+        and _apart(claim, (math.log(speed), math.log(joule), device.overhead_s)) < 1e-12
     ):
         return device
     overhead_s, per_flop_s = (claim[2], math.exp(-claim[0])) if stage is None else stage.values
@@ -254,7 +245,7 @@ def profiles_learned(estimates: ProfileEstimates, outcome: RoundOutcome) -> Prof
         slowest_s = _slowest_block_s(cluster, estimates)
         if cluster.measured and cluster.explained_s and slowest_s:
             parts = (cluster.explained_s, 1.0, slowest_s)
-            known = _round(estimates, cluster.cluster_id) or _usual_round(parts)
+            known = estimates.rounds.get(cluster.cluster_id) or _usual_round(parts)
             rounds[cluster.cluster_id] = known.seeing(parts, cluster.latency_s, ROUND)
     return replace(estimates, stages=stages, watts=watts, memories=memories, rounds=rounds)
 
@@ -272,7 +263,7 @@ def expected_s(estimates: ProfileEstimates, cluster_id: str, sample: StageSample
 
 
 def _claimed_s(claim: Claim, sample: StageSample) -> float:
-    return sample.passes * sum(claim[2:]) + sample.flop * math.exp(-claim[0])
+    return sample.passes * claim[2] + sample.flop * math.exp(-claim[0])
 
 
 def plausible_j(spent_j: Mapping[str, float], planned_j: Mapping[str, float]) -> dict[str, float]:
@@ -298,13 +289,13 @@ def _aged(known: Mapping[str, LogFilter], cluster: ClusterOutcome) -> dict[str, 
 
 def _unseen(claim: Claim) -> LogFilter:
     """What is believed of a stage before any sample."""
-    return LogFilter(mean=(math.log(sum(claim[2:]) or USUAL_OVERHEAD_S), -claim[0]))
+    return LogFilter(mean=(math.log(claim[2] or USUAL_OVERHEAD_S), -claim[0]))
 
 
 def _first_guess(claim: Claim, sample: StageSample) -> LogFilter:
     """The same at a first sample: most of its time is not overhead, unless that is claimed."""
     most_s = USUAL_SHARE * sample.busy_s / sample.passes
-    overhead_s = sum(claim[2:]) or min(USUAL_OVERHEAD_S, most_s)
+    overhead_s = claim[2] or min(USUAL_OVERHEAD_S, most_s)
     return LogFilter(mean=(math.log(overhead_s), -claim[0]))
 
 
@@ -366,10 +357,11 @@ def _usual_round(parts: tuple[float, float, float]) -> LogFilter:
 
 def _blend(old: Claim, new: Claim, memory: float) -> Claim:
     """The moving average of speed and energy, started again where a value has changed."""
-    return tuple(
+    speed, joule = (
         fresh if abs(fresh - past) > CHANGE else memory * past + (1.0 - memory) * fresh
         for fresh, past in zip(new[:2], old[:2], strict=True)
     )
+    return speed, joule, new[2]
 
 
 def _apart(one: Claim, other: Claim) -> float:

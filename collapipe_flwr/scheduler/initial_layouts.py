@@ -12,7 +12,7 @@ from collapipe_flwr.costs.arrays import Array, Ints
 from collapipe_flwr.costs.layouts import UNUSED, Layouts
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import PricingOptions, kept_bytes, share_bytes
-from collapipe_flwr.scheduler.dual_prices import DualPrices
+from collapipe_flwr.scheduler.problem import RoundProblem
 
 CAPS = 12  # bottlenecks that devices are filled up to
 LONGEST = 4.0  # the largest of them over the smallest
@@ -111,23 +111,17 @@ def _reached(sum_l: Array, at: Ints, most: Array) -> Ints:
     return np.asarray(np.searchsorted(sum_l, sum_l[at] + most, side="right") - 1)
 
 
-def first_rows(
-    tables: Tables,
-    options: PricingOptions,
-    prices: DualPrices,
-    which: Ints,
-    batch: tuple[int, int],
-) -> Layouts:
+def first_rows(problem: RoundProblem, which: Ints, batch: tuple[int, int]) -> Layouts:
     """For each of ``which``: devices filled up to several bottlenecks, and to their memories.
 
     In order of what an operation costs there, a second at several prices, and of memory.
     """
-    members, blocks = tables.members, tables.blocks
+    members, blocks = problem.tables.members, problem.tables.blocks
     present = members.present_mi[which, 1:]
     speed = np.where(present, members.speed_mi[which, 1:], 1e-9)
     room = np.where(present, members.memory_mi[which, 1:], 0.0)
-    joule = (prices.price_mi * members.energy_per_flop_mi)[which, 1:]
-    keys = [prices.latency_price * share / speed + joule for share in SHARES]
+    joule = (problem.price_mi * members.energy_per_flop_mi)[which, 1:]
+    keys = [problem.latency_price * share / speed + joule for share in SHARES]
     orders = [np.argsort(key, axis=1, kind="stable") for key in (*keys, -room)]
     orders = [o for k, o in enumerate(orders) if not any((o == p).all() for p in orders[:k])]
     flop_l, fastest = blocks.forward_flop_l + blocks.backward_flop_l, speed.max(1)
@@ -136,8 +130,8 @@ def first_rows(
     caps = [low * (high / low) ** share for share in np.linspace(0.0, 1.0, CAPS)]
     caps.append(np.full(len(which), np.inf))
     return filled_rows(
-        tables,
-        options,
+        problem.tables,
+        problem.settings,
         np.tile(which, len(orders) * len(caps)),
         np.concatenate([np.tile(order, (len(caps), 1)) for order in orders]),
         np.tile(np.concatenate(caps), len(orders)),

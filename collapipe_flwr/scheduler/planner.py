@@ -338,22 +338,12 @@ class Planner(RoundProblem):
         """Prices to start from: equal bandwidth, every cluster's second at the round's price."""
         clusters = self.tables.num_clusters
         hz_m = np.full(clusters, self.tables.snapshot.radio.bandwidth_hz / clusters)
-        return self._prices(np.zeros(clusters), np.full(clusters, self.latency_price), hz_m)
+        return DualPrices(np.zeros(clusters), np.full(clusters, self.latency_price), hz_m)
 
     def dual_prices(self, now: Solution) -> DualPrices:
         """The dual prices at the solution ``now``."""
         ceiling_m, radio = others_max(now.priced.latency_s), now.allocation
-        return self._prices(ceiling_m, radio.latency_price_r, radio.edge_hz_r)
-
-    def _prices(self, ceiling_m: Array, slack_price_m: Array, edge_hz_m: Array) -> DualPrices:
-        return DualPrices(
-            latency_price=self.latency_price,
-            price_mi=self.price_mi,
-            room_mi=self.room_mi,
-            ceiling_m=ceiling_m,
-            slack_price_m=slack_price_m,
-            edge_hz_m=edge_hz_m,
-        )
+        return DualPrices(ceiling_m, radio.latency_price_r, radio.edge_hz_r)
 
     def choose(self, prices: DualPrices, now: Layouts | None) -> Layouts:
         """The best row of every cluster at ``prices``; raises InfeasibleError."""

@@ -86,13 +86,13 @@ class RoundProblem:
     tables: Tables
     settings: SchedulerConfig
     learning: Learning
-    latency_price: float
+    latency_price: float  # objective per second of the round, at rho = 1
     price_mi: Array
-    room_mi: Array
+    room_mi: Array  # infinite without a limit
 
     def scorer(self, prices: DualPrices) -> Scorer:
         """Fast pricing of candidate rows at ``prices``."""
-        return Scorer(self.tables, self.settings, prices)
+        return Scorer(self, prices)
 
     def score(self, scorer: Scorer, rows: Layouts, now: Layouts) -> Array:
         """The cluster-wise objective of every row, the other clusters as in ``now``."""

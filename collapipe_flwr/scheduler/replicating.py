@@ -56,13 +56,13 @@ class _Changes:
     def best(self) -> ClusterPlan | None:
         """The change that gains most; None where none is worth it."""
         now = self._pricing(self._now).costs()
-        value = self._pays(now.latency_s, now.energy_j)
+        value = self._pays(now.latency_s, now.spent_j)
         least, found = value - WORTH * abs(value), None
         for segments, hops in self._segments(now.slowest_stage):
             for plan, costs in self._candidates(segments, now.hop_s[list(hops)], hops, least):
-                value = self._pays(costs.latency_s, costs.energy_j)
+                value = self._pays(costs.latency_s, costs.spent_j)
                 if self._allowed(costs) and value < least:
-                    least, found = value, self._predicted(plan, costs)
+                    least, found = value, _predicted(plan, costs)
         return found
 
     def _segments(self, slowest: int) -> Iterator[tuple[tuple[Segment, ...], tuple[int, ...]]]:
@@ -123,8 +123,7 @@ class _Changes:
     def _allowed(self, costs: ReplicatedCosts) -> bool:
         """Whether it fits all memories and what every device may spend in this round."""
         room, at = self._problem.room_mi[self._m], self._members
-        spent = costs.energy_j.items()
-        return costs.fits and all(j <= room[at[n]] for n, j in spent if n in at)
+        return costs.fits and all(j <= room[at[n]] for n, j in costs.spent_j.items() if n in at)
 
     def _pays(self, latency_s: float, energy_j: Mapping[str, float]) -> float:
         """What the cluster pays: seconds of the round, and joules."""
@@ -132,15 +131,15 @@ class _Changes:
         joules = sum(prices[self._members.get(name, 0)] * j for name, j in energy_j.items())
         return self._second_price * max(latency_s, self._others_s) + float(joules)
 
-    def _predicted(self, plan: ClusterPlan, costs: ReplicatedCosts) -> ClusterPlan:
-        idle = dict.fromkeys(self._now.energy_j, 0.0)
-        return replace(
-            plan,
-            latency_s=costs.latency_s,
-            step_s=costs.step_s,
-            energy_j=idle | costs.energy_j,
-            memory_bytes=costs.memory_bytes,
-        )
+
+def _predicted(plan: ClusterPlan, costs: ReplicatedCosts) -> ClusterPlan:
+    return replace(
+        plan,
+        latency_s=costs.latency_s,
+        step_s=costs.step_s,
+        energy_j=costs.energy_j,
+        memory_bytes=costs.memory_bytes,
+    )
 
 
 def _groups(count: int) -> list[tuple[int, ...]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,8 +31,10 @@ from collapipe_flwr.costs.work import (
     share_bytes,
     steps_of,
 )
-from collapipe_flwr.scheduler.dual_prices import DualPrices, LinkTable, overdrawn
-from collapipe_flwr.scheduler.protocol import SchedulerConfig
+from collapipe_flwr.scheduler.dual_prices import LEAST_SLOPE, DualPrices, LinkTable, overdrawn
+
+if TYPE_CHECKING:
+    from collapipe_flwr.scheduler.problem import RoundProblem
 
 NORM = 8  # a power of two: the soft maximum's exponent
 TRUST = 0.1  # share of the ceiling down to which dual prices are trusted
@@ -60,14 +63,17 @@ def joined(parts: Sequence[Estimates]) -> Estimates:
 class Scorer:
     """Scores rows under given dual prices; build once, call often."""
 
-    def __init__(self, tables: Tables, options: SchedulerConfig, prices: DualPrices) -> None:
-        self.tables, self.options, self.prices = tables, options, prices
+    def __init__(self, problem: RoundProblem, prices: DualPrices) -> None:
+        self.problem, self.prices = problem, prices
+        self.tables, self.options = tables, options = problem.tables, problem.settings
+        price_mi, least = problem.price_mi, LEAST_SLOPE * problem.latency_price
+        self.slope_m = np.maximum(prices.slack_price_m, least)  # what a second costs each
         self.counts = np.unique(np.array(options.micro_batches))
-        self.links = LinkTable(tables, prices, self.counts)
+        self.links = LinkTable(tables, price_mi, self.slope_m, prices.edge_hz_m, self.counts)
         self.spans = SpanTable(tables, options)
-        self.members = MemberPrices(tables, options, prices.price_mi)
-        limited = bool(np.isfinite(prices.room_mi).any())
-        self.room = prices.room_mi.ravel() if limited else None
+        self.members = MemberPrices(tables, options, price_mi)
+        limited = bool(np.isfinite(problem.room_mi).any())
+        self.room = problem.room_mi.ravel() if limited else None
         self.budget = tables.members.budget_mi.ravel()
         self._price_ends()
         edge = tables.snapshot.edge.overhead_s
@@ -89,7 +95,7 @@ class Scorer:
         """The objective of every row, infinite where memory forbids it."""
         prices, costs = self.prices, self.estimates(rows)
         ceiling = prices.ceiling_m[rows.cluster_r]
-        late = prices.latency_price * rho_r * np.maximum(costs.latency, ceiling)
+        late = self.problem.latency_price * rho_r * np.maximum(costs.latency, ceiling)
         spare = np.clip(ceiling - costs.latency, 0.0, TRUST * ceiling)
         return np.asarray(late - prices.slack_price_m[rows.cluster_r] * spare + costs.worth)
 
@@ -140,7 +146,7 @@ class Scorer:
         latency = fixed + batch.steps * makespan
         if self.room is not None:
             over = overdrawn(joule, self.room.take(at), self.budget.take(at)) * slots.used
-            worth += self.prices.latency_price * latency * over.sum(0)
+            worth += self.problem.latency_price * latency * over.sum(0)
         crowd = self._crowding((forward, backward), hop_s) * (batch.count - 1.0)
         return Estimates(latency, latency + batch.steps * crowd, worth)
 

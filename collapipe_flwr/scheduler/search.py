@@ -15,8 +15,8 @@ from dataclasses import replace
 import numpy as np
 
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
-from collapipe_flwr.costs.layouts import Layouts, key_of, replaced, stack
-from collapipe_flwr.scheduler.dual_prices import LEAST_SLOPE, DualPrices
+from collapipe_flwr.costs.layouts import Layouts, keys_of, replaced, stack
+from collapipe_flwr.scheduler.dual_prices import DualPrices
 from collapipe_flwr.scheduler.initial_layouts import (
     all_layouts,
     count_layouts,
@@ -100,11 +100,6 @@ class Search:
     def _pool_of(self, rows: Layouts) -> Pool:
         return pool_of(self.problem, self.scorer, rows)
 
-    def _simple(self, which: Ints, batch: tuple[int, int]) -> Layouts:
-        """Simple rows of these clusters with micro-batches of that size and number."""
-        problem = self.problem
-        return first_rows(problem.tables, problem.settings, self.scorer.prices, which, batch)
-
     def _first(self) -> Pool:
         """All rows of small clusters; simple ones of others, with the pairs that promise most."""
         problem, counts = self.problem, self.problem.device_counts()
@@ -115,7 +110,7 @@ class Search:
             for m in np.flatnonzero(small)
         ]
         if len(large := np.flatnonzero(~small)):
-            parts += [self._simple(large, pair) for pair in self._sampled_pairs(large)]
+            parts += [first_rows(problem, large, pair) for pair in self._sampled_pairs(large)]
         pool = self._pool_of(stack(parts))
         if (missing := np.setdiff1d(self.clusters, pool.rows.cluster_r)).size:
             problem.refuse(int(missing[0]))
@@ -141,7 +136,7 @@ class Search:
             return pairs
         late = []
         for pair in pairs:
-            pool = self._pool_of(self._simple(some, pair))
+            pool = self._pool_of(first_rows(self.problem, some, pair))
             quickest = np.full(len(self.clusters), np.inf)
             np.minimum.at(quickest, pool.rows.cluster_r, pool.costs.latency)
             late.append(self._common_rho(*pair) * float(quickest[some].max()))
@@ -191,7 +186,7 @@ class Search:
             which = np.flatnonzero(self._pressing(in_place.costs, value))
         if not self.thorough:
             used = used[[int(count.argmax())]] if self.pool is None else used[:0]
-        simple = [self._simple(which, (size, number)) for size, number in used.tolist()]
+        simple = [first_rows(self.problem, which, (size, number)) for size, number in used.tolist()]
         known = [] if self.spare is None or self.pool is not None else [self.spare]
         return [every_batch(now, pairs)[1], *known, *simple]
 
@@ -228,7 +223,7 @@ class Search:
         none = picked.take(np.zeros(0, np.int64))
         if len(self.clusters) > FAR_CLUSTERS:
             return none
-        keys = [key_of(picked.take(np.array([r]))) for r in range(len(picked))]
+        keys = keys_of(picked)
         new = [r for r, key in enumerate(keys) if key not in jumped]
         jumped |= set(keys)
         if not new:
@@ -273,9 +268,9 @@ class Search:
 
     def _device_cost(self) -> Array:
         """What an operation costs on every member, infinite where none can work, (M, I)."""
-        members, prices = self.problem.tables.members, self.scorer.prices
-        slope = np.maximum(prices.slack_price_m, LEAST_SLOPE * prices.latency_price)
-        cost = slope[:, None] / members.speed_mi + prices.price_mi * members.energy_per_flop_mi
+        members, price_mi = self.problem.tables.members, self.problem.price_mi
+        second = self.scorer.slope_m[:, None] / members.speed_mi
+        cost = second + price_mi * members.energy_per_flop_mi
         cost[~members.present_mi] = np.inf
         cost[:, 0] = np.inf
         return cost

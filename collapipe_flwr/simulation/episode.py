@@ -30,7 +30,8 @@ from collapipe_flwr.core.domain import (
 )
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.measured import explained_s, stage_parts, taken_s
-from collapipe_flwr.costs.price import PricedCluster, PricedRound, price
+from collapipe_flwr.costs.price import PricedRound, price
+from collapipe_flwr.costs.replicas import PricedCluster
 from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerState
 from collapipe_flwr.simulation.devices import scaled

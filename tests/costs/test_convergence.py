@@ -25,7 +25,7 @@ CONSTANTS = LearningConstants(
 def rounds(steps: float, batch: float, constants: LearningConstants = CONSTANTS) -> float:
     shares = np.array([0.5, 0.5])
     sums = bound_sums(shares, np.full(2, steps), np.full(2, batch))
-    return float(sums.rounds(constants))
+    return float(constants.rounds(sums))
 
 
 def test_bound_reduces_to_the_textbook_form_for_equal_steps() -> None:
@@ -37,7 +37,7 @@ def test_bound_reduces_to_the_textbook_form_for_equal_steps() -> None:
     floor += 6 * eta**2 * c.drift * steps * (steps - 1)
     assert float(sums.floor(c)) == pytest.approx(floor)
     expected = 4 * c.loss_gap / (c.learning_rate * steps * (c.target - floor))
-    assert float(sums.rounds(c)) == pytest.approx(expected)
+    assert float(c.rounds(sums)) == pytest.approx(expected)
 
 
 def test_larger_batches_never_need_more_rounds_at_equal_steps() -> None:
@@ -58,11 +58,11 @@ def test_exchanging_one_cluster_equals_the_whole_sum() -> None:
     steps, batches = rng.integers(1, 30, 5).astype(float), rng.integers(1, 64, 5).astype(float)
     cluster = np.array([3, 0, 3])
     new = (np.array([2.0, 50.0, 7.0]), np.array([32.0, 1.0, 8.0]))
-    fast = exchanged(shares, (steps, batches), cluster, new).rounds(CONSTANTS)
+    fast = CONSTANTS.rounds(exchanged(shares, (steps, batches), cluster, new))
     for i, m in enumerate(cluster):
         h, b = steps.copy(), batches.copy()
         h[m], b[m] = new[0][i], new[1][i]
-        assert fast[i] == pytest.approx(float(bound_sums(shares, h, b).rounds(CONSTANTS)))
+        assert fast[i] == pytest.approx(float(CONSTANTS.rounds(bound_sums(shares, h, b))))
 
 
 def outcome(noise: GradientNoise | None = None, **fields: float) -> RoundOutcome:

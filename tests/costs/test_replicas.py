@@ -264,7 +264,7 @@ def test_nothing_costs_less_than_what_is_refused_unseen(replicas: int, schedule:
     costs = ReplicatedPricing(tabulate(snapshot), 0, plan, options).costs()
     least_s, joule = ReplicatedPricing(tabulate(snapshot), 0, plan, options).least()
     assert 0.3 * costs.latency_s < least_s <= costs.latency_s
-    assert joule == costs.energy_j
+    assert joule == costs.spent_j
 
 
 def test_a_slow_replica_holds_the_others_up_by_its_own_share() -> None:
