@@ -38,6 +38,7 @@ from collapipe_flwr.models.module_call import (
     returning,
     split_arguments,
 )
+from collapipe_flwr.models.random_functions import uncounted
 from collapipe_flwr.models.skeleton import blank_pixels
 
 Forward = Callable[..., Any]
@@ -192,7 +193,7 @@ class Stack:
                 raise StopForward
             return returning(hidden_BTD, self.family.block_results)()
 
-        with suppress(StopForward):
+        with uncounted(), suppress(StopForward):
             self._replay(
                 hidden_BTD, context, {block: partial(note, block) for block in self.blocks}
             )
