@@ -107,6 +107,12 @@ def test_energy_budgets_read_as_written() -> None:
     assert all(str(energy_budget(text)) == text for text in ("1.8x", "30%", "500", "none"))
 
 
+@pytest.mark.parametrize("text", ["30%x", "30%%", "1.8xx", "x30", "%", ""])
+def test_an_energy_budget_has_one_unit(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"--energy-budget must be .* or none, got '{text}'"):
+        energy_budget(text)
+
+
 def test_choices_change_a_preset_and_leave_the_rest() -> None:
     base = preset("paper")
     setting = overridden(
