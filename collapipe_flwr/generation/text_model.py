@@ -19,12 +19,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoFeatureExtractor, AutoTokenizer, GenerationConfig
 
 from collapipe_flwr.core.errors import ConfigError, DataError, ModelError
-from collapipe_flwr.generation.backends import ServedModel, Weights
+from collapipe_flwr.generation.backends import Weights
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.generation import SEED
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.validation import first_lines
-from collapipe_flwr.pipeline.compute import resolve
 from collapipe_flwr.transport.generation import GenerateRequest
 
 _SOUND = "input_features"
@@ -75,16 +74,6 @@ class TextModel:
             tokenizer=tokenizer,
             settings=_own_settings(source, config),
             feature_extractor=_feature_extractor(splitter.input_name, source),
-        )
-
-    def served(self, slots: int, deadline_s: float, compute: str) -> ServedModel:
-        """What chains need of it; ``compute`` names an accelerator, as on the command line."""
-        return ServedModel(
-            splitter=self.splitter,
-            weights=self.weights,
-            slots=slots,
-            deadline_s=deadline_s,
-            compute=resolve(compute, "--compute"),
         )
 
     def prompt(self, request: GenerateRequest) -> Tensor:
