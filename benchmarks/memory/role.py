@@ -31,7 +31,7 @@ from collapipe_flwr.core.processes import end_with_parent
 from collapipe_flwr.host.allocator import configure_malloc, give_back
 from collapipe_flwr.models.checkpoint import CheckpointSource
 from collapipe_flwr.models.lora import add_adapters, first_adapter, is_adapter
-from collapipe_flwr.models.spec import ModelSpec
+from collapipe_flwr.models.spec import ModelSpec, spec_of
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.tasks import auto_class
 from collapipe_flwr.pipeline.config import StageConfig
@@ -57,7 +57,9 @@ class Player:
     def __init__(self, order: RoleOrder) -> None:
         torch.set_num_threads(1)
         self._order = order
-        self._splitter = Splitter(ModelSpec.from_json(order.spec_json))
+        spec = spec_of(order.spec_json)
+        assert isinstance(spec, ModelSpec)
+        self._splitter = Splitter(spec)
         self._source = CheckpointSource(self._splitter.spec)
 
     def whole(self) -> None:

@@ -89,16 +89,14 @@ def generate(
         raise ConfigError("--run is missing: name a run directory, or a server with --at")
 
     from collapipe_flwr.config.cluster_file import read_cluster
-    from collapipe_flwr.generation.text_generator import cluster_generator, local_generator
+    from collapipe_flwr.generation.text_generator import text_generator
     from collapipe_flwr.generation.text_model import TextModel
 
     config = None if cluster is None else read_cluster(cluster)
     access = _access(config, allow, listen, tls)
     model = TextModel.load(run, edge_blocks=edge_blocks)
-    place = (
-        local_generator(model, devices=devices, slots=slots, compute=compute)
-        if config is None
-        else cluster_generator(model, config, edge_address=edge, slots=slots, compute=compute)
+    place = text_generator(
+        model, config, devices=devices, edge_address=edge, slots=slots, compute=compute
     )
     with place as writer:
         _print(writer.write, requests, stream, slots)

@@ -129,7 +129,7 @@ def wrong_input() -> Iterator[None]:
 
 @contextmanager
 def blaming(key: str) -> Iterator[None]:
-    """Prefix errors of the body with the run-config key."""
+    """Prefix errors of the body with ``key``: of the run-config, or what else cannot be used."""
     try:
         yield
     except CollaPipeError as error:

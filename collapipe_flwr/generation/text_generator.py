@@ -8,9 +8,10 @@ from typing import Any
 
 from collapipe_flwr.config.cluster_file import ClusterConfig
 from collapipe_flwr.core.keys import AUTO
-from collapipe_flwr.generation.backends import daemon_backend, thread_backend
+from collapipe_flwr.generation.backends import ServedModel, daemon_backend, thread_backend
 from collapipe_flwr.generation.resilient import ResilientGenerator
 from collapipe_flwr.generation.text_model import TextModel
+from collapipe_flwr.pipeline.compute import resolve
 from collapipe_flwr.transport.generation import GenerateRequest
 
 DEADLINE_S = 120.0  # longest wait for a token, or for the peer that holds the weights
@@ -88,20 +89,11 @@ class TextGenerator:
 
 
 @contextmanager
-def local_generator(
-    model: TextModel, *, devices: int, slots: int, compute: str = AUTO
-) -> Iterator[TextGenerator]:
-    """Generate with devices and edge as threads of this process, connected as on a cluster."""
-    served = model.served(slots, DEADLINE_S, compute)
-    with ResilientGenerator(thread_backend(served, devices)) as chain:
-        yield TextGenerator(model, chain)
-
-
-@contextmanager
-def cluster_generator(
+def text_generator(
     model: TextModel,
-    cluster: ClusterConfig,
+    cluster: ClusterConfig | None = None,
     *,
+    devices: int = 2,
     edge_address: str = "",
     slots: int,
     deadline_s: float = DEADLINE_S,
@@ -109,9 +101,22 @@ def cluster_generator(
 ) -> Iterator[TextGenerator]:
     """Generate with blocks on the daemons of a cluster file and the rest on its edge server.
 
-    Up to ``slots`` texts are generated at once; devices that are lost are left out. Raises
-    ConfigError without an edge, LinkError if one cannot be reached or refuses.
+    Without a cluster, ``devices`` and edge are threads of this process, connected as on one. Up to
+    ``slots`` texts are generated at once; devices that are lost are left out. ``compute`` names an
+    accelerator, as on the command line. Raises ConfigError without an edge, LinkError if one cannot
+    be reached or refuses.
     """
-    served = model.served(slots, deadline_s, compute)
-    with ResilientGenerator(daemon_backend(served, cluster, edge_address)) as chain:
+    served = ServedModel(
+        splitter=model.splitter,
+        weights=model.weights,
+        slots=slots,
+        deadline_s=deadline_s,
+        compute=resolve(compute, "--compute"),
+    )
+    backend = (
+        thread_backend(served, devices)
+        if cluster is None
+        else daemon_backend(served, cluster, edge_address)
+    )
+    with ResilientGenerator(backend) as chain:
         yield TextGenerator(model, chain)

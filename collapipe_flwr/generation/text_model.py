@@ -19,18 +19,18 @@ from torch import Tensor
 from transformers import AutoConfig, AutoFeatureExtractor, AutoTokenizer, GenerationConfig
 
 from collapipe_flwr.core.errors import ConfigError, DataError, ModelError
-from collapipe_flwr.generation.backends import ServedModel, Weights
+from collapipe_flwr.generation.backends import Weights
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.generation import SEED
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.models.validation import first_lines
-from collapipe_flwr.pipeline.compute import resolve
+from collapipe_flwr.models.validation import refusing
 from collapipe_flwr.transport.generation import GenerateRequest
 
 _SOUND = "input_features"
 _SEEDS = 2**31
 _WAV_MARK, _NPY_MARK = b"RIFF", b"\x93NUMPY"
 _INT16_MOST = 32768.0
+_ABSENT = (OSError, ValueError, KeyError)  # of transformers, for files that lack or are wrong
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +54,9 @@ class TextModel:
         for a model that writes no text.
         """
         source = _source(folder)
-        try:
+        with refusing(f"--run {str(folder)!r} holds no model with a tokenizer", _ABSENT):
             config = AutoConfig.from_pretrained(source)
             tokenizer = AutoTokenizer.from_pretrained(source)
-        except (OSError, ValueError, KeyError) as cause:
-            raise ModelError(
-                f"--run {str(folder)!r} holds no model with a tokenizer: {first_lines(cause)}"
-            ) from cause
         task = "seq2seq" if config.is_encoder_decoder else "causal-lm"
         spec = make_spec(task, pretrained=source, edge_blocks=edge_blocks)
         splitter = Splitter(spec)
@@ -75,16 +71,6 @@ class TextModel:
             tokenizer=tokenizer,
             settings=_own_settings(source, config),
             feature_extractor=_feature_extractor(splitter.input_name, source),
-        )
-
-    def served(self, slots: int, deadline_s: float, compute: str) -> ServedModel:
-        """What chains need of it; ``compute`` names an accelerator, as on the command line."""
-        return ServedModel(
-            splitter=self.splitter,
-            weights=self.weights,
-            slots=slots,
-            deadline_s=deadline_s,
-            compute=resolve(compute, "--compute"),
         )
 
     def prompt(self, request: GenerateRequest) -> Tensor:
@@ -179,12 +165,8 @@ def _feature_extractor(input_name: str, source: str) -> Any:
         return None
     if input_name != _SOUND:
         raise ModelError(f"a model that reads {input_name} writes no text")
-    try:
+    with refusing(f"--run {source!r} has no feature extractor", _ABSENT):
         return AutoFeatureExtractor.from_pretrained(source)  # type: ignore[no-untyped-call]
-    except (OSError, ValueError, KeyError) as cause:
-        raise ModelError(
-            f"--run {source!r} has no feature extractor: {first_lines(cause)}"
-        ) from cause
 
 
 def _changes(request: GenerateRequest) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.core.errors import ModelError, blaming
 from collapipe_flwr.core.imports import is_within, load_builder
 from collapipe_flwr.models.layout import block_index, block_names, tensors_by_key
 from collapipe_flwr.models.module_call import names_in
@@ -46,7 +46,7 @@ def describe_module(
             f"SplitModel({name}, arguments={{{needed[0]!r}: ...}})"
         )
     twin = _twin(model, build, arguments_json)
-    try:
+    with blaming(f"{name} cannot be split"):
         blocks = blocks or _find_blocks(model)
         names = block_names(model, blocks)
         if not names or not isinstance(model.get_submodule(blocks), _LISTS):
@@ -57,8 +57,6 @@ def describe_module(
         owners = _owners(model, keys, names, trace, embed, head)
         tied = [key for key in keys if len(owners.get(key, ())) > 1]
         ids = {key: _ids_of(model, key, keys[key], trace) for key in tied}
-    except ModelError as error:
-        raise ModelError(f"{name} cannot be split: {error}") from error
     return ModuleSpec(
         build=build,
         arguments_json=arguments_json,

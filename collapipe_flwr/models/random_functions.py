@@ -6,7 +6,9 @@ turn. What is drawn otherwise is not the same for every cut, nor when a block is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -35,6 +37,18 @@ RANDOM: frozenset[Function] = frozenset(
     for name in _NAMES
     if hasattr(holder, name)
 )
+
+COUNTING: ContextVar[bool] = ContextVar("COUNTING", default=True)  # of this thread's module calls
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Calls of modules in the body are no part of a forward pass, and number no later call."""
+    token = COUNTING.set(False)
+    try:
+        yield
+    finally:
+        COUNTING.reset(token)
 
 
 class Noticing(TorchFunctionMode):

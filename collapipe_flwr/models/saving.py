@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from collapipe_flwr.core.durable import draft, make_folder, publish
-from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.lora import add_adapters, is_superseded, key_of
 from collapipe_flwr.models.skeleton import build_skeleton
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.splitter import Splitter
+from collapipe_flwr.models.validation import refusing
 
 _PEFT_PREFIX = "base_model.model."
 _ADAPTER_FILE = "adapter_model.safetensors"
@@ -67,7 +67,7 @@ def _written(what: str, directory: Path | str) -> Iterator[Path]:
     Raises ModelError when it cannot be written.
     """
     path = Path(directory).resolve()
-    try:
+    with refusing(f"cannot write the {what} to {str(directory)!r}", (OSError,)):
         make_folder(path.parent)
         with draft(path / what if path.exists() else path) as folder:
             yield folder
@@ -76,8 +76,6 @@ def _written(what: str, directory: Path | str) -> Iterator[Path]:
                     publish(file, path / file.name)
             else:
                 publish(folder, path)
-    except OSError as cause:
-        raise ModelError(f"cannot write the {what} to {str(directory)!r}: {cause}") from cause
 
 
 def _merged(spec: ModelSpec, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

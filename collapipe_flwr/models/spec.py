@@ -78,8 +78,16 @@ class BatchShape:
     target_length: int = 1
 
 
+class _Description:
+    __slots__ = ()
+
+    def to_json(self) -> str:
+        """One string; the inverse of ``spec_of``."""
+        return to_json(self)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
+class ModelSpec(_Description):
     """One transformer and the task it learns, without weights.
 
     ``config_json`` is the whole transformers configuration, ``model_type`` and labels included.
@@ -129,25 +137,17 @@ class ModelSpec:
             raise ModelError(f"edge_blocks must be 0 or more, got {self.edge_blocks}")
         if self.lora is not None and self.lora.rank < 1:
             raise ModelError(f"the lora settings of a model need a rank >= 1, got {self.lora.rank}")
+        try:
+            config = json.loads(self.config_json)
+        except ValueError as cause:
+            raise ModelError(f"config_json is not JSON: {cause}") from cause
+        if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+            raise ModelError("config_json must be an object with model_type")
 
     @property
     def model_type(self) -> str:
         """The transformers name of the architecture, for example ``bert``."""
         return str(json.loads(self.config_json)["model_type"])
-
-    def to_json(self) -> str:
-        """One string; the inverse of ``from_json``."""
-        return to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> ModelSpec:
-        """Rebuild a spec; raises ModelError if ``text`` is not one."""
-        try:
-            spec = from_json(cls, text, "the model description")
-        except ProtocolError as error:
-            raise ModelError(str(error)) from error
-        _require_config(spec.config_json)
-        return spec
 
 
 Example = tuple[str, str, tuple[int, ...]]  # tensor of a batch, dtype, shape
@@ -155,7 +155,7 @@ _MOST_BLOCKS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleSpec:
+class ModuleSpec(_Description):
     """One torch module, without weights; ``build`` is the import path of its class or function.
 
     ``before`` are the keys that the control unit owns, ``tied`` those tables among the edge's that
@@ -210,32 +210,15 @@ class ModuleSpec:
         sizes = {shape[0] if shape else 0 for _, _, shape in self.example}
         return sizes.pop() if len(sizes) == 1 else 0
 
-    def to_json(self) -> str:
-        """One string; the inverse of ``from_json``."""
-        return to_json(self)
 
-    @classmethod
-    def from_json(cls, text: str) -> ModuleSpec:
-        """Rebuild a spec; raises ModelError if ``text`` is not one."""
-        try:
-            return from_json(cls, text, "it")
-        except (ProtocolError, ValueError) as cause:  # its arguments are JSON within
-            raise ModelError(f"the description of a module cannot be read: {cause}") from cause
-
-
-def spec_of(spec_json: str) -> ModelSpec | ModuleSpec:
+def spec_of(text: str) -> ModelSpec | ModuleSpec:
     """The description that a string holds; raises ModelError."""
+    kind: type[ModelSpec | ModuleSpec] = ModelSpec
     with suppress(ValueError, RecursionError):  # refused below
-        values = json.loads(spec_json)
-        if isinstance(values, dict) and "build" in values:
-            return ModuleSpec.from_json(spec_json)
-    return ModelSpec.from_json(spec_json)
-
-
-def _require_config(text: str) -> None:
-    try:
         values = json.loads(text)
-    except json.JSONDecodeError as cause:
-        raise ModelError(f"the config_json of a model description is not JSON: {cause}") from cause
-    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
-        raise ModelError("the config_json of a model description needs an object with model_type")
+        if isinstance(values, dict) and "build" in values:
+            kind = ModuleSpec
+    try:
+        return from_json(kind, text, "it")
+    except (ProtocolError, ValueError, RecursionError) as cause:  # its arguments are JSON within
+        raise ModelError(f"the description of a model cannot be read: {cause}") from cause

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from transformers import PreTrainedModel
 
-from collapipe_flwr.core.errors import CollaPipeError, ModelError
+from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import path_of
 from collapipe_flwr.models.any_splitter import AnySplitter, DescribedModel
 from collapipe_flwr.models.describing import describe_live
@@ -23,10 +23,11 @@ from collapipe_flwr.models.skeleton import build_module, example_inputs
 from collapipe_flwr.models.spec import BatchShape, ModelSpec, ModuleSpec
 from collapipe_flwr.models.splitter import Splitter, splitter_of
 from collapipe_flwr.models.tasks import LABELS, numbers_of
-from collapipe_flwr.models.validation import UNFIT, first_lines, refusing
+from collapipe_flwr.models.validation import refusing
 
 Batch = Mapping[str, Any] | tuple[Any, ...] | list[Any]
 _CLOSE = 1e-5  # of the largest number: the order of sums may differ
+_NOT_APART = "cannot be split: its parts do not run apart from each other"
 INPUTS = "inputs"  # and labels: what a batch of two tensors is made of
 
 
@@ -150,10 +151,8 @@ class SplitModel(DescribedModel):
         """Raise ModelError unless the parts compute what the model does."""
         batch, splitter = self._example, self.splitter
         if isinstance(self.spec, ModuleSpec):
-            try:
+            with refusing(f"{type(self.model).__name__} {_NOT_APART}"):
                 profile_model(splitter, self.shape)
-            except UNFIT as cause:
-                raise _not_apart(self.model, cause) from cause
         if batch is None and isinstance(splitter, Splitter) and splitter.spec.model_class:
             length = min(self.shape.source_length, 8)
             batch = example_inputs(splitter.input_config, splitter.input_name, length, examples=2)
@@ -192,30 +191,19 @@ def _check_loss(model: nn.Module, splitter: AnySplitter, batch: Mapping[str, Ten
         raise ModelError(f"the example weighs {weight:g}: {splitter.spec.weight!r} must be >= 0")
 
 
-def _not_apart(model: nn.Module, cause: BaseException) -> ModelError:
-    return ModelError(
-        f"{type(model).__name__} cannot be split: its parts do not run apart from each other "
-        f"({first_lines(cause)})"
-    )
-
-
 def _check_exact(model: nn.Module, splitter: AnySplitter, batch: Mapping[str, Tensor]) -> None:
     """Raise ModelError unless all parts together compute the live model's scores."""
     weights = splitter.travelling(model.state_dict())
     unread = f"{type(model).__name__} cannot read the example"
     with refusing(unread), _evaluating(model), torch.no_grad():
         expected = numbers_of(splitter.run_whole(model, batch))
-    try:
-        with torch.no_grad():
-            embedding = splitter.build_embedding(weights).train(False)
-            segment = splitter.build_segment(0, splitter.num_blocks, weights).train(False)
-            hidden, context = splitter.embed(embedding, weights, batch)
-            edge = splitter.build_edge(weights).train(False)
-            found = numbers_of(edge.outputs(segment(hidden, context), context))
-    except CollaPipeError:
-        raise
-    except Exception as cause:
-        raise _not_apart(model, cause) from cause
+    apart = f"{type(model).__name__} {_NOT_APART}"
+    with refusing(apart, (Exception,)), torch.no_grad():  # whatever the user's code does
+        embedding = splitter.build_embedding(weights).train(False)
+        segment = splitter.build_segment(0, splitter.num_blocks, weights).train(False)
+        hidden, context = splitter.embed(embedding, weights, batch)
+        edge = splitter.build_edge(weights).train(False)
+        found = numbers_of(edge.outputs(segment(hidden, context), context))
     if len(found) != len(expected) or not all(map(_close, found, expected)):
         raise ModelError(
             f"{type(model).__name__} cannot be split: its parts together compute other numbers "

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from collapipe_flwr.models.module_call import (
     returning,
     split_arguments,
 )
+from collapipe_flwr.models.random_functions import uncounted
 from collapipe_flwr.models.skeleton import blank_pixels
 
 Forward = Callable[..., Any]
@@ -125,6 +127,7 @@ class Stack:
     again: Around | None = None
     module: nn.Module = field(init=False)  # that owns embedding and blocks
     blocks: nn.ModuleList = field(init=False)  # all of them, those of other parts hollow
+    replaying: Lock = field(init=False, default_factory=Lock)  # an edge's texts share the modules
 
     def __post_init__(self) -> None:
         self.module = self.model.get_submodule(stack_path(self.model, self.family))
@@ -192,7 +195,7 @@ class Stack:
                 raise StopForward
             return returning(hidden_BTD, self.family.block_results)()
 
-        with suppress(StopForward):
+        with uncounted(), suppress(StopForward):
             self._replay(
                 hidden_BTD, context, {block: partial(note, block) for block in self.blocks}
             )
@@ -213,7 +216,8 @@ class Stack:
         known = {key: context[key] for key in ("attention_mask", "position_ids") if key in context}
         stack: Any = self.module  # the edge replaces this instance's own forward
         before = [stack.get_submodule(name) for name in self.family.before]
-        with replaced({**dict.fromkeys(before, lambda *_, **__: unread_BTD), **forwards}):
+        forwards = {**dict.fromkeys(before, lambda *_, **__: unread_BTD), **forwards}
+        with self.replaying, replaced(forwards):
             return type(stack).forward(stack, **inputs, **known, **without_cache(stack))
 
     def _join(self, before_BTD: Tensor, after_BTD: Tensor, context: Mapping[str, Tensor]) -> Tensor:

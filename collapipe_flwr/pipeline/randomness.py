@@ -37,7 +37,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from collapipe_flwr.models.random_functions import RANDOM, Function
+from collapipe_flwr.models.random_functions import COUNTING, RANDOM, Function
 from collapipe_flwr.pipeline.compute import CPU
 
 _DROPOUTS = (functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d)
@@ -90,12 +90,12 @@ class SeededRandomness:
 
     def _begin(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         del args
-        if self._mode is not None:
+        if self._mode is not None and COUNTING.get():
             self._mode.begin(name, is_leaf=next(module.children(), None) is None)
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], result: object) -> None:
         del module, args, result
-        if self._mode is not None:
+        if self._mode is not None and COUNTING.get():
             self._mode.end()
 
 

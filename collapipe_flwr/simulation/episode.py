@@ -28,7 +28,7 @@ from collapipe_flwr.core.domain import (
     Snapshot,
     StageSample,
 )
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.keys import Rule, at_least, check_keys, key, one_of
 from collapipe_flwr.costs.measured import explained_s, stage_parts, taken_s
 from collapipe_flwr.costs.price import PricedRound, price
 from collapipe_flwr.costs.replicas import PricedCluster
@@ -130,17 +130,12 @@ NOISE, BIAS = "noise", "bias"
 class Distortion:
     """How wrong and how late snapshots are; the default is the truth."""
 
-    error: float = 0.0
-    kind: str = NOISE
-    delay: int = 0  # rounds
+    error: float = key(0.0, Rule(lambda v: 0 <= v < 1, "must be >= 0 and < 1"))
+    kind: str = key(NOISE, one_of(NOISE, BIAS), name="error-kind")
+    delay: int = key(0, at_least(0))  # rounds
 
     def __post_init__(self) -> None:
-        if not 0 <= self.error < 1:
-            raise ConfigError(f"--profile-error must be >= 0 and < 1, got {self.error}")
-        if self.kind not in (NOISE, BIAS):
-            raise ConfigError(f"--profile-error-kind must be {NOISE} or {BIAS}, got {self.kind!r}")
-        if self.delay < 0:
-            raise ConfigError(f"--profile-delay must be >= 0, got {self.delay}")
+        check_keys(self, "--profile-")
 
     def view(self, world: World, model: ModelProfile) -> Callable[[Snapshot], Snapshot]:
         """From the truth of a round to what a scheduler is shown in it."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from collapipe_flwr.core.domain import BlockCost, ModelProfile
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.keys import at_least, check_keys, key
 
 WEIGHT_BYTES = 4
 STATE_BYTES = 16
@@ -23,18 +23,15 @@ STASH_BYTES_PER_UNIT = 68
 class ModelShape:
     """An encoder of equal blocks, its embedding, and a shorter decoder; BERT-base by default."""
 
-    blocks: int = 12
-    width: int = 768
-    tokens: int = 128
+    blocks: int = key(12, at_least(1))
+    width: int = key(768, at_least(1))
+    tokens: int = key(128, at_least(1))
     decoder_blocks: int = 2
     vocabulary: int = 30_000
     wire_bytes: int = 2  # of one activation before a link codes it: fp16 unless codecs are named
 
     def __post_init__(self) -> None:
-        for name in ("blocks", "width", "tokens"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"--{name} must be >= 1, got {value}")
+        check_keys(self, "--")
 
     def profile(self) -> ModelProfile:
         """Costs per example, as the schedulers see them."""

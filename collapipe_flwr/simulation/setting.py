@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.core.errors import ConfigError, blaming
+from collapipe_flwr.core.keys import Rule, at_least, check, check_keys, key, one_of
 from collapipe_flwr.scheduler.policies import POLICIES
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.channel import channel_model
@@ -42,11 +43,11 @@ _KINDS = ("raspberry-pi-4", "raspberry-pi-5", "jetson-nano", "phone")
 class Setting:
     """Everything but the policy and the seed; ``fleet`` replaces clusters, devices and kinds."""
 
-    clusters: int = 4
-    devices: int = 6  # of every cluster, the control unit not counted
+    clusters: int = key(4, at_least(1))
+    devices: int = key(6, at_least(1))  # of every cluster, the control unit not counted
     kinds: tuple[str, ...] = _KINDS
-    examples: int = 1000  # of every cluster, each used once per round
-    rounds: int = 50
+    examples: int = key(1000, at_least(1))  # of every cluster, each used once per round
+    rounds: int = key(50, at_least(1))
     seeds: tuple[int, ...] = (0,)
     policies: tuple[str, ...] = POLICIES
     model: ModelShape = field(default_factory=ModelShape)
@@ -63,25 +64,19 @@ class Setting:
         )
     )
     distortion: Distortion = field(default_factory=Distortion)
-    truth_error: float = 0.0  # of what plans believe of devices, see `World`
+    # of what plans believe of devices, see `World`
+    truth_error: float = key(0.0, Rule(lambda v: 0 <= v < math.inf, "must be >= 0 and finite"))
     fleet: tuple[FleetCluster, ...] = ()
     preset: str = ""  # what it was made from
 
     def __post_init__(self) -> None:
-        for name in ("clusters", "devices", "examples", "rounds"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"--{name} must be >= 1, got {value}")
-        names = ", ".join(POLICIES)
+        check_keys(self, "--")
         if not self.policies:
-            raise ConfigError(f"--policies needs at least one of {names}")
+            raise ConfigError(f"--policies needs at least one of {', '.join(POLICIES)}")
         for name in self.policies:
-            if name not in POLICIES:
-                raise ConfigError(f"--policies: unknown policy {name!r}; choose {names}")
+            check("--policies", name, one_of(*POLICIES))
         if len(set(self.policies)) < len(self.policies):
             raise ConfigError(f"--policies names one twice: {', '.join(self.policies)}")
-        if not 0 <= self.truth_error < math.inf:
-            raise ConfigError(f"--truth-error must be >= 0, got {self.truth_error}")
         if not self.seeds or not all(0 <= seed < SEED_LIMIT for seed in self.seeds):
             raise ConfigError(f"--seeds needs at least one seed, all >= 0, got {self.seeds}")
         if not self.fleet and not self.kinds:

@@ -165,7 +165,7 @@ def energy_budget(text: str) -> EnergyBudget:
     if word == "none":
         return EnergyBudget()
     try:
-        value = float(word.rstrip("%x"))
+        value = float(word[:-1] if word.endswith(("%", "x")) else word)
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value > 0):

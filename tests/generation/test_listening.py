@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from collapipe_flwr.cli import app
 from collapipe_flwr.core.errors import ConfigError, ModelError
 from collapipe_flwr.data.tokenizer import train_tokenizer
-from collapipe_flwr.generation.text_generator import cluster_generator, local_generator
+from collapipe_flwr.generation.text_generator import text_generator
 from collapipe_flwr.generation.text_model import TextModel
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.saving import save_whole
@@ -85,7 +85,7 @@ def test_sounds_become_the_text_of_the_unsplit_model(listener: Path, tmp_path: P
     assert len(set(expected)) > 1
     files = [npy(features[0].numpy()) for features in drawn]
     model = TextModel.load(listener)
-    with local_generator(model, devices=3, slots=2) as writer:
+    with text_generator(model, devices=3, slots=2) as writer:
         assert ["".join(writer.write(sound(file))) for file in files] == expected
         heard = ear(samples(1)[:, 0], sampling_rate=RATE, return_tensors="pt")["input_features"]
         pieces = list(writer.write(sound(npy(samples(1)[:, 0]))))
@@ -96,7 +96,7 @@ def test_sounds_become_the_text_of_the_unsplit_model(listener: Path, tmp_path: P
             list(writer.write(GenerateRequest(text="hello")))
     with (
         daemons(2) as (cluster, edge),
-        cluster_generator(model, cluster, edge_address=edge, slots=1) as w,
+        text_generator(model, cluster, edge_address=edge, slots=1) as w,
     ):
         assert "".join(w.write(sound(files[0]))) == expected[0]
     (tmp_path / "a.wav").write_bytes(wav(samples(1)))

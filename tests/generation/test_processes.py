@@ -14,7 +14,7 @@ from collapipe_flwr.cli import app
 from collapipe_flwr.config.cluster_file import read_cluster
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.links import TlsFiles
-from collapipe_flwr.generation.text_generator import cluster_generator
+from collapipe_flwr.generation.text_generator import text_generator
 from collapipe_flwr.generation.text_model import TextModel
 from collapipe_flwr.transport.certificates import sign_all
 from collapipe_flwr.transport.client import EdgeClient
@@ -139,7 +139,7 @@ def test_a_device_killed_in_the_middle_of_a_text(
     run_dir: Path = request.getfixturevalue(which)
     model = TextModel.load(run_dir)
     asked = GenerateRequest(text=TEXTS[0], max_new_tokens=NEW)
-    with cluster_generator(model, read_cluster(shed.file), slots=2, deadline_s=30.0) as writer:
+    with text_generator(model, read_cluster(shed.file), slots=2, deadline_s=30.0) as writer:
         text = writer.write(asked)
         pieces = [next(text)]
         shed.devices["d1"].process.kill()

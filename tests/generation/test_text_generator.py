@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from collapipe_flwr.cli import app
 from collapipe_flwr.core.errors import ConfigError, LinkError, ModelError
 from collapipe_flwr.data.tokenizer import train_tokenizer
-from collapipe_flwr.generation.text_generator import cluster_generator, local_generator
+from collapipe_flwr.generation.text_generator import text_generator
 from collapipe_flwr.generation.text_model import TextModel
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.saving import save_whole
@@ -84,7 +84,7 @@ def unsplit(run_dir: Path, text: str) -> str:
 def test_threads_write_what_the_library_writes(run_dir: Path) -> None:
     expected = [unsplit(run_dir, text) for text in TEXTS]
     assert len(set(expected)) > 1
-    with local_generator(TextModel.load(run_dir), devices=3, slots=2) as writer:
+    with text_generator(TextModel.load(run_dir), devices=3, slots=2) as writer:
         requests = [GenerateRequest(text=text, max_new_tokens=NEW) for text in TEXTS]
         with ThreadPoolExecutor(3) as pool:
             found = list(pool.map(lambda request: "".join(writer.write(request)), requests))
@@ -95,7 +95,7 @@ def test_daemons_write_what_the_library_writes(run_dir: Path) -> None:
     model = TextModel.load(run_dir)
     with (
         daemons(2) as (cluster, edge),
-        cluster_generator(model, cluster, edge_address=edge, slots=2) as writer,
+        text_generator(model, cluster, edge_address=edge, slots=2) as writer,
     ):
         found = "".join(writer.write(GenerateRequest(text=TEXTS[0], max_new_tokens=NEW)))
     assert found == unsplit(run_dir, TEXTS[0])
@@ -104,7 +104,7 @@ def test_daemons_write_what_the_library_writes(run_dir: Path) -> None:
 def test_a_server_streams_to_several_clients(storyteller: Path) -> None:
     expected = [unsplit(storyteller, text) for text in TEXTS]
     with (
-        local_generator(TextModel.load(storyteller), devices=2, slots=2) as writer,
+        text_generator(TextModel.load(storyteller), devices=2, slots=2) as writer,
         TextServer("127.0.0.1:0", writer.write, most=2) as server,
         TextClient(server.address) as client,
         ThreadPoolExecutor(3) as pool,
@@ -137,14 +137,14 @@ def test_settings_of_speed_do_not_change_the_text(
     setting: dict[str, Any], storyteller: Path, tmp_path: Path
 ) -> None:
     expected = unsplit(storyteller, TEXTS[0])
-    with local_generator(_with(setting, storyteller, tmp_path), devices=2, slots=1) as writer:
+    with text_generator(_with(setting, storyteller, tmp_path), devices=2, slots=1) as writer:
         assert "".join(writer.write(GenerateRequest(text=TEXTS[0], max_new_tokens=NEW))) == expected
 
 
 def test_generation_that_needs_further_passes_is_refused(storyteller: Path, tmp_path: Path) -> None:
     model = _with({"guidance_scale": 1.5}, storyteller, tmp_path)
     with (
-        local_generator(model, devices=2, slots=1) as writer,
+        text_generator(model, devices=2, slots=1) as writer,
         pytest.raises(ModelError, match="guidance_scale runs the model in ways"),
     ):
         list(writer.write(GenerateRequest(text=TEXTS[0], max_new_tokens=NEW)))
@@ -167,7 +167,7 @@ def test_a_type_that_only_trains_says_so_before_anything_starts(tmp_path: Path) 
 
 def test_a_text_beyond_the_positions(storyteller: Path) -> None:
     with (
-        local_generator(TextModel.load(storyteller), devices=1, slots=1) as writer,
+        text_generator(TextModel.load(storyteller), devices=1, slots=1) as writer,
         pytest.raises(ModelError, match="64 positions: shorten the text"),
     ):
         list(writer.write(GenerateRequest(text=TEXTS[0], max_new_tokens=64)))
@@ -191,7 +191,7 @@ def test_a_text_ends_behind_a_stop_string(storyteller: Path) -> None:
     expected = tokenizer.decode(output[0, prompt.shape[1] :], skip_special_tokens=True)
     assert stop in expected and expected != whole
     request = GenerateRequest(text=TEXTS[0], max_new_tokens=NEW, stop=("nowhere", stop))
-    with local_generator(TextModel.load(storyteller), devices=2, slots=1) as writer:
+    with text_generator(TextModel.load(storyteller), devices=2, slots=1) as writer:
         assert "".join(writer.write(request)) == expected
         with pytest.raises(ConfigError, match="--stop needs --num-beams 1"):
             list(writer.write(replace(request, num_beams=2)))
@@ -200,7 +200,7 @@ def test_a_text_ends_behind_a_stop_string(storyteller: Path) -> None:
 
 def test_chance_repeats_itself_with_a_seed_only(storyteller: Path) -> None:
     request = GenerateRequest(text=TEXTS[0], max_new_tokens=NEW, temperature=3.0, seed=4)
-    with local_generator(TextModel.load(storyteller), devices=2, slots=2) as writer:
+    with text_generator(TextModel.load(storyteller), devices=2, slots=2) as writer:
         assert "".join(writer.write(request)) == "".join(writer.write(request))
         texts = {"".join(writer.write(replace(request, seed=None))) for _ in range(4)}
         assert len(texts) > 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -30,6 +31,8 @@ CASES = [
     ("llama", "causal-lm", {}),
     ("qwen3", "causal-lm", {}),
     ("electra", "sequence-classification", {}),  # a type without a record
+    ("opt", "causal-lm", {}),  # and two whose stack itself owns the list of blocks
+    ("pegasus", "seq2seq", {}),
 ]
 
 # A convolution reads the first block's input, too: what both pass back adds up in another order.
@@ -53,14 +56,25 @@ class Counted:
         self.inside -= 1
 
 
+def _dropping(module: Any) -> Any:
+    """The module in training, with dropout wherever it has any."""
+    for inner in module.modules():
+        if isinstance(inner, torch.nn.Dropout):
+            inner.p = 0.2
+        elif isinstance(getattr(inner, "dropout", None), float):  # given to a function
+            inner.dropout = 0.2
+    return module.train()
+
+
+def _masks(model: torch.nn.Module) -> Callable[[], AbstractContextManager[None]]:
+    return partial(SeededRandomness(model, 7).at, 1, 2)
+
+
 def _gradients(splitter: Splitter, batch: dict[str, Tensor], *, again: bool) -> Any:
     """What one segment passes back and learns, with dropout, for a gradient of its output."""
     weights = splitter.initial_weights(seed=5)
-    segment = splitter.build_segment(0, 3, weights).train()
-    for module in segment.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.2
-    masks = partial(SeededRandomness(segment.model, 7).at, 1, 2)
+    segment = _dropping(splitter.build_segment(0, 3, weights))
+    masks = _masks(segment.model)
     counted = Counted(masks)
     segment.compute_again(counted if again else None)
     hidden_BTD = splitter.build_embedding(weights)(batch).detach().requires_grad_()
@@ -84,6 +98,42 @@ def test_gradients_are_those_of_blocks_that_kept_everything(
     _assert_equal(hidden_again, hidden, exact=exact)
     for key, gradient in learnt.items():
         _assert_equal(learnt_again[key], gradient, exact=exact)
+
+
+@pytest.mark.parametrize("stops", [(3,), (1, 3), (1, 2, 3)], ids=str)
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(
+    ("model_type", "task", "choices"),
+    [
+        ("opt", "causal-lm", {"edge_blocks": 1}),
+        ("pegasus", "seq2seq", {}),
+        ("electra", "sequence-classification", {"edge_blocks": 1}),
+    ],
+)
+def test_types_without_a_record_drop_what_the_unsplit_model_drops(
+    model_type: str, task: str, choices: Any, again: bool, stops: tuple[int, ...], tiny: Any
+) -> None:
+    splitter, batch = Splitter(tiny.spec(model_type, task, **choices)), tiny.batch(model_type, task)
+    weights, context = splitter.initial_weights(seed=5), splitter.context(batch)
+    whole = _dropping(splitter.build_whole(weights, trains=True))
+    with _masks(whole)():
+        expected = splitter.loss_of(splitter.run_whole(whole, batch), batch)
+    expected.backward()
+    stops = (*stops[:-1], splitter.num_blocks)
+    segments = [splitter.build_segment(*ends, weights) for ends in pairwise((0, *stops))]
+    parts = [splitter.build_embedding(weights), *segments, splitter.build_edge(weights)]
+    passed: Any = batch
+    for part in map(_dropping, parts):
+        masks = _masks(part.model)
+        if again and part in segments:
+            part.compute_again(masks)
+        with masks():
+            passed = part(passed) if part is parts[0] else part(passed, context)
+    passed.backward()
+    assert torch.equal(passed, expected)
+    for key, parameter in (pair for part in parts for pair in part.named_parameters()):
+        if parameter.grad is not None:
+            assert torch.equal(parameter.grad, whole.get_parameter(key).grad), key
 
 
 def _assert_equal(found: Tensor, wanted: Tensor, *, exact: bool) -> None:

@@ -19,7 +19,7 @@ from collapipe_flwr.core.errors import ConfigError, ModelError
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.saving import save_adapter, save_whole
-from collapipe_flwr.models.spec import BatchShape, LoraConfig, ModelSpec
+from collapipe_flwr.models.spec import BatchShape, LoraConfig, ModelSpec, spec_of
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.tasks import auto_class
 from tests.closeness import assert_near
@@ -139,7 +139,7 @@ def test_only_adapters_and_the_head_travel(tiny: Any, tmp_path: Path) -> None:
     assert len(keys) == 4 * 2 * 2 + 2
     assert splitter.embedding_keys() == ()
     assert not splitter.constant_keys & keys
-    again = Splitter(ModelSpec.from_json(splitter.spec.to_json()))
+    again = Splitter(spec_of(splitter.spec.to_json()))
     assert again.all_keys() == splitter.all_keys()
     assert set(splitter.build_segment(0, 2, splitter.initial_weights(0)).state_dict()) == {
         key for key in keys if ".layer.0." in key or ".layer.1." in key

@@ -22,6 +22,7 @@ from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFle
 from collapipe_flwr.core import imports
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.spec import ModelSpec
+from collapipe_flwr.models.spec import spec_of as read_spec
 from collapipe_flwr.models.split_model import SplitModel
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.tasks import known_task
@@ -143,7 +144,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_three_steps_equal_the_users_own_loop(case: str, cut: Cut) -> None:
     spec, kind, loss_of = CASES[case]
-    splitter = Splitter(ModelSpec.from_json(spec.to_json()))
+    splitter = Splitter(read_spec(spec.to_json()))
     model = kind(own_models.bert_config())
     weights = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     assert set(weights) == set(splitter.all_keys())

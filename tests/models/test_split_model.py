@@ -319,7 +319,7 @@ def test_batches_unlike_the_example_are_refused() -> None:
     ],
 )
 def test_a_description_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ModelError, match="the description of a module cannot be read"):
+    with pytest.raises(ModelError, match="the description of a model cannot be read"):
         splitter_of(text)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import json
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
 
+from collapipe_flwr.models.generation import Prompt
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.models.splitter import Splitter
@@ -33,3 +35,32 @@ def test_parts_built_and_run_in_threads_equal_those_of_one_thread(tiny: Any) -> 
     with ThreadPoolExecutor(max_workers=3) as pool:
         found = list(pool.map(step, range(4), timeout=120))
     assert found == [expected[number % 2] for number in range(4)]
+
+
+def test_texts_at_one_edge_do_not_mix_though_its_type_has_no_record(tiny: Any) -> None:
+    splitter = Splitter(tiny.spec("pegasus", "seq2seq"))
+    weights = {key: 9 * tensor for key, tensor in splitter.initial_weights(seed=5).items()}
+    edge = splitter.build_edge(weights).train(False)
+    settings = json.dumps({"max_new_tokens": 8, "do_sample": True, "seed": 1})
+    random = torch.Generator().manual_seed(3)
+    prompts = [
+        Prompt(hidden_BTD=hidden_BTD, settings_json=settings)
+        for hidden_BTD in torch.randn(2, 1, 6, 32, generator=random)
+    ]
+
+    def text(prompt: Prompt) -> list[int]:
+        with torch.no_grad():
+            return edge.generate(prompt, lambda _: True, lambda *_: torch.zeros(0)).tolist()
+
+    alone = [text(prompt) for prompt in prompts]
+    assert alone[0] != alone[1]
+    others: list[Future[list[int]]] = []
+
+    def begin_the_other(*_: Any) -> None:  # while the first one runs through the encoder
+        hook.remove()
+        others.append(pool.submit(text, prompts[1]))
+        wait(others, timeout=0.5)
+
+    with ThreadPoolExecutor() as pool:
+        hook = edge.model.get_encoder().layers[0].register_forward_pre_hook(begin_the_other)
+        assert [text(prompts[0]), others[0].result(timeout=60)] == alone

@@ -107,6 +107,12 @@ def test_energy_budgets_read_as_written() -> None:
     assert all(str(energy_budget(text)) == text for text in ("1.8x", "30%", "500", "none"))
 
 
+@pytest.mark.parametrize("text", ["30%x", "30%%", "1.8xx", "x30", "%", ""])
+def test_an_energy_budget_has_one_unit(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"--energy-budget must be .* or none, got '{text}'"):
+        energy_budget(text)
+
+
 def test_choices_change_a_preset_and_leave_the_rest() -> None:
     base = preset("paper")
     setting = overridden(
@@ -132,11 +138,16 @@ def test_all_policies_start_on_equal_terms() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("--clusters 0", "--clusters must be >= 1, got 0"),
-        ("--devices 0", "--devices must be >= 1, got 0"),
-        ("--blocks 0", "--blocks must be >= 1, got 0"),
-        ("--rounds -1", "--rounds must be >= 1, got -1"),
-        ("--policies best", "--policies: unknown policy 'best'"),
+        ("--clusters 0", "--clusters must be at least 1, got 0"),
+        ("--devices 0", "--devices must be at least 1, got 0"),
+        ("--blocks 0", "--blocks must be at least 1, got 0"),
+        ("--rounds -1", "--rounds must be at least 1, got -1"),
+        ("--policies best", "--policies must be one of dssda, "),
+        ("--policies dsda", "got 'dsda'; did you mean dssda?"),
+        ("--profile-error 1", "--profile-error must be >= 0 and < 1, got 1"),
+        ("--profile-error-kind bia", "--profile-error-kind must be one of noise, bias, got 'bia'"),
+        ("--profile-delay -1", "--profile-delay must be at least 0, got -1"),
+        ("--truth-error inf", "--truth-error must be >= 0 and finite, got inf"),
         ("--policies ,", "--policies needs at least one"),
         ("--policies dssda,dssda", "--policies names one twice"),
         ("--seeds x", "--seeds must list whole numbers"),
