@@ -115,4 +115,8 @@ def _decode_dataclass(kind: Any, data: dict[str, Any], path: str) -> Any:
 
 
 def _wrong(path: str, wanted: str, data: Any) -> ProtocolError:
-    return ProtocolError(f"{path} must be {wanted}, got {data!r:.60}")
+    try:
+        got = f"{data!r:.60}"
+    except RecursionError:  # the deepest nesting that json reads is too deep for repr
+        got = "deeply nested lists or objects"
+    return ProtocolError(f"{path} must be {wanted}, got {got}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import sys
 
 import pytest
 import torch
@@ -267,3 +268,13 @@ def test_deep_nesting_is_a_protocol_error():
     text += b" " * (-(8 + len(text)) % 16)
     with pytest.raises(ProtocolError):
         decode_frame(struct.pack("<4sI", b"CPF1", len(text)) + text)
+
+
+@pytest.mark.parametrize("tensors", ["%s", '[["w", "float32", [%s], "fp32"]]'])
+def test_nesting_of_any_depth_is_a_protocol_error(tensors):
+    """Also the deepest that json reads, which no sentence can show."""
+    for depth in range(sys.getrecursionlimit() - 200, sys.getrecursionlimit()):
+        text = f'[2, 0, 0, {{}}, ""]\n{tensors % ("[" * depth + "]" * depth)}'.encode()
+        text += b" " * (-(8 + len(text)) % 16)
+        with pytest.raises(ProtocolError):
+            decode_frame(struct.pack("<4sI", b"CPF1", len(text)) + text)
