@@ -70,11 +70,10 @@ def _decode(kind: Any, data: Any, path: str) -> Any:
     if is_dataclass(kind):
         return _decode_dataclass(kind, _object(data, path), path)
     if isinstance(kind, type) and issubclass(kind, Enum):
-        try:
-            return kind(data)
-        except ValueError as error:
-            values = [member.value for member in kind]
-            raise _wrong(path, f"one of {values}", data) from error
+        values = [member.value for member in kind]
+        if not any(type(value) is type(data) and value == data for value in values):
+            raise _wrong(path, f"one of {values}", data)
+        return kind(data)
     if kind is float and type(data) is int and abs(data) < 2**63:
         return float(data)
     if type(data) is not kind:
@@ -115,4 +114,8 @@ def _decode_dataclass(kind: Any, data: dict[str, Any], path: str) -> Any:
 
 
 def _wrong(path: str, wanted: str, data: Any) -> ProtocolError:
-    return ProtocolError(f"{path} must be {wanted}, got {data!r:.60}")
+    try:
+        got = f"{data!r:.60}"
+    except RecursionError:  # the deepest nesting that json reads is too deep for repr
+        got = "deeply nested lists or objects"
+    return ProtocolError(f"{path} must be {wanted}, got {got}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import reduce
 from threading import Condition
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from collapipe_flwr.core.errors import Blame, LinkError, LinkTimeout, MemberFailed, ProtocolError
 from collapipe_flwr.core.links import QUEUE_FRAMES, LinkTraffic
@@ -222,7 +222,7 @@ def _again(error: LinkError) -> LinkError:
 class MemoryLink:
     """One end of `memory_pair`: tensors are handed over, not copied."""
 
-    def __init__(self, name: str, peer: str, inbox: Mailbox[Frame], outbox: Mailbox[Frame]) -> None:
+    def __init__(self, name: str, peer: str, inbox: Mailbox[Any], outbox: Mailbox[Any]) -> None:
         self.name = name
         self.peer = peer
         self.sent, self.received = LinkTraffic(), LinkTraffic()
@@ -234,7 +234,7 @@ class MemoryLink:
         self.sent.bytes += frame.tensor_bytes
 
     def receive(self, *, deadline_s: float) -> Frame:
-        frame = self._inbox.get(deadline_s)
+        frame: Frame = self._inbox.get(deadline_s)
         self.received.bytes += frame.tensor_bytes
         return frame
 

@@ -143,31 +143,6 @@ class Recorder:
         return self._counts.get(work, 0)
 
 
-@dataclass(slots=True, kw_only=True)
-class GradientNorms:
-    """Running means over the steps, for the gradient noise scale; see `StageReport`.
-
-    The first micro-batch of a step counts with the gradient it would have alone: the accumulated
-    one carries the factor n_i / N. Without any label it does not count.
-    """
-
-    steps: int = 0
-    firsts: int = 0  # that count
-    small_square_norm: float = 0.0
-    big_square_norm: float = 0.0
-
-    def note_first(self, norm: float, scale: float) -> None:
-        """After the first backward of a step: the squared norm, and n_i / N."""
-        if scale > 0:
-            self.firsts += 1
-            self.small_square_norm += (norm / scale**2 - self.small_square_norm) / self.firsts
-
-    def note_step(self, norm: float) -> None:
-        """At the end of a step: the squared norm."""
-        self.big_square_norm += (norm - self.big_square_norm) / (self.steps + 1)
-        self.steps += 1
-
-
 def square_norm(tensors: Iterable[Tensor]) -> float:
     """Sum of the squares of all elements; 0 of nothing."""
     found = [t.detach() for t in tensors]

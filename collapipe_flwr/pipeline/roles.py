@@ -298,25 +298,11 @@ class LastStage(_Follower):
     The part has a `weight_of`, and a `judge` for predictions.
     """
 
-    def __init__(
-        self,
-        part: nn.Module,
-        optimizer: Optimizer,
-        settings: StageConfig,
-        *,
-        upstream: Link,
-    ) -> None:
-        super().__init__(part, optimizer, settings, upstream=upstream)
-        self._loss_part = cast("LossPart", part)
-        self._loss = 0.0
-        self._losses: dict[int, float] = {}  # of the micro-batches in flight
-        self._predicts = ""
-        self._predictions: dict[str, Tensor] = {}
-
     def run_step(self, step: Step) -> None:
         self._loss = 0.0
-        self._losses.clear()
-        self._predicts, self._predictions = "" if step.train else step.predict, {}
+        self._losses: dict[int, float] = {}  # of the micro-batches in flight
+        self._predicts = "" if step.train else step.predict
+        self._predictions: dict[str, Tensor] = {}
         if step.rows:
             rows = gradient_sums.lend_rows(self.part, bring(step.rows, self.place))
             self._send(self.upstream, Frame(kind=FrameKind.ROWS, step=step.index, tensors=rows))
@@ -324,8 +310,8 @@ class LastStage(_Follower):
 
     def _compute(self, frame: Frame, hidden: Tensor | None) -> Tensor:
         assert hidden is not None
-        context = context_of(frame)
-        counted = self._loss_part.weight_of(context)
+        context, part = context_of(frame), cast("LossPart", self.part)
+        counted = part.weight_of(context)
         if not math.isclose(counted, frame.scalars["weight"], rel_tol=_SAME_SUM):
             raise ProtocolError(
                 f"{self.upstream.peer} gave micro-batch {frame.micro_batch} the weight "
@@ -334,7 +320,7 @@ class LastStage(_Follower):
         mean: Tensor
         if self._predicts:
             scores = self._predicts == LOGITS
-            mean, predictions = self._loss_part.judge(hidden, context, scores=scores)
+            mean, predictions = part.judge(hidden, context, scores=scores)
             self._predictions[f"{_PREDICTIONS}{frame.micro_batch}"] = predictions
         else:
             mean = self.part(hidden, context)

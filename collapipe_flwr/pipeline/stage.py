@@ -36,13 +36,7 @@ from collapipe_flwr.pipeline.link import (
     lane_of,
     learns_before,
 )
-from collapipe_flwr.pipeline.meter import (
-    GradientNorms,
-    MemoryMeter,
-    Recorder,
-    StageReport,
-    square_norm,
-)
+from collapipe_flwr.pipeline.meter import MemoryMeter, Recorder, StageReport, square_norm
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.randomness import SeededRandomness
 from collapipe_flwr.pipeline.soundness import (
@@ -95,7 +89,8 @@ class Stage(ABC):
         self._keeps_graph = not settings.execution.recompute or self._by_block()
         self._returning = Frame(kind=FrameKind.ACTIVATION)  # whose backward pass runs
         self._sent: list[object] = []  # see `_send`
-        self._norms = GradientNorms()
+        self._steps = StageReport(name=settings.name)  # their number, and norms of gradients
+        self._first: float | None = None  # squared norm of a step's first micro-batch
         self._mode: bool | None = None  # of the part: it trains, or not
         self._micro_batches = 0  # in training
         self._weights = tuple(part.parameters())
@@ -159,9 +154,8 @@ class Stage(ABC):
     def report(self) -> StageReport:
         """The measurements of this stage since it was opened."""
         up, down = self.upstream, self.downstream
-        return StageReport(
-            name=self.settings.name,
-            steps=self._norms.steps,
+        return replace(
+            self._steps,
             micro_batches=self._micro_batches,
             forward_s=self.recorder.seconds("forward"),
             backward_s=self.recorder.seconds("backward") + self.recorder.seconds(WEIGHTS),
@@ -173,9 +167,6 @@ class Stage(ABC):
             received_down=replace(down.received) if down else LinkTraffic(),
             sent_beside_bytes=self.siblings.sent_bytes if self.siblings else 0,
             peak_tensor_bytes=self.memory.peak_bytes,
-            small_square_norm=self._norms.small_square_norm,
-            big_square_norm=self._norms.big_square_norm,
-            unlabelled=self._norms.steps - self._norms.firsts,
             spans=tuple(self.recorder.spans),
         )
 
@@ -281,7 +272,9 @@ class Stage(ABC):
         self._micro_batches += 1
         if micro_batch == 0:
             self._note_fixed()
-            self._norms.note_first(square_norm(self._gradients()), flight.frame.scalars["scale"])
+            # The gradient that it would have alone: the accumulated one carries the factor n_i / N.
+            norm, scale = square_norm(self._gradients()), flight.frame.scalars["scale"]
+            self._first = norm / scale**2 if scale > 0 else None
 
     def _backpropagate(
         self, flight: InFlight, incoming: Mapping[str, Tensor]
@@ -330,7 +323,14 @@ class Stage(ABC):
         with self.recorder.span("optimizer", step.index):
             if factor != 1.0 and (gradients := self._gradients()):
                 torch._foreach_mul_(gradients, factor)
-            self._norms.note_step(norm)
+            self._steps += StageReport(
+                name=self.settings.name,
+                steps=1,
+                unlabelled=int(self._first is None),
+                small_square_norm=self._first or 0.0,
+                big_square_norm=norm,
+            )
+            self._first = None
             self.optimizer.step(step.rate)
             self._note_fixed()
             self.optimizer.zero_grad()

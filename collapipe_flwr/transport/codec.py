@@ -151,7 +151,7 @@ class _Entry(NamedTuple):
     wire_bytes: int
 
 
-_Described = tuple[str, str, tuple[int, ...], str, int]  # name, dtype, shape, codec, wire bytes
+_Described = tuple[str, str, tuple[int, ...], str]  # name, dtype, shape, codec
 _compact = json.JSONEncoder(separators=(",", ":"))
 
 
@@ -164,7 +164,7 @@ def encode_frame(frame: Frame, codec: str = "fp32") -> bytes:
             raise ProtocolError(f"tensors of {tensor.dtype} cannot travel")
         wire = codec if name in (HIDDEN, GRAD) and tensor.is_floating_point() else "fp32"
         raw = WIRE_CODECS[wire].pack(tensor.detach())
-        described.append((name, _DTYPE_NAMES[tensor.dtype], tensor.shape, wire, len(raw)))
+        described.append((name, _DTYPE_NAMES[tensor.dtype], tensor.shape, wire))
         chunks += [raw, b"\0" * (-len(raw) % _ALIGN)]
     fields = [int(frame.kind), frame.step, frame.micro_batch, dict(frame.scalars), frame.text]
     header = b"%b\n%b" % (_compact.encode(fields).encode(), _tensors_line(tuple(described)))
@@ -176,7 +176,11 @@ def decode_frame(data: bytes, limits: FrameLimits = LIMITS) -> Frame:
     """The frame in `data`; tensors own writable memory. Raises ProtocolError on anything odd."""
     header, start = _header(data, limits)
     line, _, tensors_line = header.partition(b"\n")
-    kind, step, micro_batch, scalars, text = _fields(_parsed(line))
+    kind, step, micro_batch, scalars, text = decode_message(
+        tuple[FrameKind, int, int, dict[str, float], str], line
+    )
+    if not (_is_count(step) and _is_count(micro_batch)):
+        raise ProtocolError("a frame whose step or micro-batch is no number >= 0")
     entries = _entries(tensors_line, limits)
     if start + sum(_padded(entry.wire_bytes) for entry in entries) != len(data):
         raise ProtocolError(f"a frame of {len(data)} bytes, which is not what its header says")
@@ -220,48 +224,19 @@ def _header(data: bytes, limits: FrameLimits) -> tuple[bytes, int]:
     return data[_PREFIX.size : stop], stop
 
 
-def _parsed(line: bytes) -> object:
-    try:
-        return json.loads(line.decode())
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError("a frame whose header is not two lines of JSON") from error
-
-
-def _fields(fields: object) -> tuple[FrameKind, int, int, Mapping[str, float], str]:
-    if not (isinstance(fields, list) and len(fields) == 5):
-        raise ProtocolError("a frame whose header does not begin with a list of five")
-    kind, step, micro_batch, scalars, text = fields
-    if not (_is_count(kind) and kind in FrameKind._value2member_map_):
-        raise ProtocolError(f"a frame of unknown kind {str(kind)[:40]}")
-    if not (_is_count(step) and _is_count(micro_batch)):
-        raise ProtocolError("a frame whose step or micro-batch is no number >= 0")
-    if not (isinstance(scalars, dict) and isinstance(text, str)):
-        raise ProtocolError("a frame whose scalars or text have the wrong type")
-    if not all(type(v) in (int, float) for v in scalars.values()):
-        raise ProtocolError("a frame with a scalar that is no number")
-    try:
-        floats = {name: float(value) for name, value in scalars.items()}
-    except OverflowError as error:
-        raise ProtocolError("a frame with a scalar beyond the range of a float") from error
-    return FrameKind(kind), step, micro_batch, floats, text
-
-
 def _entry(described: _Described, limits: FrameLimits) -> _Entry:
-    name, dtype, shape, codec, wire_bytes = described
-    if dtype not in _DTYPES or codec not in WIRE_CODECS:
+    name, dtype_name, shape, codec_name = described
+    if dtype_name not in _DTYPES or codec_name not in WIRE_CODECS:
         raise ProtocolError("a frame with a tensor of unknown dtype or in an unknown codec")
-    if len(shape) > limits.dimensions or not all(map(_is_count, (wire_bytes, *shape))):
+    if len(shape) > limits.dimensions or not all(map(_is_count, shape)):
         raise ProtocolError("a frame with a tensor of malformed shape")
-    entry = _Entry(name, _DTYPES[dtype], shape, WIRE_CODECS[codec], wire_bytes)
-    elements = math.prod(shape)
-    memory_bytes = elements * entry.dtype.itemsize
+    dtype, codec, elements = _DTYPES[dtype_name], WIRE_CODECS[codec_name], math.prod(shape)
+    memory_bytes = elements * dtype.itemsize
     if memory_bytes > 4 * limits.frame_bytes or math.prod(filter(None, shape)) >= 2**59:
         raise ProtocolError(f"a tensor of {memory_bytes} bytes is beyond the limit")
-    if codec != "fp32" and not entry.dtype.is_floating_point:
-        raise ProtocolError(f"a tensor of {dtype} in the codec {codec}")
-    if entry.codec.wire_bytes(elements, entry.dtype) != wire_bytes:
-        raise ProtocolError(f"tensor {name[:80]!r} has {wire_bytes} bytes, not those of its shape")
-    return entry
+    if codec_name != "fp32" and not dtype.is_floating_point:
+        raise ProtocolError(f"a tensor of {dtype_name} in the codec {codec_name}")
+    return _Entry(name, dtype, shape, codec, codec.wire_bytes(elements, dtype))
 
 
 def _tensors(data: memoryview, start: int, entries: tuple[_Entry, ...]) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from collapipe_flwr.core.errors import ProtocolError
+from collapipe_flwr.core.json_codec import from_json
 from collapipe_flwr.pipeline.link import Frame, FrameKind
 from collapipe_flwr.pipeline.offload import passing_tensor
 
@@ -94,15 +95,12 @@ def gather_each(
     raise ProtocolError("a stream of weights broke off before its END")
 
 
-def _piece(frame: Frame) -> tuple[str, Tensor, list[int]]:
+def _piece(frame: Frame) -> tuple[str, Tensor, tuple[int, ...]]:
     if frame.kind is not FrameKind.WEIGHTS or len(frame.tensors) != 1:
         raise ProtocolError(f"{frame.kind.name} in a stream of weights")
-    try:
-        shape = json.loads(frame.text)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError("weights without a shape") from error
-    is_shape = isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**40 for n in shape)
-    if not is_shape or len(shape) > 8 or math.prod(filter(None, shape)) >= 2**59:
+    shape = from_json(tuple[int, ...], frame.text, "the shape of weights")
+    is_shape = len(shape) <= 8 and all(0 <= n < 2**40 for n in shape)
+    if not is_shape or math.prod(filter(None, shape)) >= 2**59:
         raise ProtocolError("weights with a malformed shape")
     ((key, piece),) = frame.tensors.items()
     return key, piece, shape

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
+
 from collapipe_flwr.core.links import MOST_NOTES, NOTED_FRAMES, LinkTraffic
-from collapipe_flwr.pipeline.meter import MOST_SPANS, GradientNorms, Span, StageReport
+from collapipe_flwr.pipeline.meter import MOST_SPANS, Span, StageReport
+from tests.pipeline.chains import Chain, Head, make_batch, make_parts, settings
 
 
 def span(step: int) -> Span:
@@ -39,11 +44,33 @@ def test_means_are_weighted_by_steps():
 
 
 def test_a_first_micro_batch_without_labels_leaves_its_mean_alone():
-    norms = GradientNorms()
-    for scale, first, whole in ((0.0, 0.0, 3.0), (0.5, 2.0, 5.0)):
-        norms.note_first(first, scale)
-        norms.note_step(whole)
-    assert (norms.small_square_norm, norms.big_square_norm) == (8.0, 4.0)
+    begun = StageReport(name="edge")
+    unlabelled = StageReport(name="edge", steps=1, unlabelled=1, big_square_norm=3.0)
+    labelled = StageReport(name="edge", steps=1, small_square_norm=8.0, big_square_norm=5.0)
+    total = begun + unlabelled + labelled
+    assert (total.small_square_norm, total.big_square_norm, total.unlabelled) == (8.0, 4.0, 1)
     without = StageReport(name="edge", steps=3, unlabelled=3, big_square_norm=1.0)
     total = without + StageReport(name="edge", steps=1, small_square_norm=8.0, big_square_norm=5.0)
     assert (total.small_square_norm, total.big_square_norm, total.unlabelled) == (8.0, 2.0, 3)
+
+
+class Calm(Head):
+    """Without labels its loss is 0."""
+
+    def forward(self, hidden_BTD, context):
+        logits, labels = self.out(hidden_BTD).flatten(0, 1), context["labels"].flatten()
+        loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        return loss / max(self.weight_of(context), 1)
+
+
+def test_a_stage_counts_steps_whose_first_micro_batch_has_no_label():
+    blank, labelled = make_batch((2, 3))
+    blank.context["labels"].fill_(-100)
+    batch = [replace(blank, weight=0), labelled]
+    chain = Chain([*make_parts((1,))[:-1], Calm()], lambda name, *_: settings(name))
+    with chain.running() as first:
+        first.train_step(batch)
+        first.train_step(batch[::-1])
+    for report in (stage.report() for stage in chain.stages):
+        assert (report.steps, report.unlabelled) == (2, 1)
+        assert report.small_square_norm > 0 and report.big_square_norm > 0
