@@ -63,7 +63,7 @@ def test_the_usual_sizes_and_bad_ones() -> None:
         (10_000, 10, 24),
     ]
     assert plan.decisions[0].rounds > plan.decisions[1].rounds >= 2
-    with pytest.raises(ConfigError, match="--clusters must be >= 1"):
+    with pytest.raises(ConfigError, match="--clusters must be at least 1"):
         bench_plan((0,), 1)
     with pytest.raises(ConfigError, match="--instances must be >= 1"):
         bench_plan((1,), 0)
