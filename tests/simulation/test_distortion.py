@@ -70,7 +70,11 @@ def test_wrong_and_late_profiles_cost_little_and_break_no_budget(small: Setting,
 
 @pytest.mark.parametrize(
     ("values", "says"),
-    [({"error": 1.0}, "--profile-error"), ({"kind": "x"}, "one of noise, bias"), ({"delay": -1}, "0")],
+    [
+        ({"error": 1.0}, "--profile-error"),
+        ({"kind": "x"}, "one of noise, bias"),
+        ({"delay": -1}, "0"),
+    ],
 )
 def test_bad_distortions_are_refused(values: dict[str, float], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
