@@ -193,11 +193,12 @@ def update(
 
 
 def constants_of(state: LearningState, learning_rate: float) -> LearningConstants:
-    """Estimates where there are some, the prior elsewhere."""
+    """Estimates where there are some, the prior elsewhere; of drift, zero is one: one cluster's."""
 
     def known(name: str) -> float:
         value = getattr(state, name)
-        return float(value if value is not None and value > 0 else getattr(PRIOR, name))
+        usable = value is not None and (value > 0 or name == "drift")
+        return float(value if usable else getattr(PRIOR, name))
 
     return LearningConstants(
         learning_rate=learning_rate,

@@ -143,15 +143,18 @@ class ScheduledRounds:
         return outcome
 
     def _worlds(self, telemetry: Mapping[str, ClusterTelemetry]) -> tuple[World, World]:
-        """The world with devices that joined since the plan, and that of the next rounds."""
+        """The world with devices that joined since the plan, and that of the next rounds.
+
+        A device that was replaced by another of its name counts as before until the next plan.
+        """
         known = {profile.cluster_id: profile for profile in self.world.clusters}
         joined = after = self.world
         for name, measured in telemetry.items():
             if measured.profile is None or name not in known:
                 continue
-            before, now = _devices(known[name]), _devices(measured.profile)
-            if now == before:
+            if _described(measured.profile) == _described(known[name]):
                 continue
+            before, now = _devices(known[name]), _devices(measured.profile)
             profile = budgeted(measured.profile, self._planning.budget, self._model)
             new = (device for device in profile.devices if device.device_id not in before)
             devices = (*known[name].devices, *new)
@@ -159,7 +162,7 @@ class ScheduledRounds:
             after = after.with_cluster(profile)
             changes = (("joined", now - before), ("left", before - now))
             said = "; ".join(f"{', '.join(sorted(ids))} {how}" for how, ids in changes if ids)
-            log.info("cluster %s: %s", name, said)
+            log.info("cluster %s: %s", name, said or "describes itself in other numbers")
         return joined, after
 
     def _observe(self, done: Plan, closed: ClosedRound) -> Outcome:
@@ -272,6 +275,12 @@ class ScheduledRounds:
 
 def _devices(profile: ClusterProfile) -> set[str]:
     return {device.device_id for device in profile.devices}
+
+
+def _described(profile: ClusterProfile) -> ClusterProfile:
+    """The profile without what is set or counted elsewhere: budgets and examples."""
+    described = profile.with_members(lambda member: replace(member, energy_budget_j=0.0))
+    return replace(described, examples=0)
 
 
 def _ids(snapshot: Snapshot) -> set[str]:

@@ -140,18 +140,30 @@ class DescribedClusters(ScheduledRounds):
         return plan
 
     def _register(self, found: Mapping[int, ClusterProfile]) -> None:
-        """Place the clusters of new nodes; a cluster may be back as another node."""
-        profiles = {profile.cluster_id: profile for profile in self.world.clusters}
+        """Place the clusters of new nodes; a cluster may be back as another node.
+
+        One that is back counts as it describes itself now. Those that were there keep their places.
+        """
+        world, new = self.world, dict[str, ClusterProfile]()
+        known = {profile.cluster_id for profile in world.clusters}
         for node, profile in found.items():
             name = profile.cluster_id
-            for before in [n for n, known in self._names.items() if known == name]:
+            for before in [n for n, cluster in self._names.items() if cluster == name]:
                 del self._names[before]
             self._names[node] = name
-            profiles.setdefault(name, profile)
-        if len(profiles) > len(self.world.clusters):
-            self._model = self._model if self.world.clusters else self._profiled()
-            placed = [profiles[name] for name in sorted(profiles)]
-            self.world = self._planning.world(placed, self._model)
+            if name in known:
+                budget = self._planning.budget
+                world = world.with_cluster(budgeted(profile, budget, self._model))
+            else:
+                new[name] = profile
+        if new:
+            self._model = self._model if world.clusters else self._profiled()
+            profiles = {profile.cluster_id: profile for profile in world.clusters} | new
+            placed = self._planning.world(
+                [profiles[name] for name in sorted(profiles)], self._model
+            )
+            world = placed.with_places(world.placements)
+        self.world = world
 
 
 @dataclass(frozen=True, slots=True)

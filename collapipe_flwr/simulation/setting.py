@@ -196,7 +196,7 @@ def _words(text: str) -> tuple[str, ...]:
 def whole_numbers(name: str, text: str) -> tuple[int, ...]:
     """The value of option ``name`` as numbers; raises ConfigError."""
     words = _words(text)
-    if not words or not all(word.isdigit() for word in words):
+    if not words or not all(word.isdecimal() for word in words):
         option = name.replace("_", "-")
         raise ConfigError(f'--{option} must list whole numbers, for example "1,2,4", got {text!r}')
     return tuple(int(word) for word in words)

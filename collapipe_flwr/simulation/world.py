@@ -96,6 +96,12 @@ class World:
             placements=(*self.placements[:index], moved, *self.placements[index + 1 :]),
         )
 
+    def with_places(self, placements: Sequence[Placement]) -> World:
+        """With these places of clusters; those of others stay."""
+        known = {place.cluster_id: place for place in placements}
+        places = tuple(known.get(place.cluster_id, place) for place in self.placements)
+        return replace(self, placements=places)
+
     @property
     def true(self) -> World:
         """The world whose profiles are the truth about this one; itself where they are."""

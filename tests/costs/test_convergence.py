@@ -86,6 +86,16 @@ def test_noise_estimator_recovers_sigma_from_two_batch_sizes() -> None:
     assert constants_of(state, 0.01).noise == pytest.approx(sigma2)
 
 
+def test_a_cluster_without_others_has_no_drift() -> None:
+    noise = GradientNoise(
+        small_examples=4, small_square_norm=2e-3, big_examples=32, big_square_norm=1e-3
+    )
+    alone = outcome(noise, update_norm=1.0, update_spread=0.0)
+    state = update(LearningState(), alone, learning_rate=0.01, mean_steps=10.0)
+    assert constants_of(LearningState(), 0.01).drift > 0.0
+    assert constants_of(state, 0.01).drift == 0.0
+
+
 def test_noise_estimator_on_sampled_gradients() -> None:
     rng = np.random.default_rng(1)
     mean, sigma, state = np.ones(50) * 0.2, 0.5, LearningState()

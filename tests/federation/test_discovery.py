@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from flwr.app import Error, Message, RecordDict
+from flwr.app import ArrayRecord, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile
@@ -38,13 +38,13 @@ def profile(name: str) -> ClusterProfile:
     )
 
 
-def cluster(name: str) -> ClientApp:
+def cluster(name: str, **other) -> ClientApp:
     app = ClientApp()
 
     @app.query("describe")
     def describe(message, context):
         del context
-        return Message(write_profile(profile(name)), reply_to=message)
+        return Message(write_profile(replace(profile(name), **other)), reply_to=message)
 
     return app
 
@@ -153,6 +153,29 @@ def test_a_cluster_that_is_back_as_another_node_keeps_its_name():
     grid.add(9, cluster("a"))
     planner.query_unknown(grid, [8, 9])
     assert planner._names == {8: "b", 9: "a"}
+
+
+def test_a_cluster_that_is_back_with_other_devices_is_planned_with_these():
+    grid = LocalGrid({3: cluster("a"), 8: cluster("b")})
+    planner = DescribedClusters(Planning(), lambda: MODEL)
+    planner.query_unknown(grid, [3, 8])
+    grid.add(9, cluster("a", devices=(replace(DEVICE, device_id="d2"),)))
+    planner.query_unknown(grid, [8, 9])
+    plan = planner.plan(1, [8, 9], ArrayRecord()).plan
+    assert plan is not None
+    assert [c.device_ids for c in plan.clusters] == [("d2",), ("d1",)]
+
+
+def test_clusters_keep_their_places_when_another_one_joins():
+    grid = LocalGrid({3: cluster("a"), 8: cluster("c")})
+    planner = DescribedClusters(Planning(), lambda: MODEL)
+    planner.query_unknown(grid, [3, 8])
+    before = planner.world.snapshot(1, MODEL)
+    grid.add(9, cluster("b"))
+    planner.query_unknown(grid, [3, 8, 9])
+    after = planner.world.snapshot(2, MODEL)
+    assert [c.profile.cluster_id for c in after.clusters] == ["a", "b", "c"]
+    assert (after.clusters[0], after.clusters[2]) == before.clusters
 
 
 def test_silence_is_an_error():

@@ -14,6 +14,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from collapipe_flwr import Cluster, CollaPipe, LocalGrid
 from collapipe_flwr.core.domain import ClusterPlan, DeviceProfile
+from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.federation.rounds import Outcome, RoundRecord
 from collapipe_flwr.host.server import EdgeServer
@@ -171,3 +172,18 @@ def test_a_device_that_was_removed_between_rounds_costs_no_round(tmp_path: Path)
     used = [set(r.executed("shed").device_ids) for r in records]
     assert used == [{"shed/board-1", "shed/board-2"}, {"shed/board-2"}, {"shed/board-2"}]
     assert not records[2].telemetry["shed"].incidents
+
+
+def test_a_board_that_was_replaced_under_its_name_counts_as_it_is_from_the_next_round_on() -> None:
+    planner = rounds("uniform")
+    planned = planner.plan(1, [11, 12], EMPTY)
+    first, second = planner.world.clusters[0].devices
+    assert devices_of(planned, 11) == {first.device_id, second.device_id}
+    tiny = replace(second, memory_bytes=second.memory_bytes // 10_000)
+    settle(planner, planned, first, tiny)
+    assert planner.world.clusters[0].devices[1].memory_bytes == tiny.memory_bytes
+    with pytest.raises(InfeasibleError, match="cluster-0"):
+        planner.plan(2, [11, 12], EMPTY)
+    joint = rounds("dssda")
+    settle(joint, joint.plan(1, [11, 12], EMPTY), first, tiny)
+    assert devices_of(joint.plan(2, [11, 12], EMPTY), 11) == {first.device_id}

@@ -151,6 +151,7 @@ def test_all_policies_start_on_equal_terms() -> None:
         ("--policies ,", "--policies needs at least one"),
         ("--policies dssda,dssda", "--policies names one twice"),
         ("--seeds x", "--seeds must list whole numbers"),
+        ("--seeds ²", "--seeds must list whole numbers"),
         ("--seeds 3-", '--seeds: a range is like "100-119"'),
         ("--seeds 9-3", '--seeds: a range is like "100-119"'),
         ("--seeds 1,0-2", "--seeds names one twice"),
