@@ -297,12 +297,21 @@ def open_picture(value: Any) -> Pictures.Image:
         source = value["path"] if value["bytes"] is None else io.BytesIO(value["bytes"])
         with Pictures.open(source) as picture:
             picture.load()
-            return picture
+            return _in_bytes(picture)
     except (OSError, UnidentifiedImageError, ValueError, TypeError, KeyError) as error:
         shown = value.get("path") if isinstance(value, dict) else "the row's numbers"
         raise DataError(
             f"data.image-column: {shown or 'a row'} is no picture that Pillow reads ({error})"
         ) from error
+
+
+def _in_bytes(picture: Pictures.Image) -> Pictures.Image:
+    """A picture of more than 8 bits in 8, which Pillow would cut off at 255; else as it is."""
+    if picture.mode.startswith("I;16"):
+        return Pictures.fromarray(np.rint(np.asarray(picture) / 257.0).astype(np.uint8))
+    if picture.mode in ("I", "F"):
+        return Pictures.fromarray(_whole_bytes(np.asarray(picture)))
+    return picture
 
 
 def _whole_bytes(numbers: NDArray[Any]) -> NDArray[np.uint8]:

@@ -6,6 +6,7 @@ Every failure becomes one DataError that names the run-config key.
 from __future__ import annotations
 
 import csv
+import glob
 import gzip
 import io
 import re
@@ -137,7 +138,7 @@ def load_table(
             )
         if builder == "conll":
             return read_conll(path, key, skip_bad_rows=skip_bad_rows)
-        options = {"data_files": str(path), "split": "train", **_options(path, key)}
+        options = {"data_files": glob.escape(str(path)), "split": "train", **_options(path, key)}
         if grows:
             options["cache_dir"] = str(_cache_of_version(path))
         rows = _with_rows(_loaded(key, name, builder, **options), key, name)
@@ -211,6 +212,8 @@ def _header(path: Path, separator: str, key: str) -> list[str]:
             f'{key} "{path}" must begin with a line of distinct column names, got {names}: '
             "give each column its own name"
         )
+    # As pandas calls a column without a name, such as the row numbers that it writes.
+    names = [name or f"Unnamed: {place}" for place, name in enumerate(names)]
     if len(first) > len(names):  # pandas would shift columns
         raise DataError(
             f'{key} "{path}" has a row with {len(first)} fields behind a first line with '

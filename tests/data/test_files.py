@@ -52,6 +52,20 @@ def test_texts_may_be_long_and_lines_end_as_on_old_computers(tmp_path: Path) -> 
     assert load_table(str(path), key="data.train", split="train")["text"][:] == texts
 
 
+def test_a_column_of_row_numbers_needs_no_name(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text(",text,label\n0,a,x\n1,b,y\n")  # as pandas writes it
+    table = load_table(str(tmp_path / "rows.csv"), key="data.train", split="train")
+    assert table["text"][:] == ["a", "b"] and table["label"][:] == ["x", "y"]
+
+
+def test_a_path_may_hold_what_is_magic_in_patterns(tmp_path: Path) -> None:
+    folder = tmp_path / "new [v2] *?"
+    folder.mkdir()
+    (folder / "rows1.csv").write_text("text\nanother\n")
+    table = load_table(str(write(folder / "rows[1].csv")), key="data.train", split="train")
+    assert table["text"][:] == [text for text, _ in ROWS]
+
+
 def test_a_directory_gives_the_asked_split(tmp_path: Path) -> None:
     folder = tmp_path / "corpus"
     folder.mkdir()

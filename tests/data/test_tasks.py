@@ -17,6 +17,7 @@ from transformers import AutoImageProcessor
 
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.core.keys import Value
+from collapipe_flwr.data.classification import open_picture
 from collapipe_flwr.data.config import TASK_CLASSES, DataConfig
 from collapipe_flwr.data.tasks import Task, load_task
 from collapipe_flwr.data.tokenizer import Vocabulary
@@ -449,6 +450,22 @@ def test_no_picture_is_one_sentence(tmp_path: Path) -> None:
     task = load_task(DataConfig(task="image-classification", train=train, test_examples=1))
     with pytest.raises(DataError, match=r"[ab]\.png is no picture"):
         task.collate(task.train.to_list())
+
+
+@pytest.mark.parametrize("suffix", ["png", "tiff"])
+def test_pictures_of_16_bits_keep_their_shades(tmp_path: Path, suffix: str) -> None:
+    grey = np.arange(0, 65536, 1024, dtype=np.uint16).reshape(8, 8)
+    place = tmp_path / f"deep.{suffix}"
+    Image.fromarray(grey).save(place)
+    opened = open_picture({"bytes": None, "path": str(place)})
+    assert np.array_equal(np.asarray(opened.convert("L")), np.rint(grey / 257))
+
+
+def test_pictures_of_fractions_are_one_sentence(tmp_path: Path) -> None:
+    place = tmp_path / "shares.tiff"
+    Image.fromarray(np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)).save(place)
+    with pytest.raises(DataError, match=r"shares\.tiff .* must be whole ones from 0 to 255"):
+        open_picture({"bytes": None, "path": str(place)})
 
 
 @pytest.mark.parametrize("number", [300, -1, 0.5])

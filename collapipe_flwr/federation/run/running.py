@@ -33,6 +33,7 @@ from collapipe_flwr.reporting.run_directory import (
 from collapipe_flwr.reporting.run_lock import INTERRUPTED, RUNNING
 from collapipe_flwr.reporting.screen import Follower, Screen
 
+_CLUSTERS = "clusters"  # in the run directory: their state, unless the run-config names a folder
 _OURS = ("output-dir", "run-name", "train.state-dir")  # run-config of the launcher's own
 
 
@@ -63,15 +64,22 @@ def launch_of(
     run_dir = output_dir.resolve() / time.strftime("%Y%m%d-%H%M%S")
     if resume is not None:
         run_dir = resume.resolve()
-        overrides = resumed_config(run_dir, overrides)
+        overrides = _where_it_is(resumed_config(run_dir, overrides))
     return Launch(
         app=project.resolve(),
         output_dir=run_dir.parent,
         run_name=run_dir.name,
-        run_config={"train.state-dir": str(run_dir / "clusters"), **overrides},
+        run_config={"train.state-dir": str(run_dir / _CLUSTERS), **overrides},
         federation_config=federation_config and federation_config.resolve(),
         clusters=tuple(path.resolve() for path in clusters or ()),
     )
+
+
+def _where_it_is(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The run-config of a run whose folder may have been moved, without where its state was."""
+    began = Path(saved.get("output-dir", ""), saved.get("run-name", ""), _CLUSTERS)
+    state = saved.get("train.state-dir")
+    return {k: v for k, v in saved.items() if k != "train.state-dir" or state != str(began)}
 
 
 def edge_of(files: Sequence[Path]) -> dict[str, Any]:

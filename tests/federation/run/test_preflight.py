@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 
 from collapipe_flwr.config.parsing import declared_config
-from collapipe_flwr.config.schema import parse
+from collapipe_flwr.config.schema import flatten, parse
 from collapipe_flwr.core import errors, hub
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.federation.run import running
 from collapipe_flwr.federation.run.preflight import check_launch, preflight
 from collapipe_flwr.federation.run.running import Attempt, launch_of
+from collapipe_flwr.reporting.run_directory import RunDirectory
 from collapipe_flwr.reporting.screen import Screen
 from tests.federation.wrong_inputs import (
     DATA,
@@ -141,6 +142,20 @@ def test_a_run_is_resumed_with_the_files_that_it_was_started_with(
     said = Attempt(launch, Screen(quiet=True, verbose=False))._way_on()
     files = "--cluster a.toml --cluster b.toml --federation-config sim.toml"
     assert f" {files} --resume {launch.run_name}`" in said
+
+
+@pytest.mark.parametrize("own", ["", "state"], ids=["in the run", "elsewhere"])
+def test_a_run_whose_folder_was_moved_finds_the_state_of_its_clusters(
+    tmp_path: Path, own: str
+) -> None:
+    named = [f"train.state-dir={tmp_path / own}"] if own else []
+    began = launch_of(PROJECT, named, output_dir=tmp_path / "runs")
+    where = {"output-dir": str(began.output_dir), "run-name": began.run_name}
+    config = flatten(parse({**DECLARED, **began.run_config, **where}))
+    RunDirectory(began.run_dir).write_config(config)
+    moved = began.run_dir.rename(tmp_path / "moved")
+    found = launch_of(PROJECT, resume=moved).run_config["train.state-dir"]
+    assert found == str(tmp_path / own if own else moved / "clusters")
 
 
 def _close(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
