@@ -40,10 +40,10 @@ from collapipe_flwr.federation.client.pipeline_round import PipelineRound, telem
 from collapipe_flwr.federation.client.site import Site
 from collapipe_flwr.federation.messages import only_arrays
 from collapipe_flwr.host.allocator import configured_malloc, give_back
+from collapipe_flwr.models.tasks import LABEL_NAMES
 
 _log = logging.getLogger(__name__)
 Metrics = Callable[[Tensor, Tensor], Mapping[str, float] | float]
-LABEL_NAMES = ("labels", "label")
 DEVICES = "raspberry-pi-4,raspberry-pi-5,jetson-nano"
 EXAMPLES = 1000  # of a round, by default
 _HARMLESS = (message_size_mod, arrays_size_mod, unbundling)
