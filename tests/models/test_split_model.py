@@ -332,6 +332,18 @@ def test_unsplit_training_is_the_same() -> None:
     assert_near(whole, dict(model.state_dict()))
 
 
+def test_labels_that_do_not_count_do_not_weigh_in_the_default_loss() -> None:
+    """One micro-batch has none that counts: its mean alone would be NaN."""
+    model, split_model = live(own_models.VisionTransformer, pictures)
+    step = pictures(1)
+    step["labels"][:4] = -100
+    weights = {key: tensor.clone() for key, tensor in split_model.weights().items()}
+    steps = [cut_up(step, CUTS[1].micro_batches)]
+    losses, split = _train_split(split_model.splitter, weights, CUTS[1], steps, SGD)
+    assert losses == near(tuple(by_hand(model, hand_loss, [step], adamw=False)))
+    assert_near(split, dict(model.state_dict()))
+
+
 def test_what_the_user_froze_stays() -> None:
     model = own_models.VisionTransformer()
     for parameter in model.layers[0].parameters():
