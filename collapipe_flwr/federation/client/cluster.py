@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import reprlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -262,7 +263,18 @@ class LoaderTest:
         value = self.metrics(logits, _labels(joined(self._seen)))
         if not isinstance(value, Mapping):
             value = {getattr(self.metrics, "__name__", "metric"): value}
-        return scores | {str(name): float(score) for name, score in value.items()}
+        return scores | {str(name): _number(str(name), score) for name, score in value.items()}
+
+
+def _number(name: str, score: Any) -> float:
+    """A score of the user's metrics; raises ConfigError for one that is no number."""
+    try:
+        return float(score)
+    except (TypeError, ValueError, RuntimeError) as cause:
+        raise ConfigError(
+            f"metrics must return a number, or numbers by name, but {name!r} is "
+            f"{reprlib.repr(score)}: let the function return one"
+        ) from cause
 
 
 def _labels(batch: Mapping[str, Tensor]) -> Tensor:

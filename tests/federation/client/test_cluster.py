@@ -86,3 +86,18 @@ def test_labels_of_shorter_texts_are_padded_by_none_for_the_metrics(name: str) -
     list(test.steps(2, 2))
     test.scores(EvalResult(loss=0.0, targets=8.0, predictions=logits))
     assert counted[0].tolist() == [[1, 1, 1]] * 2 + [[1, -100, -100]] * 2
+
+
+@pytest.mark.parametrize("score", [None, [0.5, 0.25], torch.ones(2), "high"])
+def test_metrics_that_are_no_numbers_are_refused(score: object) -> None:
+    logits = ((torch.zeros(2, 4),),)
+    result = EvalResult(loss=0.0, targets=2.0, predictions=logits)
+    for value, name in ((score, "accuracy"), ({"f1": score}, "f1")):
+
+        def accuracy(*_: torch.Tensor, value: object = value) -> object:
+            return value
+
+        test = LoaderTest(loader=[{"labels": torch.ones(2).long()}], metrics=accuracy)
+        list(test.steps(2, 2))
+        with pytest.raises(ConfigError, match=f"return a number, .* but '{name}' is "):
+            test.scores(result)
