@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from collapipe_flwr.core.domain import IGNORED_LABEL
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.models.split_model import as_batch
-from collapipe_flwr.models.tasks import LABELS
+from collapipe_flwr.models.tasks import LABEL_NAMES
 
 
 @runtime_checkable
@@ -152,7 +152,7 @@ def joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def stacked(tensors: Sequence[Tensor], name: str = "") -> Tensor:
     """The rows of all ``tensors`` (B, T, ...), padded to the longest T."""
     longest = max((tensor.shape[1] for tensor in tensors if tensor.dim() > 1), default=0)
-    filling = IGNORED_LABEL if name == LABELS else 0
+    filling = IGNORED_LABEL if name in LABEL_NAMES else 0
 
     def padded(tensor: Tensor) -> Tensor:
         if tensor.dim() < 2:

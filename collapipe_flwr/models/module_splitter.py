@@ -67,7 +67,8 @@ class ModuleSplitter(AnySplitter):
         self.spec: ModuleSpec = spec
         its_own = LABELS in spec.inputs  # the model computes its loss itself
         loss = named_loss(spec.loss) or (None if its_own else cross_entropy)
-        self.objective = Objective(weight=spec.weight or EXAMPLES, targets=count_labels, loss=loss)
+        weight = spec.weight or (LABELS if loss is cross_entropy else EXAMPLES)
+        self.objective = Objective(weight=weight, targets=count_labels, loss=loss)
         skeleton = self._skeleton()
         self.num_blocks = spec.num_blocks - spec.edge_blocks
         self._layout = module_layout(skeleton, spec)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from collapipe_flwr.models.validation import refusing
 
 Batch = Mapping[str, Any] | tuple[Any, ...] | list[Any]
 _CLOSE = 1e-5  # of the largest number: the order of sums may differ
+_UNTRAINED = "the model cannot be trained on the example"
 _NOT_APART = "cannot be split: its parts do not run apart from each other"
 INPUTS = "inputs"  # and labels: what a batch of two tensors is made of
 
@@ -95,6 +98,9 @@ class SplitModel(DescribedModel):
             personal=tuple(personal),
         )
         self._check()
+        if unreached := self._unreached():
+            frozen = (*spec.frozen, *unreached)
+            self.splitter = splitter_of(replace(spec, frozen=frozen).to_json())
 
     @property
     def spec(self) -> ModelSpec | ModuleSpec:
@@ -154,12 +160,47 @@ class SplitModel(DescribedModel):
             with refusing(f"{type(self.model).__name__} {_NOT_APART}"):
                 profile_model(splitter, self.shape)
         if batch is None and isinstance(splitter, Splitter) and splitter.spec.model_class:
-            length = min(self.shape.source_length, 8)
-            batch = example_inputs(splitter.input_config, splitter.input_name, length, examples=2)
+            batch = self._made_up(splitter)
         if batch is not None and not splitter.decodes:
             _check_exact(self.model, splitter, first_examples(batch))
         if self._example is not None:
             _check_loss(self.model, splitter, first_examples(self._example))
+
+    def _made_up(self, splitter: Splitter) -> dict[str, Tensor]:
+        """Two examples without labels, for a model of transformers."""
+        length = min(self.shape.source_length, 8)
+        return example_inputs(splitter.input_config, splitter.input_name, length, examples=2)
+
+    def _unreached(self) -> tuple[str, ...]:
+        """The keys ahead of the head that the user's own training leaves alone.
+
+        No gradient reaches them past a `detach` or `no_grad` of forward, which a cut would lose.
+        """
+        splitter, batch = self.splitter, self._example
+        if isinstance(splitter, Splitter):
+            if not splitter.spec.model_class or (batch is None and splitter.decodes):
+                return ()
+            batch = self._made_up(splitter) if batch is None else batch
+        assert batch is not None
+        model = splitter.build_whole(self.weights(), trains=True)
+        trained = {k: p for k, p in model.named_parameters() if p.requires_grad}
+        reached = set[str]()
+        for key, parameter in trained.items():
+            parameter.register_post_accumulate_grad_hook(partial(_note, reached, key))
+        for mode in (True, False):  # a block may be skipped at random in training
+            model.train(mode)
+            with refusing(_UNTRAINED), torch.enable_grad(), torch.random.fork_rng(devices=()):
+                outputs = splitter.run_whole(model, first_examples(batch))
+                if self._example is None:
+                    ends = [numbers.sum() for numbers in numbers_of(outputs)]
+                else:
+                    ends = [splitter.loss_of(outputs, first_examples(batch))]
+                if ends := [end for end in ends if end.requires_grad]:
+                    torch.autograd.backward(ends)
+            if len(reached) == len(trained):
+                break
+        ahead = set(splitter.all_keys()).difference(splitter.edge_keys()) if reached else ()
+        return tuple(key for key in trained if key in ahead and key not in reached)
 
 
 def as_batch(batch: Batch) -> dict[str, Tensor]:
@@ -180,6 +221,12 @@ def as_batch(batch: Batch) -> dict[str, Tensor]:
             "DataLoader a collate_fn that leaves it out or makes one of it"
         )
     return found
+
+
+def _note(reached: set[str], key: str, parameter: Tensor) -> None:
+    """Note that a gradient came, which is of no further use."""
+    reached.add(key)
+    parameter.grad = None
 
 
 def _check_loss(model: nn.Module, splitter: AnySplitter, batch: Mapping[str, Tensor]) -> None:

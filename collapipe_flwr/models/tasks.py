@@ -36,6 +36,7 @@ Batch = Mapping[str, Tensor]
 Loss = Callable[[Any, Batch], Tensor]  # outputs of the model's forward, batch -> scalar mean
 
 LABELS = "labels"
+LABEL_NAMES = (LABELS, "label")  # of a batch: as transformers, or as data sets call them
 EXAMPLES = "examples"
 
 

@@ -142,11 +142,45 @@ class VisionTransformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Pictures (B, 3, 16, 16) to logits (B, C)."""
+        logits: Tensor = self.head(self.ln(self.body(x))[:, 0])
+        return logits
+
+    def body(self, x: Tensor) -> Tensor:
+        """Pictures to hidden states (B, T, D)."""
         patches_BTD = self.conv_proj(x).flatten(2).transpose(1, 2)
         first_BTD = self.class_token.expand(len(x), -1, -1)
         hidden_BTD = torch.cat([first_BTD, patches_BTD], dim=1) + self.pos_embedding
-        logits: Tensor = self.head(self.ln(self.layers(hidden_BTD))[:, 0])
+        found: Tensor = self.layers(hidden_BTD)
+        return found
+
+
+class Probes(VisionTransformer):
+    """Trains what stands behind its blocks alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pictures (B, 3, 16, 16) to logits (B, C)."""
+        with torch.no_grad():
+            hidden_BTD = self.body(x)
+        logits: Tensor = self.head(self.ln(hidden_BTD)[:, 0])
         return logits
+
+
+class ProbesText(BertPreTrainedModel):
+    """The same with a body of transformers."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.bert = BertModel(config, add_pooling_layer=False)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """Logits (B, C) and their loss."""
+        hidden_BTD = self.bert(input_ids).last_hidden_state.detach()
+        found = {"logits": self.classifier(hidden_BTD[:, 0])}
+        if labels is not None:
+            found["loss"] = functional.cross_entropy(found["logits"], labels)
+        return found
 
 
 class PreNormBlock(nn.Module):
@@ -183,6 +217,22 @@ class Dropping(TextClassifier):
 
     def __init__(self) -> None:
         super().__init__(dropout=0.2)
+
+
+class AloneBlock(PreNormBlock):
+    """Learns from its own result only."""
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        """(B, T, D) to the same."""
+        return super().forward(hidden_BTD.detach())
+
+
+class LearnsAbove(VisionTransformer):
+    """No gradient leaves its last block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(AloneBlock(32) for _ in range(4)))
 
 
 class NoisyBlock(PreNormBlock):

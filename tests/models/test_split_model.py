@@ -332,6 +332,18 @@ def test_unsplit_training_is_the_same() -> None:
     assert_near(whole, dict(model.state_dict()))
 
 
+def test_labels_that_do_not_count_do_not_weigh_in_the_default_loss() -> None:
+    """One micro-batch has none that counts: its mean alone would be NaN."""
+    model, split_model = live(own_models.VisionTransformer, pictures)
+    step = pictures(1)
+    step["labels"][:4] = -100
+    weights = {key: tensor.clone() for key, tensor in split_model.weights().items()}
+    steps = [cut_up(step, CUTS[1].micro_batches)]
+    losses, split = _train_split(split_model.splitter, weights, CUTS[1], steps, SGD)
+    assert losses == near(tuple(by_hand(model, hand_loss, [step], adamw=False)))
+    assert_near(split, dict(model.state_dict()))
+
+
 def test_what_the_user_froze_stays() -> None:
     model = own_models.VisionTransformer()
     for parameter in model.layers[0].parameters():
@@ -340,6 +352,31 @@ def test_what_the_user_froze_stays() -> None:
     assert "layers.0.ln_1.weight" in splitter.constant_keys
     segment = splitter.build_segment(0, 1, splitter.travelling(model.state_dict()))
     assert not any(parameter.requires_grad for parameter in segment.parameters())
+
+
+@pytest.mark.parametrize("kind", [own_models.Probes, own_models.LearnsAbove])
+def test_what_forward_keeps_from_learning_stays(kind: type[nn.Module]) -> None:
+    model, split_model = live(kind, pictures)
+    weights = {key: tensor.clone() for key, tensor in split_model.weights().items()}
+    splitter = splitter_of(split_model.spec.to_json())
+    steps = [pictures(seed) for seed in (1, 2)]
+    cut_steps = [cut_up(step, CUTS[1].micro_batches) for step in steps]
+    losses, split = _train_split(splitter, weights, CUTS[1], cut_steps, CALM)
+    assert losses == near(tuple(by_hand(model, hand_loss, steps, adamw=True)))
+    assert_near(split, dict(model.state_dict()))
+    assert torch.equal(split["layers.0.ln_1.weight"], weights["layers.0.ln_1.weight"])
+    assert not torch.equal(split["head.weight"], weights["head.weight"])
+
+
+def test_what_a_head_on_a_librarys_body_keeps_from_learning_stays() -> None:
+    ids = {"input_ids": torch.randint(3, 50, (6, 8)), "labels": torch.arange(6) % 3}
+    model = own_models.ProbesText(own_models.bert_config())
+    for given in ({"batch_size": 6, "length": 8}, {"example": ids}):
+        splitter = SplitModel(model, **given).splitter
+        body = {key for key in splitter.all_keys() if key.startswith("bert.")}
+        assert splitter.constant_keys >= body and "classifier.weight" not in splitter.constant_keys
+    usual = SplitModel(own_models.TwoHeads(own_models.bert_config()), batch_size=6, length=8)
+    assert not usual.splitter.constant_keys.intersection(usual.keys)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import reprlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -40,10 +41,10 @@ from collapipe_flwr.federation.client.pipeline_round import PipelineRound, telem
 from collapipe_flwr.federation.client.site import Site
 from collapipe_flwr.federation.messages import only_arrays
 from collapipe_flwr.host.allocator import configured_malloc, give_back
+from collapipe_flwr.models.tasks import LABEL_NAMES
 
 _log = logging.getLogger(__name__)
 Metrics = Callable[[Tensor, Tensor], Mapping[str, float] | float]
-LABEL_NAMES = ("labels", "label")
 DEVICES = "raspberry-pi-4,raspberry-pi-5,jetson-nano"
 EXAMPLES = 1000  # of a round, by default
 _HARMLESS = (message_size_mod, arrays_size_mod, unbundling)
@@ -262,7 +263,18 @@ class LoaderTest:
         value = self.metrics(logits, _labels(joined(self._seen)))
         if not isinstance(value, Mapping):
             value = {getattr(self.metrics, "__name__", "metric"): value}
-        return scores | {str(name): float(score) for name, score in value.items()}
+        return scores | {str(name): _number(str(name), score) for name, score in value.items()}
+
+
+def _number(name: str, score: Any) -> float:
+    """A score of the user's metrics; raises ConfigError for one that is no number."""
+    try:
+        return float(score)
+    except (TypeError, ValueError, RuntimeError) as cause:
+        raise ConfigError(
+            f"metrics must return a number, or numbers by name, but {name!r} is "
+            f"{reprlib.repr(score)}: let the function return one"
+        ) from cause
 
 
 def _labels(batch: Mapping[str, Tensor]) -> Tensor:

@@ -11,8 +11,10 @@ from flwr.app import Context, RecordDict
 from flwr.clientapp import ClientApp
 
 from collapipe_flwr import Cluster
+from collapipe_flwr.cluster.evaluation import EvalResult
 from collapipe_flwr.config.schema import EdgeConfig, TrainConfig, WorldConfig
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.federation.client.cluster import LoaderTest
 from collapipe_flwr.federation.client.node import Node
 from collapipe_flwr.federation.client.node_state import OPTIMIZER, NodeState
 from collapipe_flwr.federation.client.site import Site
@@ -73,3 +75,29 @@ def test_a_library_keeps_its_state_in_the_folder_of_the_node_under_flowers_run(
     found = restarted(tmp_path, 2).recall(OPTIMIZER)
     assert found is not None and torch.equal(found["weight"][0], slots[0])
     assert restarted(tmp_path, 2, run=2).recall(OPTIMIZER) is None
+
+
+@pytest.mark.parametrize("name", ["labels", "label"])
+def test_labels_of_shorter_texts_are_padded_by_none_for_the_metrics(name: str) -> None:
+    batches = [{name: torch.ones(2, length).long()} for length in (3, 1)]
+    counted = []
+    test = LoaderTest(loader=batches, metrics=lambda _, labels: counted.append(labels) or 0.0)
+    logits = tuple((torch.zeros(2, length, 4),) for length in (3, 1))
+    list(test.steps(2, 2))
+    test.scores(EvalResult(loss=0.0, targets=8.0, predictions=logits))
+    assert counted[0].tolist() == [[1, 1, 1]] * 2 + [[1, -100, -100]] * 2
+
+
+@pytest.mark.parametrize("score", [None, [0.5, 0.25], torch.ones(2), "high"])
+def test_metrics_that_are_no_numbers_are_refused(score: object) -> None:
+    logits = ((torch.zeros(2, 4),),)
+    result = EvalResult(loss=0.0, targets=2.0, predictions=logits)
+    for value, name in ((score, "accuracy"), ({"f1": score}, "f1")):
+
+        def accuracy(*_: torch.Tensor, value: object = value) -> object:
+            return value
+
+        test = LoaderTest(loader=[{"labels": torch.ones(2).long()}], metrics=accuracy)
+        list(test.steps(2, 2))
+        with pytest.raises(ConfigError, match=f"return a number, .* but '{name}' is "):
+            test.scores(result)
