@@ -22,8 +22,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, pytorch_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from collapipe_flwr.core.errors import ModelError
@@ -39,6 +40,16 @@ from collapipe_flwr.models.validation import UNFIT, why_unfit
 ON_VALUES = "what it computes depends on values, not only on shapes"
 VALUES_ASKED = (DataDependentOutputException, DynamicOutputShapeException)
 _EXAMPLES, _LENGTH = 2, 8
+_is_compiling = pytorch_utils.is_torchdynamo_compiling
+
+
+def _keeps_nothing() -> bool:
+    """Whether functions of transformers pass by their caches, which would keep fake tensors."""
+    modes = _get_current_dispatch_mode_stack()
+    return _is_compiling() or any(isinstance(mode, FakeTensorMode) for mode in modes)
+
+
+pytorch_utils.is_torchdynamo_compiling = _keeps_nothing  # the caches alone ask for it there
 
 
 @contextmanager
