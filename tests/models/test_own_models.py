@@ -190,6 +190,12 @@ def test_what_a_body_keeps_from_call_to_call_has_values() -> None:
     assert_near(split, whole)
 
 
+def test_positions_that_are_drawn_at_random_are_refused() -> None:
+    """Every machine would draw others for its own blocks."""
+    with pytest.raises(ModelError, match=r"'position_embeddings' .* drawn at random"):
+        SplitModel(own_models.OnDino(own_models.dino_config(rescale=2.0)))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_equal_the_users_own(case: str) -> None:
     spec, kind, loss_of = CASES[case]
