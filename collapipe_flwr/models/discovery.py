@@ -22,14 +22,16 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, pytorch_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import is_within
 from collapipe_flwr.models.families import FAMILIES, Family, base_path, stack_path
 from collapipe_flwr.models.module_call import arguments_of, hidden_of
+from collapipe_flwr.models.random_functions import RANDOM
 from collapipe_flwr.models.skeleton import build_skeleton, example_inputs, place_tensor, read_config
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.stack import without_cache
@@ -39,6 +41,16 @@ from collapipe_flwr.models.validation import UNFIT, why_unfit
 ON_VALUES = "what it computes depends on values, not only on shapes"
 VALUES_ASKED = (DataDependentOutputException, DynamicOutputShapeException)
 _EXAMPLES, _LENGTH = 2, 8
+_is_compiling = pytorch_utils.is_torchdynamo_compiling
+
+
+def _keeps_nothing() -> bool:
+    """Whether functions of transformers pass by their caches, which would keep fake tensors."""
+    modes = _get_current_dispatch_mode_stack()
+    return _is_compiling() or any(isinstance(mode, FakeTensorMode) for mode in modes)
+
+
+pytorch_utils.is_torchdynamo_compiling = _keeps_nothing  # the caches alone ask for it there
 
 
 @contextmanager
@@ -76,6 +88,29 @@ class _WithoutValues(TorchFunctionMode):
         if func is torch.rand and args == ([],):
             return torch.tensor(0.0)
         return func(*args, **(kwargs or {}))
+
+
+class _MarkingDrawn(TorchFunctionMode):
+    """Tensors that are drawn at random want gradients, as learned ones do.
+
+    What blocks read besides hidden states may be neither: every machine would draw its own.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        del types
+        given = kwargs or {}
+        found = func(*args, **given)
+        share = given.get("p", args[1] if len(args) > 1 else 1) if "dropout" in func.__name__ else 1
+        drawn = func in RANDOM and share != 0 and isinstance(found, Tensor)
+        if not (drawn and found.is_floating_point() and found.dim()):  # numbers decide on skipping
+            return found
+        return found if found.requires_grad else found.detach().requires_grad_().clone()
 
 
 @dataclass(slots=True)
@@ -183,7 +218,8 @@ def _run(stack: PreTrainedModel, blocks_path: str, spec: ModelSpec) -> _Trace:
         if name not in inputs:
             raise refusal(spec, f"it reads {name!r}, which examples of {spec.task} do not hold")
     try:
-        trace.output = stack(**inputs, **without_cache(stack))
+        with _MarkingDrawn():
+            trace.output = stack(**inputs, **without_cache(stack))
     except VALUES_ASKED as cause:
         raise refusal(spec, ON_VALUES) from cause
     except UNFIT as cause:
@@ -219,14 +255,16 @@ def _check_chain(trace: _Trace, spec: ModelSpec) -> None:
         if args[0].shape != trace.arguments[0][0][0].shape:
             raise refusal(spec, f"its block {index - 1} changes the shape of hidden states")
         others = {**{f"argument {i}": arg for i, arg in enumerate(args[1:], 1)}, **kwargs}
-        learned = [
+        own = [
             name
             for name, value in others.items()
             if any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(value))
         ]
-        if learned:
+        if own:
             raise refusal(
-                spec, f"block {index} reads {learned[0]!r} besides hidden states, which is learned"
+                spec,
+                f"block {index} reads {own[0]!r} besides hidden states, which is learned or drawn "
+                "at random: other machines would have another",
             )
 
 

@@ -12,6 +12,9 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertModel,
+    DINOv3ViTConfig,
+    DINOv3ViTModel,
+    DINOv3ViTPreTrainedModel,
     ElectraConfig,
     ElectraModel,
     ElectraPreTrainedModel,
@@ -600,3 +603,34 @@ def electra_config() -> ElectraConfig:
         attention_probs_dropout_prob=0.0,
         num_labels=3,
     )
+
+
+def dino_config(rescale: float | None) -> DINOv3ViTConfig:
+    """Positions are stretched by chance in training where there is a ``rescale``."""
+    return DINOv3ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        intermediate_size=48,
+        image_size=16,
+        patch_size=4,
+        num_labels=3,
+        pos_embed_rescale=rescale,
+    )
+
+
+class OnDino(DINOv3ViTPreTrainedModel):
+    """A head on a body whose positions are kept from call to call."""
+
+    def __init__(self, config: DINOv3ViTConfig) -> None:
+        super().__init__(config)
+        self.body = DINOv3ViTModel(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.classifier(self.body(pixel_values).last_hidden_state[:, 0])
+        found = {"logits": logits}
+        return (
+            found if labels is None else {**found, "loss": functional.cross_entropy(logits, labels)}
+        )

@@ -34,6 +34,7 @@ from tests.laws.test_cluster_equals_whole import (
     _edge,
     _micro_batches,
     _train_split,
+    _train_unsplit,
 )
 from tests.models import own_models
 
@@ -174,6 +175,25 @@ def test_own_heads_on_bodies_without_a_record(
     losses, split = _train_split(split_model.splitter, weights, CUTS[1], cut_steps, CALM)
     assert losses == near(tuple(by_hand(model, two_heads_loss, steps, adamw=True)))
     assert_near(split_model.splitter.whole_state(split), dict(model.state_dict()), depth=3)
+
+
+def test_what_a_body_keeps_from_call_to_call_has_values() -> None:
+    """The trace computes the same positions on fake tensors, before anything else does."""
+    splitter = SplitModel(own_models.OnDino(own_models.dino_config(rescale=None))).splitter
+    rng = torch.Generator().manual_seed(1)
+    pictures = torch.randn(6, 3, 16, 16, generator=rng)
+    step = {"pixel_values": pictures, "labels": torch.arange(6) % 3}
+    weights = splitter.initial_weights(seed=1)
+    losses, split = _train_split(splitter, weights, CUTS[1], [cut_up(step, (3, 3))], SGD)
+    whole_losses, whole = _train_unsplit(splitter, weights, [[step]], SGD)
+    assert losses == near(whole_losses)
+    assert_near(split, whole)
+
+
+def test_positions_that_are_drawn_at_random_are_refused() -> None:
+    """Every machine would draw others for its own blocks."""
+    with pytest.raises(ModelError, match=r"'position_embeddings' .* drawn at random"):
+        SplitModel(own_models.OnDino(own_models.dino_config(rescale=2.0)))
 
 
 @pytest.mark.parametrize("case", CASES)
