@@ -41,16 +41,17 @@ from collapipe_flwr.models.validation import UNFIT, why_unfit
 ON_VALUES = "what it computes depends on values, not only on shapes"
 VALUES_ASKED = (DataDependentOutputException, DynamicOutputShapeException)
 _EXAMPLES, _LENGTH = 2, 8
-_is_compiling = pytorch_utils.is_torchdynamo_compiling
+_ASKED = "is_torchdynamo_compiling"  # by transformers' caches of functions, and by them alone
+_is_compiling: Callable[[], bool] = getattr(pytorch_utils, _ASKED)
 
 
-def _keeps_nothing() -> bool:
+def _passes_caches() -> bool:
     """Whether functions of transformers pass by their caches, which would keep fake tensors."""
     modes = _get_current_dispatch_mode_stack()
     return _is_compiling() or any(isinstance(mode, FakeTensorMode) for mode in modes)
 
 
-pytorch_utils.is_torchdynamo_compiling = _keeps_nothing  # the caches alone ask for it there
+setattr(pytorch_utils, _ASKED, _passes_caches)
 
 
 @contextmanager
