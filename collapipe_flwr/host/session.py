@@ -266,6 +266,11 @@ class Session:
             )
         return False
 
+    def leave_room(self) -> None:
+        """If the session is closed, wait for its last use, which keeps its memory, to end."""
+        if self.closed:
+            self._dropped.wait(BUSY_S)
+
     def retire(self) -> bool:
         """Close a session that is not in use, without `drop`; return whether it was not."""
         with self._turn:
@@ -273,6 +278,7 @@ class Session:
                 return False
             self.closed = "it was not in use"
             self.empty()
+            self._dropped.set()
             return True
 
     @property

@@ -38,10 +38,14 @@ class SessionTable:
     ) -> Session:
         """Add a session. Raises SessionRefused when the id is taken or the table is full.
 
-        An opener with `most_of_opener` sessions loses the one that was unused for longest.
+        An opener with `most_of_opener` sessions loses the one that was unused for longest. If the
+        device's segment before this one was closed in the middle of a pass, that may end first.
         """
         if not request.key.session_id or len(request.key.token) < 16:
             raise SessionRefused("a session needs an id and a token of 16 characters or more")
+        for session in self.all():
+            if _replaces(request, session.request):
+                session.leave_room()
         with self._lock:
             if request.key.session_id in self._sessions:
                 raise SessionRefused(f"session {request.key.session_id} is open already")
@@ -102,9 +106,7 @@ class SessionTable:
         It is still here if the device, or its control unit, was away when that round ended.
         """
         for session in tuple(self._sessions.values()):
-            before = session.request
-            same = (before.stage.name, before.opener) == (request.stage.name, request.opener)
-            if same and before.placement is not None and request.placement is not None:
+            if _replaces(request, session.request):
                 self._retire(session)
 
     def _make_room(self) -> None:
@@ -116,3 +118,9 @@ class SessionTable:
                 self._retire(session)
         if len(self._sessions) >= self.most_sessions:
             raise SessionRefused(f"the host holds {self.most_sessions} sessions, its limit")
+
+
+def _replaces(request: SessionRequest, before: SessionRequest) -> bool:
+    """Whether both are segments of one device for the same cluster."""
+    same = (before.stage.name, before.opener) == (request.stage.name, request.opener)
+    return same and before.placement is not None and request.placement is not None

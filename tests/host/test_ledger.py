@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,36 @@ def test_a_step_that_does_not_end_keeps_its_room_until_it_does(
         assert ledger.held_bytes == STATE
         gate.opened.set()
     assert (ledger.held_bytes, host.health().sessions) == (0, 0)
+
+
+def test_the_next_segment_waits_for_the_room_of_one_whose_pass_has_not_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a replay: the control unit does not wait for the end of a long pass."""
+    gate, closed = Authorizer(), session_key("a")
+    host = opened(Ledger(int(1.5 * STATE)), "a", blocks=(0, 1))
+    host.push_weights(closed, HEAD)
+
+    def read() -> None:
+        with host.reading(closed):
+            gate.wait()
+
+    def replay() -> None:
+        host.open(request("b", optimizer=ADAMW, blocks=(0, 2)))
+        host.push_weights(session_key("b"), HEAD)
+
+    with in_thread(read):
+        assert gate.entered.wait(60)
+        with monkeypatch.context() as patch:
+            patch.setattr(sessions, "BUSY_S", 0.05)
+            with pytest.raises(LinkError, match="what uses it has not ended"):
+                host.close(closed)
+        with in_thread(replay) as replayed:
+            time.sleep(0.2)
+            early = list(replayed)
+            gate.opened.set()
+    assert (early, replayed) == ([], [None])
+    assert host.weights(session_key("b"))
 
 
 def test_a_host_takes_up_the_snapshots_that_it_has_room_for(
