@@ -140,6 +140,7 @@ class StrategyHooks:
         if self._model is not None and self._gateway is None:
             raise RunError(_NOT_RUNNING)
         self._attempts = Attempts(self._retries)
+        self._accepted.begin(server_round)
         self._grid, state = grid, rng_state()
         self._configure = partial(self._configured, server_round, arrays, config, state)
         return self._with_retries(self._configure)
