@@ -21,6 +21,7 @@ from collapipe_flwr.federation.inner import layers
 from collapipe_flwr.federation.late_updates import LateUpdate, LateUpdates
 from collapipe_flwr.federation.messages import readdressed, restored
 from collapipe_flwr.federation.open_round import OpenRound
+from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.federation.planning import DescribedClusters, Planning, planner_of
 from collapipe_flwr.federation.records import EXAMPLES
 from collapipe_flwr.federation.rounds import (
@@ -140,6 +141,7 @@ class StrategyHooks:
         if self._model is not None and self._gateway is None:
             raise RunError(_NOT_RUNNING)
         self._attempts = Attempts(self._retries)
+        self._accepted.begin(server_round)
         self._grid, state = grid, rng_state()
         self._configure = partial(self._configured, server_round, arrays, config, state)
         return self._with_retries(self._configure)
@@ -246,8 +248,9 @@ class StrategyHooks:
         self.close()
         plan, planner = self._planned, self.planner
         nodes = [message.metadata.dst_node_id for message in messages]
-        if isinstance(planner, DescribedClusters) and not plan.cluster_ids.keys() >= set(nodes):
-            planner.query_unknown(grid, nodes)
+        if isinstance(planner, ScheduledRounds) and not plan.cluster_ids.keys() >= set(nodes):
+            if isinstance(planner, DescribedClusters):
+                planner.query_unknown(grid, nodes)
             plan = planner.plan_evaluation(server_round, nodes, arrays)
         self._attempts = Attempts(self._retries)
         return self._with_retries(lambda: self._opened(plan, server_round, arrays, messages))

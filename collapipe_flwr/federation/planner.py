@@ -99,6 +99,15 @@ class ScheduledRounds:
             bundles=frozenset(p.cluster_id for p in self.world.clusters if p.bundles),
         )
 
+    def plan_evaluation(
+        self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord
+    ) -> RoundPlan:
+        """A plan for nodes that only evaluate; the scheduler's state stays as it is."""
+        before = self.state
+        plan = self.plan(server_round, nodes, arrays)
+        self.state = before
+        return plan
+
     def _step(self, server_round: int, present: Sequence[str]) -> Plan:
         snapshot = self._believed(server_round, present)
         if self.state is None:

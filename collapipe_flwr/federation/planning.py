@@ -130,15 +130,6 @@ class DescribedClusters(ScheduledRounds):
                 "clients' logs"
             )
 
-    def plan_evaluation(
-        self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord
-    ) -> RoundPlan:
-        """A plan for nodes that only evaluate; the scheduler's state stays as it is."""
-        before = self.state
-        plan = self.plan(server_round, nodes, arrays)
-        self.state = before
-        return plan
-
     def _register(self, found: Mapping[int, ClusterProfile]) -> None:
         """Place the clusters of new nodes; a cluster may be back as another node.
 

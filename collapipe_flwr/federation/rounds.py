@@ -65,6 +65,11 @@ class AcceptedRounds:
         saved = {rounds[cluster_id] for rounds in self.saved if cluster_id in rounds}
         return replace(self.clusters.get(cluster_id, Progress()), saved=tuple(sorted(saved)))
 
+    def begin(self, server_round: int) -> None:
+        """Forget all rounds if this one was accepted: a new run counts from the start again."""
+        if any(progress.last_round >= server_round for progress in self.clusters.values()):
+            self.clusters, self.saved = {}, ()
+
     def accept(self, cluster_id: str, server_round: int) -> None:
         """Count a round whose reply is part of the global model."""
         rounds = self.progress(cluster_id).rounds + 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -168,6 +168,27 @@ def test_clusters_are_told_their_own_rounds_and_those_of_two_checkpoints() -> No
     again.dump()
     assert again.progress("a") == Progress(rounds=4, last_round=6, saved=(5, 6))
     assert again.progress("a").needed == (6, 5, 6)
+
+
+def test_a_strategy_that_starts_again_has_accepted_nothing() -> None:
+    """As in a notebook, where the cell that starts it runs twice."""
+    orders: list[Progress] = []
+
+    def train(message: Message, context: Context) -> Message:
+        del context
+        orders.append(read_assignment(message.content).progress)
+        metrics = MetricRecord({"loss": 1.0, "num-examples": LIMIT})
+        model = {"w": decode_tensors(message.content[ARRAYS])["w"] + 1}
+        content = RecordDict({ARRAYS: encode_tensors(model), METRICS: metrics})
+        return Message(content, reply_to=message)
+
+    strategy = CollaPipe(FedAvg(fraction_evaluate=0.0))
+    grid, arrays = LocalGrid(dict.fromkeys(CLUSTERS, train)), encode_tensors({"w": torch.zeros(1)})
+    for total in (3, 6):
+        arrays = strategy.start(grid, arrays, num_rounds=3).arrays
+        assert decode_tensors(arrays)["w"] == total
+    first = [Progress(rounds=done, last_round=done) for done in (0, 0, 1, 1, 2, 2)]
+    assert orders == [*first, *first]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from tests.federation.split_clusters import (
     wrapped,
 )
 from tests.federation.test_discovery import profile
+from tests.federation.test_planner import NODES, rounds
 
 
 def test_two_clusters_average_whole_models_and_leave_no_session(wire):
@@ -271,3 +272,15 @@ def test_a_global_model_without_the_edges_arrays_is_refused():
     grid = LocalGrid({1: failing, 2: failing})
     with pytest.raises(RunError, match=r"lacks blocks\.0\.weight, .* of the whole model"):
         wrapped(edge, FixedPlanner("c1", "c2"), []).start(grid, arrays)
+
+
+def test_clusters_that_a_round_did_not_train_are_evaluated_all_the_same() -> None:
+    edge, arrays = MemoryEdge(), encode_tensors(model())
+    inner = FedAvg(fraction_train=0.5, min_train_nodes=1)
+    strategy = wrapped(edge, rounds("uniform"), [], inner)
+    grid = LocalGrid({node: trainer(edge, 1.0, 8) for node in NODES})
+    asked = strategy.configure_train(1, arrays, ConfigRecord(), grid)
+    assert len(asked) == 1
+    strategy.aggregate_train(1, grid.send_and_receive(asked))
+    tested = strategy.configure_evaluate(1, arrays, ConfigRecord(), grid)
+    assert {message.metadata.dst_node_id for message in tested} == set(NODES)
