@@ -40,7 +40,8 @@ def test_threads_open_no_heaps_of_their_own():
     assert shared < opened("alone")[1]
 
 
-# A process that holds, frees and holds again; KiB in large pages and KiB resident each time.
+# A process that holds, frees and holds again; each time KiB of the heap for which large pages were
+# asked (how many there are depends on what other programs have left), and KiB resident.
 LARGE = """
 import re, resource, sys
 from pathlib import Path
@@ -48,9 +49,13 @@ from collapipe_flwr.host.allocator import give_back, configure_malloc
 if sys.argv[1] == "limited":
     resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))
 configure_malloc()
+def size(text, name="Rss"):
+    return int(re.search(name + r":\\s+(\\d+)", text)[1])
 def look():
-    text = Path("/proc/self/smaps_rollup").read_text()
-    print(*(re.search(name + r":\\s+(\\d+)", text)[1] for name in ("AnonHugePages", "Rss")))
+    ranges = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+    heap = [text for text in ranges if "[heap]" in text]
+    asked = [size(text) for text in heap if re.search(r"VmFlags:.* hg( |$)", text, re.M)]
+    print(sum(asked), size(Path("/proc/self/smaps_rollup").read_text()))
 held = [bytearray(b"x") * 2_000_000 for _ in range(20)]
 look(); del held; give_back(); look()
 held = [bytearray(b"x") * 2_000_000 for _ in range(20)]
