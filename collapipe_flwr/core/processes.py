@@ -33,7 +33,8 @@ _Handler = Callable[[int, FrameType | None], object]
 def stopping() -> Iterator[threading.Event]:
     """Yield an event that SIGTERM and SIGINT set while the body runs."""
     stop = threading.Event()
-    with _handled(lambda *_: None), _heard(lambda _: stop.set()):
+    # In this order: a signal between the two ends the process instead of being lost.
+    with _heard(lambda _: stop.set()), _handled(lambda *_: None):
         yield stop
 
 

@@ -91,6 +91,23 @@ def test_a_signal_ends_a_wait_whatever_the_main_thread_is_at(strike: str) -> Non
     subprocess.run([sys.executable, "-c", script], timeout=120, check=True)
 
 
+def test_a_signal_before_it_can_be_heard_ends_the_process() -> None:
+    """It is not lost: a program whose stdin ended at once would wait for ever."""
+    script = (
+        "import signal\n"
+        "from collapipe_flwr.core.processes import stopping\n"
+        "hear = signal.set_wakeup_fd\n"
+        "def early(number):\n"
+        "    signal.raise_signal(signal.SIGTERM)\n"
+        "    return hear(number)\n"
+        "signal.set_wakeup_fd = early\n"
+        "with stopping() as stop:\n"
+        "    stop.wait(60)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], timeout=50, check=False)
+    assert ended.returncode == -15
+
+
 def test_a_signal_that_another_thread_gets_ends_what_the_main_thread_waits_for() -> None:
     script = (
         "import signal, threading\n"

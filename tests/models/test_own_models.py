@@ -179,7 +179,9 @@ def test_own_heads_on_bodies_without_a_record(
 
 def test_what_a_body_keeps_from_call_to_call_has_values() -> None:
     """The trace computes the same positions on fake tensors, before anything else does."""
-    splitter = SplitModel(own_models.OnDino(own_models.dino_config(rescale=None))).splitter
+    splitter = SplitModel(
+        own_models.OnDino(own_models.dino_config(rescale=None)), batch_size=6
+    ).splitter
     rng = torch.Generator().manual_seed(1)
     pictures = torch.randn(6, 3, 16, 16, generator=rng)
     step = {"pixel_values": pictures, "labels": torch.arange(6) % 3}
@@ -193,7 +195,7 @@ def test_what_a_body_keeps_from_call_to_call_has_values() -> None:
 def test_positions_that_are_drawn_at_random_are_refused() -> None:
     """Every machine would draw others for its own blocks."""
     with pytest.raises(ModelError, match=r"'position_embeddings' .* drawn at random"):
-        SplitModel(own_models.OnDino(own_models.dino_config(rescale=2.0)))
+        SplitModel(own_models.OnDino(own_models.dino_config(rescale=2.0)), batch_size=6)
 
 
 @pytest.mark.parametrize("case", CASES)
