@@ -65,7 +65,8 @@ def _followed(folder: Path) -> tuple[Path, dict[str, Any]]:
             found = feed.next(known, timeout_s=60.0)
             assert found is not None, "the end of the run did not arrive"
             known, news = found[0], json.loads(found[1])
-            if news["head"]["status"] not in ("waiting", "starting", "running"):
+            # Between the run-config and its lock, a page says "interrupted" for a moment.
+            if news["head"]["status"] in ("completed", "failed", "stopped"):
                 return run.run_dir, news
 
 
