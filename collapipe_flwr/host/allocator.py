@@ -72,8 +72,8 @@ def configured_malloc() -> Iterator[None]:
 def give_back(place: torch.device | None = None) -> None:
     """Return all free memory to the system, also from between allocations.
 
-    And what torch keeps of an accelerator's for tensors to come, with which other programs and the
-    next look at its free memory would have to do without.
+    For an accelerator also the memory that torch keeps for later tensors: other programs cannot use
+    it, and it would not count as free.
     """
     trim = _function("malloc_trim")
     if trim is not None:
