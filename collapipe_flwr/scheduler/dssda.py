@@ -27,7 +27,7 @@ from collapipe_flwr.scheduler.decision import Decision
 from collapipe_flwr.scheduler.estimates import with_profiles
 from collapipe_flwr.scheduler.gain_estimates import robust, with_averages, with_forecast
 from collapipe_flwr.scheduler.model_share import capped, least_shares, widened
-from collapipe_flwr.scheduler.multipliers import Dual, weight_for
+from collapipe_flwr.scheduler.multipliers import Dual, unlearned_weight, weight_for
 from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.protocol import Nested, SchedulerConfig, SchedulerState
 
@@ -93,7 +93,8 @@ class Dssda(Policy):
                 theta, spare = dual.multipliers(kept), solution_plan(kept, self.name, 1.0)
         except InfeasibleError:  # the round's own search widens the caps
             pass
-        weight = self.settings.penalty_weight or weight_for(theta)
+        usual = weight_for(theta) if dual.learns else unlearned_weight(int(dual.limited.sum()))
+        weight = self.settings.penalty_weight or usual
         budget = np.where(theta > 0.0, tables.members.budget_mi, 0.0)
         known = known_budgets(state.budget_j, snapshot)
         return replace(
@@ -187,7 +188,7 @@ def within(planner: Planner, solution: Solution) -> Solution:
     Their bandwidth is levelled by steps as played.
     """
     if not planner.few:
-        return planner.as_played(solution)
+        return planner.caught_up(solution)
     for _ in range(OVERDRAFTS):
         room = of_members(planner.room_mi, solution.rows, padding=np.inf)
         if (solution.priced.energy_j <= room).all():

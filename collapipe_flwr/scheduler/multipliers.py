@@ -12,7 +12,8 @@ backlog (Huang and Neely 2011), and need not fill up first.
 
 V is the length of a queue that is worth the whole of a latency, so one budget more in a queue
 changes its multiplier by 1/V. That is a tenth of what multipliers are, on average: where budgets
-have slack, multipliers are small and V large.
+have slack, multipliers are small and V large. Of many clusters none is learned. What a second costs
+all of them together is then spread over all their devices, so V grows with their number.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ INWARD = 0.4  # part of the way from the best point to where planes are highest
 ENOUGH = 2e-3  # relative distance from the best multipliers
 WORK = 12_000  # clusters x devices x blocks that all of their searches may come to
 SEARCHES = 500  # of single clusters, where there are too many to search them thoroughly
-FEWEST = 5  # where time allows fewer steps, queues start empty
+FEWEST = 10  # where time allows fewer steps, queues start empty
 PART = 0.1  # of the mean multiplier, by which one budget changes a multiplier
 WEIGHTS = (1.0, 1000.0)  # V is within these
 ALWAYS = 1e-6  # price of energy where its multiplier is 0, so that nothing is wasted
@@ -81,9 +82,14 @@ class Dual:
         return min(self.solutions, key=lambda s: self.value(s, theta_mi))
 
     @property
+    def learns(self) -> bool:
+        """Whether time allows steps enough to learn multipliers."""
+        return self._steps >= FEWEST
+
+    @property
     def broken(self) -> bool:
         """Whether the quickest plan breaks a budget, and time allows steps to learn its price."""
-        if self._steps < FEWEST or not self.limited.any():
+        if not self.learns or not self.limited.any():
             return False
         self.solutions.append(self.at(np.zeros_like(self.planner.price_mi)).solve())
         return bool((self.excess(self.solutions[-1]) > 0.0).any())
@@ -120,6 +126,11 @@ class Dual:
         excess = np.array([self.excess(s).ravel() for s in self.solutions])
         value, theta = mixed(cost, excess)
         return value, theta.reshape(nothing.shape)
+
+
+def unlearned_weight(devices: int) -> float:
+    """V where time allows no steps: multipliers of so many devices sum to about one latency."""
+    return max(devices / PART, USUAL_WEIGHT)
 
 
 def weight_for(theta_mi: Array) -> float:

@@ -40,7 +40,7 @@ SLOW = 0.98  # of a round's length: for clusters that take longer, rows far away
 CLOSE = 1.015  # a plan for another length of a round is polished if it costs up to this factor
 ELSEWHERE = 0.02  # least relative difference of such lengths
 ENOUGH = 1e-4  # relative gain of an alternation that is worth another
-ALTERNATIONS_AGAIN = 2  # at most, of many clusters with rows in place
+ALTERNATIONS_AGAIN = 1  # at most, of many clusters with rows in place
 CORRECTIONS = 3  # of the radio's formula of 1F1B at most
 EVENING = (0.5, 1.0, 2.0, 4.0, 8.0)  # of relative latencies, by which bandwidth is moved
 EVENINGS = 4  # times at most
@@ -48,6 +48,9 @@ EXCESS = 1e-3  # of a round: what that formula may be wrong by
 AMPLE = 8.0  # times its bandwidth: what a cluster is slow with is not the bandwidth's fault
 WORTHWHILE = 1e-3  # relative gain that is worth another look of many clusters
 LATE_CLUSTERS = 10  # of many that are searched further at a time
+MUCH_LATER = 1.02  # than by the bound: other rows are tried for clusters that end so
+WORTH_A_CHANGE = 0.05  # of the objective, by which their rows may be dearer
+CATCHING_UP = 16  # rows of such a cluster that are played
 LATE_ROWS = 32  # rows of such a cluster that a beam goes on from
 SAME = 1e-9  # relative differences below this count as none
 
@@ -261,20 +264,43 @@ class Planner(RoundProblem):
         best = self._at_full_power(best, np.full(len(rows), band_hz / len(rows)))
         return best if hz_m is None else self._at_full_power(best, hz_m)
 
-    def _at_full_power(self, best: Solution, hz_m: Array) -> Solution:
+    def _at_full_power(
+        self, best: Solution, hz_m: Array, longer_s: Array | None = None
+    ) -> Solution:
         """The rows of ``best`` over these bandwidths if they cost less so."""
         times = full_power_times(best.chain, hz_m)
         allocation = replace(best.allocation, edge_hz_r=hz_m, times=times)
-        trial = self.priced(best.chain, allocation, best.rho, best)
+        trial = self.priced(best.chain, allocation, best.rho, best, longer_s)
         return min(best, trial, key=lambda s: s.objective)
 
-    def as_played(self, solution: Solution) -> Solution:
-        """A decision by the bound, with bandwidth that suits its steps as played."""
+    def as_played(self, solution: Solution, *, twice: bool = True) -> Solution:
+        """A decision by the bound, with bandwidth that suits its steps as played.
+
+        Where steps are not played ``twice``, they stay as much longer than the bound as they were.
+        """
         if not self.plays or self.settings.schedule != "1f1b":
             return solution
-        return self.levelled(self.priced(solution.chain, solution.allocation, solution.rho))
+        played = self.priced(solution.chain, solution.allocation, solution.rho)
+        return self.levelled(played, twice=twice)
 
-    def levelled(self, best: Solution) -> Solution:
+    def caught_up(self, solution: Solution) -> Solution:
+        """`as_played`, with other rows for clusters that then end much later than by the bound."""
+        best, bound_s = self.as_played(solution, twice=False), solution.priced.latency_s.max()
+        late = np.flatnonzero(best.priced.latency_s > MUCH_LATER * bound_s)
+        if not len(late):
+            return best
+        place = self._in_place(best)
+        near = place.bounded(self.fitting(self.neighbours(best.rows.take(late))))
+        dearer = near.costs.worth - place.costs.worth[near.near.cluster_r]
+        in_time = near.costs.latency <= MUCH_LATER * bound_s
+        near = near.take(np.flatnonzero(in_time & (dearer < WORTH_A_CHANGE * best.objective)))
+        if not len(near.near):
+            return best
+        rows = place.played(near.first(CATCHING_UP).near, joint=True).together()
+        trial = self.bounded().radio(rows, best.allocation.edge_hz_r)
+        return min(best, self.as_played(trial, twice=False), key=lambda s: s.objective)
+
+    def levelled(self, best: Solution, *, twice: bool = True) -> Solution:
         """Bandwidth with which clusters at full power end together, if that is better.
 
         By the lower bound, and how much longer the steps took that were played last.
@@ -282,7 +308,7 @@ class Planner(RoundProblem):
         chain, band_hz = best.chain, self.tables.snapshot.radio.bandwidth_hz
         longer_s = best.priced.latency_s - latency_of(chain, best.allocation.times)
         hz_m = levelled_hz(chain, best.allocation.edge_hz_r, band_hz, longer_s)
-        return self._at_full_power(best, hz_m)
+        return self._at_full_power(best, hz_m, None if twice else longer_s)
 
     def evened(self, best: Solution) -> Solution:
         """More bandwidth for slower clusters, all at full power, while the objective falls."""
@@ -309,16 +335,24 @@ class Planner(RoundProblem):
         return self.priced(chain, allocation, rho)
 
     def priced(
-        self, chain: Chain, allocation: Allocation, rho: float, best: Solution | None = None
+        self,
+        chain: Chain,
+        allocation: Allocation,
+        rho: float,
+        best: Solution | None = None,
+        longer_s: Array | None = None,
     ) -> Solution:
         """Latency, energy and objective of a decision.
 
-        1F1B is played unless the lower bound shows that ``best`` is better, or must do.
+        1F1B is played unless the lower bound shows that ``best`` is better, or must do, or it is
+        known how much longer than by the bound rounds are.
         """
         powers = powers_for(chain, allocation.edge_hz_r, allocation.times)
         priced = price_rows(chain, allocation.times, powers)
+        if longer_s is not None:
+            priced = replace(priced, latency_s=priced.latency_s + longer_s)
         objective = self._objective(chain, priced, rho)
-        if self.plays and (best is None or objective < best.objective):
+        if longer_s is None and self.plays and (best is None or objective < best.objective):
             priced = played(chain, allocation.times, priced)
             objective = self._objective(chain, priced, rho)
         return Solution(

@@ -16,6 +16,7 @@ import numpy as np
 
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.layouts import Layouts, keys_of, replaced, stack
+from collapipe_flwr.scheduler.cheapest_rows import cheapest_rows
 from collapipe_flwr.scheduler.dual_prices import DualPrices
 from collapipe_flwr.scheduler.initial_layouts import (
     all_layouts,
@@ -38,7 +39,9 @@ FAR_CLUSTERS = 8  # up to here time allows looking two moves away
 FEW_CLUSTERS = 20  # with more, what is tried is limited
 NO_LIMIT = 10**9
 TRIED = (20_000, 0.2)  # rows whose neighbours a decision from scratch tries: in all, per cluster
-TRIED_AGAIN = (1000, 0.3)  # the same with rows in place
+TRIED_AGAIN = (300, 0.03)  # the same with rows in place
+LENGTHS = (0.7, 0.8, 0.9, 1.0, 1.1, 1.5, 3.0)  # of a round, over that with rows in place
+LENGTHS_AGAIN = (0.92, 0.97, 1.0, 1.04)  # the same where prices are those of the round itself
 SAMPLE = 200  # clusters that choose the pairs of more than twice as many
 PARTS = 3  # of what may be tried at one set of prices, so much at a time
 PRESSING = 0.9  # of the round's length: clusters that take longer are what it waits for
@@ -77,7 +80,7 @@ class Search:
             fresh = np.ones(len(pool), bool)
         else:
             known = [] if self.pool is None else [self.pool.rows]
-            new = self._around(now) if now is not None else []
+            new = [] if now is None else self._around(now) if self.thorough else self._in_time(now)
             pool = self._pool_of(stack(known + new))
             fresh = np.arange(len(pool)) >= sum(len(rows) for rows in known)
         keep = self._promising(pool)
@@ -175,20 +178,27 @@ class Search:
 
         The latter for all clusters where nothing else is known, else for those that matter most.
         """
-        pairs, which = self.problem.batches(), self.clusters
-        used = np.stack([now.micro_batch_size_r, now.micro_batches_r], axis=1)
-        used, count = np.unique(used, axis=0, return_counts=True)
-        if not self.thorough:
-            pairs = np.unique(np.concatenate([used, np.array(self._widest_pairs())]), axis=0)
+        which, batches = self.clusters, self.problem.batches()
         if self.pool is not None:
             in_place = self._pool_of(now)
             value = Picking(self.problem, in_place).value(self.clusters)
             which = np.flatnonzero(self._pressing(in_place.costs, value))
-        if not self.thorough:
-            used = used[[int(count.argmax())]] if self.pool is None else used[:0]
-        simple = [first_rows(self.problem, which, (size, number)) for size, number in used.tolist()]
-        known = [] if self.spare is None or self.pool is not None else [self.spare]
-        return [every_batch(now, pairs)[1], *known, *simple]
+        simple = [first_rows(self.problem, which, pair) for pair in _pairs_of(now)]
+        return [every_batch(now, batches)[1], *simple]
+
+    def _in_time(self, now: Layouts) -> list[Layouts]:
+        """Where time is short: the cheapest rows for rounds of several lengths near today's.
+
+        At first also rows in place with other micro-batches, and those of a spare plan.
+        """
+        known, lengths = [now], LENGTHS if self.pool is None else LENGTHS_AGAIN
+        if self.pool is None:
+            pairs = np.unique(np.array(_pairs_of(now) + self._widest_pairs()), axis=0)
+            known = [every_batch(now, pairs)[1]]
+            known += [] if self.spare is None else [self.spare]
+        late_s = self.scorer.estimates(now).latency.max() * np.array(lengths)
+        like = now.take(np.tile(self.clusters, len(lengths)))
+        return [*known, cheapest_rows(self.scorer, like, np.repeat(late_s, len(now)))]
 
     # -- growth -----------------------------------------------------------------------------
 
@@ -281,3 +291,9 @@ def _told_apart(late_r: Array, near_r: Mask) -> Array:
     coarse = COARSE ** np.ceil(np.log(late_r) / np.log(COARSE))
     coarse = np.where((late_r > 1.0 / BAND) & (late_r < BAND), late_r, coarse)
     return np.where(near_r, coarse, np.maximum(late_r, 1.0 / BAND))
+
+
+def _pairs_of(rows: Layouts) -> list[tuple[int, int]]:
+    """The pairs of micro-batches that rows have."""
+    pairs = np.stack([rows.micro_batch_size_r, rows.micro_batches_r], axis=1)
+    return [(size, count) for size, count in np.unique(pairs, axis=0).tolist()]

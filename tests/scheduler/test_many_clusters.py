@@ -10,8 +10,12 @@ import pytest
 from benchmarks.scheduling.search_gaps import SearchSize, search_case, search_planner
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import full_power_times, latency_of
+from collapipe_flwr.scheduler.base import USUAL_WEIGHT
+from collapipe_flwr.scheduler.dssda import Dssda, within
+from collapipe_flwr.scheduler.multipliers import PART, unlearned_weight
 from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import SchedulerState
 from collapipe_flwr.scheduler.radio.equal_ends import levelled_hz
 from collapipe_flwr.simulation.episode import run_episode
 from collapipe_flwr.simulation.models import ModelShape
@@ -83,3 +87,36 @@ def test_rounds_that_follow_are_about_as_short() -> None:
     done = list(run_episode(world, scheduler, profile, setting.rounds))
     lengths = np.array([each.plan.rho * each.plan.latency_s for each in done])
     assert (lengths[1:] < 1.6 * lengths[0]).all(), lengths
+
+
+@pytest.mark.parametrize("seed", [SEED, SEED + 1])
+def test_rounds_that_follow_are_decided_nearly_as_well_as_from_scratch(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a fraction of the time, and whatever the last round has left in the accounts."""
+    setting = Setting(clusters=24, rounds=4)
+    ratios: list[float] = []
+    settle = Dssda._settle
+
+    def compared(self: Dssda, planner: Planner, state: SchedulerState) -> Solution:
+        found = settle(self, planner, state)
+        if state.last_plan is not None:
+            ratios.append(found.objective / within(planner, planner.solve()).objective)
+        return found
+
+    monkeypatch.setattr(Dssda, "_settle", compared)
+    profile = setting.model.profile()
+    scheduler = make_scheduler("dssda", setting.settings)
+    list(run_episode(setting.world(seed, profile), scheduler, profile, setting.rounds))
+    assert len(ratios) == setting.rounds - 1
+    assert max(ratios) < 1.02, ratios
+
+
+def test_a_queue_weighs_less_the_more_devices_share_the_price_of_a_second() -> None:
+    """Where no multipliers are learned: the mean of those that sum to one latency."""
+    setting = Setting(clusters=60, devices=2, rounds=1, model=ModelShape(blocks=4))
+    profile = setting.model.profile()
+    scheduler = make_scheduler("dssda", setting.settings)
+    (done,) = run_episode(setting.world(SEED, profile), scheduler, profile, 1)
+    assert done.state.weight == pytest.approx(120 / PART)
+    assert unlearned_weight(3) == USUAL_WEIGHT
