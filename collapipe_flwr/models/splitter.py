@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -244,11 +244,19 @@ def _context_keys(family: Family, task: str) -> frozenset[str]:
 
 def _drops(skeleton: PreTrainedModel, spec: ModelSpec) -> bool:
     """Own heads need not keep their dropout in the configuration."""
-    settings = skeleton.config.to_dict().items()
-    shares = [p for name, p in settings if "drop" in name and isinstance(p, float)]
+    shares = [*_drawing(skeleton.config.to_dict())]
     if spec.model_class:
         shares += [m.p for m in skeleton.modules() if isinstance(m, nn.Dropout)]
     return any(share > 0 for share in (*shares, spec.lora.dropout if spec.lora else 0.0))
+
+
+def _drawing(settings: Mapping[str, Any]) -> Iterator[float]:
+    """What of a configuration says how much is drawn in training, in its parts as well."""
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _drawing(value)
+        elif isinstance(value, float) and ("drop" in name or "jitter" in name):
+            yield value
 
 
 @lru_cache(maxsize=4)

@@ -192,6 +192,41 @@ def test_seeded_dropout_masks_are_those_of_the_unsplit_model(
     assert not torch.equal(hidden_BTD, splitter.build_whole(weights)(**batch).loss)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "task", "setting"),
+    [
+        ("clip", "image-classification", {"vision_config": {"attention_dropout": 0.2}}),
+        ("mixtral", "causal-lm", {"router_jitter_noise": 0.1}),
+    ],
+)
+def test_what_is_drawn_by_a_part_of_a_model_or_a_router_is_seeded(
+    model_type: str, task: str, setting: dict[str, Any], tiny: Any
+) -> None:
+    spec = tiny.spec(model_type, task)
+    assert not Splitter(spec).drops
+    config = json.loads(spec.config_json)
+    for key, value in setting.items():
+        config[key] = {**config[key], **value} if isinstance(value, dict) else value
+    splitter = Splitter(replace(spec, config_json=json.dumps(config)))
+    assert splitter.drops
+    weights, batch = splitter.initial_weights(seed=5), tiny.batch(model_type, task)
+    whole = splitter.build_whole(weights).train()
+    with SeededRandomness(whole, 3).at(0, 0):
+        expected = whole(**batch).loss
+    assert not torch.equal(whole.eval()(**batch).loss, expected)
+    context, hidden_BTD = splitter.context(batch), batch
+    for part in (
+        splitter.build_embedding(weights),
+        splitter.build_segment(0, 3, weights),
+        splitter.build_segment(3, 4, weights),
+        splitter.build_edge(weights),
+    ):
+        inputs = (hidden_BTD,) if hidden_BTD is batch else (hidden_BTD, context)
+        with SeededRandomness(part.model.train(), 3).at(0, 0):
+            hidden_BTD = part(*inputs)
+    assert torch.equal(hidden_BTD, expected)
+
+
 def test_a_dropout_layer_of_two_parts_has_the_masks_of_the_unsplit_model(tiny: Any) -> None:
     """T5 uses one behind its embedding, on the control unit, and behind its encoder."""
     spec = tiny.spec("t5", "seq2seq")
