@@ -14,7 +14,6 @@ Suffixes: ``_c`` search, ``_n`` place in the order, ``_l`` blocks from here to t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -100,9 +99,8 @@ class _Searches:
         part = np.ones_like(blocks) if options.schedule == "gpipe" else blocks[::-1] / blocks[-1]
         return np.asarray((late_c[:, None] / self.steps - rest - part * total) / self.count)
 
-    @cached_property
-    def order_cn(self) -> Ints:
-        """Members in the order in which they stand in a pipeline.
+    def _order(self) -> Ints:
+        """Members, (C, N), in the order in which they stand in a pipeline.
 
         Under 1F1B a round waits for a slow stage and for what stands ahead of it, not behind it.
         """
@@ -112,12 +110,13 @@ class _Searches:
 
     def rows(self) -> Layouts:
         """The cheapest row of every search that finds one; devices are added from the edge on."""
-        (searches, places), blocks = self.order_cn.shape, self.tables.num_blocks
+        order_cn, blocks = self._order(), self.tables.num_blocks
+        searches, places = order_cn.shape
         shape = (searches, blocks + 1)
         cost_ncl, depth_ncl = np.full((places + 1, *shape), np.inf), np.zeros((places + 1, *shape))
         cost_ncl[0, :, 0] = 0.0  # the edge, which has all blocks ahead of it
         number_ncl, behind_ncl = np.zeros((2, places + 1, *shape), np.int64)
-        nodes = [np.full(searches, self.tables.edge), *self.order_cn.T[::-1]]
+        nodes = [np.full(searches, self.tables.edge), *order_cn.T[::-1]]
         for n in range(1, places + 1):
             entered, depth = np.full(shape, np.inf), np.zeros(shape)
             for q in range(n):

@@ -33,7 +33,8 @@ INWARD = 0.4  # part of the way from the best point to where planes are highest
 ENOUGH = 2e-3  # relative distance from the best multipliers
 WORK = 12_000  # clusters x devices x blocks that all of their searches may come to
 SEARCHES = 500  # of single clusters, where there are too many to search them thoroughly
-FEWEST = 10  # where time allows fewer steps, queues start empty
+FEWEST = 5  # where time allows fewer steps, queues start empty
+FEWEST_OF_MANY = 10  # the same with more clusters than are searched thoroughly
 PART = 0.1  # of the mean multiplier, by which one budget changes a multiplier
 WEIGHTS = (1.0, 1000.0)  # V is within these
 ALWAYS = 1e-6  # price of energy where its multiplier is 0, so that nothing is wasted
@@ -84,7 +85,8 @@ class Dual:
     @property
     def learns(self) -> bool:
         """Whether time allows steps enough to learn multipliers."""
-        return self._steps >= FEWEST
+        many = self.planner.tables.num_clusters > FEW_CLUSTERS
+        return self._steps >= (FEWEST_OF_MANY if many else FEWEST)
 
     @property
     def broken(self) -> bool:
