@@ -20,7 +20,7 @@ from collapipe_flwr.costs.makespan import gpipe_makespan_s, step_makespan_s
 from collapipe_flwr.costs.many_steps import ManySteps
 from collapipe_flwr.costs.radio import power_for_time_w, send_time_s
 from collapipe_flwr.costs.tables import Tables
-from collapipe_flwr.costs.warm_up import Depths, choose_warm_up, one_f_one_b_makespan_s
+from collapipe_flwr.costs.warm_up import AS_GOOD, Depths, choose_warm_up, one_f_one_b_makespan_s
 from collapipe_flwr.costs.work import (
     PricingOptions,
     bulk_of,
@@ -60,6 +60,7 @@ class RowPrices:
     makespan_s: Array  # (R,) of one step's pipeline
     latency_s: Array  # (R,) of the round
     energy_j: Array  # (R, S + 1): control unit, then slots
+    depth_rs: Ints | None = None  # (R, S + 2) micro-batches in flight, where 1F1B was played
 
 
 def chain_of(tables: Tables, rows: Layouts, options: PricingOptions) -> Chain:
@@ -136,9 +137,10 @@ def played(chain: Chain, times: Array, bounded: RowPrices, rows: Ints | None = N
         return bounded
     every = np.arange(len(chain.rows)) if rows is None else rows
     makespan_s = bounded.makespan_s.copy()
-    makespan_s[every] = choose_depths(chain, times, every, makespan_s[every])[1]
+    depth_rs, makespan_s[every] = choose_depths(chain, times, every, makespan_s[every])
     latency_s = chain.fixed_s + chain.steps_r * makespan_s
-    return replace(bounded, makespan_s=makespan_s, latency_s=latency_s)
+    known = depth_rs if rows is None else None
+    return replace(bounded, makespan_s=makespan_s, latency_s=latency_s, depth_rs=known)
 
 
 def makespan_of(chain: Chain, times: Array) -> Array:
@@ -164,6 +166,11 @@ def step_times(chain: Chain, times: Array, row: int) -> StepTimes:
         hop_s=(tuple(hops[:, 0].tolist()), tuple(hops[:, 1].tolist())),
         half_duplex=chain.options.half_duplex,
     )
+
+
+def _stages(chain: Chain, rows: Ints) -> list[int]:
+    """Places of control unit, used slots and edge among S + 2."""
+    return [*range(int(chain.rows.depth_r[rows].max()) + 1), -1]
 
 
 def _many_steps(chain: Chain, times: Array, rows: Ints, stages: list[int]) -> ManySteps:
@@ -225,7 +232,7 @@ def choose_depths(
             depths, seconds_r[place] = choose_warm_up(step, limit, int(counts[place]), least_s)
             depth_rs[place, : len(depths) - 1] = depths[:-1]
     else:
-        stages = [*range(int(chain.rows.depth_r[which].max()) + 1), -1]
+        stages = _stages(chain, which)
         limit_kr = np.ascontiguousarray(limits[:, stages].T)
         many = _many_steps(chain, times, which, stages)
         depth_kr, seconds_r = many.choose_warm_up(limit_kr, least_r)
@@ -233,16 +240,38 @@ def choose_depths(
     return depth_rs, seconds_r
 
 
-def schedule_rows(chain: Chain, times: Array) -> tuple[list[Depths], Array]:
+def _depths_again(chain: Chain, times: Array, known: RowPrices) -> tuple[Ints, Array]:
+    """`choose_depths` of all rows, for those that take longer with the depths ``known``."""
+    every = np.arange(len(chain.rows))
+    if known.depth_rs is None or len(every) < FEW_STEPS or chain.options.half_duplex:
+        return choose_depths(chain, times, every)
+    depth_rs = np.minimum(known.depth_rs, deepest(chain, every))
+    stages = _stages(chain, every)
+    many = _many_steps(chain, times, every, stages)
+    seconds_r = many.play(np.ascontiguousarray(depth_rs[:, stages].T))
+    expected_r = (known.latency_s - chain.fixed_s) / chain.steps_r
+    longer = np.flatnonzero(seconds_r > expected_r * (1.0 + AS_GOOD))
+    if len(longer):
+        depth_rs[longer], seconds_r[longer] = choose_depths(chain, times, longer)
+    return depth_rs, seconds_r
+
+
+def schedule_rows(
+    chain: Chain, times: Array, known: RowPrices | None = None
+) -> tuple[list[Depths], Array]:
     """Depths per stage and makespan of every row.
 
-    Depths are J everywhere under GPipe, chosen by replay under 1F1B.
+    Depths are J everywhere under GPipe, chosen by replay under 1F1B: of many rows anew only where
+    those that are ``known`` make a step longer than said there.
     """
     rows = chain.rows
     if chain.options.schedule == "gpipe":
         counts = zip(rows.micro_batches_r.tolist(), rows.depth_r.tolist(), strict=True)
         return [(count,) * (depth + 2) for count, depth in counts], makespan_of(chain, times)
-    depth_rs, makespan_s = choose_depths(chain, times, np.arange(len(rows)))
+    if known is None:
+        depth_rs, makespan_s = choose_depths(chain, times, np.arange(len(rows)))
+    else:
+        depth_rs, makespan_s = _depths_again(chain, times, known)
     return [_in_stages(chain, row, each) for row, each in enumerate(depth_rs)], makespan_s
 
 

@@ -244,7 +244,7 @@ def by_name(tables: Tables, values_mi: Array) -> dict[str, dict[str, float]]:
 def solution_plan(solution: Solution, policy: str, share: float) -> Plan:
     """Convert a solution to a `Plan` with device names."""
     chain = solution.chain
-    depths, step_s = schedule_rows(chain, solution.allocation.times)
+    depths, step_s = schedule_rows(chain, solution.allocation.times, solution.priced)
     priced = price_clusters(chain, solution.priced.energy_j, depths, step_s)
     clusters = tuple(_cluster_plan(solution, m, each, depths[m]) for m, each in enumerate(priced))
     return Plan(

@@ -1,4 +1,4 @@
-"""For many clusters side by side, the cheapest row that ends in time: dynamic programming.
+"""For many clusters side by side, the cheapest rows that end in time: dynamic programming.
 
 Devices stand in an order, slow ones first, and any of them may be left out. If no stage may take
 longer than what a given length of the round leaves it, a row's cost at dual prices is a sum over
@@ -8,7 +8,8 @@ Near enough for rows to start from, not exact: how much time stages ahead take, 
 micro-batches a stage has in flight, depends on the rest of the path. The former is taken from the
 row in place, the latter from the path that is the cheapest so far. Our own method.
 
-Suffixes: ``_c`` search, ``_n`` place in the order, ``_l`` blocks from here to the end, (L + 1).
+Suffixes: ``_l`` blocks from here to the end, (L + 1), ``_t`` length of the round, ``_c`` cluster,
+``_n`` place in the order. Single precision is enough for a choice.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from collapipe_flwr.costs.arrays import Array, Ints
 from collapipe_flwr.costs.layouts import UNUSED, Layouts, stack
@@ -29,75 +31,82 @@ from collapipe_flwr.costs.work import (
 )
 from collapipe_flwr.scheduler.scorer import Scorer
 
-HURRY = 0.1  # of a second's price: rows end in time anyway
-AT_A_TIME = 1000  # searches: caches hold them
-SAME = 1e-9  # relative
+HURRY = 0.03  # of a second's price: rows end in time anyway
+AT_A_TIME = 2000  # clusters times lengths: caches hold them
+SAME = 1e-5  # relative
+
+Singles = NDArray[np.float32]
+Shorts = NDArray[np.int16]
 
 
-def cheapest_rows(scorer: Scorer, like: Layouts, late_c: Array) -> Layouts:
-    """Rows of the clusters and with the micro-batches of ``like`` that last about ``late_c`` s.
+def cheapest_rows(scorer: Scorer, like: Layouts, late_t: Array) -> Layouts:
+    """For every length of a round in seconds, rows of all clusters that last about as long.
 
-    Where no devices can hold or pay for all blocks in that time, there is none.
+    ``like`` has a row of every cluster, whose micro-batches they have. Where no devices can hold or
+    pay for all blocks in that time, there is none.
     """
-    parts = []
-    for first in range(0, len(like), AT_A_TIME):
-        some = slice(first, first + AT_A_TIME)
-        rows = like.take(np.arange(len(like))[some])
-        parts.append(_Searches(scorer, rows, late_c[some]).rows())
+    parts, width = [], max(AT_A_TIME // len(late_t), 1)
+    for first in range(0, len(like), width):
+        some = like.take(np.arange(len(like))[first : first + width])
+        parts.append(_Searches(scorer, some, late_t).rows())
     return stack(parts)
 
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """A device of every search with the last ``l`` blocks, (C, L + 1), and what it has, (C, 1)."""
+    """A device of every cluster with the last ``l`` blocks, (L + 1, C)."""
 
-    cost: Array
-    seconds: Array  # of both passes of a micro-batch
+    cost: Singles
+    seconds: Singles  # of both passes of a micro-batch
     joule: Array  # of a round
-    room_j: Array
-    memory: Array  # bytes
+    room_j: Array  # (C,)
+    memory: Array  # bytes that it has, (C,)
 
 
 class _Searches:
-    """Searches side by side, one for every row of ``like``."""
+    """Searches side by side, one for every length of the round and row of ``like``."""
 
-    def __init__(self, scorer: Scorer, like: Layouts, late_c: Array) -> None:
+    def __init__(self, scorer: Scorer, like: Layouts, late_t: Array) -> None:
         self.scorer, self.like, self.tables = scorer, like, scorer.tables
         blocks, again = self.tables.blocks, float(scorer.options.recompute)
 
         def last(sum_l: Array) -> Array:
-            return np.asarray(sum_l[-1] - sum_l[::-1])
+            return np.asarray(sum_l[-1] - sum_l[::-1])[:, None]
 
         self.flop_l = last((1.0 + again) * blocks.forward_flop_l + blocks.backward_flop_l)
         self.starts_l = (1.0 + AHEAD * again) * last(blocks.count_l)  # of operations
         self.weights_l = last(blocks.parameter_bytes_l)
         kept_l, self.once = kept_bytes(blocks, scorer.options)
         self.state_l, self.kept_l = last(blocks.state_bytes_l), last(kept_l)
-        self.size = like.micro_batch_size_r[:, None].astype(np.float64)
-        self.count = like.micro_batches_r[:, None].astype(np.float64)
-        self.steps = steps_of(self.tables, like)[:, None]
-        self.second = HURRY * scorer.slope_m[like.cluster_r][:, None]
-        self.bits_cl = np.maximum(8.0 * self.size * blocks.cut_bytes_l[::-1], 1.0)
-        self.most_cl = self._stage_seconds(late_c)
+        self.size = like.micro_batch_size_r.astype(np.float64)
+        self.count = like.micro_batches_r.astype(np.float64)
+        self.steps = steps_of(self.tables, like)
+        self.second = HURRY * scorer.slope_m[like.cluster_r]
+        self.bits_lc = np.maximum(8.0 * self.size * blocks.cut_bytes_l[::-1, None], 1.0)
+        self.late_cost = (self.count - 1.0) * self.second * self.steps  # of a hop's second
+        most_ltc = self._stage_seconds(late_t)
+        self.spared_ltc = (self.late_cost * most_ltc).astype(np.float32)
+        self.most_ltc = (most_ltc * (1.0 + SAME)).astype(np.float32)
         which = np.searchsorted(scorer.counts, like.micro_batches_r)
         self.calm = scorer.links.calm(which)
-        self.calm_at = self.tables.gain_mij.size * which[:, None]
+        self.calm_at = self.tables.gain_mij.size * which
 
-    def _stage_seconds(self, late_c: Array) -> Array:
-        """How long both passes of a stage may take that stands behind all but ``l`` blocks.
+    def _stage_seconds(self, late_t: Array) -> Array:
+        """How long both passes of a stage may take that has all but ``l`` blocks ahead of it.
 
         What else a round takes, and how long stages ahead do for a block, is as in ``like``.
         """
         like, options = self.like, self.scorer.options
         ahead, back, _, _ = computing_of(self.tables, like, options)
         stage = (ahead + back)[:, :-1]
-        total = stage.sum(1, keepdims=True)
-        before = total if options.schedule == "gpipe" else np.cumsum(stage, axis=1) - stage
-        longest = (self.count * stage + before).max(1, keepdims=True)
-        rest = self.scorer.estimates(like).latency[:, None] / self.steps - longest
+        total = stage.sum(1)
+        before = total[:, None] if options.schedule == "gpipe" else np.cumsum(stage, axis=1) - stage
+        longest = (self.count[:, None] * stage + before).max(1)
+        rest = self.scorer.estimates(like).latency / self.steps - longest
         blocks = self.tables.blocks.count_l
         part = np.ones_like(blocks) if options.schedule == "gpipe" else blocks[::-1] / blocks[-1]
-        return np.asarray((late_c[:, None] / self.steps - rest - part * total) / self.count)
+        ahead_lc = part[:, None] * total
+        return np.asarray((late_t[:, None] / self.steps - rest - ahead_lc[:, None, :]) / self.count)
 
     def _order(self) -> Ints:
         """Members, (C, N), in the order in which they stand in a pipeline.
@@ -110,108 +119,117 @@ class _Searches:
 
     def rows(self) -> Layouts:
         """The cheapest row of every search that finds one; devices are added from the edge on."""
-        order_cn, blocks = self._order(), self.tables.num_blocks
-        searches, places = order_cn.shape
-        shape = (searches, blocks + 1)
-        cost_ncl, depth_ncl = np.full((places + 1, *shape), np.inf), np.zeros((places + 1, *shape))
-        cost_ncl[0, :, 0] = 0.0  # the edge, which has all blocks ahead of it
-        number_ncl, behind_ncl = np.zeros((2, places + 1, *shape), np.int64)
-        nodes = [np.full(searches, self.tables.edge), *order_cn.T[::-1]]
+        order_cn, shape = self._order(), self.most_ltc.shape
+        places, edge = order_cn.shape[1], np.full(len(order_cn), self.tables.edge)
+        node_nc = np.stack([edge, *order_cn.T[::-1]])
+        cost_nltc = np.full((places + 1, *shape), np.inf, np.float32)
+        cost_nltc[0, 0] = 0.0  # the edge, which has all blocks ahead of it
+        depth_nltc = np.zeros((places + 1, *shape), np.float32)
+        number_nltc, behind_nltc = np.zeros((2, places + 1, *shape), np.int16)
+        width = shape[1] * shape[2]
+        every = np.arange(self.most_ltc.size, dtype=np.int32).reshape(shape)
         for n in range(1, places + 1):
-            entered, depth = np.full(shape, np.inf), np.zeros(shape)
+            entered, depth = np.full(shape, np.inf, np.float32), np.zeros(shape, np.float32)
+            least_qlc, late_qlc = self._hops(node_nc[n], node_nc[:n])
             for q in range(n):
-                cost = cost_ncl[q] + self._hop(nodes[n], nodes[q])
+                cost = late_qlc[q][:, None, :] - self.spared_ltc
+                np.maximum(cost, least_qlc[q][:, None, :], out=cost)
+                cost += cost_nltc[q]
                 less = cost < entered
-                np.copyto(entered, cost, where=less)
-                np.copyto(behind_ncl[n], q, where=less)
-                np.copyto(depth, depth_ncl[q], where=less)
-            number_ncl[n] = self._extend(self._stage(nodes[n]), entered, depth, cost_ncl[n])
-            before = np.arange(blocks + 1) - number_ncl[n]
-            depth_ncl[n] = np.take_along_axis(depth, before, axis=1) + 1.0
-            behind_ncl[n] = np.take_along_axis(behind_ncl[n], before, axis=1)
-        own = np.zeros(searches, np.int64)
-        ends = [cost_ncl[n, :, -1] + self._hop(own, nodes[n])[:, -1] for n in range(1, places + 1)]
-        return self._followed(np.stack(ends), np.stack(nodes), number_ncl, behind_ncl)
+                np.minimum(cost, entered, out=entered)
+                np.maximum(behind_nltc[n], less * np.int16(q), out=behind_nltc[n])
+                np.copyto(depth, depth_nltc[q], where=less)
+            number = self._extend(self._stage(node_nc[n]), entered, depth, cost_nltc[n])
+            number_nltc[n] = number
+            depth_nltc[n] = depth.take(every - number * np.int32(width)) + np.float32(1.0)
+        least_nlc, late_nlc = self._hops(np.zeros_like(edge), node_nc[1:])
+        last_ntc = late_nlc[:, -1, None, :] - self.spared_ltc[-1]
+        ends_ntc = cost_nltc[1:, -1] + np.maximum(last_ntc, least_nlc[:, -1, None, :])
+        return self._followed(ends_ntc, node_nc, number_nltc, behind_nltc)
 
-    def _extend(self, stage: _Stage, entered: Array, depth: Array, reached: Array) -> Ints:
-        """Set ``reached`` to what it costs with a stage added; its number of blocks, (C, L + 1)."""
-        before, number = entered - stage.cost, np.zeros(entered.shape, np.int64)
-        least = stage.seconds - self.most_cl * (1.0 + SAME)
-        joule = stage.joule - stage.room_j
-        gpipe = self.scorer.options.schedule == "gpipe"
-        each = self.size * (self.count if gpipe else np.minimum(depth + 2.0, self.count))
-        each = np.broadcast_to(each, entered.shape)
-        for blocks in range(1, entered.shape[1]):
+    def _extend(self, stage: _Stage, entered: Singles, depth: Singles, reached: Singles) -> Shorts:
+        """Set ``reached`` to what it costs with a stage added; its number of blocks.
+
+        All are (L + 1, T, C).
+        """
+        cost, seconds = stage.cost[:, None, :], stage.seconds[:, None, :]
+        before, number = entered - cost, np.zeros(entered.shape, np.int16)
+        least, least_j = seconds - self.most_ltc, stage.joule - stage.room_j
+        held, count = depth + np.float32(2.0), self.count.astype(np.float32)
+        if self.scorer.options.schedule == "gpipe":
+            held[:] = count
+        np.minimum(held, count, out=held)
+        for blocks in range(1, len(entered)):
             here, there = slice(blocks, None), slice(None, -blocks)
-            fits = joule[:, here] <= stage.joule[:, there]
             kept, state = (sum_l[here] - sum_l[there] for sum_l in (self.kept_l, self.state_l))
-            fits &= each[:, there] * kept + state <= stage.memory
+            most = (stage.memory - state) / (self.size * np.maximum(kept, 1.0))
+            most[least_j[here] > stage.joule[there]] = -1.0
+            fits = held[there] <= most.astype(np.float32)[:, None, :]
             if not fits.any():  # nor would more blocks fit
                 break
-            fits &= least[:, here] <= stage.seconds[:, there]
-            fits &= before[:, there] < reached[:, here]
-            np.copyto(reached[:, here], before[:, there], where=fits)
-            np.copyto(number[:, here], blocks, where=fits)
-        reached += stage.cost
+            fits &= least[here] <= seconds[there]
+            fits &= before[there] < reached[here]
+            np.copyto(reached[here], before[there], where=fits)
+            np.maximum(number[here], fits * np.int16(blocks), out=number[here])
+        reached += cost
         return number
 
     def _stage(self, member_c: Ints) -> _Stage:
         scorer, tables, own = self.scorer, self.tables, (self.like.cluster_r, member_c)
         members, prices = tables.members, scorer.members
         at = self.like.cluster_r * tables.edge + member_c
-
-        def of(values: Array) -> Array:
-            return np.asarray(values[at][:, None])
-
-        slowness, overhead, weights = of(prices.slowness), of(prices.overhead), self.weights_l
+        slowness, overhead = prices.slowness[at], prices.overhead[at]
         seconds = self.size * self.flop_l * slowness + self.starts_l * overhead
-        update = OPTIMISER_FLOP_PER_BYTE * weights
+        update = OPTIMISER_FLOP_PER_BYTE * self.weights_l
         flop = self.size * self.count * self.flop_l + update
         flop = self.steps * (flop + self.count * self.starts_l * overhead / slowness)
-        bulk = self.second * of(prices.bulk_seconds) + of(prices.bulk_worth)
+        bulk = self.second * prices.bulk_seconds[at] + prices.bulk_worth[at]
         cost = self.second * self.steps * (seconds + update * slowness)
-        share = share_bytes(
-            tables, self.like.cluster_r[:, None], self.size, self.count, scorer.options
-        )
-        room = np.inf if scorer.room is None else of(scorer.room)
+        cost += prices.flop_worth[at] * flop + bulk * self.weights_l
+        share = share_bytes(tables, self.like.cluster_r, self.size, self.count, scorer.options)
+        room = np.inf if scorer.room is None else scorer.room[at]
         return _Stage(
-            cost=cost + of(prices.flop_worth) * flop + bulk * weights,
-            seconds=seconds,
-            joule=of(prices.joule_per_flop) * flop,
-            room_j=np.where(members.present_mi[own][:, None], room, -1.0),
-            memory=np.minimum(of(prices.room), share) - self.size * self.once,
+            cost=cost.astype(np.float32),
+            seconds=seconds.astype(np.float32),
+            joule=prices.joule_per_flop[at] * flop,
+            room_j=np.where(members.present_mi[own], room, -1.0),
+            memory=np.minimum(prices.room[at], share) - self.size * self.once,
         )
 
-    def _hop(self, sender_c: Ints, receiver_c: Ints) -> Array:
-        """What a hop costs behind which ``l`` blocks stand, (C, L + 1)."""
-        edge, links, like = self.tables.edge, self.scorer.links, self.like
-        link = ((like.cluster_r * edge + sender_c) * (edge + 1) + receiver_c)[:, None]
-        calm, (ahead, back) = link + self.calm_at, self.calm
-        second = self.second * self.steps
-        each = second * (ahead.seconds[calm] + back.seconds[calm])
-        each += self.steps * self.count * (ahead.worth[calm] + back.worth[calm])
-        quick = np.maximum(*(point.seconds[link] for point in links.quick))
-        late = np.maximum(quick * self.bits_cl - self.most_cl, 0.0)
-        return np.asarray(each * self.bits_cl + (self.count - 1.0) * second * late)
+    def _hops(self, sender_c: Ints, receiver_qc: Ints) -> tuple[Singles, Singles]:
+        """What hops cost behind which ``l`` blocks stand, (Q, L + 1, C).
 
-    def _followed(self, ends: Array, node_nc: Ints, number_ncl: Ints, behind_ncl: Ints) -> Layouts:
-        """The rows of the cheapest ``ends``, from their first device to the edge."""
+        At least, and in all where nothing of their time is hidden behind that of stages.
+        """
+        edge, links, like = self.tables.edge, self.scorer.links, self.like
+        link = (like.cluster_r * edge + sender_c) * (edge + 1) + receiver_qc
+        calm, (ahead, back) = link + self.calm_at, self.calm
+        each = self.second * self.steps * (ahead.seconds[calm] + back.seconds[calm])
+        each += self.steps * self.count * (ahead.worth[calm] + back.worth[calm])
+        late = each + self.late_cost * np.maximum(*(way.seconds[link] for way in links.quick))
+        least_qlc, late_qlc = (cost[:, None, :] * self.bits_lc for cost in (each, late))
+        return least_qlc.astype(np.float32), late_qlc.astype(np.float32)
+
+    def _followed(
+        self, ends_ntc: Singles, node_nc: Ints, number_nltc: Shorts, behind_nltc: Shorts
+    ) -> Layouts:
+        """The rows of the cheapest ends, from their first device to the edge."""
         blocks = self.tables.num_blocks
-        found = np.flatnonzero(np.isfinite(ends.min(0)))
-        node, left = ends.argmin(0)[found] + 1, np.full(len(found), blocks)
+        length, cluster = np.nonzero(np.isfinite(ends_ntc.min(0)))
+        node = ends_ntc.argmin(0)[length, cluster] + 1
+        left = np.full(len(node), blocks)
         members, stops = [], []
         while (node > 0).any():
-            members.append(np.where(node > 0, node_nc[node, found], UNUSED))
-            number = number_ncl[node, found, left]
-            node = behind_ncl[node, found, left]
-            left = left - number
+            members.append(np.where(node > 0, node_nc[node, cluster], UNUSED))
+            left = left - number_nltc[node, left, length, cluster]
+            node = behind_nltc[node, left, length, cluster].astype(np.int64)
             stops.append(blocks - left)
         width = max(len(members), 1)
-        like = self.like.take(found)
+        like = self.like.take(cluster)
         return Layouts(
             cluster_r=like.cluster_r,
-            member_rs=np.reshape(members, (width, len(found))).T,
-            stop_rs=np.reshape(stops, (width, len(found))).T,
+            member_rs=np.reshape(members, (width, len(node))).T,
+            stop_rs=np.reshape(stops, (width, len(node))).T,
             micro_batch_size_r=like.micro_batch_size_r,
             micro_batches_r=like.micro_batches_r,
         )

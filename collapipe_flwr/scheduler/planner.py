@@ -350,7 +350,8 @@ class Planner(RoundProblem):
         powers = powers_for(chain, allocation.edge_hz_r, allocation.times)
         priced = price_rows(chain, allocation.times, powers)
         if longer_s is not None:
-            priced = replace(priced, latency_s=priced.latency_s + longer_s)
+            depth_rs = None if best is None else best.priced.depth_rs
+            priced = replace(priced, latency_s=priced.latency_s + longer_s, depth_rs=depth_rs)
         objective = self._objective(chain, priced, rho)
         if longer_s is None and self.plays and (best is None or objective < best.objective):
             priced = played(chain, allocation.times, priced)

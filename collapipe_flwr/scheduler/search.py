@@ -39,9 +39,14 @@ FAR_CLUSTERS = 8  # up to here time allows looking two moves away
 FEW_CLUSTERS = 20  # with more, what is tried is limited
 NO_LIMIT = 10**9
 TRIED = (20_000, 0.2)  # rows whose neighbours a decision from scratch tries: in all, per cluster
-TRIED_AGAIN = (300, 0.03)  # the same with rows in place
-LENGTHS = (0.7, 0.8, 0.9, 1.0, 1.1, 1.5, 3.0)  # of a round, over that with rows in place
-LENGTHS_AGAIN = (0.92, 0.97, 1.0, 1.04)  # the same where prices are those of the round itself
+TRIED_AGAIN = 300  # the same with rows in place
+GROWN_CLUSTERS = 50  # up to here time allows that
+LENGTHS = (  # of a round, over that with rows in place
+    *(0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 2.0, 3.0),
+)
+LENGTHS_AGAIN = (  # the same where prices are those of the round itself
+    *(0.9, 0.92, 0.94, 0.96, 0.98, 1.0, 1.02, 1.04, 1.06),
+)
 SAMPLE = 200  # clusters that choose the pairs of more than twice as many
 PARTS = 3  # of what may be tried at one set of prices, so much at a time
 PRESSING = 0.9  # of the round's length: clusters that take longer are what it waits for
@@ -72,9 +77,11 @@ class Search:
         self.scorer = self.problem.scorer(prices)
         self.cost_mi = self._device_cost()
         if self.pool is None and not self.few:
-            least, per_cluster = TRIED if now is None else TRIED_AGAIN
-            self.left = least + int(per_cluster * len(self.clusters))
             self.thorough = now is None
+            if self.thorough:
+                self.left = TRIED[0] + int(TRIED[1] * len(self.clusters))
+            else:
+                self.left = TRIED_AGAIN if len(self.clusters) <= GROWN_CLUSTERS else 0
         if self.pool is None and now is None:
             pool = self._first()
             fresh = np.ones(len(pool), bool)
@@ -196,9 +203,8 @@ class Search:
             pairs = np.unique(np.array(_pairs_of(now) + self._widest_pairs()), axis=0)
             known = [every_batch(now, pairs)[1]]
             known += [] if self.spare is None else [self.spare]
-        late_s = self.scorer.estimates(now).latency.max() * np.array(lengths)
-        like = now.take(np.tile(self.clusters, len(lengths)))
-        return [*known, cheapest_rows(self.scorer, like, np.repeat(late_s, len(now)))]
+        late_t = self.scorer.estimates(now).latency.max() * np.array(lengths)
+        return [*known, cheapest_rows(self.scorer, now, late_t)]
 
     # -- growth -----------------------------------------------------------------------------
 
@@ -210,7 +216,7 @@ class Search:
         tried, spares = self.left // 2, self.cost_mi.shape[1] if self.thorough else SPARES
         value, choice = Picking(self.problem, pool).best()
         jumped: set[bytes] = set()
-        for _ in range(ROUNDS if self.thorough else ROUNDS_AGAIN):
+        for _ in range(ROUNDS if self.thorough else ROUNDS_AGAIN if self.left else 0):
             keep = self._worth_knowing(pool, value, choice)
             choice = (np.cumsum(keep) - 1)[choice]
             pool, fresh = pool.take(keep), fresh[keep]

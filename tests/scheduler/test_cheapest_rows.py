@@ -52,8 +52,7 @@ def least(values: Array, rows: Layouts) -> Array:
 def cheapest(scorer: Scorer, rows: Layouts, lengths: Array) -> Layouts:
     """What is found from the first of every cluster's rows on."""
     _, first = np.unique(rows.cluster_r, return_index=True)
-    like = rows.take(np.tile(first, len(lengths)))
-    return cheapest_rows(scorer, like, np.repeat(lengths, len(first)))
+    return cheapest_rows(scorer, rows.take(first), lengths)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
