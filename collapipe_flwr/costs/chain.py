@@ -144,15 +144,20 @@ def played(chain: Chain, times: Array, bounded: RowPrices, rows: Ints | None = N
 
 
 def makespan_of(chain: Chain, times: Array) -> Array:
-    """Makespan of every row with the given hop times: GPipe's exactly, 1F1B's lower bound."""
-    stage_s = (chain.forward_stage_s, chain.backward_stage_s)
-    hop_s = (times[:, :, 0], times[:, :, 1])
+    """Makespan of every row with the given hop times: GPipe's exactly, 1F1B's lower bound.
+
+    Of every choice of times where they have an axis more in front.
+    """
+    shape = (*times.shape[:-2], chain.forward_stage_s.shape[1])
+    both = (chain.forward_stage_s, chain.backward_stage_s)
+    stage_s = [np.broadcast_to(seconds, shape) for seconds in both]
+    hop_s = (times[..., 0], times[..., 1])
     count = chain.rows.micro_batches_r.astype(np.float64)
     return step_makespan_s(chain.options, stage_s, hop_s, count)
 
 
 def latency_of(chain: Chain, times: Array) -> Array:
-    """Seconds of every row's round with the given hop times, (R,); of 1F1B the lower bound."""
+    """Seconds of every row's round with the given hop times, as `makespan_of` has them."""
     return np.asarray(chain.fixed_s + chain.steps_r * makespan_of(chain, times))
 
 

@@ -150,37 +150,51 @@ class ManySteps:
         return depth_kr, found_r
 
     def play(self, depth_kr: Ints) -> Array:
-        """Seconds of every step with depths that do not rise, (R,); see `warm_up`."""
+        """Seconds of every step with depths that do not rise, (R,); see `warm_up`.
+
+        On every stage, rows with fewer forward passes than others before their first gradient sit
+        the first ones out, so that all do their last ones side by side and then one per gradient.
+        """
         stages, rows = depth_kr.shape
-        count_r, place = self.micro_batches_r, np.arange(rows)
+        count_r, every = self.micro_batches_r, range(stages)
         fewest, count = int(count_r.min()), int(count_r.max())
         flight_kr = np.minimum(depth_kr, count_r)
-        least, most = flight_kr.min(1).tolist(), flight_kr.max(1).tolist()
-        # When micro-batches arrive. Where a row has no forward pass left it reads from the last
-        # line but one, which stays 0, and writes to the last, which nothing reads.
-        arrivals = np.zeros((stages + 1, (count + 2) * rows))
-        free, down, up = (np.zeros((stages, rows)) for _ in range(3))
-        back, home = self.back_kr, self.home_kr
+        most_k = flight_kr.max(1)
+        late_kr, deepest = most_k[:, None] - flight_kr, int(most_k.max())
+        # Line by line, when the passes of a stage reach the next one; what no pass wrote is 0.
+        sent = [np.zeros((2 * deepest + count, rows)) for _ in every]
+        flat = [lines.ravel() for lines in sent]
+        links = [lines[deepest - 1] for lines in sent]  # until when they work
+        free, up = list(np.zeros((stages, rows))), list(np.zeros((stages, rows)))
+        shift_kr = late_kr[:-1] - late_kr[1:]  # lines between a pass and its arrival
+        least_k = shift_kr.min(1)
+        first_k = [deepest, *(deepest + least_k).tolist()]
+        reads = [None, *((shift_kr - least_k[:, None]) * rows + np.arange(rows))]
+        ahead, back = list(self.ahead_kr), list(self.back_kr)
+        there, home = list(self.there_kr), list(self.home_kr)
 
-        def forward(passes: list[int], number_kr: Ints, valid_kr: Mask) -> None:
-            ahead, there = self.ahead_kr * valid_kr, self.there_kr * valid_kr
-            reads = np.where(valid_kr, number_kr, count) * rows + place
-            writes = np.where(valid_kr, number_kr, count + 1) * rows + place
-            for k in passes:
-                end, link = free[k], down[k]
-                np.maximum(arrivals[k].take(reads[k]), end, out=end)
-                end += ahead[k]
-                np.maximum(end, link, out=link)
-                link += there[k]
-                arrivals[k + 1][writes[k]] = link
+        def forward(k: int, line: int, ahead: Array, there: Array, works: Mask | None) -> None:
+            end, link = free[k], sent[k][deepest + line]
+            if k:
+                arrived = flat[k - 1][(first_k[k] + line) * rows :].take(reads[k])
+                if works is not None:  # where no pass is left, what is read means nothing
+                    arrived *= works
+                np.maximum(arrived, end, out=end)
+            end += ahead
+            np.maximum(end, links[k], out=link)
+            link += there
+            links[k] = link
 
-        for number in range(max(most)):  # what needs no gradient
-            passes = [k for k in range(stages) if number < most[k]]
-            forward(passes, np.full_like(flight_kr, number), number < flight_kr)
+        for k in every:  # what needs no gradient
+            for line in range(int(most_k[k])):
+                works = line >= late_kr[k]
+                forward(k, line, ahead[k] * works, there[k] * works, None)
+        least, most = flight_kr.min(1).tolist(), most_k.tolist()
+        works_kr: Mask | None = None
         for wave in range(count):
             if wave >= fewest:  # what has ended takes no more time, which changes no end
                 going_r = wave < count_r
-                back, home = self.back_kr * going_r, self.home_kr * going_r
+                back, home = list(self.back_kr * going_r), list(self.home_kr * going_r)
             gradient = np.zeros(rows)
             for k in range(stages - 1, 0, -1):
                 end, link = free[k], up[k]
@@ -191,9 +205,14 @@ class ManySteps:
                 gradient = link
             np.maximum(gradient, free[0], out=free[0])
             free[0] += back[0]
-            passes = [k for k in range(stages) if wave + least[k] < count]
-            if passes:
-                forward(passes, wave + flight_kr, wave + flight_kr < count_r)
+            if wave + deepest >= fewest:
+                works_kr = wave + flight_kr < count_r
+                ahead = list(self.ahead_kr * works_kr)
+                there = list(self.there_kr * works_kr)
+            for k in every:
+                if wave + least[k] < count:
+                    works = None if works_kr is None else works_kr[k]
+                    forward(k, most[k] + wave, ahead[k], there[k], works)
         return np.asarray(free[0])
 
 

@@ -11,13 +11,14 @@ import numpy as np
 
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import Chain, full_power_times, latency_of
+from collapipe_flwr.costs.radio import send_time_s
 
 FACTORS = (  # of bandwidths, at which rounds are timed: widely first, then near what was found
     np.geomspace(0.125, 8.0, 13),
     np.geomspace(0.8, 1.25, 5),
     np.geomspace(0.98, 1.02, 3),
 )
-BISECTIONS = 40
+BISECTIONS = 20
 SAME = 1e-9  # relative difference of latencies below which they count as equal
 
 
@@ -28,11 +29,18 @@ def levelled_hz(chain: Chain, hz_m: Array, bandwidth_hz: float, longer_s: Array)
     """
     for factors in FACTORS:
         hz_fm = factors[:, None] * hz_m
-        late_fm = (
-            np.array([latency_of(chain, full_power_times(chain, hz)) for hz in hz_fm]) + longer_s
-        )
-        hz_m = _equal_ends(late_fm, hz_fm, bandwidth_hz)
+        hz_m = _equal_ends(_latency_fm(chain, hz_fm) + longer_s, hz_fm, bandwidth_hz)
     return hz_m
+
+
+def _latency_fm(chain: Chain, hz_fm: Array) -> Array:
+    """`latency_of` with each of these bandwidths, on which only the hop to the edge depends."""
+    hops, every = chain.hops, np.arange(len(chain.rows))
+    last = hops.to_edge.argmax(1)
+    snr = chain.power_max_w[every, last] / chain.noise_over_gain[every, last, None]
+    times = np.tile(full_power_times(chain, hz_fm[0]), (len(hz_fm), 1, 1, 1))
+    times[:, every, last] = send_time_s(hops.bits[every, last, None], hz_fm[:, :, None], snr)
+    return latency_of(chain, times)
 
 
 def _equal_ends(late_fm: Array, hz_fm: Array, bandwidth_hz: float) -> Array:
