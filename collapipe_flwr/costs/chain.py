@@ -119,11 +119,14 @@ def powers_for(chain: Chain, edge_hz_r: Array, times: Array) -> Array:
 
 
 def price_rows(chain: Chain, times: Array, powers: Array) -> RowPrices:
-    """Latency and energy of every row with the given hop times and powers."""
+    """Latency and energy of every row with the given hop times and powers.
+
+    Of every choice of times where they have an axis more in front.
+    """
     count = chain.rows.micro_batches_r.astype(np.float64)
     makespan = makespan_of(chain, times)
     hop_j = powers * times
-    radiated = radio_energy_j(chain.steps_r * count, hop_j[:, :, 0], hop_j[:, :, 1])
+    radiated = radio_energy_j(chain.steps_r * count, hop_j[..., 0], hop_j[..., 1])
     return RowPrices(
         makespan_s=makespan,
         latency_s=chain.fixed_s + chain.steps_r * makespan,

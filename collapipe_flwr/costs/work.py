@@ -150,7 +150,7 @@ def radio_energy_j(count_r: Array, forward_hop_j: Array, backward_hop_j: Array) 
     Hop k is sent forward by stage k and backward by stage k + 1; the edge's share is dropped.
     """
     sent = forward_hop_j.copy()
-    sent[:, 1:] += backward_hop_j[:, :-1]
+    sent[..., 1:] += backward_hop_j[..., :-1]
     return np.asarray(count_r[:, None] * sent)
 
 

@@ -31,7 +31,7 @@ from collapipe_flwr.costs.work import (
 )
 from collapipe_flwr.scheduler.scorer import Scorer
 
-HURRY = 0.03  # of a second's price: rows end in time anyway
+HURRY = 0.1  # of a second's price: rows end in time anyway
 AT_A_TIME = 2000  # clusters times lengths: caches hold them
 SAME = 1e-5  # relative
 

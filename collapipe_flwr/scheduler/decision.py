@@ -13,7 +13,6 @@ objective is at most 1 + 2 MARGIN times that of coarse links. Our own rule.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 
@@ -40,7 +39,8 @@ def refined(planner: Planner, coarse: Solution) -> Solution:
     if (codec == coarse.chain.hops.codec).all():
         return coarse
     tables = with_codecs(planner.tables, coarse.rows, codec)
-    return replace(planner, tables=tables).radio(coarse.rows)
+    finer = replace(planner, tables=tables)
+    return finer.as_played(finer.bounded().radio(coarse.rows), twice=False)
 
 
 class Lifting:
@@ -56,16 +56,18 @@ class Lifting:
         self._played_s = coarse.priced.latency_s - bounded.latency_s  # more than 1F1B's bound
 
     def priced(self, codec_rh: Ints) -> tuple[Array, Array]:
-        """Time and priced energy of every cluster, (R,), with its powers and bandwidth kept."""
+        """Time and priced energy of every cluster, (R,), with its powers and bandwidth kept.
+
+        Of every choice of codecs where they have an axis more in front.
+        """
         coarse = self.coarse
         grown = SHARES[codec_rh] / SHARES[coarse.chain.hops.codec]
-        prices = price_rows(
-            coarse.chain, coarse.allocation.times * grown[:, :, None], coarse.powers
-        )
-        return prices.latency_s + self._played_s, (self._prices * prices.energy_j).sum(1)
+        times = coarse.allocation.times * grown[..., None]
+        prices = price_rows(coarse.chain, times, coarse.powers)
+        return prices.latency_s + self._played_s, (self._prices * prices.energy_j).sum(-1)
 
     def allowed(self, codec_rh: Ints) -> Mask:
-        """Clusters that keep both margins, (R,)."""
+        """Clusters that keep both margins, as `priced` has them."""
         latency, worth = self.priced(codec_rh)
         return np.asarray((latency <= self._most_s) & (worth <= self._most_worth))
 
@@ -73,27 +75,27 @@ class Lifting:
 def lifted(lifting: Lifting, steps: tuple[int, ...]) -> Ints:
     """Codecs of every hop, (R, S + 1): one lift per cluster at a time while one is allowed."""
     hops = lifting.coarse.chain.hops
-    finer = {below: above for above, below in pairwise(steps)}
+    finer = np.arange(len(SHARES))
+    finer[list(steps[1:])] = steps[:-1]
     free = np.array([not c.profile.link_codec for c in lifting.planner.tables.snapshot.clusters])
     codec = hops.codec.copy()
+    every = np.arange(codec.shape[1])
     while True:
-        best, chosen = np.full(len(codec), -np.inf), np.full(len(codec), -1)
-        for hop in range(codec.shape[1]):
-            trial = codec.copy()
-            trial[:, hop] = [finer.get(c, c) for c in codec[:, hop].tolist()]
-            movable = free & hops.used[:, hop] & (trial[:, hop] != codec[:, hop])
-            if not movable.any():
-                continue
-            gained = NOISE[codec[:, hop]] - NOISE[trial[:, hop]]
-            spent = hops.bits[:, hop] * (SHARES[trial[:, hop]] - SHARES[codec[:, hop]])
-            value = np.where(movable & lifting.allowed(trial), gained / np.maximum(spent, 1.0), 0.0)
-            better = (value > 0.0) & (value > best)
-            best, chosen = np.where(better, value, best), np.where(better, hop, chosen)
-        rows = np.flatnonzero(chosen >= 0)
+        fine = finer[codec]
+        movable = free[:, None] & hops.used & (fine != codec)
+        if not movable.any():
+            return codec
+        trials = np.tile(codec, (len(every), 1, 1))  # each with one hop lifted
+        trials[every, :, every] = fine.T
+        gained = NOISE[codec] - NOISE[fine]
+        spent = hops.bits * (SHARES[fine] - SHARES[codec])
+        good = movable & lifting.allowed(trials).T
+        value = np.where(good, gained / np.maximum(spent, 1.0), 0.0)
+        rows = np.flatnonzero(value.max(1) > 0.0)
         if not len(rows):
             return codec
-        picked = (rows, chosen[rows])
-        codec[picked] = [finer[c] for c in codec[picked].tolist()]
+        picked = (rows, value[rows].argmax(1))
+        codec[picked] = fine[picked]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -277,8 +277,9 @@ class Planner(RoundProblem):
         """A decision by the bound, with bandwidth that suits its steps as played.
 
         Where steps are not played ``twice``, they stay as much longer than the bound as they were.
+        Few clusters play whatever they try.
         """
-        if not self.plays or self.settings.schedule != "1f1b":
+        if self.few or not self.plays or self.settings.schedule != "1f1b":
             return solution
         played = self.priced(solution.chain, solution.allocation, solution.rho)
         return self.levelled(played, twice=twice)

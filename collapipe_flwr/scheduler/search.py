@@ -40,13 +40,12 @@ FEW_CLUSTERS = 20  # with more, what is tried is limited
 NO_LIMIT = 10**9
 TRIED = (20_000, 0.2)  # rows whose neighbours a decision from scratch tries: in all, per cluster
 TRIED_AGAIN = 300  # the same with rows in place
-GROWN_CLUSTERS = 50  # up to here time allows that
+HASTY_CLUSTERS = 50  # with more, and rows in place, only the first choice tries any
+TRIED_HASTILY = 50
 LENGTHS = (  # of a round, over that with rows in place
-    *(0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 2.0, 3.0),
+    *(0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.3, 2.0),
 )
-LENGTHS_AGAIN = (  # the same where prices are those of the round itself
-    *(0.9, 0.92, 0.94, 0.96, 0.98, 1.0, 1.02, 1.04, 1.06),
-)
+LENGTHS_AGAIN = (0.92, 0.95, 0.98, 1.0, 1.02, 1.05)  # where prices are those of the round itself
 SAMPLE = 200  # clusters that choose the pairs of more than twice as many
 PARTS = 3  # of what may be tried at one set of prices, so much at a time
 PRESSING = 0.9  # of the round's length: clusters that take longer are what it waits for
@@ -66,7 +65,7 @@ class Search:
         self.clusters = np.arange(problem.tables.num_clusters)
         self.few = len(self.clusters) <= FEW_CLUSTERS
         self.pool: Pool | None = None
-        self.left, self.thorough = NO_LIMIT, True
+        self.left, self.thorough, self.hasty = NO_LIMIT, True, False
 
     def choose(self, prices: DualPrices, now: Layouts | None) -> Layouts:
         """The best rows found for all clusters together; raises InfeasibleError without any.
@@ -78,10 +77,11 @@ class Search:
         self.cost_mi = self._device_cost()
         if self.pool is None and not self.few:
             self.thorough = now is None
+            self.hasty = not self.thorough and len(self.clusters) > HASTY_CLUSTERS
             if self.thorough:
                 self.left = TRIED[0] + int(TRIED[1] * len(self.clusters))
             else:
-                self.left = TRIED_AGAIN if len(self.clusters) <= GROWN_CLUSTERS else 0
+                self.left = TRIED_HASTILY if self.hasty else TRIED_AGAIN
         if self.pool is None and now is None:
             pool = self._first()
             fresh = np.ones(len(pool), bool)
@@ -213,14 +213,17 @@ class Search:
 
         Half of what may still be tried in this decision is left for other prices.
         """
-        tried, spares = self.left // 2, self.cost_mi.shape[1] if self.thorough else SPARES
+        tried = self.left if self.hasty else self.left // 2
+        part, spares = -(-tried // PARTS), self.cost_mi.shape[1] if self.thorough else SPARES
         value, choice = Picking(self.problem, pool).best()
         jumped: set[bytes] = set()
-        for _ in range(ROUNDS if self.thorough else ROUNDS_AGAIN if self.left else 0):
+        for _ in range(ROUNDS if self.thorough else ROUNDS_AGAIN):
             keep = self._worth_knowing(pool, value, choice)
             choice = (np.cumsum(keep) - 1)[choice]
             pool, fresh = pool.take(keep), fresh[keep]
-            moving = self._in_order(pool, choice, np.flatnonzero(fresh))[: -(-tried // PARTS)]
+            moving = self._in_order(pool, choice, np.flatnonzero(fresh))[
+                : tried if self.hasty else part
+            ]
             tried, self.left = tried - len(moving), self.left - len(moving)
             if len(moving):
                 near = Moves(pool.rows.take(moving), self.cost_mi, spares).all()
