@@ -214,16 +214,15 @@ class Search:
         Half of what may still be tried in this decision is left for other prices.
         """
         tried = self.left if self.hasty else self.left // 2
-        part, spares = -(-tried // PARTS), self.cost_mi.shape[1] if self.thorough else SPARES
+        spares = self.cost_mi.shape[1] if self.thorough else SPARES
         value, choice = Picking(self.problem, pool).best()
         jumped: set[bytes] = set()
         for _ in range(ROUNDS if self.thorough else ROUNDS_AGAIN):
             keep = self._worth_knowing(pool, value, choice)
             choice = (np.cumsum(keep) - 1)[choice]
             pool, fresh = pool.take(keep), fresh[keep]
-            moving = self._in_order(pool, choice, np.flatnonzero(fresh))[
-                : tried if self.hasty else part
-            ]
+            most = tried if self.hasty else -(-tried // PARTS)
+            moving = self._in_order(pool, choice, np.flatnonzero(fresh))[:most]
             tried, self.left = tried - len(moving), self.left - len(moving)
             if len(moving):
                 near = Moves(pool.rows.take(moving), self.cost_mi, spares).all()
