@@ -24,9 +24,8 @@ from collapipe_flwr.costs.warm_up import AS_GOOD, Depths, choose_warm_up, one_f_
 from collapipe_flwr.costs.work import (
     PricingOptions,
     bulk_of,
-    capacity_bytes,
     computing_of,
-    peak_bytes,
+    most_in_flight,
     radio_energy_j,
     steps_of,
 )
@@ -51,6 +50,7 @@ class Chain:
     d2d_hz_rh: Array  # (R, S + 1) of hops inside the cluster
     noise_over_gain: Array  # (R, S + 1) watts per hertz that give 0 dB
     power_max_w: Array  # (R, S + 1, 2): forward sender, backward sender
+    held_rs: Ints  # (R, S + 2) the most micro-batches in flight that memory allows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +82,7 @@ def chain_of(tables: Tables, rows: Layouts, options: PricingOptions) -> Chain:
         d2d_hz_rh=tables.d2d_hz_mij[rows.cluster_r[:, None], hops.sender, hops.receiver],
         noise_over_gain=tables.snapshot.radio.noise_w_per_hz / hops.gain,
         power_max_w=_power_limits(tables, rows, hops),
+        held_rs=most_in_flight(tables, rows, options),
     )
 
 
@@ -156,7 +157,8 @@ def makespan_of(chain: Chain, times: Array) -> Array:
     stage_s = [np.broadcast_to(seconds, shape) for seconds in both]
     hop_s = (times[..., 0], times[..., 1])
     count = chain.rows.micro_batches_r.astype(np.float64)
-    return step_makespan_s(chain.options, stage_s, hop_s, count)
+    held = np.broadcast_to(chain.held_rs.astype(np.float64), shape)
+    return step_makespan_s(chain.options, stage_s, hop_s, count, held=held)
 
 
 def latency_of(chain: Chain, times: Array) -> Array:
@@ -197,25 +199,6 @@ def _many_steps(chain: Chain, times: Array, rows: Ints, stages: list[int]) -> Ma
     )
 
 
-def deepest(chain: Chain, which: Ints) -> Ints:
-    """The most micro-batches in flight that memory allows on each stage, at most J, (R, S + 2).
-
-    No stage may be deeper than the one before it: it would wait for forwards that the shallower
-    one holds back until a backward returns, and both would wait for ever.
-    """
-    tables, rows, options = chain.tables, chain.rows.take(which), chain.options
-    shape = (len(rows), chain.forward_stage_s.shape[1])
-    empty = peak_bytes(tables, rows, options, np.zeros(shape))
-    each = peak_bytes(tables, rows, options, np.ones(shape)) - empty
-    room = capacity_bytes(tables, rows, options) - empty
-    most = rows.micro_batches_r[:, None]
-    fits = np.floor(np.divide(room, each, out=np.full(shape, np.inf), where=each > 0))
-    own = np.clip(fits, 1, most)
-    # Unused slots hold nothing back, and the edge comes behind the used ones.
-    own[:, 1:-1] = np.where(rows.used_rs, own[:, 1:-1], most)
-    return np.minimum.accumulate(own, axis=1).astype(np.int64)
-
-
 def _in_stages(chain: Chain, row: int, depth_s: Ints) -> Depths:
     """Of control unit, devices and edge of one row, without the padding."""
     depths: list[int] = depth_s.tolist()
@@ -231,7 +214,7 @@ def choose_depths(
     nothing.
     """
     least_r = np.full(len(which), -np.inf) if least_r is None else least_r
-    limits, counts = deepest(chain, which), chain.rows.micro_batches_r[which]
+    limits, counts = chain.held_rs[which], chain.rows.micro_batches_r[which]
     depth_rs, seconds_r = np.ones_like(limits), np.empty(len(which))
     if len(which) < FEW_STEPS or chain.options.half_duplex:
         for place, row in enumerate(which.tolist()):
@@ -253,7 +236,9 @@ def _depths_again(chain: Chain, times: Array, known: RowPrices) -> tuple[Ints, A
     every = np.arange(len(chain.rows))
     if known.depth_rs is None or len(every) < FEW_STEPS or chain.options.half_duplex:
         return choose_depths(chain, times, every)
-    depth_rs = np.minimum(known.depth_rs, deepest(chain, every))
+    held_rs, depth_rs = chain.held_rs, np.ones_like(chain.held_rs)
+    shared = min(known.depth_rs.shape[1], held_rs.shape[1]) - 1  # rows may have changed since
+    depth_rs[:, :shared] = np.minimum(known.depth_rs[:, :shared], held_rs[:, :shared])
     stages = _stages(chain, every)
     many = _many_steps(chain, times, every, stages)
     seconds_r = many.play(np.ascontiguousarray(depth_rs[:, stages].T))

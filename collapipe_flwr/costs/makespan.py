@@ -19,12 +19,20 @@ Both = Sequence[ArrayLike]
 
 
 def step_makespan_s(
-    options: PricingOptions, stage_s: Both, hop_s: Both, micro_batches: Array, axis: int = -1
+    options: PricingOptions,
+    stage_s: Both,
+    hop_s: Both,
+    micro_batches: Array,
+    axis: int = -1,
+    held: Array | None = None,
 ) -> Array:
-    """One step's makespan by ``options.schedule``: GPipe's exactly, 1F1B's lower bound."""
+    """One step's makespan by ``options.schedule``: GPipe's exactly, 1F1B's lower bound.
+
+    ``held`` are the most micro-batches that fit on every stage, and on all ahead of it.
+    """
     if options.schedule == "gpipe":
         return gpipe_makespan_s(stage_s, hop_s, micro_batches, axis)
-    return _overlapped_makespan_s(options, stage_s, hop_s, micro_batches, axis)
+    return _overlapped_makespan_s(options, stage_s, hop_s, micro_batches, axis, held)
 
 
 def gpipe_makespan_s(stage_s: Both, hop_s: Both, micro_batches: ArrayLike, axis: int = -1) -> Array:
@@ -42,21 +50,37 @@ def gpipe_makespan_s(stage_s: Both, hop_s: Both, micro_batches: ArrayLike, axis:
 
 
 def _overlapped_makespan_s(
-    options: PricingOptions, stage_s: Both, hop_s: Both, micro_batches: Array, axis: int
+    options: PricingOptions,
+    stage_s: Both,
+    hop_s: Both,
+    micro_batches: Array,
+    axis: int,
+    held: Array | None,
 ) -> Array:
-    """What a step cannot undercut when passes overlap (1F1B), and nearly takes if warm-up is deep.
+    """What a step cannot undercut when passes overlap (1F1B), and nearly takes.
 
     A stage works J times both passes; before, the first micro-batch has passed what stands ahead of
-    it, and after, the last gradient passes it. In one direction, a stage or a link works J times
-    within a trip of its own. See ``warm_up``.
+    it, and after, the last gradient passes it. It idles while all that it can hold is on the way to
+    the edge and back. In one direction, a stage or a link works J times within a trip of its own.
+    See ``warm_up`` and docs/theory.md, 5.5.
     """
-    (ahead, back), (there, home) = map(np.asarray, stage_s), map(np.asarray, hop_s)
-    stage, hop = np.moveaxis(ahead + back, axis, 0), np.moveaxis(there + home, axis, 0)
+    both = [np.moveaxis(np.asarray(each), axis, 0) for each in stage_s]
+    there, home = (np.moveaxis(np.asarray(each), axis, 0) for each in hop_s)
+    stage, hop = both[0] + both[1], there + home
     steps = np.cumsum(stage[:-1] + hop, axis=0)  # past each stage and the hop behind it
-    busiest = np.maximum(stage[0] * micro_batches, (stage[1:] * micro_batches + steps).max(0))
-    single = np.maximum(ahead.max(axis), back.max(axis))
-    single = np.maximum(single, np.maximum(there, home).max(axis))
-    longest = np.maximum(busiest, steps[-1] + stage[-1] + (micro_batches - 1.0) * single)
+    whole, work = steps[-1] + stage[-1], stage * micro_batches
+    longest = np.maximum(work[0], (work[1:] + steps).max(0))
+    if held is not None:
+        begun = np.concatenate([np.zeros_like(steps[:1]), steps])
+        tail = whole - begun - stage
+        most = np.clip(np.moveaxis(held, axis, 0), 1.0, micro_batches)
+        idle = [np.maximum(tail - (most - 1.0) * passes, 0.0) for passes in both]
+        rest = np.where(most < micro_batches, idle[0] + idle[1], np.maximum(*idle))
+        least = np.maximum(work + rest, np.ceil(micro_batches / most) * (stage + tail))
+        longest = np.maximum(longest, ((begun + least) * (stage > 0.0)).max(0))
+    single = np.maximum(both[0].max(0), both[1].max(0))
+    single = np.maximum(single, np.maximum(there, home).max(0))
+    longest = np.maximum(longest, whole + (micro_batches - 1.0) * single)
     if options.half_duplex:
         longest = np.maximum(longest, (steps + (micro_batches - 1.0) * hop).max(0))
     return np.asarray(longest)

@@ -212,6 +212,23 @@ def fits(tables: Tables, rows: Layouts, options: PricingOptions) -> Mask:
     return np.asarray(((need <= room) | ~needed).all(1))
 
 
+def most_in_flight(tables: Tables, rows: Layouts, options: PricingOptions) -> Ints:
+    """The most micro-batches that fit on each stage, at least 1 and at most J, (R, S + 2).
+
+    No stage may be deeper than the one before it: it would wait for forwards that the shallower
+    one holds back until a backward returns, and both would wait for ever.
+    """
+    most, shape = rows.micro_batches_r[:, None], (len(rows), rows.member_rs.shape[1] + 2)
+    empty = peak_bytes(tables, rows, options, np.zeros(shape))
+    each = peak_bytes(tables, rows, options, np.ones(shape)) - empty
+    room = capacity_bytes(tables, rows, options) - empty
+    fits = np.floor(np.divide(room, each, out=np.full(shape, np.inf), where=each > 0))
+    own = np.clip(fits, 1, most)
+    # Unused slots hold nothing back, and the edge comes behind the used ones.
+    own[:, 1:-1] = np.where(rows.used_rs, own[:, 1:-1], most)
+    return np.minimum.accumulate(own, axis=1).astype(np.int64)
+
+
 def least_in_flight(rows: Layouts, options: PricingOptions) -> Array:
     """The depth that a schedule cannot do without, (R, S + 2).
 

@@ -19,7 +19,15 @@ from collapipe_flwr.costs.chain import (
     price_rows,
 )
 from collapipe_flwr.costs.convergence import others_max
-from collapipe_flwr.costs.layouts import Layouts, by_member, key_of, of_members, replaced, stack
+from collapipe_flwr.costs.layouts import (
+    Layouts,
+    by_member,
+    key_of,
+    keys_of,
+    of_members,
+    replaced,
+    stack,
+)
 from collapipe_flwr.scheduler.dual_prices import DualPrices
 from collapipe_flwr.scheduler.local_search import every_batch, every_cut
 from collapipe_flwr.scheduler.problem import RoundProblem
@@ -50,7 +58,7 @@ WORTHWHILE = 1e-3  # relative gain that is worth another look of many clusters
 LATE_CLUSTERS = 10  # of many that are searched further at a time
 MUCH_LATER = 1.02  # than by the bound: other rows are tried for clusters that end so
 WORTH_A_CHANGE = 0.05  # of the objective, by which their rows may be dearer
-CATCHING_UP = 16  # rows of such a cluster that are played
+CATCHING_UP = 6  # rows of such a cluster that are played
 LATE_ROWS = 32  # rows of such a cluster that a beam goes on from
 SAME = 1e-9  # relative differences below this count as none
 
@@ -298,8 +306,21 @@ class Planner(RoundProblem):
         if not len(near.near):
             return best
         rows = place.played(near.first(CATCHING_UP).near, joint=True).together()
-        trial = self.bounded().radio(rows, best.allocation.edge_hz_r)
-        return min(best, self.as_played(trial, twice=False), key=lambda s: s.objective)
+        return min(best, self._exchanged(best, rows), key=lambda s: s.objective)
+
+    def _exchanged(self, best: Solution, rows: Layouts) -> Solution:
+        """``best`` with other ``rows``, of which only those that differ are played."""
+        before, after = keys_of(best.rows), keys_of(rows)
+        other = np.flatnonzero([old != new for old, new in zip(before, after, strict=True)])
+        chain, hz_m = chain_of(self.tables, rows, self.settings), best.allocation.edge_hz_r
+        times = full_power_times(chain, hz_m)
+        longer_s = best.priced.latency_s - latency_of(best.chain, best.allocation.times)
+        least = price_rows(chain, times, powers_for(chain, hz_m, times))
+        seen = played(chain, times, least, other)
+        longer_s[other] = (seen.latency_s - least.latency_s)[other]
+        allocation = replace(best.allocation, times=times)
+        trial = self.priced(chain, allocation, self.learning.rho(self.tables, rows), best, longer_s)
+        return self.levelled(trial, twice=False)
 
     def levelled(self, best: Solution, *, twice: bool = True) -> Solution:
         """Bandwidth with which clusters at full power end together, if that is better.

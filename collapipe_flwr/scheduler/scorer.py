@@ -132,7 +132,10 @@ class Scorer:
             ahead_s, back_s, overhead_flop = self._overheads(cluster, slots)
             forward, backward = forward + ahead_s, backward + back_s
         hop_s, hop_worth = self._hops(rows, batch, slots, (forward.max(0), backward.max(0)))
-        makespan = step_makespan_s(self.options, (forward, backward), hop_s, batch.count, axis=0)
+        held = None if self.options.schedule == "gpipe" else self._held(rows, batch, slots)
+        makespan = step_makespan_s(
+            self.options, (forward, backward), hop_s, batch.count, axis=0, held=held
+        )
         update = OPTIMISER_FLOP_PER_BYTE * weights
         fixed = (weights * members.bulk_seconds.take(at)).sum(0) + server_s(self.tables, cluster)
         if self.members.round_s.any():
@@ -231,6 +234,21 @@ class Scorer:
         edge = self.tables.snapshot.edge.memory_bytes / self.tables.num_clusters
         most = (1.0 - self.options.memory_margin) * edge
         return np.asarray(good & (tail.state_bytes + batch.size * last * tail.stash_bytes <= most))
+
+    def _held(self, rows: Layouts, batch: _Batch, slots: _Slots) -> Array:
+        """As ``costs.work.most_in_flight``, slots first; may be less than 1."""
+        model, spans = self.tables.snapshot.model, self.spans
+        cap = share_bytes(self.tables, rows.cluster_r, batch.size, batch.count, self.options)
+        room = np.minimum(self.members.room.take(slots.member_at_sr), cap)
+        room -= spans.state_lk.take(slots.span_sr) + batch.size * spans.once
+        each = batch.size * spans.kept_lk.take(slots.span_sr)
+        held = np.empty((len(room) + 2, len(batch.size)))
+        held[1:-1] = np.where(slots.used, np.floor(room / np.maximum(each, 1.0)), np.inf)
+        own = self.members.room.take(rows.cluster_r * self.tables.edge)
+        first = batch.size * max(model.embedding.stash_bytes, 1.0)
+        held[0] = np.floor((own - model.embedding.state_bytes) / first)
+        held[-1] = 1.0
+        return np.asarray(np.minimum.accumulate(held, axis=0))
 
 
 class _Batch:

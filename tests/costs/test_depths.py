@@ -12,7 +12,6 @@ from collapipe_flwr.core.replay import replay
 from collapipe_flwr.costs.chain import (
     Chain,
     chain_of,
-    deepest,
     flight_table,
     full_power_times,
     schedule_rows,
@@ -67,7 +66,7 @@ def test_a_stage_deeper_than_the_one_before_it_blocks() -> None:
     step = step_times(chain, full_power_times(chain, np.array([8e7])), 0)
     with pytest.raises(ScheduleError, match="blocks"):
         replay(step, [3, 1, 2, 1, 1], 4)
-    assert max(deepest(chain, np.array([0]))[0]) <= 8
+    assert max(chain.held_rs[0]) <= 8
 
 
 def test_deeper_is_not_chosen_without_gain() -> None:
