@@ -71,13 +71,16 @@ def _overlapped_makespan_s(
     whole, work = steps[-1] + stage[-1], stage * micro_batches
     longest = np.maximum(work[0], (work[1:] + steps).max(0))
     if held is not None:
-        begun = np.concatenate([np.zeros_like(steps[:1]), steps])
+        begun = np.zeros_like(stage)
+        begun[1:] = steps
         tail = whole - begun - stage
         most = np.clip(np.moveaxis(held, axis, 0), 1.0, micro_batches)
         idle = [np.maximum(tail - (most - 1.0) * passes, 0.0) for passes in both]
         rest = np.where(most < micro_batches, idle[0] + idle[1], np.maximum(*idle))
         least = np.maximum(work + rest, np.ceil(micro_batches / most) * (stage + tail))
-        longest = np.maximum(longest, ((begun + least) * (stage > 0.0)).max(0))
+        least += begun
+        least *= stage > 0.0
+        longest = np.maximum(longest, least.max(0))
     single = np.maximum(both[0].max(0), both[1].max(0))
     single = np.maximum(single, np.maximum(there, home).max(0))
     longest = np.maximum(longest, whole + (micro_batches - 1.0) * single)

@@ -113,11 +113,12 @@ class Scorer:
     def _estimates(self, rows: Layouts) -> Estimates:
         batch = _Batch(self.tables, rows)
         slots = _Slots(rows, self.tables.edge)
-        costs = self._price(rows, batch, slots)
-        worth = np.where(self._fits(rows, batch, slots), costs.worth, np.inf)
+        held = self._held(rows, batch, slots)
+        costs = self._price(rows, batch, slots, held)
+        worth = np.where(self._fits(batch, slots, held), costs.worth, np.inf)
         return Estimates(costs.latency, costs.soft, worth)
 
-    def _price(self, rows: Layouts, batch: _Batch, slots: _Slots) -> Estimates:
+    def _price(self, rows: Layouts, batch: _Batch, slots: _Slots, held: Array) -> Estimates:
         """The estimates where memory forbids nothing."""
         members, spans, at = self.members, self.spans, slots.member_at_sr
         slowness = members.slowness.take(at)
@@ -132,9 +133,9 @@ class Scorer:
             ahead_s, back_s, overhead_flop = self._overheads(cluster, slots)
             forward, backward = forward + ahead_s, backward + back_s
         hop_s, hop_worth = self._hops(rows, batch, slots, (forward.max(0), backward.max(0)))
-        held = None if self.options.schedule == "gpipe" else self._held(rows, batch, slots)
+        most = np.minimum.accumulate(held, axis=0)
         makespan = step_makespan_s(
-            self.options, (forward, backward), hop_s, batch.count, axis=0, held=held
+            self.options, (forward, backward), hop_s, batch.count, axis=0, held=most
         )
         update = OPTIMISER_FLOP_PER_BYTE * weights
         fixed = (weights * members.bulk_seconds.take(at)).sum(0) + server_s(self.tables, cluster)
@@ -215,40 +216,34 @@ class Scorer:
             times.append(time)
         return times, worth
 
-    def _fits(self, rows: Layouts, batch: _Batch, slots: _Slots) -> Mask:
-        """As ``costs.work.fits``, slots first."""
-        model, spans, depth = self.tables.snapshot.model, self.spans, slots.depth_r
-        gpipe = self.options.schedule == "gpipe"
-        ahead = depth + 1.0 - np.arange(len(slots.stop_sr))[:, None]
-        flight = batch.count if gpipe else np.minimum(np.maximum(ahead, 1.0), batch.count)
-        need = batch.size * (flight * spans.kept_lk.take(slots.span_sr) + spans.once)
-        need += spans.state_lk.take(slots.span_sr)
-        cap = share_bytes(self.tables, rows.cluster_r, batch.size, batch.count, self.options)
-        room = np.minimum(self.members.room.take(slots.member_at_sr), cap)
-        good = ((need <= room) | ~slots.used).all(0)
-        first = batch.count if gpipe else np.minimum(depth + 2.0, batch.count)
-        own = self.members.room.take(rows.cluster_r * self.tables.edge)
-        head, tail = model.embedding, model.decoder
-        good &= head.state_bytes + batch.size * first * head.stash_bytes <= own
-        last = batch.count if gpipe else 1.0
-        edge = self.tables.snapshot.edge.memory_bytes / self.tables.num_clusters
-        most = (1.0 - self.options.memory_margin) * edge
-        return np.asarray(good & (tail.state_bytes + batch.size * last * tail.stash_bytes <= most))
-
     def _held(self, rows: Layouts, batch: _Batch, slots: _Slots) -> Array:
-        """As ``costs.work.most_in_flight``, slots first; may be less than 1."""
+        """The most micro-batches that fit on every stage, slots first; below 1 where none does.
+
+        Infinite on unused slots. As ``costs.work.most_in_flight`` has them, each for itself.
+        """
         model, spans = self.tables.snapshot.model, self.spans
         cap = share_bytes(self.tables, rows.cluster_r, batch.size, batch.count, self.options)
         room = np.minimum(self.members.room.take(slots.member_at_sr), cap)
         room -= spans.state_lk.take(slots.span_sr) + batch.size * spans.once
-        each = batch.size * spans.kept_lk.take(slots.span_sr)
+        room /= np.maximum(batch.size * spans.kept_lk.take(slots.span_sr), 1.0)
         held = np.empty((len(room) + 2, len(batch.size)))
-        held[1:-1] = np.where(slots.used, np.floor(room / np.maximum(each, 1.0)), np.inf)
+        np.floor(room, out=held[1:-1])
+        held[1:-1][~slots.used] = np.inf
         own = self.members.room.take(rows.cluster_r * self.tables.edge)
-        first = batch.size * max(model.embedding.stash_bytes, 1.0)
-        held[0] = np.floor((own - model.embedding.state_bytes) / first)
-        held[-1] = 1.0
-        return np.asarray(np.minimum.accumulate(held, axis=0))
+        edge = self.tables.snapshot.edge.memory_bytes / self.tables.num_clusters
+        edge *= 1.0 - self.options.memory_margin
+        for place, room_r, part in ((0, own, model.embedding), (-1, edge, model.decoder)):
+            each = batch.size * max(part.stash_bytes, 1.0)
+            held[place] = np.floor((room_r - part.state_bytes) / each)
+        return held
+
+    def _fits(self, batch: _Batch, slots: _Slots, held: Array) -> Mask:
+        """As ``costs.work.fits``: what the schedule cannot do without may be ``held``."""
+        if self.options.schedule == "gpipe":
+            return np.asarray((held >= batch.count).all(0))
+        behind = slots.depth_r + 1.0 - np.arange(-1.0, len(held) - 1)[:, None]
+        behind[-1] = 1.0
+        return np.asarray((held >= np.clip(behind, 1.0, batch.count)).all(0))
 
 
 class _Batch:
