@@ -153,11 +153,12 @@ class Dssda(Policy):
 
     def _settle(self, planner: Planner, state: SchedulerState) -> Solution:
         """The new optimum, unless the segments in place are nearly as good."""
-        kept = kept_rows(planner.tables, state.last_plan, self.settings)
-        if kept is None:
+        last = state.last_plan
+        kept = kept_rows(planner.tables, last, self.settings)
+        if last is None or kept is None:
             return within(planner, planner.solve())
         quick = planner.bounded()
-        stay = quick.radio(kept)
+        stay = quick.stayed(kept, bandwidths_of(planner.tables, last))
         left = with_radio(quick, stay)
         stay = left.priced(stay.chain, stay.allocation, stay.rho)
         spare = kept_rows(planner.tables, state.spare_plan, self.settings)
@@ -196,6 +197,13 @@ def within(planner: Planner, solution: Solution) -> Solution:
         left = with_radio(planner, solution)
         solution = left.improve(left.priced(solution.chain, solution.allocation, solution.rho))
     return solution
+
+
+def bandwidths_of(tables: Tables, last: Plan) -> Array:
+    """What every cluster of today has of the band in ``last``, in hertz, (M,)."""
+    hz = {plan.cluster_id: plan.bandwidth_hz for plan in last.clusters}
+    hz_m = np.array([hz[c.profile.cluster_id] for c in tables.snapshot.clusters])
+    return np.asarray(hz_m * (tables.snapshot.radio.bandwidth_hz / hz_m.sum()))
 
 
 def kept_rows(tables: Tables, last: Plan | None, settings: SchedulerConfig) -> Layouts | None:

@@ -207,7 +207,7 @@ def _planned_edge(edge: EdgeProfile, estimates: ProfileEstimates) -> EdgeProfile
 
 def _believed(stage: LogFilter | None, claim: Claim) -> LogFilter | None:
     """What was learnt, None where that is nothing or too old."""
-    if stage is None or _is_old(stage) or stage.mean == _unseen(claim).mean:
+    if stage is None or _is_old(stage) or stage.mean == _unseen_mean(claim):
         return None
     return stage
 
@@ -287,9 +287,9 @@ def _aged(known: Mapping[str, LogFilter], cluster: ClusterOutcome) -> dict[str, 
     return {name: f if name in seen else f.without() for name, f in known.items()}
 
 
-def _unseen(claim: Claim) -> LogFilter:
+def _unseen_mean(claim: Claim) -> tuple[float, float]:
     """What is believed of a stage before any sample."""
-    return LogFilter(mean=(math.log(claim[2] or USUAL_OVERHEAD_S), -claim[0]))
+    return math.log(claim[2] or USUAL_OVERHEAD_S), -claim[0]
 
 
 def _first_guess(claim: Claim, sample: StageSample) -> LogFilter:
@@ -301,7 +301,7 @@ def _first_guess(claim: Claim, sample: StageSample) -> LogFilter:
 
 def _learn_stage(book: dict[str, LogFilter], sample: StageSample, claim: Claim) -> None:
     name, parts = sample.device_id, (sample.passes, sample.flop)
-    unseen, claimed_s = _unseen(claim), _claimed_s(claim, sample)
+    unseen, claimed_s = LogFilter(mean=_unseen_mean(claim)), _claimed_s(claim, sample)
     known = book.get(name, unseen)
     error = known.error(parts, sample.busy_s)
     if error is None:

@@ -272,6 +272,21 @@ class Planner(RoundProblem):
         best = self._at_full_power(best, np.full(len(rows), band_hz / len(rows)))
         return best if hz_m is None else self._at_full_power(best, hz_m)
 
+    def stayed(self, rows: Layouts, hz_m: Array) -> Solution:
+        """`radio` for rows in place over bandwidths near those in place, ``hz_m``.
+
+        Under 1F1B full power suits many clusters, which makes it a look-up and no program.
+        """
+        if self.few or self.settings.schedule != "1f1b":
+            return self.radio(rows)
+        chain, rho = (
+            chain_of(self.tables, rows, self.settings),
+            self.learning.rho(self.tables, rows),
+        )
+        price = np.full(len(rows), self.latency_price * rho / len(rows))
+        now = Allocation(edge_hz_r=hz_m, times=full_power_times(chain, hz_m), latency_price_r=price)
+        return self.levelled(self.priced(chain, now, rho))
+
     def _at_full_power(
         self, best: Solution, hz_m: Array, longer_s: Array | None = None
     ) -> Solution:
