@@ -26,7 +26,6 @@ from collapipe_flwr.costs.arrays import Array, Mask
 from collapipe_flwr.scheduler.base import USUAL_WEIGHT
 from collapipe_flwr.scheduler.mixture import multipliers as mixed
 from collapipe_flwr.scheduler.planner import Planner, Solution
-from collapipe_flwr.scheduler.search import FEW_CLUSTERS
 
 STEPS = 25  # cutting planes at most
 INWARD = 0.4  # part of the way from the best point to where planes are highest
@@ -85,7 +84,7 @@ class Dual:
     @property
     def learns(self) -> bool:
         """Whether time allows steps enough to learn multipliers."""
-        many = self.planner.tables.num_clusters > FEW_CLUSTERS
+        many = not self.planner.tables.few
         return self._steps >= (FEWEST_OF_MANY if many else FEWEST)
 
     @property
@@ -99,7 +98,7 @@ class Dual:
     @property
     def _steps(self) -> int:
         clusters, blocks = self.planner.tables.num_clusters, self.planner.tables.num_blocks
-        if clusters > FEW_CLUSTERS:
+        if not self.planner.tables.few:
             return SEARCHES // clusters
         devices = len(self.planner.price_mi[0]) - 1
         return min(STEPS, WORK // (clusters * devices * blocks))

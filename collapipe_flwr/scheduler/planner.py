@@ -36,7 +36,7 @@ from collapipe_flwr.scheduler.radio.interior_point import Allocation, allocate, 
 from collapipe_flwr.scheduler.radio.problem import convex_latency_s
 from collapipe_flwr.scheduler.runners_up import InPlace
 from collapipe_flwr.scheduler.scorer import Estimates
-from collapipe_flwr.scheduler.search import FEW_CLUSTERS, Search
+from collapipe_flwr.scheduler.search import Search
 
 POLISHED_CLUSTERS = 5  # up to here time allows trying runners-up one by one
 JOINED_CLUSTERS = 8  # and up to here the best choice of all of them together
@@ -100,7 +100,7 @@ class Planner(RoundProblem):
     @property
     def few(self) -> bool:
         """Whether time allows playing whatever is tried."""
-        return self.tables.num_clusters <= FEW_CLUSTERS
+        return self.tables.few
 
     def solve(self, stay: Solution | None = None, spare: Layouts | None = None) -> Solution:
         """The best plan found, from scratch or also from ``stay``; raises InfeasibleError.

@@ -133,7 +133,7 @@ class Scorer:
             ahead_s, back_s, overhead_flop = self._overheads(cluster, slots)
             forward, backward = forward + ahead_s, backward + back_s
         hop_s, hop_worth = self._hops(rows, batch, slots, (forward.max(0), backward.max(0)))
-        most = np.minimum.accumulate(held, axis=0)
+        most = None if self.tables.few else np.minimum.accumulate(held, axis=0)
         makespan = step_makespan_s(
             self.options, (forward, backward), hop_s, batch.count, axis=0, held=most
         )

@@ -36,10 +36,9 @@ ENOUGH = 2e-3  # of the objective: what all gains that are let go come to at mos
 ROUNDS = 12  # of growth at most
 ROUNDS_AGAIN = 4  # the same where time is short
 FAR_CLUSTERS = 8  # up to here time allows looking two moves away
-FEW_CLUSTERS = 20  # with more, what is tried is limited
 NO_LIMIT = 10**9
 TRIED = (20_000, 0.2)  # rows whose neighbours a decision from scratch tries: in all, per cluster
-TRIED_AGAIN = 300  # the same with rows in place
+TRIED_AGAIN = 600  # the same with rows in place
 HASTY_CLUSTERS = 50  # with more, and rows in place, only the first choice tries any
 TRIED_HASTILY = 50
 LENGTHS = (  # of a round, over that with rows in place
@@ -63,7 +62,7 @@ class Search:
         """``spare`` rows are known to it beside those in place."""
         self.problem, self.spare = problem, spare
         self.clusters = np.arange(problem.tables.num_clusters)
-        self.few = len(self.clusters) <= FEW_CLUSTERS
+        self.few = problem.tables.few  # with more, what is tried is limited
         self.pool: Pool | None = None
         self.left, self.thorough, self.hasty = NO_LIMIT, True, False
 

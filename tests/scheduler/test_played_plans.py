@@ -49,7 +49,7 @@ def test_plans_are_better_for_it(monkeypatch: pytest.MonkeyPatch, seeds: Sequenc
     """By rho T as played: in the mean, and on no seed worse by more than 1 %."""
     ours = np.array([cost_of(search_planner(SIZE, seed, queues=False).solve()) for seed in seeds])
     with monkeypatch.context() as patch:
-        patch.setattr(planning, "FEW_CLUSTERS", 0)  # as in the rounds of many clusters
+        patch.setattr(planning.Planner, "few", False)  # as in the rounds of many clusters
         planners = [search_planner(SIZE, seed, queues=False) for seed in seeds]
         found = [replace(planner, plays=False).solve() for planner in planners]
     before = np.array([cost_of(solution) for solution in found])
