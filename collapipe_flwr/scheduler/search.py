@@ -38,13 +38,15 @@ ROUNDS_AGAIN = 4  # the same where time is short
 FAR_CLUSTERS = 8  # up to here time allows looking two moves away
 NO_LIMIT = 10**9
 TRIED = (20_000, 0.2)  # rows whose neighbours a decision from scratch tries: in all, per cluster
-TRIED_AGAIN = 600  # the same with rows in place
+TRIED_AGAIN = 1000  # the same with rows in place
 HASTY_CLUSTERS = 50  # with more, and rows in place, only the first choice tries any
 TRIED_HASTILY = 50
 LENGTHS = (  # of a round, over that with rows in place
-    *(0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.3, 2.0),
+    *(0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 2.0),
 )
-LENGTHS_AGAIN = (0.92, 0.95, 0.98, 1.0, 1.02, 1.05)  # where prices are those of the round itself
+LENGTHS_AGAIN = (  # the same where prices are those of the round itself
+    *(0.92, 0.94, 0.96, 0.98, 1.0, 1.02, 1.05),
+)
 SAMPLE = 200  # clusters that choose the pairs of more than twice as many
 PARTS = 3  # of what may be tried at one set of prices, so much at a time
 PRESSING = 0.9  # of the round's length: clusters that take longer are what it waits for
@@ -216,6 +218,8 @@ class Search:
         spares = self.cost_mi.shape[1] if self.thorough else SPARES
         value, choice = Picking(self.problem, pool).best()
         jumped: set[bytes] = set()
+        if self.hasty and not tried:
+            return pool, choice
         for _ in range(ROUNDS if self.thorough else ROUNDS_AGAIN):
             keep = self._worth_knowing(pool, value, choice)
             choice = (np.cumsum(keep) - 1)[choice]

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.scheduling.search_gaps import SearchSize, search_planner
 from collapipe_flwr.core.replay import StepTimes
 from collapipe_flwr.costs import chain as chains
+from collapipe_flwr.costs import tables
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import (
     Chain,
@@ -66,6 +67,42 @@ def test_without_a_tight_bound_the_same_is_found() -> None:
     loose = replace(bounded, makespan_s=np.zeros_like(bounded.makespan_s))
     found, other = (played(chain, times, each).makespan_s for each in (bounded, loose))
     assert found == pytest.approx(other, rel=2e-3)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.01])
+def test_what_stages_can_hold_bounds_a_step_more_closely(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound of many clusters; that of few knows nothing of memory."""
+    chain, times, hz = many_rows(4, share)
+    shared = replace(chain.tables, most_share_m=np.full(SIZE.clusters, 0.28))
+    chain = chain_of(shared, chain.rows, chain.options)
+    assert (chain.held_rs < chain.rows.micro_batches_r[:, None])[:, 1:-1].any()
+    plain = price_rows(chain, times, powers_for(chain, hz, times)).makespan_s
+    bounded = price_rows(chain, times, powers_for(chain, hz, times))
+    seen = played(chain, times, bounded).makespan_s
+    monkeypatch.setattr(tables, "FEW_CLUSTERS", 0)
+    close = price_rows(chain, times, powers_for(chain, hz, times)).makespan_s
+    assert (close >= plain).all()
+    assert (close <= seen * (1.0 + 1e-12)).all()
+    assert (seen / close).mean() - 1.0 < 0.5 * ((seen / plain).mean() - 1.0)
+
+
+def test_depths_that_are_known_serve_where_steps_take_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And are chosen anew elsewhere, as for rows that have changed since."""
+    chain, times, hz = many_rows(5, 0.05)
+    monkeypatch.setattr(chains, "FEW_STEPS", 1)
+    known = played(chain, times, price_rows(chain, times, powers_for(chain, hz, times)))
+    assert known.depth_rs is not None
+    depths, seconds = schedule_rows(chain, times, known)
+    assert seconds == pytest.approx(known.makespan_s, rel=1e-12)
+    edge = chain.rows.depth_r[0] + 1
+    assert depths[0] == (*known.depth_rs[0, :edge].tolist(), known.depth_rs[0, -1])
+    shallow = replace(known, depth_rs=np.ones((len(chain.rows), 3), np.int64))
+    again = schedule_rows(chain, times, shallow)[1]
+    assert again == pytest.approx(known.makespan_s, rel=3e-3)
 
 
 def test_pipelines_of_all_lengths_with_any_number_of_micro_batches() -> None:
