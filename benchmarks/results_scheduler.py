@@ -337,11 +337,12 @@ def bench_lines(bench: Json) -> Iterator[str]:
     yield f"`{BENCH}`: one thread, wall-clock times of the machine that ran it;"
     yield from ("other load on it lengthens them.", "")
     yield from (
-        "| clusters | devices | blocks | first s | median s |",
-        "|---:|---:|---:|---:|---:|",
+        "| clusters | devices | blocks | codecs to choose from | first s | median s |",
+        "|---:|---:|---:|---|---:|---:|",
     )
     for row in bench["decisions"]:
         size = f"{row['clusters']} | {row['devices']} | {row['blocks']}"
+        size += f" | {', '.join(row['codecs'])}"
         yield f"| {size} | {row['first_s']:.3f} | {row['median_s']:.3f} |"
     radio, gaps = bench["radio"], bench["optimality"]
     yield ""

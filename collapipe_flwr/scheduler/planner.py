@@ -279,10 +279,8 @@ class Planner(RoundProblem):
         """
         if self.few or self.settings.schedule != "1f1b":
             return self.radio(rows)
-        chain, rho = (
-            chain_of(self.tables, rows, self.settings),
-            self.learning.rho(self.tables, rows),
-        )
+        chain = chain_of(self.tables, rows, self.settings)
+        rho = self.learning.rho(self.tables, rows)
         price = np.full(len(rows), self.latency_price * rho / len(rows))
         now = Allocation(edge_hz_r=hz_m, times=full_power_times(chain, hz_m), latency_price_r=price)
         return self.levelled(self.priced(chain, now, rho))

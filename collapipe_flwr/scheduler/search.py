@@ -39,7 +39,7 @@ FAR_CLUSTERS = 8  # up to here time allows looking two moves away
 NO_LIMIT = 10**9
 TRIED = (20_000, 0.2)  # rows whose neighbours a decision from scratch tries: in all, per cluster
 TRIED_AGAIN = 1000  # the same with rows in place
-HASTY_CLUSTERS = 50  # with more, and rows in place, only the first choice tries any
+HASTY_CLUSTERS = 50  # with more, and rows in place, only the first choice tries any: so many
 TRIED_HASTILY = 50
 LENGTHS = (  # of a round, over that with rows in place
     *(0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 2.0),
