@@ -22,6 +22,7 @@ from collapipe_flwr.scheduler.base import (
     solution_plan,
     weight_of,
 )
+from collapipe_flwr.scheduler.catching_up import caught_up
 from collapipe_flwr.scheduler.closing_early import closing_early
 from collapipe_flwr.scheduler.decision import Decision
 from collapipe_flwr.scheduler.estimates import with_profiles
@@ -189,7 +190,7 @@ def within(planner: Planner, solution: Solution) -> Solution:
     Their bandwidth is levelled by steps as played.
     """
     if not planner.few:
-        return planner.caught_up(solution)
+        return caught_up(planner, solution)
     for _ in range(OVERDRAFTS):
         room = of_members(planner.room_mi, solution.rows, padding=np.inf)
         if (solution.priced.energy_j <= room).all():

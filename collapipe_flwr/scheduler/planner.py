@@ -23,7 +23,6 @@ from collapipe_flwr.costs.layouts import (
     Layouts,
     by_member,
     key_of,
-    keys_of,
     of_members,
     replaced,
     stack,
@@ -56,9 +55,6 @@ EXCESS = 1e-3  # of a round: what that formula may be wrong by
 AMPLE = 8.0  # times its bandwidth: what a cluster is slow with is not the bandwidth's fault
 WORTHWHILE = 1e-3  # relative gain that is worth another look of many clusters
 LATE_CLUSTERS = 10  # of many that are searched further at a time
-MUCH_LATER = 1.02  # than by the bound: other rows are tried for clusters that end so
-WORTH_A_CHANGE = 0.05  # of the objective, by which their rows may be dearer
-CATCHING_UP = 6  # rows of such a cluster that are played
 LATE_ROWS = 32  # rows of such a cluster that a beam goes on from
 SAME = 1e-9  # relative differences below this count as none
 
@@ -165,7 +161,7 @@ class Planner(RoundProblem):
         near, values = self._promising(best)
         lists = [near.take(np.argsort(values, kind="stable")[:POLISH_RIVALS])]
         if self.settings.schedule == "1f1b" and len(near):
-            found = self._in_place(best).played(near, joint=True)
+            found = self.in_place(best).played(near, joint=True)
             yield [found.together()]
             quickest = np.argsort(found.alone(), kind="stable")[:POLISH_RIVALS]
             lists.append(found.near.take(quickest))
@@ -186,10 +182,11 @@ class Planner(RoundProblem):
         """
         slow = best.rows.take(best.priced.latency_s > SLOW * best.priced.latency_s.max())
         even = equal_shares(best.chain, self.tables.snapshot.radio.bandwidth_hz)
-        for now in map(self._in_place, (best, self.priced(best.chain, even, best.rho))):
+        for now in map(self.in_place, (best, self.priced(best.chain, even, best.rho))):
             yield now.played(near, joint=True).grown(slow, now.played).together()
 
-    def _in_place(self, now: Solution) -> InPlace:
+    def in_place(self, now: Solution) -> InPlace:
+        """The plan whose rows may be replaced."""
         costs = self.estimates(now.chain, now.priced)
         return InPlace(self, now.rows, costs, now.allocation.edge_hz_r)
 
@@ -215,7 +212,7 @@ class Planner(RoundProblem):
     def _quicker(self, best: Solution) -> Iterator[Layouts]:
         """Plans near ``best`` of many clusters: with the best rows a move away, and with rows
         further away for clusters that end late whatever their bandwidth."""
-        yield self._in_place(best).played(self._promising(best)[0], joint=True).together()
+        yield self.in_place(best).played(self._promising(best)[0], joint=True).together()
         chain, hz_m = best.chain, AMPLE * best.allocation.edge_hz_r
         times = full_power_times(chain, hz_m)
         ample = self.estimates(chain, price_rows(chain, times, powers_for(chain, hz_m, times)))
@@ -304,36 +301,6 @@ class Planner(RoundProblem):
             return solution
         played = self.priced(solution.chain, solution.allocation, solution.rho)
         return self.levelled(played, twice=twice)
-
-    def caught_up(self, solution: Solution) -> Solution:
-        """`as_played`, with other rows for clusters that then end much later than by the bound."""
-        best, bound_s = self.as_played(solution, twice=False), solution.priced.latency_s.max()
-        late = np.flatnonzero(best.priced.latency_s > MUCH_LATER * bound_s)
-        if not len(late):
-            return best
-        place = self._in_place(best)
-        near = place.bounded(self.fitting(self.neighbours(best.rows.take(late))))
-        dearer = near.costs.worth - place.costs.worth[near.near.cluster_r]
-        in_time = near.costs.latency <= MUCH_LATER * bound_s
-        near = near.take(np.flatnonzero(in_time & (dearer < WORTH_A_CHANGE * best.objective)))
-        if not len(near.near):
-            return best
-        rows = place.played(near.first(CATCHING_UP).near, joint=True).together()
-        return min(best, self._exchanged(best, rows), key=lambda s: s.objective)
-
-    def _exchanged(self, best: Solution, rows: Layouts) -> Solution:
-        """``best`` with other ``rows``, of which only those that differ are played."""
-        before, after = keys_of(best.rows), keys_of(rows)
-        other = np.flatnonzero([old != new for old, new in zip(before, after, strict=True)])
-        chain, hz_m = chain_of(self.tables, rows, self.settings), best.allocation.edge_hz_r
-        times = full_power_times(chain, hz_m)
-        longer_s = best.priced.latency_s - latency_of(best.chain, best.allocation.times)
-        least = price_rows(chain, times, powers_for(chain, hz_m, times))
-        seen = played(chain, times, least, other)
-        longer_s[other] = (seen.latency_s - least.latency_s)[other]
-        allocation = replace(best.allocation, times=times)
-        trial = self.priced(chain, allocation, self.learning.rho(self.tables, rows), best, longer_s)
-        return self.levelled(trial, twice=False)
 
     def levelled(self, best: Solution, *, twice: bool = True) -> Solution:
         """Bandwidth with which clusters at full power end together, if that is better.
