@@ -200,6 +200,11 @@ def _many_steps(chain: Chain, times: Array, rows: Ints, stages: list[int]) -> Ma
     )
 
 
+def deepest(chain: Chain, which: Ints) -> Ints:
+    """The most micro-batches in flight that memory allows on each stage, (R, S + 2)."""
+    return chain.held_rs[which]
+
+
 def _in_stages(chain: Chain, row: int, depth_s: Ints) -> Depths:
     """Of control unit, devices and edge of one row, without the padding."""
     depths: list[int] = depth_s.tolist()
@@ -215,7 +220,7 @@ def choose_depths(
     nothing.
     """
     least_r = np.full(len(which), -np.inf) if least_r is None else least_r
-    limits, counts = chain.held_rs[which], chain.rows.micro_batches_r[which]
+    limits, counts = deepest(chain, which), chain.rows.micro_batches_r[which]
     depth_rs, seconds_r = np.ones_like(limits), np.empty(len(which))
     if len(which) < FEW_STEPS or chain.options.half_duplex:
         for place, row in enumerate(which.tolist()):
