@@ -185,7 +185,7 @@ def _stages(chain: Chain, rows: Ints) -> list[int]:
 
 
 def _many_steps(chain: Chain, times: Array, rows: Ints, stages: list[int]) -> ManySteps:
-    """The same of many rows."""
+    """`step_times` of many rows."""
     hops = np.zeros((len(stages), len(rows), 2))
     hops[:-1] = times[rows, : len(stages) - 1].swapaxes(0, 1)
     used_kr = np.arange(len(stages))[:, None] <= chain.rows.depth_r[rows]
