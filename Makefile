@@ -9,6 +9,7 @@
 # make test-arm      a device of another processor: an arm64 Debian under qemu beside this machine
 # make test-oldest   the tests, or TESTS="tests/laws ...", with the oldest torch that is supported
 # make test-kernels  the tests with plain instead of vectorised CPU kernels, as on another processor
+# make test-accelerators  what computes on accelerators, with this machine's instead of a pretended one
 # make docs          the documentation site into site/; a warning is an error
 PYTHON ?= python3
 VENV ?= .venv
@@ -25,7 +26,7 @@ FAST := $(BIN)/python $(PYTEST_FAST)
 OLDEST := $(VENV)-oldest
 OLDEST_TORCH := torch==2.9.1
 
-.PHONY: demo test docs check static test-cluster test-slow soak test-arm test-oldest test-kernels clean
+.PHONY: demo test docs check static test-cluster test-slow soak test-arm test-oldest test-kernels test-accelerators clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/collapipe run . --federation-config sim.toml
@@ -62,6 +63,9 @@ test-oldest: $(OLDEST)/.test
 
 test-kernels: $(VENV)/.test
 	ATEN_CPU_CAPABILITY=default $(FAST)
+
+test-accelerators: $(VENV)/.test
+	WITH_ACCELERATORS=1 $(PYTEST) tests/laws/test_accelerators.py tests/pipeline/test_compute.py tests/host/test_ledger.py
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

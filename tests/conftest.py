@@ -20,6 +20,10 @@ settings.load_profile("any machine")
 # Tests run side by side: one thread each, here and in the processes that they start. Sums then have
 # one order as well, so equal means equal bits.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# For the same reason everything computes on a CPU: an accelerator that nobody asked for would be
+# chosen (`compute = "auto"`). `make test-accelerators` leaves this machine's in sight.
+if "WITH_ACCELERATORS" not in os.environ:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Ray starts its workers at a niceness of 15, at which they get next to nothing of a busy machine.
 os.environ.setdefault("RAY_worker_niceness", "0")
 # Many processes are started: none should compile again what another one has.
