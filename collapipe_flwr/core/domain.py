@@ -14,6 +14,7 @@ from math import inf
 from collapipe_flwr.core.links import LinkConfig
 
 IGNORED_LABEL = -100  # transformers' mark for positions without a target
+MEMORY_MARGIN = 0.05  # share of every memory that plans leave free, unless told otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +191,7 @@ class ClusterPlan:
     memory_bytes: Mapping[str, int]  # predicted peak, of each device with a segment
     model_share: float | None = None  # of `whole_bytes`, kept by every device
     whole_bytes: int | None = None  # that training the whole model takes with these micro-batches
+    memory_margin: float = MEMORY_MARGIN  # left free on every device
     hops: tuple[LinkConfig, ...] = ()  # control unit to the first device, ..., the last to the edge
 
     @property
