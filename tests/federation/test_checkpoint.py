@@ -234,7 +234,7 @@ def test_a_named_tuple_comes_back_as_what_it_was(monkeypatch):
     assert again.best == inner.best
     assert type(again.best[0]) is Best and type(again.best[0].scores) is tuple
     monkeypatch.delattr(sys.modules[__name__], "Best")
-    with pytest.raises(RunError, match="holds a Best of .*, which this run has not: use the same"):
+    with pytest.raises(RunError, match=r"holds a Best of .*, which this run has not: use the same"):
         restore_state(again, saved, {})
 
 
