@@ -86,11 +86,15 @@ class OpenRound:
                 continue
             shown = reply if sent is None else self._receive(reply, sent, closed)
             closed.replies.append(shown)
-        for sent in self.sent:
-            unheard = sent.cluster_id not in closed.models.keys() | closed.failures.keys()
-            if unheard and sent not in closed.late:
-                closed.failures[sent.cluster_id] = "no reply before the round's timeout"
+        self.give_up(closed, closed.models.keys() | {sent.cluster_id for sent in closed.late})
         return closed
+
+    def give_up(self, closed: ClosedRound, there: Collection[str]) -> None:
+        """Count the clusters as failed that were asked and are not ``there``, nor late any more."""
+        closed.late = [sent for sent in closed.late if sent.cluster_id in there]
+        for name in (sent.cluster_id for sent in self.sent):
+            if name not in there:
+                closed.failures.setdefault(name, "no reply before the round's timeout")
 
     def total_loss(self, closed: ClosedRound) -> str:
         """The error message for a round whose clusters all failed, else empty.
@@ -118,6 +122,7 @@ class OpenRound:
         late_by = closed.plan.server_round - self.plan.server_round
         if name not in alone.models:
             closed.failures[name] = f"late by {late_by} rounds: {alone.failures[name]}"
+            closed.replies += [] if late_by else [shown]
             return False
         weight = 1.0 / math.sqrt(1.0 + late_by)
         moved = shifted(alone.models[name], self.template, closed.before)
