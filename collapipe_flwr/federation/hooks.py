@@ -263,9 +263,10 @@ class StrategyHooks:
         plan, planner = self._planned, self.planner
         nodes = [message.metadata.dst_node_id for message in messages]
         if isinstance(planner, ScheduledRounds) and not plan.cluster_ids.keys() >= set(nodes):
-            if isinstance(planner, DescribedClusters):
-                planner.query_unknown(grid, nodes)
-            plan = planner.plan_evaluation(server_round, nodes, arrays)
+            if isinstance(planner, DescribedClusters) and not planner.query_unknown(grid, nodes):
+                plan = RoundPlan.of_nobody(server_round)
+            else:
+                plan = planner.plan_evaluation(server_round, nodes, arrays)
         self._attempts = Attempts(self._retries)
         return self._with_retries(lambda: self._opened(plan, server_round, arrays, messages))
 
@@ -284,9 +285,10 @@ class StrategyHooks:
 
     def _plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
         if not nodes:  # the inner strategy trains no client in this round
-            return RoundPlan(server_round=server_round, plan=None, cluster_ids={}, binding=True)
-        if isinstance(self.planner, DescribedClusters):
-            self.planner.query_unknown(self._grid, nodes)
+            return RoundPlan.of_nobody(server_round)
+        planner = self.planner
+        if isinstance(planner, DescribedClusters) and not planner.query_unknown(self._grid, nodes):
+            return RoundPlan.of_nobody(server_round, unknown=nodes)
         return self.planner.plan(server_round, nodes, arrays)
 
     def _opened(

@@ -21,6 +21,7 @@ from collapipe_flwr.pipeline.config import PassesDone
 from collapipe_flwr.reporting.progress import ClusterProgress
 
 log = logging.getLogger("flwr.collapipe")
+_UNKNOWN = "it does not describe its cluster: look into its log"
 _ONE_MODEL = ": leave out the split model, or choose a strategy that sends the model and no more"
 
 
@@ -79,6 +80,7 @@ class OpenRound:
     def receive(self, replies: Iterable[Message]) -> ClosedRound:
         """Sort the replies; unusable ones become errors for the inner strategy."""
         closed = ClosedRound(plan=self.plan, before=self.template, sent=self.sent)
+        closed.failures |= {f"node-{node}": _UNKNOWN for node in self.plan.unknown}
         for reply, sent in self._attributed(replies):
             late = reply.has_error() and reply.error.code == messages.LATE
             if sent is not None and late and self._waits_for_late:
@@ -102,11 +104,12 @@ class OpenRound:
         A cluster that is late by plan has not failed: the next round waits longer for it.
         """
         late = any(r.has_error() and r.error.code == messages.LATE for r in closed.replies)
-        if not self.sent or closed.models or closed.late or late:
+        asked = len(self.sent) or len(self.plan.unknown)
+        if not asked or closed.models or closed.late or late:
             return ""
         cluster_id, why = next(iter(closed.failures.items()))
         return (
-            f"round {self.plan.server_round}: all {len(self.sent)} clusters failed, "
+            f"round {self.plan.server_round}: all {asked} clusters failed, "
             f"first {cluster_id}: {why}"
         )
 
