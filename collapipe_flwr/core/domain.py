@@ -80,6 +80,17 @@ class RadioProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRate:
+    """The rate of a link as measured before a run, both directions together.
+
+    ``ends`` are device ids, the control unit's and "" for the edge included.
+    """
+
+    ends: tuple[str, str]
+    bit_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterProfile:
     """The static side of one cluster, as its control unit describes it."""
 
@@ -94,6 +105,7 @@ class ClusterProfile:
     whole: bool = False  # its app has mods: messages and replies hold the whole model
     bundles: bool = False  # its app sends and receives arrays in bundles
     overhead_s: float = 0.0  # of every round, besides transfers and steps
+    link_rates: tuple[LinkRate, ...] = ()  # where plans begin; rounds teach better
 
     @property
     def members(self) -> tuple[DeviceProfile, ...]:
