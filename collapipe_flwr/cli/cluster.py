@@ -231,8 +231,8 @@ def check(
     """Reach every member and measure it; run it on the control unit.
 
     Print speed, free memory, clock, rate and delay of the links, and what to fix. Exit code 1 if
-    something needs fixing. To make plans use the figures, name the --json file as `measured` in the
-    cluster file.
+    something needs fixing. To make plans use the figures, those of links included, name the --json
+    file as `measured` in the cluster file.
     """
     from collapipe_flwr.config.cluster_file import read_cluster
 

@@ -17,6 +17,7 @@ from collapipe_flwr.models.families import FAMILIES
 from collapipe_flwr.models.profile import TimedBlock, profile_model, time_block
 from collapipe_flwr.models.spec import BatchShape, LoraConfig
 from collapipe_flwr.models.splitter import Splitter
+from collapipe_flwr.scheduler.link_estimates import links_begun, with_links
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.world import make_world
@@ -145,7 +146,8 @@ def plan_for(
     cluster = cluster.with_members(lambda member: replace(member, energy_budget_j=math.inf))
     world = replace(world, clusters=(cluster,))
     scheduler = make_scheduler("dssda", settings)
-    snapshot = world.snapshot(1, profile)
+    told = world.snapshot(1, profile)
+    snapshot = with_links(told, links_begun({}, told))
     plan, _ = scheduler.step(scheduler.init(snapshot), snapshot)
     found = plan.cluster(cluster.cluster_id)
     assert found is not None, "one cluster alone always takes part"

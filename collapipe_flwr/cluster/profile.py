@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import harmonic_mean
 
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.config.schema import WorldConfig
-from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile
+from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile, LinkRate
 from collapipe_flwr.core.errors import ConfigError, ProtocolError, blaming
 from collapipe_flwr.core.json_codec import from_json
 from collapipe_flwr.simulation.devices import device_preset, radio_preset
@@ -119,7 +120,22 @@ def profile_of(config: ClusterConfig, examples: int) -> ClusterProfile:
         server_rate_bit_per_s=config.links.server_mbit_per_s * _MEGA,
         link_codec=config.links.codec,
         real_links=True,
+        link_rates=_link_rates(config, measured),
     )
+
+
+def _link_rates(config: ClusterConfig, measured: Measurements) -> tuple[LinkRate, ...]:
+    """The measured rates by device ids; of a link measured both ways, the mean by time."""
+    members = (config.control_unit, *config.devices)
+    ids = {member.name: config.device_id(member) for member in members} | {config.edge.name: ""}
+    ways = [(config.control_unit.name, m.name, m.rate_bit_per_s) for m in measured.members]
+    ways += [(link.source, link.target, link.rate_bit_per_s) for link in measured.links]
+    found: dict[tuple[str, str], list[float]] = {}
+    for source, target, rate in ways:
+        if rate and {source, target} <= ids.keys():
+            one, other = sorted((ids[source], ids[target]))
+            found.setdefault((one, other), []).append(rate)
+    return tuple(LinkRate(ends=e, bit_per_s=harmonic_mean(r)) for e, r in sorted(found.items()))
 
 
 def _device(config: ClusterConfig, member: MemberConfig, measured: Measured) -> DeviceProfile:

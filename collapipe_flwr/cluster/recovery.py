@@ -333,7 +333,9 @@ class RecoveringRound:
             model=recovery.model(),
             present=present,
             options=PricingOptions(
-                schedule=learning.schedule, recompute=learning.execution.recompute
+                schedule=learning.schedule,
+                recompute=learning.execution.recompute,
+                memory_margin=plan.memory_margin,
             ),
         )
         try:

@@ -14,6 +14,7 @@ from math import inf
 from collapipe_flwr.core.links import LinkConfig
 
 IGNORED_LABEL = -100  # transformers' mark for positions without a target
+MEMORY_MARGIN = 0.05  # share of every memory that plans leave free, unless told otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,17 @@ class RadioProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRate:
+    """The rate of a link as measured before a run, both directions together.
+
+    ``ends`` are device ids, the control unit's and "" for the edge included.
+    """
+
+    ends: tuple[str, str]
+    bit_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterProfile:
     """The static side of one cluster, as its control unit describes it."""
 
@@ -93,6 +105,7 @@ class ClusterProfile:
     whole: bool = False  # its app has mods: messages and replies hold the whole model
     bundles: bool = False  # its app sends and receives arrays in bundles
     overhead_s: float = 0.0  # of every round, besides transfers and steps
+    link_rates: tuple[LinkRate, ...] = ()  # where plans begin; rounds teach better
 
     @property
     def members(self) -> tuple[DeviceProfile, ...]:
@@ -190,6 +203,7 @@ class ClusterPlan:
     memory_bytes: Mapping[str, int]  # predicted peak, of each device with a segment
     model_share: float | None = None  # of `whole_bytes`, kept by every device
     whole_bytes: int | None = None  # that training the whole model takes with these micro-batches
+    memory_margin: float = MEMORY_MARGIN  # left free on every device
     hops: tuple[LinkConfig, ...] = ()  # control unit to the first device, ..., the last to the edge
 
     @property

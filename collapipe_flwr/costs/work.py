@@ -23,7 +23,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from collapipe_flwr.core.domain import BlockCost, ModelProfile
+from collapipe_flwr.core.domain import MEMORY_MARGIN, BlockCost, ModelProfile
 from collapipe_flwr.core.keys import key, one_of
 from collapipe_flwr.core.schedule import SCHEDULES
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
@@ -50,7 +50,7 @@ class PricingOptions:
 
     recompute: bool = False  # forward again in the backward pass instead of keeping activations
     edge_shared: bool = False  # the edge divides its speed by the number of clusters
-    memory_margin: float = 0.05  # share of every memory that plans leave free
+    memory_margin: float = MEMORY_MARGIN  # share of every memory that plans leave free
     schedule: str = key("1f1b", one_of(*SCHEDULES))
     half_duplex: bool = False  # links carry one direction at a time; irrelevant to GPipe
 

@@ -189,7 +189,12 @@ def _suffix(path: Path) -> str:
 
 
 def _options(path: Path, key: str) -> dict[str, Any]:
-    """Options to read every CSV column as text: labels such as "007" or "NA" stay unchanged."""
+    """Options to read every CSV column as text: labels such as "007" or "NA" stay unchanged.
+
+    A byte order mark is no part of a text.
+    """
+    if _FORMATS[_suffix(path)] == "text":
+        return {"encoding": "utf-8-sig"}
     if _FORMATS[_suffix(path)] != "csv":
         return {}
     separator = "\t" if _suffix(path) == ".tsv" else ","
@@ -226,7 +231,8 @@ def _folder(path: Path, *, key: str, split: str, only_split_serves: bool) -> Dat
     """A split of a folder of files, or of one written by ``save_to_disk`` of datasets."""
     found: Dataset | DatasetDict
     if not any((path / name).is_file() for name in _SAVED):
-        found = _loaded(key, str(path), str(path))
+        base, below = _without_patterns(path)
+        found = _loaded(key, str(path), base, data_dir=below)
     else:
         try:
             found = load_from_disk(str(path))
@@ -247,6 +253,18 @@ def _folder(path: Path, *, key: str, split: str, only_split_serves: bool) -> Dat
             f'"{path}:{next(iter(found))}"'
         )
     return _with_rows(found[split], key, str(path))
+
+
+def _without_patterns(path: Path) -> tuple[str, str | None]:
+    """A folder for `load_dataset`, which takes ``[`` and the like for patterns unless escaped.
+
+    It can escape only what is below a folder without any.
+    """
+    if not glob.has_magic(str(path)):
+        return str(path), None
+    whole = path.absolute()
+    base = next(folder for folder in whole.parents if not glob.has_magic(str(folder)))
+    return str(base), glob.escape(str(whole.relative_to(base)))
 
 
 def _loaded(key: str, shown: str, source: str, **options: Any) -> Any:

@@ -22,6 +22,15 @@ CONTROL_UNIT, EDGE, SERVER, DEVICE = "control-unit", "edge", "server", "device"
 _CLUSTER = "cluster"
 _HOST = matches(r"([A-Za-z0-9_\[][^\s/@'\"]*)?", "must be a host name or address")
 _OPTIONS = matches(r"[^\"\n`$\\]*", "must have no quotes, backslashes or variables")
+_PAIR = (  # as Flower reads them
+    r"(?!(partition-id|num-partitions|cluster)=)[A-Za-z][\w-]*(\.[\w-]+)*"
+    r"=('[^'\"\n`$\\]*'|-?\d+(\.\d+)?|true|false)"
+)
+_PAIRS = matches(
+    rf"({_PAIR}( +|$))*",
+    "must be pairs like \"data.train='/srv/own.csv' compute='cpu'\", without partition-id, "
+    "num-partitions and cluster, which are set already",
+)
 _WORD = matches(r"([A-Za-z0-9/._][^\s'\"]*)?", "must be a word")
 
 
@@ -59,6 +68,7 @@ class Role:
     host: str = key("", _HOST)
     address: str = key("", _HOST)  # left out of a table: as ssh
     options: str = key("", _OPTIONS)  # of its daemon
+    node_config: str = key("", _PAIRS)  # of a control unit's SuperNode, besides its place
     access: Access = inline(Access())
 
 
@@ -169,7 +179,13 @@ def _roles(values: Mapping[str, Any]) -> Iterable[Role]:
 def _named(role: Role, name: str, where: str) -> Role:
     if role.name:
         raise ConfigError(f"{where}.name cannot be chosen, only that of a device: leave it out")
-    return replace(role, name=name)
+    return replace(_checked(role, where), name=name)
+
+
+def _checked(role: Role, where: str) -> Role:
+    if role.node_config and role.kind != CONTROL_UNIT:
+        raise ConfigError(f"{where}.node-config belongs to {CONTROL_UNIT}, where the SuperNode is")
+    return role
 
 
 def _clusters(values: Mapping[str, Any]) -> Iterable[tuple[str, str, Mapping[str, Any]]]:
@@ -207,7 +223,7 @@ def _devices(values: Mapping[str, Any], prefix: str, blank: Role) -> Iterable[Ro
         for what in ("name", "host"):
             if not getattr(device, what):
                 raise ConfigError(f"{where}.{what} is missing")
-        yield device
+        yield _checked(device, where)
 
 
 def _machines(roles: list[Role], common: Access, folder: Path) -> Iterable[Machine]:

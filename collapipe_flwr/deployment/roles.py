@@ -259,7 +259,8 @@ def _services(inventory: Inventory, role: Role) -> Iterator[Service]:
     _, unit, supernode = _UNITS[role.kind]
     yield Service(unit=unit, settings={"COLLAPIPE_OPTIONS": role.options})
     index, count = inventory.clusters.index(role.cluster), len(inventory.clusters)
-    node = f"partition-id={index} num-partitions={count} cluster='{folder}/{role.cluster}.toml'"
+    place = f"partition-id={index} num-partitions={count} cluster='{folder}/{role.cluster}.toml'"
+    node = f"{place} {role.node_config}".rstrip()
     superlink = address_of(inventory.one(SERVER))
     settings = {"COLLAPIPE_FOLDER": folder, "COLLAPIPE_SUPERLINK": superlink}
     yield Service(unit=supernode, settings=settings | {"COLLAPIPE_NODE_CONFIG": node})

@@ -179,8 +179,7 @@ class StrategyHooks:
         if self._round is None:
             raise RunError(f"round {server_round}: aggregate_train needs configure_train first")
         with closing(self):
-            closed = self._collect(replies)
-            joined = self._join_late(closed) if self._joins_late else []
+            closed, joined = self._collect(replies)
             arrays, metrics = self.inner_strategy.aggregate_train(server_round, closed.replies)
             arrays = closed.after = self._restored(arrays, closed) if arrays else None
             if arrays:
@@ -189,17 +188,23 @@ class StrategyHooks:
             self._report(closed, metrics)
         return arrays, metrics
 
-    def _collect(self, replies: Iterable[Message]) -> ClosedRound:
-        """The round with its replies, or with those of its first successful repetition."""
+    def _collect(self, replies: Iterable[Message]) -> tuple[ClosedRound, list[LateUpdate]]:
+        """The round with its replies, or with those of its first successful repetition.
+
+        Late updates that join it come with it.
+        """
         while True:
             assert self._round is not None
             closed = self._round.receive(replies)
-            total_loss = self._round.total_loss(closed)
+            joined: list[LateUpdate] = []
+            if not (total_loss := self._round.total_loss(closed)):
+                joined = self._join_late(closed)
+                total_loss = self._round.total_loss(closed)
             if not total_loss:
-                return closed
+                return closed, joined
             if are_permanent(closed.replies) or not self._attempts.retry(total_loss):
                 self._lose_round(self._attempts.with_count(total_loss))
-                return closed
+                return closed, self._join_late(closed)
             messages = self._with_retries(self._configure)
             replies = self._grid.send_and_receive(messages, timeout=self._timeout_s)
 
@@ -209,14 +214,23 @@ class StrategyHooks:
         return [message for message in messages if message.metadata.dst_node_id not in busy]
 
     def _join_late(self, closed: ClosedRound) -> list[LateUpdate]:
-        """The late updates that join a round; waits for one if there are no other replies."""
+        """The late updates that join a round; waits for a usable one if nothing else is there.
+
+        Those of the round itself that never come count as its failures.
+        """
+        if not self._joins_late:
+            return []
         assert self._round is not None
         self.late.keep(self._round, closed.late)
-        wanted = 0 if closed.models else 1
-        if closed.plan.server_round == self._last_round:
-            wanted = len(self.late.nodes)
-        self.late.pull(self._grid, within_s=self._timeout_s, wanted=wanted)
-        return self.late.join(closed)
+        is_last = closed.plan.server_round == self._last_round
+        while True:
+            wanted = len(self.late.nodes) if is_last else int(not closed.models)
+            self.late.pull(self._grid, within_s=self._timeout_s, wanted=wanted)
+            joined = self.late.join(closed)
+            if closed.models or not self.late.nodes:
+                break
+        self._round.give_up(closed, closed.models.keys() | self.late.of(self._round))
+        return joined
 
     def _restored(self, made: ArrayRecord, closed: ClosedRound) -> ArrayRecord | None:
         """The new model in its own dtypes; None, which drops the round, if it is not finite."""
@@ -249,9 +263,10 @@ class StrategyHooks:
         plan, planner = self._planned, self.planner
         nodes = [message.metadata.dst_node_id for message in messages]
         if isinstance(planner, ScheduledRounds) and not plan.cluster_ids.keys() >= set(nodes):
-            if isinstance(planner, DescribedClusters):
-                planner.query_unknown(grid, nodes)
-            plan = planner.plan_evaluation(server_round, nodes, arrays)
+            if isinstance(planner, DescribedClusters) and not planner.query_unknown(grid, nodes):
+                plan = RoundPlan.of_nobody(server_round)
+            else:
+                plan = planner.plan_evaluation(server_round, nodes, arrays)
         self._attempts = Attempts(self._retries)
         return self._with_retries(lambda: self._opened(plan, server_round, arrays, messages))
 
@@ -270,9 +285,10 @@ class StrategyHooks:
 
     def _plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
         if not nodes:  # the inner strategy trains no client in this round
-            return RoundPlan(server_round=server_round, plan=None, cluster_ids={}, binding=True)
-        if isinstance(self.planner, DescribedClusters):
-            self.planner.query_unknown(self._grid, nodes)
+            return RoundPlan.of_nobody(server_round)
+        planner = self.planner
+        if isinstance(planner, DescribedClusters) and not planner.query_unknown(self._grid, nodes):
+            return RoundPlan.of_nobody(server_round, unknown=nodes)
         return self.planner.plan(server_round, nodes, arrays)
 
     def _opened(
@@ -296,6 +312,7 @@ class StrategyHooks:
         with ExitStack() as undo:
             undo.callback(self.close)
             addressed = self._round.address(messages)
+            self.late.forget([sent.cluster_id for sent in self._round.sent])
             undo.pop_all()
         return addressed
 

@@ -6,10 +6,14 @@ attributes. So the inner strategy's ``start`` runs, with the hooks of the strate
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from copy import copy
+from inspect import Parameter, signature
+from numbers import Real
 from types import new_class
 from typing import Any
 
+from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedXgbBagging, FedXgbCyclic, Strategy
 
 from collapipe_flwr.core.errors import ConfigError
@@ -63,6 +67,27 @@ def layers(strategy: Strategy) -> list[Strategy]:
         values = vars(layer).values()
         found += [v for v in values if isinstance(v, Strategy) and v not in found]
     return found
+
+
+def started_with(
+    strategy: Strategy, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, float]:
+    """The numbers among the arguments of the strategy's own ``start``, by name.
+
+    Where it takes ``*args`` or ``**kwargs``, it passes them on to Flower's: they have the names
+    there, by position from the grid on.
+    """
+    given = signature(strategy.start).bind(*args, **kwargs)
+    given.apply_defaults()
+    found = dict(given.arguments)
+    for name, parameter in given.signature.parameters.items():
+        if parameter.kind is Parameter.VAR_KEYWORD:
+            found |= found.pop(name)
+        elif parameter.kind is Parameter.VAR_POSITIONAL and found.pop(name):
+            grid = next((n for n, value in enumerate(args) if isinstance(value, Grid)), 0)
+            names = [*signature(Strategy.start).parameters][1:]  # without self
+            found = dict(zip(names, args[grid:], strict=False)) | found
+    return {name: float(value) for name, value in found.items() if isinstance(value, Real)}
 
 
 class _Hook:

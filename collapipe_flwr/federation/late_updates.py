@@ -56,6 +56,15 @@ class LateUpdates:
         for sent in late:
             self._under_way[sent.cluster_id] = LateUpdate(opened=opened, sent=sent)
 
+    def forget(self, asked: Collection[str]) -> None:
+        """Stop waiting for clusters that are asked anew: they are back as other nodes.
+
+        They train again what was under way, since it was not accepted.
+        """
+        for name in self._under_way.keys() & set(asked):
+            log.warning("cluster %s is back as another node: its late update is dropped", name)
+            self._drop(self._under_way[name])
+
     def pull(self, grid: Grid, *, within_s: float, wanted: int = 0) -> None:
         """Fetch replies that have arrived, waiting until there are ``wanted`` of them.
 

@@ -21,6 +21,7 @@ from collapipe_flwr.pipeline.config import PassesDone
 from collapipe_flwr.reporting.progress import ClusterProgress
 
 log = logging.getLogger("flwr.collapipe")
+_UNKNOWN = "it does not describe its cluster: look into its log"
 _ONE_MODEL = ": leave out the split model, or choose a strategy that sends the model and no more"
 
 
@@ -79,6 +80,7 @@ class OpenRound:
     def receive(self, replies: Iterable[Message]) -> ClosedRound:
         """Sort the replies; unusable ones become errors for the inner strategy."""
         closed = ClosedRound(plan=self.plan, before=self.template, sent=self.sent)
+        closed.failures |= {f"node-{node}": _UNKNOWN for node in self.plan.unknown}
         for reply, sent in self._attributed(replies):
             late = reply.has_error() and reply.error.code == messages.LATE
             if sent is not None and late and self._waits_for_late:
@@ -86,11 +88,15 @@ class OpenRound:
                 continue
             shown = reply if sent is None else self._receive(reply, sent, closed)
             closed.replies.append(shown)
-        for sent in self.sent:
-            unheard = sent.cluster_id not in closed.models.keys() | closed.failures.keys()
-            if unheard and sent not in closed.late:
-                closed.failures[sent.cluster_id] = "no reply before the round's timeout"
+        self.give_up(closed, closed.models.keys() | {sent.cluster_id for sent in closed.late})
         return closed
+
+    def give_up(self, closed: ClosedRound, there: Collection[str]) -> None:
+        """Count the clusters as failed that were asked and are not ``there``, nor late any more."""
+        closed.late = [sent for sent in closed.late if sent.cluster_id in there]
+        for name in (sent.cluster_id for sent in self.sent):
+            if name not in there:
+                closed.failures.setdefault(name, "no reply before the round's timeout")
 
     def total_loss(self, closed: ClosedRound) -> str:
         """The error message for a round whose clusters all failed, else empty.
@@ -98,11 +104,12 @@ class OpenRound:
         A cluster that is late by plan has not failed: the next round waits longer for it.
         """
         late = any(r.has_error() and r.error.code == messages.LATE for r in closed.replies)
-        if not self.sent or closed.models or closed.late or late:
+        asked = len(self.sent) or len(self.plan.unknown)
+        if not asked or closed.models or closed.late or late:
             return ""
         cluster_id, why = next(iter(closed.failures.items()))
         return (
-            f"round {self.plan.server_round}: all {len(self.sent)} clusters failed, "
+            f"round {self.plan.server_round}: all {asked} clusters failed, "
             f"first {cluster_id}: {why}"
         )
 
@@ -118,6 +125,7 @@ class OpenRound:
         late_by = closed.plan.server_round - self.plan.server_round
         if name not in alone.models:
             closed.failures[name] = f"late by {late_by} rounds: {alone.failures[name]}"
+            closed.replies += [] if late_by else [shown]
             return False
         weight = 1.0 / math.sqrt(1.0 + late_by)
         moved = shifted(alone.models[name], self.template, closed.before)

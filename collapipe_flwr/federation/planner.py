@@ -39,7 +39,7 @@ from collapipe_flwr.federation.outcomes import MovementMeter, measured_outcome
 from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan
 from collapipe_flwr.federation.telemetry import ClusterTelemetry, link_samples
 from collapipe_flwr.scheduler.estimates import expected_s
-from collapipe_flwr.scheduler.link_estimates import links_learned, with_links
+from collapipe_flwr.scheduler.link_estimates import links_begun, links_learned, with_links
 from collapipe_flwr.scheduler.protocol import SchedulerState
 from collapipe_flwr.simulation.episode import simulated_cluster
 from collapipe_flwr.simulation.world import World, budgeted
@@ -109,9 +109,11 @@ class ScheduledRounds:
         return plan
 
     def _step(self, server_round: int, present: Sequence[str]) -> Plan:
-        snapshot = self._believed(server_round, present)
-        if self.state is None:
-            self.state = self._scheduler.init(snapshot)
+        described = self._described(server_round, present)
+        links = links_begun({} if self.state is None else self.state.links, described)
+        snapshot = with_links(described, links)
+        before = self._scheduler.init(snapshot) if self.state is None else self.state
+        self.state = replace(before, links=links)
         asked, missing = _ids(snapshot), self._absence.devices(server_round)
         out = {name: devices for name, devices in missing.items() if name in asked}
         there = without_absent(snapshot, out)

@@ -112,23 +112,32 @@ class DescribedClusters(ScheduledRounds):
         world = make_world(cluster_devices=(), examples=())
         super().__init__(planning, world, _UNKNOWN, self._names)
 
-    def query_unknown(self, grid: Grid, nodes: Sequence[int]) -> None:
-        """Query unknown nodes.
+    def query_unknown(self, grid: Grid, nodes: Sequence[int]) -> bool:
+        """Query unknown nodes; returns whether any of ``nodes`` has described a cluster.
 
-        Raises RunError if none of ``nodes`` has described a cluster, or two describe the same.
+        If no cluster is known yet, the other nodes are queried as well. Raises RunError if there is
+        none, or two nodes describe the same.
         """
+        self._query(grid, nodes)
+        if not self._names:
+            everyone = list(grid.get_node_ids())
+            self._query(grid, [node for node in everyone if node not in nodes])
+            if not self._names:
+                raise RunError(
+                    f"none of {len({*nodes, *everyone})} nodes describes a cluster: {NO_CLUSTER}, "
+                    "and look into the clients' logs"
+                )
+        return any(node in self._names for node in nodes)
+
+    def _query(self, grid: Grid, nodes: Sequence[int]) -> None:
         unknown = [node for node in nodes if node not in self._names]
-        if unknown:
-            self._newcomers = self._newcomers or Newcomers(grid, DESCRIBE_S)
-            answers = self._newcomers.profiles(unknown)
-            found = {node: profile for node, profile in sorted(answers.items()) if profile}
-            check_names(found)
-            self._register(found)
-        if nodes and not any(node in self._names for node in nodes):
-            raise RunError(
-                f"none of {len(nodes)} nodes describes a cluster: {NO_CLUSTER}, and look into the "
-                "clients' logs"
-            )
+        if not unknown:
+            return
+        self._newcomers = self._newcomers or Newcomers(grid, DESCRIBE_S)
+        answers = self._newcomers.profiles(unknown)
+        found = {node: profile for node, profile in sorted(answers.items()) if profile}
+        check_names(found)
+        self._register(found)
 
     def _register(self, found: Mapping[int, ClusterProfile]) -> None:
         """Place the clusters of new nodes; a cluster may be back as another node.

@@ -94,6 +94,7 @@ class RoundPlan:
 
     A binding plan is executed: clusters that it leaves out are not asked. One that is not binding
     rests on assumptions about clients that described nothing, and all clients are asked.
+    ``unknown`` are the nodes of a round in which no node has described a cluster.
     """
 
     server_round: int
@@ -102,6 +103,18 @@ class RoundPlan:
     binding: bool
     whole: frozenset[str] = frozenset()  # clusters, see ClusterProfile
     bundles: frozenset[str] = frozenset()  # clusters, see ClusterProfile
+    unknown: tuple[int, ...] = ()
+
+    @classmethod
+    def of_nobody(cls, server_round: int, unknown: Sequence[int] = ()) -> RoundPlan:
+        """The plan of a round in which no cluster is asked."""
+        return cls(
+            server_round=server_round,
+            plan=None,
+            cluster_ids={},
+            binding=True,
+            unknown=tuple(unknown),
+        )
 
     def cluster_plan(self, node_id: int) -> ClusterPlan | None:
         """The plan of a node's cluster, if it has one."""

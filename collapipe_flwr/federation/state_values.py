@@ -1,12 +1,13 @@
 """The inner strategy's memory as JSON and arrays: attributes that changed since it was made.
 
 Pickle would run code from a checkpoint file, so plain values are encoded instead: numbers, strings,
-lists, dicts, numpy arrays, Flower's records, and wrapped strategies. Unchanged attributes are not
-saved, so a resumed run may change its settings.
+lists, dicts, named tuples, numpy arrays, Flower's records, and wrapped strategies. Unchanged
+attributes are not saved, so a resumed run may change its settings.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -94,7 +95,14 @@ def _encode(value: Any, arrays: Arrays, path: str) -> Any:
 def _encode_container(value: Any, arrays: Arrays, path: str) -> Any:
     if isinstance(value, list | tuple):
         items = [_encode(v, arrays, f"{path}.{i}") for i, v in enumerate(value)]
-        return {_KIND: "tuple", "items": items} if isinstance(value, tuple) else items
+        if isinstance(value, list):
+            return items
+        if not hasattr(value, "_fields"):
+            return {_KIND: "tuple", "items": items}
+        kind = type(value)
+        where = {"module": kind.__module__, "class": kind.__qualname__}
+        if _named_tuple(where) is kind:
+            return {_KIND: "named tuple", **where, "items": items}
     if type(value) in _DICTS.values() and all(isinstance(k, _Key) for k in value):
         pairs = [[k, _encode(v, arrays, f"{path}.{k}")] for k, v in value.items()]
         return {_KIND: type(value).__name__, "pairs": pairs}
@@ -120,7 +128,23 @@ def _decode(value: Any, arrays: Arrays) -> Any:
         return record
     if value[_KIND] == "tuple":
         return tuple(_decode(v, arrays) for v in value["items"])
+    if value[_KIND] == "named tuple":
+        if (kind := _named_tuple(value)) is None:
+            raise RunError(
+                f"the checkpoint holds a {value['class']} of {value['module']}, which this run has "
+                "not: use the same code or start anew"
+            )
+        return kind._make(_decode(v, arrays) for v in value["items"])
     return _DICTS[value[_KIND]]({k: _decode(v, arrays) for k, v in value["pairs"]})
+
+
+def _named_tuple(where: Mapping[str, Any]) -> Any:
+    """The named tuple's class, None without one: only looked up, a checkpoint imports nothing."""
+    found: Any = sys.modules.get(where["module"])
+    for name in where["class"].split("."):
+        found = getattr(found, name, None)
+    is_named = isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_make")
+    return found if is_named else None
 
 
 def _is(value: Any, kind: str) -> bool:

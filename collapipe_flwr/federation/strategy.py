@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -24,7 +23,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.federation.attempts import DEFAULT_TIMEOUT_S
-from collapipe_flwr.federation.inner import check_inner, driver
+from collapipe_flwr.federation.inner import check_inner, driver, started_with
 from collapipe_flwr.federation.wrapped_grid import polling
 
 if TYPE_CHECKING:  # importing the strategy does not load torch
@@ -138,10 +137,9 @@ class CollaPipe(Strategy):
         """
         args = tuple(polling(given) if isinstance(given, Grid) else given for given in args)
         kwargs = {k: polling(v) if isinstance(v, Grid) else v for k, v in kwargs.items()}
-        given = signature(self.inner_strategy.start).bind(*args, **kwargs)
-        given.apply_defaults()
-        timeout_s = float(given.arguments.get("timeout", DEFAULT_TIMEOUT_S))
-        with self.running(timeout_s, int(given.arguments.get("num_rounds", 0))):
+        given = started_with(self.inner_strategy, args, kwargs)
+        timeout_s = given.get("timeout", DEFAULT_TIMEOUT_S)
+        with self.running(timeout_s, int(given.get("num_rounds", 0))):
             return driver(self.inner_strategy, self).start(*args, **kwargs)
 
     def running(

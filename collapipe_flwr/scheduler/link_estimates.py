@@ -30,6 +30,9 @@ cluster did not use for ``PATIENCE`` rounds counts as promised again, so that on
 tried some day; its notes stay, so that one look suffices.
 
 Senders that kept to a plan's pace show no more than that the link is as fast as promised.
+
+**Known before.** Where a cluster measured a link before the run, the estimate begins at that rate
+over the one promised at full power, to the edge with an equal part of the bandwidth.
 """
 
 from __future__ import annotations
@@ -38,16 +41,21 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import is_
-from statistics import median
+from statistics import harmonic_mean, median
+
+import numpy as np
 
 from collapipe_flwr.core.domain import (
     ClusterOutcome,
     ClusterSnapshot,
+    LinkRate,
     LinkShares,
     RoundOutcome,
     Snapshot,
 )
 from collapipe_flwr.core.links import Note
+from collapipe_flwr.costs.radio import rate_bit_per_s
+from collapipe_flwr.costs.tables import TINY_GAIN
 
 _Frame = tuple[float, float, int]  # left, arrived, bytes
 
@@ -141,6 +149,43 @@ def links_learned(book: LinkEstimates, outcome: RoundOutcome) -> LinkEstimates:
         if cluster.links:
             after[cluster.cluster_id] = _noted(book.get(cluster.cluster_id, {}), cluster)
     return after
+
+
+def links_begun(book: LinkEstimates, snapshot: Snapshot) -> LinkEstimates:
+    """The book with links that clusters measured before the run; itself where it has them all."""
+    after = dict(book)
+    for cluster in snapshot.clusters:
+        known = book.get(cluster.profile.cluster_id, {})
+        rates = {link_key(*link.ends): link for link in cluster.profile.link_rates}
+        new = {key: link for key, link in rates.items() if key not in known}
+        begun = {key: _begun(link, cluster, snapshot) for key, link in new.items()}
+        if begun:
+            after[cluster.profile.cluster_id] = begun | dict(known)
+    return after if after != book else book
+
+
+def _begun(link: LinkRate, cluster: ClusterSnapshot, snapshot: Snapshot) -> LinkEstimate:
+    """The estimate of a link before its first round; as promised where its ends are unknown."""
+    profile, channel = cluster.profile, cluster.channel
+    place = {member.device_id: i for i, member in enumerate(profile.members)}
+    to_edge, (one, other) = "" in link.ends, sorted(link.ends, reverse=True)
+    if not (0 < link.bit_per_s < math.inf and one in place and (to_edge or other in place)):
+        return LinkEstimate()
+    first = profile.members[place[one]]
+    if to_edge:
+        width = snapshot.radio.bandwidth_hz / len(snapshot.clusters)
+        powers = (first.tx_power_max_w, snapshot.edge.tx_power_w)
+        gain = channel.edge_gain[place[one]]
+    else:
+        second = profile.members[place[other]]
+        radios = (first.d2d_bandwidth_hz, second.d2d_bandwidth_hz, profile.d2d_bandwidth_hz)
+        width = min(own for own in radios if own is not None)
+        powers = (first.tx_power_max_w, second.tx_power_max_w)
+        gain = channel.d2d_gain[place[one]][place[other]]
+    snr = np.array(powers) * max(gain, TINY_GAIN) / snapshot.radio.noise_w_per_hz
+    promised = harmonic_mean(rate_bit_per_s(width, snr).tolist())
+    share = math.log(link.bit_per_s / promised)
+    return LinkEstimate(believed=share if abs(share) > AGREES else 0.0)
 
 
 def _noted(known: Mapping[str, LinkEstimate], cluster: ClusterOutcome) -> dict[str, LinkEstimate]:

@@ -127,12 +127,20 @@ def widened(share_m: Array) -> Array:
 
 
 def with_model_shares(plan: Plan, share_m: Array, tables: Tables, options: PricingOptions) -> Plan:
-    """``plan`` that says which share each of its clusters kept; None where there was no cap."""
+    """``plan`` that says which share each of its clusters kept, and what memory it left free.
+
+    The share is None where there was no cap.
+    """
 
     def told(cluster: ClusterPlan, share: float) -> ClusterPlan:
         whole = whole_bytes(tables, cluster.micro_batch_size, cluster.micro_batches, options)
         kept = share if np.isfinite(share) else None
-        return replace(cluster, model_share=kept, whole_bytes=round(float(whole)))
+        return replace(
+            cluster,
+            model_share=kept,
+            whole_bytes=round(float(whole)),
+            memory_margin=options.memory_margin,
+        )
 
     return replace(plan, clusters=tuple(map(told, plan.clusters, share_m.tolist())))
 

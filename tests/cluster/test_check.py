@@ -17,9 +17,16 @@ from typer.testing import CliRunner
 from collapipe_flwr.cli import app
 from collapipe_flwr.cluster import check
 from collapipe_flwr.cluster.check import CheckSettings, check_cluster, fitted, measured_ways, ways
-from collapipe_flwr.cluster.profile import profile_of, read_measurements
+from collapipe_flwr.cluster.profile import (
+    Measured,
+    MeasuredLink,
+    Measurements,
+    profile_of,
+    read_measurements,
+)
 from collapipe_flwr.config.cluster_file import read_cluster
 from collapipe_flwr.core.errors import ConfigError, LinkTimeout
+from collapipe_flwr.core.json_codec import to_json
 from collapipe_flwr.pipeline.benchmark import (
     BenchmarkAnswer,
     BenchmarkRequest,
@@ -235,6 +242,29 @@ def test_declared_figures_win_over_those_of_the_kind(tmp_path: Path) -> None:
     assert device.energy_per_flop_j == pytest.approx(0.5e-9)
     assert device.tx_power_max_w == 0.2
     assert profile.d2d_bandwidth_hz == 10e6
+
+
+def test_measured_links_reach_the_profile(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    devices = "".join(f'[[device]]\nname = "{n}"\naddress = "h:{n[-1]}"\n' for n in ("d1", "d2"))
+    path.write_text(f'id = "g"\nmeasured = "found.json"\n{devices}')
+    ways = (("d1", "d2", 2e6), ("d2", "d1", 6e6), ("d1", "edge", 5e6), ("d2", "edge", None))
+    found = Measurements(
+        cluster_id="g",
+        members=(
+            Measured(name="control-unit"),
+            Measured(name="d1", rate_bit_per_s=9e6),
+            Measured(name="gone", rate_bit_per_s=9e6),
+        ),
+        links=tuple(MeasuredLink(source=a, target=b, rate_bit_per_s=rate) for a, b, rate in ways),
+    )
+    (tmp_path / "found.json").write_text(to_json(found))
+    rates = profile_of(read_cluster(path), examples=7).link_rates
+    assert {link.ends: link.bit_per_s for link in rates} == {
+        ("", "g/d1"): 5e6,
+        ("g/control-unit", "g/d1"): 9e6,
+        ("g/d1", "g/d2"): pytest.approx(3e6),
+    }
 
 
 def test_an_unknown_kind_is_blamed_on_its_member(tmp_path: Path) -> None:

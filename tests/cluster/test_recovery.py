@@ -485,6 +485,21 @@ def test_without_room_for_the_rest_the_round_fails_with_one_sentence(
         train_round(splitter, order(first), batches, fleet, recovery=tight)
 
 
+def test_the_rest_leaves_as_much_memory_free_as_the_plan_did(splitter: Splitter, first) -> None:
+    def without(margin: float, memory_bytes: int = 2**30) -> ClusterPlan:
+        edge = new_edge(splitter, first)
+        fleet = ThreadFleet(edge.connect, failing(Fault(step=0, device_id="A/d1", phase="forward")))
+        batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
+        asked = order(first, replace(CUT.plan(), memory_margin=margin))
+        rest = recovery(splitter, edge, memory_bytes=memory_bytes)
+        return train_round(splitter, asked, batches, fleet, recovery=rest).plan
+
+    fullest = max(without(0.05).memory_bytes.values())
+    without(0.05, memory_bytes=round(1.1 * fullest))
+    with pytest.raises(InfeasibleError, match="without A/d1 no plan fits"):
+        without(0.5, memory_bytes=round(1.1 * fullest))
+
+
 @pytest.mark.parametrize("device_id", DEVICES)
 def test_an_evaluation_goes_on_without_a_device_that_dies(
     splitter: Splitter, first, device_id: str

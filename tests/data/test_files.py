@@ -64,6 +64,20 @@ def test_a_path_may_hold_what_is_magic_in_patterns(tmp_path: Path) -> None:
     (folder / "rows1.csv").write_text("text\nanother\n")
     table = load_table(str(write(folder / "rows[1].csv")), key="data.train", split="train")
     assert table["text"][:] == [text for text, _ in ROWS]
+    (folder / "parts").mkdir()
+    for split, size in (("train", 3), ("test", 2)):
+        (folder / "parts" / f"{split}.csv").write_text("text\n" + "a\n" * size)
+        for name in (folder / "parts", f"{folder / 'parts'}:{split}"):
+            assert len(load_table(str(name), key="data.train", split=split)) == size
+
+
+@pytest.mark.parametrize("name", ["lines.txt", "lines.txt.gz"])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str) -> None:
+    opening = gzip.open if name.endswith(".gz") else open
+    with opening(tmp_path / name, "wt", encoding="utf-8-sig") as file:
+        file.write("first\nsecond \ufeff\n")
+    table = load_table(str(tmp_path / name), key="data.train", split="train")
+    assert table["text"][:] == ["first", "second \ufeff"]
 
 
 def test_a_directory_gives_the_asked_split(tmp_path: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import tomllib
 from pathlib import Path
 
 import pytest
+from flwr.common.config import parse_config_args
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.deployment.deploy import run_config
 from collapipe_flwr.deployment.inventory import Inventory, read_inventory
+from collapipe_flwr.deployment.roles import serving
 
 UNIT = '[control-unit]\nhost = "cu"\n'
 DEVICE = '[[device]]\nname = "pi-1"\nhost = "10.0.0.11"\n'
@@ -51,6 +54,24 @@ def test_the_wheel_of_a_table_counts_more_than_the_environment_of_all(tmp_path: 
     unit, device = (machine.access for machine in found.machines)
     assert (unit.environment, unit.wheel) == ("/opt/env", "")
     assert (device.environment, device.wheel) == ("", str(tmp_path / "a.whl"))
+
+
+def test_the_node_config_of_a_control_unit_reaches_its_supernode(tmp_path: Path) -> None:
+    own = "data.train='/srv/own data.csv' compute='cuda:0' rate=0.5"
+    found = inventory(tmp_path, f'{TOP}{UNIT}node-config = "{own}"\n{DEVICE}')
+    steps = {step.name: step for step in serving(found, found.machines[0])}
+    action = steps["settings of collapipe-supernode"].action
+    text = base64.b64decode(action.partition("<<'END'\n")[2].partition("END")[0]).decode()
+    config = next(line for line in text.splitlines() if line.startswith("COLLAPIPE_NODE_CONFIG"))
+    given = parse_config_args([config.partition("=")[2].strip('"')])
+    assert given == {
+        "partition-id": 0,
+        "num-partitions": 1,
+        "cluster": "/etc/collapipe/control-unit/greenhouse.toml",
+        "data.train": "/srv/own data.csv",
+        "compute": "cuda:0",
+        "rate": 0.5,
+    }
 
 
 SEVERAL = """environment = "/opt/env"
@@ -101,6 +122,14 @@ def test_several_clusters_have_one_edge_and_one_server_beside_their_own_machines
         (f"{TOP}{UNIT}[[device]]\nname = 'x'\n", r"device\[1\].host is missing"),
         (f"{TOP}{UNIT}[[device]]\nname = 'x'\nhost = 'a; reboot'\n", "must be a host name"),
         (f"{TOP}{UNIT}{DEVICE}options = '$(reboot)'\n", r"device\[1\].options must have no quotes"),
+        (
+            f"{TOP}{UNIT}node-config = 'partition-id=3'\n{DEVICE}",
+            "without partition-id",
+        ),
+        (f"{TOP}{UNIT}node-config = 'a=$(b)'\n{DEVICE}", "control-unit.node-config must be pairs"),
+        (f"{TOP}{UNIT}node-config = 'a=word'\n{DEVICE}", "control-unit.node-config must be pairs"),
+        (f"{TOP}{UNIT}{DEVICE}node-config = 'a=1'\n", r"device\[1\].node-config belongs to contr"),
+        (f"{TOP}{UNIT}[edge]\nnode-config = 'a=1'\n{DEVICE}", "edge.node-config belongs to contr"),
         (f"{TOP}user = '-oProxyCommand=x'\n{UNIT}{DEVICE}", "user must be a word"),
         (f"{TOP}{UNIT}name = 'x'\n{DEVICE}", "control-unit.name cannot be chosen, only that of a"),
         (f"{TOP}{UNIT}[edge]\nname = 'x'\n{DEVICE}", "edge.name cannot be chosen"),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -216,6 +218,33 @@ def test_a_dict_that_would_come_back_as_another_is_refused(made):
     with pytest.raises(
         RunError, match=r"inner\.seen.* is a .*dict, which a checkpoint cannot hold"
     ):
+        encode_state(inner, {})
+
+
+class Best(NamedTuple):
+    server_round: int
+    scores: tuple[float, ...]
+
+
+def test_a_named_tuple_comes_back_as_what_it_was(monkeypatch):
+    inner, again = FedAvg(), FedAvg()
+    inner.best = [Best(3, (0.5, 0.7))]
+    saved = json.loads(json.dumps(encode_state(inner, {})))
+    restore_state(again, saved, {})
+    assert again.best == inner.best
+    assert type(again.best[0]) is Best and type(again.best[0].scores) is tuple
+    monkeypatch.delattr(sys.modules[__name__], "Best")
+    with pytest.raises(RunError, match=r"holds a Best of .*, which this run has not: use the same"):
+        restore_state(again, saved, {})
+
+
+def test_a_named_tuple_that_could_not_be_found_again_is_refused():
+    class Hidden(NamedTuple):
+        loss: float
+
+    inner = FedAvg()
+    inner.best = Hidden(0.5)
+    with pytest.raises(RunError, match=r"inner\.best is a Hidden, which a checkpoint cannot hold"):
         encode_state(inner, {})
 
 

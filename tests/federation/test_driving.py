@@ -95,6 +95,32 @@ def test_a_run_that_is_saved_is_driven_as_well(floats, drifting, tmp_path):
     assert len(list((tmp_path / "saved").iterdir())) == 2
 
 
+class Passing(FedAvg):
+    def start(self, *args, **kwargs):
+        return super().start(*args, **kwargs)
+
+
+class Noting(FedAvg):
+    def start(self, note, grid, *args, **kwargs):
+        self.note = note
+        return super().start(grid, *args, **kwargs)
+
+
+@pytest.mark.parametrize(("inner", "first"), [(Passing(), ()), (Noting(), ("x",))])
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [((4, 7.5), {}), ((4,), {"timeout": 7.5}), ((), {"num_rounds": 4, "timeout": 7.5})],
+)
+def test_what_a_start_only_passes_on_counts_by_flowers_names(
+    floats, drifting, inner, first, args, kwargs
+):
+    strategy, told = CollaPipe(inner), []
+    running = strategy._hooks.running
+    strategy._hooks.running = lambda *given: told.append(given) or running(*given)
+    strategy.start(*first, grid(drifting), floats, *args, **kwargs)
+    assert told == [(7.5, 4)]
+
+
 def test_attributes_are_read_and_set_on_the_inner_strategy():
     inner = FedAvg(fraction_train=0.5)
     strategy = CollaPipe(inner)

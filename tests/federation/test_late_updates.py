@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from flwr.app import Error, Message
 from flwr.serverapp.strategy import FedAvg
 
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.errors import ConfigError, LinkError, RunError
+from collapipe_flwr.federation import attempts
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.messages import LATE
@@ -22,10 +24,14 @@ NAN = {"extra": {"embed.weight": torch.full((3, 2), torch.nan)}}
 
 
 class LateGrid(LocalGrid):
-    """Node 2 needs ``rounds`` rounds more than there are; its replies are here to pull then."""
+    """Late nodes need ``rounds`` rounds more than there are; their replies are to be pulled then.
+
+    ``more_rounds`` of a node are on top.
+    """
 
     def __init__(self, nodes, rounds: int) -> None:
         super().__init__(nodes)
+        self.late_nodes, self.more_rounds = {2}, {}
         self._rounds, self._round = rounds, 0
         self._due: dict[str, int] = {}
         self.asked: list[list[int]] = []
@@ -38,8 +44,9 @@ class LateGrid(LocalGrid):
             self.asked.append(sorted(m.metadata.dst_node_id for m in sent))
         replies = []
         for message, name in zip(sent, self.push_messages(sent), strict=True):
-            if message.metadata.dst_node_id == 2 and self._rounds:
-                self._due[name] = self._round + self._rounds
+            node = message.metadata.dst_node_id
+            if node in self.late_nodes and self._rounds:
+                self._due[name] = self._round + self._rounds + self.more_rounds.get(node, 0)
                 replies.append(Message(Error(LATE, "late"), reply_to=message))
             else:
                 replies += self.pull_messages([name])
@@ -54,14 +61,22 @@ class LateGrid(LocalGrid):
         self._round += 1
 
 
-def trained(grid: LateGrid, edge: MemoryEdge, rounds: int, records: list | None = None):
+def trained(
+    grid: LateGrid,
+    edge: MemoryEdge,
+    rounds: int,
+    records: list | None = None,
+    planner: FixedPlanner | None = None,
+    within_s: float = 3600.0,
+    **options,
+):
     """All weights after so many rounds; checks that no session is left."""
     inner = FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
-    planner = FixedPlanner("c1", "c2")
+    planner = planner or FixedPlanner("c1", "c2")
     records = [] if records is None else records
-    strategy = wrapped(edge, planner, records, inner, late="join")
+    strategy = wrapped(edge, planner, records, inner, late="join", **options)
     strategy._hooks.late._sleep = grid.hurry
-    result = strategy.start(grid, encode_tensors(model()), num_rounds=rounds)
+    result = strategy.start(grid, encode_tensors(model()), rounds, within_s)
     assert edge.replicas == {}
     return decode_tensors(result.arrays)
 
@@ -120,6 +135,73 @@ def test_a_late_update_that_cannot_be_used_is_refused_and_its_cluster_asked_agai
     assert {
         read_assignment(m.content).progress.rounds for m in grid.sent if m.metadata.dst_node_id == 2
     } == {0}
+
+
+class Renamed(FixedPlanner):
+    """Node 9 is cluster c2, too."""
+
+    def plan(self, server_round, nodes, arrays):
+        planned = super().plan(server_round, nodes, arrays)
+        return replace(planned, cluster_ids={n: f"c{2 if n == 9 else n}" for n in nodes})
+
+
+class Replacing(LateGrid):
+    """From the second round on, node 9 is there instead of node 2."""
+
+    def get_node_ids(self):
+        return [1, 9] if self._round else [1, 2]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_late_cluster_that_is_back_as_another_node_counts_once(again: bool) -> None:
+    edge, records = MemoryEdge(), []
+    grid = Replacing({**nodes(edge), 9: trainer(edge, 3.0, 30)}, 1)
+    grid.late_nodes = {2, 9} if again else {2}
+    trained(grid, edge, 3, records, Renamed("c1", "c2"))
+    told = [(m.metadata.dst_node_id, read_assignment(m.content).progress) for m in grid.sent]
+    seen = [(node, p.rounds, p.last_round) for node, p in told if node != 1]
+    assert seen == [(2, 0, 0), (9, 0, 0), *([] if again else [(9, 1, 2)])]
+    assert ["c2" in record.telemetry for record in records] == [False, not again, True]
+    assert not any(record.failures for record in records)
+
+
+def out_of_memory(message, context):
+    del message, context
+    raise LinkError("no memory left")
+
+
+def test_a_round_whose_late_clusters_all_fail_is_lost() -> None:
+    edge, records = MemoryEdge(), []
+    grid = LateGrid({2: out_of_memory}, 1)
+    with pytest.raises(RunError, match=r"round 1: all 1 clusters failed, first c2: .*no memory"):
+        trained(grid, edge, 2, records)
+
+
+def test_a_round_whose_late_clusters_all_fail_is_repeated(monkeypatch) -> None:
+    monkeypatch.setattr(attempts, "sleep", lambda _: None)
+    edge, records = MemoryEdge(), []
+    fates = [out_of_memory, trainer(edge, 3.0, 30), trainer(edge, 3.0, 30)]
+    grid = LateGrid({2: lambda *given: fates.pop(0)(*given)}, 1)
+    final = trained(grid, edge, 2, records, retries=1)
+    assert final["embed.weight"][0, 0] == 1.0 + 3.0 + 3.0
+    assert [len(record.retried) for record in records] == [1, 0]
+
+
+def test_a_round_waits_for_a_late_update_that_can_be_used() -> None:
+    edge, records = MemoryEdge(), []
+    grid = LateGrid({2: out_of_memory, 1: trainer(edge, 3.0, 30)}, 1)
+    grid.late_nodes, grid.more_rounds = {1, 2}, {1: 2}
+    final = trained(grid, edge, 2, records)
+    assert final["embed.weight"][0, 0] == 1.0 + 3.0 + 3.0
+    assert [set(record.telemetry) for record in records] == [{"c1"}, {"c1"}]
+    assert set(records[0].failures) == {"c2"}
+
+
+def test_a_late_cluster_that_stays_silent_in_its_round_has_failed() -> None:
+    edge, records = MemoryEdge(), []
+    grid = LateGrid({2: trainer(edge, 3.0, 30)}, 99)
+    with pytest.raises(RunError, match="all 1 clusters failed, first c2: no reply before"):
+        trained(grid, edge, 2, records, within_s=0.0)
 
 
 def test_where_nobody_is_late_nothing_changes() -> None:

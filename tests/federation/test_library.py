@@ -457,6 +457,41 @@ def test_a_client_without_a_cluster_is_named(caplog, monkeypatch) -> None:
     assert "make a collapipe_flwr.Cluster from the ClientApp" in caplog.text
 
 
+class Taking(FedAvg):
+    """Trains on one node, 2 in the ``odd`` round and else 1, and evaluates on 2."""
+
+    def __init__(self, odd: int) -> None:
+        super().__init__(fraction_evaluate=0.5, min_train_nodes=1)
+        self.odd = odd
+
+    def configure_train(self, server_round, arrays, config, grid) -> list[Message]:
+        messages = list(super().configure_train(server_round, arrays, config, grid))
+        wanted = 2 if server_round == self.odd else 1
+        return [message for message in messages if message.metadata.dst_node_id == wanted]
+
+    def configure_evaluate(self, server_round, arrays, config, grid) -> list[Message]:
+        messages = list(super().configure_evaluate(server_round, arrays, config, grid))
+        return [message for message in messages if message.metadata.dst_node_id == 2]
+
+
+@pytest.mark.parametrize("odd", [1, 2])
+def test_a_round_whose_only_node_describes_no_cluster_has_failed(odd: int) -> None:
+    here = LocalGrid({1: client(), 2: plain_client()}, node_configs={1: {"partition-id": 0}})
+    records: list[RoundRecord] = []
+    start = ArrayRecord(new_model().state_dict())
+    strategy = CollaPipe(Taking(odd), model=split(), optimizer=RULE, on_round=records.append)
+    strategy.start(here, start, num_rounds=2)
+    assert [len(record.telemetry) for record in records] == ([0, 1] if odd == 1 else [1, 0])
+    assert records[odd - 1].failures == {
+        "node-2": "it does not describe its cluster: look into its log"
+    }
+    raising = CollaPipe(Taking(odd), model=split(), optimizer=RULE, on_total_failure="raise")
+    with pytest.raises(
+        RunError, match=f"round {odd}: all 1 clusters failed, first node-2: it does"
+    ):
+        raising.start(here, start, num_rounds=2)
+
+
 def test_rounds_run_by_the_schedule_that_they_are_planned_for() -> None:
     planning = Planning(settings=SchedulerConfig(schedule="gpipe"))
     same = LearningSettings(schedule="gpipe")

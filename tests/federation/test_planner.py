@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord
 
 from collapipe_flwr.cluster.control_unit import joined
 from collapipe_flwr.cluster.fleet import CONTROL_UNIT
-from collapipe_flwr.core.domain import BlockCost, ModelProfile, RoundOutcome
+from collapipe_flwr.core.domain import BlockCost, LinkRate, ModelProfile, RoundOutcome
 from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.federation.arrays import encode_tensors
 from collapipe_flwr.federation.outcomes import MovementMeter
@@ -20,6 +20,7 @@ from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.rounds import ClosedRound
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.pipeline.meter import StageReport
+from collapipe_flwr.scheduler.link_estimates import link_key
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.world import EnergyBudget, make_world
 
@@ -101,6 +102,20 @@ def test_every_described_cluster_gets_its_own_plan_that_covers_all_blocks():
         covered = [b for s in plan.segments for b in range(s.first_block, s.stop_block)]
         assert covered == [0, 1, 2, 3]
         assert all(s.device_id.startswith(f"{name}/") for s in plan.segments)
+
+
+def test_the_first_plan_knows_the_links_that_were_measured_before() -> None:
+    planner = rounds()
+    believed = planner.plan(1, [11, 12], EMPTY).cluster_plan(11)
+    device, rate = believed.device_ids[-1], 1e3
+    first, second = planner.world.clusters
+    known = replace(first, link_rates=(LinkRate(ends=(device, ""), bit_per_s=rate),))
+    planner = rounds()
+    planner.world = replace(planner.world, clusters=(known, second))
+    for _ in range(2):  # again, as after a round that failed
+        plan = planner.plan(1, [11, 12], EMPTY).cluster_plan(11)
+        assert plan.device_ids[-1] != device
+        assert planner.state.links["cluster-0"][link_key(device, "")].believed < -1
 
 
 def test_a_node_that_never_described_itself_is_not_asked():

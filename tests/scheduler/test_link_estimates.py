@@ -12,6 +12,7 @@ import pytest
 from collapipe_flwr.core.domain import (
     ClusterOutcome,
     ClusterPlan,
+    LinkRate,
     LinkSample,
     ModelProfile,
     Plan,
@@ -25,6 +26,7 @@ from collapipe_flwr.scheduler.link_estimates import (
     LinkEstimate,
     LinkEstimates,
     link_key,
+    links_begun,
     links_learned,
     with_links,
 )
@@ -124,6 +126,50 @@ def test_plans_become_those_of_one_who_knew_the_true_rates(
     assert took_s[0] > max(took_s[2:]) and max(took_s[2:]) < 1.01 * best_s
     for plan, real_s in zip(plans[2:], took_s[2:], strict=True):
         assert plan.latency_s == pytest.approx(real_s, rel=0.01)  # and they foretell it
+
+
+@pytest.mark.parametrize("hop", [0, 1, -1], ids=["first", "second", "last"])
+def test_a_link_that_was_measured_before_the_run_is_known_to_the_first_plan(
+    hop: int, a_world: MakeWorld
+) -> None:
+    world, model = a_world(1, clusters=1, radio="wifi", channel="static")
+    told = world.snapshot(1, model)
+    (plan,) = rounds(world, model, lambda _, rate: rate, count=1)[0][0].clusters
+    full = replace(
+        plan,
+        bandwidth_hz=told.radio.bandwidth_hz,
+        tx_power_w={m.device_id: m.tx_power_max_w for m in world.clusters[0].members},
+        gradient_power_w={d.device_id: d.tx_power_max_w for d in world.clusters[0].devices},
+    )
+    links = [
+        LinkRate(ends=sample.ends, bit_per_s=sample.measured_bit_per_s)
+        for sample in samples(full, told, lambda _, rate: rate)
+    ]
+    slow = replace(links[hop], bit_per_s=links[hop].bit_per_s / 5)
+    links[hop] = slow
+    measured = replace(world.clusters[0], link_rates=tuple(links))
+    snapshot = replace(world, clusters=(measured,)).snapshot(1, model)
+    book = links_begun({}, snapshot)
+    believed = {key: each.believed for key, each in book["cluster-0"].items() if each.believed}
+    assert believed == {link_key(*slow.ends): pytest.approx(-math.log(5))}
+    scheduler, seen = make_scheduler(POLICY, SETTINGS), with_links(snapshot, book)
+    first = scheduler.step(scheduler.init(seen), seen)[0]
+    truth = {"cluster-0": {link_key(*slow.ends): LinkEstimate(believed=-math.log(5))}}
+    assert decided(first) == decided(believing(truth, world, model))
+    assert links_begun(book, snapshot) is book
+    learned = {"cluster-0": dict.fromkeys(book["cluster-0"], LinkEstimate(believed=1.0))}
+    assert links_begun(learned, snapshot) is learned  # rounds teach better
+
+
+@pytest.mark.parametrize(
+    ("ends", "rate"),
+    [(("cluster-0/d1", "gone"), 1.0), (("", ""), 1.0), (("cluster-0/d1", ""), 0.0)],
+)
+def test_a_link_that_cannot_be_is_as_promised(ends, rate: float, a_world: MakeWorld) -> None:
+    world, model = a_world(1, clusters=1)
+    odd = replace(world.clusters[0], link_rates=(LinkRate(ends=ends, bit_per_s=rate),))
+    snapshot = replace(world, clusters=(odd,)).snapshot(1, model)
+    assert with_links(snapshot, links_begun({}, snapshot)) is snapshot
 
 
 def test_rates_as_promised_leave_plans_bit_equal(a_world: MakeWorld) -> None:

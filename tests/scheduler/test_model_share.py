@@ -71,6 +71,7 @@ def test_a_strong_board_gets_no_more_than_its_share(
         plan = planned(snapshot, replace(options, max_model_share=share))
         assert largest_share(plan) <= share + 1e-9
         assert plan.clusters[0].model_share == share
+        assert plan.clusters[0].memory_margin == options.memory_margin == 0.0
         assert from_json(Plan, to_json(plan), "plan") == plan
 
 
