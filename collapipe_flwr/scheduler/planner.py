@@ -47,7 +47,6 @@ SLOW = 0.98  # of a round's length: for clusters that take longer, rows far away
 CLOSE = 1.015  # a plan for another length of a round is polished if it costs up to this factor
 ELSEWHERE = 0.02  # least relative difference of such lengths
 ENOUGH = 1e-4  # relative gain of an alternation that is worth another
-ALTERNATIONS_AGAIN = 1  # at most, of many clusters with rows in place
 CORRECTIONS = 3  # of the radio's formula of 1F1B at most
 EVENING = (0.5, 1.0, 2.0, 4.0, 8.0)  # of relative latencies, by which bandwidth is moved
 EVENINGS = 4  # times at most
@@ -101,7 +100,7 @@ class Planner(RoundProblem):
     def solve(self, stay: Solution | None = None, spare: Layouts | None = None) -> Solution:
         """The best plan found, from scratch or also from ``stay``; raises InfeasibleError.
 
-        Many clusters leave time for an improvement of ``stay`` only, with rows of a ``spare`` plan.
+        Many clusters leave time for one choice beside ``stay`` only, with rows of a ``spare`` plan.
         """
         quick = self.bounded()
         search = Search(quick, spare)
@@ -111,7 +110,8 @@ class Planner(RoundProblem):
         best = quick.radio(rows)
         if stay is not None:
             best = min(stay, best, key=lambda s: s.objective)
-        best = quick.improve(best, search)
+        if search.thorough:  # else prices are the round's already, and lengths were tried instead
+            best = quick.improve(best, search)
         if not self.few:
             time_allows = self.plays and self.tables.num_clusters <= HASTENED_CLUSTERS
             return self._hastened(best) if stay is None and time_allows else best
@@ -230,8 +230,7 @@ class Planner(RoundProblem):
     def improve(self, best: Solution, search: Search | None = None) -> Solution:
         """Alternate segments and radio from ``best`` on while the objective falls."""
         search = search or Search(self)
-        most = self.settings.rounds_of_search
-        for _ in range(most if search.thorough else min(most, ALTERNATIONS_AGAIN)):
+        for _ in range(self.settings.rounds_of_search):
             rows = search.choose(self.dual_prices(best), best.rows)
             if key_of(rows) == key_of(best.rows):
                 break

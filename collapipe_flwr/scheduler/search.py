@@ -39,13 +39,10 @@ FAR_CLUSTERS = 8  # up to here time allows looking two moves away
 NO_LIMIT = 10**9
 TRIED = (20_000, 0.2)  # rows whose neighbours a decision from scratch tries: in all, per cluster
 TRIED_AGAIN = 1000  # the same with rows in place
-HASTY_CLUSTERS = 50  # with more, and rows in place, only the first choice tries any: so many
+HASTY_CLUSTERS = 50  # with more, and rows in place, so many are tried, all at once
 TRIED_HASTILY = 50
 LENGTHS = (  # of a round, over that with rows in place
     *(0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 2.0),
-)
-LENGTHS_AGAIN = (  # the same where prices are those of the round itself
-    *(0.92, 0.94, 0.96, 0.98, 1.0, 1.02, 1.05),
 )
 SAMPLE = 200  # clusters that choose the pairs of more than twice as many
 PARTS = 3  # of what may be tried at one set of prices, so much at a time
@@ -197,14 +194,12 @@ class Search:
     def _in_time(self, now: Layouts) -> list[Layouts]:
         """Where time is short: the cheapest rows for rounds of several lengths near today's.
 
-        At first also rows in place with other micro-batches, and those of a spare plan.
+        Also rows in place with other micro-batches, and those of a spare plan.
         """
-        known, lengths = [now], LENGTHS if self.pool is None else LENGTHS_AGAIN
-        if self.pool is None:
-            pairs = np.unique(np.array(_pairs_of(now) + self._widest_pairs()), axis=0)
-            known = [every_batch(now, pairs)[1]]
-            known += [] if self.spare is None else [self.spare]
-        late_t = self.scorer.estimates(now).latency.max() * np.array(lengths)
+        pairs = np.unique(np.array(_pairs_of(now) + self._widest_pairs()), axis=0)
+        known = [every_batch(now, pairs)[1]]
+        known += [] if self.spare is None else [self.spare]
+        late_t = self.scorer.estimates(now).latency.max() * np.array(LENGTHS)
         return [*known, cheapest_rows(self.scorer, now, late_t)]
 
     # -- growth -----------------------------------------------------------------------------
@@ -212,14 +207,12 @@ class Search:
     def _grown(self, pool: Pool, fresh: Mask) -> tuple[Pool, Ints]:
         """The pool with what is worth knowing near ``fresh`` rows, and the row of every cluster.
 
-        Half of what may still be tried in this decision is left for other prices.
+        Half of what may still be tried in a decision from scratch is left for other prices.
         """
-        tried = self.left if self.hasty else self.left // 2
+        tried = self.left // 2 if self.thorough else self.left
         spares = self.cost_mi.shape[1] if self.thorough else SPARES
         value, choice = Picking(self.problem, pool).best()
         jumped: set[bytes] = set()
-        if self.hasty and not tried:
-            return pool, choice
         for _ in range(ROUNDS if self.thorough else ROUNDS_AGAIN):
             keep = self._worth_knowing(pool, value, choice)
             choice = (np.cumsum(keep) - 1)[choice]
