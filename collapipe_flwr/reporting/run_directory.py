@@ -20,7 +20,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from collapipe_flwr.core.durable import append_text, make_folder, write_file, wr
 from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.reporting.events import RoundEvent
 from collapipe_flwr.reporting.progress import PROGRESS
-from collapipe_flwr.reporting.run_lock import CONFIG, RUNNING, as_it_is
+from collapipe_flwr.reporting.run_lock import CONFIG, RUNNING, as_it_is, locked
 
 Json = Mapping[str, object]
 LOG = "run.log"
@@ -144,9 +144,19 @@ class RunDirectory:
                 file.write(f"{',' if number else ''}\n    {plan}")
             file.write("\n  ]\n}\n")
 
-    def write_config(self, config: Json) -> None:
-        """Write ``run-config.json``: flat, as Flower takes it."""
-        self._replace(CONFIG, json.dumps(config, indent=2) + "\n")
+    def write_config(self, config: Json, lock: ExitStack | None = None) -> None:
+        """Write ``run-config.json``: flat, as Flower takes it.
+
+        ``lock`` gets its lock (`run_lock`) before anyone can see it.
+        """
+
+        def save(path: Path) -> None:
+            path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            if lock is not None:
+                lock.enter_context(locked(path))
+
+        with self._writing():
+            write_file(self.path / CONFIG, save)
         self.tell("config", config)
 
     def _replace(self, name: str, text: str) -> None:

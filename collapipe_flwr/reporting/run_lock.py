@@ -36,6 +36,18 @@ def writing(run_dir: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+@contextmanager
+def locked(draft: Path) -> Iterator[None]:
+    """Hold the lock of a file that nobody else knows yet; it stays locked when it is moved."""
+    descriptor = os.open(draft, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def check_not_written(run_dir: Path) -> None:
     """Raise ConfigError while a process writes the directory."""
     if is_written(run_dir):
