@@ -29,7 +29,7 @@ from collapipe_flwr.core.durable import append_text, make_folder, write_file, wr
 from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.reporting.events import RoundEvent
 from collapipe_flwr.reporting.progress import PROGRESS
-from collapipe_flwr.reporting.run_lock import CONFIG, RUNNING, as_it_is, locked
+from collapipe_flwr.reporting.run_lock import CONFIG, RUNNING, as_it_is, is_written, locked
 
 Json = Mapping[str, object]
 LOG = "run.log"
@@ -194,8 +194,8 @@ def _line(event: Json) -> str:
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
     """The summary of a run directory, or None where there is none yet; see `run_lock.as_it_is`."""
-    summary = _read(run_dir / _SUMMARY)
-    return None if summary is None else as_it_is(summary, run_dir)
+    written, summary = is_written(run_dir), _read(run_dir / _SUMMARY)
+    return None if summary is None else as_it_is(summary, run_dir, written)
 
 
 def read_summary_head(run_dir: Path) -> dict[str, Any] | None:

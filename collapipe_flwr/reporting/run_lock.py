@@ -57,7 +57,10 @@ def check_not_written(run_dir: Path) -> None:
 
 
 def is_written(run_dir: Path) -> bool | None:
-    """Whether a process writes the directory; None if unknown."""
+    """Whether a process writes the directory; None if unknown.
+
+    A writer's last words may come between the reading of a file and this question: ask first.
+    """
     try:
         descriptor = os.open(run_dir / CONFIG, os.O_RDONLY)
     except FileNotFoundError:
@@ -73,8 +76,12 @@ def is_written(run_dir: Path) -> bool | None:
     return False
 
 
-def as_it_is(summary: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
-    """The summary, with the status "interrupted" for a running one that no process writes."""
-    if summary.get("status") == RUNNING and is_written(run_dir) is False:
+def as_it_is(summary: Mapping[str, Any], run_dir: Path, written: bool | None) -> dict[str, Any]:
+    """The summary, with the status "interrupted" for a running one that no process writes.
+
+    ``written`` is what `is_written` said before the summary was read. It is asked again, as a
+    resumed run may have begun since.
+    """
+    if summary.get("status") == RUNNING and written is False and is_written(run_dir) is False:
         return {**summary, "status": INTERRUPTED, "reason": _WHY}
     return dict(summary)
