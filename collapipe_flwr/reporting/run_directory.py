@@ -25,14 +25,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from collapipe_flwr.core.durable import append_text, make_folder, write_file, write_text
+from collapipe_flwr.core.durable import (
+    append_text,
+    make_folder,
+    make_numbered_folder,
+    write_file,
+    write_text,
+)
 from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.reporting.events import RoundEvent
 from collapipe_flwr.reporting.progress import PROGRESS
-from collapipe_flwr.reporting.run_lock import CONFIG, RUNNING, as_it_is, is_written, locked
+from collapipe_flwr.reporting.run_lock import CONFIG, LOG, RUNNING, as_it_is, is_written, locked
 
 Json = Mapping[str, object]
-LOG = "run.log"
 EVENTS = "events.jsonl"
 BY_OWNER = "run this command as their owner, say with `sudo -u collapipe`"
 _SUMMARY = "summary.json"
@@ -51,10 +56,18 @@ class RunDirectory:
 
     tell: Callable[[str, Json], object] = staticmethod(lambda _kind, _value: None)
 
-    def __init__(self, path: Path) -> None:
-        """Create the folder; raises ConfigError when it exists (see `is_new`) or cannot be made."""
-        check_new(path)
+    def __init__(self, path: Path, *, numbered: bool = False) -> None:
+        """Create the folder; raises ConfigError when it exists (see `is_new`) or cannot be made.
+
+        ``numbered``: where it exists, another one is made (`make_numbered_folder`).
+        """
+        if not numbered and path.exists() and not (path.is_dir() and is_new(path)):
+            raise ConfigError(
+                f'output-dir: "{path}" exists already; choose another, or go on with it by resume'
+            )
         try:
+            if numbered:
+                path = make_numbered_folder(path)
             make_folder(path)
         except OSError as error:
             raise ConfigError(
@@ -178,14 +191,6 @@ def is_new(path: Path) -> bool:
     """Whether a folder holds only what is there before its run begins: a log, and progress."""
     names = {entry.name for entry in path.iterdir()}
     return LOG in names and all(name == LOG or name.startswith(PROGRESS) for name in names)
-
-
-def check_new(path: Path) -> None:
-    """Raise ConfigError where the folder of a new run exists already; see `is_new`."""
-    if path.exists() and not (path.is_dir() and is_new(path)):
-        raise ConfigError(
-            f'output-dir: "{path}" exists already; choose another, or go on with it by resume'
-        )
 
 
 def _line(event: Json) -> str:

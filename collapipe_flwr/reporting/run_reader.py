@@ -10,7 +10,7 @@ from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.core.json_codec import plain
 from collapipe_flwr.reporting import run_directory
 from collapipe_flwr.reporting.progress import read_progress
-from collapipe_flwr.reporting.run_lock import INTERRUPTED, as_it_is, is_written
+from collapipe_flwr.reporting.run_lock import RUNNING, STARTING, as_it_is, is_written
 
 Json = dict[str, Any]
 _MARK_BYTES = 256  # before the place: where they differ, the file is not the one that was read
@@ -115,12 +115,10 @@ class RunReader:
 
     def _head(self, written: bool | None) -> Json:
         """Short values of the summary, or their defaults before there is one."""
-        before = "starting" if self.run_dir.is_dir() else "waiting"
-        if self._config is not None and written is False:
-            before = INTERRUPTED
+        before = STARTING if self.run_dir.is_dir() else "waiting"
         summary = self.summary or {"status": before}
         told = as_it_is({key: summary.get(key) for key in _TOLD}, self.run_dir, written)
-        running = told["status"] in ("starting", "running")
+        running = told["status"] in (STARTING, RUNNING)
         return {
             **told,
             "name": self.run_dir.name,

@@ -260,7 +260,8 @@ def open_run(config: AppConfig, lock: ExitStack) -> RunFolder:
         past = read_past(path, checkpoints.newest_round())
         return RunFolder(directory=directory, checkpoints=checkpoints, past=past)
     name = config.run.run_name or time.strftime("%Y%m%d-%H%M%S")
-    directory = RunDirectory(Path(config.run.output_dir).resolve() / name)
+    path = Path(config.run.output_dir).resolve() / name
+    directory = RunDirectory(path, numbered=not config.run.run_name)
     directory.write_config(flatten(config), lock)
     return RunFolder(directory=directory, checkpoints=_checkpoints(config, directory))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -41,6 +42,16 @@ def test_a_run_is_locked_as_soon_as_it_can_be_seen(
         open_run(parse(config), lock)
         seen.append(is_written(path))
     assert all(seen) and is_written(path) is False
+
+
+def test_runs_without_a_name_that_begin_in_one_second_have_a_folder_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "strftime", lambda _: "now")
+    for _ in range(3):
+        with ExitStack() as lock:
+            open_run(parse({"output-dir": str(tmp_path)}), lock)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["now", "now-2", "now-3"]
 
 
 def test_a_list_may_be_written_in_another_way(tmp_path: Path) -> None:
