@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -48,7 +48,6 @@ from collapipe_flwr.reporting.events import RunStory
 from collapipe_flwr.reporting.log_lines import print_line
 from collapipe_flwr.reporting.progress import ProgressFile
 from collapipe_flwr.reporting.run_directory import RunDirectory
-from collapipe_flwr.reporting.run_lock import writing
 from collapipe_flwr.reporting.sinks import check_sinks
 
 log = logging.getLogger("flwr.collapipe")
@@ -85,14 +84,14 @@ def _run(grid: Grid, config: AppConfig, progress: ProgressFile, printer: RoundPr
     evaluator = Evaluator(learner.splitter, learner.task, config.evaluation.batch_size, place)
     progress.enter("waiting for the clusters")
     members, planner = _clusters(grid, config, learner, clock)
-    folder = open_run(config)
-    if config.reporting.log_lines:
-        folder.directory.tell = print_line
-        print_line("config", flatten(config))
-    progress.folder = folder.directory.path
-    if planner is not None:
-        progress.simulated = not any(cluster.real_links for cluster in planner.world.clusters)
-    with writing(folder.directory.path):
+    with ExitStack() as lock:
+        folder = open_run(config, lock)
+        if config.reporting.log_lines:
+            folder.directory.tell = print_line
+            print_line("config", flatten(config))
+        progress.folder = folder.directory.path
+        if planner is not None:
+            progress.simulated = not any(c.real_links for c in planner.world.clusters)
         recorder = _recorder(config, folder, evaluator, planner, members, printer, progress)
         try:
             with _how_to_resume(folder), unexpected_as_run_error():

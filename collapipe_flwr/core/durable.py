@@ -109,6 +109,21 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
         sync(path.parent)
 
 
+def make_numbered_folder(path: Path) -> Path:
+    """Make a folder that was not there, with a number behind its name if that is taken."""
+    make_folder(path.parent)
+    number, free = 1, path
+    while True:
+        try:
+            free.mkdir()
+        except FileExistsError:
+            number += 1
+            free = path.with_name(f"{path.name}-{number}")
+        else:
+            sync(path.parent)
+            return free
+
+
 def own_folder(path: Path, option: str) -> Path:
     """Make a folder that only its owner may enter, and `clean` it; the folder.
 

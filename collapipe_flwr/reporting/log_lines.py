@@ -11,6 +11,7 @@ import json
 import sys
 import zlib
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from collapipe_flwr.core.errors import ProtocolError
@@ -46,11 +47,11 @@ def print_line(kind: str, value: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def replay(kind: str, value: Mapping[str, Any], directory: RunDirectory) -> None:
-    """Repeat the write of a line in another directory."""
+def replay(kind: str, value: Mapping[str, Any], directory: RunDirectory, lock: ExitStack) -> None:
+    """Repeat the write of a line in another directory, whose run-config is locked by ``lock``."""
     match kind:
         case "config":
-            directory.write_config(value)
+            directory.write_config(value, lock)
         case "anew":
             directory.rewrite_events(())
         case "event":

@@ -20,19 +20,24 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from collapipe_flwr.core.durable import append_text, make_folder, write_file, write_text
+from collapipe_flwr.core.durable import (
+    append_text,
+    make_folder,
+    make_numbered_folder,
+    write_file,
+    write_text,
+)
 from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.reporting.events import RoundEvent
 from collapipe_flwr.reporting.progress import PROGRESS
-from collapipe_flwr.reporting.run_lock import CONFIG, RUNNING, as_it_is
+from collapipe_flwr.reporting.run_lock import CONFIG, LOG, RUNNING, as_it_is, is_written, locked
 
 Json = Mapping[str, object]
-LOG = "run.log"
 EVENTS = "events.jsonl"
 BY_OWNER = "run this command as their owner, say with `sudo -u collapipe`"
 _SUMMARY = "summary.json"
@@ -51,10 +56,18 @@ class RunDirectory:
 
     tell: Callable[[str, Json], object] = staticmethod(lambda _kind, _value: None)
 
-    def __init__(self, path: Path) -> None:
-        """Create the folder; raises ConfigError when it exists (see `is_new`) or cannot be made."""
-        check_new(path)
+    def __init__(self, path: Path, *, numbered: bool = False) -> None:
+        """Create the folder; raises ConfigError when it exists (see `is_new`) or cannot be made.
+
+        ``numbered``: where it exists, another one is made (`make_numbered_folder`).
+        """
+        if not numbered and path.exists() and not (path.is_dir() and is_new(path)):
+            raise ConfigError(
+                f'output-dir: "{path}" exists already; choose another, or go on with it by resume'
+            )
         try:
+            if numbered:
+                path = make_numbered_folder(path)
             make_folder(path)
         except OSError as error:
             raise ConfigError(
@@ -144,9 +157,19 @@ class RunDirectory:
                 file.write(f"{',' if number else ''}\n    {plan}")
             file.write("\n  ]\n}\n")
 
-    def write_config(self, config: Json) -> None:
-        """Write ``run-config.json``: flat, as Flower takes it."""
-        self._replace(CONFIG, json.dumps(config, indent=2) + "\n")
+    def write_config(self, config: Json, lock: ExitStack | None = None) -> None:
+        """Write ``run-config.json``: flat, as Flower takes it.
+
+        ``lock`` gets its lock (`run_lock`) before anyone can see it.
+        """
+
+        def save(path: Path) -> None:
+            path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            if lock is not None:
+                lock.enter_context(locked(path))
+
+        with self._writing():
+            write_file(self.path / CONFIG, save)
         self.tell("config", config)
 
     def _replace(self, name: str, text: str) -> None:
@@ -170,22 +193,14 @@ def is_new(path: Path) -> bool:
     return LOG in names and all(name == LOG or name.startswith(PROGRESS) for name in names)
 
 
-def check_new(path: Path) -> None:
-    """Raise ConfigError where the folder of a new run exists already; see `is_new`."""
-    if path.exists() and not (path.is_dir() and is_new(path)):
-        raise ConfigError(
-            f'output-dir: "{path}" exists already; choose another, or go on with it by resume'
-        )
-
-
 def _line(event: Json) -> str:
     return json.dumps(event, allow_nan=False) + "\n"
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
     """The summary of a run directory, or None where there is none yet; see `run_lock.as_it_is`."""
-    summary = _read(run_dir / _SUMMARY)
-    return None if summary is None else as_it_is(summary, run_dir)
+    written, summary = is_written(run_dir), _read(run_dir / _SUMMARY)
+    return None if summary is None else as_it_is(summary, run_dir, written)
 
 
 def read_summary_head(run_dir: Path) -> dict[str, Any] | None:

@@ -1,7 +1,8 @@
 """A lock on the run-config of a run directory, held by the process that writes the directory.
 
 The lock ends with its process, so a killed run does not count as running. On a file system without
-locks, the status in the summary stands.
+locks, the status in the summary stands. Before there is a run-config, `collapipe run` holds a lock
+on its log.
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ from typing import Any
 from collapipe_flwr.core.errors import ConfigError
 
 CONFIG = "run-config.json"  # written once and never replaced
-RUNNING, INTERRUPTED = "running", "interrupted"
-_WHY = "its process ended without a word, as by SIGKILL or a power cut"
+LOG = "run.log"
+STARTING, RUNNING, INTERRUPTED = "starting", "running", "interrupted"
+_WHY = {
+    STARTING: f"its process ended before the run began, see {LOG}",
+    RUNNING: "its process ended without a word, as by SIGKILL or a power cut",
+}
 
 
 @contextmanager
@@ -36,6 +41,18 @@ def writing(run_dir: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+@contextmanager
+def locked(draft: Path) -> Iterator[None]:
+    """Hold the lock of a file that nobody else knows yet; it stays locked when it is moved."""
+    descriptor = os.open(draft, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def check_not_written(run_dir: Path) -> None:
     """Raise ConfigError while a process writes the directory."""
     if is_written(run_dir):
@@ -45,10 +62,20 @@ def check_not_written(run_dir: Path) -> None:
 
 
 def is_written(run_dir: Path) -> bool | None:
-    """Whether a process writes the directory; None if unknown."""
+    """Whether a process writes the directory; None if unknown.
+
+    A writer's last words may come between the reading of a file and this question: ask first.
+    """
+    for name in (CONFIG, LOG):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return _is_locked(run_dir / name)
+    return None
+
+
+def _is_locked(path: Path) -> bool | None:
     try:
-        descriptor = os.open(run_dir / CONFIG, os.O_RDONLY)
-    except FileNotFoundError:
+        descriptor = os.open(path, os.O_RDONLY)
+    except PermissionError:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -61,8 +88,13 @@ def is_written(run_dir: Path) -> bool | None:
     return False
 
 
-def as_it_is(summary: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
-    """The summary, with the status "interrupted" for a running one that no process writes."""
-    if summary.get("status") == RUNNING and is_written(run_dir) is False:
-        return {**summary, "status": INTERRUPTED, "reason": _WHY}
+def as_it_is(summary: Mapping[str, Any], run_dir: Path, written: bool | None) -> dict[str, Any]:
+    """The summary, with the status "interrupted" for a running one that no process writes.
+
+    ``written`` is what `is_written` said before the summary was read. It is asked again, as a
+    resumed run may have begun since.
+    """
+    why = _WHY.get(summary.get("status", ""))
+    if why and written is False and is_written(run_dir) is False:
+        return {**summary, "status": INTERRUPTED, "reason": why}
     return dict(summary)

@@ -10,7 +10,7 @@ from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.core.json_codec import plain
 from collapipe_flwr.reporting import run_directory
 from collapipe_flwr.reporting.progress import read_progress
-from collapipe_flwr.reporting.run_lock import INTERRUPTED, as_it_is, is_written
+from collapipe_flwr.reporting.run_lock import RUNNING, STARTING, as_it_is, is_written
 
 Json = dict[str, Any]
 _MARK_BYTES = 256  # before the place: where they differ, the file is not the one that was read
@@ -90,6 +90,7 @@ class RunReader:
     def look(self) -> None:
         """Read what is new; a damaged file sets ``broken`` of the head and ends the reading."""
         self.events, self.newest = [], None
+        written = is_written(self.run_dir)
         try:
             if self._broken is None:
                 if (stamp := run_directory.summary_stamp(self.run_dir)) != self._stamp:
@@ -103,7 +104,7 @@ class RunReader:
             self._broken = str(error)
         self.anew = self._tail.generation != self._generation
         self._generation = self._tail.generation
-        self.head = self._head()
+        self.head = self._head(written)
 
     def _newest(self) -> Json | None:
         """The last round if much is left to read before it and it has changed."""
@@ -112,14 +113,12 @@ class RunReader:
         behind = size - self._tail.place > _ABOUT_BYTES
         return run_directory.newest_event(self.run_dir) if grown and behind else None
 
-    def _head(self) -> Json:
+    def _head(self, written: bool | None) -> Json:
         """Short values of the summary, or their defaults before there is one."""
-        before = "starting" if self.run_dir.is_dir() else "waiting"
-        if self._config is not None and is_written(self.run_dir) is False:
-            before = INTERRUPTED
+        before = STARTING if self.run_dir.is_dir() else "waiting"
         summary = self.summary or {"status": before}
-        told = as_it_is({key: summary.get(key) for key in _TOLD}, self.run_dir)
-        running = told["status"] in ("starting", "running")
+        told = as_it_is({key: summary.get(key) for key in _TOLD}, self.run_dir, written)
+        running = told["status"] in (STARTING, RUNNING)
         return {
             **told,
             "name": self.run_dir.name,

@@ -21,6 +21,7 @@ from collapipe_flwr.reporting.bars import Bars
 from collapipe_flwr.reporting.console import RoundPrinter, summary_table
 from collapipe_flwr.reporting.events import RoundEvent
 from collapipe_flwr.reporting.progress import RunProgress, read_progress
+from collapipe_flwr.reporting.run_lock import LOG
 from collapipe_flwr.reporting.run_reader import EventTail
 
 _SCREEN = 80  # columns
@@ -89,7 +90,7 @@ class Follower:
         self._notes = set(summary.get("notes", ()))  # of earlier attempts
         self._untrained = bool(self._last)  # resumed: it was shown before
         self._shown: RunProgress | None = None
-        log = run_dir / run_directory.LOG
+        log = run_dir / LOG
         self._log_place = log.stat().st_size if log.exists() else 0
 
     def look(self) -> None:
@@ -125,7 +126,7 @@ class Follower:
                 self._screen.show(RoundEvent.of_json(event))
 
     def _pass_on_log(self) -> None:
-        log = self._run_dir / run_directory.LOG
+        log = self._run_dir / LOG
         if log.exists():
             with log.open("rb") as file:
                 file.seek(self._log_place)

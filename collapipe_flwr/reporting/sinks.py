@@ -26,6 +26,7 @@ from collapipe_flwr.reporting.scalars import Scalar
 PROJECT = "collapipe"  # in W&B, and as experiment in MLflow, unless the environment names another
 _ROUND = "run/round"  # in MLflow: the last round that is whole there
 _MOST_METRICS, _MOST_PARAMETERS, _LONGEST_PARAMETER = 1000, 100, 6000  # of MLflow
+_ENDINGS = {"completed": "FINISHED", "stopped": "KILLED"}  # as MLflow calls them; others: FAILED
 _NOT_IN_MLFLOW = re.compile(r"[^\w\-. /]")
 _NOT_IN_PROMETHEUS = re.compile(r"\W")
 
@@ -51,7 +52,7 @@ class Sink(Protocol):
         """Store the numbers of a round; they are stored when this returns."""
 
     def close(self, status: str, artefacts: Iterable[Path]) -> None:
-        """End the run with a status, "completed" or another, and its files."""
+        """End the run with a status, "completed", "stopped" or another, and its files."""
 
 
 class TensorBoard:
@@ -163,7 +164,7 @@ class MLflow:
     def close(self, status: str, artefacts: Iterable[Path]) -> None:
         for path in artefacts:
             self._client.log_artifact(self._id, str(path))
-        self._client.set_terminated(self._id, "FINISHED" if status == "completed" else "FAILED")
+        self._client.set_terminated(self._id, _ENDINGS.get(status, "FAILED"))
 
 
 class Prometheus:

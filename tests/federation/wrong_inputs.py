@@ -180,7 +180,6 @@ RUNS: list[Wrong] = [
     ({"edge.tls-ca": "no.pem"}, "edge.tls-ca", "write the files by `collapipe certs`"),
     ({"output-dir": "good.csv/runs"}, "output-dir", "choose another"),
     ({"train.state-dir": "good.csv"}, "train.state-dir", "choose another"),
-    ({"output-dir": ".", "run-name": "folder"}, "output-dir", "choose another"),
     ({"resume": "folder"}, "resume", "is not the folder of a run"),
     ({"round-late": "join"}, "round-late", "set it, too, to 1.5"),
     ({"runtime": "whole", "round-slack": 2.0}, "round-slack=2", "set runtime=pipeline"),

@@ -15,7 +15,6 @@ from collapipe_flwr.core.json_codec import plain
 from collapipe_flwr.core.links import LinkConfig, LinkReport, LinkTraffic
 from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory, cluster_json
 from collapipe_flwr.reporting.run_directory import EVENTS, RunDirectory
-from collapipe_flwr.reporting.run_lock import writing
 
 _KINDS = ("raspberry-pi-5", "raspberry-pi-4", "jetson-nano", "phone")
 _BLOCKS_EACH = 2
@@ -54,9 +53,9 @@ class MadeUpRun:
             rounds_asked=rounds_asked,
             versions={"collapipe-flwr": "0.1.0", "flwr": "1.41.0", "Python": "3.11.7"},
         )
-        self.directory.write_config({"num-server-rounds": rounds_asked, "clusters": clusters})
         self._alive = ExitStack()
-        self._alive.enter_context(writing(path))
+        config = {"num-server-rounds": rounds_asked, "clusters": clusters}
+        self.directory.write_config(config, self._alive)
         self.save("running")
 
     @property

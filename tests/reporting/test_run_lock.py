@@ -5,16 +5,20 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.reporting import run_directory
 from collapipe_flwr.reporting.comparison import markdown, read_curves
 from collapipe_flwr.reporting.events import RunStory
 from collapipe_flwr.reporting.run_directory import RunDirectory, read_summary
 from collapipe_flwr.reporting.run_lock import is_written, writing
 from collapipe_flwr.reporting.run_reader import RunReader
+from tests.reporting.made_up_runs import MadeUpRun
 
 WRITER = """
 import sys
@@ -61,6 +65,22 @@ def test_a_killed_run_is_interrupted_from_then_on(tmp_path: Path) -> None:
     with writing(folder):  # who resumes it
         assert _status(folder) == "running"
     assert is_written(folder) is False
+
+
+@pytest.mark.parametrize("read", [_status, lambda path: _status_read(RunReader(path))])
+def test_a_run_that_ends_while_it_is_read_is_not_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], str]
+) -> None:
+    run, parsed = MadeUpRun(tmp_path / "run"), run_directory._parsed
+
+    def ends(path: Path, text: bytes) -> dict[str, Any]:
+        if path.name == "summary.json":  # which is read by now
+            run.save("completed")
+            run.die()
+        return parsed(path, text)
+
+    monkeypatch.setattr(run_directory, "_parsed", ends)
+    assert (read(run.path), read(run.path)) == ("running", "completed")
 
 
 @pytest.mark.parametrize("status", ["completed", "failed", "stopped"])

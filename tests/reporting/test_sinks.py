@@ -193,6 +193,21 @@ def test_mlflow_has_one_run_however_often_it_is_resumed(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("mlflow_here")
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("status", "word"), [("completed", "FINISHED"), ("failed", "FAILED"), ("stopped", "KILLED")]
+)
+def test_mlflow_tells_an_ending_in_its_own_word(tmp_path: Path, status: str, word: str) -> None:
+    from mlflow import MlflowClient
+
+    assert run("mlflow", tmp_path / "run", event(1), status=status) == []
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("collapipe")
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert found.info.status == word
+
+
+@pytest.mark.usefixtures("mlflow_here")
+@pytest.mark.filterwarnings("ignore")
 def test_a_server_that_is_away_is_told_once_and_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

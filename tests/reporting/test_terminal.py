@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 
 from collapipe_flwr.reporting.progress import ProgressFile
-from collapipe_flwr.reporting.run_directory import LOG
+from collapipe_flwr.reporting.run_lock import LOG
 from collapipe_flwr.reporting.screen import Follower, Screen
 from tests.reporting.pseudo_terminal import in_terminal
 

@@ -29,8 +29,9 @@ from collapipe_flwr.config.parsing import write_overrides
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.core.processes import keeping
-from collapipe_flwr.reporting.run_directory import LOG
+from collapipe_flwr.reporting.run_lock import LOG
 
+CLUSTERS = "clusters"  # in the run directory: their state, unless the run-config names a folder
 _START_S = 60.0
 _PROBE_S = 0.25
 _LOOK_S = 0.2
@@ -62,6 +63,18 @@ class Launch:
         """The file with all output of Flower, Ray and the apps."""
         return self.run_dir / LOG
 
+    @property
+    def resumes(self) -> bool:
+        """Whether the directory is that of an earlier run."""
+        return self.run_config.get("resume") == str(self.run_dir)
+
+    @property
+    def settings(self) -> Mapping[str, Value]:
+        """The run-config, with where the run is."""
+        state = {"train.state-dir": str(self.run_dir / CLUSTERS)}
+        where = {"output-dir": str(self.output_dir), "run-name": self.run_name}
+        return {**state, **self.run_config, **where}
+
     def to_json(self) -> str:
         """Its fields, for another process."""
         return json.dumps(asdict(self), default=str)
@@ -82,8 +95,7 @@ def run_app(launch: Launch, look: Callable[[], None]) -> None:
     with tempfile.TemporaryDirectory(prefix="collapipe-flwr-home-") as home:
         env = private_environment(Path(home))
         config = Path(home) / "run-config.toml"
-        where = {"output-dir": str(launch.output_dir), "run-name": launch.run_name}
-        write_overrides({**launch.run_config, **where}, config)
+        write_overrides(launch.settings, config)
         with (
             launch.log.open("ab") as log,
             nullcontext() if launch.clusters else private_superlink(launch.app, env),

@@ -25,7 +25,6 @@ from collapipe_flwr.core.links import TlsFiles, host_and_port
 from collapipe_flwr.federation.run.launcher import Launch
 from collapipe_flwr.host.metrics import check_address
 from collapipe_flwr.reporting.output import counted
-from collapipe_flwr.reporting.run_directory import check_new
 from collapipe_flwr.reporting.sinks import check_sinks
 
 if TYPE_CHECKING:  # slow to import, and not needed by the first checks
@@ -116,11 +115,9 @@ def check_launch(launch: Launch) -> str:
     declared = declared_config(launch.app)
     if set(declared) != known_keys():
         _check_writable("--output-dir", launch.output_dir)
-        check_new(launch.run_dir)
         return f"{launch.app} has run-config keys of its own: only their names were checked"
-    where = {"output-dir": str(launch.output_dir), "run-name": launch.run_name}
     return preflight(
-        parse({**declared, **launch.run_config, **where}),
+        parse({**declared, **launch.settings}),
         run_dir=launch.run_dir,
         federation=launch.federation_config,
         cluster_files=launch.clusters,
@@ -157,8 +154,6 @@ def check_folders(config: AppConfig, run_dir: Path | None) -> None:
         from collapipe_flwr.federation.run.recorder import check_resumable
 
         check_resumable(config, Path(config.run.resume).resolve())
-    elif run_dir is not None:
-        check_new(run_dir)
     if config.train.state_dir:
         _check_writable("train.state-dir", expanded(config.train.state_dir))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
@@ -32,7 +33,7 @@ from collapipe_flwr.reporting.run_directory import (
     read_summary,
     rounds_done,
 )
-from collapipe_flwr.reporting.run_lock import check_not_written
+from collapipe_flwr.reporting.run_lock import check_not_written, writing
 
 log = logging.getLogger("flwr.collapipe")
 _FAILED_S = 5.0  # for sinks to take the last rounds of a run that is not completed
@@ -247,16 +248,21 @@ def prepared_folder(config: AppConfig) -> Path | None:
     return path if config.run.run_name and path.is_dir() and is_new(path) else None
 
 
-def open_run(config: AppConfig) -> RunFolder:
-    """Create or reopen the directory; raises ConfigError for another run's run-config."""
+def open_run(config: AppConfig, lock: ExitStack) -> RunFolder:
+    """Create or reopen the directory, which ``lock`` marks as being written (`run_lock`).
+
+    Raises ConfigError for another run's run-config.
+    """
     if config.run.resume:
         path = Path(config.run.resume).resolve()
         directory, checkpoints = check_resumable(config, path)
+        lock.enter_context(writing(path))
         past = read_past(path, checkpoints.newest_round())
         return RunFolder(directory=directory, checkpoints=checkpoints, past=past)
     name = config.run.run_name or time.strftime("%Y%m%d-%H%M%S")
-    directory = RunDirectory(Path(config.run.output_dir).resolve() / name)
-    directory.write_config(flatten(config))
+    path = Path(config.run.output_dir).resolve() / name
+    directory = RunDirectory(path, numbered=not config.run.run_name)
+    directory.write_config(flatten(config), lock)
     return RunFolder(directory=directory, checkpoints=_checkpoints(config, directory))
 
 

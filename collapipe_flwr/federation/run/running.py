@@ -12,15 +12,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
 from collapipe_flwr.config.parsing import declared_config, overridden, read_overrides
-from collapipe_flwr.core.durable import make_folder
+from collapipe_flwr.core.durable import make_numbered_folder, write_file
 from collapipe_flwr.core.errors import ConfigError, RunError, require, wrong_input
 from collapipe_flwr.core.links import TlsFiles
-from collapipe_flwr.federation.run.launcher import Launch, first_error, run_app
+from collapipe_flwr.federation.run.launcher import CLUSTERS, Launch, first_error, run_app
 from collapipe_flwr.reporting.report.page import closing_report, has_report
 from collapipe_flwr.reporting.run_directory import (
     RunDirectory,
@@ -30,10 +32,9 @@ from collapipe_flwr.reporting.run_directory import (
     rounds_done,
     summary_stamp,
 )
-from collapipe_flwr.reporting.run_lock import INTERRUPTED, RUNNING
+from collapipe_flwr.reporting.run_lock import INTERRUPTED, RUNNING, locked
 from collapipe_flwr.reporting.screen import Follower, Screen
 
-_CLUSTERS = "clusters"  # in the run directory: their state, unless the run-config names a folder
 _OURS = ("output-dir", "run-name", "train.state-dir")  # run-config of the launcher's own
 
 
@@ -69,7 +70,7 @@ def launch_of(
         app=project.resolve(),
         output_dir=run_dir.parent,
         run_name=run_dir.name,
-        run_config={"train.state-dir": str(run_dir / _CLUSTERS), **overrides},
+        run_config=overrides,
         federation_config=federation_config and federation_config.resolve(),
         clusters=tuple(path.resolve() for path in clusters or ()),
     )
@@ -77,7 +78,7 @@ def launch_of(
 
 def _where_it_is(saved: Mapping[str, Any]) -> dict[str, Any]:
     """The run-config of a run whose folder may have been moved, without where its state was."""
-    began = Path(saved.get("output-dir", ""), saved.get("run-name", ""), _CLUSTERS)
+    began = Path(saved.get("output-dir", ""), saved.get("run-name", ""), CLUSTERS)
     state = saved.get("train.state-dir")
     return {k: v for k, v in saved.items() if k != "train.state-dir" or state != str(began)}
 
@@ -113,9 +114,13 @@ class Attempt:
 
     def __init__(self, launch: Launch, screen: Screen) -> None:
         self._launch, self._screen = launch, screen
-        self.run_dir = launch.run_dir
         self._began = False
-        self._before = summary_stamp(self.run_dir)
+        self._before: tuple[int, int] | None = None  # the summary of an earlier attempt
+
+    @property
+    def run_dir(self) -> Path:
+        """The directory of the run; a new one may get another name when it is made."""
+        return self._launch.run_dir
 
     def check(self) -> None:
         """Check the run in a child process before anything is started.
@@ -169,9 +174,13 @@ class Attempt:
 
         Raises RunError for any other, SystemExit on a signal.
         """
-        begin = self._open_log()
+        with ExitStack() as lock:
+            return self._carried_out(self._open_log(lock))
+
+    def _carried_out(self, begin: int) -> Mapping[str, Any]:
         follower = Follower(self.run_dir, self._screen)
         reason: str | None = None
+        self._before = summary_stamp(self.run_dir)
         self._began = True
         try:
             engine = "starting Flower: SuperLink, Ray and the apps"
@@ -201,16 +210,27 @@ class Attempt:
     def _summary(self) -> Mapping[str, Any]:
         return read_summary(self.run_dir) or {}
 
-    def _open_log(self) -> int:
-        """Create the folder of the log; returns the size that the log has already."""
-        log = self._launch.log
+    def _open_log(self, lock: ExitStack) -> int:
+        """Create folder and log of a new run; returns the size that the log has already.
+
+        ``lock`` holds the lock of a new log: its run has no run-config to lock yet.
+        """
+
+        def begin(log: Path) -> None:
+            log.touch()
+            lock.enter_context(locked(log))
+
         try:
-            make_folder(log.parent)
-            with log.open("ab") as file:
+            if not self._launch.resumes:
+                name = make_numbered_folder(self.run_dir).name
+                self._launch = replace(self._launch, run_name=name)
+                write_file(self._launch.log, begin)
+            with self._launch.log.open("ab") as file:
                 return file.tell()
         except OSError as error:
             raise ConfigError(
-                f"--output-dir: {log} cannot be written ({error.strerror}); choose another folder"
+                f"--output-dir: {self._launch.log} cannot be written ({error.strerror}); choose "
+                "another folder"
             ) from error
 
     def _close(self, status: str, reason: str) -> None:

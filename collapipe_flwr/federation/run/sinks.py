@@ -149,7 +149,7 @@ class Sinks:
         self._tell()
 
     def close(self, status: str = "completed", within_s: float = _LAST_S) -> None:
-        """End the run in all sinks, with "completed" or another status; idempotent."""
+        """End the run in all sinks: "completed", "stopped" or another status; idempotent."""
         present = [path for name in _ARTEFACTS if (path := self._folder / name).is_file()]
         ends_s = time.monotonic() + within_s
         for feeder in self._feeders:
@@ -168,4 +168,5 @@ class Sinks:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.close("completed" if error is None else "failed")
+        stopped = isinstance(error, (KeyboardInterrupt, SystemExit))  # the latter: Flower's handler
+        self.close("completed" if error is None else "stopped" if stopped else "failed")

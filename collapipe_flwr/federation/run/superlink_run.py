@@ -20,7 +20,6 @@ from collapipe_flwr.core.errors import ConfigError, ProtocolError, require
 from collapipe_flwr.core.processes import keeping, meanwhile
 from collapipe_flwr.reporting.log_lines import parse_line, replay
 from collapipe_flwr.reporting.run_directory import RunDirectory, read_config, read_summary_head
-from collapipe_flwr.reporting.run_lock import writing
 
 _ASK_S = 30.0
 _PATIENCE_S = 5.0  # that `flwr log` gets to end
@@ -102,9 +101,7 @@ class SuperLinkRun:
             return  # a damaged line; a summary follows each round
         if line is None or (line[0] == "config" and read_config(self.run_dir) is not None):
             return
-        replay(*line, self._directory)
-        if line[0] == "config":
-            self._lock.enter_context(writing(self.run_dir))
+        replay(*line, self._directory, self._lock)
 
     def _close(self, run: dict[str, Any]) -> None:
         """Write the final status, unless the run has written one."""

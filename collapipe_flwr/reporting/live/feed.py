@@ -20,8 +20,8 @@ from collapipe_flwr.reporting.live.state import Place, RunState
 from collapipe_flwr.reporting.report.overview import tiles
 from collapipe_flwr.reporting.report.page import require_report, run_sections, section_html
 from collapipe_flwr.reporting.report.run_data import RunData
-from collapipe_flwr.reporting.run_directory import BY_OWNER, LOG
-from collapipe_flwr.reporting.run_lock import CONFIG
+from collapipe_flwr.reporting.run_directory import BY_OWNER
+from collapipe_flwr.reporting.run_lock import CONFIG, LOG
 from collapipe_flwr.reporting.run_reader import RunReader
 
 _LOOK_S = 0.2

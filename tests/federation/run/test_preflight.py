@@ -150,11 +150,10 @@ def test_a_run_whose_folder_was_moved_finds_the_state_of_its_clusters(
 ) -> None:
     named = [f"train.state-dir={tmp_path / own}"] if own else []
     began = launch_of(PROJECT, named, output_dir=tmp_path / "runs")
-    where = {"output-dir": str(began.output_dir), "run-name": began.run_name}
-    config = flatten(parse({**DECLARED, **began.run_config, **where}))
+    config = flatten(parse({**DECLARED, **began.settings}))
     RunDirectory(began.run_dir).write_config(config)
     moved = began.run_dir.rename(tmp_path / "moved")
-    found = launch_of(PROJECT, resume=moved).run_config["train.state-dir"]
+    found = launch_of(PROJECT, resume=moved).settings["train.state-dir"]
     assert found == str(tmp_path / own if own else moved / "clusters")
 
 

@@ -28,6 +28,20 @@ def test_sinks_are_a_callback_of_any_wrapped_strategy(floats, drifting, tmp_path
     assert [(e.step, e.value) for e in accumulator.Scalars("test/accuracy")] == [(3, 0.5)]
 
 
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(KeyboardInterrupt, "stopped"), (SystemExit, "stopped"), (ValueError, "failed")],
+)
+def test_a_block_that_a_signal_ends_has_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], status: str
+) -> None:
+    endings: list[str] = []
+    monkeypatch.setattr(Sinks, "close", lambda _sinks, status: endings.append(status))
+    with pytest.raises(error), Sinks("", tmp_path):
+        raise error
+    assert endings == [status]
+
+
 def test_the_training_loss_of_clusters_is_written_under_the_name_that_flower_keeps(
     floats, drifting
 ) -> None:

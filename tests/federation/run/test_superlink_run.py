@@ -6,11 +6,13 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from collapipe_flwr.core import durable
 from collapipe_flwr.core.errors import ConfigError, ProtocolError
 from collapipe_flwr.federation.run import superlink_run
 from collapipe_flwr.federation.run.superlink_run import SuperLinkRun
@@ -18,6 +20,8 @@ from collapipe_flwr.reporting.live.feed import Feed
 from collapipe_flwr.reporting.live.state import Place
 from collapipe_flwr.reporting.log_lines import log_line, parse_line, print_line, replay
 from collapipe_flwr.reporting.run_directory import EVENTS, RunDirectory, read_summary_head
+from collapipe_flwr.reporting.run_lock import CONFIG
+from collapipe_flwr.reporting.run_reader import RunReader
 from tests.reporting.made_up_runs import MadeUpRun
 
 _FLWR = """#!{python}
@@ -65,8 +69,7 @@ def _followed(folder: Path) -> tuple[Path, dict[str, Any]]:
             found = feed.next(known, timeout_s=60.0)
             assert found is not None, "the end of the run did not arrive"
             known, news = found[0], json.loads(found[1])
-            # Between the run-config and its lock, a page says "interrupted" for a moment.
-            if news["head"]["status"] in ("completed", "failed", "stopped"):
+            if news["head"]["status"] not in ("waiting", "starting", "running"):
                 return run.run_dir, news
 
 
@@ -115,6 +118,28 @@ def test_it_runs_as_long_as_nobody_says_otherwise(
     found = feed.next(Place(), timeout_s=0.0)
     assert found is not None
     assert json.loads(found[1])["head"]["status"] == "running"
+
+
+def test_nobody_takes_a_run_that_begins_for_an_interrupted_one(
+    tmp_path: Path,
+    flwr: FakeFlwr,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flwr("", {"status": "running"})
+    run = SuperLinkRun("boards", "7", tmp_path)
+    print_line("config", {"seed": 7})
+    publish, seen = durable.publish, []
+
+    def published(written: Path, path: Path) -> None:
+        publish(written, path)
+        reader = RunReader(path.parent)
+        reader.look()
+        seen.append((path.name, reader.head["status"]))
+
+    monkeypatch.setattr(durable, "publish", published)
+    run._take(capsys.readouterr().out)
+    assert seen == [(CONFIG, "starting")]
 
 
 def test_a_run_that_died_ends_as_flower_says(
@@ -179,5 +204,5 @@ def test_damaged_lines_are_recognized_and_those_of_others_are_none() -> None:
 
 def test_lines_of_a_later_version_are_passed_over(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
-    replay("later", {}, directory)
+    replay("later", {}, directory, ExitStack())
     assert list(directory.path.iterdir()) == []
