@@ -136,15 +136,27 @@ def price_rows(chain: Chain, times: Array, powers: Array) -> RowPrices:
 
 
 def played(chain: Chain, times: Array, bounded: RowPrices, rows: Ints | None = None) -> RowPrices:
-    """What `price_rows` says of these times, with makespans of 1F1B as ``rows`` are played."""
+    """What `price_rows` says of these times, with makespans of 1F1B as ``rows`` are played.
+
+    Of many clusters' plans, those that end within what no plan for these times undercuts are quick
+    enough.
+    """
     if chain.options.schedule == "gpipe":
         return bounded
     every = np.arange(len(chain.rows)) if rows is None else rows
     makespan_s = bounded.makespan_s.copy()
-    depth_rs, makespan_s[every] = choose_depths(chain, times, every, makespan_s[every])
+    least_s = makespan_s[every]
+    if rows is None and not chain.tables.few:
+        least_s = np.maximum(least_s, _step_within(chain, float(bounded.latency_s.max())))
+    depth_rs, makespan_s[every] = choose_depths(chain, times, every, least_s)
     latency_s = chain.fixed_s + chain.steps_r * makespan_s
     known = depth_rs if rows is None else None
     return replace(bounded, makespan_s=makespan_s, latency_s=latency_s, depth_rs=known)
+
+
+def _step_within(chain: Chain, latency_s: float) -> Array:
+    """How long every row's step may take for its round to last so long, (R,)."""
+    return np.asarray((latency_s - chain.fixed_s) / chain.steps_r)
 
 
 def makespan_of(chain: Chain, times: Array) -> Array:
@@ -238,7 +250,7 @@ def choose_depths(
 
 
 def _depths_again(chain: Chain, times: Array, known: RowPrices) -> tuple[Ints, Array]:
-    """`choose_depths` of all rows, for those that take longer with the depths ``known``."""
+    """`choose_depths` of all rows, for those that make the round longer with depths ``known``."""
     every = np.arange(len(chain.rows))
     if known.depth_rs is None or len(every) < FEW_STEPS or chain.options.half_duplex:
         return choose_depths(chain, times, every)
@@ -248,8 +260,8 @@ def _depths_again(chain: Chain, times: Array, known: RowPrices) -> tuple[Ints, A
     stages = _stages(chain, every)
     many = _many_steps(chain, times, every, stages)
     seconds_r = many.play(np.ascontiguousarray(depth_rs[:, stages].T))
-    expected_r = (known.latency_s - chain.fixed_s) / chain.steps_r
-    longer = np.flatnonzero(seconds_r > expected_r * (1.0 + AS_GOOD))
+    within_r = _step_within(chain, float(known.latency_s.max()))
+    longer = np.flatnonzero(seconds_r > within_r * (1.0 + AS_GOOD))
     if len(longer):
         depth_rs[longer], seconds_r[longer] = choose_depths(chain, times, longer)
     return depth_rs, seconds_r
