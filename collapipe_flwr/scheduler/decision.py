@@ -40,7 +40,8 @@ def refined(planner: Planner, coarse: Solution) -> Solution:
         return coarse
     tables = with_codecs(planner.tables, coarse.rows, codec)
     finer = replace(planner, tables=tables)
-    return finer.as_played(finer.bounded().radio(coarse.rows), twice=False)
+    quick = finer.bounded().stayed(coarse.rows, coarse.allocation.edge_hz_r)
+    return finer.as_played(quick, twice=False)
 
 
 class Lifting:
