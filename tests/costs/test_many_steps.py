@@ -88,7 +88,7 @@ def test_what_stages_can_hold_bounds_a_step_more_closely(
     assert (seen / close).mean() - 1.0 < 0.5 * ((seen / plain).mean() - 1.0)
 
 
-def test_depths_that_are_known_serve_where_steps_take_no_longer(
+def test_depths_that_are_known_serve_where_the_round_takes_no_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And are chosen anew elsewhere, as for rows that have changed since."""
@@ -101,8 +101,29 @@ def test_depths_that_are_known_serve_where_steps_take_no_longer(
     edge = chain.rows.depth_r[0] + 1
     assert depths[0] == (*known.depth_rs[0, :edge].tolist(), known.depth_rs[0, -1])
     shallow = replace(known, depth_rs=np.ones((len(chain.rows), 3), np.int64))
-    again = schedule_rows(chain, times, shallow)[1]
-    assert again == pytest.approx(known.makespan_s, rel=3e-3)
+    slow = chain.fixed_s + chain.steps_r * schedule_rows(chain, times, shallow)[1]
+    row = int(np.argmax(np.where(slow > 1.1 * known.latency_s, known.latency_s, 0.0)))
+    most_s = np.minimum(known.latency_s, known.latency_s[row])  # the round ends with this row
+    depths, again = schedule_rows(chain, times, replace(shallow, latency_s=most_s))
+    assert again[row] == pytest.approx(known.makespan_s[row], rel=3e-3)
+    early = np.flatnonzero(slow < known.latency_s[row])
+    assert len(early)
+    assert all(max(depths[r]) == 1 for r in early)
+
+
+def test_rows_of_many_clusters_are_played_until_they_end_within_the_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The longest row by the bound says how long it is at least."""
+    chain, times, hz = many_rows(6, 0.05)
+    bounded = price_rows(chain, times, powers_for(chain, hz, times))
+    quickest = played(chain, times, bounded)
+    monkeypatch.setattr(tables, "FEW_CLUSTERS", 0)
+    enough = played(chain, times, bounded)
+    assert (enough.latency_s >= quickest.latency_s * (1.0 - 2e-3)).all()
+    least = np.maximum(quickest.latency_s, bounded.latency_s.max())
+    assert (enough.latency_s <= least * (1.0 + 2e-3)).all()
+    assert (enough.latency_s > 1.01 * quickest.latency_s).any()
 
 
 def test_pipelines_of_all_lengths_with_any_number_of_micro_batches() -> None:
