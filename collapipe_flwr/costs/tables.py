@@ -92,6 +92,8 @@ def tabulate(snapshot: Snapshot, codec: str = "fp32") -> Tables:
     """
     _check(snapshot)
     clusters = snapshot.clusters
+    members = _members(clusters)
+    _check_members(clusters, members)
     codecs = [codec_index(c.profile.link_codec or codec) for c in clusters]
     gains = [(c.channel.d2d_gain, c.channel.edge_gain) for c in clusters]
     shares = [None if c.links is None else (c.links.d2d, c.links.edge) for c in clusters]
@@ -99,7 +101,7 @@ def tabulate(snapshot: Snapshot, codec: str = "fp32") -> Tables:
     return Tables(
         snapshot=snapshot,
         blocks=block_table(snapshot.model),
-        members=_members(clusters),
+        members=members,
         gain_mij=np.maximum(_links(gains, d2d_hz.shape, TINY_GAIN), TINY_GAIN),
         d2d_hz_mij=d2d_hz,
         codec_mij=np.tile(np.array(codecs, np.int64)[:, None, None], (1, *d2d_hz.shape[1:])),
@@ -210,17 +212,37 @@ def _check_cluster(where: str, cluster: ClusterSnapshot) -> None:
     _distinct(f"{where}: device ids", [member.device_id for member in members])
     _positive(f"{where}:", profile, "examples", "d2d_bandwidth_hz", "server_rate_bit_per_s")
     _not_negative(f"{where}: overhead_s", profile.overhead_s)
-    for member in members:
-        name = f"{where}, device {member.device_id!r}:"
-        _positive(name, member, "speed_flop_per_s", "tx_power_max_w")
-        if member.d2d_bandwidth_hz is not None:
-            _positive(name, member, "d2d_bandwidth_hz")
-        if not member.energy_budget_j > 0:
-            raise ScheduleError(f"{name} energy_budget_j must be > 0, got {member.energy_budget_j}")
-        _not_negative(f"{name} energy_per_flop_j", member.energy_per_flop_j)
-        _not_negative(f"{name} overhead_s", member.overhead_s)
-        _not_negative(f"{name} round_s", member.round_s)
     _check_channel(where, cluster, len(members))
+
+
+def _check_members(clusters: Sequence[ClusterSnapshot], members: MemberTable) -> None:
+    """All at once: there may be thousands of them."""
+    own = [[member.d2d_bandwidth_hz for member in c.profile.members] for c in clusters]
+    hz = np.ones(members.speed_mi.shape)
+    for m, row in enumerate(own):
+        hz[m, : len(row)] = [1.0 if value is None else value for value in row]
+    positive = {
+        "speed_flop_per_s": members.speed_mi,
+        "tx_power_max_w": members.power_max_mi,
+        "d2d_bandwidth_hz": hz,
+    }
+    others = {
+        "energy_per_flop_j": members.energy_per_flop_mi,
+        "overhead_s": members.overhead_mi,
+        "round_s": members.round_mi,
+    }
+    checks = [(n, v, (v > 0) & np.isfinite(v), "finite and > 0") for n, v in positive.items()]
+    checks += [(n, v, (v >= 0) & np.isfinite(v), "finite and >= 0") for n, v in others.items()]
+    budget = members.budget_mi
+    checks.append(("energy_budget_j", budget, budget > 0, "> 0"))
+    for name, value, sound, rule in checks:
+        if not sound.all():
+            m, i = np.argwhere(~sound)[0].tolist()
+            profile = clusters[m].profile
+            raise ScheduleError(
+                f"cluster {profile.cluster_id!r}, device {profile.members[i].device_id!r}: "
+                f"{name} must be {rule}, got {value[m, i]}"
+            )
 
 
 def _check_channel(where: str, cluster: ClusterSnapshot, members: int) -> None:

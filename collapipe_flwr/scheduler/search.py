@@ -44,6 +44,7 @@ TRIED_HASTILY = 50
 LENGTHS = (  # of a round, over that with rows in place
     *(0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 2.0),
 )
+NEAR = 4.0  # times the batches in place, or one of so many: those tried where time is short
 SAMPLE = 200  # clusters that choose the pairs of more than twice as many
 PARTS = 3  # of what may be tried at one set of prices, so much at a time
 PRESSING = 0.9  # of the round's length: clusters that take longer are what it waits for
@@ -196,7 +197,9 @@ class Search:
 
         Also rows in place with other micro-batches, and those of a spare plan.
         """
-        pairs = np.unique(np.array(_pairs_of(now) + self._widest_pairs()), axis=0)
+        least, most = now.batch_r.min() / NEAR, now.batch_r.max() * NEAR
+        widest = [pair for pair in self._widest_pairs() if least <= pair[0] * pair[1] <= most]
+        pairs = np.unique(np.array(_pairs_of(now) + widest), axis=0)
         known = [every_batch(now, pairs)[1]]
         known += [] if self.spare is None else [self.spare]
         late_t = self.scorer.estimates(now).latency.max() * np.array(LENGTHS)
