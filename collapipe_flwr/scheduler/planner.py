@@ -110,7 +110,7 @@ class Planner(RoundProblem):
         best = quick.radio(rows)
         if stay is not None:
             best = min(stay, best, key=lambda s: s.objective)
-        if search.thorough:  # else prices are the round's already, and lengths were tried instead
+        if search.thorough:  # else rounds of many lengths were tried at once
             best = quick.improve(best, search)
         if not self.few:
             time_allows = self.plays and self.tables.num_clusters <= HASTENED_CLUSTERS
