@@ -168,5 +168,8 @@ class Sinks:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        stopped = isinstance(error, (KeyboardInterrupt, SystemExit))  # the latter: Flower's handler
+        stopped = isinstance(error, KeyboardInterrupt)
+        if isinstance(error, SystemExit):  # 0 of Flower's handler; 128 and the signal of others
+            code = error.code or 0
+            stopped = isinstance(code, int) and (code == 0 or code >= 128)
         self.close("completed" if error is None else "stopped" if stopped else "failed")

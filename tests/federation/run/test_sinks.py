@@ -30,14 +30,21 @@ def test_sinks_are_a_callback_of_any_wrapped_strategy(floats, drifting, tmp_path
 
 @pytest.mark.parametrize(
     ("error", "status"),
-    [(KeyboardInterrupt, "stopped"), (SystemExit, "stopped"), (ValueError, "failed")],
+    [
+        (KeyboardInterrupt(), "stopped"),
+        (SystemExit(0), "stopped"),
+        (SystemExit(128 + 15), "stopped"),
+        (SystemExit(1), "failed"),
+        (SystemExit("no such file"), "failed"),
+        (ValueError(), "failed"),
+    ],
 )
 def test_a_block_that_a_signal_ends_has_not_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], status: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: str
 ) -> None:
     endings: list[str] = []
     monkeypatch.setattr(Sinks, "close", lambda _sinks, status: endings.append(status))
-    with pytest.raises(error), Sinks("", tmp_path):
+    with pytest.raises(type(error)), Sinks("", tmp_path):
         raise error
     assert endings == [status]
 
