@@ -269,8 +269,8 @@ def _services(inventory: Inventory, role: Role) -> Iterator[Service]:
 def _service(service: Service) -> Step:
     """Restart a service if it runs with another environment, unit or settings."""
     unit, stamp = service.unit, f"{OPT}/started/{service.unit}"
-    state = (
-        f"state() {{ {{ readlink {OPT}/venv; cat {OPT}/installed "
+    state = (  # a wheel's venv is no link, and an action ends at the first failure
+        f"state() {{ {{ readlink {OPT}/venv || true; cat {OPT}/installed "
         f"/etc/systemd/system/{unit}.service {service.env_file}; }} 2> /dev/null | sha256sum; }}\n"
     )
     host, _, port = service.address.rpartition(":")

@@ -48,19 +48,30 @@ def test_an_action_ends_at_its_first_failure_and_so_do_the_steps(tmp_path: Path)
     assert not (tmp_path / "never").exists()
 
 
-def test_a_service_starts_again_with_another_environment(
+def test_a_service_starts_again_only_with_another_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for program in ("systemctl", "sleep"):
+        (tmp_path / program).write_text("#!/bin/sh\n")
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(roles, "OPT", str(tmp_path))
-    state, *_ = roles._service(roles.Service(unit="none", settings={})).action.splitlines()
-    said = []
-    for name in ("a", "b"):
-        link = tmp_path / "venv"
-        link.unlink(missing_ok=True)
-        link.symlink_to(tmp_path / name)
-        script = ["bash", "-c", f"{state}\nstate"]
-        said.append(subprocess.run(script, capture_output=True, text=True, check=True).stdout)
-    assert said[0] != said[1]
+    steps = [roles._service(roles.Service(unit="none", settings={}))]
+    venv, installed = tmp_path / "venv", tmp_path / "installed"
+
+    def deployed_twice() -> list[str]:
+        return [outcome for _ in range(2) for outcome, _, _ in carried_out(steps)]
+
+    venv.mkdir()
+    for wheel in ("a", "b"):
+        installed.write_text(wheel)
+        assert deployed_twice() == ["did", "kept"]
+    installed.unlink()
+    venv.rmdir()
+    for environment in ("a", "b"):
+        venv.unlink(missing_ok=True)
+        venv.symlink_to(tmp_path / environment)
+        assert deployed_twice() == ["did", "kept"]
 
 
 def test_an_action_cannot_swallow_the_script() -> None:
