@@ -12,7 +12,7 @@ that the bound is certified, whatever the multipliers. Subgradient steps make th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import linprog
@@ -25,7 +25,7 @@ STEPS = 200
 ENOUGH = 1e-3  # relative distance from the best multipliers
 MOST = 10.0  # reference latencies per budget
 INWARD = 0.2  # part of the way from the best point to where planes are highest
-POINTS = 800  # lengths of a round that are told apart
+POINTS = 6400  # lengths of a round that are told apart
 LONGEST = 10.0  # times the shortest; longer ones count as this
 FINE = 1.15  # the same for which links and rounds are told apart
 ACTIVE = 1.05  # batches whose quickest plan is within this factor are there in every step
@@ -43,6 +43,16 @@ class Options:
     def quickest_t(self) -> Array:
         """Seconds of the quickest spread."""
         return np.asarray(self.seconds_ta[:, 0])
+
+    def of_round(self, t: int) -> Options:
+        """One round alone, views of these."""
+        return Options(self.joule_tn[[t]], self.seconds_ta[t : t + 1], self.order_ta[t : t + 1])
+
+    def lengthen(self, a: int, seconds: float) -> None:
+        """Of one round alone: the spread at that place takes longer."""
+        self.seconds_ta[0, a] = seconds
+        order = np.argsort(self.seconds_ta[0], kind="stable")
+        self.seconds_ta[0], self.order_ta[0] = self.seconds_ta[0, order], self.order_ta[0, order]
 
 
 class Planes:
@@ -108,15 +118,28 @@ class Clairvoyant:
 
     def certified(self, theta: Array) -> float:
         """The bound at these multipliers over every choice of batches."""
+        return float(self.cheapest(theta)[0].mean())
+
+    def cheapest(self, theta: Array) -> tuple[Array, Ints, Ints]:
+        """Of every round: the least Lagrangian, (T,), its batches and places of spreads, (T, M)."""
         least = self.floors() + self._least_energy(theta) - theta.sum()
         order = np.argsort(least.min(1), kind="stable")
         best = np.full(least.shape[1], np.inf)
+        batch_tm, place_tm = (np.zeros((len(best), len(theta)), np.int64) for _ in range(2))
         for k in order:
             if (least[k] < best).any():
-                best = np.minimum(best, self._scan(theta, int(k))[0])
+                values, _, places = self._scan(theta, int(k))
+                less = values < best
+                best[less], place_tm[less] = values[less], places[less]
+                batch_tm[less] = self.choices[k]
             elif (least[k].min() >= best.max()) or not np.isfinite(least[k]).any():
                 break
-        return float(best.mean())
+        return best, batch_tm, place_tm
+
+    def of_round(self, t: int) -> Clairvoyant:
+        """One round alone; its seconds are views of these."""
+        options = [[None if o is None else o.of_round(t) for o in row] for row in self.options]
+        return replace(self, options=options)
 
     def floors(self) -> Array:
         """Cost of every choice of batches if all clusters are as quick as they can, (K, T)."""
@@ -153,19 +176,19 @@ class Clairvoyant:
     def _value(self, theta: Array, active: Ints) -> tuple[float, Array]:
         """The Lagrangian over some choices of batches, and mean energies over budgets, (M, N)."""
         found = [self._scan(theta, int(k)) for k in active]
-        values = np.array([value for value, _ in found])
+        values = np.array([value for value, *_ in found])
         pick = values.argmin(0)
         energy = np.mean([found[k][1][t] for t, k in enumerate(pick)], axis=0)
         return float(values.min(0).mean()), np.asarray(energy)
 
-    def _scan(self, theta: Array, k: int) -> tuple[Array, Array]:
-        """The least Lagrangian of one choice of batches in every round, and its energies."""
+    def _scan(self, theta: Array, k: int) -> tuple[Array, Array, Ints]:
+        """The least Lagrangian of one choice of batches in every round, its energies and places."""
         options = [self.options[m][b] for m, b in enumerate(self.choices[k])]
         chosen = [o for o in options if o is not None]
         rounds = len(chosen[0].seconds_ta)
-        energy = np.zeros((rounds, *theta.shape))
+        energy, places = np.zeros((rounds, *theta.shape)), np.zeros((rounds, len(theta)), np.int64)
         if len(chosen) < len(options):
-            return np.full(rounds, np.inf), energy
+            return np.full(rounds, np.inf), energy, places
         shortest = np.max([o.quickest_t for o in chosen], axis=0)
         edges = shortest[:, None] * LONGEST ** (np.arange(POINTS + 1) / POINTS)
         worth = [self._worth(m, o, theta) for m, o in enumerate(chosen)]
@@ -178,10 +201,10 @@ class Clairvoyant:
         pick = total.argmin(1)
         for m, option in enumerate(chosen):
             for t in range(rounds):
-                a = int(worth[m][t, : last[m][t, pick[t]] + 1].argmin())
+                places[t, m] = a = int(worth[m][t, : last[m][t, pick[t]] + 1].argmin())
                 held = self.spread_mn[m][option.order_ta[t, a]]
                 energy[t, m, : len(held)] = held * option.joule_tn[t]
-        return total.min(1) - theta.sum(), energy
+        return total.min(1) - theta.sum(), energy, places
 
 
 def _places(seconds_ta: Array, edges_tp: Array) -> Ints:

@@ -1,20 +1,24 @@
-"""What no order of a cluster's devices, and none of actions on them, undercuts under 1F1B.
+"""What no order of a cluster's devices, and no warm-up depths, undercut under 1F1B.
 
-Let y be the seconds of a device per micro-batch, both passes, h those of the hop into it, and d the
-most micro-batches that memory lets it, and every stage ahead of it, have in flight. Of J ones, the
-first has passed the stages ahead before a device begins, and the last gradient passes them after it
-has ended: ``sum of (y + h)`` ahead. Between a forward pass and its backward pass lies ``tail``, the
-way from there to the edge and back. So in between a device takes at least
+Let f, b and y be the seconds of a device per micro-batch, of each pass and of both, h those of the
+hop into it, F and B those of the slowest pass, there and back, of all stages and links ahead of it,
+and D the most micro-batches that memory lets it, and every stage ahead of it, have in flight. Of J
+ones, the first has passed the stages ahead before a device begins, and the last gradient passes
+them after it has ended: ``sum of (y + h)`` ahead. Between a forward pass and its backward pass lies
+``tail``, the way from there to the edge and back. With depth d a device makes d forward passes, one
+per max(f, F) at most, before its first backward pass, and d backward passes, one per max(b, B) at
+most, behind its last forward pass. So in between it takes at least
 
     J y                                                      as it does all the work,
-      + max(tail - (d - 1) forward, 0)                       idle before its first backward pass,
-      + max(tail - (d - 1) backward, 0)                      and behind its last forward pass,
-    ceil(J / d) (y + tail)                                   as no d + 1 are in flight at once;
+      + max(tail - (d - 1) f, (d - 1) (F - f), 0)            idle before its first backward pass,
+      + max(tail - (d - 1) b, (d - 1) (B - b), 0)            and behind its last forward pass,
+    ceil(J / D) (y + tail)                                   as no D + 1 are in flight at once.
 
-of J <= d the larger idle time counts alone, as the two may be the same. What is ahead of a device
-and behind it are sets: their order does not matter to it. The least over all orders of the largest
-of these is found by dynamic programming over the sets of devices behind. Our own derivation, see
-docs/theory.md, 5.5; `benchmarks/test_prices.py` holds it against plans as they are played.
+The least over d <= D counts; of d = J, all forward passes first, ``tail`` is waited for once. What
+is ahead of a device and behind it are sets: their order does not matter to it. The least over all
+orders of the largest of these is found by dynamic programming over the sets of devices behind. Our
+own derivation, see docs/theory.md, 5.5; `benchmarks/test_prices.py` holds it against plans as they
+are played.
 """
 
 from __future__ import annotations
@@ -44,12 +48,17 @@ def least_step_s(ahead: Way, back: Way, count: int, flight: Array) -> Array:
     start, end = (float(both) for both in ahead.end_s + back.end_s)
     home = hop[:, -1] + end
     whole = start + (stage + hop[:, :-1]).sum(1) + home
-    first = _Stage(ahead.end_s[0], back.end_s[0], flight[:, 0])
+    none = np.zeros(len(stage))
+    first = Stage(none + ahead.end_s[0], none + back.end_s[0], flight[:, 0], none, none)
     least = np.maximum(first.least_s(count, whole - start), whole - end + count * end)
     for way in (ahead, back):  # no stage and no link is quicker than its own work
         busiest = np.maximum(way.stage_s.max(1), way.hop_s.max(1))
         least = np.maximum(least, whole + (count - 1) * np.maximum(busiest, way.end_s.max()))
     devices = stage.shape[1]
+    feeding, draining = (
+        [np.maximum(way.stage_s[:, i], way.hop_s[:, i]) for i in range(devices)]
+        for way in (ahead, back)
+    )
     behind = {0: (home, np.zeros_like(home))}  # of sets: seconds there and back, least so far
     for chosen in range(1, 2**devices):
         reached = np.full(len(stage), np.inf)
@@ -59,7 +68,13 @@ def least_step_s(ahead: Way, back: Way, count: int, flight: Array) -> Array:
             tail, most = behind[chosen ^ (1 << n)]
             others = [i for i in range(devices) if not chosen >> i & 1]
             fits = np.min(flight[:, [0, n + 1, *(i + 1 for i in others)]], axis=1)
-            device = _Stage(ahead.stage_s[:, n], back.stage_s[:, n], fits)
+            feed, drain = (
+                np.max(
+                    [way.hop_s[:, n], np.full(len(stage), way.end_s[0])] + [p[i] for i in others], 0
+                )
+                for way, p in ((ahead, feeding), (back, draining))
+            )
+            device = Stage(ahead.stage_s[:, n], back.stage_s[:, n], fits, feed, drain)
             begun = whole - tail - stage[:, n]
             own = np.where(stage[:, n] > 0, begun + device.least_s(count, tail), 0.0)
             reached = np.minimum(reached, np.maximum(most, own))
@@ -69,19 +84,37 @@ def least_step_s(ahead: Way, back: Way, count: int, flight: Array) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stage:
+class Stage:
     """A stage of every row: its passes in seconds, and how many micro-batches it may hold."""
 
     forward_s: Array
     backward_s: Array
     flight: Array
+    feed_s: Array  # of the slowest forward pass ahead of it
+    drain_s: Array  # of the slowest backward pass ahead of it
 
     def least_s(self, count: int, tail: Array) -> Array:
         """From its first forward pass to its last backward pass, (A,)."""
-        both = self.forward_s + self.backward_s
         held = np.clip(self.flight, 1.0, count)
-        before = np.maximum(tail - (held - 1.0) * self.forward_s, 0.0)
-        after = np.maximum(tail - (held - 1.0) * self.backward_s, 0.0)
-        idle = np.where(held < count, before + after, np.maximum(before, after))
-        rounds = np.ceil(count / held) * (both + tail)
-        return np.asarray(np.maximum(count * both + idle, rounds))
+        least = np.full(len(held), np.inf)
+        # Convex in the depth: the least lies beside a bend, or at the end of all depths.
+        for pace in self._paces():
+            bend = 1.0 + np.divide(tail, pace, out=np.zeros_like(pace), where=pace > 0.0)
+            for depth in (np.floor(bend), np.ceil(bend), np.full_like(bend, count)):
+                least = np.minimum(least, self.with_depth_s(np.clip(depth, 1.0, held), count, tail))
+        both = self.forward_s + self.backward_s
+        return np.asarray(np.maximum(least, np.ceil(count / held) * (both + tail)))
+
+    def with_depth_s(self, depth: Array, count: int, tail: Array) -> Array:
+        """The same with so many micro-batches in flight."""
+        further, waits, slow = depth - 1.0, [], []
+        for own, pace in zip((self.forward_s, self.backward_s), self._paces(), strict=True):
+            waits.append(np.maximum(tail - further * own, 0.0))
+            slow.append(further * (pace - own))
+        apart = np.maximum(waits[0], slow[0]) + np.maximum(waits[1], slow[1])
+        once = np.maximum(np.maximum(*waits), slow[0] + slow[1])
+        work = count * (self.forward_s + self.backward_s)
+        return np.asarray(work + np.where(depth < count, apart, once))
+
+    def _paces(self) -> tuple[Array, Array]:
+        return np.maximum(self.forward_s, self.feed_s), np.maximum(self.backward_s, self.drain_s)

@@ -17,6 +17,7 @@ from rich.table import Table
 from benchmarks.scheduling.assignments import Round
 from benchmarks.scheduling.clairvoyant import clairvoyant
 from benchmarks.scheduling.every_round import every_round_cost
+from benchmarks.scheduling.played_orders import Replayed
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.tables import tabulate
@@ -129,7 +130,9 @@ def price_case(name: str, setting: Setting, seed: int, rounds: int) -> PriceCase
     rival = float(np.mean([every_round_cost(one, learning, rng) for one in seen]))
     ours = float(np.mean([r.plan.rho * r.priced.latency_s for r in done]))
     scale = reference_of(first).latency_s
-    least, theta = clairvoyant(seen, learning).bound()
+    lower = clairvoyant(seen, learning)
+    played = setting.settings.schedule == "1f1b"
+    least, theta = Replayed(lower, seen).bound() if played else lower.bound()
     used = energy_used(world, done)
     return PriceCase(
         world=name,

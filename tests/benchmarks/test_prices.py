@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -10,10 +11,18 @@ import pytest
 from benchmarks.scheduling.assignments import Round, rho_of, spreads
 from benchmarks.scheduling.clairvoyant import clairvoyant
 from benchmarks.scheduling.every_round import every_round_cost
+from benchmarks.scheduling.played_orders import Replayed, played_s
 from benchmarks.scheduling.prices import price_case
-from collapipe_flwr.costs.chain import chain_of, powers_for, price_rows, schedule_rows
+from collapipe_flwr.costs.chain import (
+    chain_of,
+    powers_for,
+    price_rows,
+    schedule_rows,
+    step_times,
+)
 from collapipe_flwr.costs.layouts import Layouts, by_member
 from collapipe_flwr.costs.tables import tabulate
+from collapipe_flwr.costs.warm_up import one_f_one_b_makespan_s
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.base import initial_state, learning_in
 from collapipe_flwr.scheduler.initial_layouts import all_layouts, rows_for
@@ -66,6 +75,10 @@ def test_no_plan_undercuts_the_bound(schedule: str) -> None:
     for size in (0.0, 0.05, 0.3):
         theta = size * rng.random((2, 3))
         bound = lower.certified(theta)
+        if schedule == "1f1b":
+            closer = Replayed(lower, [one])
+            bound = closer.raised(0, theta)
+            assert bound >= lower.certified(theta) - 1e-12
         worth = []
         for m, (rows, _, joule) in enumerate(parts):
             share = (
@@ -119,6 +132,39 @@ def test_no_order_of_devices_as_played_undercuts_what_orders_take_at_least() -> 
         above.append(seconds[good].min() / least.min() - 1.0)
     assert sorted(above)[7] < 0.03
     assert max(above) < 0.1
+
+
+def test_a_spread_takes_what_its_best_order_takes_with_its_best_depths() -> None:
+    """All orders with all depths that do not rise, one by one."""
+    longer = 0
+    for seed in range(110, 116):
+        one = one_cluster(seed)
+        ((rows, _, _),) = everything(one)
+        held = spread_of(rows, 3)
+        for spread in np.random.default_rng(seed).permutation(np.unique(held, axis=0))[:4]:
+            if not one.fits(0, spread[None], 4, 8)[0]:
+                continue
+            same = rows.take(np.flatnonzero((held == spread).all(1)))
+            found = played_s(one, 0, spread, 32)
+            least = min(quickest(one, same.take(np.array([r]))) for r in range(len(same)))
+            assert found <= least
+            assert found == pytest.approx(least, rel=2e-6)
+            longer += found > 1.001 * float(one.least_s(0, spread[None], (4, 8))[0])
+    assert longer >= 3  # where the bound of single stages is too low
+
+
+def quickest(one: Round, row: Layouts) -> float:
+    """Seconds of the round of one row with the best depths, at full power with all of the band."""
+    chain = chain_of(one.tables, row, one.settings)
+    times = equal_shares(chain, one.tables.snapshot.radio.bandwidth_hz).times
+    step, depth = step_times(chain, times, 0), row.depth_of(0)
+    most = chain.held_rs[0, : depth + 1].tolist()
+    steps = [
+        one_f_one_b_makespan_s(step, (*depths, 1), 8)
+        for depths in product(*(range(1, each + 1) for each in most))
+        if all(a >= b for a, b in pairwise(depths))
+    ]
+    return float(chain.fixed_s[0] + chain.steps_r[0] * min(steps))
 
 
 def test_spreads_are_all_ways_to_share_blocks() -> None:
