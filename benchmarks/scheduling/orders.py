@@ -12,7 +12,8 @@ most, behind its last forward pass. So in between it takes at least
     J y                                                      as it does all the work,
       + max(tail - (d - 1) f, (d - 1) (F - f), 0)            idle before its first backward pass,
       + max(tail - (d - 1) b, (d - 1) (B - b), 0)            and behind its last forward pass,
-    ceil(J / D) (y + tail)                                   as no D + 1 are in flight at once.
+    ceil(J / D) (y + tail)                                   as no D + 1 are in flight at once,
+      + ((J - 1) mod D) y                                    of J > D, where D do not hide tail.
 
 The least over d <= D counts; of d = J, all forward passes first, ``tail`` is waited for once. What
 is ahead of a device and behind it are sets: their order does not matter to it. The least over all
@@ -103,7 +104,9 @@ class Stage:
             for depth in (np.floor(bend), np.ceil(bend), np.full_like(bend, count)):
                 least = np.minimum(least, self.with_depth_s(np.clip(depth, 1.0, held), count, tail))
         both = self.forward_s + self.backward_s
-        return np.asarray(np.maximum(least, np.ceil(count / held) * (both + tail)))
+        turns = np.ceil(count / held) * (both + tail)
+        left = (count - 1.0) % held * ((held < count) & (tail >= (held - 1.0) * both))
+        return np.asarray(np.maximum(least, turns + left * both))
 
     def with_depth_s(self, depth: Array, count: int, tail: Array) -> Array:
         """The same with so many micro-batches in flight."""

@@ -20,7 +20,7 @@ from collapipe_flwr.costs.makespan import gpipe_makespan_s, step_makespan_s
 from collapipe_flwr.costs.many_steps import ManySteps
 from collapipe_flwr.costs.radio import power_for_time_w, send_time_s
 from collapipe_flwr.costs.tables import Tables
-from collapipe_flwr.costs.warm_up import AS_GOOD, Depths, choose_warm_up, one_f_one_b_makespan_s
+from collapipe_flwr.costs.warm_up import Depths, choose_warm_up, one_f_one_b_makespan_s
 from collapipe_flwr.costs.work import (
     PricingOptions,
     bulk_of,
@@ -250,40 +250,22 @@ def choose_depths(
     return depth_rs, seconds_r
 
 
-def _depths_again(chain: Chain, times: Array, known: RowPrices) -> tuple[Ints, Array]:
-    """`choose_depths` of all rows, for those that make the round longer with depths ``known``."""
-    every = np.arange(len(chain.rows))
-    if known.depth_rs is None or len(every) < FEW_STEPS or chain.options.half_duplex:
-        return choose_depths(chain, times, every)
-    held_rs, depth_rs = chain.held_rs, np.ones_like(chain.held_rs)
-    shared = min(known.depth_rs.shape[1], held_rs.shape[1]) - 1  # rows may have changed since
-    depth_rs[:, :shared] = np.minimum(known.depth_rs[:, :shared], held_rs[:, :shared])
-    stages = _stages(chain, every)
-    many = _many_steps(chain, times, every, stages)
-    seconds_r = many.play(np.ascontiguousarray(depth_rs[:, stages].T))
-    within_r = _step_within(chain, float(known.latency_s.max()))
-    longer = np.flatnonzero(seconds_r > within_r * (1.0 + AS_GOOD))
-    if len(longer):
-        depth_rs[longer], seconds_r[longer] = choose_depths(chain, times, longer)
-    return depth_rs, seconds_r
-
-
 def schedule_rows(
     chain: Chain, times: Array, known: RowPrices | None = None
 ) -> tuple[list[Depths], Array]:
     """Depths per stage and makespan of every row.
 
-    Depths are J everywhere under GPipe, chosen by replay under 1F1B: of many rows anew only where
-    those that are ``known`` make a step longer than said there.
+    Depths are J everywhere under GPipe, chosen by replay under 1F1B; of many rows those that are
+    ``known`` from it.
     """
     rows = chain.rows
     if chain.options.schedule == "gpipe":
         counts = zip(rows.micro_batches_r.tolist(), rows.depth_r.tolist(), strict=True)
         return [(count,) * (depth + 2) for count, depth in counts], makespan_of(chain, times)
-    if known is None:
+    if known is None or known.depth_rs is None or len(rows) < FEW_STEPS:
         depth_rs, makespan_s = choose_depths(chain, times, np.arange(len(rows)))
     else:
-        depth_rs, makespan_s = _depths_again(chain, times, known)
+        depth_rs, makespan_s = known.depth_rs, known.makespan_s
     return [_in_stages(chain, row, each) for row, each in enumerate(depth_rs)], makespan_s
 
 

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.work import PricingOptions
 
+TINY = 1e-300
 Both = Sequence[ArrayLike]
 """Seconds per micro-batch of the forward and the backward pass."""
 
@@ -49,6 +50,43 @@ def gpipe_makespan_s(stage_s: Both, hop_s: Both, micro_batches: ArrayLike, axis:
     return makespan
 
 
+def _least_idle_s(
+    passes: Sequence[Array], hops: Sequence[Array], tail: Array, most: Array, micro_batches: Array
+) -> Array:
+    """How long every stage idles at least, whatever its depth up to ``most``; stages in front.
+
+    With depth d it makes d forward passes before its first backward pass, as fast as they come,
+    which waits for ``tail``, and d backward passes behind its last forward pass, as fast as the
+    stages ahead take gradients. Both are convex in d: the least lies where one begins to rise.
+    """
+    slower, rises = [], []
+    for own, hop in zip(passes, hops, strict=True):
+        pace = own.copy()  # of the slowest pass or hop up to here
+        np.maximum(pace[1:], np.maximum.accumulate(np.maximum(own[:-1], hop)), out=pace[1:])
+        slower.append(pace - own)
+        rises.append(np.minimum(tail / np.maximum(pace, TINY), most - 1.0))
+    last = micro_batches - 1.0  # where all forward passes come first, the tail is waited for once
+    once = np.maximum(tail - last * np.minimum(*passes), last * (slower[0] + slower[1]))
+    idle = np.where(most < micro_batches, np.inf, once)
+    for more in rises:
+        waits = [
+            np.maximum(tail - more * own, more * s) for own, s in zip(passes, slower, strict=True)
+        ]
+        np.minimum(idle, waits[0] + waits[1], out=idle)
+    return idle
+
+
+def _in_turns_s(stage: Array, tail: Array, most: Array, micro_batches: Array) -> Array:
+    """How long it takes to have every micro-batch here for its own passes and ``tail``.
+
+    Only ``most`` are here at once. Where those cannot hide the tail, one after the other of what is
+    left over takes its own passes before.
+    """
+    over = (micro_batches - 1.0) % most
+    over[(most >= micro_batches) | (tail < (most - 1.0) * stage)] = 0.0
+    return np.asarray(np.ceil(micro_batches / most) * (stage + tail) + over * stage)
+
+
 def _overlapped_makespan_s(
     options: PricingOptions,
     stage_s: Both,
@@ -61,7 +99,8 @@ def _overlapped_makespan_s(
 
     A stage works J times both passes; before, the first micro-batch has passed what stands ahead of
     it, and after, the last gradient passes it. It idles while all that it can hold is on the way to
-    the edge and back. In one direction, a stage or a link works J times within a trip of its own.
+    the edge and back, and while it is fed. In one direction, a stage or a link works J times within
+    a trip of its own.
     See ``warm_up`` and docs/theory.md, 5.5.
     """
     both = [np.moveaxis(np.asarray(each), axis, 0) for each in stage_s]
@@ -75,9 +114,8 @@ def _overlapped_makespan_s(
         begun[1:] = steps
         tail = whole - begun - stage
         most = np.clip(np.moveaxis(held, axis, 0), 1.0, micro_batches)
-        idle = [np.maximum(tail - (most - 1.0) * passes, 0.0) for passes in both]
-        rest = np.where(most < micro_batches, idle[0] + idle[1], np.maximum(*idle))
-        least = np.maximum(work + rest, np.ceil(micro_batches / most) * (stage + tail))
+        idle = _least_idle_s(both, (there, home), tail, most, micro_batches)
+        least = np.maximum(work + idle, _in_turns_s(stage, tail, most, micro_batches))
         least += begun
         least *= stage > 0.0
         longest = np.maximum(longest, least.max(0))

@@ -6,19 +6,8 @@ and mended where the bound was far from what is played.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
-from collapipe_flwr.costs.chain import (
-    chain_of,
-    full_power_times,
-    latency_of,
-    played,
-    powers_for,
-    price_rows,
-)
-from collapipe_flwr.costs.layouts import Layouts, keys_of
 from collapipe_flwr.scheduler.planner import Planner, Solution
 
 MUCH_LATER = 1.02  # than by the bound: other rows are tried for clusters that end so
@@ -28,7 +17,7 @@ TRIED = 6  # rows of such a cluster that are played
 
 def caught_up(planner: Planner, solution: Solution) -> Solution:
     """``solution`` as played, with other rows for clusters that then end much later."""
-    best, bound_s = planner.as_played(solution, twice=False), solution.priced.latency_s.max()
+    best, bound_s = planner.as_played(solution), solution.priced.latency_s.max()
     late = np.flatnonzero(best.priced.latency_s > MUCH_LATER * bound_s)
     if not len(late):
         return best
@@ -40,22 +29,5 @@ def caught_up(planner: Planner, solution: Solution) -> Solution:
     if not len(near.near):
         return best
     rows = place.played(near.first(TRIED).near, joint=True).together()
-    return min(best, _exchanged(planner, best, rows), key=lambda s: s.objective)
-
-
-def _exchanged(planner: Planner, best: Solution, rows: Layouts) -> Solution:
-    """``best`` with other ``rows``, of which only those that differ are played."""
-    before, after = keys_of(best.rows), keys_of(rows)
-    other = np.flatnonzero([old != new for old, new in zip(before, after, strict=True)])
-    chain, hz_m = chain_of(planner.tables, rows, planner.settings), best.allocation.edge_hz_r
-    times = full_power_times(chain, hz_m)
-    longer_s = best.priced.latency_s - latency_of(best.chain, best.allocation.times)
-    least = price_rows(chain, times, powers_for(chain, hz_m, times))
-    seen = played(chain, times, least, other)
-    longer_s[other] = (seen.latency_s - least.latency_s)[other]
-    allocation, rho = (
-        replace(best.allocation, times=times),
-        planner.learning.rho(planner.tables, rows),
-    )
-    trial = planner.priced(chain, allocation, rho, best, longer_s)
-    return planner.levelled(trial, twice=False)
+    trial = planner.as_played(planner.stayed(rows, best.allocation.edge_hz_r))
+    return min(best, trial, key=lambda s: s.objective)

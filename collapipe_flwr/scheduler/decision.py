@@ -40,8 +40,7 @@ def refined(planner: Planner, coarse: Solution) -> Solution:
         return coarse
     tables = with_codecs(planner.tables, coarse.rows, codec)
     finer = replace(planner, tables=tables)
-    quick = finer.bounded().stayed(coarse.rows, coarse.allocation.edge_hz_r)
-    return finer.as_played(quick, twice=False)
+    return finer.as_played(finer.stayed(coarse.rows, coarse.allocation.edge_hz_r))
 
 
 class Lifting:

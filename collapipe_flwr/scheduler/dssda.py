@@ -84,7 +84,7 @@ class Dssda(Policy):
         settings = replace(self.settings, penalty_weight=1.0)
         tables = tabulate(snapshot, settings.coarsest)
         tables = capped(tables, least_shares(tables, settings), settings)
-        dual, spare = Dual(planner_for(tables, state, settings).bounded()), None
+        dual, spare = Dual(planner_for(tables, state, settings)), None
         theta = np.zeros_like(tables.members.budget_mi)
         try:
             if dual.broken:
@@ -158,9 +158,8 @@ class Dssda(Policy):
         kept = kept_rows(planner.tables, last, self.settings)
         if last is None or kept is None:
             return within(planner, planner.solve())
-        quick = planner.bounded()
-        stay = quick.stayed(kept, bandwidths_of(planner.tables, last))
-        left = with_radio(quick, stay)
+        stay = planner.stayed(kept, bandwidths_of(planner.tables, last))
+        left = with_radio(planner, stay)
         stay = left.priced(stay.chain, stay.allocation, stay.rho)
         spare = kept_rows(planner.tables, state.spare_plan, self.settings)
         solution = left.solve(stay, None if planner.few else spare)
@@ -187,7 +186,6 @@ def within(planner: Planner, solution: Solution) -> Solution:
     """``solution``, improved with less room for computing while transmissions overdraw accounts.
 
     Many clusters leave no time for that: what is overdrawn by transmissions is paid back later.
-    Their bandwidth is levelled by steps as played.
     """
     if not planner.few:
         return caught_up(planner, solution)

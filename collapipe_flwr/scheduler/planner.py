@@ -13,7 +13,6 @@ from collapipe_flwr.costs.chain import (
     RowPrices,
     chain_of,
     full_power_times,
-    latency_of,
     played,
     powers_for,
     price_rows,
@@ -84,13 +83,7 @@ class Solution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planner(RoundProblem):
-    """Solve the problem of one round; ``plays`` steps of 1F1B instead of taking their bound."""
-
-    plays: bool = True
-
-    def bounded(self) -> Planner:
-        """The same with steps of many clusters priced by their lower bound: not played."""
-        return self if self.few else replace(self, plays=False)
+    """Solve the problem of one round: few clusters by steps as played, many by their bound."""
 
     @property
     def few(self) -> bool:
@@ -102,18 +95,15 @@ class Planner(RoundProblem):
 
         Many clusters leave time for one choice beside ``stay`` only, with rows of a ``spare`` plan.
         """
-        quick = self.bounded()
-        search = Search(quick, spare)
-        rows = search.choose(
-            quick.opening_prices(), None if self.few or stay is None else stay.rows
-        )
-        best = quick.radio(rows)
+        search = Search(self, spare)
+        rows = search.choose(self.opening_prices(), None if self.few or stay is None else stay.rows)
+        best = self.radio(rows)
         if stay is not None:
             best = min(stay, best, key=lambda s: s.objective)
         if search.thorough:  # else rounds of many lengths were tried at once
-            best = quick.improve(best, search)
+            best = self.improve(best, search)
         if not self.few:
-            time_allows = self.plays and self.tables.num_clusters <= HASTENED_CLUSTERS
+            time_allows = self.tables.num_clusters <= HASTENED_CLUSTERS
             return self._hastened(best) if stay is None and time_allows else best
         best = self.polished(best)
         if self.tables.num_clusters > JOINED_CLUSTERS:
@@ -199,8 +189,7 @@ class Planner(RoundProblem):
         return near.take(promising), values[promising]
 
     def _hastened(self, best: Solution) -> Solution:
-        """``best`` as played, and what gains then, while it does."""
-        best = self.as_played(best)
+        """``best`` and what gains near it, while it does."""
         while True:
             before = best
             for rows in self._quicker(best):
@@ -212,7 +201,7 @@ class Planner(RoundProblem):
     def _quicker(self, best: Solution) -> Iterator[Layouts]:
         """Plans near ``best`` of many clusters: with the best rows a move away, and with rows
         further away for clusters that end late whatever their bandwidth."""
-        yield self.in_place(best).played(self._promising(best)[0], joint=True).together()
+        yield self.in_place(best).bounded(self._promising(best)[0]).together()
         chain, hz_m = best.chain, AMPLE * best.allocation.edge_hz_r
         times = full_power_times(chain, hz_m)
         ample = self.estimates(chain, price_rows(chain, times, powers_for(chain, hz_m, times)))
@@ -225,7 +214,7 @@ class Planner(RoundProblem):
         nothing = np.zeros(len(best.rows))
         alone = InPlace(self, best.rows, Estimates(nothing, nothing, nothing), hz_m)
         found = alone.bounded(start).grown(start, alone.bounded, LATE_ROWS)
-        yield replace(alone, costs=ample).played(found.near, joint=True).together()
+        yield replace(alone, costs=ample).bounded(found.near).together()
 
     def improve(self, best: Solution, search: Search | None = None) -> Solution:
         """Alternate segments and radio from ``best`` on while the objective falls."""
@@ -281,35 +270,26 @@ class Planner(RoundProblem):
         now = Allocation(edge_hz_r=hz_m, times=full_power_times(chain, hz_m), latency_price_r=price)
         return self.levelled(self.priced(chain, now, rho))
 
-    def _at_full_power(
-        self, best: Solution, hz_m: Array, longer_s: Array | None = None
-    ) -> Solution:
+    def _at_full_power(self, best: Solution, hz_m: Array) -> Solution:
         """The rows of ``best`` over these bandwidths if they cost less so."""
         times = full_power_times(best.chain, hz_m)
         allocation = replace(best.allocation, edge_hz_r=hz_m, times=times)
-        trial = self.priced(best.chain, allocation, best.rho, best, longer_s)
+        trial = self.priced(best.chain, allocation, best.rho, best)
         return min(best, trial, key=lambda s: s.objective)
 
-    def as_played(self, solution: Solution, *, twice: bool = True) -> Solution:
-        """A decision by the bound, with bandwidth that suits its steps as played.
-
-        Where steps are not played ``twice``, they stay as much longer than the bound as they were.
-        Few clusters play whatever they try.
-        """
-        if self.few or not self.plays or self.settings.schedule != "1f1b":
+    def as_played(self, solution: Solution) -> Solution:
+        """A decision by the bound, with its steps as played; few clusters play all they try."""
+        if self.few or self.settings.schedule != "1f1b":
             return solution
-        played = self.priced(solution.chain, solution.allocation, solution.rho)
-        return self.levelled(played, twice=twice)
+        priced = played(solution.chain, solution.allocation.times, solution.priced)
+        objective = self._objective(solution.chain, priced, solution.rho)
+        return replace(solution, priced=priced, objective=objective)
 
-    def levelled(self, best: Solution, *, twice: bool = True) -> Solution:
-        """Bandwidth with which clusters at full power end together, if that is better.
-
-        By the lower bound, and how much longer the steps took that were played last.
-        """
-        chain, band_hz = best.chain, self.tables.snapshot.radio.bandwidth_hz
-        longer_s = best.priced.latency_s - latency_of(chain, best.allocation.times)
-        hz_m = levelled_hz(chain, best.allocation.edge_hz_r, band_hz, longer_s)
-        return self._at_full_power(best, hz_m, None if twice else longer_s)
+    def levelled(self, best: Solution) -> Solution:
+        """Bandwidth with which clusters at full power end together, if that is better."""
+        band_hz = self.tables.snapshot.radio.bandwidth_hz
+        hz_m = levelled_hz(best.chain, best.allocation.edge_hz_r, band_hz)
+        return self._at_full_power(best, hz_m)
 
     def evened(self, best: Solution) -> Solution:
         """More bandwidth for slower clusters, all at full power, while the objective falls."""
@@ -336,25 +316,16 @@ class Planner(RoundProblem):
         return self.priced(chain, allocation, rho)
 
     def priced(
-        self,
-        chain: Chain,
-        allocation: Allocation,
-        rho: float,
-        best: Solution | None = None,
-        longer_s: Array | None = None,
+        self, chain: Chain, allocation: Allocation, rho: float, best: Solution | None = None
     ) -> Solution:
         """Latency, energy and objective of a decision.
 
-        1F1B is played unless the lower bound shows that ``best`` is better, or must do, or it is
-        known how much longer than by the bound rounds are.
+        Few clusters play 1F1B, unless the lower bound shows that ``best`` is better.
         """
         powers = powers_for(chain, allocation.edge_hz_r, allocation.times)
         priced = price_rows(chain, allocation.times, powers)
-        if longer_s is not None:
-            depth_rs = None if best is None else best.priced.depth_rs
-            priced = replace(priced, latency_s=priced.latency_s + longer_s, depth_rs=depth_rs)
         objective = self._objective(chain, priced, rho)
-        if longer_s is None and self.plays and (best is None or objective < best.objective):
+        if self.few and (best is None or objective < best.objective):
             priced = played(chain, allocation.times, priced)
             objective = self._objective(chain, priced, rho)
         return Solution(

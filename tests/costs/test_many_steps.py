@@ -17,6 +17,7 @@ from collapipe_flwr.costs.chain import (
     Chain,
     chain_of,
     full_power_times,
+    planned_makespan_s,
     played,
     powers_for,
     price_rows,
@@ -88,27 +89,14 @@ def test_what_stages_can_hold_bounds_a_step_more_closely(
     assert (seen / close).mean() - 1.0 < 0.5 * ((seen / plain).mean() - 1.0)
 
 
-def test_depths_that_are_known_serve_where_the_round_takes_no_longer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """And are chosen anew elsewhere, as for rows that have changed since."""
+def test_depths_that_are_known_are_those_that_were_played(monkeypatch: pytest.MonkeyPatch) -> None:
     chain, times, hz = many_rows(5, 0.05)
     monkeypatch.setattr(chains, "FEW_STEPS", 1)
     known = played(chain, times, price_rows(chain, times, powers_for(chain, hz, times)))
-    assert known.depth_rs is not None
     depths, seconds = schedule_rows(chain, times, known)
-    assert seconds == pytest.approx(known.makespan_s, rel=1e-12)
-    edge = chain.rows.depth_r[0] + 1
-    assert depths[0] == (*known.depth_rs[0, :edge].tolist(), known.depth_rs[0, -1])
-    shallow = replace(known, depth_rs=np.ones((len(chain.rows), 3), np.int64))
-    slow = chain.fixed_s + chain.steps_r * schedule_rows(chain, times, shallow)[1]
-    row = int(np.argmax(np.where(slow > 1.1 * known.latency_s, known.latency_s, 0.0)))
-    most_s = np.minimum(known.latency_s, known.latency_s[row])  # the round ends with this row
-    depths, again = schedule_rows(chain, times, replace(shallow, latency_s=most_s))
-    assert again[row] == pytest.approx(known.makespan_s[row], rel=3e-3)
-    early = np.flatnonzero(slow < known.latency_s[row])
-    assert len(early)
-    assert all(max(depths[r]) == 1 for r in early)
+    assert known.depth_rs is not None
+    assert (seconds == known.makespan_s).all()
+    assert planned_makespan_s(chain, times, depths) == pytest.approx(seconds, rel=1e-12)
 
 
 def test_rows_of_many_clusters_are_played_until_they_end_within_the_round(

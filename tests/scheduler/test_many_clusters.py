@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -44,7 +42,7 @@ def late_s(solution: Solution, hz_m: Array) -> Array:
 def test_no_split_of_the_bandwidth_ends_sooner(found: Solution) -> None:
     rows, rng = len(found.rows), np.random.default_rng(SEED)
     even = np.full(rows, BAND_HZ / rows)
-    level = levelled_hz(found.chain, even, BAND_HZ, np.zeros(rows))
+    level = levelled_hz(found.chain, even, BAND_HZ)
     assert level.sum() == pytest.approx(BAND_HZ)
     ends = late_s(found, level)
     assert ends.max() < 0.99 * late_s(found, even).max()
@@ -57,19 +55,22 @@ def test_no_split_of_the_bandwidth_ends_sooner(found: Solution) -> None:
 
 def test_clusters_that_computing_holds_up_get_no_more_than_helps(found: Solution) -> None:
     rows = len(found.rows)
-    level = levelled_hz(found.chain, np.full(rows, BAND_HZ / rows), BAND_HZ, np.zeros(rows))
+    level = levelled_hz(found.chain, np.full(rows, BAND_HZ / rows), BAND_HZ)
     ends, ample = late_s(found, level), late_s(found, 8.0 * level)
     waiting = ample < 0.9 * ends.max()
     assert waiting.any()
     assert ends[waiting] == pytest.approx(np.full(waiting.sum(), ends.max()), rel=0.03)
 
 
-def test_a_plan_from_scratch_is_compared_as_played(planner: Planner, found: Solution) -> None:
-    bounded = replace(planner, plays=False).solve()
-    assert found.objective < 0.99 * planner.as_played(bounded).objective
-    bound = latency_of(found.chain, found.allocation.times)
-    assert (found.priced.latency_s >= bound * (1 - 1e-12)).all()
-    assert (found.priced.latency_s > bound * (1 + 1e-3)).any()
+def test_the_bound_that_many_clusters_are_decided_by_is_nearly_met(
+    planner: Planner, found: Solution
+) -> None:
+    played = planner.as_played(found)
+    longer = played.priced.latency_s / found.priced.latency_s
+    assert (longer >= 1.0 - 1e-12).all()
+    assert np.quantile(longer, 0.9) < 1.005
+    assert longer.max() < 1.05
+    assert (played.priced.energy_j == found.priced.energy_j).all()
 
 
 @pytest.mark.parametrize("queues", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -22,14 +22,14 @@ BISECTIONS = 20
 SAME = 1e-9  # relative difference of latencies below which they count as equal
 
 
-def levelled_hz(chain: Chain, hz_m: Array, bandwidth_hz: float, longer_s: Array) -> Array:
+def levelled_hz(chain: Chain, hz_m: Array, bandwidth_hz: float) -> Array:
     """Bandwidths, near ``hz_m``, that let the slowest cluster end as early as it can, (M,).
 
-    Rounds of 1F1B are taken to last ``longer_s`` longer than their lower bound.
+    Rounds of 1F1B are taken to last as long as their lower bound.
     """
     for factors in FACTORS:
         hz_fm = factors[:, None] * hz_m
-        hz_m = _equal_ends(_latency_fm(chain, hz_fm) + longer_s, hz_fm, bandwidth_hz)
+        hz_m = _equal_ends(_latency_fm(chain, hz_fm), hz_fm, bandwidth_hz)
     return hz_m
 
 
