@@ -19,6 +19,7 @@ from benchmarks.scheduling.orders import Stage
 from collapipe_flwr.costs.arrays import Array, Ints
 from collapipe_flwr.costs.chain import Chain, chain_of, choose_depths, full_power_times
 from collapipe_flwr.costs.layouts import Layouts
+from collapipe_flwr.costs.makespan import step_makespan_s
 from collapipe_flwr.costs.many_steps import ManySteps
 
 LOOKS = 8  # at multipliers, anew where spreads turned out to take longer
@@ -38,15 +39,16 @@ class Replayed:
 
     def bound(self) -> tuple[float, Array]:
         """The bound and its multipliers, (M, N)."""
-        best, theta = self.lower.bound()
-        least = -np.inf
+        least, at = -np.inf, self.lower.bound()[1]
+        theta = at
         for _ in range(LOOKS):
             found = float(np.mean([self.raised(t, theta) for t in range(len(self.rounds))]))
-            if found <= least + ENOUGH * abs(least):
+            better = found > least + ENOUGH * abs(found)
+            least, at = max((least, at), (found, theta), key=lambda each: each[0])
+            if not better:
                 break
-            least, best = found, theta
             theta = self.lower.bound()[1]
-        return max(least, found), best
+        return least, at
 
     def raised(self, t: int, theta: Array) -> float:
         """The least Lagrangian of one round, of spreads that have been played."""
@@ -104,7 +106,7 @@ class _Orders:
         self.passes = [s.T for s in (chain.forward_stage_s, chain.backward_stage_s)]
         self.hops = [self.times[:, :, way].T for way in (0, 1)]
         self.held = chain.held_rs.T
-        stage, hop = sum(self.passes), sum(self.hops)
+        stage, hop = (each[0] + each[1] for each in (self.passes, self.hops))
         self.begun = np.zeros_like(stage)
         self.begun[1:] = np.cumsum(stage[:-1] + hop, axis=0)
         self.whole = self.begun[-1] + stage[-1]
@@ -130,14 +132,14 @@ class _Orders:
 
     def _bound_s(self) -> Array:
         """What a step of every order takes at least."""
-        single = np.max([each.max(0) for each in (*self.passes, *self.hops)], axis=0)
-        least = self.whole + (self.count - 1) * single
-        for k, begun in enumerate(self.begun):
-            stage, tail = self._stage(k, slice(None))
-            least = np.maximum(least, begun + stage.least_s(self.count, tail))
-        return np.asarray(least)
+        both = (self.chain.forward_stage_s, self.chain.backward_stage_s)
+        hops = (self.times[:, :, 0], self.times[:, :, 1])
+        count = self.chain.rows.micro_batches_r.astype(np.float64)
+        return step_makespan_s(
+            self.chain.options, both, hops, count, held=self.chain.held_rs.astype(np.float64)
+        )
 
-    def _stage(self, k: int, q: int | slice) -> tuple[Stage, Array]:
+    def _stage(self, k: int, q: int) -> tuple[Stage, Array]:
         """A stage, and the way from it to the edge and back."""
         parts = (*self.passes, self.held, *self.pace)
         return Stage(*(np.atleast_1d(each[k, q]) for each in parts)), self.tail[k, q]
@@ -152,7 +154,9 @@ class _Orders:
         for k in range(1, edge):
             stage, tail = self._stage(k, q)
             depth = np.arange(1, int(self.held[k, q]) + 1)
-            least = self.begun[k, q] + stage.with_depth_s(1.0 * depth, self.count, tail)
+            least = self.begun[k, q] + stage.with_depth_s(
+                depth.astype(np.float64), self.count, tail
+            )
             depth = depth[least < limit_s]
             longer = np.stack([np.repeat(found[-1], len(depth)), np.tile(depth, found.shape[1])])
             falling = longer[1] <= longer[0]
