@@ -32,6 +32,7 @@ from collapipe_flwr.costs.work import (
 
 FEW_STEPS = 40  # are played faster one by one
 EARLY = 0.97  # of the round: of many clusters, those that end before need end no sooner
+NEAR = 1.003  # times the bound: steps of many clusters need not be shorter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +140,8 @@ def price_rows(chain: Chain, times: Array, powers: Array) -> RowPrices:
 def played(chain: Chain, times: Array, bounded: RowPrices, rows: Ints | None = None) -> RowPrices:
     """What `price_rows` says of these times, with makespans of 1F1B as ``rows`` are played.
 
-    Of many clusters those are quick enough that end well within what the round lasts at least.
+    Of many clusters those are quick enough that are near the bound, or end well within what the
+    round lasts at least.
     """
     if chain.options.schedule == "gpipe":
         return bounded
@@ -148,7 +150,7 @@ def played(chain: Chain, times: Array, bounded: RowPrices, rows: Ints | None = N
     least_s = makespan_s[every]
     if rows is None and not chain.tables.few:
         soon_s = EARLY * float(bounded.latency_s.max())
-        least_s = np.maximum(least_s, _step_within(chain, soon_s))
+        least_s = np.maximum(NEAR * least_s, _step_within(chain, soon_s))
     depth_rs, makespan_s[every] = choose_depths(chain, times, every, least_s)
     latency_s = chain.fixed_s + chain.steps_r * makespan_s
     known = depth_rs if rows is None else None

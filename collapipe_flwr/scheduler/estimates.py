@@ -28,7 +28,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
-from functools import partial
 from operator import is_
 from typing import TypeVar
 
@@ -59,6 +58,7 @@ STAGE = Prior(own=(1.5, 0.3), common=1.0)
 WATT = Prior(own=(1.0,))
 BYTES = Prior(own=(0.3,))
 ROUND = Prior(own=(0.0, 2.0, 2.0))
+AS_CLAIMED = LogFilter(mean=(0.0,))  # a device's power where none was metered
 
 T = TypeVar("T")
 Claim = tuple[float, float, float]
@@ -144,9 +144,11 @@ def _claims(snapshot: Snapshot) -> Iterator[tuple[str, str, Claim]]:
 
 def _planned_cluster(cluster: ClusterSnapshot, estimates: ProfileEstimates) -> ClusterSnapshot:
     old = cluster.profile
-    profile = old.with_members(partial(_planned, old.cluster_id, estimates))
-    same = all(map(is_, profile.members, old.members))
-    return cluster if same else replace(cluster, profile=profile)
+    members = [_planned(old.cluster_id, estimates, member) for member in old.members]
+    if all(map(is_, members, old.members)):
+        return cluster
+    profile = replace(old, control_unit=members[0], devices=tuple(members[1:]))
+    return replace(cluster, profile=profile)
 
 
 def _with_rounds(cluster: ClusterSnapshot, estimates: ProfileEstimates) -> ClusterSnapshot:
@@ -179,7 +181,7 @@ def _planned(cluster_id: str, estimates: ProfileEstimates, device: DeviceProfile
     claim = (*claim[:2], device.overhead_s)
     device = _scaled_memory(device, _of(estimates.memories, cluster_id, name))
     stage = _believed(_of(estimates.stages, cluster_id, name), claim)
-    power = _of(estimates.watts, cluster_id, name) or LogFilter(mean=(0.0,))
+    power = _of(estimates.watts, cluster_id, name) or AS_CLAIMED
     if (
         stage is None
         and power.mean == (0.0,)

@@ -233,6 +233,8 @@ class Search:
             pool = pool.joined(self._pool_of(near))
             fresh = np.arange(len(pool)) >= known
             value, choice = Picking(self.problem, pool).best()
+            if self.hasty:  # all that may be tried has been
+                break
         return pool, choice
 
     def _far(self, picked: Layouts, jumped: set[bytes]) -> Layouts:

@@ -110,7 +110,7 @@ def test_rows_of_many_clusters_are_played_until_they_end_within_the_round(
     enough = played(chain, times, bounded)
     assert (enough.latency_s >= quickest.latency_s * (1.0 - 2e-3)).all()
     least = np.maximum(quickest.latency_s, bounded.latency_s.max())
-    assert (enough.latency_s <= least * (1.0 + 2e-3)).all()
+    assert (enough.latency_s <= least * (1.0 + 4e-3)).all()
     assert (enough.latency_s > 1.01 * quickest.latency_s).any()
 
 

@@ -14,7 +14,7 @@ from collapipe_flwr.costs.chain import Chain, full_power_times, latency_of
 from collapipe_flwr.costs.radio import send_time_s
 
 FACTORS = (  # of bandwidths, at which rounds are timed: widely first, then near what was found
-    np.geomspace(0.125, 8.0, 13),
+    np.geomspace(0.125, 8.0, 7),
     np.geomspace(0.8, 1.25, 5),
     np.geomspace(0.98, 1.02, 3),
 )
