@@ -216,7 +216,8 @@ def price_lines(folder: Path, table: str, run: Json) -> Iterator[str]:
     above, worst = world["above_bound_mean"], world["above_bound_max"]
     seen = run["comparison"]["claims"]["latency_lower_percent"]["seen"]
     yield ""
-    possible = 100 - (100 - seen) / (1 + above)
+    shorter = sum(c["bound"] for c in values["cases"]) / sum(c["dssda"] for c in values["cases"])
+    possible = 100 - (100 - seen) * shorter
     yield f"DSSDA's rho T is {100 * above:.2f} % (worst seed {100 * worst:.2f} %) above what no"
     yield "scheduler undercuts that keeps every budget on average, even if it knows all channels"
     yield "beforehand and mixes plans at will ([theory](theory.md#5-the-long-term-problem), 5.5)."
