@@ -163,6 +163,10 @@ class Dssda(Policy):
         stay = left.priced(stay.chain, stay.allocation, stay.rho)
         spare = kept_rows(planner.tables, state.spare_plan, self.settings)
         solution = left.solve(stay, None if planner.few else spare)
+        if not planner.few and not planner.hasty:
+            # Over today's channels, what is in place may transmit far longer than another plan.
+            again = with_radio(planner, solution).solve(None)
+            solution = min(solution, again, key=lambda s: s.objective)
         if spare is not None and planner.few:
             rival = left.radio(spare)
             quicker = rival.rho * rival.priced.latency_s.max()

@@ -34,7 +34,7 @@ from collapipe_flwr.scheduler.radio.interior_point import Allocation, allocate, 
 from collapipe_flwr.scheduler.radio.problem import convex_latency_s
 from collapipe_flwr.scheduler.runners_up import InPlace
 from collapipe_flwr.scheduler.scorer import Estimates
-from collapipe_flwr.scheduler.search import Search
+from collapipe_flwr.scheduler.search import HASTY_CLUSTERS, Search
 
 POLISHED_CLUSTERS = 5  # up to here time allows trying runners-up one by one
 JOINED_CLUSTERS = 8  # and up to here the best choice of all of them together
@@ -90,21 +90,27 @@ class Planner(RoundProblem):
         """Whether time allows playing whatever is tried."""
         return self.tables.few
 
+    @property
+    def hasty(self) -> bool:
+        """Whether time allows no search from scratch beside what is in place."""
+        return self.tables.num_clusters > HASTY_CLUSTERS
+
     def solve(self, stay: Solution | None = None, spare: Layouts | None = None) -> Solution:
         """The best plan found, from scratch or also from ``stay``; raises InfeasibleError.
 
-        Many clusters leave time for one choice beside ``stay`` only, with rows of a ``spare`` plan.
+        More than `HASTY_CLUSTERS` leave time for one choice beside ``stay`` only, with rows of a
+        ``spare`` plan.
         """
         search = Search(self, spare)
-        rows = search.choose(self.opening_prices(), None if self.few or stay is None else stay.rows)
+        rows = search.choose(self.opening_prices(), stay.rows if stay and self.hasty else None)
         best = self.radio(rows)
         if stay is not None:
             best = min(stay, best, key=lambda s: s.objective)
         if search.thorough:  # else rounds of many lengths were tried at once
             best = self.improve(best, search)
         if not self.few:
-            time_allows = self.tables.num_clusters <= HASTENED_CLUSTERS
-            return self._hastened(best) if stay is None and time_allows else best
+            first = stay is None and self.tables.num_clusters <= HASTENED_CLUSTERS
+            return self._hastened(best) if first or not self.hasty else best
         best = self.polished(best)
         if self.tables.num_clusters > JOINED_CLUSTERS:
             return best
