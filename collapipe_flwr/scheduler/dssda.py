@@ -165,7 +165,7 @@ class Dssda(Policy):
         solution = left.solve(stay, None if planner.few else spare)
         if not planner.few and not planner.hasty:
             # Over today's channels, what is in place may transmit far longer than another plan.
-            again = with_radio(planner, solution).solve(None)
+            again = with_radio(planner, solution).solve(stay, spare)
             solution = min(solution, again, key=lambda s: s.objective)
         if spare is not None and planner.few:
             rival = left.radio(spare)

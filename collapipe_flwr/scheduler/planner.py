@@ -92,25 +92,24 @@ class Planner(RoundProblem):
 
     @property
     def hasty(self) -> bool:
-        """Whether time allows no search from scratch beside what is in place."""
+        """Whether time allows one search of a round only."""
         return self.tables.num_clusters > HASTY_CLUSTERS
 
     def solve(self, stay: Solution | None = None, spare: Layouts | None = None) -> Solution:
         """The best plan found, from scratch or also from ``stay``; raises InfeasibleError.
 
-        More than `HASTY_CLUSTERS` leave time for one choice beside ``stay`` only, with rows of a
-        ``spare`` plan.
+        Many clusters leave time for one choice beside ``stay`` only, with rows of a ``spare`` plan.
         """
         search = Search(self, spare)
-        rows = search.choose(self.opening_prices(), stay.rows if stay and self.hasty else None)
+        rows = search.choose(self.opening_prices(), None if self.few or stay is None else stay.rows)
         best = self.radio(rows)
         if stay is not None:
             best = min(stay, best, key=lambda s: s.objective)
         if search.thorough:  # else rounds of many lengths were tried at once
             best = self.improve(best, search)
         if not self.few:
-            first = stay is None and self.tables.num_clusters <= HASTENED_CLUSTERS
-            return self._hastened(best) if first or not self.hasty else best
+            time_allows = self.tables.num_clusters <= HASTENED_CLUSTERS
+            return self._hastened(best) if stay is None and time_allows else best
         best = self.polished(best)
         if self.tables.num_clusters > JOINED_CLUSTERS:
             return best
