@@ -37,6 +37,8 @@ TABLES = {
         "Eight moving clusters in a 5G cell, a larger model",
     ),
 }
+# Twenty seeds leave open whether the first table's claim holds; fixed before any was seen.
+MORE = {"paper": ("1020-1059", "1060-1099")}
 PRICED = {"paper": "prices-paper-1f1b", "neutral": "prices-neutral-1f1b"}  # tables and files
 SHARES = ("1", "0.5", "0.4", "0.3333", "0.25", "0.2")
 WRONG = {
@@ -75,6 +77,11 @@ def commands() -> Iterator[tuple[str, str]]:
     """Every file's name and the command that makes it, up to ``--json``."""
     for name, (options, _) in TABLES.items():
         yield name, f"collapipe simulate {options}"
+        for seeds in MORE.get(name, ()):
+            yield (
+                f"{name}-{seeds}",
+                f"collapipe simulate {options.replace(SEEDS, f'--seeds {seeds}')}",
+            )
     for share in SHARES:
         yield f"share-{share}", f"collapipe simulate {SWEEP} --max-model-share {share}"
     for name, (options, _) in WRONG.items():
