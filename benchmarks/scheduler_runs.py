@@ -70,6 +70,7 @@ SEARCHED = {
     for shape, seeds in (("4x6x12", 200), ("5x4x12", 200), ("8x5x24", 200), ("100x10x24", 20))
 }
 SEARCHED["4x6x12:1f1b"] = "84000-84199"  # one of those before showed a fault that is mended
+SEARCHED["100x10x24:1f1b"] = "83000-83039"
 SEARCH = "collapipe bench scheduler --sections search --search"
 
 
