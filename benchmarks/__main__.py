@@ -27,12 +27,14 @@ def bench_scheduler(
         str, typer.Option(help="Sizes and seeds to compare with rivals of the search.")
     ] = "4x6x12=0-19,5x4x12=0-19,8x5x24=0-19,100x10x24=0-1",
     sections: Annotated[
-        str, typer.Option(help="What to measure; prices alone.")
+        str, typer.Option(help="What to measure; prices or bounds alone.")
     ] = "decisions,radio,optimality,search",
-    worlds: Annotated[str, typer.Option(help="Of section prices.")] = "paper,neutral",
-    seeds: Annotated[str, typer.Option(help="Of section prices.")] = "20260-20279",
-    rounds: Annotated[int, typer.Option(help="Of section prices.", min=1)] = 50,
-    schedule: Annotated[str, typer.Option(help="Of section prices: gpipe, 1f1b.")] = "gpipe",
+    worlds: Annotated[str, typer.Option(help="Of sections prices and bounds.")] = "paper,neutral",
+    seeds: Annotated[str, typer.Option(help="Of sections prices and bounds.")] = "20260-20279",
+    rounds: Annotated[int, typer.Option(help="Of sections prices and bounds.", min=1)] = 50,
+    schedule: Annotated[
+        str, typer.Option(help="Of sections prices and bounds: gpipe, 1f1b.")
+    ] = "gpipe",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
 ) -> None:
     """Time decisions and solvers on one thread; measure gaps to brute force and to rivals."""
@@ -40,13 +42,14 @@ def bench_scheduler(
         os.environ[f"{name}_NUM_THREADS"] = "1"
 
     from benchmarks.scheduling.decisions import bench_plan
-    from benchmarks.scheduling.prices import run_price_bench
+    from benchmarks.scheduling.prices import run_bound_bench, run_price_bench
     from benchmarks.scheduling.report import run_bench
     from benchmarks.scheduling.search_gaps import read_sizes
     from collapipe_flwr.simulation.setting import seeds_of, whole_numbers
 
-    if sections == "prices":
-        run_price_bench(worlds.split(","), seeds_of(seeds), rounds, schedule, json_file)
+    if sections in ("prices", "bounds"):
+        run = run_price_bench if sections == "prices" else run_bound_bench
+        run(worlds.split(","), seeds_of(seeds), rounds, schedule, json_file)
         return
     sizes, names = whole_numbers("clusters", clusters), [s.strip() for s in sections.split(",")]
     run_bench(bench_plan(sizes, instances, read_sizes(search), names), json_file)

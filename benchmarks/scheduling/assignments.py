@@ -99,10 +99,19 @@ class Round:
         snr = watt_i[:, None] * tables.gain_mij[m] / (radio.noise_w_per_hz * width)
         return np.asarray(1.0 / (tables.share_mij[m] * width * np.log2(1.0 + snr)))
 
-    def least_s(self, m: int, spread: Ints, pair: tuple[int, int], *, air: bool = True) -> Array:
+    def least_s(
+        self,
+        m: int,
+        spread: Ints,
+        pair: tuple[int, int],
+        *,
+        air: bool = True,
+        known_s: Array | None = None,
+    ) -> Array:
         """Seconds of the round that no order, power or split of the band undercuts, (A,).
 
-        Without ``air`` transmissions take no time at all.
+        Without ``air`` transmissions take no time at all. Rounds that take ``known_s`` or more need
+        not be told apart.
         """
         size, count = pair
         model, members = self.tables.snapshot.model, self.tables.members
@@ -128,18 +137,19 @@ class Round:
             ends = size * np.array([start / speed[0], end / edge])
             hops = np.concatenate([np.where(used, hop, 0.0), outer[:, None]], axis=1)
             ways.append(Way(size * flop * spread / speed[1:], hops, ends))
+        update = spread * block.parameter_bytes / speed[1:]
+        rest = first.parameter_bytes / speed[0] + last.parameter_bytes / edge
+        bulk = 8.0 * block.parameter_bytes * air * (ahead[0, 1:-1] + ahead[1:, 0])
+        whole = first.parameter_bytes + self.tables.num_blocks * block.parameter_bytes
+        server, steps = 16.0 * whole / self.tables.server_rate_m[m], self.steps(m, size * count)
+        fixed = steps * UPDATE_FLOP_PER_BYTE * (update.sum(1) + rest) + spread @ bulk + server
         if self.settings.schedule == "gpipe":
             step = gpipe_s(ways[0], ways[1], count)
         else:
             flight = self._flight(m, spread, size, count)
-            step = least_step_s(ways[0], ways[1], count, flight)
-        update = spread * block.parameter_bytes / speed[1:]
-        rest = first.parameter_bytes / speed[0] + last.parameter_bytes / edge
-        step += UPDATE_FLOP_PER_BYTE * (update.sum(1) + rest)
-        bulk = 8.0 * block.parameter_bytes * air * (ahead[0, 1:-1] + ahead[1:, 0])
-        whole = first.parameter_bytes + self.tables.num_blocks * block.parameter_bytes
-        server = 16.0 * whole / self.tables.server_rate_m[m]
-        return np.asarray(self.steps(m, size * count) * step + spread @ bulk + server)
+            limit_s = None if known_s is None else (known_s - fixed) / steps
+            step = least_step_s(ways[0], ways[1], count, flight, limit_s)
+        return np.asarray(steps * step + fixed)
 
 
 def gpipe_s(ahead: Way, back: Way, count: int) -> Array:

@@ -27,7 +27,8 @@ MOST = 10.0  # reference latencies per budget
 INWARD = 0.2  # part of the way from the best point to where planes are highest
 POINTS = 6400  # lengths of a round that are told apart
 LONGEST = 10.0  # times the shortest; longer ones count as this
-FINE = 1.15  # the same for which links and rounds are told apart
+FINE = 1.05  # the same for which links and rounds are told apart
+FAR = 1.5  # times the shortest without links: spreads that take longer are not looked at closely
 ACTIVE = 1.05  # batches whose quickest plan is within this factor are there in every step
 
 
@@ -119,6 +120,13 @@ class Clairvoyant:
     def certified(self, theta: Array) -> float:
         """The bound at these multipliers over every choice of batches."""
         return float(self.cheapest(theta)[0].mean())
+
+    def batch_rho(self, theta: Array) -> float | None:
+        """Of the batches that the bound comes to, if they are the same in all rounds."""
+        found = np.unique(self.cheapest(theta)[1], axis=0)
+        if len(found) > 1:
+            return None
+        return float(self.rho_k[(self.choices == found[0]).all(1)][0])
 
     def cheapest(self, theta: Array) -> tuple[Array, Ints, Ints]:
         """Of every round: the least Lagrangian, (T,), its batches and places of spreads, (T, M)."""
@@ -231,10 +239,11 @@ def clairvoyant(rounds: list[Round], learning: Learning) -> Clairvoyant:
     every = Clairvoyant(spread, options, choices, rho)
     floor = every.floors()[:, 0]
     # Batches that no good choice has need not be told apart finely: theirs stays a lower bound.
+    far_s = FAR * float(floor.min() / rho[floor.argmin()])
     for m, b in {
         (m, int(b)) for k in choices[floor <= FINE * floor.min()] for m, b in enumerate(k)
     }:
-        options[m][b] = _options(rounds, m, spread[m], int(batches[b]), air=True)
+        options[m][b] = _options(rounds, m, spread[m], int(batches[b]), air=True, far_s=far_s)
     return every
 
 
@@ -244,16 +253,21 @@ def _possible(first: Round, m: int, spread: Ints) -> Ints:
     return spread[np.any(fits, axis=0)]
 
 
-def _options(rounds: list[Round], m: int, spread: Ints, batch: int, *, air: bool) -> Options | None:
+def _options(
+    rounds: list[Round], m: int, spread: Ints, batch: int, *, air: bool, far_s: float = np.inf
+) -> Options | None:
     settings, devices = rounds[0].settings, spread.shape[1]
     seconds = np.full((len(rounds), len(spread)), np.inf)
-    for size, count in settings.batches:
+    # Small micro-batches first: most of the others are then seen to be slower at once.
+    for size, count in sorted(settings.batches):
         if size * count == batch:
             good = np.flatnonzero(rounds[0].fits(m, spread, size, count))
             for t, one in enumerate(rounds if air else rounds[:1]) if len(good) else ():
-                least = one.least_s(m, spread[good], (size, count), air=air)
                 at = t if air else slice(None)
-                seconds[at, good] = np.minimum(seconds[at, good], least)
+                known = seconds[t, good]
+                limit_s = np.minimum(known, far_s)
+                least = one.least_s(m, spread[good], (size, count), air=air, known_s=limit_s)
+                seconds[at, good] = np.minimum(known, least)
     if not np.isfinite(seconds).any():
         return None
     budget = rounds[0].tables.members.budget_mi[m, 1 : devices + 1]

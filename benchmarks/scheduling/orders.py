@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from collapipe_flwr.costs.arrays import Array
+from collapipe_flwr.costs.arrays import Array, Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +39,46 @@ class Way:
     hop_s: Array  # (A, N + 1) into devices, and to the edge
     end_s: Array  # (2,) control unit and edge
 
+    def take(self, rows: Ints) -> Way:
+        """The chosen rows."""
+        return Way(self.stage_s[rows], self.hop_s[rows], self.end_s)
 
-def least_step_s(ahead: Way, back: Way, count: int, flight: Array) -> Array:
+
+def least_step_s(
+    ahead: Way, back: Way, count: int, flight: Array, limit_s: Array | None = None
+) -> Array:
     """Seconds of a step that no order undercuts, (A,).
 
-    ``flight`` (A, N + 1) are the micro-batches that fit on control unit and devices.
+    ``flight`` (A, N + 1) are the micro-batches that fit on control unit and devices. Where single
+    stages show that a step takes ``limit_s`` or more, orders are not looked at.
     """
+    least = _alone_s(ahead, back, count, flight)
+    rows = np.arange(len(least)) if limit_s is None else np.flatnonzero(least < limit_s)
+    some = _ordered_s(ahead.take(rows), back.take(rows), count, flight[rows])
+    least[rows] = np.maximum(least[rows], some)
+    return least
+
+
+def _alone_s(ahead: Way, back: Way, count: int, flight: Array) -> Array:
+    """The part of `least_step_s` that no order changes."""
     stage, hop = ahead.stage_s + back.stage_s, ahead.hop_s + back.hop_s
     start, end = (float(both) for both in ahead.end_s + back.end_s)
-    home = hop[:, -1] + end
-    whole = start + (stage + hop[:, :-1]).sum(1) + home
+    whole = start + stage.sum(1) + hop.sum(1) + end
     none = np.zeros(len(stage))
     first = Stage(none + ahead.end_s[0], none + back.end_s[0], flight[:, 0], none, none)
     least = np.maximum(first.least_s(count, whole - start), whole - end + count * end)
     for way in (ahead, back):  # no stage and no link is quicker than its own work
         busiest = np.maximum(way.stage_s.max(1), way.hop_s.max(1))
         least = np.maximum(least, whole + (count - 1) * np.maximum(busiest, way.end_s.max()))
+    return np.asarray(np.maximum(least, count * stage.max(1)))
+
+
+def _ordered_s(ahead: Way, back: Way, count: int, flight: Array) -> Array:
+    """The least over all orders of what the stages of a chain need, (A,)."""
+    stage, hop = ahead.stage_s + back.stage_s, ahead.hop_s + back.hop_s
+    start, end = (float(both) for both in ahead.end_s + back.end_s)
+    home = hop[:, -1] + end
+    whole = start + (stage + hop[:, :-1]).sum(1) + home
     devices = stage.shape[1]
     feeding, draining = (
         [np.maximum(way.stage_s[:, i], way.hop_s[:, i]) for i in range(devices)]
@@ -81,7 +105,7 @@ def least_step_s(ahead: Way, back: Way, count: int, flight: Array) -> Array:
             reached = np.minimum(reached, np.maximum(most, own))
             passed = tail + stage[:, n] + hop[:, n]
         behind[chosen] = (passed, reached)
-    return np.asarray(np.maximum(least, behind[2**devices - 1][1]))
+    return np.asarray(behind[2**devices - 1][1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ from collapipe_flwr.reporting.output import prepare, progress, write_json
 from collapipe_flwr.scheduler.base import learning_in
 from collapipe_flwr.scheduler.model_share import capped, least_shares
 from collapipe_flwr.scheduler.policies import make_scheduler
-from collapipe_flwr.scheduler.protocol import REPAID, reference_of
+from collapipe_flwr.scheduler.problem import Learning
+from collapipe_flwr.scheduler.protocol import REPAID
 from collapipe_flwr.simulation.episode import EpisodeRound, run_episode
 from collapipe_flwr.simulation.setting import Setting
 from collapipe_flwr.simulation.world import EnergyBudget, World
@@ -73,6 +74,18 @@ class PriceCase:
     def behind(self) -> float:
         """DSSDA over the rival that keeps every round, less 1."""
         return self.dssda / self.every_round - 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundCase:
+    """What no scheduler undercuts in the world of one seed."""
+
+    world: str
+    seed: int
+    rounds: int
+    bound: float  # mean rho T in seconds
+    latency_s: float | None  # its rounds, if all have the same batches
+    multipliers: float  # their sum, in reference latencies
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +136,11 @@ def price_case(name: str, setting: Setting, seed: int, rounds: int) -> PriceCase
     profile = setting.model.profile()
     world, scheduler = setting.world(seed, profile), make_scheduler("dssda", setting.settings)
     done = list(run_episode(world, scheduler, profile, rounds, options=setting.settings))
-    first = scheduler.init(world.snapshot(1, profile))
-    seen = [_round(setting, world, t) for t in range(1, rounds + 1)]
-    learning = learning_in(seen[0].tables, first, setting.settings)
+    lower = bound_case(name, setting, seed, rounds)
+    seen, learning = _rounds(setting, world, rounds)
     rng = np.random.default_rng([seed, 16])
     rival = float(np.mean([every_round_cost(one, learning, rng) for one in seen]))
     ours = float(np.mean([r.plan.rho * r.priced.latency_s for r in done]))
-    scale = reference_of(first).latency_s
-    lower = clairvoyant(seen, learning)
-    played = setting.settings.schedule == "1f1b"
-    least, theta = Replayed(lower, seen).bound() if played else lower.bound()
     used = energy_used(world, done)
     return PriceCase(
         world=name,
@@ -141,12 +149,39 @@ def price_case(name: str, setting: Setting, seed: int, rounds: int) -> PriceCase
         dssda=ours,
         dssda_latency_s=float(np.mean([r.priced.latency_s for r in done])),
         every_round=rival,
-        bound=least * scale,
+        bound=lower.bound,
         energy_used=float(used[-1].max()),
         energy_at_any_end=float(used[min(REPAID, rounds) - 1 :].max()),
         weight=done[-1].state.weight,
+        multipliers=lower.multipliers,
+    )
+
+
+def bound_case(name: str, setting: Setting, seed: int, rounds: int) -> BoundCase:
+    """The bound alone."""
+    world = setting.world(seed, setting.model.profile())
+    seen, learning = _rounds(setting, world, rounds)
+    lower, scale = clairvoyant(seen, learning), learning.reference.latency_s
+    played = setting.settings.schedule == "1f1b"
+    least, theta = Replayed(lower, seen).bound() if played else lower.bound()
+    rho = lower.batch_rho(theta)
+    return BoundCase(
+        world=name,
+        seed=seed,
+        rounds=rounds,
+        bound=least * scale,
+        latency_s=None if rho is None else least / rho,
         multipliers=float(theta.sum()),
     )
+
+
+def _rounds(setting: Setting, world: World, rounds: int) -> tuple[list[Round], Learning]:
+    """All of a run, and rounds to the target as plans see them at its start."""
+    seen = [_round(setting, world, t) for t in range(1, rounds + 1)]
+    first = make_scheduler("dssda", setting.settings).init(
+        world.snapshot(1, setting.model.profile())
+    )
+    return seen, learning_in(seen[0].tables, first, setting.settings)
 
 
 def _round(setting: Setting, world: World, index: int) -> Round:
@@ -173,9 +208,7 @@ def run_price_bench(
     json_file: Path | None,
 ) -> None:
     """Measure seed by seed; the file is complete for the seeds so far, whenever it ends."""
-    if unknown := sorted(set(worlds) - set(WORLDS)):
-        raise ConfigError(f"--worlds: unknown {', '.join(unknown)}; choose {', '.join(WORLDS)}")
-    prepare("--json", json_file)
+    _check(worlds, json_file)
     cases: list[PriceCase] = []
     with progress(len(worlds) * len(seeds)) as tick:
         for world in worlds:
@@ -184,6 +217,30 @@ def run_price_bench(
                 write_json(json_file, PriceBench(tuple(cases), schedule).as_json())
                 tick(f"prices, {world}")
     Console(highlight=False).print(price_table(PriceBench(tuple(cases), schedule)))
+
+
+def run_bound_bench(
+    worlds: Sequence[str],
+    seeds: Sequence[int],
+    rounds: int,
+    schedule: str,
+    json_file: Path | None,
+) -> None:
+    """The bounds of all seeds, without any scheduler."""
+    _check(worlds, json_file)
+    cases: list[BoundCase] = []
+    with progress(len(worlds) * len(seeds)) as tick:
+        for world in worlds:
+            for seed in seeds:
+                cases.append(bound_case(world, setting_of(world, schedule), seed, rounds))
+                tick(f"bounds, {world}")
+    write_json(json_file, {"schedule": schedule, "cases": [asdict(case) for case in cases]})
+
+
+def _check(worlds: Sequence[str], json_file: Path | None) -> None:
+    if unknown := sorted(set(worlds) - set(WORLDS)):
+        raise ConfigError(f"--worlds: unknown {', '.join(unknown)}; choose {', '.join(WORLDS)}")
+    prepare("--json", json_file)
 
 
 def price_table(bench: PriceBench) -> Table:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from operator import attrgetter
 from typing import Any
 
@@ -34,6 +35,8 @@ from collapipe_flwr.models.tasks import is_librarys
 Context = Mapping[str, Tensor]
 BlockArguments = Callable[[int], dict[str, Any]]
 InputsBuilder = Callable[..., BlockArguments]  # stack, hidden states, context, maybe a PartCache
+# What the library calls a cache: the latter before version 5.24.
+CACHE = "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
 _CAUSAL: Mapping[str, Callable[..., Any]] = {
     "full_attention": create_causal_mask,
     "sliding_attention": create_sliding_window_causal_mask,
@@ -78,14 +81,11 @@ def causal(kinds_of: Callable[[Any], Sequence[str]]) -> InputsBuilder:
         stack: Any, hidden_BTD: Tensor, context: Context, cache: Any = None
     ) -> BlockArguments:
         positions, kinds = _positions(hidden_BTD, context, cache), kinds_of(stack.config)
-        source = _mask_source(stack, hidden_BTD, context)
-        masks = {
-            kind: _CAUSAL[kind](**source, past_key_values=cache, position_ids=positions)
-            for kind in set(kinds)
-        }
+        source = {**_mask_source(stack, hidden_BTD, context), CACHE: cache}
+        masks = {kind: _CAUSAL[kind](**source, position_ids=positions) for kind in set(kinds)}
         common: dict[str, Any] = {"position_ids": positions, "use_cache": cache is not None}
         if cache is not None:
-            common["past_key_values"] = cache
+            common[CACHE] = cache
         if hasattr(stack, "rotary_emb"):
             common["position_embeddings"] = stack.rotary_emb(hidden_BTD, position_ids=positions)
         return lambda index: {"attention_mask": masks[kinds[index]], **common}

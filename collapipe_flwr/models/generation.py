@@ -26,6 +26,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.models.families import CACHE
 from collapipe_flwr.models.validation import refusing
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ def _continue(model: Any, stack: Stack, prompt: Prompt, ask: Ask, common: dict[s
         else:
             hidden_BTD = ask(ids_BT, cache.take_rows(len(ids_BT)))
         output = stack.finish(stack.run_blocks(hidden_BTD, {}, cache))
-        output["past_key_values"] = cache
+        output[CACHE] = cache
         return output
 
     token = FEEDING.set(feed)
@@ -208,7 +209,7 @@ def _continue(model: Any, stack: Stack, prompt: Prompt, ask: Ask, common: dict[s
         output: Tensor = model.generate(
             prompt.input_ids,
             attention_mask=torch.ones_like(prompt.input_ids),
-            past_key_values=cache,
+            **{CACHE: cache},
             **common,
         )
     finally:
