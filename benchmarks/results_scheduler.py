@@ -9,20 +9,17 @@ out. Files that were made on other terms than today's say so above their numbers
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from ablation_lines import ABLATIONS, ablation_lines
-from numpy.typing import NDArray
+from further_seeds import interval, more_lines, seed_means
 from scheduler_runs import (
     ALONE,
     BENCH,
     LEAST_SEEDS,
-    MORE,
     PRICED,
     SEARCH,
     SEARCHED,
@@ -31,6 +28,7 @@ from scheduler_runs import (
     TABLES,
     WRONG,
     measure,
+    read,
     search_file,
 )
 from search_lines import search_lines
@@ -50,7 +48,6 @@ WORSE = {
     "time_to_target_lower_percent": "time to target {:.1f} % longer",
     "efficiency_higher_percent": "efficiency {:.1f} % lower",
 }
-DRAWS = 10_000  # of seeds, for intervals
 Json = dict[str, Any]
 
 
@@ -80,15 +77,6 @@ def lines(folder: Path) -> Iterator[str]:
     tasks = [run for name in ABLATIONS if (run := read(folder, f"ablation-{name}")) is not None]
     if tasks:
         yield from ablation_lines(tasks)
-
-
-def read(folder: Path, name: str) -> Json | None:
-    """One result, None where it was not measured."""
-    path = folder / f"{name}.json"
-    if not path.exists():
-        return None
-    values: Json = json.loads(path.read_text(encoding="utf-8"))
-    return values
 
 
 def old_terms(run: Json) -> Iterator[str]:
@@ -295,42 +283,6 @@ def seed_lines(run: Json) -> Iterator[str]:
         low, high = interval(ours, theirs)
         yield f"With as many other seeds it would lie between {low:.1f} and {high:.1f} % in 95 % of"
         yield f"cases, against `{rival}` (bootstrap over seeds)."
-
-
-def more_lines(folder: Path, name: str, run: Json) -> Iterator[str]:
-    """The claim on latency over this table's seeds and further ones."""
-    runs = [run, *(found for s in MORE.get(name, ()) if (found := read(folder, f"{name}-{s}")))]
-    if len(runs) == 1:
-        return
-    claim = run["comparison"]["claims"]["latency_lower_percent"]
-    every = {
-        policy: np.concatenate([seed_means(each["policies"][policy]) for each in runs])
-        for policy in ("dssda", "fedavg", "splitfed", "uniform")
-    }
-    rival = min(list(every)[1:], key=lambda policy: every[policy].mean())
-    ours, theirs = every["dssda"], every[rival]
-    seen, needed = 100.0 * (1.0 - ours.mean() / theirs.mean()), claim["needed"]
-    low, high = interval(ours, theirs)
-    energy = max(each["policies"]["dssda"]["energy_over_budget_max"] for each in runs)
-    kept = "kept" if seen >= needed else f"missed by {needed - seen:.3g}"
-    yield ""
-    further = ", ".join(MORE[name])
-    yield f"**Over {len(ours)} seeds**, these and {further}: {ours.mean():.1f} s a round,"
-    yield f"{seen:.2f} % below `{rival}` (at least {needed} %: {kept}), between {low:.1f} and"
-    yield f"{high:.1f} % in 95 % of cases with as many other seeds; the worst device uses"
-    yield f"{energy:.3f} of its budget."
-
-
-def interval(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Where the per cent that our sum is lower lies for 95 % of drawn sets of seeds."""
-    drawn = np.random.default_rng(0).integers(len(ours), size=(DRAWS, len(ours)))
-    lower = 1.0 - ours[drawn].sum(axis=1) / theirs[drawn].sum(axis=1)
-    return 100.0 * np.quantile(lower, [0.025, 0.975])
-
-
-def seed_means(policy: Json) -> NDArray[np.float64]:
-    """Mean seconds per round of every seed; none where only the mean over all is recorded."""
-    return np.array([np.mean(seed["latency_s"]) for seed in policy.get("seeds", [])])
 
 
 def mean(values: list[float]) -> float:

@@ -64,6 +64,9 @@ BENCH = (
     "--sections decisions,radio,optimality"
 )
 PRICES = "collapipe bench scheduler --sections prices --schedule 1f1b"
+# What no scheduler undercuts with those further seeds, ten of which take half an hour.
+BOUNDED = {"paper": [f"{first}-{first + 9}" for first in range(1020, 1100, 10)]}
+BOUNDS = "collapipe bench scheduler --sections bounds --schedule 1f1b"
 SEARCHED = {
     f"{shape}{schedule}": f"83000-{83000 + seeds - 1}"  # fixed before any of them was decided
     for schedule in ("", ":1f1b")
@@ -89,6 +92,9 @@ def commands() -> Iterator[tuple[str, str]]:
         yield f"wrong-{name}", f"collapipe simulate {ALONE} {options}"
     for world, name in PRICED.items():
         yield name, f"{PRICES} --worlds {world} {SEEDS}"
+    for world, groups in BOUNDED.items():
+        for seeds in groups:
+            yield f"bounds-{world}-{seeds}", f"{BOUNDS} --worlds {world} --seeds {seeds}"
     yield "bench", BENCH
     for size, seeds in SEARCHED.items():
         yield search_file(size), f"{SEARCH} {size}={seeds}"
@@ -97,6 +103,15 @@ def commands() -> Iterator[tuple[str, str]]:
 def search_file(size: str) -> str:
     """Name of a size's file: with no colon, which Windows takes for something else."""
     return f"search-{size.replace(':', '-')}"
+
+
+def read(folder: Path, name: str) -> Json | None:
+    """One result, None where it was not measured."""
+    path = folder / f"{name}.json"
+    if not path.exists():
+        return None
+    values: Json = json.loads(path.read_text(encoding="utf-8"))
+    return values
 
 
 def condensed(values: Json) -> Json:
