@@ -12,7 +12,7 @@ from benchmarks.scheduling.assignments import Round, rho_of, spreads
 from benchmarks.scheduling.clairvoyant import clairvoyant
 from benchmarks.scheduling.every_round import every_round_cost
 from benchmarks.scheduling.played_orders import Replayed, played_s
-from benchmarks.scheduling.prices import price_case
+from benchmarks.scheduling.prices import bound_case, price_case
 from collapipe_flwr.costs.chain import (
     chain_of,
     powers_for,
@@ -189,3 +189,15 @@ def test_a_short_run_is_close_to_the_bound_and_not_behind_the_rival() -> None:
     assert case.energy_at_any_end <= 1.0
     assert case.above_bound <= 0.05
     assert case.behind <= 0.01
+
+
+def test_the_bound_in_seconds_is_that_of_rounds_with_its_batches() -> None:
+    settings = replace(SETTING.settings, micro_batches=(8,), micro_batch_sizes=(4,))
+    setting = replace(SETTING, settings=replace(settings, schedule="1f1b"))
+    case = bound_case("small", setting, 3, 4)
+    profile = setting.model.profile()
+    state = initial_state(setting.world(3, profile).snapshot(1, profile), setting.settings)
+    tables = tabulate(setting.world(3, profile).snapshot(1, profile))
+    rho = rho_of(learning_in(tables, state, setting.settings), tables, np.full((1, 2), 32))[0]
+    assert case.latency_s is not None and rho > 0
+    assert case.bound == pytest.approx(case.latency_s * rho, rel=1e-9)
