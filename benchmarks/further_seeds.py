@@ -36,11 +36,11 @@ def more_lines(folder: Path, name: str, run: Json) -> Iterator[str]:
     yield f"{energy:.3f} of its budget."
     if (least := bounds_s(folder, name)) is not None:
         possible = 100.0 * (1.0 - least.mean() / theirs.mean())
-        above = 100.0 * (ours / least - 1.0)
+        above = 100.0 * (ours.mean() / least.mean() - 1.0)
         refuted = "" if possible >= needed else f"**{needed} % cannot be had**, and "
         yield "No scheduler of pipelines that keeps all budgets on average undercuts"
         yield f"{least.mean():.1f} s there with the same batches, {possible:.2f} % below `{rival}`:"
-        yield f"{refuted}DSSDA is {above.mean():.2f} % above it. The next paragraph says how."
+        yield f"{refuted}DSSDA is {above:.2f} % above it. The next paragraph says how."
 
 
 def bounds_s(folder: Path, name: str) -> NDArray[np.float64] | None:
