@@ -28,7 +28,7 @@ INWARD = 0.2  # part of the way from the best point to where planes are highest
 POINTS = 6400  # lengths of a round that are told apart
 LONGEST = 10.0  # times the shortest; longer ones count as this
 FINE = 1.05  # the same for which links and rounds are told apart
-FAR = 1.5  # times the shortest without links: spreads that take longer are not looked at closely
+FAR = 3.0  # times the shortest without links: spreads that take longer are not looked at closely
 ACTIVE = 1.05  # batches whose quickest plan is within this factor are there in every step
 
 
