@@ -42,14 +42,14 @@ def bench_scheduler(
         os.environ[f"{name}_NUM_THREADS"] = "1"
 
     from benchmarks.scheduling.decisions import bench_plan
-    from benchmarks.scheduling.prices import run_bound_bench, run_price_bench
+    from benchmarks.scheduling.prices import run_price_bench
     from benchmarks.scheduling.report import run_bench
     from benchmarks.scheduling.search_gaps import read_sizes
     from collapipe_flwr.simulation.setting import seeds_of, whole_numbers
 
     if sections in ("prices", "bounds"):
-        run = run_price_bench if sections == "prices" else run_bound_bench
-        run(worlds.split(","), seeds_of(seeds), rounds, schedule, json_file)
+        named = worlds.split(",")
+        run_price_bench(sections, named, seeds_of(seeds), rounds, schedule, json_file)
         return
     sizes, names = whole_numbers("clusters", clusters), [s.strip() for s in sections.split(",")]
     run_bench(bench_plan(sizes, instances, read_sizes(search), names), json_file)

@@ -34,7 +34,8 @@ def more_lines(folder: Path, name: str, run: Json) -> Iterator[str]:
     yield f"{seen:.2f} % below `{rival}` (at least {needed} %: {kept}), between {low:.1f} and"
     yield f"{high:.1f} % in 95 % of cases with as many other seeds; the worst device uses"
     yield f"{energy:.3f} of its budget."
-    if (least := bounds_s(folder, name)) is not None:
+    least = bounds_s(folder, name)
+    if least is not None and len(least) == len(ours):  # else it is being measured
         possible = 100.0 * (1.0 - least.mean() / theirs.mean())
         above = 100.0 * (ours.mean() / least.mean() - 1.0)
         refuted = "" if possible >= needed else f"**{needed} % cannot be had**, and "

@@ -136,8 +136,8 @@ def price_case(name: str, setting: Setting, seed: int, rounds: int) -> PriceCase
     profile = setting.model.profile()
     world, scheduler = setting.world(seed, profile), make_scheduler("dssda", setting.settings)
     done = list(run_episode(world, scheduler, profile, rounds, options=setting.settings))
-    lower = bound_case(name, setting, seed, rounds)
     seen, learning = _rounds(setting, world, rounds)
+    lower = _bound(name, setting, seed, seen, learning)
     rng = np.random.default_rng([seed, 16])
     rival = float(np.mean([every_round_cost(one, learning, rng) for one in seen]))
     ours = float(np.mean([r.plan.rho * r.priced.latency_s for r in done]))
@@ -160,7 +160,12 @@ def price_case(name: str, setting: Setting, seed: int, rounds: int) -> PriceCase
 def bound_case(name: str, setting: Setting, seed: int, rounds: int) -> BoundCase:
     """The bound alone."""
     world = setting.world(seed, setting.model.profile())
-    seen, learning = _rounds(setting, world, rounds)
+    return _bound(name, setting, seed, *_rounds(setting, world, rounds))
+
+
+def _bound(
+    name: str, setting: Setting, seed: int, seen: list[Round], learning: Learning
+) -> BoundCase:
     lower, scale = clairvoyant(seen, learning), learning.reference.latency_s
     played = setting.settings.schedule == "1f1b"
     least, theta = Replayed(lower, seen).bound() if played else lower.bound()
@@ -168,7 +173,7 @@ def bound_case(name: str, setting: Setting, seed: int, rounds: int) -> BoundCase
     return BoundCase(
         world=name,
         seed=seed,
-        rounds=rounds,
+        rounds=len(seen),
         bound=least * scale,
         latency_s=None if rho is None else least / rho,
         multipliers=float(theta.sum()),
@@ -201,46 +206,45 @@ def energy_used(world: World, done: Sequence[EpisodeRound]) -> Array:
 
 
 def run_price_bench(
+    section: str,
     worlds: Sequence[str],
     seeds: Sequence[int],
     rounds: int,
     schedule: str,
     json_file: Path | None,
 ) -> None:
-    """Measure seed by seed; the file is complete for the seeds so far, whenever it ends."""
-    _check(worlds, json_file)
-    cases: list[PriceCase] = []
-    with progress(len(worlds) * len(seeds)) as tick:
-        for world in worlds:
-            for seed in seeds:
-                cases.append(price_case(world, setting_of(world, schedule), seed, rounds))
-                write_json(json_file, PriceBench(tuple(cases), schedule).as_json())
-                tick(f"prices, {world}")
-    Console(highlight=False).print(price_table(PriceBench(tuple(cases), schedule)))
-
-
-def run_bound_bench(
-    worlds: Sequence[str],
-    seeds: Sequence[int],
-    rounds: int,
-    schedule: str,
-    json_file: Path | None,
-) -> None:
-    """The bounds of all seeds, without any scheduler."""
-    _check(worlds, json_file)
-    cases: list[BoundCase] = []
-    with progress(len(worlds) * len(seeds)) as tick:
-        for world in worlds:
-            for seed in seeds:
-                cases.append(bound_case(world, setting_of(world, schedule), seed, rounds))
-                tick(f"bounds, {world}")
-    write_json(json_file, {"schedule": schedule, "cases": [asdict(case) for case in cases]})
-
-
-def _check(worlds: Sequence[str], json_file: Path | None) -> None:
+    """Measure ``prices`` or ``bounds`` alone; the file is complete for the seeds so far."""
     if unknown := sorted(set(worlds) - set(WORLDS)):
         raise ConfigError(f"--worlds: unknown {', '.join(unknown)}; choose {', '.join(WORLDS)}")
     prepare("--json", json_file)
+    prices: list[PriceCase] = []
+    bounds: list[BoundCase] = []
+    with progress(len(worlds) * len(seeds)) as tick:
+        for world in worlds:
+            setting = setting_of(world, schedule)
+            for seed in seeds:
+                if section == "prices":
+                    prices.append(price_case(world, setting, seed, rounds))
+                    found = PriceBench(tuple(prices), schedule).as_json()
+                else:
+                    bounds.append(bound_case(world, setting, seed, rounds))
+                    found = {"schedule": schedule, "cases": [asdict(case) for case in bounds]}
+                write_json(json_file, found)
+                tick(f"{section}, {world}")
+    done = PriceBench(tuple(prices), schedule)
+    table = price_table(done) if section == "prices" else bound_table(bounds)
+    Console(highlight=False).print(table)
+
+
+def bound_table(bounds: Sequence[BoundCase]) -> Table:
+    """Every seed's."""
+    table = Table(title="what no scheduler undercuts", title_justify="left")
+    for name in ("world", "seed", "rho T in s", "s a round"):
+        table.add_column(name)
+    for case in bounds:
+        latency = "" if case.latency_s is None else f"{case.latency_s:.1f}"
+        table.add_row(case.world, str(case.seed), f"{case.bound:.1f}", latency)
+    return table
 
 
 def price_table(bench: PriceBench) -> Table:
