@@ -85,27 +85,37 @@ def _ordered_s(ahead: Way, back: Way, count: int, flight: Array) -> Array:
         for way in (ahead, back)
     )
     behind = {0: (home, np.zeros_like(home))}  # of sets: seconds there and back, least so far
-    for chosen in range(1, 2**devices):
-        reached = np.full(len(stage), np.inf)
+    # Of sets ahead: the slowest passes there and back, and the fewest micro-batches that fit.
+    ends = (np.full(len(stage), end_s) for end_s in (ahead.end_s[0], back.end_s[0]))
+    slowest = {0: (*ends, flight[:, 0])}
+    every = 2**devices - 1
+    for chosen in range(1, every):
+        n = chosen.bit_length() - 1
+        feed, drain, fits = slowest[chosen ^ (1 << n)]
+        slowest[chosen] = (
+            np.maximum(feed, feeding[n]),
+            np.maximum(drain, draining[n]),
+            np.minimum(fits, flight[:, n + 1]),
+        )
+    for chosen in range(1, every + 1):
+        reached, (feed, drain, fits) = np.full(len(stage), np.inf), slowest[every ^ chosen]
         for n in range(devices):
             if not chosen >> n & 1:
                 continue
             tail, most = behind[chosen ^ (1 << n)]
-            others = [i for i in range(devices) if not chosen >> i & 1]
-            fits = np.min(flight[:, [0, n + 1, *(i + 1 for i in others)]], axis=1)
-            feed, drain = (
-                np.max(
-                    [way.hop_s[:, n], np.full(len(stage), way.end_s[0])] + [p[i] for i in others], 0
-                )
-                for way, p in ((ahead, feeding), (back, draining))
+            device = Stage(
+                forward_s=ahead.stage_s[:, n],
+                backward_s=back.stage_s[:, n],
+                flight=np.minimum(fits, flight[:, n + 1]),
+                feed_s=np.maximum(feed, ahead.hop_s[:, n]),
+                drain_s=np.maximum(drain, back.hop_s[:, n]),
             )
-            device = Stage(ahead.stage_s[:, n], back.stage_s[:, n], fits, feed, drain)
             begun = whole - tail - stage[:, n]
             own = np.where(stage[:, n] > 0, begun + device.least_s(count, tail), 0.0)
             reached = np.minimum(reached, np.maximum(most, own))
             passed = tail + stage[:, n] + hop[:, n]
         behind[chosen] = (passed, reached)
-    return np.asarray(behind[2**devices - 1][1])
+    return np.asarray(behind[every][1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,27 +131,39 @@ class Stage:
     def least_s(self, count: int, tail: Array) -> Array:
         """From its first forward pass to its last backward pass, (A,)."""
         held = np.clip(self.flight, 1.0, count)
-        least = np.full(len(held), np.inf)
-        # Convex in the depth: the least lies beside a bend, or at the end of all depths.
-        for pace in self._paces():
-            bend = 1.0 + np.divide(tail, pace, out=np.zeros_like(pace), where=pace > 0.0)
-            for depth in (np.floor(bend), np.ceil(bend), np.full_like(bend, count)):
-                least = np.minimum(least, self.with_depth_s(np.clip(depth, 1.0, held), count, tail))
         both = self.forward_s + self.backward_s
+        least, paces = np.full(len(held), np.inf), self._paces()
+        # Convex in the depth: the least lies beside a bend, or at the end of all depths.
+        for pace in paces:
+            bend = np.divide(tail, pace, out=np.zeros_like(pace), where=pace > 0.0)
+            for further in (np.floor(bend), np.ceil(bend)):
+                np.minimum(further, held - 1.0, out=further)
+                least = np.minimum(least, self._idle_s(further, tail, paces))
+        if (whole := held >= count).any():
+            once = self._idle_once_s(held - 1.0, tail, paces)
+            least = np.where(whole, np.minimum(least, once), least)
         turns = np.ceil(count / held) * (both + tail)
         left = (count - 1.0) % held * ((held < count) & (tail >= (held - 1.0) * both))
-        return np.asarray(np.maximum(least, turns + left * both))
+        return np.asarray(np.maximum(least + count * both, turns + left * both))
 
     def with_depth_s(self, depth: Array, count: int, tail: Array) -> Array:
         """The same with so many micro-batches in flight."""
-        further, waits, slow = depth - 1.0, [], []
-        for own, pace in zip((self.forward_s, self.backward_s), self._paces(), strict=True):
-            waits.append(np.maximum(tail - further * own, 0.0))
-            slow.append(further * (pace - own))
-        apart = np.maximum(waits[0], slow[0]) + np.maximum(waits[1], slow[1])
-        once = np.maximum(np.maximum(*waits), slow[0] + slow[1])
+        further, paces = depth - 1.0, self._paces()
+        apart = self._idle_s(further, tail, paces)
+        once = self._idle_once_s(further, tail, paces)
         work = count * (self.forward_s + self.backward_s)
         return np.asarray(work + np.where(depth < count, apart, once))
+
+    def _idle_s(self, further: Array, tail: Array, paces: tuple[Array, Array]) -> Array:
+        """Before its first backward pass and behind its last forward pass, both waited for."""
+        ahead, back = (np.maximum(tail, further * pace) for pace in paces)
+        return np.asarray(ahead + back - further * (self.forward_s + self.backward_s))
+
+    def _idle_once_s(self, further: Array, tail: Array, paces: tuple[Array, Array]) -> Array:
+        """The same if all forward passes come first: ``tail`` is waited for once."""
+        own = np.minimum(self.forward_s, self.backward_s)
+        slow = paces[0] + paces[1] - self.forward_s - self.backward_s
+        return np.asarray(np.maximum(np.maximum(tail - further * own, 0.0), further * slow))
 
     def _paces(self) -> tuple[Array, Array]:
         return np.maximum(self.forward_s, self.feed_s), np.maximum(self.backward_s, self.drain_s)

@@ -26,6 +26,7 @@ LOOKS = 8  # at multipliers, anew where spreads turned out to take longer
 ENOUGH = 1e-4  # relative gain of a look that is worth another
 MOST_PLAYED = 100_000  # combinations of depths of one order; with more its bound counts
 AT_ONCE = 20_000  # of them side by side
+ENOUGH_AT_ONCE = 4_000  # to play them before the bounds of more orders are looked at
 NEARLY = 1.0 - 1e-6  # of the quickest known: what is not quicker than this is not looked at
 
 
@@ -119,16 +120,31 @@ class _Orders:
         steps, fixed = self.chain.steps_r, self.chain.fixed_s
         found = choose_depths(self.chain, self.times, np.arange(len(fixed)))[1]
         best, low = float((fixed + steps * found).min()), fixed + steps * self._bound_s()
+        order_r, depth_kr = self._none()
         for q in np.argsort(low, kind="stable").tolist():
             if not low[q] < NEARLY * best:
                 break
-            depth_kr = self._depths(q, (NEARLY * best - fixed[q]) / steps[q])
-            if depth_kr is None:
-                return float(low[q])
-            for first in range(0, depth_kr.shape[1], AT_ONCE):
-                seconds = self._play(q, depth_kr[:, first : first + AT_ONCE]).min()
-                best = min(best, float(fixed[q] + steps[q] * seconds))
-        return NEARLY * best
+            more_kr = self._depths(q, (NEARLY * best - fixed[q]) / steps[q])
+            if more_kr is None:
+                return min(float(low[q]), NEARLY * self._played(order_r, depth_kr, best))
+            order_r = np.append(order_r, np.full(more_kr.shape[1], q))
+            depth_kr = np.concatenate([depth_kr, more_kr], axis=1)
+            if len(order_r) >= ENOUGH_AT_ONCE:
+                best = self._played(order_r, depth_kr, best)
+                order_r, depth_kr = self._none()
+        return NEARLY * self._played(order_r, depth_kr, best)
+
+    def _none(self) -> tuple[Ints, Ints]:
+        return np.zeros(0, np.int64), np.zeros((len(self.begun), 0), np.int64)
+
+    def _played(self, order_r: Ints, depth_kr: Ints, best: float) -> float:
+        """The quickest round of these orders with these depths, or ``best``."""
+        for first in range(0, len(order_r), AT_ONCE):
+            some = order_r[first : first + AT_ONCE]
+            step_s = self._play(some, depth_kr[:, first : first + AT_ONCE])
+            seconds = self.chain.fixed_s[some] + self.chain.steps_r[some] * step_s
+            best = min(best, float(seconds.min()))
+        return best
 
     def _bound_s(self) -> Array:
         """What a step of every order takes at least."""
@@ -165,19 +181,16 @@ class _Orders:
                 return None
         return np.concatenate([found, np.ones_like(found[:1])])
 
-    def _play(self, q: int, depth_kr: Ints) -> Array:
-        width = depth_kr.shape[1]
-        hops = [np.pad(hop[:, q], (0, 1)) for hop in self.hops]
-        columns = [
-            np.repeat(each[:, None], width, 1) for each in (*(p[:, q] for p in self.passes), *hops)
-        ]
-        ahead, back, there, home = columns
+    def _play(self, q_r: Ints, depth_kr: Ints) -> Array:
+        """Seconds of a step of these orders with these depths."""
+        ahead, back = self.passes
+        there, home = (np.pad(hop, ((0, 1), (0, 0))) for hop in self.hops)
         steps = ManySteps(
-            ahead_kr=ahead,
-            back_kr=back,
-            there_kr=there,
-            home_kr=home,
+            ahead_kr=ahead[:, q_r],
+            back_kr=back[:, q_r],
+            there_kr=there[:, q_r],
+            home_kr=home[:, q_r],
             used_kr=np.ones(depth_kr.shape, bool),
-            micro_batches_r=np.full(width, self.count),
+            micro_batches_r=np.full(len(q_r), self.count),
         )
         return steps.play(depth_kr)
