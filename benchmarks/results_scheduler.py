@@ -22,14 +22,13 @@ from scheduler_runs import (
     LEAST_SEEDS,
     PRICED,
     SEARCH,
-    SEARCHED,
     SHARES,
     SWEEP,
     TABLES,
     WRONG,
     measure,
     read,
-    search_file,
+    search_files,
 )
 from search_lines import search_lines
 
@@ -71,7 +70,7 @@ def lines(folder: Path) -> Iterator[str]:
     yield from wrong_lines(folder)
     if (bench := read(folder, "bench")) is not None:
         yield from bench_lines(bench)
-    searched = [run for size in SEARCHED if (run := read(folder, search_file(size))) is not None]
+    searched = [run for name in search_files() if (run := read(folder, name)) is not None]
     if searched:
         yield from search_lines(searched, SEARCH)
     tasks = [run for name in ABLATIONS if (run := read(folder, f"ablation-{name}")) is not None]

@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
+from benchmarks.scheduling.search_gaps import SearchCase, SearchGaps, gap_tables
+
 Json = dict[str, Any]
+
+
+def pooled(runs: Sequence[Json]) -> Iterator[SearchGaps]:
+    """Every size once, over the seeds of all runs in a row that have it."""
+    results = [result for run in runs for result in run["search"]]
+    for size, group in groupby(results, key=lambda result: result["size"]):
+        parts = list(group)
+        cases = tuple(SearchCase(**case) for part in parts for case in part["cases"])
+        first, last = (part["seeds"].split("-") for part in (parts[0], parts[-1]))
+        yield SearchGaps(
+            size=size, seeds=f"{first[0]}-{last[-1]}", tables=gap_tables(cases), cases=cases
+        )
 
 
 def search_lines(runs: Sequence[Json], command: str) -> Iterator[str]:
@@ -22,12 +37,12 @@ def search_lines(runs: Sequence[Json], command: str) -> Iterator[str]:
         "| size | seeds | queues | median | p90 | p99 | worst | above 1 % | worst seeds |",
     )
     yield "|---|---|---|---:|---:|---:|---:|---:|---|"
-    for run in runs:
-        for result in run["search"]:
-            for table in result["tables"]:
-                queues = "drawn" if table["queues"] else "empty"
-                gaps = (f"{100 * table[key]:+.3f} %" for key in ("median", "p90", "p99", "max"))
-                above = f"{table['above']} of {table['instances']}"
-                worst = ", ".join(list(table["worst"])[:3])
-                cells = (result["size"], result["seeds"], queues, *gaps, above, worst)
-                yield f"| {' | '.join(cells)} |"
+    for result in pooled(runs):
+        for table in result.tables:
+            queues = "drawn" if table.queues else "empty"
+            figures = (table.median, table.p90, table.p99, table.max)
+            gaps = (f"{100 * figure:+.3f} %" for figure in figures)
+            above = f"{table.above} of {table.instances}"
+            worst = ", ".join(str(seed) for seed in list(table.worst)[:3])
+            cells = (result.size, result.seeds, queues, *gaps, above, worst)
+            yield f"| {' | '.join(cells)} |"

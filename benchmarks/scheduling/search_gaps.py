@@ -9,7 +9,7 @@ the best plan of all rivals is compared with.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -140,12 +140,17 @@ def search_gaps(size: SearchSize, tick: Tick) -> SearchGaps:
     return SearchGaps(
         size=str(size),
         seeds=f"{size.seeds.start}-{size.seeds.stop - 1}",
-        tables=tuple(_table(cases, queues) for queues in (False, True)),
+        tables=gap_tables(cases),
         cases=tuple(cases),
     )
 
 
-def _table(cases: list[SearchCase], queues: bool) -> GapTable:
+def gap_tables(cases: Sequence[SearchCase]) -> tuple[GapTable, ...]:
+    """One of empty queues and one of drawn ones."""
+    return tuple(_table(cases, queues) for queues in (False, True))
+
+
+def _table(cases: Sequence[SearchCase], queues: bool) -> GapTable:
     chosen = [case for case in cases if case.queues == queues]
     gaps: NDArray[np.float64] = np.array([case.gap for case in chosen])
     seconds = [case.seconds for case in chosen]
