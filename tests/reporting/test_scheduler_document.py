@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from benchmarks.scheduler_runs import commands
 from benchmarks.search_lines import pooled
 
 ROOT = Path(__file__).parents[2]
+DATA = ROOT / "docs/results/scheduler"
 
 
 def test_the_document_shows_the_recorded_measurements() -> None:
-    script, data = ROOT / "benchmarks/results_scheduler.py", ROOT / "docs/results/scheduler"
+    script = ROOT / "benchmarks/results_scheduler.py"
     written = subprocess.run(
-        [sys.executable, str(script), "write", str(data)],
+        [sys.executable, str(script), "write", str(DATA)],
         capture_output=True,
         text=True,
         check=True,
@@ -27,16 +31,28 @@ def test_the_document_shows_the_recorded_measurements() -> None:
     assert "## No device holds most of the model" in document
 
 
+def test_recorded_measurements_are_of_the_seeds_that_their_commands_name() -> None:
+    for name, command in commands():
+        if not (DATA / f"{name}.json").exists():
+            continue
+        values, seeds = recorded(name), set(re.findall(r"(?:--seeds |=)(\d+-\d+)", command))
+        cases = values.get("cases", [])
+        found = values["setting"]["seeds"] if "setting" in values else [c["seed"] for c in cases]
+        ranges = {f"{found[0]}-{found[-1]}"} if found else {r["seeds"] for r in values["search"]}
+        assert ranges == seeds, name
+
+
 def test_a_size_in_several_files_is_one_row() -> None:
-    text = (ROOT / "docs/results/scheduler/search-5x4x12.json").read_text(encoding="utf-8")
-    (whole,) = json.loads(text)["search"]
-    parts = [
-        {**whole, "seeds": seeds, "cases": cases}
-        for seeds, cases in (
-            ("83000-83039", whole["cases"][:80]),
-            ("83040-83199", whole["cases"][80:]),
-        )
-    ]
+    (whole,) = recorded("search-5x4x12")["search"]
+    cases = whole["cases"]
+    halves = [("60000-60099", cases[:200]), ("60100-60199", cases[200:])]
+    parts = [{**whole, "seeds": seeds, "cases": half} for seeds, half in halves]
     (found,) = pooled([{"search": [part]} for part in parts])
     assert (found.size, found.seeds) == (whole["size"], whole["seeds"])
     assert json.loads(json.dumps([asdict(table) for table in found.tables])) == whole["tables"]
+
+
+def recorded(name: str) -> dict[str, Any]:
+    """What a command wrote."""
+    values: dict[str, Any] = json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
+    return values
