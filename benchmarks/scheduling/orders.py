@@ -155,7 +155,11 @@ class Stage:
         return np.asarray(work + np.where(depth < count, apart, once))
 
     def _idle_s(self, further: Array, tail: Array, paces: tuple[Array, Array]) -> Array:
-        """Before its first backward pass and behind its last forward pass, both waited for."""
+        """Before its first backward pass and behind its last forward pass, both waited for.
+
+        As F is at least f, max(tail - (d - 1) f, (d - 1) (F - f), 0) is max(tail, (d - 1) F) less
+        (d - 1) f; the same goes for B and b.
+        """
         ahead, back = (np.maximum(tail, further * pace) for pace in paces)
         return np.asarray(ahead + back - further * (self.forward_s + self.backward_s))
 
