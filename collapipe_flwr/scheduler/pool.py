@@ -125,22 +125,28 @@ class Picking:
         Micro-batches may differ between clusters: seen from the rows ``near``, rounds to the target
         are the sum of what every cluster's choice adds to them.
         """
-        pool, problem = self.pool, self.problem
-        order = np.argsort(pool.rows.cluster_r, kind="stable")
-        owner, costs = pool.rows.cluster_r[order], pool.costs.take(order)
-        now = pool.rows.take(near)
-        rho = self._rho(now)[order]
+        problem, owner, worth = self.problem, self._kinds.cluster_r, self.pool.costs.worth
+        now, length = self.pool.rows.take(near), self._lengths
+        rho = problem.learning.rho_rows(problem.tables, self._kinds, now)
         added = problem.latency_price * (rho - problem.learning.rho(problem.tables, now))
         starts = np.searchsorted(owner, np.arange(problem.tables.num_clusters))
-        shortest = np.minimum.reduceat(costs.latency, starts).max()
-        lengths = np.unique(costs.latency[costs.latency >= shortest])
-        places = np.unique(np.linspace(0, len(lengths) - 1, LENGTHS).astype(int))
-        length = lengths[places, None]
-        values = np.where(costs.latency <= length, length * added + costs.worth, np.inf)
+        rows = self._within.rows(length)
+        values = np.where(rows >= 0, length[:, None] * added + worth[rows], np.inf)
         least = values == np.minimum.reduceat(values, starts, axis=1)[:, owner]
-        place = np.where(least, np.arange(len(owner)), len(owner))
-        choices = order[np.minimum.reduceat(place, starts, axis=1)]
+        choices = np.minimum.reduceat(np.where(least, rows, len(worth)), starts, axis=1)
         return list(zip(self._values(choices).tolist(), choices, strict=True))
+
+    @cached_property
+    def _lengths(self) -> Array:
+        """Lengths of a round worth a look, at which every cluster has a row."""
+        latency = self.pool.costs.latency
+        shortest = latency[self._order[self._first]].max()
+        lengths = np.unique(latency[latency >= shortest])
+        return np.asarray(lengths[np.unique(np.linspace(0, len(lengths) - 1, LENGTHS).astype(int))])
+
+    @cached_property
+    def _within(self) -> Within:
+        return Within(self.pool, self._kind_r)
 
     def value(self, choice: Ints) -> float:
         """The objective of one row per cluster."""
@@ -197,6 +203,28 @@ class Picking:
         """`Learning.rho_rows` of the pool."""
         rho = self.problem.learning.rho_rows(self.problem.tables, self._kinds, now)
         return np.asarray(rho[self._kind_r])
+
+
+class Within:
+    """The row of least priced energy of every kind, (K,), among those that are quick enough."""
+
+    def __init__(self, pool: Pool, kind_r: Ints) -> None:
+        thrifty = np.argsort(pool.costs.worth, kind="stable")
+        rank = np.empty_like(thrifty)
+        rank[thrifty] = np.arange(len(rank))
+        order = np.lexsort((pool.costs.latency, kind_r))
+        starts = np.flatnonzero(np.diff(kind_r[order], prepend=-1))
+        self._seconds = np.split(pool.costs.latency[order], starts[1:])
+        # Later kinds lie below earlier ones, so that one running minimum serves all.
+        lower = kind_r[order] * len(rank)
+        self._thriftiest = thrifty[np.minimum.accumulate(rank[order] - lower) + lower]
+        self._before = starts - 1
+
+    def rows(self, seconds_l: Array) -> Ints:
+        """Of every kind within every length of a round, (L, K); -1 where none is."""
+        quick = [np.searchsorted(s, seconds_l, side="right") for s in self._seconds]
+        number = np.stack(quick, axis=1)
+        return np.where(number > 0, self._thriftiest[self._before + number], -1)
 
 
 class Common:

@@ -17,7 +17,7 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.chain import chain_of, price_rows
 from collapipe_flwr.costs.layouts import of_members
 from collapipe_flwr.scheduler.planner import Planner
-from collapipe_flwr.scheduler.pool import Picking, Pool, front, pool_of
+from collapipe_flwr.scheduler.pool import Picking, Pool, Within, front, pool_of
 from collapipe_flwr.scheduler.radio.interior_point import allocate, equal_shares
 from collapipe_flwr.scheduler.radio.problem import convex_latency_s
 from collapipe_flwr.scheduler.scorer import Estimates
@@ -210,6 +210,21 @@ def test_the_front_is_what_no_other_row_beats(seed: int) -> None:
             assert not strictly.any()
         else:
             assert (better & kept).any()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_thriftiest_row_of_every_kind_within_a_length(seed: int) -> None:
+    planner, rng = a_planner(queues=True), np.random.default_rng(seed)
+    pool = a_pool(planner, 40, seed)
+    worth, latency = rng.integers(1, 9, len(pool)) / 2.0, rng.integers(1, 9, len(pool)) / 2.0
+    pool = replace(pool, costs=Estimates(latency, latency, worth))
+    kind = np.unique(rng.integers(0, 12, len(pool)), return_inverse=True)[1]
+    lengths = np.arange(0.0, 5.0, 0.25)
+    found = Within(pool, kind).rows(lengths)
+    for k, seconds in product(range(kind.max() + 1), lengths):
+        good = np.flatnonzero((kind == k) & (latency <= seconds))
+        expected = good[worth[good].argmin()] if len(good) else -1
+        assert found[int(seconds / 0.25), k] == expected
 
 
 def test_the_same_problem_has_the_same_answer() -> None:
