@@ -11,12 +11,14 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import child_environment
 from benchmarks.data_plane.crew import BenchError
 from benchmarks.results_testbed import least_within, quickest_cut
+from benchmarks.testbed import brake
 from benchmarks.testbed.bed import Told
 from benchmarks.testbed.boards import boards, cluster_toml, read_clusters, slowness
 from benchmarks.testbed.brake import SHARE_FILE, _duty_cycle, pay_for_passes, slowed
@@ -69,17 +71,24 @@ def test_a_slowed_process_gets_its_share_and_no_more(brake) -> None:
 def test_a_pass_takes_what_the_share_makes_it_once_that_holds(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv(SHARE_FILE, str(tmp_path / "share"))
     monkeypatch.setattr(Recorder, "span", Recorder.span)  # put back after the test
+    slept: list[str] = []
+    clocks = {"perf_counter": time.perf_counter, "thread_time": time.thread_time}
+
+    def sleep(seconds: float) -> None:
+        slept.append(work)
+        time.sleep(seconds)
+
+    monkeypatch.setattr(brake, "time", SimpleNamespace(**clocks, sleep=sleep))
     pay_for_passes()
-    recorder, used_s = Recorder(), {}
+    recorder = Recorder()
     for work in ("fast", "slow"):
-        before_s = time.thread_time()
         with recorder.span(work, 0):
+            before_s = time.thread_time()
             while time.thread_time() - before_s < 0.01:
                 pass
-        used_s[work] = time.thread_time() - before_s
         (tmp_path / "share").write_text("0.1")
-    assert recorder.seconds("slow") > 9 * used_s["slow"]
-    assert recorder.seconds("slow") > recorder.seconds("fast")
+    assert slept == ["slow"]
+    assert recorder.seconds("slow") > 9.9 * 0.01
     assert recorder.count("slow") == recorder.count("fast") == 1
 
 
