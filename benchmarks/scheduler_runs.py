@@ -64,7 +64,7 @@ BENCH = (
     "--sections decisions,radio,optimality"
 )
 PRICES = "collapipe bench scheduler --sections prices --schedule 1f1b"
-# What no scheduler undercuts with those further seeds; ten of them take half an hour.
+# What no scheduler undercuts with those further seeds; ten of them take some ten minutes.
 BOUNDED = {"paper": [f"{first}-{first + 9}" for first in range(1020, 1100, 10)]}
 BOUNDS = "collapipe bench scheduler --sections bounds --schedule 1f1b"
 SEARCHED = {  # by size; fixed before any of them was decided

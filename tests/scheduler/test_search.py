@@ -181,6 +181,12 @@ def a_pool(planner: Planner, rows: int, seed: int) -> Pool:
     return pool_of(planner, scorer, layouts)
 
 
+def a_pool_with_ties(rng: np.random.Generator, seed: int) -> Pool:
+    pool = a_pool(a_planner(queues=True), 40, seed)
+    worth, latency = rng.integers(1, 9, len(pool)) / 2.0, rng.integers(1, 9, len(pool)) / 2.0
+    return replace(pool, costs=Estimates(latency, latency, worth))
+
+
 @pytest.mark.parametrize("queues", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_pick_is_near_the_best_of_all_combinations(queues: bool, seed: int) -> None:
@@ -196,10 +202,9 @@ def test_a_pick_is_near_the_best_of_all_combinations(queues: bool, seed: int) ->
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_front_is_what_no_other_row_beats(seed: int) -> None:
-    planner, rng = a_planner(queues=True), np.random.default_rng(seed)
-    pool = a_pool(planner, 40, seed)
-    worth, latency = rng.integers(1, 9, len(pool)) / 2.0, rng.integers(1, 9, len(pool)) / 2.0
-    pool = replace(pool, costs=Estimates(latency, latency, worth))
+    rng = np.random.default_rng(seed)
+    pool = a_pool_with_ties(rng, seed)
+    worth, latency = pool.costs.worth, pool.costs.latency
     group = pool.rows.cluster_r * 100 + pool.pair_r
     kept = front(pool, 100, 0.0)
     for r in range(len(pool)):
@@ -214,10 +219,9 @@ def test_the_front_is_what_no_other_row_beats(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_thriftiest_row_of_every_kind_within_a_length(seed: int) -> None:
-    planner, rng = a_planner(queues=True), np.random.default_rng(seed)
-    pool = a_pool(planner, 40, seed)
-    worth, latency = rng.integers(1, 9, len(pool)) / 2.0, rng.integers(1, 9, len(pool)) / 2.0
-    pool = replace(pool, costs=Estimates(latency, latency, worth))
+    rng = np.random.default_rng(seed)
+    pool = a_pool_with_ties(rng, seed)
+    worth, latency = pool.costs.worth, pool.costs.latency
     kind = np.unique(rng.integers(0, 12, len(pool)), return_inverse=True)[1]
     lengths = np.arange(0.0, 5.0, 0.25)
     found = Within(pool, kind).rows(lengths)
