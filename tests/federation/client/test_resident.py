@@ -29,8 +29,13 @@ from collapipe_flwr.core.errors import (
     MemberSilent,
     RunError,
 )
-from collapipe_flwr.federation.client.local_socket import listen, read_parcel, write_parcel
-from collapipe_flwr.federation.client.relay import _error, _exchange
+from collapipe_flwr.federation.client.local_socket import (
+    connected,
+    listen,
+    read_parcel,
+    write_parcel,
+)
+from collapipe_flwr.federation.client.relay import REFUSED, _error, _exchange
 from collapipe_flwr.federation.client.resident import message_about
 from collapipe_flwr.federation.records import RoundAssignment, write_assignment
 from tests.forked import program
@@ -120,6 +125,16 @@ def ask(
     context = Context(run, 7, {"control-unit": str(path)}, RecordDict(), {"seed": 3})
     message = Message(RecordDict(content), 7, "train")
     return Relay("probe_app.work:app")(message, context), context
+
+
+def wait_for_its_turn(path: Path) -> None:
+    """Relays are served one after the other: a further one is greeted after those before it."""
+    relay = connected(path)
+    assert relay is not None
+    with relay, relay.makefile("rb") as file:
+        relay.settimeout(WAIT_S)
+        write_parcel(relay, {"version": "of another app"})
+        assert read_parcel(file)[0]["verdict"] == REFUSED
 
 
 def told(path: Path | str, run: int = 1) -> dict[str, object]:
@@ -321,6 +336,7 @@ def test_it_tells_and_logs_what_it_answers(tmp_path: Path) -> None:
         told(path)
         with pytest.raises(DataError):
             ask(path, "raise")
+        wait_for_its_turn(path)  # it counts a message after its relay has the answer
         (port,) = listening_ports(process.pid)
         found = scrape(f"127.0.0.1:{port}")
     assert found["collapipe_control_unit_messages_total", "answered"] == 1
