@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -14,7 +14,14 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from collapipe_flwr.cluster.fleet import CONTROL_UNIT, Chain, Holder, RoundOrder, Segments
+from collapipe_flwr.cluster.fleet import (
+    CONTROL_UNIT,
+    Chain,
+    Collected,
+    Holder,
+    RoundOrder,
+    Segments,
+)
 from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
 from collapipe_flwr.core.errors import (
     Blame,
@@ -63,7 +70,11 @@ class RemoteFleet:
     @contextmanager
     def chain(self, splitter: AnySplitter, order: RoundOrder) -> Iterator[Chain]:
         """See `Fleet.chain`; every session is closed afterwards, as far as devices answer."""
+        count = len(order.plan.device_ids)
         with ExitStack() as stack:
+            # Threads that wait for a device end when its connection is closed.
+            senders = stack.enter_context(ThreadPoolExecutor(AT_ONCE, "hand-out"))
+            collectors = stack.enter_context(ThreadPoolExecutor(count, "collect"))
             limits = self.cluster.links
             rate_bit_per_s = limits.rate_mbit_per_s * _MEGA or None
             places = {name: self._hop(name) for name in order.plan.device_ids}
@@ -81,24 +92,22 @@ class RemoteFleet:
                 for holder in order.holders
             ]
             stack.callback(_at_once, Hosted.close, sessions)
-            _at_once(lambda hosted: hosted.open(splitter, order), sessions)
+            fill = _attributed(lambda hosted: hosted.fill(splitter, order))
+            _at_once(_attributed(Hosted.open), sessions)
+            if not order.plan.overlap:
+                _at_once(fill, sessions)
             first_links = []
             for hosted in sessions[: order.plan.replicas[1]]:
                 first_links.append(hosted.session.stream(name=CONTROL_UNIT, config=routes.links[0]))
                 stack.callback(first_links[-1].close)
             link = fan_of(first_links, ALONE)
+            late = sessions if order.plan.overlap else ()
             try:
-                yield Chain(link, partial(self.collect, link, sessions))
+                with _handing_out(late, fill, senders, link):
+                    yield Chain(link, partial(_collect, order, link, sessions, collectors))
             except BaseException as error:
                 link.close(str(error) or type(error).__name__)
                 raise
-
-    def collect(self, link: Link, sessions: Sequence[Hosted], keep_optimizer: bool) -> Segments:
-        """See `Chain`; segments go to a file as they arrive, `AT_ONCE` at a time."""
-        link.close()  # returns when device 1, and with it the chain behind it, has ended
-        turn = threading.BoundedSemaphore(AT_ONCE)
-        parts = _at_once(lambda hosted: hosted.collect(keep_optimizer, turn), sessions)
-        return reduce(Segments.__add__, parts)
 
     def missing(self, device_ids: Collection[str]) -> frozenset[str]:
         """See `Fleet.missing`; a device need not load its libraries to answer.
@@ -222,12 +231,15 @@ class Hosted:
         self._pushed: Mapping[str, Tensor] = {}
         self._moved = TransferStats()
 
-    def open(self, splitter: AnySplitter, order: RoundOrder) -> None:
-        """Open the session and send it its weights."""
+    def open(self) -> None:
+        """Open the session."""
+        self.client.open_session(self.request)
+
+    def fill(self, splitter: AnySplitter, order: RoundOrder) -> None:
+        """Send the session its weights."""
         assert self.request.placement is not None
         blocks = self.request.placement.blocks
         keys = (*splitter.segment_keys(*blocks), *splitter.shared_keys)
-        self.client.open_session(self.request)
         state = PartState(weights=order.weights, optimizer=order.slots).only(keys)
         self._pushed = state.tensors()
         try:
@@ -238,10 +250,12 @@ class Hosted:
             self._moved += self.session.push_missing(Lookup.of(self._pushed, frozen))
 
     def collect(self, keep_optimizer: bool, turn: AbstractContextManager[object]) -> Segments:
-        """The segment, fetched within ``turn``, and its report.
+        """The segment, fetched within ``turn``, and its report, once the device has ended.
 
         Replicas but the first, which hold the same, return their report only.
         """
+        if self.request.stage.overlap:
+            self.session.await_end()
         report = self.session.report()
         state = PartState(weights={})
         if not self.request.stage.turn.replica:
@@ -272,11 +286,60 @@ def _lane(place: NextHop, link: LinkConfig, holder: Holder, receiver: Turn) -> N
     return replace(place, link=replace(link, lane=lane, lanes=len(senders)))
 
 
-def _at_once(work: Callable[[Hosted], Answer], sessions: Sequence[Hosted]) -> list[Answer]:
-    """Do the same with every session in parallel; raises the first one's error.
+@contextmanager
+def _handing_out(
+    sessions: Sequence[Hosted], fill: Callable[[Hosted], None], pool: Executor, link: Link
+) -> Iterator[None]:
+    """``fill`` the sessions, in this order, while the body uses ``link``.
 
-    A device that answers but fails or refuses is blamed for it.
+    The first error closes the link, so that the body ends, and is raised instead of its own.
     """
+    errors: list[Exception] = []
+
+    def send(hosted: Hosted) -> None:
+        try:
+            fill(hosted)
+        except Exception as error:
+            errors.append(error)
+            link.close(error if isinstance(error, LinkError) else str(error))
+
+    waiting = [pool.submit(send, hosted) for hosted in sessions]
+    try:
+        yield
+    except LinkError as error:
+        if errors:
+            raise errors[0] from error
+        raise
+    finally:
+        for future in waiting:
+            future.cancel()
+
+
+def _collect(
+    order: RoundOrder,
+    link: Link,
+    sessions: Sequence[Hosted],
+    pool: Executor,
+    keep_optimizer: bool,
+) -> Collected:
+    """See `Chain`; segments go to files as they arrive, those of `AT_ONCE` devices at a time."""
+    turn = threading.BoundedSemaphore(AT_ONCE)
+    collect = _attributed(lambda hosted: hosted.collect(keep_optimizer, turn))
+
+    def begin() -> list[Future[Segments]]:
+        return [pool.submit(collect, hosted) for hosted in sessions]
+
+    begun = begin() if order.plan.overlap else []
+
+    def collected() -> Segments:
+        link.close()  # returns when device 1, and with it the chain behind it, has ended
+        return reduce(Segments.__add__, [future.result() for future in begun or begin()])
+
+    return collected
+
+
+def _attributed(work: Callable[[Hosted], Answer]) -> Callable[[Hosted], Answer]:
+    """``work``; a device that answers but fails or refuses is blamed for it."""
 
     def attributed(hosted: Hosted) -> Answer:
         try:
@@ -287,5 +350,10 @@ def _at_once(work: Callable[[Hosted], Answer], sessions: Sequence[Hosted]) -> li
             blame = Blame.RAISED if isinstance(error, PeerBroken) else Blame.UNREACHABLE
             raise MemberFailed(hosted.request.stage.name, str(error), blame) from error
 
+    return attributed
+
+
+def _at_once(work: Callable[[Hosted], Answer], sessions: Sequence[Hosted]) -> list[Answer]:
+    """Do the same with every session in parallel; raises the first one's error."""
     with ThreadPoolExecutor(len(sessions), thread_name_prefix="fleet") as pool:
-        return list(pool.map(attributed, sessions))
+        return list(pool.map(work, sessions))
