@@ -4,8 +4,8 @@ The control unit hands segments out in pipeline order, and a device works as soo
 In the last step it collects those of the last stage first. Its radio does one thing at a time: a
 micro-batch's activations and gradients go before weights, except those of the first device. With
 out_j and back_j seconds of the weights of device j, h and g those of a payload over the first hop,
-there and back, d the micro-batches in flight at the control unit, H steps of T seconds, and o of the
-optimisers,
+there and back, d the micro-batches in flight at the control unit, H steps of T seconds, and o those
+of all optimisers,
 
     r_1 = out_1,    r_k = out_1 + ... + out_k + d h        device k has its weights,
     A = the end of the first step, if the control unit and device 1 begin at r_1, device k at r_k,
@@ -70,11 +70,11 @@ def _collected_s(trace: Trace, times: StepTimes, held: int, back_s: Sequence[flo
     """When the control unit has all weights of a step that was played."""
     ended_s: defaultdict[str, float] = defaultdict(float)
     for span in trace.spans:
-        stage, _, _ = span.resource.partition(".")  # of any replica
-        ended_s[stage] = max(ended_s[stage], span.end_s)
-    now_s, begun_s = 0.0, ended_s[f"stage {len(back_s)}"]
+        name, _, _ = span.resource.partition(".")  # of any replica
+        ended_s[name] = max(ended_s[name], span.end_s)
+    now_s = 0.0
     for stage in range(len(back_s), 0, -1):
         now_s = max(now_s, ended_s[f"stage {stage}"]) + back_s[stage - 1]
-    if begun_s < trace.makespan_s:
+    if ended_s[f"stage {len(back_s)}"] < trace.makespan_s:  # gradients make it wait
         now_s += held * times.hop_s[1][0]
     return max(now_s, trace.makespan_s)
