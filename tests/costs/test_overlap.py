@@ -216,14 +216,29 @@ def test_overlap_gains_no_more_than_the_first_and_the_last_passes(
     assert plain - found <= min(ahead, out_s) + min(back, back_s) + 1e-9
 
 
-@pytest.mark.parametrize("policy", ["dssda", "uniform"])
+def test_a_stage_gains_more_than_one_pass() -> None:
+    """The first device ends its eight forward passes while the second one waits for its weights."""
+    times = StepTimes(
+        stage_s=((0.0, 5.0, 1.0, 0.0), (0.0, 1.0, 1.0, 0.0)), hop_s=((0.0,) * 3, (0.0,) * 3)
+    )
+    weights = WeightTimes(out_s=(1.0, 40.0), back_s=(0.0, 0.0))
+    plain = 41.0 + 5.0 * replay(times, (8,) * 4, 8).makespan_s
+    gained = plain - overlapped_s(times, (8,) * 4, 8, 5.0, weights)
+    passes = sum(sum(way) for way in times.stage_s)
+    assert gained > 4.0 * passes
+    assert gained <= _most_s(times.stage_s[0], times.hop_s[0], (8,) * 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("policy", "schedule"), [("dssda", "1f1b"), ("uniform", "1f1b"), ("uniform", "gpipe")]
+)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_overlap_shortens_the_rounds_of_presets_by_about_a_hundredth(
-    name: str, policy: str
+    name: str, policy: str, schedule: str
 ) -> None:
-    """32 steps each, so that beginning and end are short; within what the passes allow."""
+    """Of 32 steps or more, beside which beginning and end are short."""
     setting = SETTINGS[name]
-    options = replace(setting.settings, schedule="1f1b", overlap=True)
+    options = replace(setting.settings, schedule=schedule, overlap=True)
     profile = setting.model.profile()
     snapshot = setting.world(7, profile).snapshot(1, profile)
     scheduler = make_scheduler(policy, options)
@@ -231,6 +246,7 @@ def test_overlap_shortens_the_rounds_of_presets_by_about_a_hundredth(
     plain = replace(plan, clusters=tuple(replace(c, overlap=False) for c in plan.clusters))
     before, after = price(plain, snapshot, options), price(plan, snapshot, options)
     assert 0.001 < 1.0 - after.latency_s / before.latency_s < 0.02
+    assert min(cluster.local_steps for cluster in plan.clusters) >= 32
     tables = tabulate(snapshot)
     rows = rows_of_plans(tables, plan.clusters)
     chain = chain_of(planned_codecs(tables, rows, plan.clusters), rows, options)
