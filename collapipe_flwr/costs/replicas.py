@@ -1,4 +1,4 @@
-"""What a round costs a cluster whose stages have replicas.
+"""What a round costs a cluster whose stages have replicas, or whose plan has overlap (`overlap`).
 
 A replica does a share of its stage's micro-batches, and all of the optimiser's work. The hops of a
 plan stay one channel each: whichever replicas it joins, it carries one payload at a time, and is as
