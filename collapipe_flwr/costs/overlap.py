@@ -14,11 +14,13 @@ of all optimisers,
     B = max(c_1 + d g, T + o),
 
 and all this takes A + (H - 2) T + B, and H - 1 times o; with one step, B of the step that A is of.
-The real thing takes no longer. The control unit sends at most d activations before a gradient is
-back, and none is back before the last device has its weights; where the last stage has replicas one
-may be, and h counts for all micro-batches. After the last stage's last pass at most d gradients
+The real thing takes no longer, unless what is earlier for it overtakes something on a half-duplex
+link or on one of several replicas. The control unit sends at most d activations before a gradient
+is back, and none is back before the last device has its weights; where the last stage has replicas
+one may be, and h counts for all micro-batches. After the last stage's last pass at most d gradients
 are on their way. Every stage is collected as if all optimisers had taken their time before, so o
-only shifts the end: it is left out here, and added by the caller for every step.
+only shifts the end: it is left out here, and added by the caller for every step. No step may settle
+anything over all stages (clipping, tied parameters): a device would end with the control unit.
 """
 
 from __future__ import annotations

@@ -149,8 +149,11 @@ def _drawn(
         return tuple((rng.choice([0.1, 1.0], size) * rng.uniform(0.1, scale, size)).tolist())
 
     workers, hops = sum(replicas), len(replicas) - 1
+    ahead, back = draw(hops), draw(hops)
+    if max(replicas) > 1:  # which may overtake each other, and so delay others, where links queue
+        ahead, back = (ahead[0], *(0.0,) * (hops - 1)), (0.0,) * hops
     times = StepTimes(
-        stage_s=(draw(workers), draw(workers)), hop_s=(draw(hops), draw(hops)), replicas=replicas
+        stage_s=(draw(workers), draw(workers)), hop_s=(ahead, back), replicas=replicas
     )
     weights = WeightTimes(out_s=draw(workers - 2, 10.0), back_s=draw(hops - 1, 10.0))
     slack = int(rng.integers(0, 3))
