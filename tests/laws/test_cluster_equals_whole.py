@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,6 +21,7 @@ from collapipe_flwr.cluster.evaluation import PredictionConfig
 from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFleet
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit, train_unsplit
 from collapipe_flwr.core.domain import ClusterPlan, Segment
+from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.splitter import Splitter
@@ -160,6 +161,12 @@ def _steps(splitter: Splitter, cut: Cut, count: int) -> list[list[Batch]]:
     ]
 
 
+def serve(service: EdgeService, link: Link) -> None:
+    """Run the session until its chain ends, or is closed because a round failed."""
+    with suppress(LinkError):
+        service.run(session_key("A"), link)
+
+
 @contextmanager
 def _edge(
     splitter: Splitter, weights: dict[str, Tensor], cut: Cut, rule: OptimizerConfig
@@ -177,10 +184,13 @@ def _edge(
     keys = (*splitter.edge_keys(), *splitter.shared_keys)
     service.push_weights(session_key("A"), {key: weights[key] for key in keys})
     ours, theirs = memory_pair("last device", "edge")
-    thread = threading.Thread(target=service.run, args=(session_key("A"), theirs), daemon=True)
+    thread = threading.Thread(target=serve, args=(service, theirs), daemon=True)
     thread.start()
-    yield ours, service
-    thread.join(10.0)
+    try:
+        yield ours, service
+    finally:
+        ours.close()
+        thread.join(10.0)
     assert not thread.is_alive()
 
 

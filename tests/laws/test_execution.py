@@ -31,6 +31,7 @@ from tests.laws.test_cluster_equals_whole import (
     Batch,
     Cut,
     make_splitter,
+    serve,
     session_key,
     tiny_batch,
 )
@@ -77,7 +78,7 @@ def split(
     keys = (*splitter.edge_keys(), *splitter.shared_keys)
     service.push_weights(session_key("A"), {key: weights[key] for key in keys})
     ours, theirs = simulated_pair("last device", "edge", LinkConfig(codec=execution.codec))
-    thread = threading.Thread(target=service.run, args=(session_key("A"), theirs), daemon=True)
+    thread = threading.Thread(target=serve, args=(service, theirs), daemon=True)
     thread.start()
     order = RoundOrder(
         plan=CUT.plan(),
@@ -91,8 +92,11 @@ def split(
         [MicroBatch(inputs=b, context=splitter.context(b), weight=count(b)) for b in step]
         for step in steps
     ]
-    result = train_round(splitter, order, batches, ThreadFleet(lambda _: nullcontext(ours)))
-    thread.join(20.0)
+    try:
+        result = train_round(splitter, order, batches, ThreadFleet(lambda _: nullcontext(ours)))
+    finally:
+        ours.close()  # a round that is refused never used it
+        thread.join(20.0)
     return result.losses, {**result.weights, **service.weights(session_key("A"))}
 
 
