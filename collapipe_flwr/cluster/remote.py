@@ -14,14 +14,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from collapipe_flwr.cluster.fleet import (
-    CONTROL_UNIT,
-    Chain,
-    Collected,
-    Holder,
-    RoundOrder,
-    Segments,
-)
+from collapipe_flwr.cluster.fleet import CONTROL_UNIT, Chain, Collected, RoundOrder, Segments
+from collapipe_flwr.cluster.routes import Routes
 from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
 from collapipe_flwr.core.errors import (
     Blame,
@@ -33,10 +27,10 @@ from collapipe_flwr.core.errors import (
     PeerBroken,
     Unreachable,
 )
-from collapipe_flwr.core.links import Heartbeat, LinkConfig
-from collapipe_flwr.core.schedule import ALONE, Turn
+from collapipe_flwr.core.links import Heartbeat
+from collapipe_flwr.core.schedule import ALONE
 from collapipe_flwr.models.any_splitter import AnySplitter
-from collapipe_flwr.pipeline.config import NextHop, Placement, SessionKey, SessionRequest
+from collapipe_flwr.pipeline.config import NextHop, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.link import Link, fan_of
 from collapipe_flwr.pipeline.offload import Lookup
 from collapipe_flwr.pipeline.state import PartState
@@ -70,6 +64,14 @@ class RemoteFleet:
     @contextmanager
     def chain(self, splitter: AnySplitter, order: RoundOrder) -> Iterator[Chain]:
         """See `Fleet.chain`; every session is closed afterwards, as far as devices answer."""
+
+        def fill(hosted: Hosted) -> None:
+            hosted.fill(splitter, order)
+
+        def place(hosted: Hosted) -> None:
+            hosted.open()
+            hosted.fill(splitter, order)
+
         count = len(order.plan.device_ids)
         with ExitStack() as stack:
             # Threads that wait for a device end when its connection is closed.
@@ -92,22 +94,42 @@ class RemoteFleet:
                 for holder in order.holders
             ]
             stack.callback(_at_once, Hosted.close, sessions)
-            fill = _attributed(lambda hosted: hosted.fill(splitter, order))
-            _at_once(_attributed(Hosted.open), sessions)
-            if not order.plan.overlap:
-                _at_once(fill, sessions)
+            first, late = (Hosted.open, sessions) if order.plan.overlap else (place, ())
+            _at_once(_attributed(first), sessions)
             first_links = []
             for hosted in sessions[: order.plan.replicas[1]]:
                 first_links.append(hosted.session.stream(name=CONTROL_UNIT, config=routes.links[0]))
                 stack.callback(first_links[-1].close)
             link = fan_of(first_links, ALONE)
-            late = sessions if order.plan.overlap else ()
             try:
-                with _handing_out(late, fill, senders, link):
-                    yield Chain(link, partial(_collect, order, link, sessions, collectors))
+                with _handing_out(late, _attributed(fill), senders, link):
+                    yield Chain(link, partial(self.collect, order, link, sessions, collectors))
             except BaseException as error:
                 link.close(str(error) or type(error).__name__)
                 raise
+
+    def collect(
+        self,
+        order: RoundOrder,
+        link: Link,
+        sessions: Sequence[Hosted],
+        pool: Executor,
+        keep_optimizer: bool,
+    ) -> Collected:
+        """See `Chain`; segments go to files as they arrive, `AT_ONCE` at a time."""
+        turn = threading.BoundedSemaphore(AT_ONCE)
+        collect = _attributed(lambda hosted: hosted.collect(keep_optimizer, turn))
+
+        def begin() -> list[Future[Segments]]:
+            return [pool.submit(collect, hosted) for hosted in sessions]
+
+        begun = begin() if order.plan.overlap else []
+
+        def collected() -> Segments:
+            link.close()  # returns when device 1, and with it the chain behind it, has ended
+            return reduce(Segments.__add__, [future.result() for future in begun or begin()])
+
+        return collected
 
     def missing(self, device_ids: Collection[str]) -> frozenset[str]:
         """See `Fleet.missing`; a device need not load its libraries to answer.
@@ -175,53 +197,6 @@ class RemoteFleet:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Routes:
-    """The connections of a chain; `places` are sessions by device, `links` those of the hops."""
-
-    order: RoundOrder
-    places: Mapping[str, NextHop]
-    edge: NextHop
-    links: Sequence[LinkConfig]
-
-    def down(self, holder: Holder) -> tuple[NextHop, ...]:
-        """The next stage's sessions, in the order in which the holder's micro-batches take them."""
-        link = self.links[holder.stage]
-        if holder.stage == len(self.order.plan.segments):
-            return (_lane(self.edge, link, holder, ALONE),)
-        names = self.order.plan.segments[holder.stage].device_ids
-        return tuple(
-            _lane(self.places[names[other]], link, holder, Turn(replica=other, replicas=len(names)))
-            for other in holder.turn.meets(len(names))
-        )
-
-    def ahead(self, holder: Holder) -> NextHop | None:
-        """The session of the replica before this one; the first has none."""
-        if holder.turn.replica == 0:
-            return None
-        name = holder.segment.device_ids[holder.turn.replica - 1]
-        return replace(self.places[name], link=LinkConfig(lanes=0))
-
-    def request(self, splitter: AnySplitter, holder: Holder) -> SessionRequest:
-        """The session of one device."""
-        order, segment = self.order, holder.segment
-        return SessionRequest(
-            key=self.places[holder.device_id].key,
-            spec_json=splitter.spec.to_json(),
-            stage=order.settings(holder.stage, holder.turn),
-            placement=Placement(
-                blocks=(segment.first_block, segment.stop_block),
-                next_hops=self.down(holder),
-                tx_power_w=order.plan.tx_power_w.get(holder.device_id),
-                sibling=self.ahead(holder),
-            ),
-            optimizer=order.learning.optimizer,
-            keep_optimizer=order.keep_optimizer,
-            run_id=order.learning.run_id,
-            server_round=order.server_round,
-        )
-
-
 class Hosted:
     """One segment in a session on one daemon."""
 
@@ -279,13 +254,6 @@ class Hosted:
             _log.info("nothing to close: %s", error)
 
 
-def _lane(place: NextHop, link: LinkConfig, holder: Holder, receiver: Turn) -> NextHop:
-    """The receiver's session, by the holder's link among those that the receiver reads in turn."""
-    senders = receiver.meets(holder.turn.replicas)
-    lane = senders.index(holder.turn.replica)
-    return replace(place, link=replace(link, lane=lane, lanes=len(senders)))
-
-
 @contextmanager
 def _handing_out(
     sessions: Sequence[Hosted], fill: Callable[[Hosted], None], pool: Executor, link: Link
@@ -313,29 +281,6 @@ def _handing_out(
     finally:
         for future in waiting:
             future.cancel()
-
-
-def _collect(
-    order: RoundOrder,
-    link: Link,
-    sessions: Sequence[Hosted],
-    pool: Executor,
-    keep_optimizer: bool,
-) -> Collected:
-    """See `Chain`; segments go to files as they arrive, those of `AT_ONCE` devices at a time."""
-    turn = threading.BoundedSemaphore(AT_ONCE)
-    collect = _attributed(lambda hosted: hosted.collect(keep_optimizer, turn))
-
-    def begin() -> list[Future[Segments]]:
-        return [pool.submit(collect, hosted) for hosted in sessions]
-
-    begun = begin() if order.plan.overlap else []
-
-    def collected() -> Segments:
-        link.close()  # returns when device 1, and with it the chain behind it, has ended
-        return reduce(Segments.__add__, [future.result() for future in begun or begin()])
-
-    return collected
 
 
 def _attributed(work: Callable[[Hosted], Answer]) -> Callable[[Hosted], Answer]:
