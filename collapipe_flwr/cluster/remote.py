@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -75,7 +75,7 @@ class RemoteFleet:
         count = len(order.plan.device_ids)
         with ExitStack() as stack:
             # Threads that wait for a device end when its connection is closed.
-            senders = stack.enter_context(ThreadPoolExecutor(AT_ONCE, "hand-out"))
+            senders = stack.enter_context(ThreadPoolExecutor(count, "hand-out"))
             collectors = stack.enter_context(ThreadPoolExecutor(count, "collect"))
             limits = self.cluster.links
             rate_bit_per_s = limits.rate_mbit_per_s * _MEGA or None
@@ -94,15 +94,15 @@ class RemoteFleet:
                 for holder in order.holders
             ]
             stack.callback(_at_once, Hosted.close, sessions)
-            first, late = (Hosted.open, sessions) if order.plan.overlap else (place, ())
-            _at_once(_attributed(first), sessions)
-            first_links = []
-            for hosted in sessions[: order.plan.replicas[1]]:
+            begin, late = (Hosted.open, sessions) if order.plan.overlap else (place, ())
+            _at_once(_attributed(begin), sessions)
+            first_links, width = [], order.plan.replicas[1]
+            for hosted in sessions[:width]:
                 first_links.append(hosted.session.stream(name=CONTROL_UNIT, config=routes.links[0]))
                 stack.callback(first_links[-1].close)
             link = fan_of(first_links, ALONE)
             try:
-                with _handing_out(late, _attributed(fill), senders, link):
+                with _handing_out(late, _attributed(fill), senders, width, link):
                     yield Chain(link, partial(self.collect, order, link, sessions, collectors))
             except BaseException as error:
                 link.close(str(error) or type(error).__name__)
@@ -256,11 +256,15 @@ class Hosted:
 
 @contextmanager
 def _handing_out(
-    sessions: Sequence[Hosted], fill: Callable[[Hosted], None], pool: Executor, link: Link
+    sessions: Sequence[Hosted],
+    fill: Callable[[Hosted], None],
+    pool: Executor,
+    first: int,
+    link: Link,
 ) -> Iterator[None]:
-    """``fill`` the sessions, in this order, while the body uses ``link``.
+    """``fill`` the ``first`` sessions, then all others, while the body uses ``link``.
 
-    The first error closes the link, so that the body ends, and is raised instead of its own.
+    An error closes the link, so that the body ends, and is raised instead of the body's.
     """
     errors: list[Exception] = []
 
@@ -271,7 +275,13 @@ def _handing_out(
             errors.append(error)
             link.close(error if isinstance(error, LinkError) else str(error))
 
-    waiting = [pool.submit(send, hosted) for hosted in sessions]
+    def send_behind(hosted: Hosted) -> None:
+        wait(ahead)
+        if not errors:
+            send(hosted)
+
+    ahead = [pool.submit(send, hosted) for hosted in sessions[:first]]
+    behind = [pool.submit(send_behind, hosted) for hosted in sessions[first:]]
     try:
         yield
     except LinkError as error:
@@ -279,7 +289,7 @@ def _handing_out(
             raise errors[0] from error
         raise
     finally:
-        for future in waiting:
+        for future in behind:
             future.cancel()
 
 

@@ -1,14 +1,14 @@
 """How long the weights and the steps of a round take where devices begin and end it one by one.
 
-The control unit hands segments out in pipeline order, and a device works as soon as it has its own.
-In the last step it collects those of the last stage first. Its radio does one thing at a time: a
-micro-batch's activations and gradients go before weights, except those of the first device. With
-out_j and back_j seconds of the weights of device j, h and g those of a payload over the first hop,
-there and back, d the micro-batches in flight at the control unit, H steps of T seconds, and o those
-of all optimisers,
+The control unit sends the first device its segment, then all others theirs at once, and a device
+works as soon as it has its own. In the last step it collects those of the last stage first. Its
+radio does one thing at a time, or shares its seconds: a micro-batch's activations and gradients go
+before weights, except those of the first device. With out_j and back_j seconds of the weights of
+device j, h and g those of a payload over the first hop, there and back, d the micro-batches in
+flight at the control unit, H steps of T seconds, and o those of all optimisers,
 
-    r_1 = out_1,    r_k = out_1 + ... + out_k + d h        device k has its weights,
-    A = the end of the first step, if the control unit and device 1 begin at r_1, device k at r_k,
+    r_1 = out_1,    r = out_1 + ... + out_K + d h          device 1, and all, have their weights,
+    A = the end of the first step, if the control unit and device 1 begin at r_1, others at r,
     f_k = the end of the last pass of stage k in the last step,
     c_k = max(c_(k+1), f_k + o) + back_k                   the control unit has them again,
     B = max(c_1 + d g, T + o),
@@ -28,7 +28,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from collapipe_flwr.core.replay import StepTimes, Trace, replay
 
@@ -63,9 +62,9 @@ def _ready_s(
 ) -> tuple[float, ...]:
     """Of every worker; the edge waits for nothing."""
     sent = held if max(times.replicas[-2:], default=1) == 1 else micro_batches
-    first_s, *others_s = accumulate(out_s)
-    between_s = sent * times.hop_s[0][0]
-    return (first_s, first_s, *(each_s + between_s for each_s in others_s), 0.0)
+    first = times.replicas[1] if times.replicas else 1
+    first_s, all_s = sum(out_s[:first]), sum(out_s) + sent * times.hop_s[0][0]
+    return (first_s, *(first_s,) * first, *(all_s,) * (len(out_s) - first), 0.0)
 
 
 def _collected_s(trace: Trace, times: StepTimes, held: int, back_s: Sequence[float]) -> float:

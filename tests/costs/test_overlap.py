@@ -107,7 +107,10 @@ def _simulated_s(
             """When the first hop carries something."""
             return [span for (hop, way, _, _), span in sent.items() if (hop, way) == (0, op)]
 
-        ready = [0.0, *_in_turn([(0.0, s) for s in weights.out_s], busy(Op.FORWARD)), 0.0]
+        first = times.replicas[1]
+        shares = [(0.0, sum(weights.out_s[:first])), (0.0, sum(weights.out_s[first:]))]
+        soon, late = _in_turn(shares, busy(Op.FORWARD))
+        ready = [0.0, *(soon,) * first, *(late,) * (len(weights.out_s) - first), 0.0]
         for number, (k, turn) in enumerate(workers):
             now = ready[number]
             for n in range(steps):
@@ -123,8 +126,8 @@ def _simulated_s(
                 asked = sorted(
                     (ended[stage, op, n, m], n, m) for n in range(steps) for m in range(count)
                 )
-                # The first device's weights go before all activations.
-                now = weights.out_s[0] if (hop, op) == (0, Op.FORWARD) else 0.0
+                # The weights of the first stage go before all activations.
+                now = sum(weights.out_s[:first]) if (hop, op) == (0, Op.FORWARD) else 0.0
                 for at, n, m in asked:
                     begin = max(now, at)
                     now = begin + times.hop_s[op][hop]
@@ -248,7 +251,7 @@ def test_overlap_shortens_the_rounds_of_presets_by_about_a_hundredth(
     plan, _ = scheduler.step(scheduler.init(snapshot), snapshot)
     plain = replace(plan, clusters=tuple(replace(c, overlap=False) for c in plan.clusters))
     before, after = price(plain, snapshot, options), price(plan, snapshot, options)
-    assert 0.001 < 1.0 - after.latency_s / before.latency_s < 0.02
+    assert 0.001 < 1.0 - after.latency_s / before.latency_s < 0.01
     assert min(cluster.local_steps for cluster in plan.clusters) >= 32
     tables = tabulate(snapshot)
     rows = rows_of_plans(tables, plan.clusters)
