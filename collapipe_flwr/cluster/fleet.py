@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Protocol
 
 import torch
@@ -113,6 +113,7 @@ class RoundOrder:
             seed=self.dropout_seed,
             execution=learning.execution if stage else learning.execution.without_recompute,
             turn=turn,
+            overlap=self.plan.overlap,
         )
 
 
@@ -149,17 +150,22 @@ class Segments:
         )
 
 
+Collected = Callable[[], Segments]
+
+
 @dataclass(frozen=True, slots=True)
 class Chain:
     """Device 1 -> ... -> device K -> edge, ready for steps; ``link`` is that to device 1.
 
-    ``collect`` returns the segments, after the END frame was sent down ``link``; its argument says
-    whether with slots. It waits for every device and the edge to end, and raises the LinkError of
-    one that failed or did not end.
+    ``collect`` begins to collect the segments, with slots or not, and returns what waits for them.
+    In a plan with overlap it may be called before the last step: every device is asked as soon as
+    it has ended. What waits is called after the chain's last frame was sent down ``link``. It
+    returns when every device and the edge have ended, or raises the LinkError of one that failed or
+    did not.
     """
 
     link: Link
-    collect: Callable[[bool], Segments]
+    collect: Callable[[bool], Collected]
 
 
 class Fleet(Protocol):
@@ -168,6 +174,7 @@ class Fleet(Protocol):
     def chain(self, splitter: AnySplitter, order: RoundOrder) -> AbstractContextManager[Chain]:
         """Place the segments of ``order`` and connect them; everything is freed afterwards.
 
+        In a plan with overlap they may still be on their way to the devices when this returns.
         Raises LinkError when a device or the edge cannot be reached or refuses. ``order`` is
         never changed, so a round that fails can be tried again.
         """
@@ -205,14 +212,14 @@ class ThreadFleet:
             threads = [DeviceThread(stage) for stage in stages]
             deadline_s = order.learning.deadline_s
 
-            def collect(keep_optimizer: bool) -> Segments:
+            def collected(keep_optimizer: bool) -> Segments:
                 for thread in threads:
                     thread.finish(deadline_s)
                 edge.close()
                 return _segments(stages, keep_optimizer)
 
             try:
-                yield Chain(link, collect)
+                yield Chain(link, lambda keep_optimizer: partial(collected, keep_optimizer))
             except BaseException as error:
                 link.close(str(error) or type(error).__name__)
                 raise

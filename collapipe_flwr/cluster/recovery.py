@@ -76,10 +76,13 @@ def run_interval(
     fleet: Fleet,
     probe: Iterable[Batch],
     keep_optimizer: Callable[[], bool],
+    has_more: Callable[[], bool] = lambda: True,
 ) -> ReplayInterval:
     """Run every batch as one optimizer step on the devices of ``fleet``, from ``order``'s state.
 
-    ``probe`` is tested before the first step; ``keep_optimizer`` is called after the last one.
+    ``probe`` is tested before the first step. ``has_more`` says whether there is a batch behind the
+    one taken last, ``keep_optimizer`` whether slots are to be collected: both are asked before the
+    last step in a plan with overlap.
 
     Raises LinkError when a device or the edge fails or stays silent; then nothing of the interval
     is left on any device.
@@ -98,7 +101,11 @@ def run_interval(
         )
         with first.telling_neighbours():
             tested = EvalResult.mean(_losses(first.evaluate(batch) for batch in probe))
-            steps = [first.train_step(batch) for batch in batches]
+            steps, collected = [], None
+            for batch in batches:
+                if order.plan.overlap and not has_more():
+                    collected = chain.collect(keep_optimizer())
+                steps.append(first.train_step(batch, last=collected is not None))
             first.finish()
         keeps = keep_optimizer()
         slots = optimizer.state_tensors() if keeps else {}
@@ -106,7 +113,7 @@ def run_interval(
         ahead, next_step = Segments(state=own, reports=(first.report(),)), first.next_step
         del first, optimizer, embedding, slots  # freed before the segments arrive
         give_back(order.compute)
-        held = ahead + chain.collect(keeps)
+        held = ahead + (collected or chain.collect(keeps))()
         give_back(order.compute)
     _check_sound(splitter, order, held.state)
     return ReplayInterval(
@@ -136,6 +143,8 @@ def evaluate_chain(
     wanted: PredictionConfig | None,
 ) -> EvalResult:
     """Loss and predictions of one chain without training; raises as ``run_interval``."""
+    # Its devices wait for each other: generating begins when all are there.
+    order = replace(order, plan=replace(order.plan, overlap=False))
     embedding, optimizer = order.placed(splitter.build_embedding(order.weights))
     taken, generates = tuple(batches), wanted is not None and wanted.generates(splitter.decodes)
     if generates:  # a text stays on the devices that keep its hidden states
@@ -283,6 +292,7 @@ class RecoveringRound:
             self._fleet,
             self._probe,
             keep_optimizer=lambda: buffer.has_next() or self.order.keep_optimizer,
+            has_more=buffer.has_more,
         )
         if self._recovery is not None:
             self._recovery.edge.snapshot(self._done + len(interval.losses))
@@ -356,12 +366,18 @@ class ReplayBuffer:
         self._next: Batch | None = None
         self._limit = limit or math.inf
         self._kept: list[Batch] = []
+        self._given = 0  # of the last replay
 
     def has_next(self) -> bool:
         """Whether there is a batch behind those that were taken."""
         if self._next is None:
             self._next = next(self._source, None)
         return self._next is not None
+
+    def has_more(self) -> bool:
+        """Whether the last replay gives another batch."""
+        kept = self._given < len(self._kept)
+        return kept or (self._given < self._limit and self.has_next())
 
     def begin(self) -> None:
         self._kept = []
@@ -371,10 +387,12 @@ class ReplayBuffer:
         for index in count():
             if index == 1:
                 self.first_done_s = time.monotonic()
-            if index == len(self._kept) and index < self._limit and self.has_next():
+            self._given = index
+            if index == len(self._kept) and self.has_more():
                 assert self._next is not None
                 self._kept.append(self._next)
                 self._next = None
             if index == len(self._kept):
                 return
+            self._given = index + 1
             yield self._kept[index]

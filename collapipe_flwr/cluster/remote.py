@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -14,7 +14,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from collapipe_flwr.cluster.fleet import CONTROL_UNIT, Chain, Holder, RoundOrder, Segments
+from collapipe_flwr.cluster.fleet import CONTROL_UNIT, Chain, Collected, RoundOrder, Segments
+from collapipe_flwr.cluster.routes import Routes
 from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
 from collapipe_flwr.core.errors import (
     Blame,
@@ -26,10 +27,10 @@ from collapipe_flwr.core.errors import (
     PeerBroken,
     Unreachable,
 )
-from collapipe_flwr.core.links import Heartbeat, LinkConfig
-from collapipe_flwr.core.schedule import ALONE, Turn
+from collapipe_flwr.core.links import Heartbeat
+from collapipe_flwr.core.schedule import ALONE
 from collapipe_flwr.models.any_splitter import AnySplitter
-from collapipe_flwr.pipeline.config import NextHop, Placement, SessionKey, SessionRequest
+from collapipe_flwr.pipeline.config import NextHop, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.link import Link, fan_of
 from collapipe_flwr.pipeline.offload import Lookup
 from collapipe_flwr.pipeline.state import PartState
@@ -63,7 +64,19 @@ class RemoteFleet:
     @contextmanager
     def chain(self, splitter: AnySplitter, order: RoundOrder) -> Iterator[Chain]:
         """See `Fleet.chain`; every session is closed afterwards, as far as devices answer."""
+
+        def fill(hosted: Hosted) -> None:
+            hosted.fill(splitter, order)
+
+        def place(hosted: Hosted) -> None:
+            hosted.open()
+            hosted.fill(splitter, order)
+
+        count = len(order.plan.device_ids)
         with ExitStack() as stack:
+            # Threads that wait for a device end when its connection is closed.
+            senders = stack.enter_context(ThreadPoolExecutor(count, "hand-out"))
+            collectors = stack.enter_context(ThreadPoolExecutor(count, "collect"))
             limits = self.cluster.links
             rate_bit_per_s = limits.rate_mbit_per_s * _MEGA or None
             places = {name: self._hop(name) for name in order.plan.device_ids}
@@ -81,24 +94,42 @@ class RemoteFleet:
                 for holder in order.holders
             ]
             stack.callback(_at_once, Hosted.close, sessions)
-            _at_once(lambda hosted: hosted.open(splitter, order), sessions)
-            first_links = []
-            for hosted in sessions[: order.plan.replicas[1]]:
+            begin, late = (Hosted.open, sessions) if order.plan.overlap else (place, ())
+            _at_once(_attributed(begin), sessions)
+            first_links, width = [], order.plan.replicas[1]
+            for hosted in sessions[:width]:
                 first_links.append(hosted.session.stream(name=CONTROL_UNIT, config=routes.links[0]))
                 stack.callback(first_links[-1].close)
             link = fan_of(first_links, ALONE)
             try:
-                yield Chain(link, partial(self.collect, link, sessions))
+                with _handing_out(late, _attributed(fill), senders, width, link):
+                    yield Chain(link, partial(self.collect, order, link, sessions, collectors))
             except BaseException as error:
                 link.close(str(error) or type(error).__name__)
                 raise
 
-    def collect(self, link: Link, sessions: Sequence[Hosted], keep_optimizer: bool) -> Segments:
-        """See `Chain`; segments go to a file as they arrive, `AT_ONCE` at a time."""
-        link.close()  # returns when device 1, and with it the chain behind it, has ended
+    def collect(
+        self,
+        order: RoundOrder,
+        link: Link,
+        sessions: Sequence[Hosted],
+        pool: Executor,
+        keep_optimizer: bool,
+    ) -> Collected:
+        """See `Chain`; segments go to files as they arrive, `AT_ONCE` at a time."""
         turn = threading.BoundedSemaphore(AT_ONCE)
-        parts = _at_once(lambda hosted: hosted.collect(keep_optimizer, turn), sessions)
-        return reduce(Segments.__add__, parts)
+        collect = _attributed(lambda hosted: hosted.collect(keep_optimizer, turn))
+
+        def begin() -> list[Future[Segments]]:
+            return [pool.submit(collect, hosted) for hosted in sessions]
+
+        begun = begin() if order.plan.overlap else []
+
+        def collected() -> Segments:
+            link.close()  # returns when device 1, and with it the chain behind it, has ended
+            return reduce(Segments.__add__, [future.result() for future in begun or begin()])
+
+        return collected
 
     def missing(self, device_ids: Collection[str]) -> frozenset[str]:
         """See `Fleet.missing`; a device need not load its libraries to answer.
@@ -166,53 +197,6 @@ class RemoteFleet:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Routes:
-    """The connections of a chain; `places` are sessions by device, `links` those of the hops."""
-
-    order: RoundOrder
-    places: Mapping[str, NextHop]
-    edge: NextHop
-    links: Sequence[LinkConfig]
-
-    def down(self, holder: Holder) -> tuple[NextHop, ...]:
-        """The next stage's sessions, in the order in which the holder's micro-batches take them."""
-        link = self.links[holder.stage]
-        if holder.stage == len(self.order.plan.segments):
-            return (_lane(self.edge, link, holder, ALONE),)
-        names = self.order.plan.segments[holder.stage].device_ids
-        return tuple(
-            _lane(self.places[names[other]], link, holder, Turn(replica=other, replicas=len(names)))
-            for other in holder.turn.meets(len(names))
-        )
-
-    def ahead(self, holder: Holder) -> NextHop | None:
-        """The session of the replica before this one; the first has none."""
-        if holder.turn.replica == 0:
-            return None
-        name = holder.segment.device_ids[holder.turn.replica - 1]
-        return replace(self.places[name], link=LinkConfig(lanes=0))
-
-    def request(self, splitter: AnySplitter, holder: Holder) -> SessionRequest:
-        """The session of one device."""
-        order, segment = self.order, holder.segment
-        return SessionRequest(
-            key=self.places[holder.device_id].key,
-            spec_json=splitter.spec.to_json(),
-            stage=order.settings(holder.stage, holder.turn),
-            placement=Placement(
-                blocks=(segment.first_block, segment.stop_block),
-                next_hops=self.down(holder),
-                tx_power_w=order.plan.tx_power_w.get(holder.device_id),
-                sibling=self.ahead(holder),
-            ),
-            optimizer=order.learning.optimizer,
-            keep_optimizer=order.keep_optimizer,
-            run_id=order.learning.run_id,
-            server_round=order.server_round,
-        )
-
-
 class Hosted:
     """One segment in a session on one daemon."""
 
@@ -222,12 +206,15 @@ class Hosted:
         self._pushed: Mapping[str, Tensor] = {}
         self._moved = TransferStats()
 
-    def open(self, splitter: AnySplitter, order: RoundOrder) -> None:
-        """Open the session and send it its weights."""
+    def open(self) -> None:
+        """Open the session."""
+        self.client.open_session(self.request)
+
+    def fill(self, splitter: AnySplitter, order: RoundOrder) -> None:
+        """Send the session its weights."""
         assert self.request.placement is not None
         blocks = self.request.placement.blocks
         keys = (*splitter.segment_keys(*blocks), *splitter.shared_keys)
-        self.client.open_session(self.request)
         state = PartState(weights=order.weights, optimizer=order.slots).only(keys)
         self._pushed = state.tensors()
         try:
@@ -238,10 +225,12 @@ class Hosted:
             self._moved += self.session.push_missing(Lookup.of(self._pushed, frozen))
 
     def collect(self, keep_optimizer: bool, turn: AbstractContextManager[object]) -> Segments:
-        """The segment, fetched within ``turn``, and its report.
+        """The segment, fetched within ``turn``, and its report, once the device has ended.
 
         Replicas but the first, which hold the same, return their report only.
         """
+        if self.request.stage.overlap:
+            self.session.await_end()
         report = self.session.report()
         state = PartState(weights={})
         if not self.request.stage.turn.replica:
@@ -265,18 +254,47 @@ class Hosted:
             _log.info("nothing to close: %s", error)
 
 
-def _lane(place: NextHop, link: LinkConfig, holder: Holder, receiver: Turn) -> NextHop:
-    """The receiver's session, by the holder's link among those that the receiver reads in turn."""
-    senders = receiver.meets(holder.turn.replicas)
-    lane = senders.index(holder.turn.replica)
-    return replace(place, link=replace(link, lane=lane, lanes=len(senders)))
+@contextmanager
+def _handing_out(
+    sessions: Sequence[Hosted],
+    fill: Callable[[Hosted], None],
+    pool: Executor,
+    first: int,
+    link: Link,
+) -> Iterator[None]:
+    """``fill`` the ``first`` sessions, then all others, while the body uses ``link``.
 
-
-def _at_once(work: Callable[[Hosted], Answer], sessions: Sequence[Hosted]) -> list[Answer]:
-    """Do the same with every session in parallel; raises the first one's error.
-
-    A device that answers but fails or refuses is blamed for it.
+    An error closes the link, so that the body ends, and is raised instead of the body's.
     """
+    errors: list[Exception] = []
+
+    def send(hosted: Hosted) -> None:
+        try:
+            fill(hosted)
+        except Exception as error:
+            errors.append(error)
+            link.close(error if isinstance(error, LinkError) else str(error))
+
+    def send_behind(hosted: Hosted) -> None:
+        wait(ahead)
+        if not errors:
+            send(hosted)
+
+    ahead = [pool.submit(send, hosted) for hosted in sessions[:first]]
+    behind = [pool.submit(send_behind, hosted) for hosted in sessions[first:]]
+    try:
+        yield
+    except LinkError as error:
+        if errors:
+            raise errors[0] from error
+        raise
+    finally:
+        for future in behind:
+            future.cancel()
+
+
+def _attributed(work: Callable[[Hosted], Answer]) -> Callable[[Hosted], Answer]:
+    """``work``; a device that answers but fails or refuses is blamed for it."""
 
     def attributed(hosted: Hosted) -> Answer:
         try:
@@ -287,5 +305,10 @@ def _at_once(work: Callable[[Hosted], Answer], sessions: Sequence[Hosted]) -> li
             blame = Blame.RAISED if isinstance(error, PeerBroken) else Blame.UNREACHABLE
             raise MemberFailed(hosted.request.stage.name, str(error), blame) from error
 
+    return attributed
+
+
+def _at_once(work: Callable[[Hosted], Answer], sessions: Sequence[Hosted]) -> list[Answer]:
+    """Do the same with every session in parallel; raises the first one's error."""
     with ThreadPoolExecutor(len(sessions), thread_name_prefix="fleet") as pool:
-        return list(pool.map(attributed, sessions))
+        return list(pool.map(work, sessions))

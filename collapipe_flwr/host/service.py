@@ -43,6 +43,8 @@ Connect = Callable[[NextHop], AbstractContextManager[Link]]
 Reserve = Callable[[int], None]
 Receive = Callable[[Reserve], Mapping[str, Tensor]]
 
+ENDED_S = 5.0  # well within the deadline of a call
+
 _log = logging.getLogger(__name__)
 
 
@@ -243,6 +245,10 @@ class EdgeService:
         kept_bytes = saved.state.num_bytes if saved is not None else 0
         return replace(report, peak_tensor_bytes=report.peak_tensor_bytes + kept_bytes)
 
+    def ended(self, key: SessionKey) -> bool:
+        """Whether a stream has ended since the weights were set; waits `ENDED_S` for that."""
+        return self.find(key).await_end(ENDED_S)
+
     def passes(self, key: SessionKey) -> PassesDone:
         """The micro-batches that a session has done."""
         return self.find(key).passes
@@ -299,7 +305,8 @@ class EdgeService:
             if (stream := session.joined(lane)) is not None:
                 return stream
             with session.at_rest():
-                self._parts.part(session)
+                if not session.awaits_weights:
+                    self._parts.part(session)
                 return session.claim(lane)
 
     def release(self, stream: Stream, why: str = "the stream was given up") -> None:

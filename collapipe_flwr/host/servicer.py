@@ -162,6 +162,9 @@ class Servicer:
     def report(self, _: bytes, call: Call) -> StageReport:
         return self.service.report(call.key)
 
+    def ended(self, _: bytes, call: Call) -> bool:
+        return self.service.ended(call.key)
+
     def passes(self, _: bytes, call: Call) -> PassesDone:
         return self.service.passes(call.key)
 

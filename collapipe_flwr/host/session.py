@@ -1,9 +1,10 @@
 """One cluster's part on a host, and what may use it now.
 
 A session is at rest, in use by one call, or by one stream, which begins when all its links are
-there; one that is broken off before never runs. All changes happen under one lock. A use that is
-over cannot end or disturb a later one. A closed session begins no new use, and its last use frees
-what it held.
+there; one that is broken off before never runs. Where the stage's weights may come later than its
+links, a stream waits for them, and calls may set them meanwhile. All changes happen under one lock.
+A use that is over cannot end or disturb a later one. A closed session begins no new use, and its
+last use frees what it held.
 """
 
 from __future__ import annotations
@@ -133,14 +134,15 @@ class Session:
     wanted: Mapping[str, str] = field(default_factory=dict)  # digests that `missing` was asked for
     claiming: threading.Lock = field(default_factory=threading.Lock)  # one lane at a time
     closed: str = ""  # why no use begins any more; the last one may not have ended yet
-    _use: object = None  # of the part now: a stream, or a token of one call; None at rest
+    stream: Stream | None = None  # that has the part, or waits for it
+    _call: object = None  # that has the part
     _turn: threading.Condition = field(default_factory=threading.Condition)
     _dropped: threading.Event = field(default_factory=threading.Event)
 
     @property
-    def stream(self) -> Stream | None:
-        """The stream that has the part."""
-        return self._use if isinstance(self._use, Stream) else None
+    def awaits_weights(self) -> bool:
+        """Whether a stream may claim it and wait for weights that are on their way."""
+        return self.request.stage.overlap and self.part is None and self.saved is None
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
@@ -149,13 +151,16 @@ class Session:
             if not self._turn.wait_for(self._has_no_call, BUSY_S):
                 raise SessionRefused(f"the session has been busy for {BUSY_S:g} s")
             self._refuse_if_closed()
-            if self._use is not None:
+            if self.stream is not None and not self.awaits_weights:
                 raise SessionRefused("the session is in the middle of a stream")
-            use = self._use = object()
+            self._call = object()
         try:
             yield
         finally:
-            self._leave(use)
+            with self._turn:
+                self._call = None
+                last = self._left()
+            self._drop_if(last)
 
     def claim(self, lane: Lane) -> Stream:
         """Give the part to a stream; the caller has it at rest.
@@ -168,8 +173,8 @@ class Session:
             if not lanes.accepts(lane):
                 raise SessionRefused(f"the session's stage has no lane {lane.number} of {lane.of}")
             lanes.links[lane] = None
-            self._use = stream = Stream(self, lanes)
-            return stream
+            self.stream = Stream(self, lanes)
+            return self.stream
 
     def joined(self, lane: Lane) -> Stream | None:
         """Reserve this lane of a claimed stream that waits for it; None if there is none."""
@@ -191,9 +196,17 @@ class Session:
             return stream.lanes.complete
 
     def begin(self, stream: Stream, upstream: Link) -> None:
-        """Begin a claimed stream. Raises SessionRefused when it was broken off before."""
+        """Begin a claimed stream, as soon as there are weights.
+
+        Raises SessionRefused when it was broken off before, and when no weights come in time.
+        """
         with self._turn:
             self.add_link(stream, upstream)
+            patience_s = self.request.stage.pause_s
+            if not self._turn.wait_for(lambda: stream.broken or self._is_set, patience_s):
+                self._end_stream(f"no weights came within {patience_s:g} s")
+            if stream.broken:
+                raise SessionRefused(stream.broken)
             stream.runs = True
 
     def add_link(self, stream: Stream, link: Link) -> None:
@@ -208,7 +221,12 @@ class Session:
 
     def end(self, stream: Stream) -> None:
         """The stream is over; may be called twice."""
-        self._leave(stream)
+        with self._turn:
+            last = self.stream is stream
+            if last:
+                self.stream = None
+                last = self._left()
+        self._drop_if(last)
         stream.over.set()
 
     def fail(self, why: str) -> None:
@@ -223,7 +241,7 @@ class Session:
         """
         stream = self.cut(why)
         with self._turn:
-            if not self._turn.wait_for(lambda: not stream or self._use is not stream, BUSY_S):
+            if not self._turn.wait_for(lambda: not stream or self.stream is not stream, BUSY_S):
                 raise SessionRefused(
                     f"the stream was told to end ({why}), but its step has not for {BUSY_S:g} s"
                 )
@@ -252,7 +270,8 @@ class Session:
             self._turn.wait_for(self._has_no_call, LEAVING_S)
             self._refuse_if_closed()
             self.closed = why
-            whole = self._use is None or (self.stream is not None and not self.stream.runs)
+            self._turn.notify_all()
+            whole = self._call is None and (self.stream is None or not self.stream.runs)
             links = self._end_stream(why) if whole else ()
         if whole:
             for link in links:
@@ -274,7 +293,7 @@ class Session:
     def retire(self) -> bool:
         """Close a session that is not in use, without `drop`; return whether it was not."""
         with self._turn:
-            if self._use is not None or self.closed:
+            if self._call is not None or self.stream is not None or self.closed:
                 return False
             self.closed = "it was not in use"
             self.empty()
@@ -307,8 +326,26 @@ class Session:
         self.part = self.optimizer = None
         self.steps, self.report = self.saved.step, self.saved.report
 
+    def await_end(self, within_s: float) -> bool:
+        """Wait for a stream to have ended in good order since the weights were set.
+
+        Returns whether it has. Raises SessionRefused when the session is closed.
+        """
+        with self._turn:
+            self._turn.wait_for(lambda: self.closed or self._has_ended, within_s)
+            self._refuse_if_closed()
+            return self._has_ended
+
     def _has_no_call(self) -> bool:
-        return self._use is None or self.stream is not None
+        return self._call is None
+
+    @property
+    def _is_set(self) -> bool:
+        return self._call is None and self.part is not None
+
+    @property
+    def _has_ended(self) -> bool:
+        return self.stream is None and self.report is not None
 
     def _end_stream(self, why: str) -> tuple[Link, ...]:
         """Break off the stream, if any; one that has not begun is over at once. Its links."""
@@ -318,18 +355,17 @@ class Session:
         stream.broken = stream.broken or why
         if not stream.runs:
             stream.over.set()
-            self._use = None
-            self._turn.notify_all()
+            self.stream = None
+        self._turn.notify_all()
         return tuple(stream.links)
 
-    def _leave(self, use: object) -> None:
-        """End a use, unless it has ended already or another one has begun since."""
-        with self._turn:
-            if self._use is not use:
-                return
-            self._use = None
-            self._turn.notify_all()
-            last = bool(self.closed)
+    def _left(self) -> bool:
+        """A use has ended; whether it was the last one of a closed session."""
+        self._turn.notify_all()
+        return bool(self.closed) and self._call is None and self.stream is None
+
+    def _drop_if(self, last: bool) -> None:
+        """The last use frees what the session held."""
         if last:
             self.empty()
             self._drop()

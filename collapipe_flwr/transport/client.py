@@ -211,6 +211,14 @@ class Session:
         """What the session measured over all steps that count; see `EdgeService.report`."""
         return self._call(methods.REPORT, None, StageReport, patiently=True)
 
+    def await_end(self) -> None:
+        """Wait for its stream to end, however long its steps take.
+
+        Raises LinkError when the session is closed, or the host breaks off.
+        """
+        while not self._call(methods.ENDED, None, bool):
+            pass
+
     def passes(self, *, within_s: float) -> PassesDone:
         """How far the session is, also within a step."""
         return self._call(methods.PASSES, None, PassesDone, within_s=within_s)
