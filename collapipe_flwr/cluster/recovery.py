@@ -76,7 +76,7 @@ def run_interval(
     fleet: Fleet,
     probe: Iterable[Batch],
     keep_optimizer: Callable[[], bool],
-    has_more: Callable[[], bool] = lambda: True,
+    has_more: Callable[[], bool],
 ) -> ReplayInterval:
     """Run every batch as one optimizer step on the devices of ``fleet``, from ``order``'s state.
 

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-import torch
 
 from benchmarks.data_plane.recovery import Job, cluster_of, run_job, small_job
 from collapipe_flwr.cluster.fleet import RoundOrder
@@ -20,6 +19,7 @@ from collapipe_flwr.pipeline.roles import MiddleStage
 from collapipe_flwr.transport.client import EdgeClient
 from tests.cluster.conftest import WarmDaemons
 from tests.cluster.hosted import daemons
+from tests.cluster.test_recovery import assert_same
 
 SLOW = pytest.mark.slow
 WAIT_S = 60.0
@@ -57,6 +57,19 @@ def filling(monkeypatch: pytest.MonkeyPatch, name: str, before: Callable[[], Non
         fill(hosted, splitter, order)
 
     monkeypatch.setattr(Hosted, "fill", watched)
+
+
+def collecting(monkeypatch: pytest.MonkeyPatch, name: str, before: Callable[[], None]) -> None:
+    """Call ``before`` when a device has ended, before its weights are fetched."""
+    collect = Hosted.collect
+
+    def watched(hosted: Hosted, *how):
+        if name_of(hosted) == name:
+            hosted.session.await_end()
+            before()
+        return collect(hosted, *how)
+
+    monkeypatch.setattr(Hosted, "collect", watched)
 
 
 def test_a_device_computes_before_the_next_has_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,47 +137,28 @@ def test_weights_that_cannot_be_sent_fail_the_round_and_leave_nothing(
 
 
 @pytest.mark.parametrize(
-    ("victim", "every"), [(2, 0), pytest.param(0, 0, marks=SLOW), pytest.param(1, 2, marks=SLOW)]
+    ("before", "victim", "every"),
+    [
+        (filling, 2, 0),
+        (collecting, 2, 0),
+        pytest.param(filling, 0, 0, marks=SLOW),
+        pytest.param(filling, 1, 2, marks=SLOW),
+        pytest.param(collecting, 1, 0, marks=SLOW),
+        pytest.param(collecting, 0, 1, marks=SLOW),
+    ],
 )
-def test_a_device_that_dies_before_it_has_its_weights_is_planned_around(
-    warm_daemons: WarmDaemons, monkeypatch: pytest.MonkeyPatch, victim: int, every: int
+def test_a_device_that_dies_before_its_weights_travel_is_planned_around(
+    warm_daemons: WarmDaemons, monkeypatch: pytest.MonkeyPatch, before, victim: int, every: int
 ) -> None:
-    hosts, edge = warm_daemons()
-    cluster, job = cluster_of(hosts, edge), replace(JOB, snapshot_every=every)
-    filling(monkeypatch, f"recovery/d{victim}", hosts[victim].process.kill)
-    result, weights = run_job(job, cluster)
-    monkeypatch.undo()
-    assert_as_if_it_had_never_been(job, cluster, result, weights, victim)
-
-
-@pytest.mark.parametrize(
-    ("victim", "every"), [(2, 0), pytest.param(1, 0, marks=SLOW), pytest.param(0, 1, marks=SLOW)]
-)
-def test_a_device_that_dies_while_it_is_collected_is_planned_around(
-    warm_daemons: WarmDaemons, monkeypatch: pytest.MonkeyPatch, victim: int, every: int
-) -> None:
-    hosts, edge = warm_daemons()
-    cluster, job = cluster_of(hosts, edge), replace(JOB, snapshot_every=every)
-    collect = Hosted.collect
-
-    def killed(hosted: Hosted, *how):
-        if name_of(hosted) == f"recovery/d{victim}":
-            hosted.session.await_end()
-            hosts[victim].process.kill()
-        return collect(hosted, *how)
-
-    monkeypatch.setattr(Hosted, "collect", killed)
-    result, weights = run_job(job, cluster)
-    monkeypatch.undo()
-    assert_as_if_it_had_never_been(job, cluster, result, weights, victim)
-
-
-def assert_as_if_it_had_never_been(job: Job, cluster, result, weights, victim: int) -> None:
     """The weights are those of an undisturbed round by the plan without it."""
+    hosts, edge = warm_daemons()
+    cluster, job = cluster_of(hosts, edge), replace(JOB, snapshot_every=every)
+    before(monkeypatch, f"recovery/d{victim}", hosts[victim].process.kill)
+    result, weights = run_job(job, cluster)
+    monkeypatch.undo()
     (incident,) = result.incidents
     assert incident.lost == (f"recovery/d{victim}",)
     assert result.plan.overlap
     assert len(result.losses) == job.steps
     _, undisturbed = run_job(replace(job, plan=replace(result.plan, overlap=False)), cluster)
-    assert weights.keys() == undisturbed.keys()
-    assert all(torch.equal(weights[key], undisturbed[key]) for key in weights)
+    assert_same(weights, undisturbed)

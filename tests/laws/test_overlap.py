@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
-import torch
 
 from tests.closeness import assert_near, near
+from tests.cluster.test_recovery import assert_same
 from tests.laws.test_cluster_equals_whole import (
     ADAMW,
     CUTS,
@@ -36,11 +36,6 @@ class OneByOne:
     @property
     def schedule(self) -> str:
         return self.cut.schedule
-
-
-def assert_same(left, right) -> None:
-    assert left.keys() == right.keys()
-    assert all(torch.equal(left[key], right[key]) for key in left)
 
 
 @pytest.mark.parametrize("model_type", ["marian", "bert"])  # one ties embeddings to the head
