@@ -29,6 +29,7 @@ from collapipe_flwr.pipeline.update_rules import (
     Keywords,
     check_arguments,
     check_name,
+    check_of_group,
     check_overridden,
     check_schedule,
     empty_state,
@@ -91,8 +92,8 @@ class OptimizerConfig:
     """How gradients turn into weights, on all stages.
 
     ``name`` is ``adamw`` or ``sgd`` (fused operators), or a class of torch.optim; ``arguments`` are
-    its keyword arguments. Without a ``weight_decay`` the class uses its own default, and adamw and
-    sgd 0.01. A parameter belongs to the first of ``groups`` that matches its key. ``betas``,
+    its keyword arguments. Without a ``weight_decay`` the class uses its own default, adamw 0.01 and
+    sgd 0. A parameter belongs to the first of ``groups`` that matches its key. ``betas``,
     ``eps`` are for adamw, ``momentum`` for sgd.
 
     All learning rates are multiplied by the factor of ``schedule`` (see `factor_of`), whose
@@ -131,6 +132,7 @@ class OptimizerConfig:
         check_overridden(self.arguments, self.weight_decay)
         for group in self.groups:
             check_overridden(group.arguments, group.weight_decay)
+            check_of_group(self.name, group.arguments)
         for keywords in (self._keywords(None), *map(self._keywords, self.groups)):
             rate: Any = keywords["lr"]
             if not rate >= 0:
@@ -138,7 +140,7 @@ class OptimizerConfig:
             check_arguments(self.name, keywords)
 
     def keywords(self, name: str) -> Keywords:
-        """The arguments, ``lr`` included, that hold for the parameter with this key."""
+        """All arguments, ``lr`` and defaults included, for the parameter with this key."""
         return self._keywords(next((g for g in self.groups if g.matches(name)), None))
 
     def rates(self, *, first: int = 0, batches: int = 0) -> Iterator[float]:
@@ -184,10 +186,12 @@ class OptimizerConfig:
 
     def _keywords(self, group: ParameterGroup | None) -> Keywords:
         own = {name: getattr(self, name) for name, owner in _OWNERS.items() if owner == self.name}
-        chosen = {**FUSED.get(self.name, {}), **own, **_given(self)}
+        # All of them: torch fills what a group lacks with the arguments of another group.
+        known = known_arguments(self.name)
+        chosen = {**known, **own, **_given(self)}
         if group is not None:
             chosen |= _given(group)
-        if not chosen.get("weight_decay") and "weight_decay" not in known_arguments(self.name):
+        if not chosen.get("weight_decay") and "weight_decay" not in known:
             chosen.pop("weight_decay", None)  # 0 is what such a class does
         return chosen
 
@@ -336,6 +340,7 @@ def _of_instance(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> O
     for full_name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(full_name)
     _check_parameters(optimizer, names)
+    _check_hidden(optimizer, name, defaults)
     common = {k: optimizer.defaults[k] for k in defaults}
     given = {k: v for k, v in common.items() if k == "lr" or v != defaults[k]}
     groups = []
@@ -377,6 +382,19 @@ def _plain(name: str, value: object) -> Argument:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ConfigError(f"the optimizer's {name} must be a number, got {value!r}")
+
+
+def _check_hidden(
+    optimizer: torch.optim.Optimizer, name: str, arguments: Mapping[str, object]
+) -> None:
+    """Raise ConfigError where a group sets what the class itself takes no argument for."""
+    for group in optimizer.param_groups:
+        for key in optimizer.defaults.keys() - arguments.keys():
+            if group[key] != optimizer.defaults[key]:
+                raise ConfigError(
+                    f"a parameter group of the optimizer has {key}={group[key]!r}, which is no "
+                    f"argument of {name}: use the class that has it"
+                )
 
 
 def _check_parameters(

@@ -40,6 +40,7 @@ _REFUSED = {
     "SparseAdam": "it takes sparse gradients only, and stages exchange dense ones",
 }
 _KEYS = {"lr": "learning_rate", "weight_decay": "weight_decay"}  # arguments with own fields
+_OF_ALL = {"Adagrad": ("initial_accumulator_value",)}  # arguments that groups cannot set
 _SWITCHES = ("foreach", "fused")  # None stands for torch's own choice
 _NOT_ARGUMENTS = {"self", "params", "lr", "differentiable", "capturable"}
 _STEP, _MOMENTUM = "step", "momentum_buffer"  # in a state of torch.optim
@@ -92,7 +93,8 @@ class FusedSGD(torch.optim.SGD):
 def make_optimizer(name: str, groups: Iterable[Mapping[str, Any]]) -> torch.optim.Optimizer:
     """The optimizer over groups, each with its ``params`` and all keyword arguments.
 
-    Raises ConfigError for arguments that torch refuses.
+    A group would inherit one that it lacks from the first. Raises ConfigError for arguments that
+    torch refuses.
     """
     fused = {"fused": True} if name == "adamw" else {}
     given = [{**group, **fused} for group in groups]
@@ -199,6 +201,16 @@ def check_overridden(arguments: Keywords, weight_decay: float | None) -> None:
             raise ConfigError(
                 f"the optimizer's arguments may not hold {argument}={arguments[argument]!r}: set "
                 f"train.{field.replace('_', '-')} instead, or in a program {field}"
+            )
+
+
+def check_of_group(name: str, arguments: Keywords) -> None:
+    """Raise ConfigError for an argument of a group that torch reads from the optimizer only."""
+    for argument in _OF_ALL.get(name, ()):
+        if argument in arguments:
+            raise ConfigError(
+                f"optimizer {name} has one {argument} for all parameters, and a group asks for "
+                f"{arguments[argument]!r}: give it to the optimizer"
             )
 
 

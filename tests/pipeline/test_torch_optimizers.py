@@ -221,6 +221,15 @@ def test_groups_are_chosen_by_key() -> None:
             {"groups": (ParameterGroup(patterns=("*",), arguments={"lr": "fast"}),)},
             "may not hold lr='fast': set .* in a program learning_rate",
         ),
+        (
+            {
+                "name": "Adagrad",
+                "groups": (
+                    ParameterGroup(patterns=("*",), arguments={"initial_accumulator_value": 0.5}),
+                ),
+            },
+            "Adagrad has one initial_accumulator_value for all parameters, and a group asks for 0.5",
+        ),
         ({"schedule": "cosin"}, "'cosin'; did you mean cosine"),
         ({"warmup_steps": -1}, "warmup_steps and total_steps must be >= 0"),
         ({"proximal_mu": float("nan")}, "proximal_mu must be >= 0"),
@@ -297,6 +306,12 @@ def scheduled(model: nn.Module) -> torch.optim.Optimizer:
         (lambda _: torch.optim.SGD(nn.Linear(1, 1).parameters()), "that are not the model's"),
         (lambda model: torch.optim.SGD([model["embed"].weight]), "leaves out head.bias"),
         (scheduled, "a scheduler of torch has changed"),
+        (
+            lambda model: torch.optim.AdamW(
+                [{"params": model.parameters(), "decoupled_weight_decay": False}]
+            ),
+            "a parameter group .* decoupled_weight_decay=False, which is no argument of AdamW",
+        ),
     ],
 )
 def test_what_a_configuration_cannot_say_is_refused(make, words) -> None:
