@@ -389,11 +389,11 @@ def _check_hidden(
 ) -> None:
     """Raise ConfigError where a group sets what the class itself takes no argument for."""
     for group in optimizer.param_groups:
-        for key in optimizer.defaults.keys() - arguments.keys():
-            if group[key] != optimizer.defaults[key]:
+        for hidden in optimizer.defaults.keys() - arguments.keys():
+            if group[hidden] != optimizer.defaults[hidden]:
                 raise ConfigError(
-                    f"a parameter group of the optimizer has {key}={group[key]!r}, which is no "
-                    f"argument of {name}: use the class that has it"
+                    f"a parameter group of the optimizer has {hidden}={group[hidden]!r}, which is "
+                    f"no argument of {name}: use the class that has it"
                 )
 
 

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.pipeline.optimizer import (
     Optimizer,
     OptimizerConfig,

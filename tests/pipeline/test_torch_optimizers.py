@@ -228,7 +228,7 @@ def test_groups_are_chosen_by_key() -> None:
                     ParameterGroup(patterns=("*",), arguments={"initial_accumulator_value": 0.5}),
                 ),
             },
-            "Adagrad has one initial_accumulator_value for all parameters, and a group asks for 0.5",
+            "Adagrad has one initial_accumulator_value for all parameters, and a group asks",
         ),
         ({"schedule": "cosin"}, "'cosin'; did you mean cosine"),
         ({"warmup_steps": -1}, "warmup_steps and total_steps must be >= 0"),
