@@ -57,6 +57,8 @@ class DataConfig:
     partition_column: str = key("")  # what natural and dirichlet go by; empty: the task's choice
     alpha: float = key(0.5, above(0))  # dirichlet: small is more skewed
     tokenizer: str = key(TRAIN_TOKENIZER)  # byte-level BPE learned on the spot; else folder or name
+    source_language: str = key("")  # that tokenizers of many languages write into texts: en_XX
+    target_language: str = key("")
     vocab_size: int = key(384, at_least(260))
     max_source_length: int = key(64, at_least(2))  # causal-lm: tokens of a block
     max_target_length: int = key(64, at_least(2))

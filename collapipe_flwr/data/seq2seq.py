@@ -8,12 +8,14 @@ from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from collapipe_flwr.core.domain import IGNORED_LABEL
 from collapipe_flwr.core.errors import DataError, extra
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.metrics import ROUGE, Measure, bleu, chrf, match_rate
 from collapipe_flwr.data.tasks import Batch, Task
+from collapipe_flwr.data.tokenizer import encode, tokenizer_from_json
 
 with extra("data"):
     from datasets import Dataset
@@ -83,9 +85,15 @@ class Seq2Seq(Task):
     model_task: ClassVar[str] = "seq2seq"
     starts_with_bos: ClassVar[bool] = False
 
+    @cached_property
+    def target_tokenizer(self) -> PreTrainedTokenizerFast:
+        """The vocabulary's tokenizer for targets, which may be in another language."""
+        return tokenizer_from_json(self.vocabulary.tokenizer_json, of_targets=True)
+
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         inputs = self.encoded(examples, "source", self.settings.max_source_length)
-        targets = self.encoded(examples, "target", self.settings.max_target_length)
+        texts = [example["target"] for example in examples]
+        targets = encode(self.target_tokenizer, texts, self.settings.max_target_length)
         padding = targets["attention_mask"] == 0
         return {**inputs, "labels": targets["input_ids"].masked_fill(padding, IGNORED_LABEL)}
 

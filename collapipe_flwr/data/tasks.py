@@ -23,6 +23,7 @@ from collapipe_flwr.data.metrics import Measure, Tally
 from collapipe_flwr.data.reader import ReadColumn, column, numbered, with_names
 from collapipe_flwr.data.tokenizer import (
     IGNORED_TAG,
+    Languages,
     Vocabulary,
     encode,
     load_tokenizer,
@@ -303,8 +304,14 @@ class Task(ABC):
         return bad
 
     def _make_tokenizer(self) -> PreTrainedTokenizerFast:
+        languages = Languages(
+            source=self.settings.source_language,
+            target=self.settings.target_language,
+            of_pairs=self.model_task == "seq2seq",
+        )
         if self.settings.tokenizer != TRAIN_TOKENIZER:
-            return load_tokenizer(self.settings.tokenizer)
+            return load_tokenizer(self.settings.tokenizer, languages)
+        languages.refuse('data.tokenizer "train" learns no languages')
         rows = zip(*(self.train[name] for name in self.text_columns), strict=True)
         texts = (t if isinstance(t, str) else " ".join(t) for t in chain.from_iterable(rows))
         return train_tokenizer(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, cast
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -22,6 +23,8 @@ from collapipe_flwr.core.hub import expanded, folder_only, unreachable
 
 PAD, EOS, BOS, UNK, MASK = "<pad>", "</s>", "<s>", "<unk>", "<mask>"
 _KEPT_SETTINGS = ("model_max_length", "padding_side", "truncation_side", "model_input_names")
+_TARGETS = "target_post_processor"  # in a saved tokenizer: the special tokens around targets
+_MOST_LANGUAGES = 6  # in a sentence
 
 
 def train_tokenizer(
@@ -65,8 +68,50 @@ def train_tokenizer(
     )
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """A pretrained tokenizer by hub name or directory.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Languages:
+    """What a tokenizer such as mBART's writes into texts; empty: what it was saved with.
+
+    With ``of_pairs`` texts come in pairs of source and target, and both must be known.
+    """
+
+    source: str = ""
+    target: str = ""
+    of_pairs: bool = False
+
+    def refuse(self, why: str) -> None:
+        """Raise DataError if a language is named."""
+        for side in ("source", "target"):
+            if given := getattr(self, side):
+                raise DataError(f'data.{side}-language is "{given}", but {why}: leave it empty')
+
+    def set_in(self, tokenizer: Any, name: str) -> None:
+        """Let ``tokenizer`` write these languages; raises DataError where it cannot."""
+        what = f'data.tokenizer "{name}"'
+        if not hasattr(tokenizer, "set_tgt_lang_special_tokens"):
+            return self.refuse(f"{what} has no languages to choose from")
+        added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+        known = [token for token in added if token not in tokenizer.special_tokens_map.values()]
+        for side, ours in (("source", "src_lang"), ("target", "tgt_lang")):
+            language = getattr(self, side)
+            near = get_close_matches(language, known, n=_MOST_LANGUAGES, cutoff=0.4)
+            such = ", ".join(near or known[:_MOST_LANGUAGES])
+            if language and language not in known:
+                raise DataError(
+                    f'data.{side}-language "{language}" is none of {what}: choose one such as {such}'
+                )
+            if language:
+                setattr(tokenizer, ours, language)
+            elif self.of_pairs and not tokenizer.init_kwargs.get("tgt_lang"):
+                raise DataError(  # a saved source may be its library's default, en_XX
+                    f"{what} writes a language into every text: name that of the {side}s in "
+                    f"data.{side}-language, such as {such}"
+                )
+        return None
+
+
+def load_tokenizer(name: str, languages: Languages = Languages()) -> PreTrainedTokenizerFast:
+    """A pretrained tokenizer by hub name or directory, which writes these languages.
 
     Raises DataError if it cannot be loaded or is not one of the ``tokenizers`` library.
     """
@@ -96,6 +141,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
                 f'data.tokenizer "{name}" has neither a padding nor an end token: add a pad_token'
             )
         loaded.pad_token = loaded.eos_token  # any token serves, since it is masked
+    languages.set_in(loaded, name)
     return cast(PreTrainedTokenizerFast, loaded)
 
 
@@ -113,16 +159,31 @@ def tokenizer_to_json(tokenizer: PreTrainedTokenizerFast) -> str:
         },
         "settings": {name: getattr(tokenizer, name) for name in _KEPT_SETTINGS},
     }
+    if (targets := _target_processor(tokenizer)) is not None:
+        record["settings"][_TARGETS] = targets
     return json.dumps(record, ensure_ascii=False, sort_keys=True)
 
 
-def tokenizer_from_json(text: str) -> PreTrainedTokenizerFast:
-    """The tokenizer that ``tokenizer_to_json`` wrote.
+def _target_processor(tokenizer: Any) -> dict[str, Any] | None:
+    """How targets get their special tokens; None if as sources do."""
+    if not getattr(tokenizer, "tgt_lang", None):
+        saved: dict[str, Any] | None = tokenizer.init_kwargs.get(_TARGETS)
+        return saved
+    tokenizer.set_tgt_lang_special_tokens(tokenizer.tgt_lang)
+    found: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())["post_processor"]
+    tokenizer.set_src_lang_special_tokens(tokenizer.src_lang)
+    return found
+
+
+def tokenizer_from_json(text: str, *, of_targets: bool = False) -> PreTrainedTokenizerFast:
+    """The tokenizer that ``tokenizer_to_json`` wrote, of sources or ``of_targets``.
 
     Raises DataError for anything else.
     """
     try:
         record = json.loads(text)
+        if of_targets and _TARGETS in record["settings"]:
+            record["tokenizer"]["post_processor"] = record["settings"][_TARGETS]
         return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
             tokenizer_object=Tokenizer.from_str(json.dumps(record["tokenizer"])),
             clean_up_tokenization_spaces=False,

@@ -19,6 +19,7 @@ from collapipe_flwr.core.hub import expanded
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.config import TRAIN_TOKENIZER
 from collapipe_flwr.data.metrics import Tally, added
+from collapipe_flwr.data.seq2seq import Seq2Seq
 from collapipe_flwr.data.tasks import Task, load_task
 from collapipe_flwr.models.any_splitter import DescribedModel
 from collapipe_flwr.models.checkpoint import read_pretrained_config
@@ -29,6 +30,7 @@ from collapipe_flwr.pipeline.compute import CPU, hold
 from collapipe_flwr.reporting.progress import ClusterProgress
 
 _MOST_SHOWN = 6  # tensors in a sentence
+_LAST_TOKEN_FIRST = ("mbart", "plbart")  # training puts a target's last token before it
 _SHAPE_EXAMPLES, _SHAPE_BATCH = 256, 16
 
 
@@ -116,7 +118,7 @@ def drawn_sentence(pretrained: str, keys: Sequence[str]) -> str:
 def _spec(config: AppConfig, task: Task) -> ModelSpec:
     labels = dict(enumerate(task.labels))
     pretrained = config.model.pretrained
-    tokens = _token_settings(task, from_checkpoint=bool(pretrained))
+    tokens = _token_settings(config, task)
     _refuse_lora_from_scratch(config)
     keys = "model.pretrained" if pretrained else "model.type, model.overrides"
     with blaming(f"{keys}, model.edge-blocks" if config.model.edge_blocks else keys):
@@ -144,22 +146,30 @@ def _refuse_lora_from_scratch(config: AppConfig) -> None:
         )
 
 
-def _token_settings(task: Task, *, from_checkpoint: bool) -> dict[str, Any]:
-    """The vocabulary settings of the model; none for a task without text.
-
-    A checkpoint has its own decoder start token: BART's is not the padding.
-    """
+def _token_settings(config: AppConfig, task: Task) -> dict[str, Any]:
+    """The vocabulary settings of the model; none for a task without text."""
     if not task.text_columns:
         return {}
     tokenizer = task.tokenizer
-    starts = task.model_task == "seq2seq" and not from_checkpoint
     return {
         "vocab_size": len(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
-        "decoder_start_token_id": tokenizer.pad_token_id if starts else None,
+        "decoder_start_token_id": _decoder_start(config, task),
     }
+
+
+def _decoder_start(config: AppConfig, task: Task) -> int | None:
+    """The token before every target; None for a checkpoint's own: BART's is not the padding."""
+    if not isinstance(task, Seq2Seq):
+        return None
+    pretrained = config.model.pretrained
+    kind = read_pretrained_config(pretrained).model_type if pretrained else config.model.type
+    if kind in _LAST_TOKEN_FIRST:
+        last: int = task.target_tokenizer("")["input_ids"][-1]
+        return last
+    return None if pretrained else task.tokenizer.pad_token_id
 
 
 def _image_settings(config: AppConfig, task: Task) -> dict[str, object]:
