@@ -65,7 +65,7 @@ STRATEGIES = {  # the classes in flwr.serverapp.strategy
 class RunConfig:
     """The run as a whole (keys without a section)."""
 
-    num_server_rounds: int = key(12, at_least(1))
+    num_server_rounds: int = key(12, between(1, 1_000_000))
     clusters: int = key(2, at_least(1))  # Flower nodes that take part: partition ids below this
     seed: int = key(7, at_least(0))
     output_dir: str = key("runs")

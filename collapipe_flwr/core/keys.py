@@ -49,7 +49,7 @@ def above(low: float) -> Rule:
 
 
 def between(low: float, high: float) -> Rule:
-    return Rule(lambda v: low <= v <= high, f"must lie between {low:g} and {high:g}")
+    return Rule(lambda v: low <= v <= high, f"must lie between {low:.7g} and {high:.7g}")
 
 
 def off_or_at_least(limit: float) -> Rule:

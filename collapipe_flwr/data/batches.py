@@ -149,12 +149,14 @@ def _after(begun: Order, order: Order) -> Order:
 def bucket_by_length(lengths: Sequence[int], count: int) -> list[Rows]:
     """Rows in ``count`` groups of similar length (fewer if there are fewer rows).
 
+    A row without tokens counts as one of one token.
+
     The largest group, in tokens after padding to its own longest row, is as small as it can be;
     it is never larger than that of an equal cut. Rows are in order of length. A micro-batch
     counts with its share of a step's targets, so the gradient does not depend on the cut.
     """
     order = sorted(range(len(lengths)), key=lambda row: lengths[row])
-    ascending = [lengths[row] for row in order]
+    ascending = [max(1, lengths[row]) for row in order]
     count = min(count, len(order))
     limits = range(max(ascending), padded_tokens(ascending) + 1)  # of padded tokens
     smallest = bisect_left(limits, True, key=lambda limit: len(_greedy(ascending, limit)) <= count)

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import chain, zip_longest
@@ -25,6 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from collapipe_flwr.core.domain import IGNORED_LABEL
 from collapipe_flwr.core.errors import ConfigError, DataError, extra
@@ -38,15 +41,22 @@ from collapipe_flwr.data.metrics import (
     match_rate,
     word_accuracy,
 )
-from collapipe_flwr.data.reader import ReadColumn, class_names, list_column, require_column
+from collapipe_flwr.data.reader import (
+    ReadColumn,
+    class_names,
+    list_column,
+    require_column,
+)
 from collapipe_flwr.data.tasks import Batch, Task
 from collapipe_flwr.data.tokenizer import IGNORED_TAG, encode_words
 
 with extra("data"):
     from datasets import Dataset, Image
     from PIL import Image as Pictures
-    from PIL import UnidentifiedImageError
+    from PIL import ImageOps
 
+_FEW_ROWS = 10
+_MISSING = frozenset({"nan", "na", "n/a", "#n/a", "null", "none", "nil", "undefined", "unknown"})
 _MODES = {1: "L", 3: "RGB"}  # by channels
 
 
@@ -68,7 +78,8 @@ class Labelled(Task):
         declared = class_names(self.training_table, self.settings.label_column)
         if len(declared) > 1:
             return declared
-        labels = sorted(set(self.every_row["label"]))
+        counts = Counter(self.every_row["label"])
+        labels = sorted(counts)
         holds = f'data.label-column "{self.settings.label_column}" holds'
         if IGNORED_TAG in labels:
             raise DataError(
@@ -86,6 +97,12 @@ class Labelled(Task):
             raise DataError(
                 f'{holds} only the label "{labels[0]}": classification needs at least two'
             )
+        if len(labels) == len(self.every_row) >= _FEW_ROWS:
+            raise DataError(
+                f"{holds} another label in each of {len(labels)} rows: name the column of the "
+                "classes, several rows of each"
+            )
+        self.warnings += [f"{holds} {odd}" for odd in odd_labels(counts)]
         return tuple(labels)
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
@@ -108,6 +125,31 @@ class Labelled(Task):
                 f'"{unknown[0]}": add training examples of them, or remove their rows'
             )
         return examples
+
+
+def odd_labels(counts: Mapping[str, int]) -> list[str]:
+    """What may be a mistake in labels, given with their numbers of rows."""
+    found, alike = [], dict[str, list[str]]()
+    for label in counts:
+        alike.setdefault(" ".join(label.casefold().split()), []).append(label)
+    if twins := next((each for each in alike.values() if len(each) > 1), None):
+        shown = " and ".join(f'"{label}"' for label in sorted(twins))
+        found.append(
+            f"{shown}, which differ only in blanks or capitals: they are classes of their own; "
+            "write them alike if they should be one"
+        )
+    for name in sorted(_MISSING.intersection(alike)):
+        label = alike[name][0]
+        found.append(
+            f'the label "{label}" in {counts[label]} rows: it is a class like any other; remove '
+            "these rows if it means that there is none"
+        )
+    total = sum(counts.values())
+    if total >= _FEW_ROWS and 2 * len(counts) > total:
+        found.append(
+            f"{len(counts)} labels in {total} rows: a class with a single row cannot be learned"
+        )
+    return found
 
 
 def _fraction_in(labels: Sequence[str]) -> str:
@@ -146,6 +188,13 @@ class TokenClassification(Task):
     starts_with_bos: ClassVar[bool] = True
     columns: ClassVar[tuple[str, ...]] = ("tokens", "tags")
     readers: ClassVar[Mapping[str, ReadColumn]] = {"tokens": list_column, "tags": list_column}
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """The vocabulary's tokenizer; of long texts it keeps the first words, where tags begin."""
+        tokenizer = super().tokenizer
+        tokenizer.truncation_side = "right"
+        return tokenizer
 
     def find_labels(self) -> tuple[str, ...]:
         found = set(chain.from_iterable(self.every_row["tags"])) - {IGNORED_TAG}
@@ -289,6 +338,12 @@ class ImageClassification(Labelled):
         return mean, std
 
 
+_UNREADABLE = (
+    *(OSError, ValueError, TypeError, KeyError, SyntaxError, EOFError, OverflowError, struct.error),
+    Pictures.DecompressionBombError,
+)
+
+
 def open_picture(value: Any) -> Pictures.Image:
     """A picture from a file name, bytes, or nested lists; raises DataError if it is none."""
     try:
@@ -297,8 +352,8 @@ def open_picture(value: Any) -> Pictures.Image:
         source = value["path"] if value["bytes"] is None else io.BytesIO(value["bytes"])
         with Pictures.open(source) as picture:
             picture.load()
-            return _in_bytes(picture)
-    except (OSError, UnidentifiedImageError, ValueError, TypeError, KeyError) as error:
+            return _in_bytes(ImageOps.exif_transpose(picture))
+    except _UNREADABLE as error:
         shown = value.get("path") if isinstance(value, dict) else "the row's numbers"
         raise DataError(
             f"data.image-column: {shown or 'a row'} is no picture that Pillow reads ({error})"
@@ -306,7 +361,9 @@ def open_picture(value: Any) -> Pictures.Image:
 
 
 def _in_bytes(picture: Pictures.Image) -> Pictures.Image:
-    """A picture of more than 8 bits in 8, which Pillow would cut off at 255; else as it is."""
+    """A picture of more than 8 bits in 8, which Pillow would cut off at 255; else its colors."""
+    if picture.mode == "P" and "transparency" in picture.info:
+        return picture.convert("RGBA")  # Pillow asks for it
     if picture.mode.startswith("I;16"):
         return Pictures.fromarray(np.rint(np.asarray(picture) / 257.0).astype(np.uint8))
     if picture.mode in ("I", "F"):

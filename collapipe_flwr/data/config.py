@@ -59,7 +59,7 @@ class DataConfig:
     tokenizer: str = key(TRAIN_TOKENIZER)  # byte-level BPE learned on the spot; else folder or name
     source_language: str = key("")  # that tokenizers of many languages write into texts: en_XX
     target_language: str = key("")
-    vocab_size: int = key(384, at_least(260))
+    vocab_size: int = key(384, between(260, 1_000_000))
     max_source_length: int = key(64, at_least(2))  # causal-lm: tokens of a block
     max_target_length: int = key(64, at_least(2))
     bucketing: str = key("none", one_of("none", "tokens"))  # tokens: micro-batches of like lengths

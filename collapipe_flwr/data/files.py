@@ -6,6 +6,7 @@ Every failure becomes one DataError that names the run-config key.
 from __future__ import annotations
 
 import csv
+import errno
 import glob
 import gzip
 import io
@@ -22,7 +23,8 @@ from typing import IO, Any
 
 from collapipe_flwr.core.errors import DataError, extra
 from collapipe_flwr.core.hub import expanded, folder_only, is_reachable, no_such_path, quietly
-from collapipe_flwr.data.reader import numbered
+from collapipe_flwr.data.json_texts import texts_kept
+from collapipe_flwr.data.reader import numbered, split_words
 
 with extra("data"):
     from datasets import (
@@ -72,7 +74,7 @@ def read_conll(path: Path, key: str, *, skip_bad_rows: bool = False) -> Dataset:
                 f"{what} has the comment {line.strip()!r} in line {number}, as CoNLL-U files do: "
                 "write a word and its tag in every line, nothing else"
             )
-    rows = [line.split() for line in lines]
+    rows = [split_words(line) if line.strip() else [] for line in lines]
     bare = [n for n, fields in enumerate(rows) if len(fields) == 1 and fields[0] != _DOCUMENT]
     if bare and not skip_bad_rows:
         raise DataError(
@@ -103,6 +105,8 @@ _FORMATS = {
 }
 _SAVED = ("state.json", "dataset_dict.json")  # written by save_to_disk of datasets
 _HEADER_BYTES = 1 << 20
+_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _NO_DATA = "corresponds to no data"  # as datasets says it
 
 
@@ -138,9 +142,13 @@ def load_table(
             )
         if builder == "conll":
             return read_conll(path, key, skip_bad_rows=skip_bad_rows)
-        options = {"data_files": glob.escape(str(path)), "split": "train", **_options(path, key)}
-        if grows:
-            options["cache_dir"] = str(_cache_of_version(path))
+        cache = _cache_of_version(path) if grows else _own_cache()
+        options: dict[str, Any] = {
+            "data_files": glob.escape(str(path)),
+            "split": "train",
+            "cache_dir": str(cache),
+        }
+        options |= _options(path, key)
         rows = _with_rows(_loaded(key, name, builder, **options), key, name)
         return without_empty(rows) if builder == "text" else rows
     if path.is_dir():
@@ -156,13 +164,18 @@ def load_table(
     return _with_rows(_loaded(key, name, hub_name, **options), key, name)
 
 
+def _own_cache() -> Path:
+    """Where tables of this machine's files are kept: others read JSON with dates for texts."""
+    return Path(datasets_config.HF_DATASETS_CACHE, "collapipe")
+
+
 def _cache_of_version(path: Path) -> Path:
     """The cache of a file as it is now; deletes those of its earlier versions.
 
     In datasets' common cache each version would stay, as large as the whole file.
     """
     found, digest = path.stat(), sha256(str(path.absolute()).encode()).hexdigest()
-    versions = Path(datasets_config.HF_DATASETS_CACHE, "collapipe", digest[:32])
+    versions = _own_cache() / digest[:32]
     newest = versions / f"{found.st_size}-{found.st_mtime_ns}"
     for version in versions.glob("*"):
         if version != newest:
@@ -207,7 +220,8 @@ def _header(path: Path, separator: str, key: str) -> list[str]:
         start = file.read(_HEADER_BYTES).decode("utf-8-sig", errors="replace")
     csv.field_size_limit(max(csv.field_size_limit(), _HEADER_BYTES))  # texts may be long
     rows = csv.reader(io.StringIO(start, newline=""), delimiter=separator)
-    names, first = next(rows, []), next(rows, [])
+    names = next(rows, [])
+    first = next((row for row in rows if row and (len(row) > 1 or row[0].strip())), [])
     if not names and not start.strip():
         raise DataError(
             f'{key} "{path}" is empty: give a file with a line of column names, then examples'
@@ -216,6 +230,11 @@ def _header(path: Path, separator: str, key: str) -> list[str]:
         raise DataError(
             f'{key} "{path}" must begin with a line of distinct column names, got {names}: '
             "give each column its own name"
+        )
+    if len(names) == 1 and (other := next((c for c in _SEPARATORS if c in names[0]), "")):
+        raise DataError(
+            f'{key} "{path}" has {_SEPARATORS[other]} in its first line, but columns are separated '
+            "by commas in .csv and by tabs in .tsv files: save it so"
         )
     # As pandas calls a column without a name, such as the row numbers that it writes.
     names = [name or f"Unnamed: {place}" for place, name in enumerate(names)]
@@ -232,7 +251,7 @@ def _folder(path: Path, *, key: str, split: str, only_split_serves: bool) -> Dat
     found: Dataset | DatasetDict
     if not any((path / name).is_file() for name in _SAVED):
         base, below = _without_patterns(path)
-        found = _loaded(key, str(path), base, data_dir=below)
+        found = _loaded(key, str(path), base, data_dir=below, cache_dir=str(_own_cache()))
     else:
         try:
             found = load_from_disk(str(path))
@@ -269,12 +288,15 @@ def _without_patterns(path: Path) -> tuple[str, str | None]:
 
 def _loaded(key: str, shown: str, source: str, **options: Any) -> Any:
     try:
-        with warnings.catch_warnings(), quietly(logging):
+        with warnings.catch_warnings(), quietly(logging), texts_kept():
             # datasets leaves CSV files open until garbage collection
             warnings.simplefilter("ignore", ResourceWarning)
             return load_dataset(source, **options)
     except (*_UNREADABLE, ValueError, RuntimeError, StopIteration, DatasetsError) as error:
-        raise DataError(f'{key} "{shown}" could not be loaded {_reason(error)}') from error
+        if full := _cache_error(error):
+            raise DataError(full) from error
+        local = expanded(shown).is_file()
+        raise DataError(f'{key} "{shown}" could not be loaded {_reason(error, local)}') from error
 
 
 def _with_rows(table: Dataset, key: str, shown: str) -> Dataset:
@@ -283,14 +305,41 @@ def _with_rows(table: Dataset, key: str, shown: str) -> Dataset:
     return table
 
 
-def _reason(error: BaseException) -> str:
-    """The error of datasets, and what to do."""
+def _cache_error(error: BaseException | None) -> str:
+    """The message for a cache that cannot be written; empty for any other error."""
+    cache = Path(datasets_config.HF_DATASETS_CACHE)
+    while error is not None:
+        if isinstance(error, OSError) and (
+            error.errno in _FULL or str(error.filename or "").startswith(str(cache))
+        ):
+            return (
+                f"the cache of datasets, {cache}, cannot be written ({error.strerror}): make room "
+                "or change its rights, or set the environment variable HF_HOME to another folder"
+            )
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+_WAYS_OUT = {  # by what a library says of a file
+    "utf-8": "save the file as UTF-8",
+    "invalid utf": "save the file as UTF-8",
+    "eof inside string": "close the quotation mark that opens a field there, or write it twice "
+    "where it belongs to the text",
+    "fields in line": "put texts that hold the separator in quotation marks",
+    "json parse error": "write one object per line, in UTF-8",
+    "": "save it again in the format that its name says",
+}
+
+
+def _reason(error: BaseException, local: bool) -> str:
+    """The error of datasets, and what to do with a local file or another name."""
     cause = error.__cause__ or error
     first = str(cause).strip().split("\n", maxsplit=1)[0] or "it is empty"
-    if isinstance(cause, UnicodeDecodeError):
-        return f"({first}): save the file as UTF-8"
     if _NO_DATA in first:
         return "(it has no rows): give a file with examples"
+    if local:
+        said = next(said for said in _WAYS_OUT if said in first.lower())
+        return f"({first}): {_WAYS_OUT[said]}"
     return (
         f"({first}): give a local CSV or JSON file, or a hub data set that this machine can reach"
     )

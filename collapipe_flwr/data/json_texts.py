@@ -1,7 +1,8 @@
 """JSON as datasets reads it, but with every text as it is written.
 
 The library infers types: texts that look like dates become points in time, whose texts are others
-(``2020-03-05`` becomes ``2020-03-05 00:00:00``), and its second reader makes numbers of texts.
+(``2020-03-05`` becomes ``2020-03-05 00:00:00``), and its second reader, for what the first cannot
+read, makes numbers of texts.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
-import pandas
-import pyarrow
-import pyarrow.json
+from collapipe_flwr.core.errors import extra
+
+with extra("data"):
+    import pandas
+    import pyarrow
+    import pyarrow.json
 
 _patching = Lock()
 
@@ -25,24 +29,27 @@ def texts_kept() -> Iterator[None]:
     with _patching:
         arrow, panda = pyarrow.json.read_json, pandas.read_json
         pyarrow.json.read_json = partial(_read, arrow)
-        pandas.read_json = partial(panda, dtype=False, convert_dates=False, convert_axes=False)
+        pandas.read_json = _refuse
         try:
             yield
         finally:
             pyarrow.json.read_json, pandas.read_json = arrow, panda
 
 
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise ValueError("only objects, one per line or in one list, keep their texts")
+
+
 def _read(read: Any, source: Any, **options: Any) -> Any:
     """The table of a JSON file; read again, with the types known, where it would hold dates."""
     table = read(source, **options)
+    table.validate(full=True)  # it need not be UTF-8
     fields = [pyarrow.field(field.name, _without_dates(field.type)) for field in table.schema]
     schema = pyarrow.schema(fields)
     if schema == table.schema:
         return table
     source.seek(0)
-    return read(
-        source, parse_options=pyarrow.json.ParseOptions(explicit_schema=schema), **options
-    )
+    return read(source, parse_options=pyarrow.json.ParseOptions(explicit_schema=schema), **options)
 
 
 def _without_dates(kind: Any) -> Any:

@@ -6,7 +6,9 @@ user. They keep the order of the numbers, unlike a sorted list.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from math import isfinite
 from typing import Any
 
 from collapipe_flwr.core.domain import IGNORED_LABEL
@@ -16,7 +18,11 @@ from collapipe_flwr.data.tokenizer import IGNORED_TAG
 with extra("data"):
     from datasets import ClassLabel, Dataset, List, Value
 
+_BLANKS = re.compile(r"[ \t\r\n]+")
+_TABLES = (".csv", ".tsv")
+_FIRST_LINE = ", or put a line of column names first if these are a row of the data"
 _PLAIN = (str, int, float)
+_LEAST_ROUNDED = 2.0**53  # from here on, two whole numbers may be one fraction
 _MOST_NAMED = 20  # rows in a sentence
 ReadColumn = Callable[..., list[Any]]  # as `column`
 
@@ -90,17 +96,38 @@ def column(table: Dataset, name: str, *, key: str, of: str) -> list[str]:
         )
     if odd is not None:
         raise DataError(f"{what} holds lists: name a column with one text or number in each row")
+    _refuse_mixed(table.features[name], what)
     if names := class_names(table, name):
         unknown = (None, -1)  # hidden labels of a hub's test set
         values = [None if v in unknown else name_of(v, names, what) for v in values]
-    return ["" if value is None else str(value) for value in values]
+    rounded = next((v for v in values if isinstance(v, float) and abs(v) >= _LEAST_ROUNDED), 0.0)
+    if isfinite(rounded) and rounded:
+        raise DataError(
+            f"{what} holds whole numbers of more than 15 digits, such as one near {rounded:.3g}, "
+            "which are rounded on reading: write them as texts, in quotation marks"
+        )
+    return ["" if value is None or value != value else str(value) for value in values]
+
+
+def _refuse_mixed(feature: Any, what: str) -> None:
+    """Raise DataError for values of several kinds: datasets makes numbers of texts among them."""
+    if not isinstance(feature, Value | ClassLabel):
+        raise DataError(
+            f'{what} holds values of several kinds, such as 1 and "1": write all of them as texts'
+        )
+
+
+def split_words(text: str) -> list[str]:
+    """The words between blanks; other spaces, such as one that does not break, are within words."""
+    return [word for word in _BLANKS.split(text) if word]
 
 
 def require_column(table: Dataset, name: str, *, key: str, of: str) -> None:
     """Raise DataError, naming ``key``, where the table has no such column."""
     if name not in table.column_names:
         raise DataError(
-            f'{key} "{name}" is not a column of "{of}", which has {", ".join(table.column_names)}'
+            f'{key} "{name}" is not a column of "{of}", which has {", ".join(table.column_names)}: '
+            f"name one of them{_FIRST_LINE if of.removesuffix('.gz').endswith(_TABLES) else ''}"
         )
 
 
@@ -112,22 +139,25 @@ def list_column(table: Dataset, name: str, *, key: str, of: str) -> list[list[st
     """
     require_column(table, name, key=key, of=of)
     values, what = table[name][:], f'{key} "{name}" of "{of}"'
+    values = [None if row != row else row for row in values]  # not a number: a missing one
     other = next((row for row in values if not isinstance(row, str | list | None)), None)
     if other is not None:
         raise DataError(
             f"{what} holds {other!r:.40} where a row's words or tags should stand: give a list of "
             "texts in every row"
         )
-    rows = [row.split() if isinstance(row, str) else list(row or ()) for row in values]
+    rows = [split_words(row) if isinstance(row, str) else list(row or ()) for row in values]
     if names := class_names(table, name):
         return [
             [IGNORED_TAG if v == IGNORED_LABEL else name_of(v, names, what) for v in row]
             for row in rows
         ]
-    odd = next((value for row in rows for value in row if not isinstance(value, _PLAIN)), 0)
-    if odd is None or odd:
+    odd = [v for row in rows for v in row if not isinstance(v, _PLAIN) or v != v][:1]
+    if odd:
         raise DataError(
-            f"{what} holds {odd!r:.40} where one word or tag should stand: give a list of texts in "
-            "every row"
+            f"{what} holds {odd[0]!r:.40} where one word or tag should stand: give a list of "
+            "texts in every row"
         )
+    if isinstance(feature := table.features[name], List):
+        _refuse_mixed(feature.feature, what)
     return [[IGNORED_TAG if v == IGNORED_LABEL else str(v) for v in row] for row in rows]

@@ -20,7 +20,12 @@ from collapipe_flwr.data.batches import Example, partition_rows
 from collapipe_flwr.data.config import TASK_CLASSES, TRAIN_TOKENIZER, DataConfig, key_of
 from collapipe_flwr.data.files import is_one_table, load_table
 from collapipe_flwr.data.metrics import Measure, Tally
-from collapipe_flwr.data.reader import ReadColumn, column, numbered, with_names
+from collapipe_flwr.data.reader import (
+    ReadColumn,
+    column,
+    numbered,
+    with_names,
+)
 from collapipe_flwr.data.tokenizer import (
     IGNORED_TAG,
     Languages,
@@ -75,6 +80,7 @@ class Task(ABC):
         self._given_vocabulary = vocabulary
         self._known_labels = known_labels
         self.skipped: dict[str, str] = {}  # by file, what was left out of it and why
+        self.warnings: list[str] = []  # what may be a mistake in the data
 
     @cached_property
     def train(self) -> Dataset:
@@ -276,7 +282,13 @@ class Task(ABC):
 
         Raises DataError for bad rows unless they are to be skipped.
         """
-        found = {}
+        found: dict[str, list[Any]] = {}
+        (one, theirs), (other, twin) = (self._column(self.columns[i]) for i in (0, -1))
+        if theirs == twin and one != other:
+            raise DataError(
+                f'{one} and {other} are both "{twin}", so nothing would be left to learn: '
+                "name another column in one of them"
+            )
         for ours in (*self.columns, *further):
             read: ReadColumn = self.readers.get(ours, column)
             key, theirs = self._column(ours)
@@ -297,7 +309,9 @@ class Task(ABC):
     def bad_rows(self, found: Mapping[str, Sequence[Any]]) -> dict[str, list[int]]:
         """The rows that cannot be used, by what is wrong with them."""
         bad = {}
-        for ours in (ours for ours in found if ours not in self.readers):
+        for ours in found:
+            if ours in self.readers:
+                continue
             key, theirs = self._column(ours)
             if rows := [row for row, text in enumerate(found[ours]) if not text.strip()]:
                 bad[f'{key} "{theirs}" is empty'] = rows

@@ -90,7 +90,9 @@ class Languages:
         what = f'data.tokenizer "{name}"'
         if not hasattr(tokenizer, "set_tgt_lang_special_tokens"):
             return self.refuse(f"{what} has no languages to choose from")
-        added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+        added = (
+            token.content for token in tokenizer.added_tokens_decoder.values() if token.special
+        )
         known = [token for token in added if token not in tokenizer.special_tokens_map.values()]
         for side, ours in (("source", "src_lang"), ("target", "tgt_lang")):
             language = getattr(self, side)
@@ -98,7 +100,8 @@ class Languages:
             such = ", ".join(near or known[:_MOST_LANGUAGES])
             if language and language not in known:
                 raise DataError(
-                    f'data.{side}-language "{language}" is none of {what}: choose one such as {such}'
+                    f'data.{side}-language "{language}" is none of {what}: choose one such as '
+                    f"{such}"
                 )
             if language:
                 setattr(tokenizer, ours, language)

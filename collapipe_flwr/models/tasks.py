@@ -41,8 +41,18 @@ EXAMPLES = "examples"
 
 
 def count_labels(labels: Tensor) -> int:
-    """The number of labels that are not ignored."""
+    """The number of labels that are not ignored.
+
+    A fraction marks nothing, unless it pads a sequence: -100.0 may be a target like any other.
+    """
+    if labels.is_floating_point() and labels.dim() < 2:
+        return labels.numel()
     return int((labels != IGNORED_LABEL).sum())
+
+
+def _count_per_example(labels: Tensor) -> int:
+    """As `count_labels`, of labels that are never padded."""
+    return count_labels(labels.flatten())
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +70,7 @@ _TASKS = (
     Task(
         "sequence-classification",
         (AutoModelForSequenceClassification,),
+        _count_per_example,
         labelled=True,
         label_per_example=True,
     ),
@@ -67,6 +78,7 @@ _TASKS = (
     Task(
         "image-classification",
         (AutoModelForImageClassification,),
+        _count_per_example,
         labelled=True,
         label_per_example=True,
     ),

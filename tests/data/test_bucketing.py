@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from collapipe_flwr.data.batches import batches, bucket_by_length, padded_tokens
 
-LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=9)
+LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=9)
 
 
 def largest(lengths: list[int], cut: list[list[int]]) -> int:
-    return max(padded_tokens([lengths[row] for row in rows]) for rows in cut)
+    return max(padded_tokens([max(1, lengths[row]) for row in rows]) for rows in cut)
 
 
 def total(lengths: list[int], cut: list[list[int]]) -> int:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import csv
+import errno
 import gc
 import gzip
 import json
 from pathlib import Path
 
 import pytest
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value, load_dataset
+from datasets.exceptions import DatasetGenerationError
 
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.data.config import DataConfig
-from collapipe_flwr.data.files import load_table
-from collapipe_flwr.data.reader import column
+from collapipe_flwr.data.files import load_table, read_conll
+from collapipe_flwr.data.reader import column, list_column
 from collapipe_flwr.data.tasks import load_task
 
 ROWS = [("007", "NA"), ("say hi, you", "null"), ("ü\nline", "3")]
@@ -44,6 +46,99 @@ def test_every_format_gives_the_same_texts(tmp_path: Path, name: str) -> None:
     for index, title in enumerate(("text", "label")):
         texts = column(table, title, key="data.text-column", of=name)
         assert texts == [row[index] for row in ROWS]
+
+
+DATES = ["2020-03-05", "2021-01-01T10:00", "2021-01-01 10:00:00"]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "folder/train.jsonl", "a.jsonl.gz"])
+def test_texts_that_look_like_dates_stay_as_they_are_written(tmp_path: Path, name: str) -> None:
+    rows = [{"text": text, "in": {"it": text}, "tokens": [text, "007"]} for text in DATES]
+    text = json.dumps(rows) if name.endswith(".json") else "\n".join(map(json.dumps, rows))
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    with (gzip.open if name.endswith(".gz") else open)(path, "wt") as file:
+        file.write(text)
+    given = path.parent if path.parent != tmp_path else path
+    table = load_table(str(given), key="data.train", split="train")
+    for title in ("text", "in.it"):
+        assert column(table, title, key="data.text-column", of=name) == DATES
+    assert list_column(table, "tokens", key="k", of=name) == [[date, "007"] for date in DATES]
+
+
+def test_a_late_text_among_dates_is_no_error(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"  # datasets reads 10 MB at a time
+    path.write_text(f'{{"text": "{DATES[2]}"}}\n' * 320_000 + '{"text": "soon"}\n')
+    texts = load_table(str(path), key="data.train", split="train")["text"]
+    assert (texts[0], texts[319_999], texts[320_000]) == (DATES[2], DATES[2], "soon")
+
+
+def test_a_table_of_dates_that_others_have_cached_is_read_anew(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "2020-03-05"}\n' * 2)
+    theirs = load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), split="train")
+    assert theirs.features["text"] != Value("string")
+    table = load_table(str(tmp_path / "rows.jsonl"), key="data.train", split="train")
+    assert table["text"][:] == ["2020-03-05"] * 2
+
+
+@pytest.mark.parametrize("values", ['1, "007"', 'true, "x"', "1, true"])
+def test_columns_of_several_kinds_are_refused(tmp_path: Path, values: str) -> None:
+    one, other = values.split(", ")
+    (tmp_path / "rows.jsonl").write_text(f'{{"text": {one}}}\n{{"text": {other}}}\n' * 3)
+    with pytest.raises(DataError, match=r"several kinds|changed from"):
+        table = load_table(str(tmp_path / "rows.jsonl"), key="data.train", split="train")
+        column(table, "text", key="data.text-column", of="rows.jsonl")
+
+
+def test_whole_numbers_that_reading_rounds_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": 12345678901234567890}\n{"text": 1}\n')
+    table = load_table(str(tmp_path / "rows.jsonl"), key="data.train", split="train")
+    with pytest.raises(DataError, match=r'data\.text-column "text" .* rounded .* write them as'):
+        column(table, "text", key="data.text-column", of="rows.jsonl")
+
+
+def test_what_is_not_a_number_is_empty() -> None:
+    table = Dataset.from_dict({"text": [1.5, float("nan"), None]})
+    assert column(table, "text", key="data.text-column", of="x") == ["1.5", "", ""]
+
+
+@pytest.mark.parametrize("blank", ["\n", "\n\n \t\n", "\r\n"])
+def test_empty_lines_behind_the_header_shift_no_columns(tmp_path: Path, blank: str) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(f"text,label\n{blank}a,x\nb,y\n", newline="")
+    table = load_table(str(path), key="data.train", split="train")
+    assert (table["text"][:], table["label"][:]) == (["a", "b"], ["x", "y"])
+    path.write_text(f"text,label\n{blank}a,x,more\nb,y,more\n", newline="")
+    with pytest.raises(DataError, match="a row with 3 fields behind a first line with 2 names"):
+        load_table(str(path), key="data.train", split="train")
+
+
+@pytest.mark.parametrize("space", ["\u00a0", "\u3000", "\u2028", "\x85"])
+def test_only_blanks_part_the_words_of_a_line(tmp_path: Path, space: str) -> None:
+    word = f"10{space}000"
+    (tmp_path / "rows.conll").write_text(f"{word}\tB-X\nruns  O\n\nno O\n", encoding="utf-8")
+    table = read_conll(tmp_path / "rows.conll", "data.train")
+    assert table["tokens"][:] == [[word, "runs"], ["no"]]
+    assert table["tags"][:] == [["B-X", "O"], ["O"]]
+    texts = Dataset.from_dict({"tokens": [f" {word} runs\n"]})
+    assert list_column(texts, "tokens", key="k", of="x") == [[word, "runs"]]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_a_cache_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    place = str(tmp_path / "cache" / "x") if number == errno.EACCES else None
+
+    def full(*_: object, **__: object) -> None:
+        try:
+            raise OSError(number, "no", place)
+        except OSError as error:
+            raise DatasetGenerationError("An error occurred") from error
+
+    monkeypatch.setattr("collapipe_flwr.data.files.load_dataset", full)
+    with pytest.raises(DataError, match=rf"{tmp_path}/cache, cannot be written .* HF_HOME"):
+        load_table(str(write(tmp_path / "a.csv")), key="data.train", split="train")
 
 
 def test_texts_may_be_long_and_lines_end_as_on_old_computers(tmp_path: Path) -> None:

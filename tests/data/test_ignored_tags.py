@@ -115,7 +115,10 @@ def test_one_tag_beside_the_ignored_is_not_enough(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("label", [-100, "-100"])
 def test_an_ignored_label_of_a_whole_row_is_refused(label: Any, tmp_path: Path) -> None:
-    examples = [{"text": f"text {row}", "label": [0, 1, label][row % 3]} for row in range(30)]
+    examples = [
+        {"text": f"text {row}", "label": [*map(type(label), (0, 1)), label][row % 3]}
+        for row in range(30)
+    ]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, examples)))
     train = str(tmp_path / "rows.jsonl")
     with pytest.raises(DataError, match=r"data\.label-column .*-100.* remove"):

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from PIL import Image
+from datasets import Image as Pictures
+from PIL import ExifTags, Image
 from transformers import AutoImageProcessor
 
 from collapipe_flwr.core.errors import DataError
@@ -218,6 +219,42 @@ def test_quantities_are_no_classes(tmp_path: Path) -> None:
         _ = load_task(settings).labels
 
 
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        (["good", "good ", "bad"], ['"good" and "good "', "only in blanks or capitals"]),
+        (["Good", "good", "bad"], ['"Good" and "good"', "only in blanks or capitals"]),
+        (["good", "bad", "NaN"], ['the label "NaN" in 10 rows']),
+        ([f"c{row}" for row in range(29)], ["29 labels in 30 rows"]),
+        (["good", "bad"], []),
+    ],
+)
+def test_what_may_be_a_mistake_in_labels_is_told(
+    tmp_path: Path, labels: list[str], words: list[str]
+) -> None:
+    train = moods(tmp_path / "train.csv", labels=labels)
+    task = load_task(DataConfig(task="classification", train=train, label_column="mood"))
+    assert set(task.labels) == set(labels)
+    assert len(task.warnings) == min(1, len(words))
+    for word in words:
+        assert word in task.warnings[0] and 'data.label-column "mood"' in task.warnings[0]
+
+
+def test_a_label_of_its_own_in_every_row_is_no_class(tmp_path: Path) -> None:
+    train = moods(tmp_path / "train.csv", labels=[f"c{row}" for row in range(30)])
+    with pytest.raises(DataError, match=r'data\.label-column "mood" .* each of 30 rows'):
+        _ = load_task(DataConfig(task="classification", train=train, label_column="mood")).labels
+
+
+@pytest.mark.parametrize("task", ["classification", "translation", "token-classification"])
+def test_one_column_cannot_be_both_question_and_answer(tmp_path: Path, task: str) -> None:
+    train = moods(tmp_path / "train.csv")
+    names = [f"{name}_column" for name in load_task(DataConfig(task=task, train=train)).columns]
+    same = DataConfig(task=task, train=train, **dict.fromkeys(names, "mood"))  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r'data\.\S+-column and data\.\S+ are both "mood"'):
+        _ = load_task(same).train
+
+
 def test_numbered_labels_keep_their_order(tmp_path: Path) -> None:
     train = moods(tmp_path / "train.csv", labels=[str(number) for number in range(12)])
     task = load_task(DataConfig(task="classification", train=train, label_column="mood"))
@@ -260,6 +297,24 @@ def test_a_tag_stands_at_the_first_token_of_its_word(tmp_path: Path) -> None:
     assert 0 < len(seen[0].split()) < 4
     found = cut.score(cut.count(["B-PER"], ["B-PER B-LOC"]))
     assert found == {"f1": pytest.approx(2 / 3), "accuracy": 0.5}
+
+
+def test_the_first_words_keep_their_tags_whatever_side_is_cut(tmp_path: Path) -> None:
+    train = tagged(tmp_path / "tags.jsonl")
+    whole = load_task(DataConfig(task="token-classification", train=train))
+    whole.tokenizer.truncation_side = "left"
+    whole.tokenizer.save_pretrained(tmp_path / "left")
+    tokenizer = str(tmp_path / "left")
+    settings = DataConfig(
+        task="token-classification", train=train, tokenizer=tokenizer, max_source_length=6
+    )
+    task = load_task(settings)
+    example = {"tokens": ["Anna", "Lee", "Rome", "saw"], "tags": ["B-PER", "I-PER", "B-LOC", "O"]}
+    batch = task.collate([example])
+    (found,) = task.read(batch["labels"], batch)
+    assert found and "B-PER I-PER B-LOC O".startswith(found)
+    place = int((batch["labels"][0] != -100).nonzero()[0])
+    assert task.tokenizer.decode(batch["input_ids"][0, place:]).strip().startswith("A")
 
 
 def test_conll_files_and_json_lines_mean_the_same(tmp_path: Path) -> None:
@@ -459,6 +514,32 @@ def test_pictures_of_16_bits_keep_their_shades(tmp_path: Path, suffix: str) -> N
     Image.fromarray(grey).save(place)
     opened = open_picture({"bytes": None, "path": str(place)})
     assert np.array_equal(np.asarray(opened.convert("L")), np.rint(grey / 257))
+
+
+@pytest.mark.parametrize("turn", range(1, 9))
+def test_pictures_stand_as_the_camera_was_held(tmp_path: Path, turn: int) -> None:
+    rng = np.random.default_rng(0)
+    seen = Image.fromarray(rng.integers(0, 255, (4, 6, 3)).astype(np.uint8))
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = turn
+    seen.save(tmp_path / "a.png", exif=exif)
+    opened = open_picture({"bytes": None, "path": str(tmp_path / "a.png")})
+    theirs = Dataset.from_dict({"a": [str(tmp_path / "a.png")]}).cast_column("a", Pictures())
+    assert np.array_equal(np.asarray(opened), np.asarray(theirs[0]["a"]))
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "PA", "RGBA", "CMYK", "YCbCr", "HSV", "LAB"])
+def test_pictures_of_every_kind_are_read(tmp_path: Path, mode: str) -> None:
+    picture = Image.fromarray(np.arange(192, dtype=np.uint8).reshape(8, 8, 3))
+    rgba = picture.convert("RGB" if mode in ("LAB", "PA", "YCbCr", "HSV", "CMYK") else "RGBA")
+    place = tmp_path / f"a.{'tiff' if mode in ('LAB', 'YCbCr', 'CMYK') else 'png'}"
+    try:
+        rgba.convert(mode).save(place)
+    except (ValueError, OSError):
+        pytest.skip("Pillow does not write it")
+    train = write(tmp_path / "names.csv", [("image", "label"), *[(place.name, c) for c in "xyxy"]])
+    task = load_task(DataConfig(task="image-classification", train=train, image_size=8))
+    assert task.collate(task.train.to_list())["pixel_values"].shape == (3, 3, 8, 8)
 
 
 def test_pictures_of_fractions_are_one_sentence(tmp_path: Path) -> None:

@@ -45,6 +45,14 @@ def write_files(folder: Path) -> None:
         "fraction.csv": "text,label\n" + "hi,0.5\nho,1.5\n" * 30,
         "notext.csv": f"text,label\n{ROWS},a\n",
         "nolabel.csv": f"text,label\n{ROWS}hi,\n",
+        "semicolons.csv": ROWS.replace(",", ";").join(("text;label\n", "")),
+        "tabs.csv": ROWS.replace(",", "\t").join(("text\tlabel\n", "")),
+        "nohead.csv": ROWS,
+        "quote.csv": f'text,label\n{ROWS}"never closed,a\n{ROWS}',
+        "commas.csv": f"text,label\n{ROWS}well, well,a\n",
+        "kinds.jsonl": '{"text": "x", "label": 1}\n{"text": "y", "label": "1"}\n' * 20,
+        "rounded.jsonl": '{"text": 12345678901234567890, "label": "x"}\n' * 20,
+        "unique.csv": "text,label\n" + "".join(f"a,{i}x\n" for i in range(20)),
         "newlabel.csv": "text,label\nhello,zzz\n",
         "bad.json": '{"text": "a", ',
         "bad.parquet": "nonsense",
@@ -66,6 +74,7 @@ def write_files(folder: Path) -> None:
     rows = [{"tokens": ["a", "b"], "tags": ["O", "B-X"][: 1 + i % 7]} for i in range(40)]
     (folder / "fewtags.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (folder / "latin.csv").write_bytes(f"text,label\n{ROWS}".encode() + b"caf\xe9,a\n")
+    (folder / "latin.jsonl").write_bytes(b'{"text": "caf\xe9", "label": "a"}\n' * 20)
     (folder / "utf16.csv").write_bytes(f"text,label\n{ROWS}".encode("utf-16"))
     for name in ("folder", "checkpoint", "torn", "t5"):
         (folder / name).mkdir()
@@ -93,8 +102,20 @@ DATA: list[Wrong] = [
     ({"data.train": "fraction.csv"}, "data.label-column", "write classes as names"),
     ({"data.train": "notext.csv"}, "data.text-column", "in row 41; correct or remove them"),
     ({"data.train": "nolabel.csv"}, "data.label-column", "data.skip-bad-rows=true"),
-    ({"data.train": "bad.json"}, "data.train", "give a local CSV or JSON file"),
-    ({"data.train": "bad.parquet"}, "data.train", "give a local CSV or JSON file"),
+    ({"data.train": "bad.json"}, "data.train", "write one object per line"),
+    ({"data.train": "bad.parquet"}, "data.train", "save it again in the format"),
+    ({"data.train": "semicolons.csv"}, "data.train", "separated by commas"),
+    ({"data.train": "tabs.csv"}, "data.train", "by tabs in .tsv"),
+    ({"data.train": "nohead.csv"}, "data.text-column", "put a line of column names first"),
+    ({"data.train": "quote.csv"}, "data.train", "close the quotation mark"),
+    ({"data.train": "commas.csv"}, "data.train", "in quotation marks"),
+    ({"data.train": "kinds.jsonl"}, "data.label-column", "write all of them as texts"),
+    ({"data.train": "rounded.jsonl"}, "data.text-column", "write them as texts"),
+    ({"data.train": "latin.jsonl"}, "data.train", "save the file as UTF-8"),
+    ({"data.train": "unique.csv"}, "data.label-column", "name the column of the classes"),
+    ({"data.label-column": "text"}, "data.label-column", "name another column"),
+    ({"data.vocab-size": 10**9}, "data.vocab-size", "must lie between 260 and 1000000"),
+    ({"data.target-language": "ro_RO"}, "data.target-language", "leave it empty"),
     ({"data.train": "bad.csv.gz"}, "data.train", "packed by gzip"),
     ({"data.test": "newlabel.csv"}, "data.test", "add training examples of them"),
     ({"data.test": "good.csv"}, "data.test", "leave data.test empty"),
@@ -106,7 +127,7 @@ DATA: list[Wrong] = [
     ({"data.partition-column": "who"}, "data.partition-column", "which has text, label"),
     ({"data.partition": "by-hand"}, "data.partition", "must be one of auto, natural"),
     ({"data.stream": "incoming"}, "data.stream", "make it"),
-    ({"data.vocab-size": 10}, "data.vocab-size", "must be at least 260"),
+    ({"data.vocab-size": 10}, "data.vocab-size", "must lie between 260"),
     ({"data.max-source-length": 100}, "data.max-source-length", "=64, or raise max_position"),
     ({"data.tokenizer": "./nope"}, "data.tokenizer", "give the directory of a saved tokenizer"),
     ({"data.tokenizer": "checkpoint"}, "data.tokenizer", "give the directory of a saved"),
@@ -153,6 +174,7 @@ MODELS: list[Wrong] = [
 ]
 RUNS: list[Wrong] = [
     ({"clusters": 0}, "clusters", "must be at least 1"),
+    ({"num-server-rounds": 10**20}, "num-server-rounds", "must lie between 1 and 1000000"),
     ({"reporting.sinks": "tensorbord"}, "reporting.sinks", "must list some of tensorboard"),
     ({"reporting.metrics": "here"}, "reporting.metrics", "must read like"),
     (

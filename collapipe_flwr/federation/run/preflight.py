@@ -55,9 +55,9 @@ def preflight(
 ) -> str:
     """Check a run; raises ConfigError, DataError, ModelError or InfeasibleError.
 
-    Returns a summary line, then a line for each file with skipped rows. ``federation`` is Flower's
-    file of a simulation. ``cluster_files`` are those of the SuperNodes; without any, the clusters
-    are simulated.
+    Returns a summary line, then a line for each file with skipped rows and for each thing that may
+    be wrong. ``federation`` is Flower's file of a simulation. ``cluster_files`` are those of the
+    SuperNodes; without any, the clusters are simulated.
     """
     check_extras(config, simulated=not cluster_files)
     check_folders(config, run_dir)
@@ -103,7 +103,7 @@ def _loaded(config: AppConfig, run_dir: Path | None, clusters: Sequence[ClusterC
     sizes = f"{len(task.train)} training and {len(task.test)} test examples"
     devices = sum(len(profile.devices) for profile in profiles)
     where = f"{counted(len(profiles), 'cluster')} of {devices} devices in all"
-    return "\n".join((f"{found}, {sizes}, {where}", *task.skipped.values()))
+    return "\n".join((f"{found}, {sizes}, {where}", *task.skipped.values(), *task.warnings))
 
 
 def check_launch(launch: Launch) -> str:
