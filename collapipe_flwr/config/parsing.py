@@ -97,7 +97,7 @@ def _parsed(name: str, value: Value, field_: Field[Any]) -> object:
         typed = _typed(name, value, str(field_.type).removesuffix(" | None"))
         check(name, typed, rule)
         return typed
-    text = str(_typed(name, value, "str"))
+    text = str(_typed(name, _as_text(value), "str"))
     try:
         parsed = rule.read(text)
         good = rule.holds(parsed)
@@ -106,6 +106,13 @@ def _parsed(name: str, value: Value, field_: Field[Any]) -> object:
     if not good:
         raise ConfigError(f"{name} {rule.says}, got {text!r}")
     return parsed
+
+
+def _as_text(value: Any) -> Any:
+    """A number, or a list of numbers and texts, as it is written in one text; else as it is."""
+    if isinstance(value, list) and all(type(part) in (int, float, str) for part in value):
+        return ",".join(map(str, value))
+    return str(value) if type(value) in (int, float) else value
 
 
 def _typed(name: str, value: Value, wanted: str) -> Value:
@@ -122,17 +129,19 @@ def read_overrides(
 ) -> dict[str, Value]:
     """Merge ``KEY=VALUE`` pairs and ``.toml`` files; later ones win.
 
-    A value that is not TOML is a string, so quotes are optional, and so is a date. A source may
-    hold several pairs, as for `flwr run`, with keys that the app has ``declared``. Raises
-    ConfigError.
+    A value that is not TOML is a string, so quotes are optional, and so is a date, or a number or
+    list where the app has ``declared`` a string. A source may hold several pairs, as for
+    `flwr run`, with declared keys. Raises ConfigError.
     """
     merged: dict[str, Value] = {}
     for source in sources:
         if is_file(source):
-            merged |= _flat(read_toml(Path(source), f"--run-config {source}"))
+            values = _flat(read_toml(Path(source), f"--run-config {source}"))
+            texts = {k: _as_text(v) for k, v in values.items() if isinstance(declared.get(k), str)}
+            merged |= {**values, **texts}
         else:
             for pair in _pairs(source, declared):
-                merged |= _read_pair(pair)
+                merged |= _read_pair(pair, declared)
     for key, option in _OPTIONS.items():
         if key in merged:
             raise ConfigError(f"--run-config {key} cannot be set here: use --{option}")
@@ -199,7 +208,7 @@ def _pairs(source: str, declared: Mapping[str, Value]) -> list[str]:
     return [pair[0] for pair in found] if several else [source]
 
 
-def _read_pair(source: str) -> dict[str, Value]:
+def _read_pair(source: str, declared: Mapping[str, Value]) -> dict[str, Value]:
     key, equals, text = source.partition("=")
     if not key.strip() or not equals:
         raise ConfigError(f"--run-config {source!r} is neither KEY=VALUE nor a .toml file")
@@ -207,7 +216,11 @@ def _read_pair(source: str) -> dict[str, Value]:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
-    return {key.strip(): text.strip() if isinstance(value, date | time) else value}
+    key, text = key.strip(), text.strip()
+    if isinstance(value, list):
+        return {key: _as_text(value)}
+    wants_text = isinstance(declared.get(key), str) and not isinstance(value, str)
+    return {key: text if wants_text or isinstance(value, date | time) else value}
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:

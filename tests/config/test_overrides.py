@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from flwr.common.config import parse_config_args
 
 from collapipe_flwr.config.parsing import declared_config, read_overrides, write_overrides
+from collapipe_flwr.config.schema import parse
 from collapipe_flwr.core.errors import ConfigError
 
 DECLARED = declared_config(Path(__file__).parents[2])
@@ -42,6 +44,42 @@ def test_text_with_equals_signs_is_one_value(sources: list[str], found: str) -> 
 def test_a_key_that_is_mistyped_is_still_a_key() -> None:
     found = read_overrides(["num-server-rounds=3 train.learning-rat=0.1"], DECLARED)
     assert found == {"num-server-rounds": 3, "train.learning-rat": 0.1}
+
+
+LISTS = [
+    "scheduler.micro-batch-sizes=16",
+    "scheduler.micro-batches=4",
+    "data.image-mean=0.25",
+    "data.image-std=1",
+    "data.label-names=7",
+]
+
+
+@pytest.mark.parametrize("pair", LISTS)
+def test_a_bare_number_is_a_list_of_one(pair: str, tmp_path: Path) -> None:
+    """On the command line, in a file, and in what Flower hands over."""
+    name, _, number = pair.partition("=")
+    quoted = parse({**DECLARED, name: number})
+    (tmp_path / "a.toml").write_text(f"{name} = {number}\n")
+    (tmp_path / "b.toml").write_text(f"{name} = [{number}]\n")
+    for source in (pair, str(tmp_path / "a.toml"), str(tmp_path / "b.toml")):
+        found = read_overrides([source], DECLARED)
+        assert found == {name: number}
+        assert parse({**DECLARED, **found}) == quoted
+    assert parse({**DECLARED, name: json.loads(number)}) == quoted
+
+
+def test_a_list_may_be_written_as_toml_writes_it() -> None:
+    found = read_overrides(["scheduler.micro-batch-sizes=[4, 8]"], DECLARED)
+    assert parse({**DECLARED, **found}).scheduler.settings.micro_batch_sizes == (4, 8)
+
+
+@pytest.mark.parametrize("text", ["2024", "1e3", "true", "0.50", "007"])
+def test_a_text_may_look_like_a_number(text: str) -> None:
+    names = ("data.text-column", "data.train", "data.label-names")
+    assert read_overrides([f"{name}={text}" for name in names], DECLARED) == dict.fromkeys(
+        names, text
+    )
 
 
 def test_later_ones_come_first() -> None:
