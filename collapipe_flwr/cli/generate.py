@@ -15,6 +15,7 @@ from collapipe_flwr.cli.hosting import Allow, Ca, Certificate, Compute, Key, tls
 from collapipe_flwr.core.errors import ConfigError, blaming
 from collapipe_flwr.core.links import TlsFiles, host_and_port, is_loopback
 from collapipe_flwr.core.processes import stopping
+from collapipe_flwr.generation.source import find_model
 
 if TYPE_CHECKING:
     from collapipe_flwr.config.access_control import AccessControl
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def generate(
-    run: Annotated[
-        Path | None, Option(help="Run directory, or a folder with a transformers model.")
+    run: Annotated[  # no path, which would forget that ./name is one
+        str | None, Option(help="Run directory, or a folder with a transformers model.")
     ] = None,
     text: Annotated[list[str] | None, Option(help="Prompt; may be repeated.")] = None,
     audio: Annotated[
@@ -64,6 +65,20 @@ def generate(
     Without --cluster, everything runs in this process, cut as on a cluster. With --listen, the
     model is loaded once and serves many clients; --at sends texts to such a server.
     """
+    for what, address in (("--listen", listen), ("--at", at), ("--edge", edge)):
+        with blaming(what):
+            if address:
+                host_and_port(address, least=0 if what == "--listen" else 1)
+    if not (text or audio or listen):
+        raise ConfigError('--text is missing: give --text "...", or --listen to serve clients')
+    if not all(each.strip() for each in text or ()):
+        raise ConfigError("--text is empty: give some words to start from")
+    if stop and num_beams > 1:
+        raise ConfigError("--stop needs --num-beams 1: beams know their text at its end only")
+    if run is None and not at:
+        raise ConfigError("--run is missing: name a run directory, or a server with --at")
+    if run is not None and not at:
+        find_model(run)
     from collapipe_flwr.transport.generation import GenerateRequest, TextClient, TextServer
 
     blank = GenerateRequest(
@@ -79,15 +94,11 @@ def generate(
     requests = [replace(blank, text=each) for each in text or ()]
     requests += [replace(blank, sound=_sound(path)) for path in audio or ()]
     tls = tls_files(ca, certificate, key)
-    if not requests and not listen:
-        raise ConfigError('--text is missing: give --text "...", or --listen to serve clients')
     if at:
         with TextClient(at, tls=tls, certificate_name=certificate_name) as client:
             _print(client.write, requests, stream, slots)
         return
-    if run is None:
-        raise ConfigError("--run is missing: name a run directory, or a server with --at")
-
+    assert run is not None
     from collapipe_flwr.config.cluster_file import read_cluster
     from collapipe_flwr.generation.text_generator import text_generator
     from collapipe_flwr.generation.text_model import TextModel

@@ -86,6 +86,8 @@ def check_config(
     Run-config, data, model, output folder and the first plan. Exit code 2 and one sentence if
     something is wrong.
     """
+    from collapipe_flwr.config.parsing import declared_config
+    from collapipe_flwr.federation.run.first_look import look
     from collapipe_flwr.federation.run.launcher import Launch
     from collapipe_flwr.federation.run.running import launch_of
 
@@ -95,7 +97,8 @@ def check_config(
         found = Launch.of_json(launch) if launch else launch_of(*given)
         if not launch:
             typer.echo("checking run-config, data, model and plan", err=True)
+        os.chdir(found.app)  # as the run does: paths in the run-config are relative to the app
+        look({**declared_config(found.app), **found.settings})
         from collapipe_flwr.federation.run.preflight import check_launch
 
-        os.chdir(found.app)  # as the run does: paths in the run-config are relative to the app
         typer.echo(check_launch(found))

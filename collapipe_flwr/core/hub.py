@@ -70,6 +70,16 @@ def unreachable(name: str) -> str:
     )
 
 
+def was_downloaded(name: str, file: str) -> bool:
+    """Whether the hub's cache on this machine has a file of a model."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        return isinstance(try_to_load_from_cache(name, file), str)
+    except ValueError:  # no name on the hub
+        return False
+
+
 @contextmanager
 def quietly(logging: Any) -> Iterator[None]:
     """Keep a library, given its ``logging`` module, from logging what its errors say too."""

@@ -27,6 +27,16 @@ TASK_CLASSES = {
     "translation": "seq2seq:Translation",
     "summarisation": "seq2seq:Summarisation",
 }
+_PAIR = ("source", "target")
+TASK_COLUMNS = {  # of the user's data, by task
+    "classification": ("text", "label"),
+    "token-classification": ("tokens", "tags"),
+    "image-classification": ("image", "label"),
+    "masked-lm": ("text",),
+    "causal-lm": ("text",),
+    "translation": _PAIR,
+    "summarisation": _PAIR,
+}
 TRAIN_TOKENIZER = "train"
 
 

@@ -5,24 +5,20 @@ Every failure becomes one DataError that names the run-config key.
 
 from __future__ import annotations
 
-import csv
 import errno
 import glob
-import gzip
 import io
 import re
 import warnings
-import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
 from shutil import rmtree
-from typing import IO, Any
+from typing import Any
 
 from collapipe_flwr.core.errors import DataError, extra
 from collapipe_flwr.core.hub import expanded, folder_only, is_reachable, no_such_path, quietly
+from collapipe_flwr.data.headers import FORMATS, UNREADABLE, header, opened, suffix_of
 from collapipe_flwr.data.json_texts import texts_kept
 from collapipe_flwr.data.reader import numbered, split_words
 
@@ -40,24 +36,8 @@ with extra("data"):
     from datasets.exceptions import DatasetsError
     from datasets.utils import logging
 
-CONLL_SUFFIXES = (".conll", ".bio", ".iob", ".iob2")
 _DOCUMENT = "-DOCSTART-"
 _UNIVERSAL = re.compile(r"# \S+ = ")
-_UNREADABLE = (OSError, EOFError, zlib.error)  # what gzip raises for damaged files
-
-
-@contextmanager
-def _opened(path: Path, key: str) -> Iterator[IO[bytes]]:
-    """A file, decompressed if it is gzip; raises DataError if it cannot be read."""
-    opening: Any = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opening(path, "rb") as file:
-            yield file
-    except (*_UNREADABLE, UnicodeDecodeError) as error:
-        raise DataError(
-            f'{key} "{path}" could not be read ({error}): give a file that is whole, in UTF-8, and '
-            "packed by gzip where its name ends in .gz"
-        ) from error
 
 
 def read_conll(path: Path, key: str, *, skip_bad_rows: bool = False) -> Dataset:
@@ -66,7 +46,7 @@ def read_conll(path: Path, key: str, *, skip_bad_rows: bool = False) -> Dataset:
     Words without a tag are refused, or make rows with fewer tags than words.
     """
     what = f'{key} "{path}"'
-    with _opened(path, key) as file, io.TextIOWrapper(file, encoding="utf-8-sig") as text:
+    with opened(path, key) as file, io.TextIOWrapper(file, encoding="utf-8-sig") as text:
         lines = list(text)
     for number, line in enumerate(lines, start=1):
         if _UNIVERSAL.match(line):
@@ -94,18 +74,7 @@ def read_conll(path: Path, key: str, *, skip_bad_rows: bool = False) -> Dataset:
     )
 
 
-_FORMATS = {
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".json": "json",
-    ".jsonl": "json",
-    ".parquet": "parquet",
-    ".txt": "text",
-    **dict.fromkeys(CONLL_SUFFIXES, "conll"),
-}
 _SAVED = ("state.json", "dataset_dict.json")  # written by save_to_disk of datasets
-_HEADER_BYTES = 1 << 20
-_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _NO_DATA = "corresponds to no data"  # as datasets says it
 
@@ -133,11 +102,11 @@ def load_table(
     """
     disable_progress_bars()
     path = expanded(name)
-    builder = _FORMATS.get(_suffix(path))
+    builder = FORMATS.get(suffix_of(path))
     if path.is_file():
         if builder is None:
             raise DataError(
-                f'{key} "{name}" is no file that can be read: use one of {", ".join(_FORMATS)},'
+                f'{key} "{name}" is no file that can be read: use one of {", ".join(FORMATS)},'
                 " optionally followed by .gz"
             )
         if builder == "conll":
@@ -196,54 +165,18 @@ def _folder_and_split(name: str) -> tuple[Path, str]:
     return folder, split if before and folder.is_dir() else ""
 
 
-def _suffix(path: Path) -> str:
-    plain = path.with_suffix("") if path.suffix == ".gz" else path
-    return plain.suffix.lower()
-
-
 def _options(path: Path, key: str) -> dict[str, Any]:
     """Options to read every CSV column as text: labels such as "007" or "NA" stay unchanged.
 
     A byte order mark is no part of a text.
     """
-    if _FORMATS[_suffix(path)] == "text":
+    if FORMATS[suffix_of(path)] == "text":
         return {"encoding": "utf-8-sig"}
-    if _FORMATS[_suffix(path)] != "csv":
+    if FORMATS[suffix_of(path)] != "csv":
         return {}
-    separator = "\t" if _suffix(path) == ".tsv" else ","
-    features = Features({name: Value("string") for name in _header(path, separator, key)})
+    separator = "\t" if suffix_of(path) == ".tsv" else ","
+    features = Features({name: Value("string") for name in header(path, separator, key)})
     return {"sep": separator, "features": features, "keep_default_na": False}
-
-
-def _header(path: Path, separator: str, key: str) -> list[str]:
-    with _opened(path, key) as file:
-        start = file.read(_HEADER_BYTES).decode("utf-8-sig", errors="replace")
-    csv.field_size_limit(max(csv.field_size_limit(), _HEADER_BYTES))  # texts may be long
-    rows = csv.reader(io.StringIO(start, newline=""), delimiter=separator)
-    names = next(rows, [])
-    first = next((row for row in rows if row and (len(row) > 1 or row[0].strip())), [])
-    if not names and not start.strip():
-        raise DataError(
-            f'{key} "{path}" is empty: give a file with a line of column names, then examples'
-        )
-    if not names or len(set(names)) < len(names):
-        raise DataError(
-            f'{key} "{path}" must begin with a line of distinct column names, got {names}: '
-            "give each column its own name"
-        )
-    if len(names) == 1 and (other := next((c for c in _SEPARATORS if c in names[0]), "")):
-        raise DataError(
-            f'{key} "{path}" has {_SEPARATORS[other]} in its first line, but columns are separated '
-            "by commas in .csv and by tabs in .tsv files: save it so"
-        )
-    # As pandas calls a column without a name, such as the row numbers that it writes.
-    names = [name or f"Unnamed: {place}" for place, name in enumerate(names)]
-    if len(first) > len(names):  # pandas would shift columns
-        raise DataError(
-            f'{key} "{path}" has a row with {len(first)} fields behind a first line with '
-            f"{len(names)} names: give every field a name"
-        )
-    return names
 
 
 def _folder(path: Path, *, key: str, split: str, only_split_serves: bool) -> Dataset:
@@ -292,7 +225,7 @@ def _loaded(key: str, shown: str, source: str, **options: Any) -> Any:
             # datasets leaves CSV files open until garbage collection
             warnings.simplefilter("ignore", ResourceWarning)
             return load_dataset(source, **options)
-    except (*_UNREADABLE, ValueError, RuntimeError, StopIteration, DatasetsError) as error:
+    except (*UNREADABLE, ValueError, RuntimeError, StopIteration, DatasetsError) as error:
         if full := _cache_error(error):
             raise DataError(full) from error
         local = expanded(shown).is_file()

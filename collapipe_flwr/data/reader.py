@@ -13,14 +13,13 @@ from typing import Any
 
 from collapipe_flwr.core.domain import IGNORED_LABEL
 from collapipe_flwr.core.errors import DataError, extra
+from collapipe_flwr.data.headers import no_such_column
 from collapipe_flwr.data.tokenizer import IGNORED_TAG
 
 with extra("data"):
     from datasets import ClassLabel, Dataset, List, Value
 
 _BLANKS = re.compile(r"[ \t\r\n]+")
-_TABLES = (".csv", ".tsv")
-_FIRST_LINE = ", or put a line of column names first if these are a row of the data"
 _PLAIN = (str, int, float)
 _LEAST_ROUNDED = 2.0**53  # from here on, two whole numbers may be one fraction
 _MOST_NAMED = 20  # rows in a sentence
@@ -125,10 +124,7 @@ def split_words(text: str) -> list[str]:
 def require_column(table: Dataset, name: str, *, key: str, of: str) -> None:
     """Raise DataError, naming ``key``, where the table has no such column."""
     if name not in table.column_names:
-        raise DataError(
-            f'{key} "{name}" is not a column of "{of}", which has {", ".join(table.column_names)}: '
-            f"name one of them{_FIRST_LINE if of.removesuffix('.gz').endswith(_TABLES) else ''}"
-        )
+        raise no_such_column(key, name, of, table.column_names)
 
 
 def list_column(table: Dataset, name: str, *, key: str, of: str) -> list[list[str]]:

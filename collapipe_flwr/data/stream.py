@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from collapipe_flwr.core.errors import DataError, extra
-from collapipe_flwr.data.files import CONLL_SUFFIXES
+from collapipe_flwr.data.headers import CONLL_SUFFIXES
 
 with extra("data"):
     from datasets import Dataset, concatenate_datasets

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoFeatureExtractor, AutoTokenizer, Genera
 
 from collapipe_flwr.core.errors import ConfigError, DataError, ModelError
 from collapipe_flwr.generation.backends import Weights
+from collapipe_flwr.generation.source import find_model
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.generation import SEED
 from collapipe_flwr.models.splitter import Splitter
@@ -47,13 +48,13 @@ class TextModel:
     feature_extractor: Any = None
 
     @staticmethod
-    def load(folder: Path, *, edge_blocks: int = 0) -> TextModel:
+    def load(folder: Path | str, *, edge_blocks: int = 0) -> TextModel:
         """The model of a run directory, or of any folder or hub name that transformers loads.
 
         ``edge_blocks`` upper blocks of a decoder-only model stay at the edge. Raises ModelError
         for a model that writes no text.
         """
-        source = _source(folder)
+        source = find_model(str(folder))
         with refusing(f"--run {str(folder)!r} holds no model with a tokenizer", _ABSENT):
             config = AutoConfig.from_pretrained(source)
             tokenizer = AutoTokenizer.from_pretrained(source)
@@ -137,18 +138,6 @@ class TextModel:
         heard = self.feature_extractor(sound, sampling_rate=rate, return_tensors="pt")
         features: Tensor = heard[_SOUND]
         return features
-
-
-def _source(folder: Path) -> str:
-    """Where transformers finds the model; raises ModelError for a folder that cannot hold one."""
-    if (folder / "model").is_dir():
-        return str(folder / "model")
-    if runs := sorted(run.parent for run in folder.glob("*/model")):
-        raise ModelError(f"--run {str(folder)!r} is a folder of runs: name one, such as {runs[-1]}")
-    is_path = folder.is_absolute() or (folder.parent != Path() and folder.parent.is_dir())
-    if is_path and not folder.exists():  # else it may be the name of a hub repository
-        raise ModelError(f"--run {str(folder)!r}: there is no such folder")
-    return str(folder)
 
 
 def _own_settings(source: str, config: Any) -> GenerationConfig:

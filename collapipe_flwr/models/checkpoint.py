@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from pickle import UnpicklingError
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,7 +30,7 @@ from transformers.core_model_loading import (
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
-from collapipe_flwr.core.errors import CheckpointMissing, ModelError
+from collapipe_flwr.core.errors import CheckpointMissing, ModelError, blaming
 from collapipe_flwr.core.hub import expanded, folder_only, quietly, unreachable
 from collapipe_flwr.models.skeleton import build_skeleton, builder_of, derive_constant, read_config
 from collapipe_flwr.models.spec import ModelSpec
@@ -59,6 +61,29 @@ def read_pretrained_config(pretrained: str) -> PreTrainedConfig:
             f"a {config.model_type!r} model: name the one that it was made from"
         )
     return config
+
+
+def check_stored(pretrained: str) -> None:
+    """Raise ModelError where the weights in a folder are missing or not whole, by their headers."""
+    folder = expanded(pretrained)
+    if not pretrained or not folder.is_dir():
+        return
+    with blaming("model.pretrained"):
+        read_pretrained_config(pretrained)
+    files = [folder / name for name in (_FILE, _INDEX, *_PICKLED) if (folder / name).exists()]
+    if not files:
+        raise ModelError(
+            f"model.pretrained {pretrained!r} has no weights, such as {_FILE}: copy the whole "
+            "folder, or leave model.pretrained empty to begin with random ones"
+        )
+    with blaming("model.pretrained"):
+        if files[0].name in (_FILE, _INDEX):
+            list(_listing(pretrained))
+        elif files[0].suffix == ".bin":
+            kinds = (OSError, RuntimeError, ValueError, EOFError, UnpicklingError)
+            with refusing(_unreadable(pretrained), kinds):
+                mapped = is_zipfile(files[0])
+                torch.load(files[0], map_location="meta", weights_only=True, mmap=mapped)
 
 
 def load_checkpoint(
@@ -123,6 +148,7 @@ def not_fitting(spec: ModelSpec, problem: str, keys: Sequence[str]) -> ModelErro
 # File, name in it, and the converter that joins several (experts, say) with the pattern it knows.
 Piece = tuple[Path, str, WeightConverter | None, str]
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 class CheckpointSource:
@@ -219,7 +245,8 @@ def _places(pretrained: str, skeleton: PreTrainedModel) -> dict[str, list[Piece]
 
 def _listing(pretrained: str) -> Iterator[tuple[Path, str]]:
     """File and name of every stored tensor; only headers are read."""
-    with refusing(_unreadable(pretrained), (OSError, SafetensorError, ValueError)):
+    kinds = OSError, SafetensorError, ValueError, KeyError
+    with refusing(_unreadable(pretrained), kinds):
         for file in _files(pretrained):
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a mapping

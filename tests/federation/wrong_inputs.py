@@ -6,6 +6,10 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+from safetensors.torch import save_file
+from transformers import BertConfig
+
 from collapipe_flwr.core.keys import Value
 
 ROWS = "".join(f"text number {i},{'ab'[i % 2]}\n" for i in range(40))
@@ -79,6 +83,15 @@ def write_files(folder: Path) -> None:
     for name in ("folder", "checkpoint", "torn", "t5"):
         (folder / name).mkdir()
     (folder / "torn" / "config.json").write_text("{")
+    for name in ("weightless", "corrupt", "cut", "pickled", "shardless"):
+        BertConfig(num_hidden_layers=4).save_pretrained(folder / name)
+    save_file({"x": torch.zeros(99)}, folder / "cut" / "model.safetensors")
+    whole = (folder / "cut" / "model.safetensors").read_bytes()
+    (folder / "cut" / "model.safetensors").write_bytes(whole[:-9])
+    (folder / "corrupt" / "model.safetensors").write_bytes(b"nonsense" * 99)
+    (folder / "pickled" / "pytorch_model.bin").write_bytes(b"nonsense" * 99)
+    shards = {"weight_map": {"x": "model-00001-of-00001.safetensors"}}
+    (folder / "shardless" / "model.safetensors.index.json").write_text(json.dumps(shards))
 
 
 DATA: list[Wrong] = [
@@ -165,6 +178,11 @@ MODELS: list[Wrong] = [
     ({"model.pretrained": "folder/nope"}, "model.pretrained", "correct the path"),
     ({"model.pretrained": "checkpoint"}, "model.pretrained", "give a folder with config.json"),
     ({"model.pretrained": "torn"}, "model.pretrained", "give a folder with config.json"),
+    ({"model.pretrained": "weightless"}, "model.pretrained", "copy the whole folder"),
+    ({"model.pretrained": "corrupt"}, "model.pretrained", "cannot read the checkpoint"),
+    ({"model.pretrained": "cut"}, "model.pretrained", "cannot read the checkpoint"),
+    ({"model.pretrained": "pickled"}, "model.pretrained", "cannot read the checkpoint"),
+    ({"model.pretrained": "shardless"}, "model.pretrained", "cannot read the checkpoint"),
     ({"lora.rank": 4}, "lora.rank", "name one, or set lora.rank=0"),
     ({"train.learning-rate": "fast"}, "train.learning-rate", "must be a number"),
     ({"train.learning-rate": -1.0}, "train.learning-rate", "must be > 0"),

@@ -215,7 +215,7 @@ def test_a_wish_that_makes_no_sense(wrong: dict[str, Any]) -> None:
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="holds no model with a tokenizer"):
+    with pytest.raises(ModelError, match="holds no model"):
         TextModel.load(tmp_path)
 
 
@@ -241,6 +241,11 @@ def test_the_command_prints_a_line_per_text(
         ([], "--text is missing"),
         (["--text", "hello"], "--run is missing"),
         (["--text", "hello", "--run", "/nowhere"], "no such folder"),
+        (["--text", " ", "--run", "/nowhere"], "--text is empty"),
+        (["--text", "a", "--run", "/nowhere", "--listen", "127.0.0.1:70000"], "--listen: must"),
+        (["--text", "a", "--run", "/nowhere", "--edge", "here"], "--edge: must read like"),
+        (["--text", "a", "--at", "here"], "--at: must read like"),
+        (["--text", "a", "--run", "/x", "--stop", "b", "--num-beams", "2"], "--num-beams 1"),
     ],
 )
 def test_wrong_arguments_are_one_sentence(

@@ -19,9 +19,10 @@ from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
 from collapipe_flwr.config.parsing import declared_config, read_toml, refuse_unknown
 from collapipe_flwr.config.schema import AppConfig, known_keys, parse
 from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
-from collapipe_flwr.core.errors import ConfigError, DataError, blaming, require
-from collapipe_flwr.core.hub import expanded, folder_only, no_such_path
+from collapipe_flwr.core.errors import ConfigError, blaming, require
+from collapipe_flwr.core.hub import expanded
 from collapipe_flwr.core.links import TlsFiles, host_and_port
+from collapipe_flwr.federation.run.first_look import check_paths
 from collapipe_flwr.federation.run.launcher import Launch
 from collapipe_flwr.host.metrics import check_address
 from collapipe_flwr.reporting.output import counted
@@ -68,7 +69,7 @@ def preflight(
     check_members(config, clusters)
     if not cluster_files:
         check_federation(config, federation)
-    check_paths(config)
+    check_paths(config.data, config.model)
     return _loaded(config, run_dir, clusters)
 
 
@@ -80,6 +81,7 @@ def _loaded(config: AppConfig, run_dir: Path | None, clusters: Sequence[ClusterC
     make_strategy(config)
     make_clock(config)
     from collapipe_flwr.federation.run.learner import make_learner
+    from collapipe_flwr.models.checkpoint import check_stored
     from collapipe_flwr.models.profile import profile_model
 
     count = config.run.clusters
@@ -87,6 +89,7 @@ def _loaded(config: AppConfig, run_dir: Path | None, clusters: Sequence[ClusterC
     files = dict(enumerate(clusters))
     for place in places:  # whose device presets may be unknown
         _described(config, place, files.get(place.index), 1)
+    check_stored(config.model.pretrained)
     learner = make_learner(config)
     check_examples(config, learner)
     model = profile_model(learner.splitter, learner.shape, config.train.optimizer.state_bytes)
@@ -136,14 +139,6 @@ def check_extras(config: AppConfig, *, simulated: bool) -> None:
     if config.lora.rank:
         require("peft", "lora")
     check_sinks(config.reporting.sinks)
-
-
-def check_paths(config: AppConfig) -> None:
-    """Raise DataError for a missing file or folder, before any library reads it."""
-    for key, name in {"data.train": config.data.train, "data.test": config.data.test}.items():
-        path = expanded(name.rpartition(":")[0] or name)  # DIRECTORY:split, or a file
-        if folder_only(name) and not (path.exists() or expanded(name).exists()):
-            raise DataError(no_such_path(key, name))
 
 
 def check_folders(config: AppConfig, run_dir: Path | None) -> None:

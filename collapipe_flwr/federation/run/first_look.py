@@ -1,0 +1,69 @@
+"""What can be wrong with a run and is seen at once: missing paths, and columns that a file lacks.
+
+Torch and the libraries of data and models take seconds to load, and are not needed for this. All
+that passes is checked again where it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from collapipe_flwr.config.parsing import flatten_section, parse_section
+from collapipe_flwr.core.errors import DataError, ModelError
+from collapipe_flwr.core.hub import expanded, folder_only, no_such_path
+from collapipe_flwr.core.keys import Value
+from collapipe_flwr.data.config import TASK_COLUMNS, TRAIN_TOKENIZER, DataConfig, key_of
+from collapipe_flwr.data.headers import FORMATS, column_names, no_such_column, suffix_of
+from collapipe_flwr.models.spec import ModelConfig
+
+
+def look(values: Mapping[str, Value]) -> None:
+    """Check paths and columns of a flat run-config; raises ConfigError, DataError or ModelError.
+
+    That of an app with keys of its own may mean something else by them, and is left alone.
+    """
+    data, model = DataConfig(), ModelConfig()
+    if not {*flatten_section(data, "data."), *flatten_section(model, "model.")} <= values.keys():
+        return
+    data = parse_section(data, "data.", values)
+    model = parse_section(model, "model.", values)
+    check_paths(data, model)
+    for which in ("train", "test"):
+        _check_columns(data, which)
+
+
+def check_paths(data: DataConfig, model: ModelConfig) -> None:
+    """Raise DataError or ModelError for a missing file or folder."""
+    for which in ("train", "test"):
+        name = getattr(data, which)
+        path = expanded(name.rpartition(":")[0] or name)  # DIRECTORY:split, or a file
+        is_path = folder_only(name) or suffix_of(expanded(name)) in FORMATS
+        if is_path and not (path.exists() or expanded(name).exists()):
+            raise DataError(no_such_path(key_of(which), name))
+    if data.tokenizer != TRAIN_TOKENIZER and _is_missing(data.tokenizer):
+        raise DataError(
+            f"{no_such_path('data.tokenizer', data.tokenizer)}: give the directory of a saved "
+            'tokenizer, a hub name such as owner/model, or "train"'
+        )
+    if model.pretrained and _is_missing(model.pretrained):
+        raise ModelError(no_such_path("model.pretrained", model.pretrained))
+
+
+def _is_missing(name: str) -> bool:
+    return folder_only(name) and not expanded(name).is_dir()
+
+
+def _check_columns(data: DataConfig, which: str) -> None:
+    """Raise DataError for a column that a file of this machine does not have."""
+    name = getattr(data, which)
+    path = expanded(name)
+    if not name or not path.is_file():
+        return
+    fields = [f"{ours}_column" for ours in TASK_COLUMNS.get(data.task, ())]
+    if which == "train" and data.partition_column:
+        fields.append("partition_column")
+    names = column_names(path, key_of(which))
+    for field in fields if names else ():
+        theirs = getattr(data, field)
+        if not {theirs, theirs.partition(".")[0]}.intersection(names):
+            raise no_such_column(key_of(field), theirs, name, names)
