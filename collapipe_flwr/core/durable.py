@@ -2,7 +2,8 @@
 
 A new file is written in a temporary folder beside its path, flushed to disk, and renamed to its
 path; then the parent folder is flushed too. Only after that may a caller delete what it replaces.
-A killed writer leaves its temporary folder, whose name ends with ``.partial``.
+A killed writer leaves its temporary folder, whose name nothing but this module makes
+(``NAME.xxxxxxxx.collapipe.partial``): other files and folders are never deleted.
 
 Writers share a lock on the parent folder, and leftovers are removed under an exclusive lock: by the
 next writer of the same file, and by `clean`. On a file system without locks nothing is removed. All
@@ -14,6 +15,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,7 +27,8 @@ from safetensors import SafetensorError
 
 from collapipe_flwr.core.errors import ConfigError
 
-_PARTIAL = ".partial"
+_PARTIAL = ".collapipe.partial"
+_DRAFT = re.compile(rf"(?P<of>.+)\.[a-z0-9_]{{8}}{re.escape(_PARTIAL)}", re.DOTALL)  # of `mkdtemp`
 _BLOCK_BYTES = 1 << 16
 
 
@@ -162,11 +165,10 @@ def clean(folder: Path, *, of: str = "") -> None:
     Does nothing while another thread or process writes there.
     """
     with _lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB) as alone:
-        names = os.listdir(folder) if alone else ()
-        for name in names:
-            if name.startswith(f"{of}." if of else "") and name.endswith(_PARTIAL):
-                left = folder / name
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+        for left in os.scandir(folder) if alone else ():
+            known = _DRAFT.fullmatch(left.name)
+            if known and known["of"] == (of or known["of"]) and left.is_dir(follow_symlinks=False):
+                shutil.rmtree(left)
 
 
 @contextmanager

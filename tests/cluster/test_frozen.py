@@ -213,7 +213,6 @@ def test_two_daemons_may_share_a_cache_and_the_next_removes_what_a_killed_one_le
         list(pool.map(lambda cache: cache.keep(tensors), caches))
     digests = {key: digest_of(tensor) for key, tensor in tensors.items()}
     assert all(cache.find(digests).keys() == tensors.keys() for cache in caches)
-    (tmp_path / "half.partial").touch()
-    (tmp_path / "tensors.x.partial").mkdir()
+    (tmp_path / "tensors.abcdefgh.collapipe.partial").mkdir()
     WeightCache(tmp_path, most_bytes=10**9)
     assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors"}

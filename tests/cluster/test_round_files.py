@@ -109,9 +109,10 @@ def test_after_every_cut_what_was_kept_of_the_last_round_is_there(tmp_path: Path
 def test_what_a_killed_process_left_goes_with_the_next_round(tmp_path: Path) -> None:
     kept = files(tmp_path)
     remember(kept, 1)
-    for left in ("round-000007.txt.partial", ".round-000007.txt.partial"):
-        (kept.folder / left).write_text("half")
-    (kept.folder / "round-000009.txt.x.partial").mkdir()
+    for number in (7, 9):
+        left = kept.folder / f"round-00000{number}.txt.abcdefgh.collapipe.partial"
+        left.mkdir()
+        (left / f"round-00000{number}.txt").write_text("half")
     remember(kept, 2)
     assert {path.suffix for path in kept.folder.iterdir()} == {".txt"}
 

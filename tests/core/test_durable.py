@@ -73,12 +73,29 @@ def test_what_a_killed_writer_left_goes_with_the_next_write_of_that_file(tmp_pat
     writer, path = _writer(tmp_path), tmp_path / "file"
     os.kill(writer.pid, signal.SIGKILL)
     writer.communicate()
-    (tmp_path / "film.mp4.partial").touch()  # somebody else's
-    assert len(list(tmp_path.iterdir())) == 2
+    (left,) = tmp_path.iterdir()
+    other = left.with_name(left.name.replace("file.", "other."))
+    other.mkdir()
     write_text(path, "new")
-    assert {found.name for found in tmp_path.iterdir()} == {"file", "film.mp4.partial"}
-    clean(tmp_path)  # in a folder that is ours
+    assert {found.name for found in tmp_path.iterdir()} == {"file", other.name}
+    clean(tmp_path)
     assert [found.name for found in tmp_path.iterdir()] == ["file"]
+
+
+def test_nobody_elses_file_or_folder_is_deleted_whatever_it_is_called(tmp_path: Path) -> None:
+    files = {"film.mp4.partial", "file.partial", "file.abcdefgh.collapipe.partial"}
+    folders = {"backup.partial", "file.abcdefgh.partial", "file.x.collapipe.partial", ".partial"}
+    for name in files:
+        (tmp_path / name).write_text("a user's")
+    for name in folders:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.txt").write_text("a user's")
+    (tmp_path / "file.linked00.collapipe.partial").symlink_to(tmp_path / "backup.partial")
+    before = {path: path.is_file() and path.read_text() for path in tmp_path.rglob("*")}
+    write_text(tmp_path / "file", "new")
+    clean(tmp_path)
+    (tmp_path / "file").unlink()
+    assert {path: path.is_file() and path.read_text() for path in tmp_path.rglob("*")} == before
 
 
 def test_a_writer_that_lives_is_left_alone_by_others(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_a_finished_run_resumes_to_its_own_model(tmp_path, drifting):
 def test_only_the_newest_are_kept_and_no_partial_one_counts(tmp_path, drifting):
     checkpointed("fedavg", tmp_path, resume=False).start(grid(drifting), model(), 4)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["round-000003", "round-000004"]
-    (tmp_path / "round-000009.partial").mkdir()
+    (tmp_path / "round-000009.abcdefgh.collapipe.partial").mkdir()
     assert Checkpoints(folder=tmp_path).newest().server_round == 4
 
 

@@ -221,7 +221,7 @@ def test_a_vault_is_private_and_survives_rubbish(tmp_path, caplog):
     folder = tmp_path / "state"
     opened(EdgeService(build_head, snapshots=SnapshotStore(folder)))
     assert folder.stat().st_mode & 0o077 == 0
-    (folder / "half.partial").write_bytes(b"{")
+    (folder / "half.partial").write_bytes(b"{")  # not ours
     rubbish = folder / f"{'a' * 32}.safetensors"
     rubbish.write_bytes(b"{")
     again = EdgeService(build_head, snapshots=SnapshotStore(folder))
@@ -310,8 +310,7 @@ def test_after_every_cut_a_session_stands_at_its_last_snapshot_or_the_one_before
 
 def test_a_store_that_opens_removes_what_a_killed_one_was_writing(tmp_path):
     SnapshotStore(tmp_path).write(kept(1))
-    (tmp_path / "half.partial").write_bytes(b"{")
-    (tmp_path / "half.safetensors.x.partial").mkdir()
+    (tmp_path / "half.safetensors.abcdefgh.collapipe.partial").mkdir()
     assert [session.step for session in SnapshotStore(tmp_path).read()] == [1]
     assert [path.suffix for path in tmp_path.iterdir()] == [".safetensors"]
 
