@@ -1,8 +1,10 @@
 """Frozen dataclasses to JSON and back, with strict checks of input from peers.
 
 Accepts str, int, float (NaN and infinities too: a loss may diverge), bool, enums, optional values,
-tuples, string-keyed mappings and dataclasses of these. Every key must be known and every field
-without a default present.
+tuples, string-keyed mappings and dataclasses of these. Every key must be known, no key doubled and
+every field without a default present. A type may carry rules, ``Annotated[float, at_least(0)]``,
+which its values obey (`bounds` has those of messages). Text must be Unicode, and whole numbers must
+fit into 64 bits.
 """
 
 from __future__ import annotations
@@ -14,13 +16,20 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 from collapipe_flwr.core.errors import CollaPipeError, ProtocolError
+from collapipe_flwr.core.keys import Rule
+from collapipe_flwr.core.texts import SHORT, one_line
 
 T = TypeVar("T")
 _SCALARS: Mapping[type, str] = {str: "a string", int: "a whole number", bool: "true or false"}
-_hints = cache(typing.get_type_hints)
+_MOST = 2**64  # beyond every whole number: node ids of Flower have 64 bits
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind, include_extras=True)
 
 
 @cache
@@ -33,13 +42,25 @@ def to_json(value: object) -> str:
     return json.dumps(plain(value), separators=(",", ":"))
 
 
-def from_json(kind: type[T], text: str, what: str) -> T:
-    """Rebuild a ``kind``; raises ProtocolError that names the place, as ``what.field``."""
+def from_json(kind: type[T], text: str, what: str, *, most: int | None = None) -> T:
+    """Rebuild a ``kind`` from at most ``most`` characters.
+
+    Raises ProtocolError that names the place, as ``what.field``.
+    """
+    if most is not None and len(text) > most:
+        raise ProtocolError(f"{what} has {len(text)} characters; {most} are allowed")
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"{what} is not JSON: {error}") from error
+        raise ProtocolError(f"{what} is not JSON: {one_line(str(error))}") from error
     return cast(T, _decode(kind, data, what))
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object names a key twice")
+    return found
 
 
 def plain(value: object) -> Any:
@@ -57,16 +78,19 @@ def plain(value: object) -> Any:
 
 def _decode(kind: Any, data: Any, path: str) -> Any:
     origin, args = _parts(kind)
+    if origin is Annotated:
+        return _obeying(args[1:], _decode(args[0], data, path), path)
     if origin in (typing.Union, types.UnionType):
         options = [option for option in args if option is not type(None)]
         if data is None and len(options) < len(args):
             return None
-        exact = [option for option in options if option is type(data)]
+        exact = [option for option in options if _bare(option) is type(data)]
         return _decode((exact or options)[0], data, path)
     if origin is tuple:
         return _decode_tuple(args, data, path)
     if origin in (Mapping, dict):
-        return {k: _decode(args[1], v, f"{path}.{k}") for k, v in _object(data, path).items()}
+        pairs = _object(data, path).items()
+        return {_decode(args[0], k, path): _decode(args[1], v, _inside(path, k)) for k, v in pairs}
     if is_dataclass(kind):
         return _decode_dataclass(kind, _object(data, path), path)
     if isinstance(kind, type) and issubclass(kind, Enum):
@@ -78,7 +102,31 @@ def _decode(kind: Any, data: Any, path: str) -> Any:
         return float(data)
     if type(data) is not kind:
         raise _wrong(path, _SCALARS.get(kind, "a number"), data)
+    if kind is int and not -_MOST < data < _MOST:
+        raise _wrong(path, "a whole number of at most 64 bits", data)
+    if kind is str and not _is_unicode(data):
+        raise _wrong(path, "a string of Unicode characters", data)
     return data
+
+
+def _obeying(rules: tuple[object, ...], value: Any, path: str) -> Any:
+    for rule in rules:
+        if isinstance(rule, Rule) and not rule.holds(value):
+            raise ProtocolError(f"{path} {rule.says}, got {_shown(value)}")
+    return value
+
+
+def _bare(kind: Any) -> Any:
+    origin, args = _parts(kind)
+    return args[0] if origin is Annotated else kind
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text can be encoded: half of a surrogate pair cannot."""
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _decode_tuple(args: tuple[Any, ...], data: Any, path: str) -> tuple[Any, ...]:
@@ -102,7 +150,7 @@ def _decode_dataclass(kind: Any, data: dict[str, Any], path: str) -> Any:
     hints = _hints(kind)
     unknown = sorted(set(data) - set(hints))
     if unknown:
-        raise ProtocolError(f"{path} has the unknown key {unknown[0]!r}")
+        raise ProtocolError(f"{path} has the unknown key {_shown(unknown[0])}")
     for f in sorted(fields(kind), key=lambda field: field.name):
         if f.name not in data and f.default is MISSING and f.default_factory is MISSING:
             raise ProtocolError(f"{path} lacks the key {f.name!r}")
@@ -114,8 +162,16 @@ def _decode_dataclass(kind: Any, data: dict[str, Any], path: str) -> Any:
 
 
 def _wrong(path: str, wanted: str, data: Any) -> ProtocolError:
+    return ProtocolError(f"{path} must be {wanted}, got {_shown(data)}")
+
+
+def _shown(data: Any) -> str:
     try:
-        got = f"{data!r:.60}"
+        return f"{data!r:.60}" if not isinstance(data, int) or abs(data) < _MOST else "a huge one"
     except RecursionError:  # the deepest nesting that json reads is too deep for repr
-        got = "deeply nested lists or objects"
-    return ProtocolError(f"{path} must be {wanted}, got {got}")
+        return "deeply nested lists or objects"
+
+
+def _inside(path: str, key: str) -> str:
+    """The place of a mapping's value; the key is a peer's."""
+    return f"{path}.{one_line(key, SHORT)}"

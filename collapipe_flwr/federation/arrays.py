@@ -8,30 +8,22 @@ float64: :func:`load_into` casts them back, as `torch.nn.Module.load_state_dict`
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
-from functools import lru_cache
 from io import BytesIO
+from typing import Literal
 
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord
-from flwr.common import NDArray
 from flwr.common.constant import SType
 
 from collapipe_flwr.core.errors import ProtocolError, RunError
+from collapipe_flwr.federation.array_format import RAW_DTYPES, RAW_TORCH, layout_of
 from collapipe_flwr.pipeline.offload import OFFLOAD_BYTES, Lookup, Offload
 
-RAW_TORCH = "collapipe.torch"  # Array.stype of dtypes that numpy lacks
-_RAW_DTYPES: Mapping[str, torch.dtype] = {
-    "bfloat16": torch.bfloat16,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "float8_e5m2": torch.float8_e5m2,
-}
-_RAW_NAMES = {dtype: name for name, dtype in _RAW_DTYPES.items()}
-_NPY = b"\x93NUMPY\x01\x00"
+_RAW_NAMES = {dtype: name for name, dtype in RAW_DTYPES.items()}
 _PLAIN_DTYPES = {
-    np.dtype(name).str: getattr(torch, name) for name in ("float32", "float64", "float16", "int64")
+    np.dtype(name): getattr(torch, name) for name in ("float32", "float64", "float16", "int64")
 }
 
 
@@ -66,7 +58,7 @@ def take_record(tensors: dict[str, torch.Tensor] | Lookup[torch.Tensor]) -> Arra
 
 def is_floating(array: Array) -> bool:
     """Whether an array can be averaged: integers and booleans cannot."""
-    return array.dtype in _RAW_DTYPES or not array.dtype.startswith(("int", "uint", "bool"))
+    return array.dtype in RAW_DTYPES or not array.dtype.startswith(("int", "uint", "bool"))
 
 
 def averaging_view(record: ArrayRecord) -> ArrayRecord:
@@ -164,65 +156,34 @@ def _npy(tensor: torch.Tensor) -> bytes:
 
 def _stow_tensor(stow: Offload, key: str, array: Array) -> Callable[[], torch.Tensor]:
     """Store one tensor and return its reader; large arrays are stored without decoding."""
-    if len(array.data) >= OFFLOAD_BYTES and (found := _raw_bytes(array)):
+    if len(array.data) >= OFFLOAD_BYTES and (found := _raw_bytes(key, array)):
         data, dtype = found
         if read := stow.put_bytes(data, dtype, array.shape):
             return read
     return stow.put(_decode_tensor(key, array))
 
 
-def _raw_bytes(array: Array) -> tuple[memoryview, torch.dtype] | None:
+def _raw_bytes(key: str, array: Array) -> tuple[memoryview, torch.dtype] | None:
     """An array's bytes in torch's layout; None where the array has to be decoded first."""
-    data, dtype = memoryview(array.data), _RAW_DTYPES.get(array.dtype)
-    if array.stype == SType.NUMPY and array.data.startswith(_NPY):
-        _, kind, begin = _head(array.data)
-        dtype, data = _PLAIN_DTYPES.get(kind), data[begin:]
-    if dtype is None or len(data) != math.prod(array.shape) * dtype.itemsize:
-        return None
-    return data, dtype
+    layout, data = layout_of(key, array), memoryview(array.data)
+    if layout is None:
+        return data, RAW_DTYPES[array.dtype]
+    dtype = _PLAIN_DTYPES.get(layout.dtype)
+    return None if layout.reordered or dtype is None else (data[layout.begin :], dtype)
 
 
 def _decode_tensor(key: str, array: Array) -> torch.Tensor:
-    try:
-        if array.stype != RAW_TORCH:
-            # numpy loads scalars and read-only buffers that torch warns about: copy once
-            return torch.from_numpy(np.array(_numpy(array)))
+    layout = layout_of(key, array)
+    if layout is None:
         raw = torch.frombuffer(bytearray(array.data), dtype=torch.uint8) if array.data else None
         flat = torch.empty(0, dtype=torch.uint8) if raw is None else raw
-        return flat.view(_RAW_DTYPES[array.dtype]).reshape(tuple(array.shape))
-    except (EOFError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        # numpy advises to trust the data and allow pickle
-        why = "its data is no array" if "pickle" in str(error) else error
-        raise ProtocolError(
-            f"array {key} ({array.dtype}, shape {tuple(array.shape)}, {array.stype}, "
-            f"{len(array.data)} bytes) cannot be read: {why}"
-        ) from error
-
-
-def _numpy(array: Array) -> NDArray:
-    """As `Array.numpy`, which takes most of its time for the head."""
-    if array.stype == SType.NUMPY and array.data.startswith(_NPY):
-        shape, kind, begin = _head(array.data)
-        if kind in _PLAIN_DTYPES and (count := math.prod(shape)):
-            return np.frombuffer(array.data, kind, count, begin).reshape(shape)
-    return array.numpy()
-
-
-def _head(data: bytes) -> tuple[tuple[int, ...], str, int]:
-    """Of an array's bytes as `numpy.save` makes them: shape, dtype and where the values begin.
-
-    The dtype is empty where the values do not stand there in the usual order.
-    """
-    lead = len(_NPY) + 2  # and how long the rest of the head is
-    return _parsed(data[: lead + int.from_bytes(data[len(_NPY) : lead], "little")])
-
-
-@lru_cache(maxsize=1024)  # every round has the same ones
-def _parsed(head: bytes) -> tuple[tuple[int, ...], str, int]:
-    file = BytesIO(head)
-    np.lib.format.read_magic(file)
-    shape, reordered, kind = np.lib.format.read_array_header_1_0(file)
-    return shape, "" if reordered or kind.hasobject else kind.str, file.tell()
+        return flat.view(RAW_DTYPES[array.dtype]).reshape(tuple(array.shape))
+    order: Literal["F", "C"] = "F" if layout.reordered else "C"
+    values = np.ndarray(layout.shape, layout.dtype, array.data, layout.begin, order=order)
+    try:
+        return torch.from_numpy(np.array(values))  # torch warns about read-only buffers: copy once
+    except TypeError as error:
+        raise ProtocolError(f"array {key} is of {array.dtype}, which torch lacks") from error
 
 
 def _widen(key: str, array: Array) -> Array:

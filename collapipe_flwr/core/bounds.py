@@ -1,0 +1,59 @@
+"""What numbers, names and lists may be that another machine sends: types for fields of messages.
+
+A field of one of these types is a plain float, int, str or tuple. The codec (`json_codec`) refuses
+all other values when a message arrives, so that nothing behind it has to. The largest numbers are
+far beyond every machine's, and far below those that overflow where they are multiplied and summed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+from collapipe_flwr.core.keys import Rule, between, matches
+
+MOST_SECONDS = 1e9  # 30 years
+
+
+def most_entries(count: int) -> Rule:
+    """Accept lists, and mappings, with so many entries at most."""
+    return Rule(lambda v: len(v) <= count, f"must have at most {count} entries")
+
+
+def text(most: int, *, least: int = 0) -> Rule:
+    """Accept one line of printable characters."""
+    return Rule(
+        lambda v: least <= len(v) <= most and v.isprintable(),
+        f"must be one line of {least} to {most} printable characters",
+    )
+
+
+_LEAST_SPEED, _MOST_SPEED = 1.0, 1e24
+_MOST_NUMBER = 1e30  # of a loss or a norm
+
+MEMBER_NAME = matches(
+    r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", "must be a name of letters, digits, dots and dashes"
+)
+MemberName = Annotated[str, MEMBER_NAME]
+Name = Annotated[str, text(200, least=1)]  # of a cluster, or of a device, which begins with it
+NameOrNone = Annotated[str, text(200)]
+Sentence = Annotated[str, text(2000)]
+
+Count = Annotated[int, between(0, 2**53)]  # of examples, bytes, steps
+Several = Annotated[int, between(1, 2**31)]
+Seconds = Annotated[float, between(0, MOST_SECONDS)]
+Moment = Annotated[float, between(-1e12, 1e12)]  # by anybody's clock
+Speed = Annotated[float, between(_LEAST_SPEED, _MOST_SPEED)]  # FLOP/s
+Rate = Annotated[float, between(1.0, 1e18)]  # bit/s
+Bandwidth = Annotated[float, between(1.0, 1e15)]  # Hz
+Watts = Annotated[float, between(0, 1e6)]
+Joules = Annotated[float, between(0, 1e15)]
+Memory = Annotated[int, between(1, 2**53)]  # bytes
+JoulesPerFlop = Annotated[float, between(0, 1.0)]
+MaybeHuge = Annotated[  # a loss or a norm, which may diverge: to infinity, or to NaN
+    float,
+    Rule(
+        lambda v: math.isnan(v) or v == math.inf or abs(v) <= _MOST_NUMBER,
+        f"must lie between {-_MOST_NUMBER:g} and {_MOST_NUMBER:g}, or be infinite or NaN",
+    ),
+]
