@@ -36,12 +36,14 @@ MEMBER_NAME = matches(
 )
 MemberName = Annotated[str, MEMBER_NAME]
 Name = Annotated[str, text(200, least=1)]  # of a cluster, or of a device, which begins with it
-NameOrNone = Annotated[str, text(200)]
+Text = Annotated[str, text(200)]
 Sentence = Annotated[str, text(2000)]
 
-Count = Annotated[int, between(0, 2**53)]  # of examples, bytes, steps
+Count = Annotated[int, between(0, 2**40)]  # of examples, steps
+Bytes = Annotated[int, between(0, 2**53)]
 Several = Annotated[int, between(1, 2**31)]
 Seconds = Annotated[float, between(0, MOST_SECONDS)]
+Overhead = Annotated[float, between(0, 1e6)]  # seconds of every block or round
 Moment = Annotated[float, between(-1e12, 1e12)]  # by anybody's clock
 Speed = Annotated[float, between(_LEAST_SPEED, _MOST_SPEED)]  # FLOP/s
 Rate = Annotated[float, between(1.0, 1e18)]  # bit/s

@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Annotated
 
-from collapipe_flwr.core.links import LinkConfig
+from collapipe_flwr.core import bounds
+from collapipe_flwr.core.keys import at_least, one_of
+from collapipe_flwr.core.links import CODECS, LinkConfig
 
 IGNORED_LABEL = -100  # transformers' mark for positions without a target
+MOST_DEVICES = 1000  # of one cluster
 MEMORY_MARGIN = 0.05  # share of every memory that plans leave free, unless told otherwise
 
 
@@ -49,16 +53,16 @@ class DeviceProfile:
     block, forward and backward together (`costs.work.computing_of`).
     """
 
-    device_id: str
-    kind: str
-    speed_flop_per_s: float
-    memory_bytes: int
-    energy_per_flop_j: float
-    tx_power_max_w: float
-    energy_budget_j: float  # long-term average per round
-    d2d_bandwidth_hz: float | None = None  # widest channel of its radio; None: the cluster's
-    overhead_s: float = 0.0
-    round_s: float = 0.0  # to begin and end a round; of parallel devices the slowest one counts
+    device_id: bounds.Name
+    kind: bounds.Text
+    speed_flop_per_s: bounds.Speed
+    memory_bytes: bounds.Bytes
+    energy_per_flop_j: bounds.JoulesPerFlop
+    tx_power_max_w: bounds.Watts
+    energy_budget_j: Annotated[float, at_least(0)]  # long-term average per round
+    d2d_bandwidth_hz: bounds.Bandwidth | None = None  # widest of its radio; None: the cluster's
+    overhead_s: bounds.Overhead = 0.0
+    round_s: bounds.Seconds = 0.0  # to begin and end a round; of parallel devices the slowest one counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,26 +90,26 @@ class LinkRate:
     ``ends`` are device ids, the control unit's and "" for the edge included.
     """
 
-    ends: tuple[str, str]
-    bit_per_s: float
+    ends: tuple[bounds.Text, bounds.Text]
+    bit_per_s: bounds.Rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterProfile:
     """The static side of one cluster, as its control unit describes it."""
 
-    cluster_id: str
-    examples: int
+    cluster_id: bounds.Name
+    examples: bounds.Count
     control_unit: DeviceProfile
-    devices: tuple[DeviceProfile, ...]
-    d2d_bandwidth_hz: float  # of each hop inside the cluster, as far as both ends' radios go
-    server_rate_bit_per_s: float  # control unit <-> Flower server
-    link_codec: str = ""  # of all its links; empty: as the run says
+    devices: Annotated[tuple[DeviceProfile, ...], bounds.most_entries(MOST_DEVICES)]
+    d2d_bandwidth_hz: bounds.Bandwidth  # of hops inside the cluster, as far as both radios go
+    server_rate_bit_per_s: bounds.Rate  # control unit <-> Flower server
+    link_codec: Annotated[str, one_of("", *CODECS)] = ""  # of all its links; empty: as the run says
     real_links: bool = False  # machines: measured traffic corrects the planned rates
     whole: bool = False  # its app has mods: messages and replies hold the whole model
     bundles: bool = False  # its app sends and receives arrays in bundles
-    overhead_s: float = 0.0  # of every round, besides transfers and steps
-    link_rates: tuple[LinkRate, ...] = ()  # where plans begin; rounds teach better
+    overhead_s: bounds.Overhead = 0.0  # of every round, besides transfers and steps
+    link_rates: Annotated[tuple[LinkRate, ...], bounds.most_entries(MOST_DEVICES**2)] = ()  # where plans begin; rounds teach better
 
     @property
     def members(self) -> tuple[DeviceProfile, ...]:

@@ -11,11 +11,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
+from collapipe_flwr.core import bounds
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import above, at_least, key
 
-Note = tuple[int, int, float, int]
+Note = tuple[int, bounds.Count, bounds.Moment, bounds.Bytes]
 """Stream, number of the frame in its direction, time (seconds by the own clock), bytes."""
 
 NOTED_FRAMES = 128  # of one stream: some steps, and a report stays small
@@ -152,10 +154,10 @@ class LinkTraffic:
     unknown: in memory, or with too few frames.
     """
 
-    bytes: int = 0
-    sending_s: float = 0.0
-    wire_bit_per_s: float | None = None
-    notes: tuple[Note, ...] = ()
+    bytes: bounds.Bytes = 0
+    sending_s: bounds.Seconds = 0.0
+    wire_bit_per_s: bounds.Rate | None = None
+    notes: Annotated[tuple[Note, ...], bounds.most_entries(MOST_NOTES)] = ()
 
     def note(self, stream_id: int, at_s: float, size_bytes: int) -> None:
         """Note a frame that passes this end.

@@ -12,13 +12,23 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
+from typing import Annotated
 
-from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, GradientNoise, LinkSample
+from collapipe_flwr.core import bounds
+from collapipe_flwr.core.domain import (
+    MOST_DEVICES,
+    ClusterPlan,
+    ClusterProfile,
+    GradientNoise,
+    LinkSample,
+)
 from collapipe_flwr.core.links import LinkReport, LinkTraffic
 from collapipe_flwr.pipeline.meter import Span, StageReport
 from collapipe_flwr.scheduler.link_estimates import carried_bit_per_s
 from collapipe_flwr.transport.weights import TransferStats
 
+MOST_STEPS = 2**20  # of one round
+_FEW = bounds.most_entries(MOST_DEVICES)
 D2D, D2E = "d2d", "d2e"
 KEPT = 0.8  # of a planned rate: a slower sender was limited by something else
 
@@ -27,19 +37,21 @@ KEPT = 0.8  # of a planned rate: a slower sender was limited by something else
 class ClusterTelemetry:
     """``reports`` are in pipeline order: control unit, devices; ``edge`` is the decoder's."""
 
-    cluster_id: str
-    examples: int
-    wall_s: float
-    losses: tuple[float, ...]  # per step
-    reports: tuple[StageReport, ...] = ()
+    cluster_id: bounds.Name
+    examples: bounds.Count
+    wall_s: bounds.Seconds
+    losses: Annotated[tuple[bounds.MaybeHuge, ...], bounds.most_entries(MOST_STEPS)]  # per step
+    reports: Annotated[tuple[StageReport, ...], bounds.most_entries(MOST_DEVICES)] = ()
     edge: StageReport | None = None
     moved: TransferStats = field(default_factory=TransferStats)  # between control unit and devices
-    fresh_examples: int = 0  # that arrived since the last round
-    prequential_loss: float | None = None  # of the global model on fresh examples, before training
+    fresh_examples: bounds.Count = 0  # that arrived since the last round
+    prequential_loss: bounds.MaybeHuge | None = None  # of fresh examples, before training
     replanned: ClusterPlan | None = None  # the last plan, if devices were lost
-    incidents: tuple[str, ...] = ()  # failures, and how the round continued
-    absent: tuple[str, ...] = ()  # devices that did not answer at the end
-    quarantined: Mapping[str, str] = field(default_factory=dict)  # what each did wrong
+    incidents: Annotated[tuple[bounds.Sentence, ...], _FEW] = ()  # and how the round continued
+    absent: Annotated[tuple[bounds.Name, ...], _FEW] = ()  # devices, at the end
+    quarantined: Annotated[Mapping[bounds.Name, bounds.Sentence], _FEW] = field(
+        default_factory=dict
+    )  # what each did wrong
     profile: ClusterProfile | None = None  # of machines, at the end: devices join and are removed
 
     @property

@@ -18,26 +18,38 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain, count
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from collapipe_flwr.core import bounds
 from collapipe_flwr.core.durable import write_text
 from collapipe_flwr.core.errors import RunError
+from collapipe_flwr.core.keys import one_of
 from collapipe_flwr.core.links import LinkTraffic
 
 MOST_SPANS = 10_000  # of one stage: a report must fit into a message
+NAMES = {  # of spans in a timeline, by kind of work
+    "forward": "F",
+    "test": "F",
+    "backward": "B",
+    "weights": "W",
+    "optimizer": "step",
+    "send": "send",
+    "receive": "wait",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """One timed piece of work of one stage."""
 
-    work: str  # forward, test, backward, weights, optimizer, send, receive
-    step: int
-    micro_batch: int
-    start_s: float
-    stop_s: float
+    work: Annotated[str, one_of(*NAMES)]
+    step: bounds.Count
+    micro_batch: bounds.Count
+    start_s: bounds.Moment
+    stop_s: bounds.Moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,24 +67,24 @@ class StageReport:
     on request; the sum of two reports keeps the first `MOST_SPANS`.
     """
 
-    name: str
-    steps: int = 0
-    micro_batches: int = 0
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    optimizer_s: float = 0.0
-    wait_s: float = 0.0
+    name: bounds.Name
+    steps: bounds.Count = 0
+    micro_batches: bounds.Count = 0
+    forward_s: bounds.Seconds = 0.0
+    backward_s: bounds.Seconds = 0.0
+    optimizer_s: bounds.Seconds = 0.0
+    wait_s: bounds.Seconds = 0.0
     sent_up: LinkTraffic = field(default_factory=LinkTraffic)
     received_up: LinkTraffic = field(default_factory=LinkTraffic)
     sent_down: LinkTraffic = field(default_factory=LinkTraffic)
     received_down: LinkTraffic = field(default_factory=LinkTraffic)
-    sent_beside_bytes: int = 0
-    peak_tensor_bytes: int = 0
-    energy_j: float | None = None
-    small_square_norm: float = 0.0
-    big_square_norm: float = 0.0
-    unlabelled: int = 0
-    spans: tuple[Span, ...] = ()
+    sent_beside_bytes: bounds.Bytes = 0
+    peak_tensor_bytes: bounds.Bytes = 0
+    energy_j: bounds.Joules | None = None
+    small_square_norm: bounds.MaybeHuge = 0.0
+    big_square_norm: bounds.MaybeHuge = 0.0
+    unlabelled: bounds.Count = 0
+    spans: Annotated[tuple[Span, ...], bounds.most_entries(MOST_SPANS)] = ()
 
     def __add__(self, later: StageReport) -> StageReport:
         """Join two intervals of the same stage."""
@@ -237,15 +249,6 @@ def _distinct(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
-_NAMES = {
-    "forward": "F",
-    "test": "F",
-    "backward": "B",
-    "weights": "W",
-    "optimizer": "step",
-    "send": "send",
-    "receive": "wait",
-}
 Stages = Mapping[str, Sequence[Span]]  # in pipeline order
 Pass = tuple[int, int]  # step, micro-batch
 
@@ -282,7 +285,7 @@ def _event(span: Span, process: int, row: int, origin_s: float) -> dict[str, obj
     passes = span.work in ("forward", "test", "backward", "weights")
     return {
         "ph": "X",
-        "name": f"{_NAMES[span.work]}{span.micro_batch}" if passes else _NAMES[span.work],
+        "name": f"{NAMES[span.work]}{span.micro_batch}" if passes else NAMES[span.work],
         "cat": span.work,
         "pid": process,
         "tid": row,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from collapipe_flwr.core.bounds import Bytes
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.core.json_codec import from_json
 from collapipe_flwr.pipeline.link import Frame, FrameKind
@@ -22,9 +23,9 @@ MOST_TENSORS = 65_536  # far beyond any model
 class TransferStats:
     """Bytes of tensors that travelled, and of those that did not have to."""
 
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    spared_bytes: int = 0
+    sent_bytes: Bytes = 0
+    received_bytes: Bytes = 0
+    spared_bytes: Bytes = 0
 
     def __add__(self, other: TransferStats) -> TransferStats:
         return TransferStats(
