@@ -21,13 +21,12 @@ from collapipe_flwr.config.parsing import (
     read_toml,
     refuse_unknown,
 )
+from collapipe_flwr.core import bounds
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import Rule, Value, above, at_least, key, matches, one_of, path
 from collapipe_flwr.core.links import CODECS, TlsFiles, is_address
 
-MEMBER_NAME = matches(
-    r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", "must be a name of letters, digits, dots and dashes"
-)
+MEMBER_NAME = bounds.MEMBER_NAME
 _FINGERPRINT = matches(r"([0-9a-f]{64})?", "must be a SHA-256, 64 hexadecimal digits")
 _ADDRESS = Rule(lambda text: not text or is_address(text), 'must read like "10.0.0.11:50071"')
 _HEAD = """\

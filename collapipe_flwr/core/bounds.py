@@ -40,6 +40,7 @@ Text = Annotated[str, text(200)]
 Sentence = Annotated[str, text(2000)]
 
 Count = Annotated[int, between(0, 2**40)]  # of examples, steps
+Claim = Annotated[int, between(0, 2**63)]  # of examples, which the server may reduce
 Bytes = Annotated[int, between(0, 2**53)]
 Several = Annotated[int, between(1, 2**31)]
 Seconds = Annotated[float, between(0, MOST_SECONDS)]

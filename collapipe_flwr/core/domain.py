@@ -62,7 +62,9 @@ class DeviceProfile:
     energy_budget_j: Annotated[float, at_least(0)]  # long-term average per round
     d2d_bandwidth_hz: bounds.Bandwidth | None = None  # widest of its radio; None: the cluster's
     overhead_s: bounds.Overhead = 0.0
-    round_s: bounds.Seconds = 0.0  # to begin and end a round; of parallel devices the slowest one counts
+    round_s: bounds.Seconds = (
+        0.0  # to begin and end a round; of parallel devices the slowest one counts
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +111,9 @@ class ClusterProfile:
     whole: bool = False  # its app has mods: messages and replies hold the whole model
     bundles: bool = False  # its app sends and receives arrays in bundles
     overhead_s: bounds.Overhead = 0.0  # of every round, besides transfers and steps
-    link_rates: Annotated[tuple[LinkRate, ...], bounds.most_entries(MOST_DEVICES**2)] = ()  # where plans begin; rounds teach better
+    link_rates: Annotated[
+        tuple[LinkRate, ...], bounds.most_entries(MOST_DEVICES**2)
+    ] = ()  # where plans begin; rounds teach better
 
     @property
     def members(self) -> tuple[DeviceProfile, ...]:

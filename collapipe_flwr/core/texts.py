@@ -5,12 +5,21 @@ from __future__ import annotations
 SHORT, LINE = 80, 400  # characters of a name and of a sentence that others are shown
 
 
-def one_line(text: str, most: int = LINE) -> str:
-    """One line of bounded length; what no screen shows as it is becomes ``?``.
+MOST = 16_000  # characters of an error with its traceback
 
-    That is every character that `str.isprintable` refuses: controls and escapes, marks that turn
-    the direction of writing, and halves of surrogate pairs, which no encoding has.
+
+def printable(text: str) -> str:
+    """Text of bounded length whose lines a screen shows as they are; the middle may be left out.
+
+    Every other character becomes ``?``: controls and escapes, marks that turn the direction of
+    writing, and halves of surrogate pairs, which no encoding has.
     """
-    words = " ".join(text[: 4 * most].split())
-    line = "".join(c if c.isprintable() else "?" for c in words)
+    if len(text) > MOST:
+        text = f"{text[: MOST // 2]} ... {text[-MOST // 2 :]}"
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
+
+
+def one_line(text: str, most: int = LINE) -> str:
+    """:func:`printable` words on one line of ``most`` characters."""
+    line = " ".join(printable(" ".join(text.split())).split())
     return line if len(line) <= most else f"{line[: most - 3]}..."

@@ -45,8 +45,8 @@ class Layout(NamedTuple):
     reordered: bool
 
     @property
-    def count(self) -> int:
-        return math.prod(self.shape)
+    def value_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def layout_of(key: str, array: Array) -> Layout | None:
@@ -82,7 +82,7 @@ def _checked(array: Array) -> Layout:
     layout = _layout(_head(array.data))
     if (str(layout.dtype), layout.shape) != (array.dtype, tuple(array.shape)):
         raise ValueError(f"its data is of {layout.dtype} and shape {layout.shape}")
-    if len(array.data) != (needed := layout.begin + layout.count * layout.dtype.itemsize):
+    if len(array.data) != (needed := layout.begin + layout.value_bytes):
         raise ValueError(f"its shape needs {needed} bytes")
     if layout.dtype.kind == "b" and not _are_booleans(array.data[layout.begin :]):
         raise ValueError("its data is no array of booleans")

@@ -15,6 +15,7 @@ from collapipe_flwr.config.schema import EdgeConfig
 from collapipe_flwr.core.errors import DevicesMissing, LinkError, RunError
 from collapipe_flwr.federation.arrays import inner_view, load_into, narrow_raw, not_finite
 from collapipe_flwr.federation.attempts import DEFAULT_TIMEOUT_S, Attempts, are_permanent
+from collapipe_flwr.federation.border import averages, evaluations
 from collapipe_flwr.federation.checkpoint import Resumable, restore_rng_state, rng_state
 from collapipe_flwr.federation.hook_options import Learning, check_options, learning_of
 from collapipe_flwr.federation.inner import layers
@@ -81,6 +82,7 @@ class StrategyHooks:
         self._configure: Callable[[], list[Message]]  # plans and opens it, also another time
         self._timeout_s = DEFAULT_TIMEOUT_S
         self._joins_late = joins_late
+        self._averages = model is not None or averages(inner)
         self._last_round = 0  # 0: unknown
         self.late = LateUpdates()
         self._round: OpenRound | None = None
@@ -274,7 +276,12 @@ class StrategyHooks:
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         with closing(self):
-            usable = list(replies if self._round is None else map(self._round.weighed, replies))
+            if self._round is not None:
+                usable = self._round.weighed(replies)
+            else:
+                names = self._planned.cluster_ids if self._planned is not None else {}
+                weighted_by = weight_key(self.inner_strategy)
+                usable = evaluations(replies, names, weighted_by, averages=self._averages)
             return self.inner_strategy.aggregate_evaluate(server_round, usable)
 
     def _lose_round(self, why: str) -> None:
@@ -307,6 +314,7 @@ class StrategyHooks:
             self._personal,
             weighted_by=weight_key(self.inner_strategy),
             waits_for_late=self._joins_late,
+            averages=self._averages,
         )
 
         with ExitStack() as undo:

@@ -21,13 +21,11 @@ from flwr.serverapp import Grid
 
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import ProtocolError, RunError
+from collapipe_flwr.federation.border import described
 from collapipe_flwr.federation.checkpoint import Resumable
 from collapipe_flwr.federation.deadline import RoundClock
 from collapipe_flwr.federation.messages import error_text
-from collapipe_flwr.federation.records import (
-    QUERY_DESCRIBE,
-    read_profile,
-)
+from collapipe_flwr.federation.records import QUERY_DESCRIBE
 from collapipe_flwr.federation.wrapped_grid import WrappedGrid
 
 log = logging.getLogger("flwr.collapipe")
@@ -263,7 +261,7 @@ def _profile(reply: Message) -> ClusterProfile | None:
         way_out = f": {NO_CLUSTER}" if "No query function" in why else ""
         raise RunError(f"the cluster of node {node} cannot start: {why}{way_out}")
     try:
-        profile = read_profile(reply.content)
+        profile = described(reply.content)
     except ProtocolError as error:
         raise RunError(f"the cluster of node {node} gave no usable description: {error}") from error
     if profile is None:

@@ -17,15 +17,16 @@ from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
 
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ProtocolError
+from collapipe_flwr.core.texts import one_line, printable
 from collapipe_flwr.federation.arrays import inner_view, load_into, narrow_raw
-from collapipe_flwr.federation.records import EXAMPLES, examples_of
+from collapipe_flwr.federation.records import examples_of
 from collapipe_flwr.federation.rounds import Sent
-from collapipe_flwr.federation.telemetry import ClusterTelemetry
+from collapipe_flwr.pipeline.meter import StageReport
 
-LONGEST_SENTENCE = 400  # characters of a client's error message
 BAD_REPLY = 300  # Error.code of replies that arrived but cannot be used; Flower's own are below 100
 LATE = 301  # Error.code of replies that were not waited for
-_FLOWER_WRAPPING = re.compile(r".*occurred\. Message: ?|^<class '[^']*'>:<'|'>\s*$", re.DOTALL)
+LONGEST_SENTENCE = 400  # characters of a client's error message
+_FLOWER_WRAPPING = re.compile(r"\A.*occurred\. Message: ?|^<class '[^']*'>:<'|'>\s*$", re.DOTALL)
 MOST_EXAMPLES = 1e12  # of one cluster in one round, tokens included
 
 
@@ -39,9 +40,15 @@ def sender_of(reply: Message, sent: Sequence[Sent]) -> Sent | None:
 
 def error_text(error: Error) -> str:
     """A client's error message without Flower's wrapping, on one line of bounded length."""
-    words = _FLOWER_WRAPPING.sub("", error.reason or f"error {error.code} without a reason")
-    line = " ".join(words.split())
-    return line if len(line) <= LONGEST_SENTENCE else line[: LONGEST_SENTENCE - 3] + "..."
+    reason = printable(error.reason or f"error {error.code} without a reason")
+    return one_line(_FLOWER_WRAPPING.sub("", reason), LONGEST_SENTENCE)
+
+
+def with_printable_error(reply: Message) -> Message:
+    """An error reply as it may be logged, whatever the client wrote into it."""
+    changed = copy(reply)
+    changed.error = Error(reply.error.code, printable(reply.error.reason or ""))
+    return changed
 
 
 def diverged(key: str) -> str:
@@ -52,9 +59,10 @@ def diverged(key: str) -> str:
     )
 
 
-def as_failed(sent: Sent, error: Exception) -> Message:
-    """An error reply in Flower's words, which every strategy counts as a failure."""
-    return Message(Error(BAD_REPLY, f"{type(error)}:<'{error}'>"), reply_to=sent.message)
+def refused(reply: Message, error: Exception) -> Message:
+    """The error, in Flower's words, in the place of a reply: every strategy counts a failure."""
+    found = Error(BAD_REPLY, f"{type(error)}:<'{error}'>")
+    return Message(error=found, metadata=reply.metadata)  # type: ignore[call-overload, no-any-return]
 
 
 def with_content(reply: Message, content: RecordDict) -> Message:
@@ -119,7 +127,7 @@ def check_weight(content: RecordDict, weighted_by: str, cluster_id: str) -> floa
 def check_possible(content: RecordDict, weighted_by: str, cluster_id: str) -> float:
     """The weight of a reply; raises ProtocolError for more examples than a client can have."""
     examples = examples_of(content, weighted_by)
-    if weighted_by == EXAMPLES and not 0 <= examples <= MOST_EXAMPLES:
+    if not 0 <= examples <= MOST_EXAMPLES:
         raise ProtocolError(
             f"cluster {cluster_id} claims {weighted_by} = {examples:g}, which no round reaches: it "
             "would outweigh all others, so its reply is not used"
@@ -127,14 +135,14 @@ def check_possible(content: RecordDict, weighted_by: str, cluster_id: str) -> fl
     return examples
 
 
-def counted_examples(plan: ClusterPlan | None, measured: ClusterTelemetry | None) -> int | None:
+def counted_examples(plan: ClusterPlan | None, edge: StageReport | None) -> int | None:
     """Trained micro-batches, counted by the edge, times their planned size; None if not counted.
 
     ``plan`` is the one that was sent; a cluster that lost devices keeps its micro-batches.
     """
-    if plan is None or measured is None or measured.edge is None or not measured.edge.micro_batches:
+    if plan is None or edge is None or not edge.micro_batches:
         return None
-    return measured.edge.micro_batches * plan.micro_batch_size
+    return edge.micro_batches * plan.micro_batch_size
 
 
 def weighing(content: RecordDict, weighted_by: str, weight: float) -> RecordDict:

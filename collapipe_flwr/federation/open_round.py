@@ -12,11 +12,10 @@ from dataclasses import replace
 from flwr.app import ArrayRecord, Message, RecordDict
 
 from collapipe_flwr.core.errors import Diverged, LinkError, ProtocolError
-from collapipe_flwr.federation import messages, records
+from collapipe_flwr.federation import border, messages, records
 from collapipe_flwr.federation.arrays import inner_view, not_finite, shifted
 from collapipe_flwr.federation.rounds import AcceptedRounds, ClosedRound, RoundPlan, Sent
 from collapipe_flwr.federation.split import PersonalArrays, SplitRound
-from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.pipeline.config import PassesDone
 from collapipe_flwr.reporting.progress import ClusterProgress
 
@@ -41,9 +40,12 @@ class OpenRound:
         *,
         weighted_by: str,
         waits_for_late: bool,
+        averages: bool,
     ) -> None:
+        """With ``averages`` all replies must have the same names and shapes."""
         self.plan = plan
         self._weighted_by = weighted_by
+        self._averages = averages
         self._waits_for_late = waits_for_late
         self.template = template
         self._hidden = split.model.hidden_keys if split is not None else frozenset[str]()
@@ -88,6 +90,7 @@ class OpenRound:
                 continue
             shown = reply if sent is None else self._receive(reply, sent, closed)
             closed.replies.append(shown)
+        self._agree(closed)
         self.give_up(closed, closed.models.keys() | {sent.cluster_id for sent in closed.late})
         return closed
 
@@ -120,6 +123,10 @@ class OpenRound:
         """
         alone = ClosedRound(plan=self.plan, before=self.template, sent=[sent])
         shown, name = self._receive(reply, sent, alone), sent.cluster_id
+        usable = [other.content for other in closed.replies if other.has_content()]
+        shape = border.common_shape(usable) if self._averages else None
+        if name in alone.models and shape is not None:
+            shown = self._agreeing(shown, sent, shape, alone)
         closed.received_bytes += alone.received_bytes
         closed.remarks += alone.remarks
         late_by = closed.plan.server_round - self.plan.server_round
@@ -208,43 +215,67 @@ class OpenRound:
         ours.sort(key=lambda pair: pair[1].cluster_id)
         return ours
 
-    def weighed(self, reply: Message) -> Message:
-        """A reply to an evaluation; an error if its weight is unusable."""
-        sent = messages.sender_of(reply, self.sent)
-        if sent is None or reply.has_error():
-            return reply
+    def _agree(self, closed: ClosedRound) -> None:
+        """Refuse replies of another shape than most: they cannot be averaged with the others."""
+        usable = [reply.content for reply in closed.replies if reply.has_content()]
+        if not self._averages or (shape := border.common_shape(usable)) is None:
+            return
+        for number, reply in enumerate(closed.replies):
+            sent = messages.sender_of(reply, self.sent)
+            if sent is not None and reply.has_content():
+                closed.replies[number] = self._agreeing(reply, sent, shape, closed)
+
+    def _agreeing(
+        self, reply: Message, sent: Sent, shape: border.Shape, closed: ClosedRound
+    ) -> Message:
+        """The reply, or an error if its shape is another; then ``closed`` forgets it."""
+        name = sent.cluster_id
         try:
-            messages.check_weight(reply.content, self._weighted_by, sent.cluster_id)
+            border.check_shape(reply.content, shape, name)
         except ProtocolError as error:
-            log.warning("the evaluation of cluster %s is unusable: %s", sent.cluster_id, error)
-            return messages.as_failed(sent, error)
+            for kept in (closed.models, closed.examples, closed.telemetry):
+                kept.pop(name, None)
+            return self._failed(reply, sent, error, closed)
         return reply
 
+    def weighed(self, replies: Iterable[Message]) -> list[Message]:
+        """Replies to an evaluation; errors in the place of those that cannot be used."""
+        names = {sent.node_id: sent.cluster_id for sent in self.sent}
+        weighted_by, averages = self._weighted_by, self._averages
+        return border.evaluations(replies, names, weighted_by, averages=averages, weighs=True)
+
     def _receive(self, reply: Message, sent: Sent, closed: ClosedRound) -> Message:
-        name = sent.cluster_id
+        name, plan = sent.cluster_id, self.plan.cluster_plan(sent.node_id)
         if reply.has_error():
             closed.failures[name] = why = messages.error_text(reply.error)
             log.warning("cluster %s failed: %s", name, why)
-            return reply
+            return messages.with_printable_error(reply)
         closed.received_bytes += records.content_bytes(reply.content)
         try:
-            content, telemetry = self._unpack(reply.content, name)
-            counted = messages.counted_examples(self.plan.cluster_plan(sent.node_id), telemetry)
-            if counted is not None and telemetry is not None:
-                content = self._capped(content, counted, name, closed)
-                telemetry = replace(telemetry, examples=min(telemetry.examples, counted))
+            content, telemetry = border.trained(reply.content, plan, name, self._weighted_by)
+            content = self._joined(content, name)
+            edge = self._split.report(name) if self._split is not None else None
+            telemetry = telemetry and replace(telemetry, edge=edge)
+            counted, most = messages.counted_examples(plan, edge), int(messages.MOST_EXAMPLES)
+            if counted is not None:
+                content, most = self._capped(content, counted, name, closed), counted
+            telemetry = telemetry and replace(telemetry, examples=min(telemetry.examples, most))
             check = messages.check_possible if self._split is None else messages.check_weight
             examples = check(content, self._weighted_by, name)
             shown = messages.viewed(content, self._hidden)
         except (Diverged, LinkError) as error:
-            closed.failures[name] = str(error)
-            log.warning("the reply of cluster %s is unusable: %s", name, error)
-            return messages.as_failed(sent, error)
+            return self._failed(reply, sent, error, closed)
         closed.models[name] = next(iter(content.array_records.values()), ArrayRecord())
         closed.examples[name] = examples
         if telemetry is not None:
             closed.telemetry[name] = telemetry
         return messages.with_content(reply, shown)
+
+    def _failed(self, reply: Message, sent: Sent, error: Exception, closed: ClosedRound) -> Message:
+        """The error in the place of a reply that cannot be used."""
+        closed.failures[sent.cluster_id] = str(error)
+        log.warning("the reply of cluster %s is unusable: %s", sent.cluster_id, error)
+        return messages.refused(reply, error)
 
     def _capped(
         self, content: RecordDict, counted: int, cluster_id: str, closed: ClosedRound
@@ -261,20 +292,13 @@ class OpenRound:
         closed.remarks.append(remark)
         return messages.weighing(content, records.EXAMPLES, counted)
 
-    def _unpack(
-        self, content: RecordDict, cluster_id: str
-    ) -> tuple[RecordDict, ClusterTelemetry | None]:
-        """The unsplit model and the complete telemetry; raises Diverged, LinkError."""
-        content, telemetry = records.take_telemetry(content)
-        if telemetry is not None and (others := telemetry.cluster_ids - {cluster_id}):
-            raise ProtocolError(f"cluster {cluster_id} sent telemetry of {min(others)!r}")
+    def _joined(self, content: RecordDict, cluster_id: str) -> RecordDict:
+        """The reply with the unsplit model, whose floats are finite; raises Diverged, LinkError."""
         if self._split is None:
             for arrays in content.array_records.values():
                 if (key := not_finite(arrays, self.template)) is not None:
                     raise Diverged(f"cluster {cluster_id}: {messages.diverged(key)}")
-        else:
-            name, arrays = messages.only_arrays(content, f"the reply of cluster {cluster_id}")
-            content[name] = self._split.join(cluster_id, arrays, self.template)
-            if telemetry is not None:
-                telemetry = replace(telemetry, edge=self._split.report(cluster_id))
-        return content, telemetry
+            return content
+        name, arrays = messages.only_arrays(content, f"the reply of cluster {cluster_id}")
+        content[name] = self._split.join(cluster_id, arrays, self.template)
+        return content

@@ -43,6 +43,8 @@ _PROFILE = "collapipe.profile"
 _SPARE = "collapipe.spare"
 TALLY = "tally."  # before the name of a task's metric
 _JSON = "json"
+_MOST_INTEGER = 2**1000
+_MOST_CHARACTERS = 2**25  # of telemetry, timelines included
 
 SHORT = BatchShape(source_length=1, target_length=1)  # by default
 
@@ -220,7 +222,9 @@ def examples_of(content: RecordDict, weighted_by: str) -> float:
     """The weight of a reply in averages; 0 where it names none."""
     metrics: MetricRecord = next(iter(content.metric_records.values()), MetricRecord())
     weight = metrics.get(weighted_by, 0)
-    return 0.0 if isinstance(weight, list) else float(weight)
+    if isinstance(weight, list):
+        return 0.0
+    return math.inf if weight > _MOST_INTEGER else float(weight)  # float() refuses huge integers
 
 
 def content_bytes(content: RecordDict) -> int:
@@ -276,7 +280,7 @@ def _read(content: RecordDict, name: str, kind: type[T]) -> T | None:
     text = _text(record, _JSON) if isinstance(record, ConfigRecord) else None
     if text is None:
         raise ProtocolError(f"{name} must be a ConfigRecord with the key {_JSON!r}")
-    return from_json(kind, text, name)
+    return from_json(kind, text, name, most=_MOST_CHARACTERS)
 
 
 def _text(config: ConfigRecord, key: str) -> str | None:

@@ -38,7 +38,7 @@ class ClusterTelemetry:
     """``reports`` are in pipeline order: control unit, devices; ``edge`` is the decoder's."""
 
     cluster_id: bounds.Name
-    examples: bounds.Count
+    examples: bounds.Claim
     wall_s: bounds.Seconds
     losses: Annotated[tuple[bounds.MaybeHuge, ...], bounds.most_entries(MOST_STEPS)]  # per step
     reports: Annotated[tuple[StageReport, ...], bounds.most_entries(MOST_DEVICES)] = ()

@@ -19,6 +19,7 @@ from collapipe_flwr.cluster.fleet import RoundOrder
 from collapipe_flwr.cluster.loader import Batches
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ProtocolError
+from collapipe_flwr.core.texts import one_line
 from collapipe_flwr.federation import records
 from collapipe_flwr.federation.client.node_state import OPTIMIZER, NodeState, recall_optimizer
 from collapipe_flwr.federation.client.site import Site
@@ -183,9 +184,9 @@ def telemetry(
         reports=result.reports,
         moved=result.moved,
         replanned=result.plan if replanned else None,
-        incidents=tuple(str(incident) for incident in result.incidents),
+        incidents=tuple(one_line(str(incident)) for incident in result.incidents),
         absent=absent,
-        quarantined=result.quarantined,
+        quarantined={name: one_line(why) for name, why in result.quarantined.items()},
         fresh_examples=batches.fresh_examples,
         prequential_loss=result.probe.loss if batches.fresh_examples else None,
     )

@@ -1,0 +1,217 @@
+"""The border: what clusters reply is checked here, before anything else of the server uses it.
+
+A member may send anything. What it sends is decoded by types that declare their bounds
+(`core.bounds`), arrays by their heads (`array_format`), and here compared with what it was asked
+for and with what the others reply. All of this raises ProtocolError and nothing else, so that a
+cluster that sends nonsense fails in its round, and the others go on as if it were absent.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import FedAvg, Strategy
+
+from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile
+from collapipe_flwr.core.errors import ProtocolError, ScheduleError
+from collapipe_flwr.core.texts import SHORT, one_line
+from collapipe_flwr.federation import messages, records
+from collapipe_flwr.federation.array_format import layout_of
+from collapipe_flwr.federation.inner import layers
+from collapipe_flwr.federation.telemetry import ClusterTelemetry
+from collapipe_flwr.scheduler.plans import check_cluster_plan
+
+log = logging.getLogger("flwr.collapipe")
+MOST_METRIC = 1e30  # of any metric: far below what overflows in a weighted sum
+MOST_ENTRIES = 2**20  # of one metric
+_MOST_RECORDS = 64  # of one reply
+_MOST_NAME = 1000  # characters of an array's or a metric's name
+
+
+def trained(
+    content: RecordDict, plan: ClusterPlan | None, cluster_id: str, weighted_by: str
+) -> tuple[RecordDict, ClusterTelemetry | None]:
+    """A reply to training without its telemetry, and the telemetry; raises ProtocolError.
+
+    ``plan`` is the one that was sent. The weight of the reply is checked elsewhere. What the
+    cluster says of the edge is left out.
+    """
+    _check_records(content, cluster_id, weighted_by)
+    rest, telemetry = records.take_telemetry(content)
+    for arrays in rest.array_records.values():
+        for key, array in arrays.items():
+            layout_of(key, array)
+    if telemetry is not None:
+        telemetry = replace(telemetry, edge=None)
+        _check_telemetry(telemetry, plan, cluster_id)
+    return rest, telemetry
+
+
+def described(content: RecordDict) -> ClusterProfile | None:
+    """The cluster in an answer, None for a spare node; raises ProtocolError."""
+    profile = records.read_profile(content)
+    if profile is not None:
+        _check_profile(profile)
+    return profile
+
+
+def _check_records(content: RecordDict, cluster_id: str, weighted_by: str) -> None:
+    if len(content) > _MOST_RECORDS:
+        raise ProtocolError(f"cluster {cluster_id} replied with {len(content)} records")
+    for name, record in content.items():
+        for key in (name, *record):
+            if not key.isprintable() or len(key) > _MOST_NAME:
+                raise ProtocolError(
+                    f"cluster {cluster_id} replied with the name {one_line(key, SHORT)!r}: names "
+                    f"must be one line of at most {_MOST_NAME} printable characters"
+                )
+        if isinstance(record, MetricRecord):
+            _check_metrics(record, cluster_id, weighted_by)
+
+
+def _check_metrics(metrics: MetricRecord, cluster_id: str, weighted_by: str) -> None:
+    for key, value in ((k, v) for k, v in metrics.items() if k != weighted_by):
+        values = value if isinstance(value, list) else (value,)
+        if len(values) > MOST_ENTRIES:
+            raise ProtocolError(f"cluster {cluster_id} replied with {len(values)} numbers as {key}")
+        if odd := [v for v in values if not abs(v) <= MOST_METRIC]:
+            shown = f"{odd[0]:g}" if isinstance(odd[0], float) else "a huge number"
+            raise ProtocolError(
+                f"cluster {cluster_id} replied with {key} = {shown}, which would spoil every mean"
+            )
+
+
+def _check_telemetry(
+    telemetry: ClusterTelemetry, plan: ClusterPlan | None, cluster_id: str
+) -> None:
+    if others := telemetry.cluster_ids - {cluster_id}:
+        raise ProtocolError(f"cluster {cluster_id} sent telemetry of {min(others)!r}")
+    names = [report.name for report in telemetry.reports]
+    if len(set(names)) < len(names):
+        raise ProtocolError(f"cluster {cluster_id} sent two reports of one stage")
+    if telemetry.replanned is not None:
+        _check_replanned(telemetry.replanned, plan, cluster_id)
+    if telemetry.profile is not None:
+        _check_profile(telemetry.profile)
+
+
+def _check_profile(profile: ClusterProfile) -> None:
+    """Raise ProtocolError for devices that cannot be told apart."""
+    ids = [member.device_id for member in profile.members]
+    if twice := [name for name, count in Counter(ids).items() if count > 1]:
+        raise ProtocolError(f"cluster {profile.cluster_id} describes two devices as {twice[0]!r}")
+    if not profile.devices:
+        raise ProtocolError(f"cluster {profile.cluster_id} describes no device")
+
+
+def _check_replanned(last: ClusterPlan, begun: ClusterPlan | None, cluster_id: str) -> None:
+    """Raise ProtocolError for a plan that cannot be what is left of the one that was sent."""
+    where = f"the last plan of cluster {cluster_id}"
+    if begun is None:
+        raise ProtocolError(f"{where} follows none: it was sent without a plan")
+    try:
+        check_cluster_plan(last, begun.segments[-1].stop_block)
+    except ScheduleError as error:
+        raise ProtocolError(f"{where}: {one_line(str(error))}") from error
+    for name in ("micro_batch_size", "micro_batches", "local_steps"):
+        if getattr(last, name) != getattr(begun, name):
+            raise ProtocolError(f"{where} has another {name} than it was sent")
+    devices, control_unit = (
+        set(last.device_ids),
+        set(begun.tx_power_w) - set(begun.gradient_power_w),
+    )
+    by_device: dict[str, tuple[Mapping[str, float], set[str]]] = {
+        "tx_power_w": (last.tx_power_w, devices | control_unit),
+        "gradient_power_w": (last.gradient_power_w, devices),
+        "memory_bytes": (last.memory_bytes, devices),
+    }
+    for name, (found, wanted) in by_device.items():
+        if found.keys() != wanted:
+            raise ProtocolError(f"{where}: {name} must have one entry for each of its devices")
+    numbers = [last.latency_s, last.step_s, last.bandwidth_hz, last.memory_margin]
+    for by_member in (last.tx_power_w, last.gradient_power_w, last.energy_j, last.memory_bytes):
+        numbers += by_member.values()
+    if not all(0 <= number <= MOST_METRIC for number in numbers):
+        raise ProtocolError(f"{where} holds numbers that no round reaches")
+
+
+Shape = frozenset[tuple[str, str, object]]
+"""Record, name in it, and length or shape: what must be the same in replies that are averaged."""
+
+
+def shape_of(content: RecordDict) -> Shape:
+    found: set[tuple[str, str, object]] = set()
+    for name, record in content.items():
+        if isinstance(record, ArrayRecord):
+            found |= {(name, key, tuple(array.shape)) for key, array in record.items()}
+        elif isinstance(record, MetricRecord):
+            lists = {key: value for key, value in record.items() if isinstance(value, list)}
+            found |= {(name, key, len(lists[key]) if key in lists else ()) for key in record}
+    return frozenset(found)
+
+
+def common_shape(contents: Iterable[RecordDict]) -> Shape | None:
+    """The most frequent shape; of several the first."""
+    counted = Counter(map(shape_of, contents)).most_common(1)
+    return counted[0][0] if counted else None
+
+
+def check_shape(content: RecordDict, others: Shape, cluster_id: str) -> None:
+    """Raise ProtocolError for a reply of another shape than that of ``others``."""
+    own = shape_of(content)
+    if own == others:
+        return
+    record, key, size = min(own ^ others, key=str)
+    known = {entry[:2] for entry in own} & {entry[:2] for entry in others}
+    how = "in another shape than" if (record, key) in known else "unlike"
+    what = "with" if (record, key, size) in own or (record, key) in known else "without"
+    name = one_line(f"{record}/{key}", SHORT)
+    raise ProtocolError(
+        f"cluster {cluster_id} replied {what} {name}, {how} the others: such replies have no mean"
+    )
+
+
+def evaluations(
+    replies: Iterable[Message],
+    names: Mapping[int, str],
+    weighted_by: str,
+    *,
+    averages: bool,
+    weighs: bool = False,
+) -> list[Message]:
+    """Replies to an evaluation; errors in the place of those that cannot be used.
+
+    ``names`` are the clusters' by node. With ``averages`` they must have the same shape, if it
+    ``weighs`` them each must have a weight.
+    """
+    check_weight = messages.check_weight if weighs else messages.check_possible
+
+    def checked(reply: Message, shape: Shape | None) -> Message:
+        node = reply.metadata.src_node_id
+        name = names.get(node, f"node-{node}")
+        if reply.has_error():
+            return messages.with_printable_error(reply)
+        try:
+            _check_records(reply.content, name, weighted_by)
+            check_weight(reply.content, weighted_by, name)
+            if shape is not None:
+                check_shape(reply.content, shape, name)
+        except ProtocolError as error:
+            log.warning("the evaluation of cluster %s is unusable: %s", name, error)
+            return messages.refused(reply, error)
+        return reply
+
+    found = [checked(reply, None) for reply in replies]
+    if not averages:
+        return found
+    shape = common_shape(reply.content for reply in found if reply.has_content())
+    return [reply if reply.has_error() else checked(reply, shape) for reply in found]
+
+
+def averages(strategy: Strategy) -> bool:
+    """Whether a strategy averages replies, which then must have the same shape."""
+    return any(isinstance(layer, FedAvg) for layer in layers(strategy))
