@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from collapipe_flwr.config.schema import EdgeConfig
-from collapipe_flwr.core.errors import DevicesMissing, LinkError, RunError
+from collapipe_flwr.core.errors import ConfigError, DevicesMissing, LinkError, RunError
 from collapipe_flwr.federation.arrays import inner_view, load_into, narrow_raw, not_finite
 from collapipe_flwr.federation.attempts import DEFAULT_TIMEOUT_S, Attempts, are_permanent
 from collapipe_flwr.federation.border import averages, evaluations
@@ -66,6 +66,11 @@ class StrategyHooks:
         joins_late: bool = False,
     ) -> None:
         check_options(model, optimizer=optimizer, learning=learning, edge=edge)
+        if model is not None and (weighted_by := weight_key(inner)) != EXAMPLES:
+            raise ConfigError(
+                f"weighted_by_key must be {EXAMPLES} with a model to split, since the edge counts "
+                f"the examples of a cluster and nothing else, got {weighted_by!r}: leave it out"
+            )
         self.inner_strategy = inner
         self._model = model
         self._learning = learning_of(optimizer, learning, model)
