@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from collapipe_flwr.cluster.profile import Measured, MeasuredLink, Measurements
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
+from collapipe_flwr.core.bounds import LEAST_SPEED, MOST_SPEED
 from collapipe_flwr.core.errors import CollaPipeError, LinkTimeout
 from collapipe_flwr.core.keys import AUTO
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest, run_benchmark
@@ -127,9 +128,14 @@ def fitted(many: BenchmarkAnswer, one: BenchmarkAnswer) -> tuple[float, float]:
     """
     more_s, more_flop = many.seconds - one.seconds, many.flop - one.flop
     if not (more_s > 0 and more_flop > 0):
-        return many.speed_flop_per_s, 0.0
-    speed = more_flop / more_s
+        return _possible(many.speed_flop_per_s), 0.0
+    speed = _possible(more_flop / more_s)
     return speed, max(one.seconds - one.flop / speed, 0.0)
+
+
+def _possible(speed_flop_per_s: float) -> float:
+    """The speed that is nearest, of those that figures may hold: a member sent the seconds."""
+    return min(max(speed_flop_per_s, LEAST_SPEED), MOST_SPEED)
 
 
 def _client(config: ClusterConfig, member: MemberConfig, settings: CheckSettings) -> EdgeClient:

@@ -13,6 +13,7 @@ from statistics import harmonic_mean
 
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.config.schema import WorldConfig
+from collapipe_flwr.core import bounds
 from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile, LinkRate
 from collapipe_flwr.core.errors import ConfigError, ProtocolError, blaming
 from collapipe_flwr.core.json_codec import from_json
@@ -33,19 +34,19 @@ class Measured:
     energy is modelled.
     """
 
-    name: str
-    address: str = ""
-    speed_flop_per_s: float | None = None
-    overhead_s: float | None = None
-    memory_bytes: int | None = None
-    computes: str = ""
-    torch: str = ""
-    rate_bit_per_s: float | None = None
-    delay_s: float | None = None
-    idle_bytes: int | None = None
-    clock_ahead_s: float | None = None
-    energy_sensor: str = ""
-    power_w: float | None = None
+    name: bounds.Name
+    address: bounds.Address = ""
+    speed_flop_per_s: bounds.Speed | None = None
+    overhead_s: bounds.Overhead | None = None
+    memory_bytes: bounds.Bytes | None = None
+    computes: bounds.Text = ""
+    torch: bounds.Text = ""
+    rate_bit_per_s: bounds.Rate | None = None
+    delay_s: bounds.Signed | None = None
+    idle_bytes: bounds.Bytes | None = None
+    clock_ahead_s: bounds.Moment | None = None
+    energy_sensor: bounds.Text = ""
+    power_w: bounds.Signed | None = None
     fault: str = ""
 
 
@@ -53,10 +54,10 @@ class Measured:
 class MeasuredLink:
     """The link from one device to another, or to the edge; ``delay_s`` is one way."""
 
-    source: str
-    target: str
-    rate_bit_per_s: float | None = None
-    delay_s: float | None = None
+    source: bounds.Name
+    target: bounds.Name
+    rate_bit_per_s: bounds.Rate | None = None
+    delay_s: bounds.Signed | None = None
     fault: str = ""
 
 
@@ -67,7 +68,7 @@ class Measurements:
     ``links_left_out`` counts links of a large cluster that the check did not try.
     """
 
-    cluster_id: str
+    cluster_id: bounds.Name
     members: tuple[Measured, ...]
     links: tuple[MeasuredLink, ...] = ()
     links_left_out: int = 0

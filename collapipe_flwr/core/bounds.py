@@ -28,7 +28,7 @@ def text(most: int, *, least: int = 0) -> Rule:
     )
 
 
-_LEAST_SPEED, _MOST_SPEED = 1.0, 1e24
+LEAST_SPEED, MOST_SPEED = 1.0, 1e24
 _MOST_NUMBER = 1e30  # of a loss or a norm
 
 MEMBER_NAME = matches(
@@ -37,19 +37,31 @@ MEMBER_NAME = matches(
 MemberName = Annotated[str, MEMBER_NAME]
 Name = Annotated[str, text(200, least=1)]  # of a cluster, or of a device, which begins with it
 Text = Annotated[str, text(200)]
+Address = Annotated[str, text(300)]
 Sentence = Annotated[str, text(2000)]
 
 Count = Annotated[int, between(0, 2**40)]  # of examples, steps
 Claim = Annotated[int, between(0, 2**63)]  # of examples, which the server may reduce
+Examples = Annotated[int, between(1, 2**40)]
 Bytes = Annotated[int, between(0, 2**53)]
 Several = Annotated[int, between(1, 2**31)]
 Seconds = Annotated[float, between(0, MOST_SECONDS)]
 Overhead = Annotated[float, between(0, 1e6)]  # seconds of every block or round
+SpeedOrNone = Annotated[  # 0 where it was not measured
+    float,
+    Rule(
+        lambda v: v == 0 or LEAST_SPEED <= v <= MOST_SPEED,
+        f"must be 0, or lie between {LEAST_SPEED:g} and {MOST_SPEED:g}",
+    ),
+]
+Signed = Annotated[float, between(-1e12, 1e12)]
 Moment = Annotated[float, between(-1e12, 1e12)]  # by anybody's clock
-Speed = Annotated[float, between(_LEAST_SPEED, _MOST_SPEED)]  # FLOP/s
+Speed = Annotated[float, between(LEAST_SPEED, MOST_SPEED)]  # FLOP/s
 Rate = Annotated[float, between(1.0, 1e18)]  # bit/s
 Bandwidth = Annotated[float, between(1.0, 1e15)]  # Hz
-Watts = Annotated[float, between(0, 1e6)]
+Work = Annotated[float, between(1.0, 1e15)]  # FLOP
+Duration = Annotated[float, between(1e-9, 1e6)]  # seconds
+Watts = Annotated[float, between(1e-9, 1e6)]  # of a radio
 Joules = Annotated[float, between(0, 1e15)]
 Memory = Annotated[int, between(1, 2**53)]  # bytes
 JoulesPerFlop = Annotated[float, between(0, 1.0)]

@@ -101,7 +101,7 @@ class ClusterProfile:
     """The static side of one cluster, as its control unit describes it."""
 
     cluster_id: bounds.Name
-    examples: bounds.Count
+    examples: bounds.Examples
     control_unit: DeviceProfile
     devices: Annotated[tuple[DeviceProfile, ...], bounds.most_entries(MOST_DEVICES)]
     d2d_bandwidth_hz: bounds.Bandwidth  # of hops inside the cluster, as far as both radios go

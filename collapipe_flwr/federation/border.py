@@ -124,14 +124,11 @@ def _check_replanned(last: ClusterPlan, begun: ClusterPlan | None, cluster_id: s
         set(last.device_ids),
         set(begun.tx_power_w) - set(begun.gradient_power_w),
     )
-    by_device: dict[str, tuple[Mapping[str, float], set[str]]] = {
-        "tx_power_w": (last.tx_power_w, devices | control_unit),
-        "gradient_power_w": (last.gradient_power_w, devices),
-        "memory_bytes": (last.memory_bytes, devices),
-    }
-    for name, (found, wanted) in by_device.items():
-        if found.keys() != wanted:
-            raise ProtocolError(f"{where}: {name} must have one entry for each of its devices")
+    powers = (last.tx_power_w.keys() - control_unit, last.gradient_power_w.keys())
+    if any(found != devices for found in powers) or not control_unit <= last.tx_power_w.keys():
+        raise ProtocolError(f"{where} must have powers of each of its devices, and of no other")
+    if not devices <= last.memory_bytes.keys() <= devices | control_unit:
+        raise ProtocolError(f"{where} must have the memory of each of its devices, and no other")
     numbers = [last.latency_s, last.step_s, last.bandwidth_hz, last.memory_margin]
     for by_member in (last.tx_power_w, last.gradient_power_w, last.energy_j, last.memory_bytes):
         numbers += by_member.values()
@@ -202,7 +199,7 @@ def evaluations(
                 check_shape(reply.content, shape, name)
         except ProtocolError as error:
             log.warning("the evaluation of cluster %s is unusable: %s", name, error)
-            return messages.refused(reply, error)
+            return messages.as_failed(reply, error)
         return reply
 
     found = [checked(reply, None) for reply in replies]

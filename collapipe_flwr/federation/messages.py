@@ -59,7 +59,7 @@ def diverged(key: str) -> str:
     )
 
 
-def refused(reply: Message, error: Exception) -> Message:
+def as_failed(reply: Message, error: Exception) -> Message:
     """The error, in Flower's words, in the place of a reply: every strategy counts a failure."""
     found = Error(BAD_REPLY, f"{type(error)}:<'{error}'>")
     return Message(error=found, metadata=reply.metadata)  # type: ignore[call-overload, no-any-return]

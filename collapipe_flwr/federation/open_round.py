@@ -275,7 +275,7 @@ class OpenRound:
         """The error in the place of a reply that cannot be used."""
         closed.failures[sent.cluster_id] = str(error)
         log.warning("the reply of cluster %s is unusable: %s", sent.cluster_id, error)
-        return messages.refused(reply, error)
+        return messages.as_failed(reply, error)
 
     def _capped(
         self, content: RecordDict, counted: int, cluster_id: str, closed: ClosedRound

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from collapipe_flwr.core.errors import ConfigError, blaming, extra
 from collapipe_flwr.core.links import host_and_port
+from collapipe_flwr.core.texts import one_line
 
 if TYPE_CHECKING:  # a host that waits has not loaded torch
     from collapipe_flwr.pipeline.config import Health, SessionRequest
@@ -84,7 +85,7 @@ class Tally:
             _add(self._of(request).counts, {"streams": 1, "stream_failures": 1})
 
     def _of(self, request: SessionRequest) -> Done:
-        name = request.cluster or "unknown"
+        name = one_line(request.cluster) or "unknown"  # half a surrogate pair ends every answer
         if name not in self._clusters and len(self._clusters) >= MOST_CLUSTERS:
             name = OTHERS
         done = self._clusters.setdefault(name, Done())

@@ -23,6 +23,7 @@ from collapipe_flwr.cluster.profile import Measured
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig, Role
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError, ProtocolError
 from collapipe_flwr.core.keys import check_keys
+from collapipe_flwr.core.texts import one_line
 from collapipe_flwr.membership.figures import note_figures
 from collapipe_flwr.membership.registry import Registry, hosts_of, member_in
 from collapipe_flwr.membership.tokens import JoinRefused, TokenUse
@@ -52,7 +53,7 @@ def admit(
     now_s = clock()
     if not abs(request.unix_s - now_s) <= CLOCKS_DIFFER_S:
         raise JoinRefused(
-            f"the clock of {request.name[:80]} is {abs(request.unix_s - now_s) / 3600:.0f} h off "
+            f"the clock of {request.name} is {abs(request.unix_s - now_s) / 3600:.0f} h off "
             "the control unit's: set both (`timedatectl`)"
         )
     with registry.changing():
@@ -68,7 +69,7 @@ def admit(
                     name=request.name,
                     address=request.address,
                     speed_flop_per_s=request.speed_flop_per_s,
-                    overhead_s=max(request.overhead_s, 0.0),
+                    overhead_s=request.overhead_s,
                     memory_bytes=request.memory_bytes or None,
                 )
                 note_figures(config, [measured])
@@ -227,5 +228,5 @@ class JoiningService(Server):
         self, context: grpc.ServicerContext, host: str, code: grpc.StatusCode, why: str
     ) -> None:
         self._attempts.note(host)
-        _log.warning("a newcomer at %s was refused: %s", host, why)
+        _log.warning("a newcomer at %s was refused: %s", host, one_line(why))
         context.abort(code, why)

@@ -13,6 +13,7 @@ from typing import Any
 
 from collapipe_flwr.config.cluster_file import ClusterConfig
 from collapipe_flwr.core.errors import LinkError, extra
+from collapipe_flwr.core.links import is_address
 
 _TYPE = "_collapipe._tcp.local."
 _PIN_DIGITS = 16
@@ -45,11 +46,8 @@ def found(pin: bytes, *, interface: str = "", deadline_s: float = FIND_S) -> str
 
     def look(zeroconf: Any, service_type: str, name: str, state_change: Any) -> None:
         del state_change
-        info = zeroconf.get_service_info(service_type, name, timeout=1000)
-        if info is None or info.properties.get(b"pin") != pin.hex()[:_PIN_DIGITS].encode():
-            return
-        for host in info.parsed_addresses():
-            heard.put(f"[{host}]:{info.port}" if ":" in host else f"{host}:{info.port}")
+        for place in _places(zeroconf.get_service_info(service_type, name, timeout=1000), pin):
+            heard.put(place)
 
     with _zeroconf(interface) as network:
         from zeroconf import ServiceBrowser
@@ -62,6 +60,14 @@ def found(pin: bytes, *, interface: str = "", deadline_s: float = FIND_S) -> str
                 f"no control unit of this token is announced on the network within {deadline_s:g} "
                 "s: start `collapipe cluster serve --announce` there, or join without --discover"
             ) from error
+
+
+def _places(info: Any, pin: bytes) -> list[str]:
+    """The addresses in an announcement, which anybody may make; none for another CA's service."""
+    if info is None or info.properties.get(b"pin") != pin.hex()[:_PIN_DIGITS].encode():
+        return []
+    hosts = (f"[{host}]" if ":" in host else host for host in info.parsed_addresses())
+    return [place for host in hosts if is_address(place := f"{host}:{info.port}")]
 
 
 @contextmanager

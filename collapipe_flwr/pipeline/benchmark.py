@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from collapipe_flwr.core import bounds
 from collapipe_flwr.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,11 +53,11 @@ class BenchmarkAnswer:
     It ran on the device that `computes` names, with the installed build of `torch`.
     """
 
-    flop: float
-    seconds: float
-    memory_bytes: int
-    computes: str = ""
-    torch: str = ""
+    flop: bounds.Work
+    seconds: bounds.Duration
+    memory_bytes: bounds.Bytes
+    computes: bounds.Text = ""
+    torch: bounds.Text = ""
 
     @property
     def speed_flop_per_s(self) -> float:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
+from collapipe_flwr.core import bounds
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import at_least, check_keys, key, one_of
 from collapipe_flwr.core.links import Heartbeat, LinkConfig
@@ -20,6 +22,7 @@ PRECISIONS = ("fp32", "bf16")
 LONGEST_WAIT_S = 86_400.0
 MOST_SEED = 2**53
 _RANDOM_BYTES = 16
+_LONGEST_KEY = 500  # characters of a session's id or token
 _LONGEST_NAME = 80  # of names that a peer chooses, in logs and counters
 
 
@@ -65,7 +68,7 @@ class StageConfig:
     the stages behind may still wait for their weights when this one begins.
     """
 
-    name: str
+    name: bounds.Text
     schedule: str = "gpipe"
     depth: int = 1
     deadline_s: float = 60.0
@@ -99,8 +102,10 @@ class StageConfig:
 class SessionKey:
     """Identifies a session on its host; a caller needs both to use it."""
 
-    session_id: str
-    token: str = field(repr=False)  # a secret: never printed
+    session_id: Annotated[str, bounds.most_entries(_LONGEST_KEY)]
+    token: Annotated[str, bounds.most_entries(_LONGEST_KEY)] = field(
+        repr=False
+    )  # a secret: never printed
 
     @classmethod
     def random(cls, prefix: str) -> SessionKey:
@@ -118,10 +123,10 @@ class NextHop:
     `link` configures both ends. With a `heartbeat` the device detects that the next host is lost.
     """
 
-    address: str
+    address: bounds.Address
     key: SessionKey
-    name: str = "edge"
-    certificate_name: str = ""
+    name: bounds.Text = "edge"
+    certificate_name: bounds.Text = ""
     link: LinkConfig = field(default_factory=LinkConfig)
     heartbeat: Heartbeat | None = None
 
@@ -166,10 +171,10 @@ class SessionRequest:
     keep_optimizer: bool = False
     recoverable: bool = False
     readable: bool = False
-    cluster_id: str = ""
-    opener: str = ""
-    run_id: str = ""  # for logs and counters only
-    server_round: int = 0
+    cluster_id: bounds.Text = ""
+    opener: bounds.Text = ""
+    run_id: bounds.Text = ""  # for logs and counters only
+    server_round: bounds.Count = 0
 
     @property
     def cluster(self) -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from collapipe_flwr.core.errors import Blame, LinkError, LinkTimeout, MemberFailed, ProtocolError
 from collapipe_flwr.core.links import QUEUE_FRAMES, LinkTraffic
 from collapipe_flwr.core.schedule import Turn
+from collapipe_flwr.core.texts import printable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,17 +74,17 @@ _MOST_CHARACTERS = 1000  # of an error that is sent
 def error_frame(error: LinkError) -> Frame:
     """The ERROR frame that tells a neighbour."""
     if not isinstance(error, MemberFailed):
-        return Frame(kind=FrameKind.ERROR, text=str(error)[:_MOST_CHARACTERS])
+        return Frame(kind=FrameKind.ERROR, text=printable(str(error))[:_MOST_CHARACTERS])
     return Frame(
         kind=FrameKind.ERROR,
         scalars={_BLAME: float(error.blame), _SIDE: float(error.side)},
-        text=f"{error.witness}\n{error.why}"[:_MOST_CHARACTERS],
+        text=printable(f"{error.witness}\n{error.why}")[:_MOST_CHARACTERS],
     )
 
 
 def error_of(frame: Frame, peer: str) -> LinkError:
     """The error in an ERROR frame of ``peer``, which is named unless it passes the error on."""
-    text, scalars = frame.text[:_MOST_CHARACTERS], frame.scalars
+    text, scalars = printable(frame.text[:_MOST_CHARACTERS]), frame.scalars
     blame, side = scalars.get(_BLAME), scalars.get(_SIDE)
     if blame in tuple(Blame) and side in (-1, 0, 1):
         witness, _, why = text.partition("\n")

@@ -12,13 +12,14 @@ import ssl
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from collapipe_flwr.core import bounds
 from collapipe_flwr.core.durable import write_private
 from collapipe_flwr.core.errors import ConfigError, LinkError, ProtocolError, Unreachable
 from collapipe_flwr.core.links import host_and_port
@@ -27,6 +28,7 @@ from collapipe_flwr.transport.roster import Roster
 from collapipe_flwr.transport.tls import unverified
 
 JOIN = Method("Join", service="collapipe.Joining")
+_MOST_PEM = 8192  # characters of a signing request
 _PEM = serialization.Encoding.PEM
 
 
@@ -37,15 +39,15 @@ class JoinRequest:
     ``address`` is where it listens (empty: nowhere), ``unix_s`` its clock.
     """
 
-    secret: str = field(repr=False)  # of its token, in hexadecimal
-    name: str
-    request_pem: str
-    unix_s: float
-    address: str = ""
-    kind: str = ""
-    speed_flop_per_s: float = 0.0
-    overhead_s: float = 0.0
-    memory_bytes: int = 0
+    secret: bounds.Text = field(repr=False)  # of its token, in hexadecimal
+    name: bounds.MemberName
+    request_pem: Annotated[str, bounds.most_entries(_MOST_PEM)]
+    unix_s: bounds.Moment
+    address: bounds.Address = ""
+    kind: bounds.Text = ""
+    speed_flop_per_s: bounds.SpeedOrNone = 0.0
+    overhead_s: bounds.Overhead = 0.0
+    memory_bytes: bounds.Bytes = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +132,7 @@ def key_in_request(pem: str) -> ec.EllipticCurvePublicKey:
         request = x509.load_pem_x509_csr(pem.encode())
         key = request.public_key()
         sound = request.is_signature_valid
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise ProtocolError("the signing request cannot be read") from error
     if not sound or not isinstance(key, ec.EllipticCurvePublicKey):
         raise ProtocolError("the signing request was not signed by its own key on a P-256 curve")

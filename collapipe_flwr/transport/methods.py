@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from collapipe_flwr.core import bounds
 from collapipe_flwr.core.errors import ConfigError, ProtocolError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.core.links import CODECS, LinkConfig
@@ -109,14 +110,14 @@ class HostStatus:
     cluster files by cluster id.
     """
 
-    resident_bytes: int
+    resident_bytes: bounds.Bytes
     awake: bool
     stopping: bool
-    unix_s: float
-    version: str
-    energy_sensor: str = ""
-    power_w: float | None = None
-    rosters: Mapping[str, int] = field(default_factory=dict)
+    unix_s: bounds.Moment
+    version: bounds.Text
+    energy_sensor: bounds.Text = ""
+    power_w: bounds.Signed | None = None
+    rosters: Mapping[bounds.Text, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +127,7 @@ class StreamRequest:
     Both ends note frames under `stream_id`.
     """
 
-    name: str
+    name: bounds.Text
     link: LinkConfig
     stream_id: int = 0
 
@@ -149,9 +150,9 @@ class FetchRequest:
 class ProbeRequest:
     """The host to connect to; it must prove `certificate_name` under TLS (empty: its address)."""
 
-    name: str
-    address: str
-    certificate_name: str = ""
+    name: bounds.Text
+    address: bounds.Address
+    certificate_name: bounds.Text = ""
     payload_bytes: int = 4 * 2**20
     deadline_s: float = 10.0
 
@@ -165,8 +166,8 @@ class ProbeRequest:
 class ProbeAnswer:
     """Of the link in one direction; `delay_s` is half a round trip of an empty message."""
 
-    rate_bit_per_s: float
-    delay_s: float
+    rate_bit_per_s: bounds.Rate
+    delay_s: bounds.Seconds
 
 
 def encode_message(message: object) -> bytes:
