@@ -20,7 +20,6 @@ of their deadlines.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -77,7 +76,7 @@ class RoundClock:
         exchange_s = self._now() - started_s
         there = {reply.metadata.reply_to_message_id for reply in replies}
         late = [message for message in sent if message.metadata.message_id not in there]
-        self.learn(predicted_s, _walls(replies), exchange_s)
+        self.learn(predicted_s, _walls(sent, replies), exchange_s)
         joins = self.joins_late and planned_s is not None
         self.late = frozenset(_predicted(late)) if joins else frozenset()
         if not joins:
@@ -147,14 +146,16 @@ def _predicted(messages: Sequence[Message]) -> dict[str, float]:
     return found
 
 
-def _walls(replies: Sequence[Message]) -> dict[str, float]:
-    """Measured seconds by cluster, as the replies report them; what cannot be is left out."""
+def _walls(sent: Sequence[Message], replies: Sequence[Message]) -> dict[str, float]:
+    """Measured seconds by cluster, as each reports its own; what cannot be is left out."""
+    asked = {message.metadata.message_id: set(_predicted([message])) for message in sent}
     found: dict[str, float] = {}
     for reply in replies:
         try:
             measured = take_telemetry(reply.content)[1] if reply.has_content() else None
         except ProtocolError:
             continue
-        if measured is not None and 0 < measured.wall_s < math.inf:
+        own = asked.get(reply.metadata.reply_to_message_id, set())
+        if measured is not None and measured.cluster_id in own and measured.wall_s > 0:
             found[measured.cluster_id] = measured.wall_s
     return found

@@ -205,10 +205,15 @@ class OpenRound:
         A reply to no message of this round is passed to the inner strategy if the model is not
         split.
         """
-        pairs = [(reply, messages.sender_of(reply, self.sent)) for reply in replies]
-        for reply, sent in pairs:
+        pairs: list[tuple[Message, Sent | None]] = []
+        for reply in replies:
+            sent = messages.sender_of(reply, self.sent)
             if sent is None:
                 log.warning("a reply of node %s was not asked for", reply.metadata.src_node_id)
+            elif any(sent is before for _, before in pairs):
+                log.warning("cluster %s replied twice: the first reply counts", sent.cluster_id)
+                continue
+            pairs.append((reply, sent))
         if self._split is None:
             return pairs
         ours = [(reply, sent) for reply, sent in pairs if sent is not None]

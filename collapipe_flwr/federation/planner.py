@@ -178,8 +178,10 @@ class ScheduledRounds:
 
     def _observe(self, done: Plan, closed: ClosedRound) -> Outcome:
         assert closed.plan.plan is not None and self.state is not None
+        known = {profile.cluster_id: _devices(profile) for profile in self.world.clusters}
         for name, measured in closed.telemetry.items():
-            self._absence.learn(closed.plan.server_round, name, measured)
+            own = _of_devices(measured, known.get(name, set()))
+            self._absence.learn(closed.plan.server_round, name, own)
         self._examples |= _other_examples(done, closed.telemetry, self._snapshot(closed))
         outcome = self._outcome(done, closed)
         asked = (*closed.plan.plan.clusters, *closed.joined.values())
@@ -288,6 +290,15 @@ def _devices(profile: ClusterProfile) -> set[str]:
     return {device.device_id for device in profile.devices}
 
 
+def _of_devices(measured: ClusterTelemetry, known: set[str]) -> ClusterTelemetry:
+    """The telemetry without devices that are none of the cluster's: they would pile up."""
+    return replace(
+        measured,
+        absent=tuple(name for name in measured.absent if name in known),
+        quarantined={name: why for name, why in measured.quarantined.items() if name in known},
+    )
+
+
 def _described(profile: ClusterProfile) -> ClusterProfile:
     """The profile without what is set or counted elsewhere: budgets and examples."""
     described = profile.with_members(lambda member: replace(member, energy_budget_j=0.0))
@@ -306,8 +317,8 @@ def _other_examples(
     found = {}
     for part in plan.clusters:
         measured = telemetry.get(part.cluster_id)
-        control_unit = measured.reports[0] if measured and measured.reports else None
-        steps = control_unit.steps if control_unit else 0
+        reports = (measured.reports[0], measured.edge) if measured and measured.reports else ()
+        steps = min((report.steps for report in reports if report is not None), default=0)
         batch = part.micro_batch_size * part.micro_batches
         profile = profiles[part.cluster_id]
         if profile.real_links and steps and steps != math.ceil(profile.examples / batch):

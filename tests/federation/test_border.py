@@ -21,6 +21,7 @@ from collapipe_flwr.core.errors import ConfigError, LinkError, ProtocolError
 from collapipe_flwr.core.json_codec import to_json
 from collapipe_flwr.federation import border
 from collapipe_flwr.federation.arrays import encode_tensors
+from collapipe_flwr.federation.deadline import RoundClock
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.federation.records import (
@@ -338,6 +339,20 @@ def test_of_two_clusters_that_disagree_the_first_counts_and_the_round_goes_on() 
     assert "unlike the others" in records[0].failures["c2"]
 
 
+def test_of_two_replies_of_one_cluster_the_first_counts() -> None:
+    class Doubling(LocalGrid):
+        def send_and_receive(self, messages, *, timeout=None):
+            replies = super().send_and_receive(messages, timeout=timeout)
+            return [*replies, *replies[-1:]]
+
+    edge, records = MemoryEdge(), []
+    grid = Doubling({1: trainer(edge, 1.0, 10), 2: trainer(edge, 3.0, 10)})
+    strategy = wrapped(edge, FixedPlanner("c1", "c2"), records)
+    final = strategy.start(grid, encode_tensors(model()), num_rounds=1).arrays
+    assert final["embed.weight"].numpy()[0, 0] == 3.0
+    assert not records[0].failures
+
+
 def test_a_reply_is_weighed_by_what_the_edge_counted_even_if_it_tells_nothing() -> None:
     from tests.federation.test_example_counts import CountingEdge
 
@@ -373,6 +388,17 @@ def test_a_split_model_is_weighed_by_what_the_edge_counts_and_by_nothing_else() 
     inner = FedAvg(weighted_by_key="train_loss")
     with pytest.raises(ConfigError, match=r"weighted_by_key must be num-examples .*train_loss"):
         wrapped(MemoryEdge(), FixedPlanner("c1"), [], inner)
+
+
+def test_nobody_tells_how_long_another_cluster_took() -> None:
+    edge, clock = MemoryEdge(), RoundClock(slack=2.0)
+    liar = lying(trainer(edge, 0.1, 10), telling({"cluster_id": "c1", "wall_s": 1e9}))
+    grid = LocalGrid({1: trainer(edge, 0.1, 10), 2: liar})
+    strategy = wrapped(edge, FixedPlanner("c1", "c2"), [])
+    sent = strategy.configure_train(1, encode_tensors(model()), ConfigRecord(), grid)
+    clock.exchange(grid, list(sent), timeout=None)
+    strategy.close()
+    assert json.loads(clock.dump().text)["ratios"] == {"c1": [0.1]}
 
 
 # ---------------------------------------------------------------- descriptions

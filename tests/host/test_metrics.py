@@ -75,6 +75,18 @@ def test_names_that_peers_make_up_do_not_grow_the_answer_without_bound() -> None
     assert max(map(len, found)) <= 80
 
 
+@pytest.mark.parametrize("name", ["\ud800", 'a"\n} 1', "\x1b[31m", "\u202e", "\0", "é 😀"])
+def test_no_name_of_a_peer_ends_the_answers(name: str) -> None:
+    tally = Tally()
+    tally.count(request(cluster_id=name), REPORT)
+    tally.count(request(cluster_id="attic"), REPORT)
+    server = MetricsServer("0", HostMetrics("pi-1", lambda: None, tally))
+    try:
+        assert scrape(server.address)["collapipe_host_steps_total", "attic"] == 3
+    finally:
+        server.close()
+
+
 @pytest.mark.parametrize(
     ("text", "place"),
     [

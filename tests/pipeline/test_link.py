@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from collapipe_flwr.core.errors import LinkError, LinkTimeout
-from collapipe_flwr.pipeline.link import Frame, FrameKind, LinkClosed, Mailbox, memory_pair
+from collapipe_flwr.pipeline.link import (
+    Frame,
+    FrameKind,
+    LinkClosed,
+    Mailbox,
+    error_frame,
+    error_of,
+    memory_pair,
+)
 from tests.pipeline.chains import DEADLINE_S
 
 
@@ -93,3 +102,12 @@ def test_the_first_failure_stays():
     box.fail(LinkError("second"))
     with pytest.raises(LinkError, match="first"):
         box.get(1)
+
+
+@pytest.mark.parametrize("text", ["\x1b[2J", "a\u202eb", "x\ud800", "\0" * 5000])
+def test_the_words_of_a_failed_peer_are_fit_for_a_log_on_both_sides(text: str) -> None:
+    ours = error_frame(LinkError(text))
+    ours.text.encode()
+    theirs = Frame(kind=FrameKind.ERROR, text=text, scalars={"blame": 0.0, "side": 0.0})
+    for frame_ in (ours, theirs, replace(theirs, scalars={})):
+        assert str(error_of(frame_, "pi-1")).isprintable()
