@@ -13,7 +13,10 @@ from typer import Argument, Option
 import collapipe_flwr
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import ConfigError, extra
-from collapipe_flwr.core.keys import assignments, read_assignments
+from collapipe_flwr.core.hub import expanded, folder_only, no_such_path
+from collapipe_flwr.core.keys import Rule, assignments, check, one_of, read_assignments
+from collapipe_flwr.core.schedule import SCHEDULES
+from collapipe_flwr.models.spec import TIE_POLICIES
 
 
 def profile(
@@ -55,6 +58,15 @@ def profile(
 
     Exit code 1 if a cluster was named and the model does not fit it.
     """
+    for option, value, rule in (
+        ("--ties", ties, one_of(*TIE_POLICIES)),
+        ("--schedule", schedule, one_of(*SCHEDULES)),
+        ("--max-model-share", max_model_share, Rule(lambda v: 0 < v <= 1, "must be in (0, 1]")),
+        ("--overrides", overrides, assignments()),
+    ):
+        check(option, value, rule)
+    if folder_only(model) and not expanded(model).is_dir():
+        raise ConfigError(no_such_path("MODEL", model))
     typer.echo(f"measuring {model}", err=True)  # libraries take seconds to load
     from rich.console import Console
 
@@ -65,8 +77,6 @@ def profile(
     from collapipe_flwr.scheduler.protocol import SchedulerConfig
     from collapipe_flwr.simulation.setting import whole_numbers
 
-    if not assignments().holds(overrides):
-        raise ConfigError(f"--overrides {assignments().says}, got {overrides!r}")
     prepare("--json", json_file)
     request = ModelChoice(
         model=model,

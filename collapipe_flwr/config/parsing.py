@@ -184,7 +184,9 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{what} cannot be read ({error.strerror}): correct its path") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{what} is not in UTF-8: save it so, as TOML asks") from error
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{what} is not TOML: {error}; correct the file") from error
 
 

@@ -67,7 +67,7 @@ class RunConfig:
 
     num_server_rounds: int = key(12, between(1, 1_000_000))
     clusters: int = key(2, at_least(1))  # Flower nodes that take part: partition ids below this
-    seed: int = key(7, at_least(0))
+    seed: int = key(7, between(0, 2**63 - 1))
     output_dir: str = key("runs")
     run_name: str = key("")  # folder inside output-dir; empty: named after the start time
     resume: str = key("")  # folder of a run to go on with, from its newest checkpoint
@@ -91,7 +91,7 @@ class TrainConfig:
     state_dir: str = key("")  # for a resumed cluster; state-dir in --node-config goes first
     warmup_rounds: int = key(0, at_least(0))  # the rate grows linearly over these rounds
     decay: str = key("linear", one_of("none", "linear"))  # linear: towards 0 after the last round
-    examples_per_round: int = key(960, at_least(0))  # of each cluster; 0: all it has
+    examples_per_round: int = key(960, between(0, 100_000_000))  # of each cluster; 0: all it has
     execution: Execution = inline(Execution())
     compute: str = key(WHERE_BEST, compute_name())  # where; compute in --node-config goes first
     threads: int = key(1, at_least(1))  # torch threads of a cluster's process, and of the server's

@@ -22,6 +22,7 @@ from collapipe_flwr.core.errors import ConfigError
 Value = bool | int | float | str
 T = TypeVar("T")
 _RULE, _NAME, _INLINE = "rule", "name", "inline"
+MOST_COUNTED = 1_000_000  # tables of costs have a row for each
 AUTO, CPU = "auto", "cpu"  # where a process computes
 
 
@@ -77,7 +78,7 @@ def some_of(*names: str, empty: bool = False) -> Rule:
 
 
 def counts() -> Rule:
-    """Accept comma-separated whole numbers, each at least 1, as a tuple."""
+    """Accept comma-separated whole numbers from 1 to a million, as a tuple."""
 
     def read(text: str) -> tuple[int, ...]:
         parts = _parts(text)
@@ -85,8 +86,13 @@ def counts() -> Rule:
             raise ValueError(text)
         return tuple(map(int, parts))
 
-    says = 'must list whole numbers >= 1, for example "4,8"'
-    return Rule(lambda v: all(n >= 1 for n in v), says, read, lambda v: ",".join(map(str, v)))
+    says = f'must list whole numbers from 1 to {MOST_COUNTED}, for example "4,8"'
+    return Rule(
+        lambda v: all(1 <= n <= MOST_COUNTED for n in v),
+        says,
+        read,
+        lambda v: ",".join(map(str, v)),
+    )
 
 
 def numbers() -> Rule:

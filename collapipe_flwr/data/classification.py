@@ -291,9 +291,12 @@ class ImageClassification(Labelled):
         return {"pixel_values": torch.from_numpy(np.stack(pictures))}
 
     def bad_rows(self, found: Mapping[str, Sequence[Any]]) -> dict[str, list[int]]:
-        empty = [row for row, picture in enumerate(found["image"]) if picture is None]
-        what = f'data.image-column "{self.settings.image_column}" is empty'
-        return {**super().bad_rows(found), **({what: empty} if empty else {})}
+        rows = list(enumerate(found["image"]))
+        empty = [row for row, picture in rows if picture is None]
+        other = [row for row, picture in rows if isinstance(picture, dict) and not _opens(picture)]
+        what = f'data.image-column "{self.settings.image_column}"'
+        bad = {f"{what} is empty": empty, f"{what} is no picture that Pillow opens": other}
+        return {**super().bad_rows(found), **{why: each for why, each in bad.items() if each}}
 
     def save_inputs(self, directory: Path) -> None:
         """Write the preprocessor's file: transformers then prepares pictures as done here."""
@@ -344,13 +347,25 @@ _UNREADABLE = (
 )
 
 
+def _opens(picture: Mapping[str, Any]) -> bool:
+    """Whether a file or its bytes begin as a picture does; the rest is read when it is needed."""
+    try:
+        Pictures.open(_source_of(picture)).close()
+    except _UNREADABLE:
+        return False
+    return True
+
+
+def _source_of(picture: Mapping[str, Any]) -> Any:
+    return picture["path"] if picture["bytes"] is None else io.BytesIO(picture["bytes"])
+
+
 def open_picture(value: Any) -> Pictures.Image:
     """A picture from a file name, bytes, or nested lists; raises DataError if it is none."""
     try:
         if not isinstance(value, dict):
             return Pictures.fromarray(_whole_bytes(np.asarray(value)))
-        source = value["path"] if value["bytes"] is None else io.BytesIO(value["bytes"])
-        with Pictures.open(source) as picture:
+        with Pictures.open(_source_of(value)) as picture:
             picture.load()
             return _in_bytes(ImageOps.exif_transpose(picture))
     except _UNREADABLE as error:

@@ -75,6 +75,7 @@ def read_conll(path: Path, key: str, *, skip_bad_rows: bool = False) -> Dataset:
 
 
 _SAVED = ("state.json", "dataset_dict.json")  # written by save_to_disk of datasets
+_WRONG = (ValueError, TypeError, KeyError, AttributeError)  # what datasets trips over
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _NO_DATA = "corresponds to no data"  # as datasets says it
 
@@ -225,7 +226,7 @@ def _loaded(key: str, shown: str, source: str, **options: Any) -> Any:
             # datasets leaves CSV files open until garbage collection
             warnings.simplefilter("ignore", ResourceWarning)
             return load_dataset(source, **options)
-    except (*UNREADABLE, ValueError, RuntimeError, StopIteration, DatasetsError) as error:
+    except (*UNREADABLE, *_WRONG, RuntimeError, StopIteration, DatasetsError) as error:
         if full := _cache_error(error):
             raise DataError(full) from error
         local = expanded(shown).is_file()

@@ -111,8 +111,9 @@ def _fields(path: Path, key: str) -> Sequence[str]:
 
 def no_such_column(key: str, name: str, of: str, names: Sequence[str]) -> DataError:
     """The error for a column that a table does not have."""
+    shown = (known if known == known.strip() else f'"{known}"' for known in names)
     is_table = of.removesuffix(".gz").endswith(_TABLES)
     return DataError(
-        f'{key} "{name}" is not a column of "{of}", which has {", ".join(names)}: name one of them'
+        f'{key} "{name}" is not a column of "{of}", which has {", ".join(shown)}: name one of them'
         f"{_FIRST_LINE if is_table else ''}"
     )

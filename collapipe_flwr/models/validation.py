@@ -118,6 +118,14 @@ def why_unfit(cause: BaseException, config: PreTrainedConfig) -> str:
     """Why transformers cannot use ``config``, and where its settings are explained."""
     if isinstance(cause, (*_WRITTEN_FOR_USERS, StrictDataclassError)):
         return first_lines(cause)
-    said = f" ({first_lines(cause)})" if isinstance(cause, AttributeError) else ""  # one it lacks
+    usual = vars(type(config)())
+    odd = [
+        f"{name}={value}"
+        for name, value in vars(config).items()
+        if type(value) is int and type(usual.get(name)) is int and value <= 0 < usual[name]
+    ]
+    said = f" ({first_lines(cause)})" if isinstance(cause, AttributeError | KeyError) else ""
+    if odd:
+        said = f" ({', '.join(odd)} should be above 0)"
     manual = f"see {type(config).__name__} in the transformers manual"
     return f"its settings may not fit together{said}; {manual}"

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.data.config import DataConfig
@@ -75,6 +76,7 @@ def test_texts_and_labels_stay_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize("picture", ["1.png", [[1, 2], [3, 4]]])
 def test_rows_without_a_picture_are_named_or_left_out(tmp_path: Path, picture: object) -> None:
     path = tmp_path / "pictures.jsonl"
+    Image.new("L", (2, 2)).save(tmp_path / "1.png")
     rows = [{"image": None, "label": "x"}, *[{"image": picture, "label": "y"}] * 4]
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     settings = DataConfig(task="image-classification", train=str(path))

@@ -501,10 +501,17 @@ def test_bad_tags_are_one_sentence(
 
 def test_no_picture_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_text("no picture")
-    train = write(tmp_path / "names.csv", [("image", "label"), ("a.png", "x"), ("b.png", "y")])
-    task = load_task(DataConfig(task="image-classification", train=train, test_examples=1))
-    with pytest.raises(DataError, match=r"[ab]\.png is no picture"):
-        task.collate(task.train.to_list())
+    Image.new("L", (99, 99)).save(tmp_path / "c.png")
+    whole = (tmp_path / "c.png").read_bytes()
+    (tmp_path / "d.png").write_bytes(whole[:-30])  # begins as a picture
+    names = [("a.png", "x"), ("c.png", "y"), ("b.png", "y"), ("c.png", "x"), ("c.png", "x")]
+    train = write(tmp_path / "names.csv", [("image", "label"), *names])
+    settings = DataConfig(task="image-classification", train=train, test_examples=1)
+    with pytest.raises(DataError, match=r'2 of 5 .*"image" is no picture .* in rows 1 and 3;'):
+        _ = load_task(settings).train
+    assert len(load_task(replace(settings, skip_bad_rows=True)).every_row) == 3
+    with pytest.raises(DataError, match=r"d\.png is no picture that Pillow reads"):
+        open_picture({"bytes": None, "path": str(tmp_path / "d.png")})
 
 
 @pytest.mark.parametrize("suffix", ["png", "tiff"])

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from transformers import BertConfig
 
@@ -49,6 +50,7 @@ def write_files(folder: Path) -> None:
         "fraction.csv": "text,label\n" + "hi,0.5\nho,1.5\n" * 30,
         "notext.csv": f"text,label\n{ROWS},a\n",
         "nolabel.csv": f"text,label\n{ROWS}hi,\n",
+        "pictures.csv": "image,label\n" + "a.png,x\na.png,y\n" * 10,
         "semicolons.csv": ROWS.replace(",", ";").join(("text;label\n", "")),
         "tabs.csv": ROWS.replace(",", "\t").join(("text\tlabel\n", "")),
         "nohead.csv": ROWS,
@@ -77,6 +79,7 @@ def write_files(folder: Path) -> None:
     (folder / "emptyword.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     rows = [{"tokens": ["a", "b"], "tags": ["O", "B-X"][: 1 + i % 7]} for i in range(40)]
     (folder / "fewtags.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    Image.new("L", (4, 4)).save(folder / "a.png")
     (folder / "latin.csv").write_bytes(f"text,label\n{ROWS}".encode() + b"caf\xe9,a\n")
     (folder / "latin.jsonl").write_bytes(b'{"text": "caf\xe9", "label": "a"}\n' * 20)
     (folder / "utf16.csv").write_bytes(f"text,label\n{ROWS}".encode("utf-16"))
@@ -148,6 +151,11 @@ DATA: list[Wrong] = [
     ({"data.task": "image-classification"}, "data.image-column", "which has text, label"),
     (
         {"data.task": "image-classification", "data.image-column": "text"},
+        "data.image-column",
+        "correct or remove them",
+    ),
+    (
+        {"data.task": "image-classification", "data.train": "pictures.csv"},
         "model.type",
         "choose one that does, such as vit",
     ),
@@ -169,6 +177,8 @@ TAGGED: list[Wrong] = [
 MODELS: list[Wrong] = [
     ({"model.type": "martian"}, "model.type", "did you mean 'marian'"),
     ({"model.overrides": "hidden_siz=3"}, "model.overrides", "did you mean 'hidden_size'"),
+    ({"model.overrides": "hidden_size=-32"}, "model.overrides", "hidden_size=-32 should be above"),
+    ({"model.overrides": "hidden_act=zip"}, "model.overrides", "'zip'"),
     ({"model.overrides": "hidden_size=17"}, "model.overrides", "not a multiple"),
     ({"model.overrides": "hidden_size=abc"}, "model.overrides", "expected int"),
     ({"model.overrides": "hidden_size"}, "model.overrides", "must read like"),
@@ -211,6 +221,9 @@ RUNS: list[Wrong] = [
     ({"world.memory-share": 2.0}, "world.memory-share", "must lie between 0 and 1"),
     ({"world.channel": "fog"}, "world.channel", "must be one of static"),
     ({"scheduler.policy": "astrology"}, "scheduler.policy", "choose one of dssda"),
+    ({"seed": 2**63}, "seed", "must lie between 0 and"),
+    ({"train.examples-per-round": 10**12}, "train.examples-per-round", "must lie between 0 and"),
+    ({"scheduler.micro-batch-sizes": 10**12}, "scheduler.micro-batch-sizes", "from 1 to 1000000"),
     ({"scheduler.micro-batch-sizes": "0"}, "scheduler.micro-batch-sizes", "for example"),
     ({"scheduler.micro-batch-sizes": "65536"}, "world.memory-share", "smaller micro-batch-sizes"),
     ({"links.codec": "zip"}, "links.codec", "must be one of fp32"),
