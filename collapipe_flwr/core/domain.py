@@ -100,7 +100,7 @@ class LinkRate:
 class ClusterProfile:
     """The static side of one cluster, as its control unit describes it."""
 
-    cluster_id: bounds.Name
+    cluster_id: bounds.MemberName
     examples: bounds.Examples
     control_unit: DeviceProfile
     devices: Annotated[tuple[DeviceProfile, ...], bounds.most_entries(MOST_DEVICES)]

@@ -41,10 +41,13 @@ def trained(
     cluster says of the edge is left out.
     """
     _check_records(content, cluster_id, weighted_by)
-    rest, telemetry = records.take_telemetry(content)
-    for arrays in rest.array_records.values():
-        for key, array in arrays.items():
-            layout_of(key, array)
+    try:
+        rest, telemetry = records.take_telemetry(content)
+        for arrays in rest.array_records.values():
+            for key, array in arrays.items():
+                layout_of(key, array)
+    except ProtocolError as error:
+        raise ProtocolError(f"cluster {cluster_id}: {error}") from error
     if telemetry is not None:
         telemetry = replace(telemetry, edge=None)
         _check_telemetry(telemetry, plan, cluster_id)
