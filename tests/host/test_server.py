@@ -278,7 +278,8 @@ STREAM = (methods.STREAM_KEY, to_json(methods.StreamRequest(name="peer", link=Li
     ("changes", "refusal"),
     [
         ({"stream_id": -1}, "the id of a stream must be >= 0"),
-        ({"stream_id": 10**29}, "the id of a stream must be >= 0"),
+        ({"stream_id": 2**63}, "the id of a stream must be >= 0"),
+        ({"stream_id": 10**29}, "stream_id must be a whole number of at most 64 bits"),
         ({"stream_id": "one"}, "stream_id must be a whole number"),
         ({"link": {"codec": "fp8"}}, "codec must be one of"),
         ({"link": {"backward_bit_per_s": -1.0}}, "the rate of a link must be > 0"),
