@@ -86,12 +86,23 @@ class DataConfig:
             raise ConfigError(f"seed must be at least 0, got {self.seed}")
         if not self.tokenizer:
             raise ConfigError('data.tokenizer is empty: write "train", a name or a directory')
+        self._check_columns()
         for name in ("train", "test"):
             if self.task == "number-words" and (given := getattr(self, name)):
                 raise ConfigError(
                     f'data.{name} is "{given}", but data.task "number-words" makes up its own '
                     "examples: set data.task to the task of your data"
                 )
+
+    def _check_columns(self) -> None:
+        fields = [f"{ours}_column" for ours in TASK_COLUMNS.get(self.task, ())]
+        names = {getattr(self, field): key_of(field) for field in fields}
+        if len(names) < len(fields):
+            name, last = names.popitem()
+            raise ConfigError(
+                f'{key_of(fields[0])} and {last} are both "{name}", so nothing would be left to '
+                "learn: name another column in one of them"
+            )
 
 
 def key_of(field: str) -> str:

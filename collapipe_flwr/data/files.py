@@ -244,7 +244,7 @@ def _cache_error(error: BaseException | None) -> str:
     cache = Path(datasets_config.HF_DATASETS_CACHE)
     while error is not None:
         if isinstance(error, OSError) and (
-            error.errno in _FULL or str(error.filename or "").startswith(str(cache))
+            error.errno in _FULL or _on_the_way(str(error.filename or "."), cache)
         ):
             return (
                 f"the cache of datasets, {cache}, cannot be written ({error.strerror}): make room "
@@ -252,6 +252,11 @@ def _cache_error(error: BaseException | None) -> str:
             )
         error = error.__cause__ or error.__context__
     return ""
+
+
+def _on_the_way(name: str, cache: Path) -> bool:
+    """Whether a path is within the cache, or one of the folders that hold it."""
+    return Path(name).is_relative_to(cache) or (name != "." and cache.is_relative_to(name))
 
 
 _WAYS_OUT = {  # by what a library says of a file

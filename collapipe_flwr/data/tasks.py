@@ -283,12 +283,6 @@ class Task(ABC):
         Raises DataError for bad rows unless they are to be skipped.
         """
         found: dict[str, list[Any]] = {}
-        (one, theirs), (other, twin) = (self._column(self.columns[i]) for i in (0, -1))
-        if theirs == twin and one != other:
-            raise DataError(
-                f'{one} and {other} are both "{twin}", so nothing would be left to learn: '
-                "name another column in one of them"
-            )
         for ours in (*self.columns, *further):
             read: ReadColumn = self.readers.get(ours, column)
             key, theirs = self._column(ours)

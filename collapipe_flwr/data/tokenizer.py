@@ -138,6 +138,11 @@ def load_tokenizer(name: str, languages: Languages = Languages()) -> PreTrainedT
             f'data.tokenizer "{name}" has no fast version and so cannot travel with the model: '
             'choose one with a tokenizer.json, or "train"'
         )
+    if set(loaded.get_vocab()) <= set(loaded.all_special_tokens):  # made up by its library
+        raise DataError(
+            f'data.tokenizer "{name}" holds no tokenizer: give the directory of a saved tokenizer, '
+            'a hub name that this machine can reach, or "train"'
+        )
     if loaded.pad_token is None:
         if loaded.eos_token is None:
             raise DataError(

@@ -124,11 +124,14 @@ def test_only_blanks_part_the_words_of_a_line(tmp_path: Path, space: str) -> Non
     assert list_column(texts, "tokens", key="k", of="x") == [[word, "runs"]]
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [(errno.ENOSPC, ""), (errno.EACCES, "cache/x"), (errno.EACCES, "."), (errno.ENOTDIR, "cache")],
+)
 def test_a_cache_that_cannot_be_written_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, name: str
 ) -> None:
-    place = str(tmp_path / "cache" / "x") if number == errno.EACCES else None
+    place = str(tmp_path / name) if name else None
 
     def full(*_: object, **__: object) -> None:
         try:

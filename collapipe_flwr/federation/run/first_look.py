@@ -45,6 +45,8 @@ def check_paths(data: DataConfig, model: ModelConfig) -> None:
             f"{no_such_path('data.tokenizer', data.tokenizer)}: give the directory of a saved "
             'tokenizer, a hub name such as owner/model, or "train"'
         )
+    if model.pretrained and expanded(model.pretrained).is_file():
+        raise ModelError(f'model.pretrained "{model.pretrained}" is a file: name its folder')
     if model.pretrained and _is_missing(model.pretrained):
         raise ModelError(no_such_path("model.pretrained", model.pretrained))
 
