@@ -24,7 +24,7 @@ from collapipe_flwr.core.errors import (
 )
 
 EDGE = "edge"
-_SPECIFIC = re.compile(r"\(blocks [\d, -]+\)|[\w.:\[\]-]*\d[\w.:\[\]-]*")  # to one device
+_SPECIFIC = re.compile(r"\(blocks [\d, -]+\)|[\w.:\[\]-]*\d[\w.:\[\]-]*")  # beside its name
 _ADVICE = "lower the learning rate, or bound gradients with train.clip-norm"
 
 
@@ -77,29 +77,31 @@ def _blamed(error: MemberFailed, plan: ClusterPlan) -> str:
     here = next((n for n, members in enumerate(stages) if error.witness in members), None)
     if here is None or not error.side:
         return error.witness if here is not None else ""
-    words = set(error.why.split())
-    named = [name for name in plan.device_ids if {name, name.rpartition("/")[2]} & words]
-    others = [name for name in named if name != error.witness]
-    if len(others) == 1:
-        return others[0]
-    place = here + error.side
+    place = min(max(here + error.side, 0), len(stages) - 1)
+    beside = {*stages[here], *stages[place]} - {error.witness, CONTROL_UNIT, EDGE}
+    named = [name for name in beside if error.accused in (name, name.rpartition("/")[2])]
+    if len(named) == 1:
+        return named[0]
     if error.blame is Blame.UNREACHABLE and place in (0, len(stages) - 1):
         return error.witness  # the two ends can be reached by all others
-    members = stages[min(max(place, 0), len(stages) - 1)]
-    return members[0] if len(members) == 1 else ""
+    return stages[place][0] if len(stages[place]) == 1 else ""
 
 
 def _reason(blamed: str, error: MemberFailed) -> str:
     """The reason with the member's name, for which neighbours may use another."""
-    return error.why if blamed in error.why else f"{blamed}: {error.why}"
+    return error.why if blamed in error.why.split() else f"{blamed}: {error.why}"
 
 
 def _alike(before: MemberFailed, now: MemberFailed) -> bool:
     """Whether two members failed in the same way, apart from their names and numbers."""
     if Blame.UNSOUND in (before.blame, now.blame):
         return before.blame is now.blame
-    alike = _SPECIFIC.sub("", before.why) == _SPECIFIC.sub("", now.why)
-    return before.blame is now.blame is Blame.RAISED and alike
+    return before.blame is now.blame is Blame.RAISED and _common(before) == _common(now)
+
+
+def _common(error: MemberFailed) -> str:
+    """What is left of a sentence without what is specific to one device."""
+    return _SPECIFIC.sub("", error.why.replace(error.witness, ""))
 
 
 def _shared_failure(

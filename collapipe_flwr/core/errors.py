@@ -51,7 +51,12 @@ class DevicesMissing(InfeasibleError):
 
 
 class LinkError(CollaPipeError):
-    """A peer that cannot be reached or broke off."""
+    """A peer that cannot be reached or broke off.
+
+    ``peer_id`` is its name where a link leads to several, else empty.
+    """
+
+    peer_id = ""
 
 
 class LinkTimeout(LinkError):
@@ -87,15 +92,19 @@ class Blame(IntEnum):
 class MemberFailed(ProtocolError):
     """A member of a chain that failed, although it may answer.
 
-    ``witness`` is the member that reports it. It blames itself, or the neighbour on one ``side``;
-    with an empty name, it blames the receiver of the error.
+    ``witness`` is the member that reports it. It blames itself, or the neighbour on one ``side``,
+    which it knows as ``accused`` (empty: it cannot tell which of several); with an empty name, it
+    blames the receiver of the error.
     """
 
     UPSTREAM, ITSELF, DOWNSTREAM = -1, 0, 1
 
-    def __init__(self, witness: str, why: str, blame: Blame, side: int = ITSELF) -> None:
-        super().__init__(witness, why, blame, side)
-        self.witness, self.why, self.blame, self.side = witness, why, blame, side
+    def __init__(
+        self, witness: str, why: str, blame: Blame, side: int = ITSELF, accused: str = ""
+    ) -> None:
+        super().__init__(witness, why, blame, side, accused)
+        self.witness, self.why, self.blame = witness, why, blame
+        self.side, self.accused = side, accused
 
     def __str__(self) -> str:
         return self.why if self.side else f"{self.witness} failed: {self.why}"

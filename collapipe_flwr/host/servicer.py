@@ -210,7 +210,7 @@ class Servicer:
         lane = Lane(request.link.lane, request.link.lanes)
         stream = self.service.claim(call.key, lane)
         try:
-            link = self._begun(stream, lane, request, call.context)
+            link = self._begun(stream, lane, request, call)
         except BaseException:
             self.service.release(stream)
             raise
@@ -221,13 +221,12 @@ class Servicer:
             self._leave(stream)
         stream.over.wait(_SETTLE_S)  # so that the session is settled when the call ends
 
-    def _begun(
-        self, stream: Stream, lane: Lane, request: StreamRequest, context: grpc.ServicerContext
-    ) -> StreamLink:
+    def _begun(self, stream: Stream, lane: Lane, request: StreamRequest, call: Call) -> StreamLink:
         peer = request.name[:80]
         link = StreamLink(
             peer,
             lambda _: LinkError(f"{peer} broke off the stream"),
+            peer_id=call.caller.name if call.caller else peer,  # whatever it calls itself
             codec=request.link.codec,
             rate_bit_per_s=request.link.backward_bit_per_s,
             stream_id=request.stream_id,
@@ -237,7 +236,7 @@ class Servicer:
             link.broken(LinkError(f"{peer} broke off the stream"))
             self._leave(stream)
 
-        if not context.add_callback(gone):  # the call has ended already
+        if not call.context.add_callback(gone):  # the call has ended already
             gone()
         link.send(Frame(kind=FrameKind.HELLO), deadline_s=1.0)
         if stream.session.enter(stream, lane, link):

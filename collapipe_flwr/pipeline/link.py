@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import reduce
@@ -66,7 +67,8 @@ class Frame:
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
 
-_BLAME, _SIDE = "blame", "side"  # scalars of an ERROR frame whose first line names its witness
+# Scalars of an ERROR frame whose first two lines name its witness and whom that accuses.
+_BLAME, _SIDE = "blame", "side"
 _FAILED = " failed: "  # in an error that was passed on
 _MOST_CHARACTERS = 1000  # of an error that is sent
 
@@ -78,7 +80,7 @@ def error_frame(error: LinkError) -> Frame:
     return Frame(
         kind=FrameKind.ERROR,
         scalars={_BLAME: float(error.blame), _SIDE: float(error.side)},
-        text=printable(f"{error.witness}\n{error.why}")[:_MOST_CHARACTERS],
+        text=printable(f"{error.witness}\n{error.accused}\n{error.why}")[:_MOST_CHARACTERS],
     )
 
 
@@ -87,8 +89,8 @@ def error_of(frame: Frame, peer: str) -> LinkError:
     text, scalars = printable(frame.text[:_MOST_CHARACTERS]), frame.scalars
     blame, side = scalars.get(_BLAME), scalars.get(_SIDE)
     if blame in tuple(Blame) and side in (-1, 0, 1):
-        witness, _, why = text.partition("\n")
-        return MemberFailed(witness, why, Blame(int(blame)), int(side))
+        witness, accused, why = (*text.split("\n", 2), "", "")[:3]
+        return MemberFailed(witness, why, Blame(int(blame)), int(side), accused)
     return LinkError(text if _FAILED in text else f"{peer}{_FAILED}{text}")
 
 
@@ -107,7 +109,11 @@ class Link(Protocol):
 
     @property
     def peer(self) -> str:
-        """The neighbour's name in error messages."""
+        """The neighbour in error messages."""
+
+    @property
+    def peer_id(self) -> str:
+        """The neighbour's name alone; empty for several."""
 
     @property
     def sent(self) -> LinkTraffic:
@@ -225,7 +231,7 @@ class MemoryLink:
 
     def __init__(self, name: str, peer: str, inbox: Mailbox[Any], outbox: Mailbox[Any]) -> None:
         self.name = name
-        self.peer = peer
+        self.peer = self.peer_id = peer
         self.sent, self.received = LinkTraffic(), LinkTraffic()
         self._inbox = inbox
         self._outbox = outbox
@@ -267,8 +273,11 @@ _OF_MICRO_BATCHES = (FrameKind.ACTIVATION, FrameKind.GRADIENT)
 class Fan:
     """Links to the replicas of a stage, in the order in which micro-batches of `turn` take them.
 
-    Frames of micro-batches alternate; all others are sent to each replica, and come from each.
+    Frames of micro-batches alternate; all others are sent to each replica, and come from each. An
+    error names the replica on whose link it happened.
     """
+
+    peer_id = ""
 
     def __init__(self, links: Sequence[Link], turn: Turn) -> None:
         self.peer = " and ".join(link.peer for link in links)
@@ -288,18 +297,19 @@ class Fan:
         return self._links[self._turn.lane(micro_batch, len(self._links))]
 
     def send(self, frame: Frame, *, deadline_s: float) -> None:
-        if frame.kind in _OF_MICRO_BATCHES:
-            self.of(frame.micro_batch).send(frame, deadline_s=deadline_s)
-            return
-        for link in self._links:
-            link.send(frame, deadline_s=deadline_s)
+        among = frame.kind in _OF_MICRO_BATCHES
+        for link in (self.of(frame.micro_batch),) if among else self._links:
+            with _naming(link):
+                link.send(frame, deadline_s=deadline_s)
 
     def receive(self, *, deadline_s: float) -> Frame:
         """The frame that all replicas sent. Raises ProtocolError where they differ."""
         until_s = time.monotonic() + deadline_s
-        first, *others = (
-            link.receive(deadline_s=max(until_s - time.monotonic(), 0.0)) for link in self._links
-        )
+        taken = []
+        for link in self._links:
+            with _naming(link):
+                taken.append(link.receive(deadline_s=max(until_s - time.monotonic(), 0.0)))
+        first, *others = taken
         for link, frame in zip(self._links[1:], others, strict=True):
             if (frame.kind, frame.step) != (first.kind, first.step):
                 raise ProtocolError(
@@ -311,6 +321,16 @@ class Fan:
     def close(self, error: str | LinkError = "") -> None:
         for link in self._links:
             link.close(error)
+
+
+@contextmanager
+def _naming(link: Link) -> Iterator[None]:
+    """Note in a LinkError of the body whose link it is."""
+    try:
+        yield
+    except LinkError as error:
+        error.peer_id = link.peer_id
+        raise
 
 
 def fan_of(links: Sequence[Link], turn: Turn) -> Link:

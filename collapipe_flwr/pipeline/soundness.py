@@ -24,7 +24,7 @@ from collapipe_flwr.core.errors import (
     ProtocolError,
     Unreachable,
 )
-from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame
+from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, Link
 
 LARGEST = 1e9  # some 10,000 times more than in trained models
 _NAMES = {HIDDEN: "hidden states", GRAD: "gradients"}
@@ -41,12 +41,12 @@ def implausible(tensor: Tensor) -> str:
     return f"numbers up to {size:.1e}" if size < float("inf") else "values that are not finite"
 
 
-def check_sound(frame: Frame, witness: str, peer: str, side: int) -> None:
-    """Raise MemberFailed if a hidden state or gradient that ``peer`` sent cannot be right."""
+def check_sound(frame: Frame, witness: str, link: Link, side: int) -> None:
+    """Raise MemberFailed if a hidden state or gradient that came over ``link`` cannot be right."""
     for name, what in _NAMES.items():
         if name in frame.tensors and (wrong := implausible(frame.tensors[name])):
-            why = f"{peer} sent {what} of step {frame.step} with {wrong}"
-            raise MemberFailed(witness, why, Blame.UNSOUND, side)
+            why = f"{link.peer} sent {what} of step {frame.step} with {wrong}"
+            raise MemberFailed(witness, why, Blame.UNSOUND, side, link.peer_id)
 
 
 def check_finite(what: str, frame: Frame, taken: Tensor | None, given: Tensor) -> None:
@@ -59,7 +59,7 @@ def check_finite(what: str, frame: Frame, taken: Tensor | None, given: Tensor) -
 
 
 @contextmanager
-def blaming(witness: str, peer: str, side: int) -> Iterator[None]:
+def blaming(witness: str, link: Link, side: int) -> Iterator[None]:
     """Blame the neighbour on one side for errors in what it sends, and for not answering."""
     try:
         yield
@@ -68,12 +68,19 @@ def blaming(witness: str, peer: str, side: int) -> Iterator[None]:
             raise
         raise _accepted(error, witness) from error
     except ProtocolError as error:
-        why = str(error) if peer in str(error) else f"{peer} sent {error}"
-        raise MemberFailed(witness, why, Blame.MALFORMED, side) from error
+        why = str(error) if link.peer in str(error) else f"{link.peer} sent {error}"
+        raise MemberFailed(witness, why, Blame.MALFORMED, side, _whose(error, link)) from error
     except LinkTimeout as error:
-        raise MemberSilent(witness, str(error), Blame.SILENT, side) from error
+        why, accused = str(error), _whose(error, link)
+        raise MemberSilent(witness, why, Blame.SILENT, side, accused) from error
     except Unreachable as error:
-        raise MemberFailed(witness, str(error), Blame.UNREACHABLE, side) from error
+        why, accused = str(error), _whose(error, link)
+        raise MemberFailed(witness, why, Blame.UNREACHABLE, side, accused) from error
+
+
+def _whose(error: LinkError, link: Link) -> str:
+    """The neighbour that an error on ``link`` is about."""
+    return error.peer_id or link.peer_id
 
 
 def _accepted(error: MemberFailed, witness: str) -> MemberFailed:

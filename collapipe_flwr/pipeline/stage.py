@@ -372,7 +372,7 @@ class Stage(ABC):
     def _receive(self, link: Link, kind: FrameKind, step: int, micro_batch: int) -> Frame:
         """Receive a frame from a neighbour. Raises ProtocolError for an unexpected one."""
         side, link = self._side(link), lane_of(link, kind, micro_batch)
-        with blaming(self.settings.name, link.peer, side):
+        with blaming(self.settings.name, link, side):
             with self.recorder.span("receive", step, micro_batch):
                 frame = link.receive(deadline_s=self._deadline_s)
             if (frame.kind, frame.step, frame.micro_batch) != (kind, step, micro_batch):
@@ -381,7 +381,7 @@ class Stage(ABC):
                     f"{frame.micro_batch}, where {kind.name} of step {step}, micro-batch "
                     f"{micro_batch} was due"
                 )
-            check_sound(frame, self.settings.name, link.peer, side)
+            check_sound(frame, self.settings.name, link, side)
         return frame
 
     def _get(self, link: Link, kind: FrameKind, step: int, number: int) -> Frame:
@@ -393,7 +393,7 @@ class Stage(ABC):
 
     def _blaming(self, link: Link) -> Around:
         """Blame errors in the body on the neighbour on a link."""
-        return blaming(self.settings.name, link.peer, self._side(link))
+        return blaming(self.settings.name, link, self._side(link))
 
     def _side(self, link: Link) -> int:
         return MemberFailed.UPSTREAM if link is self.upstream else MemberFailed.DOWNSTREAM

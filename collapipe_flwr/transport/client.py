@@ -269,6 +269,7 @@ class Session:
             client.peer,
             client.translate,
             hang_up,
+            peer_id=client.peer_id,
             codec=link.codec,
             rate_bit_per_s=link.forward_bit_per_s,
             stream_id=request.stream_id,

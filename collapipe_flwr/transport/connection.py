@@ -68,7 +68,8 @@ class Connection:
         heartbeat: Heartbeat | None = None,
     ) -> None:
         self.address = address
-        self.peer = f"{what or self.kind} at {address}"
+        self.peer_id = what or self.kind
+        self.peer = f"{self.peer_id} at {address}"
         self.deadline_s = deadline_s or self.usual_deadline_s
         self.transfer_s = transfer_s
         self._patience_s = patience_s

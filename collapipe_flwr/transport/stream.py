@@ -63,11 +63,12 @@ class StreamLink:
         translate: Callable[[grpc.RpcError], LinkError],
         hang_up: Callable[[bool], None] = lambda _: None,
         *,
+        peer_id: str = "",
         codec: str = "fp32",
         rate_bit_per_s: float | None = None,
         stream_id: int = 0,
     ) -> None:
-        self.peer = peer
+        self.peer, self.peer_id = peer, peer_id or peer
         self.sent, self.received = LinkTraffic(), LinkTraffic()
         self._codec, self._stream_id = codec, stream_id
         self._translate = translate

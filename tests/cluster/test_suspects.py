@@ -12,6 +12,7 @@ import torch
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
 from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.cluster.suspects import EDGE, Suspects
+from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import (
     Blame,
     CollaPipeError,
@@ -185,23 +186,52 @@ def test_sentences_pass_through_the_chain_without_growing(splitter, first) -> No
 
 
 @pytest.mark.parametrize(
-    ("witness", "why", "side", "accused"),
+    ("witness", "accused", "side", "blamed"),
     [
-        ("A/d0", "A/d1 at host:1 sent gradients with values that are not finite", 1, "A/d1"),
-        ("A/d3", "d0 sent hidden states with values that are not finite", -1, "A/d0"),
-        ("A/d1", "A/d3 at host:1 sent nothing", 1, "A/d3"),  # its sibling
-        ("A/d0", "somebody sent nonsense", 1, ""),  # one of two
-        ("A/d1", "somebody sent nonsense", -1, "A/d0"),
-        ("edge", "somebody sent nonsense", -1, "A/d2"),
-        ("A/d2", "edge at host:1 sent nonsense", 1, ""),
-        ("a stranger", "A/d0 sent nonsense", -1, ""),
+        ("A/d0", "A/d1", 1, "A/d1"),
+        ("A/d3", "d0", -1, "A/d0"),
+        ("A/d1", "A/d3", 1, "A/d3"),  # its sibling
+        ("A/d0", "", 1, ""),  # one of two
+        ("A/d1", "", -1, "A/d0"),
+        ("edge", "", -1, "A/d2"),
+        ("A/d2", "edge", 1, ""),
+        ("a stranger", "A/d0", -1, ""),
+        ("A/d0", "A/d2", 1, ""),  # no neighbour of its
     ],
 )
-def test_the_accused_is_found_among_replicas(
-    witness: str, why: str, side: int, accused: str
+def test_the_blamed_is_the_neighbour_that_the_witness_accuses(
+    witness: str, accused: str, side: int, blamed: str
 ) -> None:
+    error = MemberFailed(witness, "nonsense came", Blame.MALFORMED, side, accused)
+    assert Suspects().quarantine(error, replicated("A/d0", "A/d1", "A/d2", "A/d3"), last=False) == (
+        blamed
+    )
+
+
+@pytest.mark.parametrize("accused", ["A/1", "1", "A/3", "3"])
+def test_numbers_in_a_sentence_accuse_no_board_that_is_called_so(accused: str) -> None:
+    plan = replicated("A/0", "A/1", "A/2", "A/3")
+    why = "gradients of step 2 of 1 and 3 micro-batches are not finite"
+    error = MemberFailed("A/0", why, Blame.UNSOUND, MemberFailed.DOWNSTREAM, accused)
+    found = Suspects().quarantine(error, plan, last=False)
+    assert found == f"A/{accused[-1]}"
+    unknown = MemberFailed("A/0", why, Blame.UNSOUND, MemberFailed.DOWNSTREAM)
+    assert Suspects().quarantine(unknown, plan, last=False) == ""
+
+
+def test_boards_that_are_called_by_words_fail_alike() -> None:
+    suspects, plan = Suspects(), replicated("A/kitchen", "A/garage", "A/attic", "A/cellar")
+    words = "{} cannot compute blocks {}: no class Blocks"
+    broken = MemberFailed("A/kitchen", words.format("A/kitchen", 0), Blame.RAISED)
+    assert suspects.quarantine(broken, plan, last=False) == "A/kitchen"
+    again = MemberFailed("A/garage", words.format("A/garage", 3), Blame.RAISED)
+    with pytest.raises(ModelError, match="A/kitchen and A/garage fail alike"):
+        suspects.quarantine(again, plan, last=False)
+
+
+def replicated(ahead: str, second: str, third: str, beside: str) -> ClusterPlan:
+    """A plan of three stages, of which ``beside`` holds the second one, too."""
     plan = CUT.plan()
-    first_, second, third = plan.segments
-    plan = replace(plan, segments=(first_, replace(second, replicas=("A/d3",)), third))
-    error = MemberFailed(witness, why, Blame.MALFORMED, side)
-    assert Suspects().quarantine(error, plan, last=False) == accused
+    devices = zip(plan.segments, (ahead, second, third), strict=True)
+    one, two, three = (replace(segment, device_id=name) for segment, name in devices)
+    return replace(plan, segments=(one, replace(two, replicas=(beside,)), three))

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from collapipe_flwr.core.errors import LinkError, LinkTimeout
+from collapipe_flwr.core.errors import Blame, LinkError, LinkTimeout, MemberFailed
+from collapipe_flwr.core.schedule import ALONE
 from collapipe_flwr.pipeline.link import (
     Frame,
     FrameKind,
@@ -16,8 +17,10 @@ from collapipe_flwr.pipeline.link import (
     Mailbox,
     error_frame,
     error_of,
+    fan_of,
     memory_pair,
 )
+from collapipe_flwr.pipeline.soundness import blaming
 from tests.pipeline.chains import DEADLINE_S
 
 
@@ -111,3 +114,18 @@ def test_the_words_of_a_failed_peer_are_fit_for_a_log_on_both_sides(text: str) -
     theirs = Frame(kind=FrameKind.ERROR, text=text, scalars={"blame": 0.0, "side": 0.0})
     for frame_ in (ours, theirs, replace(theirs, scalars={})):
         assert str(error_of(frame_, "pi-1")).isprintable()
+
+
+@pytest.mark.parametrize("accused", ["A/1", ""])
+def test_a_failure_arrives_with_its_witness_and_whom_it_accuses(accused):
+    told = MemberFailed("A/0", "1\nof 3 is wrong", Blame.MALFORMED, MemberFailed.UPSTREAM, accused)
+    assert error_of(error_frame(told), "2").args == told.args
+
+
+def test_the_replica_that_is_silent_is_accused_not_the_one_that_answers():
+    (to_one, one), (to_other, _other) = memory_pair("edge", "A/1"), memory_pair("edge", "A/2")
+    link = fan_of([to_one, to_other], ALONE)
+    one.send(frame(0), deadline_s=1)
+    with pytest.raises(MemberFailed) as failure, blaming("edge", link, MemberFailed.UPSTREAM):
+        link.receive(deadline_s=0.05)
+    assert (failure.value.accused, failure.value.blame) == ("A/2", Blame.SILENT)
