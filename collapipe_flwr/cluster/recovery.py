@@ -223,11 +223,12 @@ class RecoveringRound:
         self.order = order
         self.intervals: list[ReplayInterval] = []
         self.incidents: list[Incident] = []
-        self.suspects = Suspects()
+        self.suspects = Suspects(clips=order.learning.execution.clip_norm > 0)
         self._splitter = splitter
         self._fleet = fleet
         self._recovery = recovery
         self._probe: tuple[Batch, ...] = ()
+        self._buffer: ReplayBuffer | None = None
         self._done = 0  # optimizer steps
         self._lost: set[str] = set()  # device ids
 
@@ -238,7 +239,7 @@ class RecoveringRound:
         edge is gone for good or an interval fails again and again without the loss of a device.
         """
         every = self.order.learning.snapshot_every
-        buffer = ReplayBuffer(batches, every if self._recovery else 0)
+        buffer = self._buffer = ReplayBuffer(batches, every if self._recovery else 0)
         self._probe = tuple(probe)
         while buffer.has_next() or not self.intervals:
             buffer.begin()
@@ -309,7 +310,7 @@ class RecoveringRound:
         missing = self._fleet.missing(list(dict.fromkeys((*ids, *plan.device_ids))))
         lost = tuple(name for name in plan.device_ids if name in missing)
         log.warning("cluster %s: %s", plan.cluster_id, error)
-        quarantined = "" if lost else self.suspects.quarantine(error, plan, last=last)
+        quarantined = "" if lost else self._suspect(error, last=last)
         if quarantined:
             lost = (quarantined,)
             log.warning("%s is quarantined: %s", quarantined, self.suspects.quarantined[lost[0]])
@@ -332,6 +333,10 @@ class RecoveringRound:
             noticed_s=noticed_s,
             resumed_s=noticed_s,
         )
+
+    def _suspect(self, error: LinkError, *, last: bool) -> str:
+        untrained = not self._done and (self._buffer is None or not self._buffer.past_first)
+        return self.suspects.quarantine(error, self.order.plan, last=last, untrained=untrained)
 
     def _plan_for(
         self, present: Collection[str], recovery: Recovery, error: LinkError
@@ -378,6 +383,11 @@ class ReplayBuffer:
         """Whether the last replay gives another batch."""
         kept = self._given < len(self._kept)
         return kept or (self._given < self._limit and self.has_next())
+
+    @property
+    def past_first(self) -> bool:
+        """Whether the last replay has given more than one batch."""
+        return self._given > 1
 
     def begin(self) -> None:
         self._kept = []

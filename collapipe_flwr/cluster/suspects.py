@@ -22,28 +22,32 @@ from collapipe_flwr.core.errors import (
     MemberFailed,
     ModelError,
 )
+from collapipe_flwr.pipeline.soundness import advice
 
 EDGE = "edge"
 _SPECIFIC = re.compile(r"\(blocks [\d, -]+\)|[\w.:\[\]-]*\d[\w.:\[\]-]*")  # beside its name
-_ADVICE = "lower the learning rate, or bound gradients with train.clip-norm"
 
 
 class Suspects:
     """The quarantined devices of one round, each with the reason."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, clips: bool = False) -> None:
         self.quarantined: dict[str, str] = {}
+        self._clips = clips  # gradients are bounded already
         self._failures: list[tuple[str, MemberFailed]] = []  # of the interval that is replayed
 
     def clear(self) -> None:
         """Call when the interval has succeeded without the suspects."""
         self._failures = []
 
-    def quarantine(self, error: LinkError, plan: ClusterPlan, *, last: bool) -> str:
+    def quarantine(
+        self, error: LinkError, plan: ClusterPlan, *, last: bool, untrained: bool = False
+    ) -> str:
         """The device to continue without, "" where none is to blame.
 
-        ``last`` says that the interval has been replayed often enough to blame a link. Raises
-        Diverged or ModelError where it is not the fault of one device.
+        ``last`` says that the interval has been replayed often enough to blame a link,
+        ``untrained`` that the round has not taken a step yet. Raises Diverged or ModelError where
+        it is not the fault of one device.
         """
         if not isinstance(error, MemberFailed):
             return ""
@@ -52,7 +56,9 @@ class Suspects:
         blamed = _blamed(error, plan)
         for before in self._failures:
             if _alike(before[1], error):
-                raise _shared_failure(before, (blamed, error))
+                cause = "the model fails on this input" if untrained else "the training diverged"
+                told = advice(clips=self._clips, untrained=untrained)
+                raise _shared_failure(before, (blamed, error), cause, told)
         self._failures.append((blamed, error))
         if blamed in ("", CONTROL_UNIT, EDGE):
             return ""
@@ -66,7 +72,7 @@ class Suspects:
         blamed, error = self._failures[-1]
         doubt = (
             "; whether it computes wrongly or the training diverges shows only where another "
-            f"device can hold its blocks: add one, or {_ADVICE}"
+            f"device can hold its blocks: add one, or {advice(clips=self._clips, untrained=False)}"
         )
         return f"{_reason(blamed, error)}; {refusal}{doubt if error.blame is Blame.UNSOUND else ''}"
 
@@ -105,7 +111,7 @@ def _common(error: MemberFailed) -> str:
 
 
 def _shared_failure(
-    before: tuple[str, MemberFailed], now: tuple[str, MemberFailed]
+    before: tuple[str, MemberFailed], now: tuple[str, MemberFailed], cause: str, told: str
 ) -> CollaPipeError:
     (first, error), (second, again) = before, now
     if error.blame is not Blame.UNSOUND:
@@ -114,11 +120,10 @@ def _shared_failure(
         return ModelError(f"{first} and {second} fail alike, so no device is to blame: {error.why}")
     if first == second == EDGE:
         return Diverged(
-            f"{again.why}, in a replay, too: the training diverged, or the edge computes wrongly; "
-            f"{_ADVICE}"
+            f"{again.why}, in a replay, too: {cause}, or the edge computes wrongly; {told}"
         )
     without = f"without {first}" if first not in ("", CONTROL_UNIT, EDGE) else "again"
     return Diverged(
         f"{_reason(first, error)}; replayed {without}, {_reason(second, again)}: no device is to "
-        f"blame, the training diverged; {_ADVICE}"
+        f"blame, {cause}; {told}"
     )

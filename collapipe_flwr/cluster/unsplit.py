@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Any
@@ -10,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig, predict_unsplit
+from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.tasks import scores_of
 from collapipe_flwr.pipeline.backward import fuse_accumulation
 from collapipe_flwr.pipeline.compute import CPU, bring, computing_in, one_thread, place_of
 from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import Optimizer
+from collapipe_flwr.pipeline.soundness import odd_numbers
 
 PLAIN = Execution()
 CONSTANT = repeat(1.0)
@@ -54,6 +57,11 @@ def train_unsplit(
             with one_thread(place):
                 loss.backward()
             step_loss += float(loss.detach())
+            if not math.isfinite(step_loss) and (odd := odd_numbers(micro_batch)):
+                raise DataError(
+                    f"the model computes no finite loss of a batch that has {odd}: mend or leave "
+                    "out such examples"
+                )
         optimizer.add_proximal()
         if execution.clip_norm:
             torch.nn.utils.clip_grad_norm_(optimizer.parameters, execution.clip_norm)

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 MOST_TENSORS = 64  # of a frame
 ROWS = "rows/"  # and the key of a table: tensors of BEGIN and ROWS frames
-_SUM = "sum/"  # no codec knows tensors of this name
-_SHARED = "shared/"
+SUM = "sum/"  # no codec knows tensors of this name
+SHARED = "shared/"
 
 Send = Callable[[Link, Frame], None]
 Receive = Callable[[Link, FrameKind, int, int], Frame]
@@ -134,7 +134,7 @@ def _frame(
     parameters: Mapping[str, Tensor], step: int, number: int, piece: Piece, *, copy: bool = False
 ) -> Frame:
     tensors = {
-        _SUM + part.name: _flat(parameters[part.name])[part.start : part.stop]
+        SUM + part.name: _flat(parameters[part.name])[part.start : part.stop]
         for part in piece
         if parameters[part.name].grad is not None
     }
@@ -145,7 +145,7 @@ def _frame(
 
 def _taken(frame: Frame, piece: Piece, source: Link) -> Iterator[tuple[_Slice, Tensor]]:
     """What a frame holds of a piece. Raises ProtocolError where it holds anything else."""
-    parts = {_SUM + part.name: part for part in piece}
+    parts = {SUM + part.name: part for part in piece}
     for name, tensor in frame.tensors.items():
         part = parts.get(name)
         if part is None or tensor.shape != (part.stop - part.start,):
@@ -178,9 +178,9 @@ def add_shared(
 
     The sum begins with the proximal term, which counts once and not on every stage.
     """
-    total = {name: tensor for name, tensor in behind.items() if name.startswith(_SHARED)}
+    total = {name: tensor for name, tensor in behind.items() if name.startswith(SHARED)}
     for key, parameter in shared_parameters(part).items():
-        name = _SHARED + key
+        name = SHARED + key
         if name not in total:
             optimizer.add_proximal((key,))
         own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -191,7 +191,7 @@ def add_shared(
 def take_shared(part: nn.Module, total: Mapping[str, Tensor]) -> None:
     """Give shared parameters the summed gradient. Raises ProtocolError where one is missing."""
     for key, parameter in shared_parameters(part).items():
-        gradient = total.get(_SHARED + key)
+        gradient = total.get(SHARED + key)
         if gradient is None or gradient.shape != parameter.shape:
             raise ProtocolError(f"the sum of gradients of the shared {key!r} is missing")
         parameter.grad = gradient.clone()

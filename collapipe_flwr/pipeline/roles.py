@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
+import sys
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import repeat
 from typing import TYPE_CHECKING, cast
 
 from torch import Tensor, nn
 
-from collapipe_flwr.core.errors import ProtocolError, ScheduleError
+from collapipe_flwr.core.errors import (
+    Blame,
+    DataError,
+    MemberFailed,
+    NotFinite,
+    ProtocolError,
+    ScheduleError,
+)
 from collapipe_flwr.pipeline import gradient_sums
 from collapipe_flwr.pipeline.compute import bring
 from collapipe_flwr.pipeline.config import StageConfig
@@ -27,6 +36,7 @@ from collapipe_flwr.pipeline.link import (
     learns_before,
 )
 from collapipe_flwr.pipeline.optimizer import Optimizer
+from collapipe_flwr.pipeline.soundness import odd_numbers
 from collapipe_flwr.pipeline.stage import Stage
 from collapipe_flwr.pipeline.step import LOGITS, MicroBatch, Step, StepResult
 
@@ -143,7 +153,7 @@ class FirstStage(_Leader):
         )
         self._batch, self._loss, self._gradient_norm = batch, 0.0, None
         found: tuple[Tensor, ...] = ()
-        with self.telling_neighbours():
+        with self._naming_odd_input(step), self.telling_neighbours():
             self._send(self.downstream, step.frame())
             if step.rows:
                 lent = self._get(self.downstream, FrameKind.ROWS, step.index, 0)
@@ -158,6 +168,22 @@ class FirstStage(_Leader):
         return StepResult(
             loss=self._loss, weight=weight, gradient_norm=self._gradient_norm, predictions=found
         )
+
+    @contextmanager
+    def _naming_odd_input(self, step: Step) -> Iterator[None]:
+        """Raise DataError for numbers that went wrong, in the body, with those of the batch."""
+        try:
+            yield
+        except (MemberFailed, NotFinite) as error:
+            if isinstance(error, MemberFailed) and error.blame is not Blame.UNSOUND:
+                raise
+            for number, micro_batch in enumerate(self._batch):
+                if odd := odd_numbers({**micro_batch.context, **micro_batch.inputs}):
+                    raise DataError(
+                        f"the model computes no finite numbers in step {step.index}, whose "
+                        f"micro-batch {number} has {odd}: mend or leave out such examples"
+                    ) from error
+            raise
 
     def _take(self, step: Step, micro_batch: int) -> Frame:
         weight = self._batch[micro_batch].weight
@@ -191,11 +217,12 @@ class FirstStage(_Leader):
         shared = gradient_sums.add_shared(self.part, totals.tensors, self.optimizer)
         gradient_sums.take_shared(self.part, shared)
         of_shared = sum(float(gradient.square().sum()) for gradient in shared.values())
-        norm = (square_norm + _scalar(totals, _SQUARE_NORM) + of_shared) ** 0.5
+        behind = self._amount(self.downstream, totals, _SQUARE_NORM, sys.float_info.max)
+        norm = (square_norm + behind + of_shared) ** 0.5
         factor = 1.0
         if self._clip_norm > 0:
             self._gradient_norm = norm
-            factor = min(self._clip_norm / (norm + 1e-6), 1.0)  # NaN stays NaN in this order
+            factor = min(self._clip_norm / (norm + 1e-6), 1.0)
         commit = Frame(
             kind=FrameKind.COMMIT, step=step.index, tensors=shared, scalars={_FACTOR: factor}
         )
@@ -253,16 +280,19 @@ class _Follower(Stage):
 
     def _settle(self, step: Step, square_norm: float) -> float:
         behind = self._brought(self._totals(step))
+        sender = self.downstream or self.upstream  # the last stage makes its own
+        of_others = self._amount(sender, behind, _SQUARE_NORM, sys.float_info.max)
         totals = replace(
             behind,
             tensors=gradient_sums.add_shared(self.part, behind.tensors, self.optimizer),
-            scalars={_SQUARE_NORM: square_norm + _scalar(behind, _SQUARE_NORM)},
+            scalars={_SQUARE_NORM: square_norm + of_others},
         )
         self._send(self.upstream, totals)
         commit = self._receive(self.upstream, FrameKind.COMMIT, step.index, 0)
+        factor = self._amount(self.upstream, commit, _FACTOR, 1.0)
         self._relay(commit)
         gradient_sums.take_shared(self.part, bring(commit.tensors, self.place))
-        return _scalar(commit, _FACTOR)
+        return factor
 
     def _take(self, step: Step, micro_batch: int) -> Frame:
         frame = self._receive(self.upstream, FrameKind.ACTIVATION, step.index, micro_batch)

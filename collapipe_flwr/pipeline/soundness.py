@@ -1,14 +1,16 @@
 """Checks of the numbers that a neighbour sends, and the blame for a failure.
 
 The receiver refuses numbers that are not finite, or larger than any hidden state or gradient of a
-model that still learns: they would spoil every weight behind it. Whether the sender computes
+model that still learns: they would spoil every weight behind it. For the same reason a stage checks
+its own gradients before they are added to those of others. Whether the sender computes
 wrongly or the training diverged is found out by the control unit, which replays the same steps
 elsewhere (`cluster.suspects`). Wrong numbers of ordinary size are not noticed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -24,10 +26,12 @@ from collapipe_flwr.core.errors import (
     ProtocolError,
     Unreachable,
 )
+from collapipe_flwr.pipeline.gradient_sums import ROWS, SHARED, SUM
 from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, Link
 
 LARGEST = 1e9  # some 10,000 times more than in trained models
 _NAMES = {HIDDEN: "hidden states", GRAD: "gradients"}
+_PREFIXES = {SUM: "sums of gradients", SHARED: "sums of gradients", ROWS: "rows of a table"}
 
 
 def implausible(tensor: Tensor) -> str:
@@ -43,19 +47,44 @@ def implausible(tensor: Tensor) -> str:
 
 def check_sound(frame: Frame, witness: str, link: Link, side: int) -> None:
     """Raise MemberFailed if a hidden state or gradient that came over ``link`` cannot be right."""
-    for name, what in _NAMES.items():
-        if name in frame.tensors and (wrong := implausible(frame.tensors[name])):
+    for name, tensor in frame.tensors.items():
+        what = _NAMES.get(name) or _PREFIXES.get(name[: name.find("/") + 1])
+        if what and (wrong := implausible(tensor)):
             why = f"{link.peer} sent {what} of step {frame.step} with {wrong}"
             raise MemberFailed(witness, why, Blame.UNSOUND, side, link.peer_id)
 
 
-def check_finite(what: str, frame: Frame, taken: Tensor | None, given: Tensor) -> None:
+def check_finite(
+    what: str, frame: Frame, taken: Tensor | None, given: Tensor, *, clips: bool
+) -> None:
     """Raise NotFinite if a pass made finite numbers infinite or NaN."""
     if not given.isfinite().all() and (taken is None or taken.isfinite().all()):
         raise NotFinite(
             f"{what} in step {frame.step}, micro-batch {frame.micro_batch}, made finite numbers "
-            "infinite or NaN: lower the learning rate, or bound gradients with train.clip-norm"
+            f"infinite or NaN: {advice(clips=clips, untrained=not frame.step)}"
         )
+
+
+def advice(*, clips: bool, untrained: bool) -> str:
+    """What to do about numbers that are not finite, of weights that were trained or not."""
+    if untrained:
+        return "no step was taken yet, so look at the examples and at the weights to begin with"
+    return "lower the learning rate" + (
+        " or train.clip-norm" if clips else ", or bound gradients with train.clip-norm"
+    )
+
+
+def odd_numbers(tensors: Mapping[str, Tensor]) -> str:
+    """A description of the first tensor whose numbers make all others NaN, "" where there is none.
+
+    A tensor of zeros and minus infinities is a mask.
+    """
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            fine = tensor[tensor.isfinite()]
+            if fine.any() or not tensor[~tensor.isfinite()].eq(-math.inf).all():
+                return f"{name!r} with values that are not finite"
+    return ""
 
 
 @contextmanager

@@ -7,6 +7,7 @@ that fails sends the error to all neighbours at once and applies no optimizer st
 
 from __future__ import annotations
 
+import math
 import secrets
 import weakref
 from abc import ABC, abstractmethod
@@ -19,7 +20,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from collapipe_flwr.core.errors import MemberFailed, ModelError, ProtocolError
+from collapipe_flwr.core.errors import MemberFailed, ModelError, NotFinite, ProtocolError
 from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.core.schedule import Op, forward_actions, stage_actions
 from collapipe_flwr.pipeline.backward import DeferredGradients, deferring, fuse_accumulation
@@ -308,9 +309,20 @@ class Stage(ABC):
             blocks = getattr(self.part, "block_range", None)
             holding = "" if blocks is None else f" (blocks {blocks[0]}-{blocks[-1]})"
             what = f"the {direction} pass of {self.settings.name}{holding}"
-            check_finite(what, frame, taken, given)
+            clips = self.settings.execution.clip_norm > 0
+            check_finite(what, frame, taken, given, clips=clips)
+
+    def _check_gradients(self, step: Step) -> None:
+        """Raise NotFinite for gradients that would spoil those of other stages, when added."""
+        if not math.isfinite(square_norm(self._gradients())):
+            raise NotFinite(
+                f"the gradients of {self.settings.name} in step {step.index} are not finite, or "
+                "too large to be right"
+            )
 
     def _apply(self, step: Step) -> None:
+        if step.settle or step.rows or self.siblings is not None:
+            self._check_gradients(step)
         if step.rows:
             self._return_rows(step)
         if self.siblings is not None:
@@ -387,6 +399,16 @@ class Stage(ABC):
     def _get(self, link: Link, kind: FrameKind, step: int, number: int) -> Frame:
         """As `_receive`, with the tensors on the part's device."""
         return self._brought(self._receive(link, kind, step, number))
+
+    def _amount(self, link: Link, frame: Frame, name: str, most: float) -> float:
+        """A scalar that came over a link; raises ProtocolError unless it is in [0, ``most``]."""
+        found = frame.scalars.get(name, math.nan)
+        with self._blaming(link):
+            if not 0 <= found <= most:
+                raise ProtocolError(
+                    f"{link.peer} sent {frame.kind.name} of step {frame.step} with {name} {found:g}"
+                )
+        return found
 
     def _brought(self, frame: Frame) -> Frame:
         return replace(frame, tensors=bring(frame.tensors, self.place))

@@ -90,7 +90,7 @@ def _train(
 def test_the_device_of_the_damaged_block_is_named(
     splitter: Splitter, damaged: dict[str, Tensor], remote: bool, device: str
 ) -> None:
-    told = rf"forward pass of {device} \(blocks 1-3\) in step 0, .*lower the learning rate"
+    told = rf"forward pass of {device} \(blocks 1-3\) in step 0, .*no step was taken yet"
     with _fleet(splitter, remote) as fleet, pytest.raises(LinkError, match=told):
         _train(splitter, damaged, fleet, CHECKED)
 

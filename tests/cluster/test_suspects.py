@@ -8,9 +8,10 @@ from itertools import cycle, product
 
 import pytest
 import torch
+from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
-from collapipe_flwr.cluster.fleet import ThreadFleet
+from collapipe_flwr.cluster.fleet import RoundOrder, ThreadFleet
 from collapipe_flwr.cluster.suspects import EDGE, Suspects
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import (
@@ -22,6 +23,7 @@ from collapipe_flwr.core.errors import (
     MemberFailed,
     ModelError,
 )
+from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.link import GRAD
 from collapipe_flwr.pipeline.roles import MiddleStage
 from tests.cluster.test_recovery import (  # noqa: F401
@@ -55,8 +57,16 @@ def sick(*device_ids: str, how: str, step: int = 1) -> Make:
                 return output
             if how == "raising":
                 raise DataError(f"{self.settings.name} has no class Blocks")
+            if how == "gradients of weights":
+                output.register_hook(self._spoil)
+                return output
             factor = {"nan": torch.nan, "infinite": torch.inf, "absurd": 1e30}.get(how, 1.0)
             return output * factor
+
+        def _spoil(self, _):
+            """Memory that breaks where gradients are kept; what is sent is computed from others."""
+            weight = next(iter(self.part.parameters()))
+            weight.register_hook(lambda gradient: gradient * torch.nan)
 
         def _emit_gradient(self, frame):
             if self._is_ill(frame.step) and how.startswith("gradient"):
@@ -86,6 +96,26 @@ def trained(
     batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
     asked, plans = order(first, every=every), recovery(splitter, edge, **options)
     return train_round(splitter, asked, batches, ThreadFleet(edge.connect, make), recovery=plans)
+
+
+def test_with_clipping_who_has_gradients_that_are_not_finite_is_named(splitter, first) -> None:  # noqa: F811
+    def clipped(plan: ClusterPlan | None = None) -> RoundOrder:
+        asked = order(first, plan)
+        learning = replace(asked.learning, execution=Execution(clip_norm=0.01))
+        return replace(asked, learning=learning)
+
+    def run(asked: RoundOrder, make: Make, edge: Edge) -> tuple[RoundResult, dict[str, Tensor]]:
+        batches, fleet = _micro_batches(splitter, _steps(splitter, CUT, STEPS)), edge.connect
+        result = train_round(
+            splitter, asked, batches, ThreadFleet(fleet, make), recovery=recovery(splitter, edge)
+        )
+        return result, {**result.weights, **edge.service.weights(session_key("A"))}
+
+    make = sick("A/d1", how="gradients of weights")
+    result, weights = run(clipped(), make, new_edge(splitter, first))
+    assert set(result.quarantined) == {"A/d1"}
+    _, expected = run(clipped(result.plan), MiddleStage, new_edge(splitter, first))
+    assert_same(weights, expected)
 
 
 HOWS = ("raising", "nan", "infinite", "absurd", "gradient", "gradient shape", "weights")
@@ -148,6 +178,22 @@ def test_numbers_that_two_devices_make_infinite_are_the_trainings(
     make = sick("A/d0", "A/d1", "A/d2", how=how)
     with pytest.raises(Diverged, match=r"no device is to blame, the training diverged; lower the"):
         trained(splitter, first, make, edge)
+
+
+def test_before_any_step_no_learning_rate_is_to_blame(splitter, first) -> None:  # noqa: F811
+    make = sick("A/d0", "A/d1", "A/d2", how="nan", step=0)
+    with pytest.raises(Diverged) as failure:
+        trained(splitter, first, make, new_edge(splitter, first))
+    assert "no step was taken yet" in str(failure.value)
+    assert "learning rate" not in str(failure.value)
+
+
+def test_who_clips_already_is_not_told_to_clip() -> None:
+    suspects, plan = Suspects(clips=True), CUT.plan()
+    error = MemberFailed(EDGE, "edge has NaN", Blame.UNSOUND)
+    assert suspects.quarantine(error, plan, last=False) == ""
+    with pytest.raises(Diverged, match=r"lower the learning rate or train\.clip-norm$"):
+        suspects.quarantine(error, plan, last=False)
 
 
 def test_a_learning_rate_that_is_too_high_is_nobodys_fault(splitter, first) -> None:  # noqa: F811

@@ -5,24 +5,30 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
+from torch import nn
 
 from collapipe_flwr.core.errors import (
     CollaPipeError,
+    DataError,
     LinkError,
     LinkTimeout,
+    MemberFailed,
     ModelError,
     ProtocolError,
     ScheduleError,
 )
+from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.link import Frame, FrameKind, memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MiddleStage
+from collapipe_flwr.pipeline.soundness import check_sound, odd_numbers
 from collapipe_flwr.pipeline.step import MicroBatch
 from tests.pipeline.chains import DEADLINE_S, SGD, Chain, classic, make_batch, make_parts, settings
 
@@ -190,6 +196,84 @@ def test_gradients_that_do_not_fit_are_refused(answer):
     edge.send(Frame(kind=FrameKind.GRADIENT, **answer), deadline_s=1)
     with pytest.raises(ProtocolError):
         stage.serve()
+
+
+@pytest.mark.parametrize("scalars", [{}, *({"factor": x} for x in (float("nan"), -0.5, 1.5))])
+def test_a_factor_that_no_clipping_gives_is_refused_and_its_sender_blamed(scalars):
+    part, (up, cu) = make_parts((1,))[-1], memory_pair("edge", "device")
+    before = [p.detach().clone() for p in part.parameters()]
+    stage = LastStage(part, Optimizer(SGD, part.named_parameters()), settings("edge"), upstream=up)
+    cu.send(begin(micro_batches=1, weight=2.0, settle=True), deadline_s=1)
+    cu.send(activation(), deadline_s=1)
+    cu.send(Frame(kind=FrameKind.COMMIT, scalars=scalars), deadline_s=1)
+    with pytest.raises(MemberFailed) as failure:
+        stage.serve()
+    assert (failure.value.witness, failure.value.accused) == ("edge", "device")
+    assert all(torch.equal(a, b) for a, b in zip(before, part.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("square_norm", [float("nan"), -1.0, float("inf")])
+def test_a_norm_that_no_gradient_has_is_refused_and_its_sender_blamed(square_norm):
+    parts, (down, device) = make_parts((1,)), memory_pair("control unit", "device")
+    first = FirstStage(
+        parts[0], Optimizer(SGD, ()), settings("control unit"), downstream=down, shared=True
+    )
+    hidden, (batch,) = torch.zeros(2, 7, 16), make_batch((2,))
+    device.send(
+        Frame(kind=FrameKind.GRADIENT, tensors={"grad": hidden}, scalars={"loss": 1.0}),
+        deadline_s=1,
+    )
+    device.send(Frame(kind=FrameKind.TOTALS, scalars={"square_norm": square_norm}), deadline_s=1)
+    with pytest.raises(MemberFailed) as failure:
+        first.train_step([batch])
+    assert (failure.value.witness, failure.value.accused) == ("control unit", "device")
+
+
+@pytest.mark.parametrize("name", ["hidden", "grad", "sum/w", "shared/w", "rows/w"])
+def test_whatever_is_added_to_weights_or_gradients_is_checked_on_arrival(name):
+    link, _ = memory_pair("edge", "A/1")
+    wrong = Frame(kind=FrameKind.SUM, tensors={name: torch.tensor([1.0, torch.nan])})
+    with pytest.raises(MemberFailed) as failure:
+        check_sound(wrong, "edge", link, MemberFailed.UPSTREAM)
+    assert failure.value.accused == "A/1"
+    check_sound(Frame(kind=FrameKind.SUM, tensors={name: torch.ones(2)}), "edge", link, -1)
+
+
+class Pixels(nn.Module):
+    """The first part of a model whose input holds numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(4, 16)
+
+    def forward(self, inputs):
+        return self.project(inputs["pixels"])
+
+
+@pytest.mark.parametrize("check_finite", [False, True])
+@pytest.mark.parametrize("train", [False, True])
+def test_numbers_of_a_batch_that_are_not_finite_are_named_with_their_tensor(train, check_finite):
+    parts = [Pixels(), *make_parts((1,))[1:]]
+    checked = Execution(check_finite=check_finite)
+    chain = Chain(parts, lambda name, *_: settings(name, execution=checked))
+    one, other = (replace(m, inputs={"pixels": torch.ones(2, 7, 4)}) for m in make_batch((2, 2)))
+    other.inputs["pixels"][1, 2, 3] = torch.nan
+    with pytest.raises(DataError, match="micro-batch 1 has 'pixels'"), chain.running() as first:
+        (first.train_step if train else first.evaluate)([one, other])
+
+
+@pytest.mark.parametrize(
+    ("tensor", "odd"),
+    [
+        (torch.tensor([0.0, -torch.inf]), False),  # a mask
+        (torch.tensor([1, 2]), False),
+        (torch.tensor([0.0, torch.inf]), True),
+        (torch.tensor([3.0, -torch.inf]), True),  # the logarithm of 0
+        (torch.tensor([0.0, -torch.inf, torch.nan]), True),
+    ],
+)
+def test_a_mask_is_no_odd_input(tensor, odd):
+    assert bool(odd_numbers({"x": tensor})) is odd
 
 
 odd_tensors = st.dictionaries(
