@@ -5,7 +5,9 @@ of snapshots until it reports them back, so a device that returns takes part one
 
 A device that answered but was at fault (`cluster.suspects`) would be at fault again in the next
 round, at the price of a replay. It is left out of the next plans, of twice as many after every
-further offence, and then tried again.
+further offence, and then tried again. To die is an offence, too: a device that dies of the work
+itself, as for want of memory, is back by the end of the round. The first time it goes unpunished,
+for most that die are only started again.
 """
 
 from __future__ import annotations
@@ -52,13 +54,18 @@ class Absence:
         """Record absences and offences that a cluster reports, and devices that worked."""
         self.absent[cluster_id] = measured.absent
         found = self.quarantines.setdefault(cluster_id, {})
+        reasons = {**dict.fromkeys(measured.lost, "it died again"), **measured.quarantined}
         for report in measured.reports:
-            if report.name not in measured.quarantined:
+            if report.name not in reasons:
                 found.pop(report.name, None)
-        for device_id, why in measured.quarantined.items():
+        for device_id, why in reasons.items():
             offences = found[device_id].offences + 1 if device_id in found else 1
             rounds = min(FIRST_ROUNDS * 2 ** min(offences - 1, 30), MOST_ROUNDS)
+            if offences == 1 and device_id not in measured.quarantined:
+                rounds = 0
             found[device_id] = Quarantine(until=server_round + rounds, offences=offences)
+            if not rounds:
+                continue
             log.warning(
                 "%s is quarantined, and planned with again in round %d: %s",
                 device_id,

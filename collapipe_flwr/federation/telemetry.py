@@ -52,6 +52,7 @@ class ClusterTelemetry:
     quarantined: Annotated[Mapping[bounds.Name, bounds.Sentence], _FEW] = field(
         default_factory=dict
     )  # what each did wrong
+    lost: Annotated[tuple[bounds.Name, ...], _FEW] = ()  # devices that died, back or not
     profile: ClusterProfile | None = None  # of machines, at the end: devices join and are removed
 
     @property

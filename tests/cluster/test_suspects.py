@@ -57,7 +57,7 @@ def sick(*device_ids: str, how: str, step: int = 1) -> Make:
                 return output
             if how == "raising":
                 raise DataError(f"{self.settings.name} has no class Blocks")
-            if how == "gradients of weights":
+            if how == "spoiling its weights":
                 output.register_hook(self._spoil)
                 return output
             factor = {"nan": torch.nan, "infinite": torch.inf, "absurd": 1e30}.get(how, 1.0)
@@ -111,7 +111,7 @@ def test_with_clipping_who_has_gradients_that_are_not_finite_is_named(splitter, 
         )
         return result, {**result.weights, **edge.service.weights(session_key("A"))}
 
-    make = sick("A/d1", how="gradients of weights")
+    make = sick("A/d1", how="spoiling its weights")
     result, weights = run(clipped(), make, new_edge(splitter, first))
     assert set(result.quarantined) == {"A/d1"}
     _, expected = run(clipped(result.plan), MiddleStage, new_edge(splitter, first))

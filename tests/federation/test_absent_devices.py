@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from collapipe_flwr.cluster.control_unit import RoundResult
+from collapipe_flwr.cluster.evaluation import EvalResult
+from collapipe_flwr.cluster.recovery import Incident
 from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
-from collapipe_flwr.federation.absence import without_absent
+from collapipe_flwr.federation.absence import Absence, without_absent
+from collapipe_flwr.federation.client.pipeline_round import telemetry as telemetry_of
 from collapipe_flwr.federation.planner import ScheduledRounds
+from collapipe_flwr.pipeline.meter import StageReport
+from collapipe_flwr.pipeline.offload import Lookup
 from tests.federation.test_planner import EMPTY, NODES, closed, rounds, told, weights
+from tests.laws.test_cluster_equals_whole import Cut
 
+CUT = Cut(stops=(1, 3, 5), micro_batches=(2, 1), schedule="1f1b")
 CLUSTERS = ("cluster-0", "cluster-1")
 
 
@@ -155,6 +164,46 @@ def test_a_device_that_was_at_fault_is_left_out_for_a_while_and_longer_each_time
         again.load(planner.dump())  # a resumed run remembers
         planner = again
     assert left_out == [False, True, True, False, *[True] * 4, False, True, True]
+
+
+def test_a_device_that_dies_in_every_round_is_planned_ever_less_often():
+    planner, left_out = rounds("uniform"), []
+    for server_round in range(1, 14):
+        planned = planner.plan(server_round, [11, 12], EMPTY)
+        used = devices_of(planned, 11)
+        left_out.append("cluster-0/d1" not in used)
+        done = closed(planned, *CLUSTERS, after=weights(0.5))
+        telemetry = {name: replace(told(name), reports=()) for name in CLUSTERS}
+        died = ("cluster-0/d1",) if "cluster-0/d1" in used else ()
+        telemetry["cluster-0"] = replace(telemetry["cluster-0"], lost=died)  # and is back
+        planner.settle(replace(done, telemetry=telemetry))
+    assert left_out == [False, False, *[True] * 4, False, *[True] * 6]
+
+
+def test_a_device_that_died_once_and_then_worked_has_no_offence():
+    absence, worked = Absence(), StageReport(name="A/d1")
+    for server_round in range(1, 6, 2):
+        absence.learn(server_round, "A", replace(told("A"), lost=("A/d1",), reports=()))
+        assert absence.devices(server_round + 1) == {"A": ()}
+        absence.learn(server_round + 1, "A", replace(told("A"), reports=(worked,)))
+
+
+def test_a_control_unit_tells_who_was_lost_and_who_was_at_fault():
+    incident = Incident(reason="", lost=("A/d1",), from_step=0, noticed_s=0.0, resumed_s=1.0)
+    at_fault = replace(incident, lost=("A/d2",), quarantined=True)
+    result = RoundResult(
+        weights=Lookup({}),
+        losses=(),
+        probe=EvalResult.mean([]),
+        reports=(),
+        wall_s=1.0,
+        plan=CUT.plan(),
+        incidents=(incident, at_fault),
+        quarantined={"A/d2": "it sent NaN"},
+    )
+    batches = SimpleNamespace(examples=1, epochs=1, fresh_examples=0)
+    measured = telemetry_of(result, batches, (), wall_s=1.0)
+    assert measured.lost == ("A/d1",) and set(measured.quarantined) == {"A/d2"}
 
 
 def test_a_cluster_that_cannot_do_without_a_device_in_quarantine_is_tried_in_full():

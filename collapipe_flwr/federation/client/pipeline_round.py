@@ -187,6 +187,7 @@ def telemetry(
         incidents=tuple(one_line(str(incident)) for incident in result.incidents),
         absent=absent,
         quarantined={name: one_line(why) for name, why in result.quarantined.items()},
+        lost=tuple(name for each in result.incidents if not each.quarantined for name in each.lost),
         fresh_examples=batches.fresh_examples,
         prequential_loss=result.probe.loss if batches.fresh_examples else None,
     )
