@@ -34,6 +34,7 @@ _REMEMBERED = 32  # lists of tensors, each of at most ``FrameLimits.header_bytes
 _NAMES = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MOST_GROWTH = 4  # of a frame of the largest size, from the wire to memory; int8 holds float32
 _BLOCK = 128  # elements that share one scale
 _HALF_TOP = 15  # scaled numbers stay below 2 to the power of this, well within half precision
 _LEAST_UNIT = -126  # its power of two is the smallest normal number of single precision
@@ -206,6 +207,9 @@ def _entries(line: bytes, limits: FrameLimits) -> tuple[_Entry, ...]:
     if len(found) > limits.tensors:
         raise ProtocolError(f"a frame with {len(found)} tensors; {limits.tensors} are allowed")
     entries = tuple(_entry(described, limits) for described in found)
+    memory_bytes = sum(math.prod(e.shape) * e.dtype.itemsize for e in entries)
+    if memory_bytes > _MOST_GROWTH * limits.frame_bytes:
+        raise ProtocolError(f"a frame whose tensors take {memory_bytes} bytes is beyond the limit")
     if len({e.name for e in entries}) < len(entries):
         raise ProtocolError("a frame names a tensor twice")
     return entries
@@ -232,7 +236,7 @@ def _entry(described: _Described, limits: FrameLimits) -> _Entry:
         raise ProtocolError("a frame with a tensor of malformed shape")
     dtype, codec, elements = _DTYPES[dtype_name], WIRE_CODECS[codec_name], math.prod(shape)
     memory_bytes = elements * dtype.itemsize
-    if memory_bytes > 4 * limits.frame_bytes or math.prod(filter(None, shape)) >= 2**59:
+    if math.prod(filter(None, shape)) >= 2**59:  # torch cannot count further
         raise ProtocolError(f"a tensor of {memory_bytes} bytes is beyond the limit")
     if codec_name != "fp32" and not dtype.is_floating_point:
         raise ProtocolError(f"a tensor of {dtype_name} in the codec {codec_name}")

@@ -146,7 +146,8 @@ class StreamLink:
         if frame.kind is FrameKind.ERROR:
             self.broken(error_of(frame, self.peer))
         else:
-            self._inbox.put(frame, None, size_bytes=len(data))
+            # As it is in memory: a codec makes it smaller on the wire, up to eight times.
+            self._inbox.put(frame, None, size_bytes=max(frame.tensor_bytes, len(data)))
 
     def _give_up(self, told: LinkError, error: LinkError | None = None) -> None:
         """Send the peer a last frame with the error; senders here raise `error`, or the same."""

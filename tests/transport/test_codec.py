@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collapipe_flwr.core.errors import ProtocolError
-from collapipe_flwr.pipeline.link import Frame, FrameKind
+from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, FrameKind
 from collapipe_flwr.transport.codec import WIRE_CODECS, decode_frame, encode_frame
 from collapipe_flwr.transport.methods import FrameLimits
 
@@ -294,3 +294,11 @@ def test_nesting_of_any_depth_is_a_protocol_error(header):
         text += b" " * (-(8 + len(text)) % 16)
         with pytest.raises(ProtocolError):
             decode_frame(struct.pack("<4sI", b"CPF1", len(text)) + text)
+
+
+def test_tensors_that_grow_beyond_the_limit_together_are_refused_before_they_are_made():
+    hidden = {name: torch.zeros(1000, dtype=torch.float64) for name in (HIDDEN, GRAD)}
+    data = encode_frame(Frame(kind=FrameKind.ACTIVATION, tensors=hidden), "int8")
+    assert decode_frame(data, FrameLimits(frame_bytes=4000)).tensor_bytes == 16_000
+    with pytest.raises(ProtocolError, match="whose tensors take 16000 bytes is beyond the limit"):
+        decode_frame(data, FrameLimits(frame_bytes=3999))
