@@ -165,10 +165,13 @@ class Session:
     def claim(self, lane: Lane) -> Stream:
         """Give the part to a stream; the caller has it at rest.
 
-        Raises SessionRefused for a lane that the stage does not have.
+        Raises SessionRefused for a lane that the stage does not have, and while another stream
+        waits for the part.
         """
         with self._turn:
             self._refuse_if_closed()
+            if self.stream is not None:
+                raise SessionRefused("another stream waits for the session's weights")
             lanes = Lanes(self.request.stage.turn)
             if not lanes.accepts(lane):
                 raise SessionRefused(f"the session's stage has no lane {lane.number} of {lane.of}")

@@ -243,6 +243,7 @@ def test_sentences_pass_through_the_chain_without_growing(splitter, first) -> No
         ("A/d2", "edge", 1, ""),
         ("a stranger", "A/d0", -1, ""),
         ("A/d0", "A/d2", 1, ""),  # no neighbour of its
+        ("B/d0", "", 0, ""),  # of another cluster
     ],
 )
 def test_the_blamed_is_the_neighbour_that_the_witness_accuses(

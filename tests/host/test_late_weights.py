@@ -11,7 +11,7 @@ import torch
 
 from collapipe_flwr.core.errors import CollaPipeError, LinkError, ModelError
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.host.session import SessionRefused
+from collapipe_flwr.host.session import Lane, SessionRefused
 from collapipe_flwr.pipeline.link import MemoryLink, memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage
@@ -77,6 +77,27 @@ def test_a_stream_waits_for_weights_and_runs() -> None:
     assert host.report(KEY).steps == 1
     moved = host.weights(KEY)
     assert any(not torch.equal(moved[key], value) for key, value in head.state_dict().items())
+
+
+def test_one_stream_only_waits_for_the_weights_and_trains() -> None:
+    host, errors = opened(), list[Exception]()
+    with streaming(host, errors) as (link, _):
+        with pytest.raises(SessionRefused, match="another stream waits"):
+            host.claim(KEY)
+        host.push_weights(KEY, Head().state_dict())
+        assert train(link) > 0
+    assert not errors
+    assert host.report(KEY).steps == 1
+
+
+def test_lanes_of_a_stream_that_waits_are_claimed_once_each() -> None:
+    host = opened()
+    stream = host.claim(KEY, Lane(0, 2))
+    with pytest.raises(SessionRefused, match="another stream waits"):
+        host.claim(KEY, Lane(0, 2))
+    assert host.claim(KEY, Lane(1, 2)) is stream
+    host.release(stream)
+    assert host.claim(KEY) is not stream  # after one that was given up there may be another
 
 
 def test_weights_that_do_not_fit_leave_it_waiting_for_others() -> None:
