@@ -89,11 +89,11 @@ def train_round(
 
 
 def _refuse_cut_batches(splitter: AnySplitter, plan: ClusterPlan) -> None:
-    """Raise ScheduleError where a layer would see parts of a batch instead of all of it."""
+    """Raise ScheduleError where a layer or loss would see parts of a batch instead of it all."""
     if splitter.whole_batches and plan.micro_batches > 1:
         raise ScheduleError(
-            f"the plan cuts batches into {plan.micro_batches} micro-batches, but the model has "
-            "statistics of whole batches (BatchNorm): plan one micro-batch, or use LayerNorm"
+            f"the plan cuts batches into {plan.micro_batches} micro-batches, but the model or its "
+            "loss computes with whole batches: plan one micro-batch"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from collapipe_flwr.core.domain import IGNORED_LABEL
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import is_within
 from collapipe_flwr.models.layout import EDGE, EMBEDDING, Layout
@@ -41,7 +42,7 @@ class AnySplitter(ABC):
     decodes: bool  # the edge holds a decoder, not just a head
     generates: bool  # its parts can generate text token by token
     drops: bool  # it draws random numbers in training, as dropout does
-    whole_batches: bool  # results depend on how a batch is cut (BatchNorm): one micro-batch only
+    whole_batches: bool  # results depend on how a batch is cut: one micro-batch only
     _layout: Layout
 
     # Keys
@@ -114,12 +115,26 @@ class AnySplitter(ABC):
         """The tensors of ``batch`` that segments and edge need."""
 
     @abstractmethod
+    def targets_of(self, batch: Batch) -> tuple[str, ...]:
+        """The names of those tensors of ``batch`` that only head and loss read."""
+
+    @abstractmethod
     def run_whole(self, model: nn.Module, batch: Batch) -> Any:
         """The outputs of a model from ``build_whole``; see ``loss_of`` and ``scores_of``."""
 
     def weight_of(self, batch: Batch) -> float:
         """What the mean loss of ``batch`` runs over; raises ModelError if a tensor is missing."""
         return self.objective.weight_of(self.context(batch))
+
+    def check_parts(self, parts: Sequence[Batch]) -> None:
+        """Raise ModelError for micro-batches with ignored labels that were not tried."""
+        for name in self.spec.complete if len(parts) > 1 else ():
+            if any(bool((part[name] == IGNORED_LABEL).any()) for part in parts if name in part):
+                raise ModelError(
+                    f"the batch has labels to ignore ({IGNORED_LABEL}) among {name!r}, but the "
+                    "example of SplitModel has none, by which its loss was tried: give it an "
+                    "example that has some, or whole_batches=True"
+                )
 
     def loss_of(self, outputs: Any, batch: Batch) -> Tensor:
         """The mean loss of these outputs for ``batch``, a scalar; raises ModelError."""

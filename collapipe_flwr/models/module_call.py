@@ -69,7 +69,8 @@ def arguments_of(module: nn.Module, *, needed: bool = False) -> tuple[str, ...]:
 def call(model: nn.Module, inputs: Sequence[str], batch: Mapping[str, Tensor]) -> Any:
     """The outputs of a model for these tensors of a batch.
 
-    They are passed by name if its forward has an argument of that name, otherwise by position.
+    They are passed by name if its forward has an argument of that name or takes any, otherwise by
+    position.
     """
     named = arguments_of(model)
     missing = [key for key in inputs if key not in batch and key not in named]
@@ -78,8 +79,16 @@ def call(model: nn.Module, inputs: Sequence[str], batch: Mapping[str, Tensor]) -
             f"the batch has no tensor {missing[0]!r}, which the model reads; it has "
             f"{', '.join(sorted(map(repr, batch))) or 'none'}"
         )
+    if _takes_any_name(model):
+        named = (*named, *inputs)
     placed = [batch[key] for key in inputs if key not in named]
     return model(*placed, **{key: batch[key] for key in inputs if key in named and key in batch})
+
+
+def _takes_any_name(module: nn.Module) -> bool:
+    """Whether a forward has keyword arguments that it does not name, and no such others."""
+    kinds = {p.kind for p in inspect.signature(type(module).forward).parameters.values()}
+    return inspect.Parameter.VAR_KEYWORD in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds
 
 
 def split_arguments(

@@ -83,6 +83,10 @@ class ModuleSplitter(AnySplitter):
         found = {key: value for key, value in batch.items() if key not in hidden}
         return {**found, **{SHAPE + key: shape_tensor(batch[key]) for key in hidden}}
 
+    def targets_of(self, batch: Batch) -> tuple[str, ...]:
+        ahead = set(self.spec.inputs).difference(self.spec.tail)
+        return tuple(key for key in batch if key not in ahead)
+
     def run_whole(self, model: nn.Module, batch: Batch) -> Any:
         with as_in_training(model):
             return call(model, self.spec.inputs, batch)

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -71,3 +72,77 @@ class Noticing(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         finally:
             self.runs_one = False
+
+
+@contextmanager
+def drawing_alike() -> Iterator[None]:
+    """Nothing drops out in the body, and each example of a batch draws the same numbers.
+
+    So what is computed does not depend on how many examples are drawn for at once.
+    """
+    with torch.random.fork_rng(devices=()), _Alike():
+        yield
+
+
+_RECURRENT: tuple[Function, ...] = (torch.gru, torch.lstm, torch.rnn_relu, torch.rnn_tanh)
+_DROPOUT_AT: dict[Function, tuple[str, int]] = {  # the name and the position of how much drops out
+    **{function: ("p", 1) for function in RANDOM if "dropout" in function.__name__},
+    functional.scaled_dot_product_attention: ("dropout_p", 4),
+    functional.multi_head_attention_forward: ("dropout_p", 10),
+}
+_LIKE: tuple[Function, ...] = (torch.rand_like, torch.randn_like, torch.randint_like)
+_REFILLED: dict[Function, Function] = {
+    **dict.fromkeys((torch.rand, torch.rand_like), torch.Tensor.uniform_),
+    **dict.fromkeys((torch.randn, torch.randn_like), torch.Tensor.normal_),
+}
+
+
+class _Alike(TorchFunctionMode):
+    """Seeds each of `RANDOM` by how many of them ran before, anew for every example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ran = 0
+
+    def __torch_function__(
+        self,
+        func: Function,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        del types
+        given = dict(kwargs or {})
+        if func not in RANDOM:
+            return func(*args, **given)
+        given.pop("generator", None)
+        self._ran += 1
+        if func in _DROPOUT_AT:
+            name, at = _DROPOUT_AT[func]
+            if len(args) <= at:
+                return func(*args, **{**given, name: 0.0})
+            return func(*args[:at], 0.0, *args[at + 1 :], **given)
+        if func in _RECURRENT:
+            return func(*(0.0 if isinstance(value, float) else value for value in args), **given)
+        if func is torch.randperm:
+            return func(*args, **given).sort(descending=True).values
+        if args and isinstance(args[0], Tensor) and args[0].dim() and func not in _LIKE:
+            parts = torch.split(args[0], 1)
+            rows = [self._seeded(func, row, *args[1:], **given) for row in parts]
+            return args[0] if func.__name__.endswith("_") else torch.cat(rows)
+        return self._alike(func, self._seeded(func, *args, **given))
+
+    def _alike(self, func: Function, drawn: Any) -> Any:
+        """The same numbers for all of the first dimension, and for any length of it."""
+        if not isinstance(drawn, Tensor) or not drawn.dim():
+            return drawn
+        if func not in _REFILLED:
+            return drawn[:1].expand_as(drawn).clone()
+        with torch.no_grad():
+            for row in drawn:
+                self._seeded(_REFILLED[func], row)
+        return drawn
+
+    def _seeded(self, func: Function, *args: Any, **kwargs: Any) -> Any:
+        torch.default_generator.manual_seed(self._ran)
+        return func(*args, **kwargs)

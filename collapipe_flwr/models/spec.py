@@ -104,7 +104,9 @@ class ModelSpec(_Description):
     ``model_class`` is the import path of a transformers class or own head; empty: that of the
     task. ``loss`` is that of a function of outputs and batch; empty: the model's own. The mean
     runs over ``weight`` (see ``Objective``; empty: labels, or examples if the loss or the head is
-    an own one). ``frozen`` are keys that the user does not train.
+    an own one). ``frozen`` are keys that the user does not train. Batches may not be cut with
+    ``whole_batches``, nor where one of the tensors ``complete`` holds an ignored label
+    (`decomposition`).
 
     With ``lora`` only adapters (and ``modules_to_save``) train. Every part reads frozen weights
     from ``pretrained`` itself, but for the keys ``absent`` there, which travel.
@@ -123,6 +125,8 @@ class ModelSpec(_Description):
     loss: str = ""
     weight: str = ""
     frozen: tuple[str, ...] = ()
+    whole_batches: bool = False
+    complete: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("model_class", "loss", "weight"):
@@ -165,7 +169,8 @@ class ModuleSpec(_Description):
     ``inputs`` are the tensors of a batch that forward takes; ``tail`` those that travel because
     the head behind the blocks reads them. ``call_json`` describes the arguments of blocks beside
     hidden states, ``results`` is the length of the tuple that they return (0: bare hidden states).
-    ``example`` is the shape of one batch. All is found by a trace of the live model.
+    ``example`` is the shape of one batch. ``whole_batches`` and ``complete`` are as in `ModelSpec`.
+    All is found by a trace of the live model.
     """
 
     build: str
@@ -183,6 +188,7 @@ class ModuleSpec(_Description):
     example: tuple[Example, ...]
     drops: bool = True
     whole_batches: bool = False
+    complete: tuple[str, ...] = ()
     edge_blocks: int = 0
     loss: str = ""
     weight: str = ""

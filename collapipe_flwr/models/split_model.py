@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import path_of
 from collapipe_flwr.models.any_splitter import AnySplitter, DescribedModel
+from collapipe_flwr.models.decomposition import find_means, made_up_batch
 from collapipe_flwr.models.describing import describe_live
 from collapipe_flwr.models.module_call import arguments_of
 from collapipe_flwr.models.module_describing import describe_module, first_examples
@@ -26,6 +28,8 @@ from collapipe_flwr.models.spec import BatchShape, ModelSpec, ModuleSpec
 from collapipe_flwr.models.splitter import Splitter, splitter_of
 from collapipe_flwr.models.tasks import LABELS, numbers_of
 from collapipe_flwr.models.validation import refusing
+
+_log = logging.getLogger("flwr.collapipe")
 
 Batch = Mapping[str, Any] | tuple[Any, ...] | list[Any]
 _CLOSE = 1e-5  # of the largest number: the order of sums may differ
@@ -44,8 +48,9 @@ class SplitModel(DescribedModel):
     ``blocks`` is the path of the list of blocks. ``embed`` and ``head`` name modules or tensors
     that belong before and behind it where a trace cannot decide. ``loss(outputs, batch)`` returns
     the mean loss; None is the model's own, or cross entropy. That mean runs over ``weight``:
-    "examples", "labels", or the sum of a tensor of the batch. ``inputs`` are the tensors of a batch
-    that forward reads. ``personal`` parameters (modules or tensors) are never averaged.
+    "examples", "labels", or the sum of a tensor of the batch. If it does not (`decomposition`), or
+    with ``whole_batches``, a batch is one micro-batch. ``inputs`` are the tensors of a batch that
+    forward reads. ``personal`` parameters (modules or tensors) are never averaged.
     """
 
     def __init__(
@@ -58,8 +63,9 @@ class SplitModel(DescribedModel):
         blocks: str = "",
         embed: Sequence[str] = (),
         head: Sequence[str] = (),
-        loss: Callable[[Any, Mapping[str, Tensor]], Tensor] | str | None = None,
+        loss: Callable[[Any, dict[str, Tensor]], Tensor] | str | None = None,
         weight: str = "",
+        whole_batches: bool = False,
         inputs: Sequence[str] | None = None,
         arguments: Mapping[str, object] | None = None,
         ties: str = "rows",
@@ -98,9 +104,12 @@ class SplitModel(DescribedModel):
             personal=tuple(personal),
         )
         self._check()
-        if unreached := self._unreached():
-            frozen = (*spec.frozen, *unreached)
-            self.splitter = splitter_of(replace(spec, frozen=frozen).to_json())
+        frozen = (*spec.frozen, *self._unreached())
+        self.splitter = splitter_of(replace(spec, frozen=frozen).to_json())
+        if whole_batches:
+            self.splitter = splitter_of(replace(self.spec, whole_batches=True).to_json())
+        elif self.batch_size != 1:
+            self._find_how_to_cut()
 
     @property
     def spec(self) -> ModelSpec | ModuleSpec:
@@ -165,6 +174,28 @@ class SplitModel(DescribedModel):
             _check_exact(self.model, splitter, first_examples(batch))
         if self._example is not None:
             _check_loss(self.model, splitter, first_examples(self._example))
+
+    def _find_how_to_cut(self) -> None:
+        """Describe by what batches may be cut, and tell where they may not."""
+        splitter, batch, found = self.splitter, self._example, None
+        if batch is None and isinstance(splitter, Splitter) and not splitter.has_own_loss:
+            batch = made_up_batch(splitter)
+        if splitter.whole_batches:
+            why = "its layers learn from batches as a whole"
+        elif batch is None:
+            why = "whether its loss is a mean is tried on a batch: pass example=next(iter(loader))"
+        else:
+            found = find_means(splitter, self.weights(), batch)
+            why = (
+                f"its loss is no mean over {splitter.objective.weight!r}: name by weight= a tensor "
+                "of the batch whose sum the loss divides by, if there is one"
+            )
+        changes: dict[str, Any] = {"whole_batches": True}
+        if found is None:
+            _log.warning("%s gets whole batches, uncut: %s", type(self.model).__name__, why)
+        else:
+            changes = {"weight": found.weight, "complete": found.complete}
+        self.splitter = splitter_of(replace(self.spec, **changes).to_json())
 
     def _made_up(self, splitter: Splitter) -> dict[str, Tensor]:
         """Two examples without labels, for a model of transformers."""

@@ -50,7 +50,8 @@ class Splitter(AnySplitter):
     def __init__(self, spec: ModelSpec) -> None:
         self.spec: ModelSpec = spec
         self.task = find_task(spec.task)
-        own_loss = spec.loss or self.task is OWN_TASK
+        own_loss = bool(spec.loss) or self.task is OWN_TASK
+        self.has_own_loss = own_loss or bool(spec.model_class)  # not known by the task
         self.objective = Objective(
             weight=spec.weight or (EXAMPLES if own_loss else LABELS),
             targets=self.task.targets,
@@ -82,8 +83,7 @@ class Splitter(AnySplitter):
         self.decodes = self._family.decodes
         self.generates = self.decodes or self._family.caches
         self.drops = _drops(skeleton, spec)
-        # own heads may normalise over the batch
-        self.whole_batches = bool(spec.model_class) and normalises_batches(skeleton)
+        self.whole_batches = spec.whole_batches or normalises_batches(skeleton)
 
     def context(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {key: value for key, value in batch.items() if self._travels(key)}
@@ -98,6 +98,10 @@ class Splitter(AnySplitter):
             return key not in _LARGE_INPUTS
         own = self.spec.loss or self.spec.model_class or key == self.spec.weight
         return bool(own) and key not in self._body_inputs
+
+    def targets_of(self, batch: Mapping[str, Tensor]) -> tuple[str, ...]:
+        body = self._body_inputs | _COMMON_INPUTS
+        return tuple(key for key in batch if key not in body)
 
     def run_whole(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
         known = {key: value for key, value in batch.items() if key in self._head_inputs}

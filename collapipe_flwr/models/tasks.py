@@ -7,7 +7,7 @@ micro-batch counts with its share of the weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -33,7 +33,7 @@ from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.validation import UNFIT, first_lines
 
 Batch = Mapping[str, Tensor]
-Loss = Callable[[Any, Batch], Tensor]  # outputs of the model's forward, batch -> scalar mean
+Loss = Callable[[Any, dict[str, Tensor]], Tensor]  # outputs of forward, batch -> scalar mean
 
 LABELS = "labels"
 LABEL_NAMES = (LABELS, "label")  # of a batch: as transformers, or as data sets call them
@@ -87,7 +87,7 @@ _TASKS = (
     Task("seq2seq", (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)),
 )
 TASKS: Mapping[str, Task] = {task.name: task for task in _TASKS}
-OWN_TASK = Task("own", (), len)  # of a class that learns something else
+OWN_TASK = Task("own", ())  # of a class that learns something else
 
 
 def find_task(name: str) -> Task:
@@ -163,7 +163,8 @@ class Objective:
     def loss_of(self, outputs: Any, batch: Batch) -> Tensor:
         """The mean loss, a scalar; raises ModelError where there is none."""
         if self.loss is None:
-            loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+            named = by_name(outputs)
+            loss = named.get("loss") if isinstance(named, Mapping) else None
             if loss is None:
                 raise ModelError(
                     "the model returned no loss: give the batch labels, or name a loss"
@@ -178,7 +179,7 @@ class Objective:
 
 def _called(loss: Loss, outputs: Any, batch: Batch) -> Any:
     try:
-        return loss(outputs, batch)
+        return loss(outputs, dict(batch))
     except UNFIT as cause:
         raise ModelError(
             f"the loss {loss.__module__}:{loss.__qualname__} fails: {type(cause).__name__}: "
@@ -193,8 +194,16 @@ def named_loss(path: str) -> Loss | None:
     return found
 
 
+def by_name(outputs: Any) -> Any:
+    """Outputs that have names, as a mapping of their own fields; others as they are."""
+    if isinstance(outputs, Mapping) or not is_dataclass(outputs):
+        return outputs
+    return {field.name: getattr(outputs, field.name) for field in fields(outputs)}
+
+
 def scores_of(outputs: Any) -> Tensor:
     """The logits among what a model's forward returns; raises ModelError."""
+    outputs = by_name(outputs)
     if isinstance(outputs, Mapping):
         outputs = outputs.get("logits")
     elif isinstance(outputs, (tuple, list)) and outputs:
@@ -211,6 +220,7 @@ def best_class(scores: Tensor) -> Tensor:
 
 def numbers_of(outputs: Any) -> list[Tensor]:
     """All floating-point tensors that a forward returns, in order."""
+    outputs = by_name(outputs)
     leaves = tree_leaves(dict(outputs) if isinstance(outputs, Mapping) else outputs)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 

@@ -42,6 +42,9 @@ def refuse_inexact(config: Any, family: Family, task: str) -> None:
         for key in _START_TOKENS.get(config.model_type, _ALL_START_TOKENS):
             if getattr(config, key, None) is None:
                 raise needs_token(config, key)
+    pools = task == "sequence-classification" and "masked-lm" not in family.tasks
+    if pools and config.get_text_config().pad_token_id is None:  # by the last token but padding
+        raise needs_token(config, "pad_token_id")
     for key in LAYERDROPS:
         if getattr(config, key, 0.0):
             raise ModelError(f"{key} must be 0: a block cannot be skipped on one machine only")

@@ -167,9 +167,9 @@ def test_own_heads_on_bodies_without_a_record(
     kind: Any, config: Callable[[], Any], reads: tuple[str, ...]
 ) -> None:
     model = kind(config())
-    split_model = SplitModel(model, batch_size=6, length=8)
-    assert not split_model.splitter.has_record
     steps = [{key: batch(seed)[key] for key in (*reads, "labels")} for seed in range(3)]
+    split_model = SplitModel(model, example=steps[0])
+    assert not split_model.splitter.has_record
     cut_steps = [cut_up(batch(seed), (3, 3)) for seed in range(3)]  # with a mask that one ignores
     weights = {key: tensor.clone() for key, tensor in split_model.weights().items()}
     losses, split = _train_split(split_model.splitter, weights, CUTS[1], cut_steps, CALM)
@@ -179,12 +179,11 @@ def test_own_heads_on_bodies_without_a_record(
 
 def test_what_a_body_keeps_from_call_to_call_has_values() -> None:
     """The trace computes the same positions on fake tensors, before anything else does."""
-    splitter = SplitModel(
-        own_models.OnDino(own_models.dino_config(rescale=None)), batch_size=6
-    ).splitter
     rng = torch.Generator().manual_seed(1)
     pictures = torch.randn(6, 3, 16, 16, generator=rng)
     step = {"pixel_values": pictures, "labels": torch.arange(6) % 3}
+    model = own_models.OnDino(own_models.dino_config(rescale=None))
+    splitter = SplitModel(model, example=step).splitter
     weights = splitter.initial_weights(seed=1)
     losses, split = _train_split(splitter, weights, CUTS[1], [cut_up(step, (3, 3))], SGD)
     whole_losses, whole = _train_unsplit(splitter, weights, [[step]], SGD)

@@ -150,6 +150,7 @@ class PipelineRound:
 
     def _micro_batches(self, steps: Steps) -> Iterator[list[MicroBatch]]:
         for step in steps:
+            self.splitter.check_parts(step)
             yield [
                 MicroBatch(
                     inputs=tensors,
