@@ -28,9 +28,10 @@ from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.tasks import EXAMPLES, LABEL_NAMES, LABELS, Batch
 
 CLOSE = 1e-5  # of the largest number: the order of sums may differ
-_PARTS = (3, 1)  # examples
+_PARTS = (3, 2, 1)  # examples
 _TRIED = sum(_PARTS)
-_FACTORS = (0.5, 1.0, 2.0, 1.5)  # of the float targets, by example
+_FACTORS = (0.5, 1.0, 2.0, 1.5, 0.7, 1.2)  # of the float targets, by example
+_NONE_LEFT = (1, 2, 0)  # examples without a label, of one tensor after the other
 _UNEVEN = 1.01
 _MASK = "attention_mask"
 _LENGTH = 8  # tokens of a made-up text
@@ -82,7 +83,8 @@ def made_up_batch(splitter: Splitter) -> dict[str, Tensor]:
     if splitter.input_name == "input_ids":
         ids = torch.randint(0, inputs.vocab_size, (_TRIED, length), generator=random)
         padding = getattr(inputs, "pad_token_id", None)
-        batch["input_ids"] = ids if padding is None else ids.where(ids != padding, padding - 1)
+        other = ((padding or 0) + 1) % inputs.vocab_size
+        batch["input_ids"] = ids if padding is None else ids.where(ids != padding, other)
     else:
         shape = batch[splitter.input_name].shape
         batch[splitter.input_name] = torch.randn(shape, generator=random)
@@ -179,8 +181,8 @@ def _variants(
     scaled = {n: _scaled(few[n]) for n in _floats(splitter, few)}
     shorter = {n: _shorter(few[n]) for n in few if n == _MASK}
     named = [n for n in numbers if ignoring and _may_be_ignored(splitter, n, batch[n])]
-    ignored = {n: _ignoring(classes[n], batch[n], random) for n in named}
-    kept = {n: _ignoring(few[n], batch[n], random) for n in named}
+    ignored = {n: _ignoring(classes[n], batch[n], k, random) for k, n in enumerate(named)}
+    kept = {n: _ignoring(few[n], batch[n], k, random) for k, n in enumerate(named)}
     beyond = {n: _beyond(ignored.get(n, classes[n]), splitter, few) for n in numbers}
     yield {**few, **scaled, **shorter, **classes, **ignored, **beyond}
     yield {**few, **scaled, **shorter, **classes, **ignored}
@@ -198,10 +200,10 @@ def _rows(examples: int) -> Tensor:
 
 
 def _uneven(weight: str, batch: Batch) -> dict[str, Tensor]:
-    """The lightest examples, and one of the heaviest; they weigh differently in any case."""
+    """Examples from the lightest to the heaviest; they weigh differently in any case."""
     by_example = batch[weight].reshape(len(batch[weight]), -1).double().sum(1)
     order = by_example.argsort()
-    chosen = order[torch.tensor([0, len(order) // 3, len(order) // 2, -1])]
+    chosen = order[torch.linspace(0, len(order) - 1, _TRIED).round().long()]
     few = {name: tensor[chosen].clone() for name, tensor in batch.items()}
     if float(by_example.max()) <= _UNEVEN * float(by_example.min()):
         few[weight] = _scaled(few[weight])
@@ -232,12 +234,13 @@ def _other_classes(values: Tensor, largest: int, random: torch.Generator) -> Ten
     return drawn.to(values.dtype).where(values >= 0, values)
 
 
-def _ignoring(values: Tensor, all_values: Tensor, random: torch.Generator) -> Tensor:
-    """Some numbers less, of other shares in each part."""
-    lowest = int(all_values.min())
+def _ignoring(values: Tensor, given: Tensor, number: int, random: torch.Generator) -> Tensor:
+    """Some labels less, of other shares in each part and in each tensor by its ``number``."""
+    lowest = int(given.min())
     left_out = torch.rand(values.shape, generator=random) < 0.4
     flat = left_out.view(_TRIED, -1)
-    flat[0], flat[1:, 0], flat[-1] = True, False, False
+    none_left = _NONE_LEFT[number % len(_NONE_LEFT)]
+    flat[:none_left], flat[none_left:, 0], flat[-1] = True, False, False
     return values.masked_fill(left_out, lowest if lowest < 0 else IGNORED_LABEL)
 
 
@@ -259,5 +262,5 @@ def _scaled(values: Tensor) -> Tensor:
 def _shorter(mask: Tensor) -> Tensor:
     """The examples end one after the other."""
     places, length = torch.arange(mask.shape[-1]), mask.shape[-1]
-    ends = torch.tensor([length, length - 1, max(length // 2, 1), max(length // 3, 1)])
+    ends = torch.linspace(length, max(length // 3, 1), _TRIED).round()
     return mask * (places < ends.view(-1, *(1,) * (mask.dim() - 1))).to(mask.dtype)
