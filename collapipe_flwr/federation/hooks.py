@@ -16,9 +16,10 @@ from collapipe_flwr.core.errors import ConfigError, DevicesMissing, LinkError, R
 from collapipe_flwr.federation.arrays import inner_view, load_into, narrow_raw, not_finite
 from collapipe_flwr.federation.attempts import DEFAULT_TIMEOUT_S, Attempts, are_permanent
 from collapipe_flwr.federation.border import averages, evaluations
-from collapipe_flwr.federation.checkpoint import Resumable, restore_rng_state, rng_state
+from collapipe_flwr.federation.checkpoint import Memory, Resumable, restore_rng_state, rng_state
 from collapipe_flwr.federation.hook_options import Learning, check_options, learning_of
 from collapipe_flwr.federation.inner import layers
+from collapipe_flwr.federation.inner_state import Undo, remember
 from collapipe_flwr.federation.late_updates import LateUpdate, LateUpdates
 from collapipe_flwr.federation.messages import readdressed, restored
 from collapipe_flwr.federation.open_round import OpenRound
@@ -85,6 +86,8 @@ class StrategyHooks:
         self._attempts = Attempts(retries)
         self._grid: Grid  # of the newest round
         self._configure: Callable[[], list[Message]]  # plans and opens it, also another time
+        self._undo: Undo = bool  # what the inner strategy did in the round
+        self._was_run = False
         self._timeout_s = DEFAULT_TIMEOUT_S
         self._joins_late = joins_late
         self._averages = model is not None or averages(inner)
@@ -114,6 +117,9 @@ class StrategyHooks:
     ) -> Iterator[None]:
         """See `CollaPipe.running`."""
         self._timeout_s, self._last_round = round_timeout_s, last_round
+        if self._was_run:
+            self._forget_run()
+        self._was_run = True
         with ExitStack() as stack:
             if self._model is not None and isinstance(self._edge, EdgeConfig):
                 self._gateway = RpcEdgeGateway(stack.enter_context(open_edge(self._edge)))
@@ -121,6 +127,14 @@ class StrategyHooks:
             stack.callback(self.close)
             stack.callback(self.late.close)
             yield
+
+    def _forget_run(self) -> None:
+        """Begin a new run as if it were the first: nothing is accepted, learnt or kept yet."""
+        self._accepted.forget()
+        for part in (self.planner, self._gateway, self._personal):
+            if isinstance(part, Resumable):
+                part.load(Memory())
+        self._planned = None
 
     @property
     def _hidden_keys(self) -> frozenset[str]:
@@ -148,8 +162,9 @@ class StrategyHooks:
         if self._model is not None and self._gateway is None:
             raise RunError(_NOT_RUNNING)
         self._attempts = Attempts(self._retries)
-        self._accepted.begin(server_round)
-        self._grid, state = grid, rng_state()
+        if self._accepted.holds(server_round):
+            self._forget_run()
+        self._grid, state, self._undo = grid, rng_state(), remember(self.inner_strategy)
         self._configure = partial(self._configured, server_round, arrays, config, state)
         return self._with_retries(self._configure)
 
@@ -168,6 +183,7 @@ class StrategyHooks:
         self.close()
         if self._attempts.failures:
             restore_rng_state(rng_state)  # the same draws as in the first attempt
+            self._undo()
         view = inner_view(arrays, self._hidden_keys)
         asked = self.inner_strategy.configure_train(server_round, view, config, self._grid)
         messages = self._to_idle_nodes(asked)
@@ -189,9 +205,10 @@ class StrategyHooks:
             closed, joined = self._collect(replies)
             arrays, metrics = self.inner_strategy.aggregate_train(server_round, closed.replies)
             arrays = closed.after = self._restored(arrays, closed) if arrays else None
+            self._undo = bool  # frees what it holds
             if arrays:
                 self._round.accept(closed)
-                self.late.accept(joined, closed)
+            self.late.settle(joined, closed)
             self._report(closed, metrics)
         return arrays, metrics
 
@@ -240,15 +257,21 @@ class StrategyHooks:
         return joined
 
     def _restored(self, made: ArrayRecord, closed: ClosedRound) -> ArrayRecord | None:
-        """The new model in its own dtypes; None, which drops the round, if it is not finite."""
+        """The new model in its own dtypes; None, which drops the round, if it is not finite.
+
+        The inner strategy is then as before the round.
+        """
         before = closed.before
         arrays = narrow_raw(made, before) if self._model is None else load_into(before, made)
         if (key := not_finite(arrays, before)) is None:
             return arrays
-        self._lose_round(
+        self._undo()
+        why = (
             f"round {closed.plan.server_round}: {type(self.inner_strategy).__name__} made {key} of "
             "the model infinite or NaN from finite replies: change strategy-arguments"
         )
+        closed.remarks.append(why)
+        self._lose_round(why)
         return None
 
     def configure_evaluate(

@@ -8,8 +8,9 @@ joins the round that is open when the reply arrives, as an update of the current
 
 where s is the number of rounds that it is late (FedBuff; Nguyen et al., 2022). Every reply is
 pulled once and joins once, or is refused as any other; a cluster continues from it only if it was
-aggregated. The last round waits for all of them. If the server dies, clusters train the missing
-updates again, since they were not accepted.
+aggregated. One that joined a round that is dropped is dropped with it, as replies in time are. The
+last round waits for all of them. If the server dies, clusters train the missing updates again,
+since they were not accepted.
 """
 
 from __future__ import annotations
@@ -100,10 +101,12 @@ class LateUpdates:
                 self._drop(late)
         return joined
 
-    def accept(self, joined: Sequence[LateUpdate], closed: ClosedRound) -> None:
-        """Record that the global model contains these updates."""
+    def settle(self, joined: Sequence[LateUpdate], closed: ClosedRound) -> None:
+        """Forget updates that joined a round; the model contains them unless it was dropped."""
         for late in joined:
-            late.opened.accept_cluster(late.sent.cluster_id, closed.models[late.sent.cluster_id])
+            if closed.after is not None:
+                name = late.sent.cluster_id
+                late.opened.accept_cluster(name, closed.models[name])
             self._drop(late)
 
     def of(self, opened: OpenRound) -> frozenset[str]:

@@ -14,7 +14,13 @@ from flwr.app import ArrayRecord, Message, RecordDict
 from collapipe_flwr.core.errors import Diverged, LinkError, ProtocolError
 from collapipe_flwr.federation import border, messages, records
 from collapipe_flwr.federation.arrays import inner_view, not_finite, shifted
-from collapipe_flwr.federation.rounds import AcceptedRounds, ClosedRound, RoundPlan, Sent
+from collapipe_flwr.federation.rounds import (
+    AcceptedRounds,
+    ClosedRound,
+    RoundPlan,
+    Sent,
+    new_attempt,
+)
 from collapipe_flwr.federation.split import PersonalArrays, SplitRound
 from collapipe_flwr.pipeline.config import PassesDone
 from collapipe_flwr.reporting.progress import ClusterProgress
@@ -44,6 +50,7 @@ class OpenRound:
     ) -> None:
         """With ``averages`` all replies must have the same names and shapes."""
         self.plan = plan
+        self.attempt = new_attempt()
         self._weighted_by = weighted_by
         self._averages = averages
         self._waits_for_late = waits_for_late
@@ -164,7 +171,7 @@ class OpenRound:
         if self._split is not None:
             self._split.accept(cluster_id)
             self._personal.keep(cluster_id, model, self._split.model.personal_keys)
-        self._accepted.accept(cluster_id, self.plan.server_round)
+        self._accepted.accept(cluster_id, self.plan.server_round, self.attempt)
 
     def close(self, keep: Collection[str] = ()) -> None:
         """End the edge sessions except those of the clusters to ``keep``."""
@@ -189,6 +196,7 @@ class OpenRound:
             plan=plan,
             split=task,
             bundles=task is not None and cluster_id in self.plan.bundles,
+            attempt=self.attempt,
             progress=self._accepted.progress(cluster_id),
         )
         content = records.write_assignment(content, assignment)

@@ -202,6 +202,7 @@ class ScheduledRounds:
         """Restore from a checkpoint; raises ProtocolError for another's."""
         kept = from_json(_Kept, memory.text or "{}", "the planner's checkpoint")
         self.state, self._absence, self._examples = kept.state, kept.absence, kept.examples
+        self._before = None
         self._meter.last = dict(memory.arrays)
 
     def _outcome(self, plan: Plan, closed: ClosedRound) -> RoundOutcome:

@@ -184,8 +184,8 @@ class Unplanned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    nodes: tuple[int, ...]
-    state: str
+    nodes: tuple[int, ...] = ()
+    state: str = ""
 
 
 class DefaultProfilePlanner(ScheduledRounds):
@@ -220,7 +220,7 @@ class DefaultProfilePlanner(ScheduledRounds):
 
     def load(self, memory: Memory) -> None:
         """Restore from a checkpoint; raises ProtocolError for another planner's."""
-        kept = from_json(_Kept, memory.text, "the planner's checkpoint")
+        kept = from_json(_Kept, memory.text or "{}", "the planner's checkpoint")
         self._names |= {node: f"node-{node}" for node in kept.nodes}
         super().load(replace(memory, text=kept.state))
 

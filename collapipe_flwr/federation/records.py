@@ -84,6 +84,7 @@ class RoundAssignment:
     plan: ClusterPlan | None = None
     split: SplitTask | None = None
     bundles: bool = False  # the cluster accepts bundled arrays, see ClusterProfile
+    attempt: int = 0  # of the orders for this round
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:

@@ -5,12 +5,14 @@
 A cluster cannot know whether the server used its reply, which may be late, refused or lost. So the
 server counts the replies that it aggregated (:class:`AcceptedRounds`), and every order to train
 names the last of them. The cluster continues from its state at the end of that round, and discards
-the results of other rounds since. The counts are part of a checkpoint, so a resumed run continues
+the results of other rounds since. A round that is repeated has several orders, of which a cluster
+may still carry out an old one, so each order is named as well. The counts are part of a checkpoint, so a resumed run continues
 from the rounds that the checkpoint's model contains.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,13 +33,14 @@ from collapipe_flwr.transport.weights import TransferStats
 class Progress:
     """The accepted rounds of one cluster.
 
-    ``rounds`` is their number and ``last_round`` the server round of the newest, 0 before the
-    first. ``saved`` are the values of ``last_round`` in the checkpoints from which the run may
-    resume.
+    ``rounds`` is their number, ``last_round`` the server round of the newest, 0 before the first,
+    and ``attempt`` which of the orders for it. ``saved`` are the values of ``last_round`` in the
+    checkpoints from which the run may resume.
     """
 
     rounds: int = 0
     last_round: int = 0
+    attempt: int = 0
     saved: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -53,6 +56,11 @@ class Progress:
         return (self.last_round, *self.saved)
 
 
+def new_attempt() -> int:
+    """A name for an order, which no order of this or another server has; of a fixed length."""
+    return 2**31 + secrets.randbits(31)
+
+
 @dataclass(slots=True)
 class AcceptedRounds:
     """Counts the accepted rounds of every cluster."""
@@ -65,15 +73,18 @@ class AcceptedRounds:
         saved = {rounds[cluster_id] for rounds in self.saved if cluster_id in rounds}
         return replace(self.clusters.get(cluster_id, Progress()), saved=tuple(sorted(saved)))
 
-    def begin(self, server_round: int) -> None:
-        """Forget all rounds if this one was accepted: a new run counts from the start again."""
-        if any(progress.last_round >= server_round for progress in self.clusters.values()):
-            self.clusters, self.saved = {}, ()
+    def holds(self, server_round: int) -> bool:
+        """Whether this round or a later one was accepted: then it is of another run."""
+        return any(known.last_round >= server_round for known in self.clusters.values())
 
-    def accept(self, cluster_id: str, server_round: int) -> None:
-        """Count a round whose reply is part of the global model."""
+    def forget(self) -> None:
+        """Count from the start again."""
+        self.clusters, self.saved = {}, ()
+
+    def accept(self, cluster_id: str, server_round: int, attempt: int = 0) -> None:
+        """Count a round whose reply, to this order, is part of the global model."""
         rounds = self.progress(cluster_id).rounds + 1
-        now = Progress(rounds=rounds, last_round=server_round)
+        now = Progress(rounds=rounds, last_round=server_round, attempt=attempt)
         self.clusters = {**self.clusters, cluster_id: now}
 
     def dump(self) -> Memory:
@@ -153,7 +164,7 @@ class ClosedRound:
     failures: dict[str, str] = field(default_factory=dict)
     late: list[Sent] = field(default_factory=list)  # that may join a later round
     joined: dict[str, ClusterPlan] = field(default_factory=dict)  # earlier plans that end now
-    remarks: list[str] = field(default_factory=list)  # on replies that were used
+    remarks: list[str] = field(default_factory=list)  # on replies that were used, or the aggregate
     joined_late: list[str] = field(default_factory=list)  # of these, on replies to earlier rounds
     received_bytes: int = 0
 
@@ -195,7 +206,7 @@ class RoundRecord:
     outcome: Outcome
     flower_bytes_sent: int
     flower_bytes_received: int
-    remarks: tuple[str, ...] = ()  # failed attempts, and corrected claims
+    remarks: tuple[str, ...] = ()  # failed attempts, corrected claims, a refused aggregate
     retried: tuple[str, ...] = ()  # of these, the attempts
     joined_late: tuple[str, ...] = ()  # of these, replies to earlier rounds
     joined: Mapping[str, ClusterPlan] = field(default_factory=dict)  # their plans, by cluster

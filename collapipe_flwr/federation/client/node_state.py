@@ -4,8 +4,8 @@ The result of a round is pending until a later order names that round as the las
 cluster continues from exactly that round, whatever it has trained since. A resumed run repeats the
 rounds after its checkpoint, so the files that the server's checkpoints need are kept, too.
 
-There is one file per round in a folder per run and cluster, readable by its owner only. A file is
-moved to its place once it is on disk, and those that it replaces are deleted after that; its name
+There is one file per order in a folder per run and cluster, readable by its owner only: a cluster
+may still carry out an old order for a round that the server has repeated. A file is moved to its place once it is on disk, and those that it replaces are deleted after that; its name
 ends with the SHA-256 of its bytes, which detects damage.
 """
 
@@ -32,7 +32,7 @@ from collapipe_flwr.pipeline.offload import read_tensors, write_tensors
 from collapipe_flwr.pipeline.state import OptimizerState, PartState
 
 log = logging.getLogger("flwr.collapipe")
-_NAME = re.compile(r"round-(\d{6,})-([0-9a-f]{64})")
+_NAME = re.compile(r"round-(\d{6,})(?:-([0-9a-f]{8}))?-([0-9a-f]{64})")
 T = TypeVar("T")
 Record = ArrayRecord | ConfigRecord
 
@@ -66,11 +66,12 @@ class NodeState:
     run_id: str
     index: int
     state_dir: Path | None
+    attempt: int = 0  # of the orders for this round
 
     def recall(self, kept: Kept[T]) -> T | None:
         """What the last accepted round left, if it can be read."""
         if files := self._files(kept):
-            return files.recall(self.progress.last_round, kept.read)
+            return files.recall(self.progress.last_round, kept.read, self.progress.attempt)
         record = self._record(kept.name)
         return None if record is None else kept.decode(record)
 
@@ -78,9 +79,9 @@ class NodeState:
         """Keep the result of this round beside that of the last accepted one."""
         if files := self._files(kept):
             write = partial(kept.write, value)
-            files.remember(self.server_round, self.progress.needed, write)
+            files.remember(self.server_round, self.progress.needed, write, self.attempt)
         else:
-            self.records[_key(kept.name, self.server_round)] = kept.encode(value)
+            self.records[_key(kept.name, self.server_round, self.attempt)] = kept.encode(value)
 
     @property
     def advice(self) -> str:
@@ -94,7 +95,7 @@ class NodeState:
 
     def _record(self, name: str) -> Record | None:
         """The record of the last accepted round; drops all others."""
-        accepted = _key(name, self.progress.last_round)
+        accepted = _key(name, self.progress.last_round, self.progress.attempt)
         for key in [key for key in self.records if key.startswith(name) and key != accepted]:
             del self.records[key]
         found = self.records.get(accepted)
@@ -135,8 +136,13 @@ def _decode_slots(record: Record) -> OptimizerState | None:
     return PartState.of_tensors(decode_tensors(record)).optimizer
 
 
-def _key(name: str, server_round: int) -> str:
-    return f"{name}.round-{server_round}"
+def _key(name: str, server_round: int, attempt: int) -> str:
+    return f"{name}.{_order(server_round, attempt)}"
+
+
+def _order(server_round: int, attempt: int) -> str:
+    """How files and records of an order are named; orders had no number once."""
+    return f"round-{server_round:06d}" + (f"-{attempt:08x}" if attempt else "")
 
 
 OPTIMIZER: Kept[OptimizerState] = Kept(
@@ -162,55 +168,63 @@ class RoundFiles:
         run = sha256(run_id.encode()).hexdigest()[:32]
         return RoundFiles(folder=state_dir / run / f"cluster-{place}", suffix=suffix)
 
-    def recall(self, accepted: int, load: Callable[[Path], T]) -> T | None:
-        """The result of the last accepted round, if it can be read.
+    def recall(self, accepted: int, load: Callable[[Path], T], attempt: int = 0) -> T | None:
+        """The result of the last accepted round, to the order ``attempt``, if it can be read.
 
-        Files of later rounds, which the global model does not contain, are deleted. A file that is
-        damaged, or that ``load`` refuses with a CollaPipeError, is named in the log.
+        Files of other orders since, which the global model does not contain, are deleted. A file
+        that is damaged, or that ``load`` refuses with a CollaPipeError, is named in the log.
         """
-        found = [(path, done) for path, done in self._found() if done >= accepted]
-        for path in (path for path, done in found if done > accepted):
-            path.unlink()
-        kept = [path for path, done in found if done == accepted]
-        return _read(kept[0], load) if kept else None
+        kept = None
+        for path, done, order in self._found():
+            if (done, order) == (accepted, attempt):
+                kept = path
+            elif done >= accepted:
+                path.unlink(missing_ok=True)
+        return None if kept is None else _read(kept, load)
 
     def remember(
-        self, server_round: int, needed: Collection[int], save: Callable[[Path], object]
+        self,
+        server_round: int,
+        needed: Collection[int],
+        save: Callable[[Path], object],
+        attempt: int = 0,
     ) -> None:
-        """Keep the result of this round, and of earlier rounds only those still ``needed``.
+        """Keep the result of this order, and of earlier rounds only those still ``needed``.
 
         Nothing is kept if a later round has begun from the same files: the server has given this
         one up. Raises ConfigError when the file cannot be written.
         """
         try:
-            if any(done > server_round for _, done in self._found()):
+            if any(done > server_round for _, done, _ in self._found()):
                 return
             for folder in (self.folder.parents[1], self.folder.parent, self.folder):
                 make_folder(folder, 0o700)
             clean(self.folder)
-            kept = self._write(server_round, save)
-            for path, done in self._found():
-                if path != kept and done not in needed:
-                    path.unlink()
+            kept = self._write(_order(server_round, attempt), save)
+            for path, done, order in self._found():
+                again = (done, order) == (server_round, attempt)
+                if path != kept and (again or (done < server_round and done not in needed)):
+                    path.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(f'state-dir: "{self.folder}" cannot be written: {error}') from error
 
-    def _write(self, server_round: int, save: Callable[[Path], object]) -> Path:
-        with draft(self.folder / f"round-{server_round:06d}{self.suffix}") as written:
+    def _write(self, order: str, save: Callable[[Path], object]) -> Path:
+        with draft(self.folder / f"{order}{self.suffix}") as written:
             save(written)
             written.chmod(0o600)
             with written.open("rb") as file:
                 digest = file_digest(file, "sha256").hexdigest()
-            path = self.folder / f"round-{server_round:06d}-{digest}{self.suffix}"
+            path = self.folder / f"{order}-{digest}{self.suffix}"
             publish(written, path)
         return path
 
-    def _found(self) -> Iterator[tuple[Path, int]]:
+    def _found(self) -> Iterator[tuple[Path, int, int]]:
+        """The files with their rounds and orders."""
         paths = sorted(self.folder.iterdir()) if self.folder.is_dir() else ()
         for path in paths:
             named = _NAME.fullmatch(path.stem)
             if named and path.suffix == self.suffix:
-                yield path, int(named[1])
+                yield path, int(named[1]), int(named[2] or "0", 16)
 
 
 def _read(path: Path, load: Callable[[Path], T]) -> T | None:
@@ -218,7 +232,7 @@ def _read(path: Path, load: Callable[[Path], T]) -> T | None:
     assert named is not None
     try:
         with path.open("rb") as file:
-            if file_digest(file, "sha256").hexdigest() != named[2]:
+            if file_digest(file, "sha256").hexdigest() != named[3]:
                 raise ConfigError("its bytes are not those that were written")
         return load(path)
     except (OSError, CollaPipeError) as error:

@@ -81,6 +81,7 @@ class Site:
         return NodeState(
             records=context.state,
             server_round=asked.server_round,
+            attempt=asked.attempt,
             progress=asked.progress,
             run_id=run_id_of(message.content) or f"flower-{context.run_id}",
             index=self.index,
