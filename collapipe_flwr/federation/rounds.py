@@ -6,8 +6,8 @@ A cluster cannot know whether the server used its reply, which may be late, refu
 server counts the replies that it aggregated (:class:`AcceptedRounds`), and every order to train
 names the last of them. The cluster continues from its state at the end of that round, and discards
 the results of other rounds since. A round that is repeated has several orders, of which a cluster
-may still carry out an old one, so each order is named as well. The counts are part of a checkpoint, so a resumed run continues
-from the rounds that the checkpoint's model contains.
+may still carry out an old one, so each order is named as well. The counts are part of a checkpoint,
+so a resumed run continues from the rounds that the checkpoint's model contains.
 """
 
 from __future__ import annotations

@@ -56,6 +56,20 @@ def test_a_round_that_was_not_accepted_is_forgotten(tmp_path: Path) -> None:
     assert kept.recall(2, Path.read_text) is None
 
 
+@pytest.mark.parametrize("accepted", [10, 11])
+@pytest.mark.parametrize("ends", [(10, 11), (11, 10)])
+def test_of_two_orders_for_one_round_the_accepted_one_counts(
+    tmp_path: Path, accepted: int, ends: tuple[int, int]
+) -> None:
+    kept = files(tmp_path)
+    remember(kept, 1)
+    for attempt in ends:
+        kept.remember(2, [1], lambda path, text=str(attempt): path.write_text(text), attempt)
+    assert kept.recall(2, Path.read_text, accepted) == str(accepted)
+    assert kept.recall(2, Path.read_text, 21 - accepted) is None
+    assert kept.recall(1, Path.read_text) == "1"
+
+
 def test_a_round_that_ends_after_a_later_one_leaves_nothing(tmp_path: Path) -> None:
     kept = files(tmp_path)
     remember(kept, 1)

@@ -68,10 +68,11 @@ def trained(
     records: list | None = None,
     planner: FixedPlanner | None = None,
     within_s: float = 3600.0,
+    kind: type[FedAvg] = FedAvg,
     **options,
 ):
     """All weights after so many rounds; checks that no session is left."""
-    inner = FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
+    inner = kind(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
     planner = planner or FixedPlanner("c1", "c2")
     records = [] if records is None else records
     strategy = wrapped(edge, planner, records, inner, late="join", **options)
@@ -109,6 +110,27 @@ def test_no_round_of_a_cluster_is_lost_or_counted_twice() -> None:
     assert [(p.rounds, p.last_round) for node, p in told if node == 2] == [(0, 0), (1, 1), (2, 3)]
     assert sum("c2" in record.telemetry for record in records) == 3  # each of its three rounds
     assert [(p.rounds, p.last_round) for node, p in told if node == 1][-1] == (5, 5)
+
+
+class Choosy(FedAvg):
+    """Drops its second round."""
+
+    def aggregate_train(self, server_round, replies):
+        kept = () if server_round == 2 else replies
+        return super().aggregate_train(server_round, kept)
+
+
+def test_an_update_that_joined_a_round_that_is_dropped_is_dropped_with_it() -> None:
+    edge, records = MemoryEdge(), []
+    grid = LateGrid(nodes(edge), 1)
+    final = trained(grid, edge, 4, records, kind=Choosy)
+    assert ["c2" in record.telemetry for record in records] == [False, True, False, True]
+    assert grid.asked == [[1, 2], [1], [1, 2], [1]]  # it trains again, from the start
+    told = [(m.metadata.dst_node_id, read_assignment(m.content).progress) for m in grid.sent]
+    assert [p.rounds for node, p in told if node == 2] == [0, 0]
+    weight, alone = 30 / math.sqrt(2), 3.0  # after the first and the third round
+    joined = (10 * (alone + 1) + weight * (alone + 3)) / (10 + weight)
+    assert final["embed.weight"].flatten().tolist() == pytest.approx([joined] * 6)
 
 
 def test_the_last_round_waits_for_all() -> None:

@@ -135,7 +135,9 @@ def image(strategy: Stateful) -> object:
         strategy.draws.getstate(),
         deepcopy(strategy.own.seen),
         None if arrays is None else {k: a.data for k, a in arrays.items()},
-        None if strategy.momentum_vector is None else [m.tolist() for m in strategy.momentum_vector],
+        None
+        if strategy.momentum_vector is None
+        else [m.tolist() for m in strategy.momentum_vector],
     )
 
 

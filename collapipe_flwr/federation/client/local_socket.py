@@ -31,6 +31,8 @@ VARIABLE = "COLLAPIPE_CONTROL_UNIT"
 _SYSTEM = Path("/var/lib/collapipe-control-unit/socket")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _BACKLOG = 8
+CONNECT_S = 60.0  # of a control unit that accepts nobody, until it counts as hung
+_TIMEVAL = struct.Struct("ll")  # seconds, microseconds
 _LENGTH = struct.Struct("!Q")
 _MOST_HEAD_BYTES = 2**28
 _BYTES = "bytes"  # key of a value that JSON lacks
@@ -65,8 +67,12 @@ def listen(path: Path) -> socket.socket:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _refuse_shared(path.parent)
-        if other := connected(path):
-            other.close()
+        try:
+            if other := connected(path):
+                other.close()
+        except LinkTimeout as error:
+            raise ConfigError(f"--socket: {error}") from error
+        if other:
             raise ConfigError(f"another control unit listens at {path}: stop it, or give --socket")
         path.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -78,11 +84,23 @@ def listen(path: Path) -> socket.socket:
     return listener
 
 
-def connected(path: Path) -> socket.socket | None:
-    """A connection to the process that listens there; None without one of this user."""
+def connected(path: Path, within_s: float = CONNECT_S) -> socket.socket | None:
+    """A connection to the process that listens there; None without one of this user.
+
+    Raises LinkTimeout if it accepts nobody, and others wait already.
+    """
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        # A socket with a timeout of Python's does not wait for a place among those that wait.
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(within_s))
         peer.connect(str(path))
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(0.0))
+    except BlockingIOError as error:
+        peer.close()
+        raise LinkTimeout(
+            f"the control unit at {path} has accepted nobody for {within_s:g} s: see its log, and "
+            "restart it"
+        ) from error
     except OSError:
         peer.close()
         return None
@@ -91,6 +109,10 @@ def connected(path: Path) -> socket.socket | None:
         peer.close()
         return None
     return peer
+
+
+def _timeval(seconds: float) -> bytes:
+    return _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
 
 
 def is_own(peer: socket.socket) -> bool:

@@ -5,8 +5,9 @@ cluster continues from exactly that round, whatever it has trained since. A resu
 rounds after its checkpoint, so the files that the server's checkpoints need are kept, too.
 
 There is one file per order in a folder per run and cluster, readable by its owner only: a cluster
-may still carry out an old order for a round that the server has repeated. A file is moved to its place once it is on disk, and those that it replaces are deleted after that; its name
-ends with the SHA-256 of its bytes, which detects damage.
+may still carry out an old order for a round that the server has repeated. A file is moved to its
+place once it is on disk, and those that it replaces are deleted after that; its name ends with the
+SHA-256 of its bytes, which detects damage.
 """
 
 from __future__ import annotations

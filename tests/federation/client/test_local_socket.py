@@ -5,13 +5,17 @@ from __future__ import annotations
 import socket
 import threading
 import weakref
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
+from collapipe_flwr.core.errors import LinkTimeout
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
-from collapipe_flwr.federation.client.local_socket import read_parcel, write_parcel
+from collapipe_flwr.federation.client.local_socket import connected, read_parcel, write_parcel
 
 END_S = 30.0
 
@@ -25,6 +29,19 @@ def carried(*contents: RecordDict) -> tuple[dict[str, Any], list[RecordDict]]:
         found = read_parcel(file)
         writing.join(END_S)
     return found
+
+
+def test_a_control_unit_that_accepts_nobody_is_not_waited_for_without_end(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as listener, ExitStack() as waiting:
+        listener.bind(str(path))
+        listener.listen(0)
+        with pytest.raises(LinkTimeout, match="has accepted nobody"):
+            for _ in range(9):
+                peer = connected(path, within_s=0.05)
+                assert peer is not None
+                waiting.enter_context(peer)
+    assert connected(path) is None
 
 
 def arrays() -> ArrayRecord:
