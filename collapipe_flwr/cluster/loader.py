@@ -19,6 +19,12 @@ from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.models.split_model import as_batch
 from collapipe_flwr.models.tasks import LABEL_NAMES
 
+_SHORT_IN_BETWEEN = (
+    "the loader yields a batch of {} examples before its last one, but the round was planned for "
+    "batches of {}: every worker of an IterableDataset ends with a smaller one, so give the "
+    "DataLoader drop_last=True or num_workers=0"
+)
+
 
 @runtime_checkable
 class Batches(Protocol):
@@ -78,13 +84,16 @@ class LoaderBatches:
         """Every batch, as its micro-batches; raises DataError."""
         wanted = None if self.any_size else batch_size
         for epoch in range(1, self.epochs + 1):
-            self.examples, smaller = 0, 0
+            self.examples, smaller, full = 0, 0, False
             for batch in self.loader:
                 tensors = as_batch(batch)
                 size = examples_of(tensors)
+                if smaller and full:
+                    raise DataError(_SHORT_IN_BETWEEN.format(smaller, batch_size))
                 _check_size(smaller or size, wanted, is_last=not smaller)
                 _check_shapes(tensors, self.planned)
                 smaller = size if wanted and size < wanted else 0
+                full = full or size == wanted
                 self.examples += size
                 yield cut(tensors, size, micro_batch_size)
             if not self.examples:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
-from transformers.utils import logging
+from transformers.utils import GENERATION_CONFIG_NAME, logging
 from transformers.utils.hub import cached_file
 
 from collapipe_flwr.core.errors import CheckpointMissing, ModelError, blaming
@@ -267,6 +268,16 @@ def _files(pretrained: str) -> list[Path]:
         )
     shards = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
     return [Path(str(cached_file(source, shard))) for shard in shards]
+
+
+def generation_settings_file(pretrained: str) -> Path | None:
+    """The checkpoint's own generation settings; None if it has no file of them."""
+    with suppress(OSError):
+        found = cached_file(
+            _source(pretrained), GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False
+        )
+        return None if found is None else Path(found)
+    return None
 
 
 def _source(pretrained: str) -> str:

@@ -20,8 +20,9 @@ from collapipe_flwr.models.checkpoint import (
 )
 from collapipe_flwr.models.discovery import ON_VALUES, VALUES_ASKED, refusal
 from collapipe_flwr.models.families import FAMILIES
+from collapipe_flwr.models.likeness import refuse_unlike
 from collapipe_flwr.models.lora import default_targets, head_modules
-from collapipe_flwr.models.profile import profile_model
+from collapipe_flwr.models.profile import profile_shapes
 from collapipe_flwr.models.skeleton import build_skeleton
 from collapipe_flwr.models.spec import BatchShape, LoraConfig, ModelSpec
 from collapipe_flwr.models.splitter import Splitter
@@ -41,6 +42,7 @@ _NOT_APART = (
     "its parts do not run apart from each other, since its library computes with more than hidden "
     "states of one shape around its blocks"
 )
+_SET_IN_CONFIG = "set it in the model's configuration, or in a class of your own that builds it so"
 _NO_START = "decoder_start_token_id is not set; take it from the tokenizer"
 
 
@@ -123,6 +125,7 @@ def describe_live(model: PreTrainedModel, *, ties: str, **choices: Any) -> Model
         **choices,
     )
     splitter = Splitter(spec)
+    refuse_unlike(model, build_skeleton(spec), _SET_IN_CONFIG, same_ties=ties != "untie")
     parameters = model.named_parameters(remove_duplicate=False)  # tied ones by all of their names
     frozen = {name for name, tensor in parameters if not tensor.requires_grad}
     frozen -= splitter.constant_keys
@@ -295,7 +298,7 @@ def _set_exact_training(config: PreTrainedConfig, ties: str) -> None:
 def rehearse(splitter: Splitter) -> None:
     """Run all parts once, on shapes only; raises ModelError where that fails."""
     try:
-        profile_model(splitter, BatchShape(source_length=2, target_length=2))
+        profile_shapes(splitter, BatchShape(source_length=2, target_length=2))
     except VALUES_ASKED as cause:
         raise refusal(splitter.spec, ON_VALUES) from cause
     except (ModelError, *UNFIT) as cause:

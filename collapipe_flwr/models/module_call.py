@@ -15,8 +15,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.overrides import BaseTorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import Cache
 from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.errors import ModelError
@@ -51,6 +53,39 @@ def replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]
     finally:
         for module in forwards:
             del module.forward
+
+
+class Following(TorchFunctionMode):
+    """Finds what is computed in the body from the values of an input, not from its shape alone."""
+
+    def __init__(self, source: Tensor) -> None:
+        super().__init__()
+        self._computed: Any = WeakIdKeyDictionary({source: None})
+
+    def reached(self, values: Any) -> bool:
+        """Whether any tensor among ``values`` was computed from it."""
+        return any(isinstance(v, Tensor) and v in self._computed for v in tree_leaves(values))
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        del types
+        given = dict(kwargs or {})
+        found = func(*args, **given)
+        name = getattr(func, "__name__", "")
+        if (
+            not name.endswith("_like")
+            and not name.startswith("new_")
+            and self.reached((args, given))
+        ):
+            for tensor in tree_leaves(found):
+                if isinstance(tensor, Tensor):
+                    self._computed[tensor] = None
+        return found
 
 
 def names_in(function: Callable[..., Any], *, needed: bool = False) -> tuple[str, ...]:
@@ -180,9 +215,11 @@ def _describe(name: str, value: Any) -> dict[str, Any]:
         return {"value": value}
     if isinstance(value, (tuple, list)):
         return {"items": [_describe(name, item) for item in value]}
+    cached = isinstance(value, Cache)
+    way_out = "call the model with use_cache=False" if cached else "pass tensors, numbers or texts"
     raise ModelError(
         f"its blocks are called with {name}, a {type(value).__name__}, which cannot travel to "
-        "other machines: pass tensors, numbers or texts"
+        f"other machines: {way_out}"
     )
 
 

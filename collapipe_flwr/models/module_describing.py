@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from collapipe_flwr.core.errors import ModelError, blaming
 from collapipe_flwr.core.imports import is_within, load_builder
 from collapipe_flwr.models.layout import block_index, block_names, tensors_by_key
+from collapipe_flwr.models.likeness import refuse_unlike
 from collapipe_flwr.models.module_call import names_in
 from collapipe_flwr.models.module_trace import ModuleTrace, trace_module
 from collapipe_flwr.models.part import normalises_batches
@@ -19,6 +20,10 @@ from collapipe_flwr.models.spec import ModuleSpec
 from collapipe_flwr.models.validation import refusing
 
 _LISTS = (nn.ModuleList, nn.Sequential)
+_BUILT_SO = (
+    "let its constructor set it, or pass SplitModel(build, arguments={...}) with the class or "
+    "function that builds the live one"
+)
 _TRACED = 2  # examples
 
 
@@ -94,7 +99,8 @@ def _twin(model: nn.Module, build: str, arguments_json: str) -> nn.Module:
             )
     with refusing(f"{name} cannot be split", (RuntimeError,)):
         twin.load_state_dict(ours)
-    return twin
+    refuse_unlike(model, twin, _BUILT_SO)
+    return twin.train()
 
 
 def _kind(tensor: Any) -> str:

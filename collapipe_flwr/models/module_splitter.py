@@ -142,7 +142,8 @@ class ModuleEmbedding(Borrower):
     def __init__(
         self, model: nn.Module, spec: ModuleSpec, holdings: Holdings, weights: Weights
     ) -> None:
-        super().__init__(model, holdings, weights, dict(spec.tied))
+        ids_of = {key: (name,) for key, name in spec.tied}
+        super().__init__(model, holdings, weights, ids_of)
         self._spec, self._template = spec, json.loads(spec.call_json)
         self._found: dict[str, Tensor] = {}
         self._first = blocks_of(model, spec.blocks)[0]

@@ -121,9 +121,13 @@ class Borrower(Part):
     """A part that reads rows of tables at the edge; it holds none before ``load_rows``."""
 
     def __init__(
-        self, model: nn.Module, holdings: Holdings, weights: Weights, ids_of: Mapping[str, str]
+        self,
+        model: nn.Module,
+        holdings: Holdings,
+        weights: Weights,
+        ids_of: Mapping[str, tuple[str, ...]],
     ) -> None:
-        """``ids_of`` names the input that holds the row numbers of each of these tables."""
+        """``ids_of`` names the inputs that may hold row numbers of each of these tables."""
         super().__init__(model, holdings, weights)
         self._ids_of = ids_of
         self._borrowed = {
@@ -138,7 +142,10 @@ class Borrower(Part):
 
     def rows_needed(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The rows to fetch from the edge for a whole step's inputs: key to token ids."""
-        return {key: torch.unique(inputs[name]) for key, name in self._ids_of.items()}
+        return {
+            key: torch.unique(torch.cat([inputs[n].flatten() for n in names if n in inputs]))
+            for key, names in self._ids_of.items()
+        }
 
     def load_rows(self, key: str, ids: Tensor, rows: Tensor) -> None:
         """Set the rows that the edge's ``rows`` returned for ``ids``."""

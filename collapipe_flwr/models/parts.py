@@ -14,14 +14,21 @@ from collapipe_flwr.core.domain import IGNORED_LABEL
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.generation import FEEDING, Ask, Emit, PartCache, Prompt, generate
 from collapipe_flwr.models.layout import Holdings
-from collapipe_flwr.models.module_call import StopForward, arguments_of, stop_forward
+from collapipe_flwr.models.module_call import (
+    Following,
+    StopForward,
+    arguments_of,
+    stop_forward,
+)
 from collapipe_flwr.models.part import Borrower, LossPart, Part, Weights
 from collapipe_flwr.models.skeleton import blank_pixels
 from collapipe_flwr.models.stack import Around, Stack, without_cache
-from collapipe_flwr.models.tasks import LABELS, Objective, Task
+from collapipe_flwr.models.tasks import LABELS, Objective, Task, numbers_of
 from collapipe_flwr.models.validation import first_lines, most_positions
 
 _LIMITS = ("vocab_size", "max_position_embeddings", "image_size", "max_source_positions")
+
+_TOKENS = ("input_ids", "token_type_ids")  # GPT-2 looks both up in one table
 
 
 class EmbeddingPart(Borrower):
@@ -33,10 +40,11 @@ class EmbeddingPart(Borrower):
     def __init__(
         self, stack: Stack, holdings: Holdings, weights: Weights, unread: AbstractSet[str]
     ) -> None:
-        ids_of = dict.fromkeys(holdings.layout.ties, "input_ids")
+        self._accepted = set(arguments_of(stack.module)) - unread
+        readers = tuple(name for name in _TOKENS if name in self._accepted)
+        ids_of = dict.fromkeys(holdings.layout.ties, readers)
         super().__init__(stack.model, holdings, weights, ids_of)
         self._stack = stack.module
-        self._accepted = set(arguments_of(self._stack)) - unread
         stack.entrance.forward = stop_forward
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -159,11 +167,23 @@ class EdgePart(LossPart):
 
     def _call_own(self, hidden_BTD: Tensor, known: dict[str, Any]) -> ModelOutput:
         name = self._stack.family.input_name
-        if name not in known:
-            if name != "pixel_values":
-                raise ModelError(f"{name!r} did not come to the edge with the hidden states")
-            config: Any = self._stack.module.config
-            known[name] = blank_pixels(config, hidden_BTD)  # the true ones stay on the control unit
+        if name in known:
+            return self._call_base(hidden_BTD, known)
+        if name != "pixel_values":
+            raise ModelError(f"{name!r} did not come to the edge with the hidden states")
+        config: Any = self._stack.module.config
+        blank = blank_pixels(config, hidden_BTD)  # the true ones stay on the control unit
+        with Following(blank) as following:
+            output = self._call_base(hidden_BTD, {**known, name: blank})
+        if following.reached([*numbers_of(output)]):
+            raise ModelError(
+                f"the head computes with {name!r} itself, which stays on the control unit: give "
+                "what it needs of it another name in the batch, such as 'labels'"
+            )
+        return output
+
+    def _call_base(self, hidden_BTD: Tensor, known: dict[str, Any]) -> ModelOutput:
+        """Call the head, whose base model returns what the devices computed."""
         self._arrived_BTD = hidden_BTD
         try:
             return self._call(**known)

@@ -24,12 +24,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from collapipe_flwr.core.domain import BlockCost, ModelProfile
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.any_splitter import AnySplitter
-from collapipe_flwr.models.discovery import VALUES_ASKED, shapes_only
+from collapipe_flwr.models.discovery import ON_VALUES, VALUES_ASKED, refusal, shapes_only
 from collapipe_flwr.models.part import Part
 from collapipe_flwr.models.spec import BatchShape, ModuleSpec
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.tasks import numbers_of, scores_of
-from collapipe_flwr.models.validation import UNFIT
+from collapipe_flwr.models.validation import UNFIT, first_lines
 
 Sizes = Mapping[str, tuple[torch.Size, torch.dtype]]  # of parameters, by key
 StateBytes = Callable[[Sizes], int]  # of an optimizer, for the parameters that it trains
@@ -53,13 +53,25 @@ def profile_model(
 
     A torch module that does not run on shapes alone runs on zeros. Raises ModelError if it cannot.
     """
-    try:
-        with shapes_only():
+    if isinstance(splitter.spec, ModuleSpec):
+        try:
+            return profile_shapes(splitter, shape, optimizer_bytes)
+        except (ModelError, *VALUES_ASKED, *UNFIT):
             return _profile(splitter, shape, optimizer_bytes)
-    except (ModelError, *VALUES_ASKED, *UNFIT):
-        if not isinstance(splitter.spec, ModuleSpec):
-            raise
-    return _profile(splitter, shape, optimizer_bytes)
+    try:
+        return profile_shapes(splitter, shape, optimizer_bytes)
+    except VALUES_ASKED as cause:
+        raise refusal(splitter.spec, ON_VALUES) from cause
+    except UNFIT as cause:
+        raise refusal(splitter.spec, f"its parts do not run: {first_lines(cause)}") from cause
+
+
+def profile_shapes(
+    splitter: AnySplitter, shape: BatchShape, optimizer_bytes: StateBytes = adamw_bytes
+) -> ModelProfile:
+    """As ``profile_model``, on shapes alone, with errors as the library raises them."""
+    with shapes_only():
+        return _profile(splitter, shape, optimizer_bytes)
 
 
 def _profile(splitter: AnySplitter, shape: BatchShape, optimizer_bytes: StateBytes) -> ModelProfile:

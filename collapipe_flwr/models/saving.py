@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from shutil import copyfile
 
 from safetensors.torch import save_file
 from torch import Tensor
 
 from collapipe_flwr.core.durable import draft, make_folder, publish
+from collapipe_flwr.models.checkpoint import generation_settings_file
 from collapipe_flwr.models.lora import add_adapters, is_superseded, key_of
 from collapipe_flwr.models.skeleton import build_skeleton
 from collapipe_flwr.models.spec import ModelSpec
@@ -56,6 +58,8 @@ def save_whole(
     model = Splitter(spec).build_whole(weights)
     with _written("model", directory) as folder:
         model.save_pretrained(str(folder))
+        if spec.pretrained and (settings := generation_settings_file(spec.pretrained)):
+            copyfile(settings, folder / settings.name)  # the configuration holds few of them
         if save_inputs is not None:
             save_inputs(folder)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from transformers import PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
@@ -27,6 +26,7 @@ from collapipe_flwr.models.skeleton import build_module, example_inputs
 from collapipe_flwr.models.spec import BatchShape, ModelSpec, ModuleSpec
 from collapipe_flwr.models.splitter import Splitter, splitter_of
 from collapipe_flwr.models.tasks import LABELS, numbers_of
+from collapipe_flwr.models.unfit import refuse_unfit
 from collapipe_flwr.models.validation import refusing
 
 _log = logging.getLogger("flwr.collapipe")
@@ -73,11 +73,14 @@ class SplitModel(DescribedModel):
         edge_blocks: int = 0,
         personal: Sequence[str] = (),
     ) -> None:
+        if isinstance(model, nn.Module):
+            refuse_unfit(model)
         build, given = _builder(model, arguments)
         if isinstance(model, nn.Module):
             self.model = model
         else:
             self.model = build_module(path_of(build, "the model"), given)
+            refuse_unfit(self.model)
         self._example = None if example is None else as_batch(example)
         if loss is not None and not isinstance(loss, str):
             loss = path_of(loss, "the loss")
@@ -168,7 +171,7 @@ class SplitModel(DescribedModel):
         if isinstance(self.spec, ModuleSpec):
             with refusing(f"{type(self.model).__name__} {_NOT_APART}"):
                 profile_model(splitter, self.shape)
-        if batch is None and isinstance(splitter, Splitter) and splitter.spec.model_class:
+        if batch is None and isinstance(splitter, Splitter) and not splitter.decodes:
             batch = self._made_up(splitter)
         if batch is not None and not splitter.decodes:
             _check_exact(self.model, splitter, first_examples(batch))
@@ -309,17 +312,9 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-_WRAPPERS = {  # of torch, with the attribute that holds the wrapped module
-    "OptimizedModule": "_orig_mod",
-    "DataParallel": "module",
-    "DistributedDataParallel": "module",
-}
-
-
 def _builder(model: Any, arguments: Mapping[str, object] | None) -> tuple[Any, str]:
     """What builds the model on other machines, and its arguments as JSON; raises ModelError."""
     if isinstance(model, nn.Module):
-        _refuse_unfit(model)
         if arguments is not None:
             raise ModelError("arguments belong to what builds a model: SplitModel(Net, arguments=)")
         return type(model), "{}"
@@ -335,24 +330,3 @@ def _builder(model: Any, arguments: Mapping[str, object] | None) -> tuple[Any, s
         raise ModelError(
             f"arguments of SplitModel must be JSON, since other machines get them: {cause}"
         ) from cause
-
-
-def _refuse_unfit(model: nn.Module) -> None:
-    """Raise ModelError for a wrapper of torch, and for a model without weights."""
-    name = type(model).__name__
-    if name in _WRAPPERS:
-        inside = _WRAPPERS[name]
-        raise ModelError(
-            f"SplitModel needs the model inside this {name}: pass model.{inside}, and start with "
-            f"model.{inside}.state_dict()"
-        )
-    parameters = dict(model.named_parameters())
-    lazy = next((key for key, tensor in parameters.items() if is_lazy(tensor)), None)
-    if lazy is not None:
-        raise ModelError(f"{lazy!r} of {name} has no shape yet: give its lazy layer all sizes")
-    absent = next((key for key, tensor in parameters.items() if tensor.is_meta), None)
-    if absent is not None:
-        raise ModelError(
-            f"SplitModel needs a model with weights, but {absent!r} of {name} is on the meta "
-            "device: build it on the CPU"
-        )

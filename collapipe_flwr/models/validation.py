@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -45,9 +45,21 @@ def refuse_inexact(config: Any, family: Family, task: str) -> None:
     pools = task == "sequence-classification" and "masked-lm" not in family.tasks
     if pools and config.get_text_config().pad_token_id is None:  # by the last token but padding
         raise needs_token(config, "pad_token_id")
+    if _scales_dynamically(config.to_dict()):
+        raise ModelError(
+            "rope_type must not be 'dynamic': its frequencies follow the longest text that a "
+            "machine has seen so far; set 'yarn' or 'linear' with the same factor"
+        )
     for key in LAYERDROPS:
         if getattr(config, key, 0.0):
             raise ModelError(f"{key} must be 0: a block cannot be skipped on one machine only")
+
+
+def _scales_dynamically(settings: Mapping[str, Any]) -> bool:
+    """Whether rotary positions depend on the batches before, in any part of a configuration."""
+    return settings.get("rope_type") == "dynamic" or any(
+        _scales_dynamically(v) for v in settings.values() if isinstance(v, Mapping)
+    )
 
 
 def blocks_for_devices(total_blocks: int, spec: ModelSpec, family: Family) -> int:

@@ -237,6 +237,38 @@ def test_a_stream_of_examples_is_a_loader() -> None:
     assert batches.examples == EXAMPLES
 
 
+def test_a_message_is_consumed_once_and_a_second_use_says_so() -> None:
+    app, refusals = ClientApp(), []
+    cluster = Cluster(app)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        reply = cluster.train(message, context, loader(context.node_id))
+        with pytest.raises(RunError) as caught:
+            cluster.evaluate(message, context, loader(context.node_id))
+        refusals.append(str(caught.value))
+        return reply
+
+    run(CollaPipe(FedAvg(fraction_evaluate=0.0), model=split(), optimizer=RULE), app, rounds=1)
+    assert len(refusals) == len(NODES)
+    assert all("consumed by an earlier call" in refusal for refusal in refusals)
+
+
+class PerWorker(IterableDataset):
+    """Every worker yields five examples of its own."""
+
+    def __iter__(self) -> Iterator[object]:
+        return iter([(torch.zeros(3), 0)] * 5)
+
+
+def test_smaller_batches_between_workers_are_refused_with_what_to_change() -> None:
+    steps = LoaderBatches(loader=DataLoader(PerWorker(), batch_size=4, num_workers=2)).steps(4, 2)
+    with pytest.raises(DataError, match=r"a batch of 1 .*IterableDataset.* drop_last=True or num_"):
+        list(steps)
+    dropping = DataLoader(PerWorker(), batch_size=4, num_workers=2, drop_last=True)
+    assert len(list(LoaderBatches(loader=dropping).steps(4, 2))) == 2
+
+
 def test_a_large_test_batch_is_tested_in_parts_whose_predictions_fit_into_a_frame() -> None:
     parts = list(_in_parts([[{"x": torch.tensor(n)} for n in range(70)], [{}] * 3], 64))
     assert [len(part) for part in parts] == [32, 32, 6, 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertForSequenceClassification,
     BertModel,
+    GenerationConfig,
 )
 
 from collapipe_flwr.core.errors import ModelError
@@ -254,3 +256,19 @@ def test_after_every_cut_a_new_folder_holds_the_whole_model_or_is_not_there(
         assert {path.name: path.read_bytes() for path in found} in (
             [whole] if done else [{}, whole]
         )
+
+
+def test_generation_settings_of_a_checkpoint_survive_training_and_saving(
+    tiny: Any, tmp_path: Path
+) -> None:
+    """Several ends, penalties and forced tokens: the configuration has no place for them."""
+    first, last = tmp_path / "first", tmp_path / "last"
+    new = tiny.spec("llama", "causal-lm")
+    save_whole(new, Splitter(new).initial_weights(seed=1), first)
+    kept = {"eos_token_id": [2, 7, 9], "repetition_penalty": 1.3, "forced_eos_token_id": 7}
+    wrong = {"temperature": 0.6, "do_sample": False}  # the library would not write these
+    (first / "generation_config.json").write_text(json.dumps({**kept, **wrong}))
+    spec = make_spec("causal-lm", pretrained=str(first))
+    save_whole(spec, Splitter(spec).initial_weights(seed=0), last)
+    found = GenerationConfig.from_pretrained(last)
+    assert {key: getattr(found, key) for key in kept} == kept

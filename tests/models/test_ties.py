@@ -135,3 +135,21 @@ def test_a_borrowed_table_costs_the_control_unit_nothing(tiny: Any) -> None:
     splitter = Splitter(tiny.spec("gemma", "causal-lm", ties="rows"))
     profile = profile_model(splitter, BatchShape(source_length=8))
     assert profile.embedding.parameter_bytes == 0
+
+
+def test_token_types_are_rows_of_a_lent_table_too(tiny: Any) -> None:
+    """GPT-2 looks up types where it looks up tokens: rows of both get their gradients."""
+    splitter = Splitter(tiny.spec("gpt2", "causal-lm", ties="rows"))
+    weights, batch = splitter.initial_weights(seed=3), tiny.batch("gpt2", "causal-lm")
+    batch["token_type_ids"] = (batch["input_ids"] * 7 + 1) % 50
+    whole = splitter.build_whole(weights, trains=True).train()
+    whole(**batch).loss.backward()
+    embedding, edge = splitter.build_embedding(weights), splitter.build_edge(weights)
+    segment = splitter.build_segment(0, splitter.num_blocks, weights)
+    _borrow(embedding, edge, batch)
+    context = splitter.context(batch)
+    edge(segment(embedding(batch), context), context).backward()
+    _give_back(embedding, edge, batch)
+    (key,) = splitter.ties
+    expected = whole.transformer.wte.weight.grad
+    assert_near({key: dict(edge.named_parameters())[key].grad}, {key: expected})

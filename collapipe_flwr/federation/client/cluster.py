@@ -196,6 +196,11 @@ class Cluster:
             allow(self._package)
         asked = PipelineRound.of(message.content, site)
         name, arrays = only_arrays(message.content, "the server's message")
+        if not arrays:
+            raise RunError(
+                "the arrays of this message were consumed by an earlier call of train or evaluate: "
+                "pass each message once"
+            )
         weights = self._weights(arrays)
         give_back()  # the message's memory
         return asked, name, weights
