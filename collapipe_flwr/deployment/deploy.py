@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
+from rich.markup import escape
 
 from collapipe_flwr.cluster.profile import Measurements
 from collapipe_flwr.core.durable import write_text
@@ -210,7 +211,7 @@ def show(deployed: Deployment, console: Console) -> None:
         (),
     )
     for machine in deployed.inventory.machines:
-        table.add_row(machine.name, machine.host, summary_of(deployed, machine))
+        table.add_row(machine.name, escape(machine.host), summary_of(deployed, machine))
     console.print(table)
     for failure in deployed.failures:
         sentence = f"{failure.machine}: {failure.step}: {failure.why}"
@@ -223,7 +224,7 @@ def show(deployed: Deployment, console: Console) -> None:
 def summary_of(deployed: Deployment, machine: Machine) -> str:
     """A few words about one machine."""
     if failed := deployed.of(machine, Outcome.FAILED):
-        return f"[red]failed at {failed[0].step}[/red]"
+        return f"[red]failed at {escape(failed[0].step)}[/red]"
     did = deployed.of(machine, Outcome.DID)
     would = deployed.of(machine, Outcome.WOULD)
     if would:

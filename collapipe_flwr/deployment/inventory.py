@@ -20,7 +20,10 @@ from collapipe_flwr.core.keys import between, inline, key, matches
 
 CONTROL_UNIT, EDGE, SERVER, DEVICE = "control-unit", "edge", "server", "device"
 _CLUSTER = "cluster"
-_HOST = matches(r"([A-Za-z0-9_\[][^\s/@'\"]*)?", "must be a host name or address")
+_HOST = matches(  # part of scripts that root executes
+    r"([A-Za-z0-9_][A-Za-z0-9_.-]*|\[?[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\]?)?",
+    "must be a host name or address",
+)
 _OPTIONS = matches(r"[^\"\n`$\\]*", "must have no quotes, backslashes or variables")
 _PAIR = (  # as Flower reads them
     r"(?!(partition-id|num-partitions|cluster)=)[A-Za-z][\w-]*(\.[\w-]+)*"
@@ -31,7 +34,7 @@ _PAIRS = matches(
     "must be pairs like \"data.train='/srv/own.csv' compute='cpu'\", without partition-id, "
     "num-partitions and cluster, which are set already",
 )
-_WORD = matches(r"([A-Za-z0-9/._][^\s'\"]*)?", "must be a word")
+_WORD = matches(r"([A-Za-z0-9/._][^\s'\"`$;|<>()\\]*)?", "must be a word")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

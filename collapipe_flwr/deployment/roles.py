@@ -92,11 +92,14 @@ def _programs(machine: Machine) -> Iterator[Step]:
     access = machine.access
     if access.environment:
         runs = f"{quote(access.environment)}/bin/collapipe"
+        missing = (
+            f"no collapipe that runs in the environment {access.environment}: install it there, or "
+            "name a wheel"
+        )
         yield Step(
             name="environment",
             test=f'[ "$(readlink {OPT}/venv)" = {quote(access.environment)} ] && {runs} --version',
-            action=f"{runs} --version || {{ echo 'no collapipe that runs in the environment "
-            f"{access.environment}: install it there, or name a wheel'; exit 1; }}\n"
+            action=f"{runs} --version || {{ echo {quote(missing)}; exit 1; }}\n"
             f"mkdir -p {OPT}\n[ ! -e {OPT}/venv ] || [ -L {OPT}/venv ] || {{ echo '{OPT}/venv is "
             f"an environment of its own: move it away, or name it'; exit 1; }}\n"
             f"ln -sfn {quote(access.environment)} {OPT}/venv",
@@ -274,7 +277,9 @@ def _service(service: Service) -> Step:
         f"/etc/systemd/system/{unit}.service {service.env_file}; }} 2> /dev/null | sha256sum; }}\n"
     )
     host, _, port = service.address.rpartition(":")
-    listens = f"(exec 3<> /dev/tcp/{host.strip('[]')}/{port})" if port else "sleep 1"
+    place = quote(f"/dev/tcp/{host.strip('[]')}/{port}")
+    listens = f"(exec 3<> {place})" if port else "sleep 1"
+    fault = "it does not run" + (f" or not listen on {service.address}" if port else "")
     return Step(
         name=f"service {unit}",
         test=f"{state}systemctl is-active --quiet {unit} && systemctl is-enabled --quiet {unit} "
@@ -290,7 +295,7 @@ for i in $(seq {_LISTEN_S}); do
     exit 0
   fi
 done
-echo "it does not run{f" or not listen on {service.address}" if port else ""}:"
+echo {quote(f"{fault}:")}
 journalctl -u {unit} -n 2 -o cat --no-pager
 exit 1""",
     )

@@ -143,14 +143,14 @@ class Listener(Server):
         return encode_message(status)
 
     def _roster(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
-        """Take a roster from any holder of a certificate, because the CA has signed it."""
-        message = only_message(messages, context)
+        """Take a roster that the CA has signed; nothing of a stranger's is read."""
         if self._rosters is None:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this host has no cluster file")
         assert self._rosters is not None
         try:
-            roster = decode_message(Roster, message)
-            return encode_message(self._rosters.accept(roster))
+            with self._admitted(context, methods.ROSTER):
+                roster = decode_message(Roster, only_message(messages, context))
+                return encode_message(self._rosters.accept(roster))
         except ProtocolError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except LinkError as error:

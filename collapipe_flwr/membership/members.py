@@ -37,14 +37,20 @@ def listeners(config: ClusterConfig) -> tuple[MemberConfig, ...]:
     return tuple(m for m in members if m.address and m.fingerprint)
 
 
-def connection_to(config: ClusterConfig, member: MemberConfig, deadline_s: float) -> Connection:
-    """To a member, with the control unit's certificate if its key is here, else the registrar's."""
-    own = config.tls_files(config.control_unit.name)
-    here = own is None or own.key is None or own.key.exists()
+def connection_to(
+    config: ClusterConfig, member: MemberConfig, deadline_s: float, *, as_registrar: bool = False
+) -> Connection:
+    """To a member, with the control unit's certificate or the registrar's, whose key is here.
+
+    A member knows the registrar before it knows the control unit of another cluster.
+    """
+    names = [config.control_unit.name, SERVICE_NAME]
+    ours = [config.tls_files(name) for name in (reversed(names) if as_registrar else names)]
+    here = (own for own in ours if own is None or own.key is None or own.key.exists())
     return Connection(
         member.address,
         what=member.name,
-        tls=own if here else config.tls_files(SERVICE_NAME),
+        tls=next(here, ours[-1]),
         certificate_name=config.certificate_name(member),
         deadline_s=deadline_s,
     )
@@ -62,7 +68,7 @@ def send_rosters(
 
 def _send(config: ClusterConfig, member: MemberConfig, roster: Roster) -> str:
     try:
-        with connection_to(config, member, _ROSTER_S) as connection:
+        with connection_to(config, member, _ROSTER_S, as_registrar=True) as connection:
             version = send_roster(connection, roster)
     except LinkError as error:
         return str(error)
@@ -92,7 +98,11 @@ class RosterSender:
                 stop.wait(_LONGEST_PAUSE_S)
 
     def look(self) -> None:
-        """Send the newest roster to members that lack it, with a pause after each failure."""
+        """Send the newest roster to members that lack it, with a pause after each failure.
+
+        Tokens that expired meanwhile become worthless.
+        """
+        self._registry.void_expired()
         for config in self._registry.clusters().values():
             members = {(config.id, m.name, m.fingerprint): m for m in listeners(config)}
             due = [

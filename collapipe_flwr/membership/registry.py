@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import threading
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -33,14 +34,20 @@ from collapipe_flwr.core.durable import own_folder, write_file, write_private, w
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.membership.tokens import SECRET_BYTES, JoinToken, TokenBook
-from collapipe_flwr.transport.certificates import Authority, check_names, names_in
-from collapipe_flwr.transport.joining import key_in_certificate
+from collapipe_flwr.transport.certificates import (
+    Authority,
+    check_names,
+    is_ip_address,
+    names_in,
+)
+from collapipe_flwr.transport.joining import keys_in_certificates
 from collapipe_flwr.transport.roster import Roster, signed_roster
 from collapipe_flwr.transport.tls import fingerprint
 
 SHARED = (Role.EDGE, Role.SERVER)  # of all clusters of a folder
 _SINGLE = (Role.CONTROL_UNIT, *SHARED)
 _CERTS, _LOCK, _TOKENS = "certs", ".lock", "tokens.json"
+_changing = threading.Lock()  # the effective user is one of the whole process
 
 
 def default_folder() -> Path:
@@ -64,8 +71,9 @@ class Registry:
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Lock the folder for the body; raises ConfigError where it is not ours."""
-        own_folder(self.folder, "--folder")
-        with _as_owner(self.folder), ExitStack() as stack:
+        with _changing, ExitStack() as stack:
+            own_folder(self.folder, "--folder")
+            stack.enter_context(_as_owner(self.folder))
             try:
                 lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             except OSError as error:
@@ -119,6 +127,11 @@ class Registry:
         known = self.clusters()
         if cluster_id in known:
             return known[cluster_id]
+        if f"{cluster_id}.json".casefold() == _TOKENS:
+            raise ConfigError(
+                f"a cluster cannot be called {cluster_id!r}, because {_TOKENS} keeps the tokens of "
+                "all: choose another name"
+            )
         path = self.folder / f"{cluster_id}.toml"
         if path.exists():
             raise ConfigError(
@@ -190,6 +203,11 @@ class Registry:
     def _check_names(self, name: str, hosts: tuple[str, ...]) -> None:
         if name.casefold() == SERVICE_NAME:
             raise ConfigError(f"{SERVICE_NAME} lets newcomers in: choose another name")
+        if is_ip_address(name):
+            raise ConfigError(
+                f"a member cannot be called {name!r}, an address where it could pass as another: "
+                "choose another name"
+            )
         signed = names_in(self.certs) if self.certs.is_dir() else {}
         check_names({name: hosts}, {n: h for n, h in signed.items() if n != name})
 
@@ -219,7 +237,9 @@ class Registry:
             )
         self.tokens.revoke(name)
         if (pem := self.certified(name)) is not None:
-            write_file(self.certs / f"{name}.removed", lambda path: path.write_bytes(pem))
+            removed = self.certs / f"{name}.removed"  # all of that name, one after the other
+            pems = (removed.read_bytes() if removed.exists() else b"") + pem
+            write_file(removed, lambda path: path.write_bytes(pems))
         if member in config.devices:
             left = tuple(device for device in config.devices if device != member)
             return self._write(replace(config, devices=left))
@@ -227,9 +247,15 @@ class Registry:
         return self.admit(config, role, replace(member, address="", fingerprint=""))
 
     def was_removed(self, name: str, key_bytes: bytes) -> bool:
-        """Whether this is the key with which a member of that name was removed last."""
+        """Whether this is a key with which a member of that name was removed."""
         path = self.certs / f"{name}.removed"
-        return path.exists() and key_in_certificate(path.read_bytes()) == key_bytes
+        return path.exists() and key_bytes in keys_in_certificates(path.read_bytes())
+
+    def void_expired(self) -> None:
+        """Make tokens whose time is over worthless, also by a clock that is put back later."""
+        if self.tokens.has_expired(time.time()):
+            with self.changing():
+                self.tokens.void_expired(time.time())
 
     def roster(self, config: ClusterConfig) -> Roster:
         elsewhere, measured = bool(config.joining), config.measured
@@ -305,9 +331,12 @@ def member_in(config: ClusterConfig, role: Role) -> MemberConfig:
 
 
 def hosts_of(member: MemberConfig, role: Role = Role.DEVICE) -> tuple[str, ...]:
-    """Its hosts in its certificate; a server's own programs reach it by loopback."""
-    loopback = "127.0.0.1" if role is Role.SERVER else ""
-    return tuple(filter(None, (member.host, loopback)))
+    """The hosts in its certificate: a server's, which Flower's programs verify, and loopback.
+
+    Members verify each other by name. A host in a newcomer's certificate is what it says of itself,
+    and would let it pass as a server there.
+    """
+    return tuple(filter(None, (member.host, "127.0.0.1"))) if role is Role.SERVER else ()
 
 
 def _with(config: ClusterConfig, role: Role, member: MemberConfig) -> ClusterConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -33,6 +34,7 @@ _OF_A_USER = (
     "UMask",
 )
 _HIDDEN = tuple(map(Path, ("/home", "/root", "/run/user")))  # by ProtectHome
+_PLAIN = re.compile(r"[\w/.,:=@+~-]+")  # what a unit reads as it is written
 _COMMAND_S = 90.0
 
 
@@ -99,6 +101,12 @@ def check_manager(manager: Manager, folder: Path) -> None:
         raise ConfigError("--service needs systemd, and there is no systemctl: leave it out")
     if manager is Manager.system and os.geteuid() != 0:
         raise ConfigError("--service system needs root: use sudo, or --service user")
+    for path in (Path(sys.executable), folder.resolve()):
+        if not _PLAIN.fullmatch(str(path)):
+            raise ConfigError(
+                f"--service cannot use {path}, whose name has blanks, % or quotes, which units of "
+                "systemd read otherwise: choose a plain name"
+            )
     for path in (Path(sys.executable), folder.resolve()) if manager is Manager.system else ():
         if any(path.is_relative_to(home) for home in _HIDDEN):
             raise ConfigError(

@@ -123,12 +123,27 @@ class TokenBook:
         Raises JoinRefused when it is not known, not valid now, or used up.
         """
         digest = sha256(secret).hexdigest()
+        if self.has_expired(now_s):
+            self.void_expired(now_s)
         # Every token is compared, each in constant time.
         found = [token for token in self._read() if hmac.compare_digest(token.digest, digest)]
         if not found:
             raise JoinRefused("the token is not known: copy it again, or print another one")
         _check(found[0], use, now_s)
         return found[0]
+
+    def has_expired(self, now_s: float) -> bool:
+        """Whether there are tokens to `void_expired`."""
+        return any(token.made_s < token.ends_s <= now_s for token in self._read())
+
+    def void_expired(self, now_s: float) -> None:
+        """Mark the tokens whose time is over, so that a clock put back does not revive them."""
+        self._write(
+            [
+                replace(token, ends_s=token.made_s) if token.ends_s <= now_s else token
+                for token in self._read()
+            ]
+        )
 
     def redeem(self, token: KnownToken, use: TokenUse) -> None:
         """Record that a member joins by a token that is `usable`."""
@@ -164,13 +179,13 @@ class TokenBook:
 
 
 def _check(token: KnownToken, use: TokenUse, now_s: float) -> None:
+    if now_s >= token.ends_s or token.ends_s <= token.made_s:
+        raise JoinRefused("the token has expired: print another one with `collapipe cluster token`")
     if now_s < token.made_s - _CLOCK_S:
         raise JoinRefused(
             "the control unit's clock was put back since the token was made: set it "
             "(`timedatectl`) and print another token"
         )
-    if now_s >= token.ends_s:
-        raise JoinRefused("the token has expired: print another one with `collapipe cluster token`")
     if use in token.uses:
         return
     if any(use.name.casefold() == before.name.casefold() for before in token.uses):

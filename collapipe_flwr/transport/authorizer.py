@@ -15,12 +15,13 @@ from typing import NoReturn
 import grpc
 
 from collapipe_flwr.config.access_control import AccessControl, Caller
-from collapipe_flwr.transport.methods import Method
+from collapipe_flwr.config.cluster_file import Role
+from collapipe_flwr.transport.methods import ROSTER, Method
 from collapipe_flwr.transport.tls import fingerprint
 
 _COMMON_NAME, _CERTIFICATE = "x509_common_name", "x509_pem_cert"
 # Of one peer; a cluster needs half.
-MOST_AT_ONCE = {"transfers": 2, "streams": 16, "texts": 16, "calls": 8}
+MOST_AT_ONCE = {"transfers": 2, "streams": 16, "texts": 16, "calls": 8, "rosters": 2}
 
 
 def peer_fingerprint(context: grpc.ServicerContext) -> str:
@@ -52,13 +53,13 @@ class Authorizer:
         Ends the call as UNAUTHENTICATED for a stranger or a wrong role, as RESOURCE_EXHAUSTED
         for one call too many at once.
         """
-        caller = self._known(context)
+        caller = self._known(context, method)
         if caller is not None and not caller.may_call(method.name, on_edge=self._on_edge):
             assert caller.role is not None
             _refuse(
                 context, f"{caller.name} is a {caller.role.value}: it may not call {method.name}"
             )
-        with self._under_way(caller, context, method.counts_as):
+        with self._under_way(caller, context, method):
             yield caller
 
     def replace(self, access: AccessControl) -> None:
@@ -70,11 +71,12 @@ class Authorizer:
             if (caller := access.callers.get(name)) is None or not caller.may_show(shown):
                 context.cancel()
 
-    def _known(self, context: grpc.ServicerContext) -> Caller | None:
+    def _known(self, context: grpc.ServicerContext, method: Method) -> Caller | None:
         """The caller by the common name of its certificate; None without a certificate.
 
         Alternative names do not count: they say where its bearer is reached, and an address or host
-        name may once have been, or be called like, another member.
+        name may once have been, or be called like, another member. A control unit brings a roster
+        with a certificate that the older one does not list.
         """
         found = tuple(context.auth_context().get(_COMMON_NAME, ()))
         name = found[0].decode("utf-8", "replace") if found else None
@@ -88,7 +90,8 @@ class Authorizer:
         if caller is None:
             shown = "no name at all" if name is None else name[:80]
             _refuse(context, f"the peer's certificate names {shown}, which is no member here")
-        if not caller.may_show(peer_fingerprint(context)):
+        renews = method is ROSTER and caller.role is Role.CONTROL_UNIT
+        if not (renews or caller.may_show(peer_fingerprint(context))):
             _refuse(
                 context,
                 f"the peer's certificate names {caller.name}, which is a member here, but it is "
@@ -98,13 +101,13 @@ class Authorizer:
 
     @contextmanager
     def _under_way(
-        self, caller: Caller | None, context: grpc.ServicerContext, kind: str
+        self, caller: Caller | None, context: grpc.ServicerContext, method: Method
     ) -> Iterator[None]:
         """Count the call, and let `replace` cut it."""
         if caller is None:
             yield
             return
-        name, shown = caller.name, peer_fingerprint(context)
+        name, shown, kind = caller.name, peer_fingerprint(context), method.counts_as
         with self._lock:
             if self._counts[name, kind] >= MOST_AT_ONCE[kind]:
                 said = f"{name} has {MOST_AT_ONCE[kind]} {kind} under way, its limit here"
@@ -112,7 +115,7 @@ class Authorizer:
             self._counts[name, kind] += 1
             self._calls[context] = (name, shown)
         try:
-            self._known(context)  # an access control that was replaced meanwhile counts
+            self._known(context, method)  # an access control that was replaced meanwhile counts
             yield
         finally:
             with self._lock:

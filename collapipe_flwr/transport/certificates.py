@@ -267,6 +267,11 @@ def _compared(host: str) -> str:
     return host.casefold().rstrip(".") if address is None else str(address)
 
 
+def is_ip_address(name: str) -> bool:
+    """Whether a certificate would name it as an IP address."""
+    return _address(name) is not None
+
+
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         return ipaddress.ip_address(host.strip("[]"))

@@ -146,6 +146,11 @@ def key_in_certificate(pem: bytes) -> bytes:
     return public_bytes(x509.load_pem_x509_certificate(pem).public_key())
 
 
+def keys_in_certificates(pems: bytes) -> list[bytes]:
+    """The public keys in several certificates, as `public_bytes` gives them."""
+    return [public_bytes(found.public_key()) for found in x509.load_pem_x509_certificates(pems)]
+
+
 def public_bytes(key: object) -> bytes:
     """A public key as bytes that can be compared."""
     assert isinstance(key, ec.EllipticCurvePublicKey)

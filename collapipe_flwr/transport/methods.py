@@ -84,7 +84,7 @@ BENCHMARK = Method("Benchmark")
 PROBE = Method("Probe")
 ECHO = Method("Echo")
 STATUS = Method("Status")
-ROSTER = Method("Roster")
+ROSTER = Method("Roster", "rosters")
 METHODS = tuple(found for found in vars().copy().values() if isinstance(found, Method))
 
 

@@ -134,6 +134,14 @@ def test_several_clusters_have_one_edge_and_one_server_beside_their_own_machines
         (f"{TOP}{UNIT}name = 'x'\n{DEVICE}", "control-unit.name cannot be chosen, only that of a"),
         (f"{TOP}{UNIT}[edge]\nname = 'x'\n{DEVICE}", "edge.name cannot be chosen"),
         (f"{TOP}usre = 'pi'\n{UNIT}{DEVICE}", "key usre is unknown; did you mean user"),
+        *(
+            (
+                f"{TOP}{UNIT}{DEVICE}address = '10.0.0.11{more}'\n",
+                r"device\[1\].address must be a host",
+            )
+            for more in (";reboot", "$(reboot)", "`reboot`", "|reboot", "&reboot", "\\\\")
+        ),
+        (f"{TOP}python = 'python3;reboot'\n{UNIT}{DEVICE}", "python must be a word"),
         (f"{TOP}user = 'x y'\n{UNIT}{DEVICE}", "user must be a word, got 'x y'"),
         (f'cluster = "g"\n{UNIT}{DEVICE}', "'cu' has neither a wheel nor an environment"),
         (f'cluster = "g"\nwheel = "no.whl"\n{UNIT}{DEVICE}', "wheel .*no.whl is not there"),

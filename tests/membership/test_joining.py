@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import ssl
 import stat
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -137,6 +139,55 @@ def test_a_board_whose_clock_is_wrong_hears_it_and_may_use_the_token_later(
     with pytest.raises(JoinRefused, match=r"the clock of pi-1 is \d+ h off the control unit's"):
         admit(registry, asked)
     assert admit(registry, replace(asked, unix_s=time.time())).cluster_id == ID
+
+
+def test_a_token_that_expired_stays_so_when_the_clock_is_put_back(
+    tmp_path: Path, registry: Registry
+) -> None:
+    token = print_token(registry)
+    made_s = time.time()
+    with pytest.raises(JoinRefused, match="the token has expired"):
+        late_s = made_s + 3700
+        admit(registry, request(tmp_path, token, "pi-1", late_s), clock=lambda: late_s)
+    with pytest.raises(JoinRefused, match="the token has expired"):
+        admit(registry, request(tmp_path, token, "pi-1"))
+
+
+def test_a_cluster_does_not_share_a_file_with_the_tokens(registry: Registry) -> None:
+    unit = MemberConfig(name="cu-tokens", address="127.0.0.1:50060")
+    with registry.changing(), pytest.raises(ConfigError, match="cannot be called 'tokens'"):
+        registry.create("tokens", unit, "")
+
+
+def test_only_a_server_s_certificate_is_valid_for_its_host(
+    tmp_path: Path, registry: Registry, service: JoiningService
+) -> None:
+    """As a SuperNode does, a client compares the host that it dials."""
+    token = print_token(registry)
+    member = joined(service, token, board(tmp_path, "pi-1"))
+    with pytest.raises(LinkError, match="choose another name"):
+        joined(service, print_token(registry), board(tmp_path, "127.0.0.1", 1001))
+
+    def verified(files: TlsFiles | None) -> None:
+        assert files is not None and files.certificate is not None and files.key is not None
+        theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        theirs.load_cert_chain(files.certificate, files.key)
+        ours = ssl.create_default_context(cafile=str(registry.ca))
+        to_them, to_us = ssl.MemoryBIO(), ssl.MemoryBIO()
+        server = theirs.wrap_bio(to_them, to_us, server_side=True)
+        client = ours.wrap_bio(to_us, to_them, server_hostname="127.0.0.1")
+        for _ in range(3):
+            for end in (client, server):
+                with suppress(ssl.SSLWantReadError):
+                    end.do_handshake()
+        assert client.version()
+
+    verified(registry.cluster().tls_files("server"))
+    with pytest.raises(ssl.SSLCertVerificationError):
+        verified(member.cluster.tls_files("pi-1"))
+    for name in ("cu-shed", "edge"):
+        with pytest.raises(ssl.SSLCertVerificationError):
+            verified(registry.cluster().tls_files(name))
 
 
 def test_a_token_works_once_for_a_name_and_a_name_is_one_board_s(
@@ -320,6 +371,17 @@ def test_a_removed_board_stays_out_unless_it_is_let_in_as_a_new_one(
     again = joined(service, print_token(registry), newcomer)
     (old,), (new,) = before.cluster.devices, again.cluster.devices
     assert old.fingerprint != new.fingerprint
+    first = newcomer.own("key").read_bytes()
+    with registry.changing():
+        registry.remove(registry.cluster(), "pi-1")
+    forget(newcomer)
+    joined(service, print_token(registry), newcomer)
+    with registry.changing():
+        registry.remove(registry.cluster(), "pi-1")
+    newcomer.own("key").write_bytes(first)  # of the removal before the last one
+    newcomer.own("pem").unlink()
+    with pytest.raises(LinkError, match="was removed from shed, and its key with it"):
+        joined(service, print_token(registry), newcomer)
 
 
 class Cut(BaseException):

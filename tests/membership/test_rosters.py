@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from collapipe_flwr.cli import app
 from collapipe_flwr.config.cluster_file import MemberConfig, Role, read_cluster
 from collapipe_flwr.core.errors import LinkError, ProtocolError
+from collapipe_flwr.host import server
 from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import Listener
 from collapipe_flwr.host.servicer import Servicer
@@ -28,7 +29,7 @@ from collapipe_flwr.membership.members import (
 from collapipe_flwr.membership.newcomer import Membership, forget
 from collapipe_flwr.membership.registry import Registry, new_token
 from collapipe_flwr.transport.client import EdgeClient
-from collapipe_flwr.transport.roster import Roster
+from collapipe_flwr.transport.roster import Roster, send_roster
 from tests.host.chain_to_edge import request, service, session_key
 from tests.membership.clusters import (
     ID,
@@ -252,3 +253,19 @@ def test_the_status_says_who_is_there(registry: Registry, pair: list[Membership]
     there = found.members[1]
     assert there.roster == found.version and there.resident_bytes
     assert there.speed_flop_per_s == 7e9 and not found.complete
+
+
+def test_nothing_of_a_removed_member_s_roster_is_read(
+    registry: Registry, pair: list[Membership], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> bytes:
+        raise AssertionError("it was read")
+
+    with daemon(pair[0]):
+        roster, _ = remove(registry, "pi-2")
+        monkeypatch.setattr(server, "only_message", never)
+        with (
+            client(pair[1], "pi-1") as removed,
+            pytest.raises(LinkError, match="names pi-2, which is no member here"),
+        ):
+            send_roster(removed, roster)

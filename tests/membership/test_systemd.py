@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -124,6 +125,39 @@ def test_without_systemd_or_rights_the_way_out_is_named(
     with pytest.raises(ConfigError, match="--service needs systemd"):
         check_manager(Manager.user, tmp_path)
     assert not systemctl.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_two_changes_at_once_leave_no_file_of_root_s() -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "cu"
+        Path(scratch).chmod(0o755)
+        registry = new_registry(folder)
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, 12345, 12345)
+        first, left = threading.Event(), threading.Event()
+        users: list[int] = []
+
+        def change() -> None:
+            first.wait(60)
+            with registry.changing():
+                left.wait(60)
+                users.append(os.geteuid())
+
+        second = threading.Thread(target=change)
+        second.start()
+        with registry.changing():
+            first.set()
+        left.set()
+        second.join(60)
+        assert users == [12345] and os.geteuid() == 0
+
+
+@pytest.mark.usefixtures("systemctl")
+@pytest.mark.parametrize("name", ["my cluster", "100%", "it's"])
+def test_a_path_that_a_unit_would_read_otherwise_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="choose a plain name"):
+        check_manager(Manager.user, tmp_path / name)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
