@@ -121,6 +121,8 @@ def _outcome_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
         count = len({index for rounds in lost.values() for index in rounds})
         names = ", ".join(f"{name} ({_first(rounds)})" for name, rounds in lost.items())
         yield "lost", f"{counted(count, 'round')} went on without a cluster: {names}"
+    if never := summary.get("never_trained"):
+        yield "never trained", f"[red]{_first(never)}[/red]: events.jsonl has the reasons"
     if (error := summary.get("prediction_error")) is not None:
         yield "predictions", f"off by {100 * error:.1f} % of a round in the median"
     links = summary["bytes"]
@@ -185,10 +187,10 @@ def _way_text(way: Mapping[str, Any]) -> str:
     return f"{way['bit_per_s'] / 1e6:.3g}{of} Mbit/s"
 
 
-def _first(rounds: Sequence[int]) -> str:
+def _first(items: Sequence[object]) -> str:
     """``3, 5``; a long list is cut short."""
-    shown = ", ".join(map(str, rounds[:_MOST_ROUNDS]))
-    more = len(rounds) - _MOST_ROUNDS
+    shown = ", ".join(map(str, items[:_MOST_ROUNDS]))
+    more = len(items) - _MOST_ROUNDS
     return f"{shown}, {more} more" if more > 0 else shown
 
 

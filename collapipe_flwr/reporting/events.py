@@ -147,6 +147,17 @@ class RunStory:
         curve = replace(event, **_LEFT_OUT)
         return replace(self, events=(*self.events, curve), sums=self.sums.plus(event))
 
+    @property
+    def lost(self) -> dict[str, list[int]]:
+        """The rounds that went on without a cluster, by cluster."""
+        names = sorted({name for event in self.events for name in event.lost})
+        return {n: [e.round_index for e in self.events if n in e.lost] for n in names}
+
+    @property
+    def never_trained(self) -> list[str]:
+        """The clusters without which every round went on."""
+        return [name for name, rounds in self.lost.items() if len(rounds) == len(self.events)]
+
     def expected_wall_s(self, event: RoundEvent) -> float | None:
         """Expected seconds of a round without its evaluation, before it begins.
 
@@ -170,7 +181,6 @@ class RunStory:
         on_shares = (
             {"loss": asked[-1].clusters_loss, **asked[-1].clusters_metrics} if asked else None
         )
-        lost = sorted({name for event in self.events for name in event.lost})
         joules = {**dict.fromkeys(self.energy_budget_j, 0.0), **sums.energy_j}
         mean_j = {device: j / max(len(self.events), 1) for device, j in joules.items()}
         scored = [e.metrics[self.metric_name] for e in self.events if e.metrics]
@@ -181,7 +191,8 @@ class RunStory:
             "rounds_asked": self.rounds_asked,
             "notes": list(self.notes),
             "untrained": dict(self.initial),
-            "lost": {n: [e.round_index for e in self.events if n in e.lost] for n in lost},
+            "lost": self.lost,
+            "never_trained": self.never_trained,
             "metric": {
                 "name": self.metric_name,
                 "initial": self.initial.get(self.metric_name),

@@ -53,6 +53,22 @@ def test_the_server_reaches_the_edge_as_the_file_says(tmp_path: Path) -> None:
     assert own.run_config["edge.address"] == "h:2"
 
 
+def test_the_clusters_of_a_run_have_one_edge(tmp_path: Path) -> None:
+    text = 'id = "{0}"\n[[device]]\nname = "{0}-d"\naddress = "h:1"\n[edge]\naddress = "{1}"\n'
+
+    def edge_of_run(**edges: str) -> object:
+        files = [tmp_path / f"{name}.toml" for name in edges]
+        for file, address in zip(files, edges.values(), strict=True):
+            file.write_text(text.format(file.stem, address))
+        return edge_of(files)["edge.address"]
+
+    assert edge_of_run(shed="h:2", barn="h:2") == "h:2"
+    assert edge_of_run(shed="", barn="h:2") == "h:2"
+    assert edge_of_run(shed="", barn="") == ""
+    with pytest.raises(ConfigError, match=r"barn\.toml: .*'h:3', but .*shed\.toml has 'h:2'"):
+        edge_of_run(shed="h:2", attic="", barn="h:3")
+
+
 def test_the_error_of_an_app_that_logs_nothing_is_the_last_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,6 +85,7 @@ def _run(
 
 def test_a_late_cluster_does_not_stop_the_round(tmp_path: Path) -> None:
     grid, events = _run(tmp_path, late=(2,))
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["never_trained"] == []
     assert [event["failures"] for event in events] == [
         [],
         ["cluster-1: no reply before the round's timeout"],
@@ -123,6 +124,18 @@ def test_a_plain_strategy_says_as_well_whom_a_round_lost(tmp_path: Path) -> None
     shown.print(summary_table(summary))
     assert isinstance(shown.file, io.StringIO)
     assert "2 rounds went on without a cluster: cluster-1 (2, 3)" in shown.file.getvalue()
+
+
+def test_a_run_says_who_never_trained(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _run(tmp_path, more={"num-server-rounds": 2}, late=(1, 2))
+    assert _lost(tmp_path) == {"cluster-1": [1, 2]}
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["never_trained"] == ["cluster-1"]
+    shown = Console(file=io.StringIO(), width=100)
+    shown.print(summary_table(summary))
+    assert isinstance(shown.file, io.StringIO)
+    for told in (shown.file.getvalue(), caplog.text):
+        assert any("never trained" in line and "cluster-1" in line for line in told.splitlines())
 
 
 def test_a_plain_strategy_that_loses_all_clusters_fails_after_its_retries(

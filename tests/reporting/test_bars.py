@@ -104,6 +104,7 @@ def _summary(devices: int) -> dict[str, object]:
         "rounds_asked": 100,
         "wall_s": 3600.0,
         "lost": {f"cluster-{i}": list(range(1, 40)) for i in range(9)},
+        "never_trained": [f"cluster-{i}" for i in range(9)],
         "prediction_error": 0.1,
         "bytes": {"d2d": 1, "d2e": 1, "flower": 1, "weights": 1, "spared": 1},
         "links": [{"cluster": "c", **ends, "forward": way, "backward": way}] * devices,

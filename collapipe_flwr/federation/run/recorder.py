@@ -162,6 +162,8 @@ class RunRecorder:
         done, asked = len(self.story.events), self.story.rounds_asked
         if asked is not None and done < asked:
             raise RunError(f"only {done} of {asked} rounds were done")
+        if never := self.story.never_trained:
+            log.warning("every round went on without %s: never trained", ", ".join(never))
         self._save("completed")
         self._report()
         self._sinks.close()
