@@ -139,14 +139,21 @@ def available_memory_bytes() -> int:
 def left_in_groups(
     root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> Iterator[int]:
-    """What the limits of this process's control groups (version 2) leave, as those of a service.
+    """What the limits of this process's control groups leave, of version 1 or 2 or both.
 
     Cached files count as free.
     """
-    names = own.read_text().splitlines() if own.exists() else []
-    for name in (line.removeprefix("0::/") for line in names if line.startswith("0::/")):
-        for group in (root / name, *(root / name).parents):
+    lines = own.read_text().splitlines() if own.exists() else []
+    for _, controllers, name in (line.split(":", 2) for line in lines):
+        if not controllers:
+            place, most, used, files = root, "max", "current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            place, files = root / "memory", "total_inactive_file"
+            most, used = "limit_in_bytes", "usage_in_bytes"
+        else:
+            continue
+        for group in (inner := place / name.lstrip("/"), *inner.parents):
             with suppress(OSError, ValueError):  # none here, or "max"
-                most, used = (int((group / f"memory.{n}").read_text()) for n in ("max", "current"))
+                limit, taken = (int((group / f"memory.{n}").read_text()) for n in (most, used))
                 stat = dict(map(str.split, (group / "memory.stat").read_text().splitlines()))
-                yield max(most - used + int(stat.get("inactive_file", 0)), 0)
+                yield max(limit - taken + int(stat.get(files, 0)), 0)

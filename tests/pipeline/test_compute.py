@@ -138,3 +138,17 @@ def test_a_service_has_what_its_groups_leave(tmp_path: Path) -> None:
         (folder / "memory.stat").write_text("anon 600\ninactive_file 50\n")
     assert list(left_in_groups(tmp_path, tmp_path / "own")) == [350]
     assert list(left_in_groups(tmp_path, tmp_path / "nowhere")) == []
+
+
+@pytest.mark.parametrize("name", ["/jobs/a", "/seen/from/outside"])
+def test_limits_of_groups_of_version_1_count_too(tmp_path: Path, name: str) -> None:
+    own = tmp_path / "own"
+    own.write_text(f"9:name=systemd:/\n4:cpu,memory:{name}\n3:cpuset:/jobs\n0::/\n")
+    group = tmp_path / "memory" / "jobs" / "a"
+    group.mkdir(parents=True)
+    for folder, most, used in ((group, 1000, 700), (tmp_path / "memory", 3000, 900)):
+        (folder / "memory.limit_in_bytes").write_text(f"{most}\n")
+        (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text("inactive_file 10\ntotal_inactive_file 50\n")
+    left = [350, 2150] if name == "/jobs/a" else [2150]
+    assert list(left_in_groups(tmp_path, own)) == left
