@@ -3,8 +3,9 @@
 A run of N clusters consists of the nodes with partition ids below N; other nodes are spare. Flower
 waits for nodes without end; here every wait has a deadline.
 
-A SuperNode that restarts is a new node to Flower, which keeps listing the old one for a while. The
-new node is queried for its cluster, which then takes part again.
+A SuperNode that restarts is a new node to Flower, which keeps listing the old one until its
+heartbeats have been missing for a minute. The new node is queried for its cluster, which takes part
+again as soon as the old node is gone: a node cannot take the name of a cluster that is there.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import combinations
 from types import MappingProxyType
 
@@ -52,6 +53,8 @@ class Members(WrappedGrid):
         self._newcomers = Newcomers(grid, NEWCOMER_S)
         self._clusters = dict(clusters)
         self._strangers: set[int] = set()  # belong to no cluster of this run, or were replaced
+        self._heirs: dict[int, str] = {}  # wait for the name of a node that Flower still lists
+        self._warned: set[int] = set()  # about these of them
         self._connected: set[int] = set(clusters)  # when nodes were last asked for
         self._lost: frozenset[str] = frozenset()
 
@@ -76,10 +79,12 @@ class Members(WrappedGrid):
         for longer than this grid's patience.
         """
         nodes = list(self._grid.get_node_ids())
-        unknown = [n for n in nodes if n not in self._clusters and n not in self._strangers]
-        if unknown:
+        known = {*self._clusters, *self._strangers, *self._heirs}
+        if unknown := [node for node in nodes if node not in known]:
             for node, profile in self._newcomers.profiles(unknown).items():
                 self._register(node, profile.cluster_id if profile else "")
+        for node in [node for node in self._heirs if node in nodes]:
+            self._succeed(node, nodes)
         self._connected = self._clusters.keys() & set(nodes)
         self._check_connected()
         return [node for node in nodes if node in self._clusters]
@@ -97,13 +102,29 @@ class Members(WrappedGrid):
             )
 
     def _register(self, node: int, name: str) -> None:
-        before = next((n for n, known in self._clusters.items() if known == name), None)
-        if before is None:
+        if name in self._clusters.values():
+            self._heirs[node] = name
+        else:
             self._strangers.add(node)
+
+    def _succeed(self, node: int, listed: Collection[int]) -> None:
+        """Let a node take its cluster's name once the node that has it is gone."""
+        name = self._heirs[node]
+        before = next(n for n, known in self._clusters.items() if known == name)
+        if before in listed:
+            if node not in self._warned:
+                self._warned.add(node)
+                log.warning(
+                    "node %d calls itself cluster %s, which is node %d: it takes part when that "
+                    "one is gone",
+                    node,
+                    name,
+                    before,
+                )
             return
         log.info("cluster %s is back as node %d", name, node)
-        del self._clusters[before]
-        self._strangers.add(before)  # Flower lists it for a while longer
+        del self._heirs[node], self._clusters[before]
+        self._strangers.add(before)
         self._clusters[node] = name
 
     def send_and_receive(

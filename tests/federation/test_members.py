@@ -138,6 +138,23 @@ def test_an_answer_of_a_node_that_has_gone_since_counts_for_nothing():
     assert members.clusters == {1: "a", 10: "b"}
 
 
+def test_nobody_takes_the_name_of_a_cluster_that_is_there(caplog: pytest.LogCaptureFixture):
+    grid = LocalGrid({1: cluster("a"), 2: cluster("b")})
+    members = Members(grid, {1: "a", 2: "b"})
+    grid.add(8, cluster("b"))
+    grid.add(9, cluster("b"))
+    assert all(members.get_node_ids() == [1, 2] for _ in range(3))
+    assert members.clusters == {1: "a", 2: "b"}
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == 2 and all("cluster b" in sentence for sentence in warned)
+    grid._nodes.pop(8)
+    assert members.get_node_ids() == [1, 2]
+    grid._nodes.pop(2)
+    assert members.get_node_ids() == [1, 9]
+    grid.add(2, cluster("b"))
+    assert members.get_node_ids() == [1, 9]
+
+
 def test_clusters_that_are_all_gone_are_waited_for_as_long_as_there_is_patience():
     members = Members(LocalGrid({}), {1: "A"}, patience_s=0.05)
     assert members.get_node_ids() == []

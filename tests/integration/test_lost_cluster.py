@@ -28,7 +28,7 @@ CALM = {**TINY, "num-server-rounds": 3}
 class UnreliableGrid(LocalGrid):
     """Node 2's replies to training get lost in some rounds; from ``gone`` on it is away.
 
-    From ``back`` on its SuperNode runs again, as node 3; the SuperLink lists both for a while.
+    From ``back`` on its SuperNode runs again, as node 3.
     """
 
     late: tuple[int, ...] = ()
@@ -43,7 +43,7 @@ class UnreliableGrid(LocalGrid):
     def get_node_ids(self) -> list[int]:
         ids = super().get_node_ids()
         if self.trained + 1 >= self.back:
-            return ids
+            return [1, 3]
         return [1] if self.trained + 1 >= self.gone else [i for i in ids if i < 3]
 
     def send_and_receive(self, messages, *, timeout=None):
