@@ -14,6 +14,7 @@ from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.bounds import LEAST_SPEED, MOST_SPEED
 from collapipe_flwr.core.errors import CollaPipeError, LinkTimeout
 from collapipe_flwr.core.keys import AUTO
+from collapipe_flwr.core.version import version_fault
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest, run_benchmark
 from collapipe_flwr.pipeline.compute import resolve
 from collapipe_flwr.transport.client import EdgeClient
@@ -169,6 +170,8 @@ def _measured(client: EdgeClient, member: MemberConfig, settings: CheckSettings)
     before_s = settings.clock()
     status = client.status()
     ahead_s = status.unix_s - (before_s + settings.clock()) / 2
+    if other := version_fault("it", status.version, "this machine"):  # messages may differ too
+        return Measured(name=member.name, address=member.address, fault=other)
     way = client.measure_way(settings.payload_bytes)
     is_idle = bool(status.resident_bytes) and not status.awake
     reached = Measured(

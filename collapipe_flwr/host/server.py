@@ -17,8 +17,8 @@ import grpc
 
 from collapipe_flwr.config.access_control import Caller
 from collapipe_flwr.core.errors import ConfigError, LinkError, ProtocolError
-from collapipe_flwr.core.imports import version_of
 from collapipe_flwr.core.links import TlsFiles
+from collapipe_flwr.core.version import own_version
 from collapipe_flwr.host.energy import EnergyMeter
 from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.transport import methods
@@ -135,7 +135,7 @@ class Listener(Server):
             awake=self._servicer is not None,
             stopping=self._draining,
             unix_s=time.time(),
-            version=version_of("collapipe-flwr"),
+            version=own_version(),
             energy_sensor=self._meter.name,
             power_w=self._meter.power_w(),
             rosters=self._rosters.versions if self._rosters else {},

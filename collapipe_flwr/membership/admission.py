@@ -24,6 +24,7 @@ from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig, Role
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError, ProtocolError
 from collapipe_flwr.core.keys import check_keys
 from collapipe_flwr.core.texts import one_line
+from collapipe_flwr.core.version import version_fault
 from collapipe_flwr.membership.figures import note_figures
 from collapipe_flwr.membership.registry import Registry, hosts_of, member_in
 from collapipe_flwr.membership.tokens import JoinRefused, TokenUse
@@ -59,6 +60,8 @@ def admit(
     with registry.changing():
         member = _member(request)
         token = registry.tokens.usable(secret, use, now_s)
+        if other := version_fault(request.name, request.version, "the control unit"):
+            raise JoinRefused(other)
         config = registry.cluster(token.cluster_id)
         try:
             certificate = _certificate(registry, config, token.role, member, key)

@@ -27,6 +27,7 @@ from collapipe_flwr.config.cluster_file import (
 from collapipe_flwr.core.durable import own_folder, remove, write_file, write_text
 from collapipe_flwr.core.errors import ConfigError, ProtocolError
 from collapipe_flwr.core.links import TlsFiles, host_and_port
+from collapipe_flwr.core.version import own_version
 from collapipe_flwr.membership.figures import add_figures
 from collapipe_flwr.membership.tokens import JoinToken
 from collapipe_flwr.transport import joining
@@ -188,6 +189,7 @@ def join(
         speed_flop_per_s=measured.speed_flop_per_s or 0.0,
         overhead_s=measured.overhead_s or 0.0,
         memory_bytes=measured.memory_bytes or 0,
+        version=own_version(),
     )
     with Connection(
         address,

@@ -36,7 +36,8 @@ _PEM = serialization.Encoding.PEM
 class JoinRequest:
     """A machine that asks to join; figures of 0 were not measured, ``kind`` may be empty.
 
-    ``address`` is where it listens (empty: nowhere), ``unix_s`` its clock.
+    ``address`` is where it listens (empty: nowhere), ``unix_s`` its clock, ``version`` that of
+    its CollaPipe.
     """
 
     secret: bounds.Text = field(repr=False)  # of its token, in hexadecimal
@@ -48,6 +49,7 @@ class JoinRequest:
     speed_flop_per_s: bounds.SpeedOrNone = 0.0
     overhead_s: bounds.Overhead = 0.0
     memory_bytes: bounds.Bytes = 0
+    version: bounds.Text = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ from collapipe_flwr.cluster.profile import (
 from collapipe_flwr.config.cluster_file import read_cluster
 from collapipe_flwr.core.errors import ConfigError, LinkTimeout
 from collapipe_flwr.core.json_codec import to_json
+from collapipe_flwr.core.version import own_version
 from collapipe_flwr.pipeline.benchmark import (
     BenchmarkAnswer,
     BenchmarkRequest,
@@ -84,6 +85,19 @@ def test_members_are_measured_and_the_missing_one_is_named(tmp_path: Path) -> No
     assert profile.devices[0].memory_bytes == first["memory_bytes"]
     assert profile.devices[1].speed_flop_per_s == 12e9  # nothing measured: that of its kind
     assert profile.devices[1].device_id == "g/pi-2"
+
+
+def test_a_member_of_another_version_is_named_and_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(Daemon("device", "--name", "pi-1", cold=True)) as (daemon,):
+        theirs = own_version()
+        monkeypatch.setattr("collapipe_flwr.__version__", "0.0.9")
+        config = read_cluster(_cluster(tmp_path, daemon.address))
+        block = BenchmarkRequest(width=32, tokens=4, examples=2, seconds=0.1)
+        found = check_cluster(config, CheckSettings(block=block), lambda _: None).of("pi-1")
+    assert f"version {theirs} of CollaPipe, and this machine version 0.0.9" in found.fault
+    assert found.speed_flop_per_s is None
 
 
 def test_a_members_sensor_of_energy_and_its_torch_are_found_and_told(

@@ -24,6 +24,7 @@ from collapipe_flwr.config.access_control import SERVICE_NAME, access_control
 from collapipe_flwr.config.cluster_file import MemberConfig, Role
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.links import TlsFiles
+from collapipe_flwr.core.version import own_version
 from collapipe_flwr.membership import admission, newcomer
 from collapipe_flwr.membership.admission import (
     MESSAGE_BYTES,
@@ -139,6 +140,19 @@ def test_a_board_whose_clock_is_wrong_hears_it_and_may_use_the_token_later(
     with pytest.raises(JoinRefused, match=r"the clock of pi-1 is \d+ h off the control unit's"):
         admit(registry, asked)
     assert admit(registry, replace(asked, unix_s=time.time())).cluster_id == ID
+
+
+@pytest.mark.parametrize("version", ["0.9.9", ""])
+def test_a_board_of_another_version_hears_it_and_may_use_the_token_later(
+    tmp_path: Path, registry: Registry, version: str
+) -> None:
+    token = print_token(registry)
+    asked = request(tmp_path, token, "pi-1")
+    with pytest.raises(JoinRefused, match=r"pi-1 runs .*the control unit version") as refused:
+        admit(registry, replace(asked, version=version))
+    assert version in str(refused.value) and own_version() in str(refused.value)
+    assert not registry.cluster().devices
+    assert admit(registry, asked).cluster_id == ID
 
 
 def test_a_token_that_expired_stays_so_when_the_clock_is_put_back(
@@ -443,6 +457,7 @@ def request(folder: Path, token, name: str, unix_s: float | None = None) -> Join
         request_pem=request_for(name, key),
         unix_s=time.time() if unix_s is None else unix_s,
         address="127.0.0.1:1000",
+        version=own_version(),
     )
 
 
