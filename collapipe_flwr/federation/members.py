@@ -22,6 +22,7 @@ from flwr.serverapp import Grid
 
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import ProtocolError, RunError
+from collapipe_flwr.federation.attempts import FIRST_PAUSE_S
 from collapipe_flwr.federation.border import described
 from collapipe_flwr.federation.checkpoint import Resumable
 from collapipe_flwr.federation.deadline import RoundClock
@@ -46,10 +47,12 @@ class Members(WrappedGrid):
         clock: RoundClock | None = None,
         *,
         patience_s: float = math.inf,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(grid)
-        self._patience_s, self._clock = patience_s, clock
+        self._patience_s, self._clock, self._now = patience_s, clock, now
         self._empty_since_s: float | None = None
+        self._polls_s: tuple[float, float] | None = None  # the first and last for the same nodes
         self._newcomers = Newcomers(grid, NEWCOMER_S)
         self._clusters = dict(clusters)
         self._strangers: set[int] = set()  # belong to no cluster of this run, or were replaced
@@ -76,8 +79,9 @@ class Members(WrappedGrid):
         """The connected clusters, after new nodes have been identified.
 
         Strategies poll this until there are enough nodes: raises RunError if there has been none
-        for longer than this grid's patience.
+        for longer than this grid's patience, or too few for a strategy that goes on polling.
         """
+        asked_s, before = self._now(), self._connected
         nodes = list(self._grid.get_node_ids())
         known = {*self._clusters, *self._strangers, *self._heirs}
         if unknown := [node for node in nodes if node not in known]:
@@ -87,10 +91,11 @@ class Members(WrappedGrid):
             self._succeed(node, nodes)
         self._connected = self._clusters.keys() & set(nodes)
         self._check_connected()
+        self._check_polls(asked_s, joined=not self._connected <= before)
         return [node for node in nodes if node in self._clusters]
 
     def _check_connected(self) -> None:
-        now_s = time.monotonic()
+        now_s = self._now()
         if self._connected:
             self._empty_since_s = None
         elif self._empty_since_s is None:
@@ -99,6 +104,23 @@ class Members(WrappedGrid):
             raise RunError(
                 f"no cluster has been connected for {self._patience_s:g} s (node-timeout-s): start "
                 "the SuperNodes"
+            )
+
+    def _check_polls(self, asked_s: float, *, joined: bool) -> None:
+        """Raise RunError in a wait for more clusters than there are.
+
+        Polls that are as far apart as two attempts at a round are not of the same wait.
+        """
+        now_s = self._now()
+        if joined or self._polls_s is None or asked_s - self._polls_s[1] >= FIRST_PAUSE_S:
+            self._polls_s = now_s, now_s
+            return
+        self._polls_s = self._polls_s[0], now_s
+        if now_s - self._polls_s[0] > self._patience_s:
+            raise RunError(
+                f"the strategy has waited {self._patience_s:g} s (node-timeout-s) for more clusters"
+                f" than are connected ({len(self._connected)} of {len(self._clusters)}): start the "
+                "missing SuperNodes, or let it need fewer (min_available_nodes, min_train_nodes)"
             )
 
     def _register(self, node: int, name: str) -> None:
@@ -130,7 +152,7 @@ class Members(WrappedGrid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> list[Message]:
-        sent = list(messages)
+        sent, self._polls_s = list(messages), None
         if self._clock is None:
             replies = list(self._grid.send_and_receive(sent, timeout=timeout))
         else:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy.strategy_utils import sample_nodes
 
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.federation.local_grid import LocalGrid
@@ -156,8 +155,43 @@ def test_nobody_takes_the_name_of_a_cluster_that_is_there(caplog: pytest.LogCapt
 
 
 def test_clusters_that_are_all_gone_are_waited_for_as_long_as_there_is_patience():
-    members = Members(LocalGrid({}), {1: "A"}, patience_s=0.05)
+    now_s = 0.0
+    members = Members(LocalGrid({}), {1: "A"}, patience_s=300.0, now=lambda: now_s)
     assert members.get_node_ids() == []
-    time.sleep(0.06)
-    with pytest.raises(RunError, match=r"no cluster has been connected for 0\.05 s"):
+    now_s = 300.0
+    assert members.get_node_ids() == []
+    now_s = 301.0
+    with pytest.raises(RunError, match=r"no cluster has been connected for 300 s"):
         members.get_node_ids()
+
+
+def test_a_strategy_that_waits_for_more_clusters_than_there_are_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    slept_s: list[float] = []
+    monkeypatch.setattr("flwr.serverapp.strategy.strategy_utils.sleep", slept_s.append)
+    client = _client()
+    grid = LocalGrid({1: client})
+    members = Members(grid, {1: "a", 2: "b"}, patience_s=300.0, now=lambda: sum(slept_s))
+    with pytest.raises(RunError, match=r"300 s \(node-timeout-s\) .* \(1 of 2\): start the miss"):
+        sample_nodes(members, 2, 2)
+    assert 300 < sum(slept_s) <= 302
+    grid.add(2, client)
+    assert set(sample_nodes(members, 2, 2)[0]) == {1, 2}
+
+
+@pytest.mark.parametrize("apart", ["sending", "joining", "pausing"])
+def test_polls_that_are_not_of_one_wait_never_end_the_run(apart: str):
+    now_s = 0.0
+    client = _client()
+    grid = LocalGrid({1: client, 2: client})
+    members = Members(grid, {1: "a", 2: "b", 3: "c"}, patience_s=1.5, now=lambda: now_s)
+    for round_number in range(9):
+        assert 1 in members.get_node_ids()
+        now_s += 1.0
+        if apart == "sending":
+            members.send_and_receive([Message(RecordDict({"arrays": _arrays()}), 1, "train")])
+        elif apart == "joining":
+            grid.add(3, client) if round_number % 2 else grid._nodes.pop(3, None)
+        else:
+            now_s += 1.0
