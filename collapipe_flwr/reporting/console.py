@@ -17,6 +17,7 @@ _WIDTH = 118
 _LEAST_WIDTH, _MOST_LINES = 16, 6  # of what is folded
 _MORE = " ... (more in events.jsonl)"
 _MOST_ROWS = {"link": 2, "budget": 4, "peak": 3}  # in the table at the end
+_MOST_CHARS = 200  # of a line in a pipe, where no terminal folds it
 _MOST_ROUNDS = 8  # of one cluster that are named
 
 Row = tuple[str, str]
@@ -63,14 +64,19 @@ class RoundPrinter:
         queue = ""
         if event.queues_j:
             queue = f"energy queue at most {max(0.0, *event.queues_j.values()):.2g} J"
-        if plan := " | ".join(filter(None, (_took_text(event), queue, _plan_text(event.plan)))):
+        took = "".join(f"{text} | " for text in (_took_text(event), queue) if text)
+        room = inf if self._console.is_terminal else _MOST_CHARS - len(f"    {took}")
+        if plan := (took + _plan_text(event.plan, room)).removesuffix(" | "):
             self.say(f"    {plan}")
         for failure in event.failures:
             self.say(f"    lost: {failure}")
 
 
-def _plan_text(plan: Mapping[str, Any] | None) -> str:
-    """``plan A pi5+pi4:0-3 nano:4-5 8x4 fp32-int8 | B ...``: blocks, micro-batches, codecs."""
+def _plan_text(plan: Mapping[str, Any] | None, room: float) -> str:
+    """``plan A pi5+pi4:0-3 nano:4-5 8x4 fp32-int8 | B ...``: blocks, micro-batches, codecs.
+
+    Of clusters that do not fit into ``room`` characters, the number; the first is always there.
+    """
     if plan is None:
         return ""
     clusters = []
@@ -84,7 +90,12 @@ def _plan_text(plan: Mapping[str, Any] | None) -> str:
         if not set(codecs) <= {"fp32"}:
             words.append("-".join(codecs))
         clusters.append(" ".join(words))
-    return "plan " + " | ".join(clusters)
+    for shown in range(len(clusters), 0, -1):
+        more = [f"and {left} more"] if (left := len(clusters) - shown) else []
+        text = "plan " + " | ".join(clusters[:shown] + more)
+        if len(text) <= room:
+            break
+    return text
 
 
 def _took_text(event: RoundEvent) -> str:

@@ -13,3 +13,27 @@ def test_empty_energy_queues_have_no_sign(capsys: pytest.CaptureFixture[str]) ->
     event = RoundEvent(round_index=1, wall_s=1.0, metrics={}, loss=1.0, queues_j=queues_j)
     RoundPrinter(1).show(event)
     assert "energy queue at most 0 J" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("clusters", [2, 40])
+def test_in_a_pipe_a_plan_of_many_clusters_is_cut_to_the_first(
+    capsys: pytest.CaptureFixture[str], clusters: int
+) -> None:
+    plan = {
+        "latency_s": 3.1,
+        "clusters": [
+            {
+                "cluster_id": f"c{number}",
+                "segments": [{"device_id": f"c{number}/pi", "first_block": 0, "stop_block": 4}],
+                "micro_batch_size": 8,
+                "micro_batches": 4,
+            }
+            for number in range(clusters)
+        ],
+    }
+    event = RoundEvent(round_index=1, wall_s=1.0, metrics={}, loss=1.0, plan=plan)
+    RoundPrinter(1).show(event)
+    line = capsys.readouterr().out.splitlines()[1]
+    shown = line.count("pi:0-3 8x4")
+    assert len(line) <= 200 and shown == min(clusters, 9)
+    assert line.endswith(f"| and {clusters - shown} more") == (shown < clusters)
