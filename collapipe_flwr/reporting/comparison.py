@@ -75,23 +75,23 @@ def _costs(runs: Sequence[RunData]) -> str:
 
 def _column(run: RunData, first: RunData) -> dict[str, str]:
     """The costs of a run by name, empty where they are nothing or unknown."""
-    summary, sizes = run.summary, run.summary["bytes"]
+    summary, sizes = run.summary, run.summary.get("bytes", {})
     lost = {index for rounds in summary.get("lost", {}).values() for index in rounds}
     pairs = zip(_points(run, "loss"), _points(first, "loss"), strict=False)
     gaps = [abs(ours - theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
     peaks = [
         size
-        for role, size in summary["peak_memory_bytes"].items()
+        for role, size in summary.get("peak_memory_bytes", {}).items()
         if not role.endswith(("/edge", "/control-unit"))
     ]
     return {
         "status": summary.get("status", ""),
         "largest difference of the loss": f"{max(gaps):.1e}" if gaps and run is not first else "",
-        "wall-clock seconds": f"{summary['wall_s']:.0f}",
+        "wall-clock seconds": f"{summary['wall_s']:.0f}" if "wall_s" in summary else "",
         "rounds without a cluster": str(len(lost) or ""),
-        "Flower MB": _megabytes(sizes["flower"]),
-        "device-to-device MB": _megabytes(sizes["d2d"]),
-        "device-to-edge MB": _megabytes(sizes["d2e"]),
+        "Flower MB": _megabytes(sizes.get("flower", 0)),
+        "device-to-device MB": _megabytes(sizes.get("d2d", 0)),
+        "device-to-edge MB": _megabytes(sizes.get("d2e", 0)),
         "largest device, peak MB": _megabytes(max(peaks, default=0)),
     }
 

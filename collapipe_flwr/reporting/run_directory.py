@@ -348,7 +348,9 @@ def newest_event(run_dir: Path) -> dict[str, Any] | None:
 def parse_event(path: Path, number: int, line: bytes) -> dict[str, Any]:
     """One line of ``events.jsonl``; raises RunError where it is damaged."""
     try:
-        event: dict[str, Any] = json.loads(line)
+        event = json.loads(line)
+        if not isinstance(event, dict):
+            raise ValueError(f"no JSON object, but {type(event).__name__}")
     except ValueError as error:
         raise RunError(
             f"{path}, line {number}: no event of a round ({error}); delete the line to go "
@@ -363,7 +365,9 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def _parsed(path: Path, text: bytes) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(text)
+        content = json.loads(text)
+        if not isinstance(content, dict):
+            raise ValueError(f"no JSON object, but {type(content).__name__}")
     except ValueError as error:
         raise RunError(f"{path} is damaged ({error}): bring it back, or start a new run") from error
     return content

@@ -180,12 +180,14 @@ def test_what_a_power_cut_left_of_the_last_line_is_passed_over(tmp_path: Path, t
     assert [event["round_index"] for event in read_events(directory.path)] == [1]
 
 
-def test_a_damaged_line_before_the_last_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", [b"\xff{}", b"[]"])
+def test_a_damaged_line_before_the_last_is_named(tmp_path: Path, line: bytes) -> None:
     directory = RunDirectory(tmp_path / "one")
     for index in (1, 2, 3):
         directory.append_event(_round(index))
     path = directory.path / "events.jsonl"
-    path.write_bytes(path.read_bytes().replace(b'{"round_index": 2', b"\xff"))
+    first, _, last = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join((first, line, last, b"")))
     with pytest.raises(RunError, match=r"events\.jsonl, line 2: "):
         read_events(directory.path)
 
@@ -209,8 +211,9 @@ def test_a_full_disk_is_one_sentence_and_what_was_there_stays(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["summary.json", "pending-round.json", "run-config.json"])
-def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(b'{"status": ')
+@pytest.mark.parametrize("content", [b'{"status": ', b"[]", b"null", b"1"])
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(RunError, match=rf"{name} is damaged \(.*\): bring it back"):
         {"s": read_summary, "p": read_pending, "r": read_config}[name[0]](tmp_path)
 
