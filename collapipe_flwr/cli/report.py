@@ -53,12 +53,13 @@ def compare(
 
     if plot is not None:
         require("matplotlib", "plot")
+    chosen = [m.strip() for m in metrics.split(",") if m.strip()]
     with wrong_input():
         curves = read_curves(runs)
-    chosen = [m.strip() for m in metrics.split(",") if m.strip()]
-    if plot is not None:
-        draw(curves, plot, chosen)
-    typer.echo(markdown(curves, chosen), nl=False)
+        tables = markdown(curves, chosen)
+        if plot is not None:
+            draw(curves, plot, chosen)
+    typer.echo(tables, nl=False)
 
 
 def watch(
@@ -93,6 +94,11 @@ def watch(
     if superlink is None:
         with wrong_input():
             find = run_finder(None if run is None else Path(run), output_dir)
+        if (found := find()) is None or not any(found.glob("*")):
+            typer.echo(
+                f"there is no run in {found or output_dir} yet: the page waits for it; Ctrl-C ends",
+                err=True,
+            )
         _serve(find, host, port)
         return
     from collapipe_flwr.federation.run.superlink_run import SuperLinkRun

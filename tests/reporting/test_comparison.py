@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from collapipe_flwr.cli import app
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.reporting.comparison import (
     draw,
     drawn,
@@ -148,6 +148,29 @@ def test_a_picture_that_cannot_be_written_is_one_sentence_and_no_half_of_one(
             draw(curves, tmp_path / name)
     assert (tmp_path / "curves.png").read_bytes() == whole
     assert {path.name for path in tmp_path.iterdir()} == {"run", "curves.png"}
+
+
+def test_a_metric_that_no_run_has_ends_with_exit_code_2(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", [0.1])
+    done = CliRunner().invoke(app, ["compare", run, "--metrics", "nosuch"])
+    assert isinstance(done.exception, ConfigError) and done.exception.exit_code == 2
+    assert "accuracy" in str(done.exception) and not done.output
+
+
+@pytest.mark.parametrize("command", ["compare", "report"])
+def test_a_summary_that_is_no_object_is_one_sentence(tmp_path: Path, command: str) -> None:
+    run = _run(tmp_path / "run", [0.1])
+    (tmp_path / "run" / "summary.json").write_text("[]")
+    done = CliRunner().invoke(app, [command, run])
+    assert isinstance(done.exception, RunError) and done.exception.exit_code == 2
+    assert "summary.json is damaged" in str(done.exception)
+
+
+def test_costs_that_a_summary_does_not_know_are_empty(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", [0.1])
+    (tmp_path / "run" / "summary.json").write_text("{}")
+    done = CliRunner().invoke(app, ["compare", run], catch_exceptions=False)
+    assert "| wall-clock seconds |  |" in done.output and "| Flower MB |  |" in done.output
 
 
 @pytest.mark.parametrize("command", ["compare", "report"])

@@ -62,3 +62,19 @@ def test_a_folder_of_another_user_is_one_sentence(
 def test_an_address_that_is_not_ours_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--host 192\.0\.2\.1 --port 0: cannot listen there"):
         watch(None, output_dir=tmp_path, host="192.0.2.1")
+
+
+@pytest.mark.parametrize("run", ["nowhere", None])
+def test_that_it_waits_for_a_run_is_said(
+    tmp_path: Path,
+    run: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(watch.__globals__, "_serve", lambda *_: None)
+    place = tmp_path / (run or "runs")
+    watch(None if run is None else str(place), output_dir=place)
+    assert f"no run in {place} yet" in capsys.readouterr().err
+    MadeUpRun(place if run else place / "run").end_round()
+    watch(None if run is None else str(place), output_dir=place)
+    assert not capsys.readouterr().err
