@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import UTC, datetime
 from functools import partial
 from typing import Self, TypeVar
 
@@ -37,6 +38,10 @@ _AWAY = frozenset(
 )
 _BROKEN = frozenset({grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL})
 _RAISED = "Exception calling application: "  # what gRPC puts before an exception's words
+_DATED = {  # what gRPC says of the peer's certificate
+    "certificate has expired": "its certificate is not valid any more",
+    "certificate is not yet valid": "its certificate is not valid yet",
+}
 _CLOSED = "Channel closed!"  # what gRPC says of calls on a channel that this side closed
 
 
@@ -155,7 +160,8 @@ class Connection:
         if self._was_silent and details == _CLOSED:
             return self._lifeless()
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-            return Unreachable(f"{self.peer} cannot be reached or broke off: {details}")
+            why = _by_our_clock(details or "") or details
+            return Unreachable(f"{self.peer} cannot be reached or broke off: {why}")
         if code is grpc.StatusCode.NOT_FOUND:
             return FrozenWanted(f"{self.peer} refused: {details}")
         if code in _BROKEN:
@@ -210,3 +216,14 @@ class Connection:
         assert self._heartbeat is not None
         silence_s = self._heartbeat.lost_after_s
         return Unreachable(f"{self.peer} has shown no life for {silence_s:g} s")
+
+
+def _by_our_clock(details: str) -> str:
+    """One sentence where gRPC refused the peer's certificate for its dates, else empty."""
+    for words, fault in _DATED.items():
+        if words in details:
+            return (
+                f"{fault}: this machine's clock says {datetime.now(UTC):%Y-%m-%d}; set it if that "
+                "is wrong (`timedatectl`), or renew the certificate (`collapipe certs --renew`)"
+            )
+    return ""

@@ -13,7 +13,7 @@ from cryptography.x509.oid import NameOID
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import TlsFiles, host_and_port
-from collapipe_flwr.transport.tls import unverified
+from collapipe_flwr.transport.tls import unverified, validity_of
 
 _CONNECT_S = 3.0
 _MEND = "`collapipe certs`"
@@ -53,7 +53,7 @@ def _shaken(peer: socket.socket, name: str, tls: TlsFiles) -> str:
         with context.wrap_socket(peer) as shaken:
             shown = shaken.getpeercert(binary_form=True)
             fault = _judged(x509.load_der_x509_certificate(shown or b""), name, ca)
-            return fault or _their_view(shaken)
+            return fault or _their_view(shaken, tls.certificate.read_bytes())
     except (OSError, ValueError):
         return "it does not speak TLS: start it with a cluster file that has [tls], or --tls-ca ..."
 
@@ -66,10 +66,14 @@ def _judged(certificate: x509.Certificate, name: str, ca: x509.Certificate) -> s
     except (ValueError, TypeError, InvalidSignature):
         return f"its certificate was signed by another CA: give it the files that {_MEND} made here"
     if now > ends:
-        return f"its certificate expired on {ends:%Y-%m-%d}: make a new one with {_MEND} --renew"
+        return (
+            f"its certificate expired on {ends:%Y-%m-%d}, and this machine's clock says "
+            f"{now:%Y-%m-%d}: make a new one with {_MEND} --renew, or set the clock if that is in "
+            "the future (`timedatectl`)"
+        )
     if now < begins:
         return (
-            f"its certificate holds from {begins:%Y-%m-%d} on, and the clock here says "
+            f"its certificate holds from {begins:%Y-%m-%d} on, and this machine's clock says "
             f"{now:%Y-%m-%d}: set it (`timedatectl`)"
         )
     if name not in names:
@@ -80,18 +84,24 @@ def _judged(certificate: x509.Certificate, name: str, ca: x509.Certificate) -> s
     return ""
 
 
-def _their_view(shaken: ssl.SSLSocket) -> str:
-    """With TLS 1.3 a host refuses a certificate only after the handshake."""
+def _their_view(shaken: ssl.SSLSocket, ours_pem: bytes) -> str:
+    """With TLS 1.3 a host refuses a certificate only after the handshake.
+
+    A host that accepts it speaks first; gRPC hangs up on one that it refuses, without a reason.
+    """
     try:
-        shaken.recv(1)
-    except ssl.SSLError as error:
-        return (
-            f"it refuses the certificate of this machine ({error.reason}): see that both have the "
-            "same ca.pem, and its clock (`timedatectl`)"
-        )
+        if shaken.recv(1):
+            return _SILENT
+    except TimeoutError:
+        return _SILENT
     except OSError:
         pass
-    return _SILENT
+    begins, ends = validity_of(ours_pem)
+    return (
+        f"it refuses the certificate of this machine, which holds from {begins:%Y-%m-%d} to "
+        f"{ends:%Y-%m-%d}: see that its clock is between these (`timedatectl`; this machine's says "
+        f"{datetime.now(UTC):%Y-%m-%d}), and that both have the same ca.pem"
+    )
 
 
 def _names(certificate: x509.Certificate) -> tuple[str, ...]:

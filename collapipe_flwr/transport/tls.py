@@ -166,8 +166,9 @@ def check_validity(path: str, pem: bytes, now: datetime) -> None:
         raise ConfigError(f"{path} is no certificate: {error}") from error
     if now > ends:
         raise ConfigError(
-            f"the certificate {path} expired on {ends:%Y-%m-%d}: make a new one with "
-            "`collapipe certs --renew`, or set this machine's clock if that is in the future"
+            f"the certificate {path} expired on {ends:%Y-%m-%d}, and this machine's clock says "
+            f"{now:%Y-%m-%d}: make a new one with `collapipe certs --renew`, or set the clock if "
+            "that is in the future (`timedatectl`)"
         )
     if now < begins:
         raise ConfigError(
