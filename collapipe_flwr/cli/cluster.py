@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
+from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.json_codec import plain, to_json
 from collapipe_flwr.membership.systemd import Manager, Service, check_manager, install, lingers
 
@@ -74,16 +75,19 @@ def init(
     """Make a cluster; run it on its control unit. Print a token by which boards join.
 
     Makes a CA, certificates of what is on this machine, and the cluster file. For a cluster that is
-    there already, only another token is made. With --elsewhere control-unit, run it on any machine
-    that stays, as that of the first of several clusters.
+    there already, only another token is made: its addresses stay. With --elsewhere control-unit, run
+    it on any machine that stays, as that of the first of several clusters.
     """
     from collapipe_flwr.config.cluster_file import MemberConfig, Role
-    from collapipe_flwr.membership.newcomer import PORTS, kind_here, measured, own_host, with_port
+    from collapipe_flwr.membership.newcomer import PORTS, kind_here, measured, with_port
 
     registry = _registry(folder)
     if service is not None:
         check_manager(service, registry.folder)
-    at = with_port(address or own_host(), PORTS[Role.CONTROL_UNIT])
+    if (found := registry.clusters().get(name)) is not None:
+        _refuse_other_addresses(found, address, edge_address)
+        address = _joined_at(found)
+    at = with_port(address or _found_host(), PORTS[Role.CONTROL_UNIT])
     host = at.rpartition(":")[0]
     unit = MemberConfig(name=f"cu-{name}", address=at, kind=kind_here() or MemberConfig().kind)
     others = frozenset(Role[each.name.upper()] for each in elsewhere or ())
@@ -265,6 +269,41 @@ def _registry(folder: Path | None) -> Registry:
     from collapipe_flwr.membership.registry import Registry, default_folder
 
     return Registry(folder or default_folder())
+
+
+def _joined_at(config: ClusterConfig) -> str:
+    """The address at which newcomers ask to join."""
+    return config.joining or config.control_unit.address
+
+
+def _refuse_other_addresses(known: ClusterConfig, address: str, edge_address: str) -> None:
+    """Raise ConfigError where a cluster that is there already was asked to be elsewhere."""
+    from collapipe_flwr.config.cluster_file import Role
+    from collapipe_flwr.membership.newcomer import PORTS, with_port
+
+    at = address and with_port(address, PORTS[Role.CONTROL_UNIT])
+    for option, wanted, kept in (
+        ("--address", at, _joined_at(known)),
+        ("--edge-address", edge_address, known.edge.address),
+    ):
+        if wanted not in ("", kept):
+            raise ConfigError(
+                f"{option} {wanted}: cluster {known.id} is there already, at {kept}, which its "
+                f"members know: leave {option} out for another token, or choose another name"
+            )
+
+
+def _found_host() -> str:
+    """The address of this machine for boards; raises ConfigError where none leads to others."""
+    from collapipe_flwr.membership.newcomer import own_host
+
+    host = own_host()
+    if host == "127.0.0.1":
+        raise ConfigError(
+            "no network route tells by which address boards reach this machine: give --address "
+            "HOST (127.0.0.1 if all members are on this machine)"
+        )
+    return host
 
 
 def _print_token(

@@ -16,7 +16,7 @@ from pathlib import Path
 import grpc
 import pytest
 from cryptography import x509
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from collapipe_flwr.cli import app
 from collapipe_flwr.cluster.profile import profile_of
@@ -487,3 +487,38 @@ def test_making_a_cluster_says_first_that_it_measures(
     assert "collapipe join shed@127.0.0.1:50060/" in done.stdout
     again = CliRunner().invoke(app, words, catch_exceptions=False)
     assert (again.exit_code, again.stderr) == (0, "")  # what is known now may come from a check
+
+
+def _init(folder: Path, *options: str) -> Result:
+    words = ["cluster", "init", "shed", "--no-measure", "--folder", str(folder), *options]
+    return CliRunner().invoke(app, words)
+
+
+def test_without_a_route_the_address_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(newcomer, "own_host", lambda: "127.0.0.1")
+    refused = _init(tmp_path / "unit")
+    assert isinstance(refused.exception, ConfigError) and "--address" in str(refused.exception)
+    assert "collapipe join" not in refused.output
+    assert _init(tmp_path / "unit", "--address", "127.0.0.1").exit_code == 0
+    again = _init(tmp_path / "unit")  # only another token, with the address that is known
+    assert again.exit_code == 0 and "collapipe join shed@127.0.0.1:50060/" in again.output
+
+
+@pytest.mark.parametrize(
+    ("option", "same", "other"),
+    [
+        ("--address", "192.0.2.1", "192.0.2.2"),
+        ("--edge-address", "192.0.2.1:50061", "192.0.2.2:50061"),
+    ],
+)
+def test_another_address_of_a_known_cluster_is_refused(
+    tmp_path: Path, option: str, same: str, other: str
+) -> None:
+    folder = tmp_path / "unit"
+    assert _init(folder, "--address", "192.0.2.1").exit_code == 0
+    assert _init(folder, option, same).exit_code == 0
+    refused = _init(folder, option, other)
+    assert isinstance(refused.exception, ConfigError) and option in str(refused.exception)
+    assert "collapipe join" not in refused.output
