@@ -103,7 +103,7 @@ def _loaded(config: AppConfig, run_dir: Path | None, clusters: Sequence[ClusterC
         make_planner(config, model, nodes, {n: p.cluster_id for n, p in nodes.items()})
     task, spec = learner.task, learner.splitter.spec
     found = f"{spec.model_type} of {len(model.blocks)} blocks for {spec.task}"
-    sizes = f"{len(task.train)} training and {len(task.test)} test examples"
+    sizes = f"{_share_text(config, learner)} and {len(task.test)} test examples"
     devices = sum(len(profile.devices) for profile in profiles)
     where = f"{counted(len(profiles), 'cluster')} of {devices} devices in all"
     return "\n".join((f"{found}, {sizes}, {where}", *task.skipped.values(), *task.warnings))
@@ -276,6 +276,14 @@ def check_examples(config: AppConfig, learner: Learner) -> None:
         for index in range(config.run.clusters):
             folder = expanded(config.data.stream) / str(index)
             Stream(folder, task.read_file, task.examples)
+
+
+def _share_text(config: AppConfig, learner: Learner) -> str:
+    """The training examples, and what a cluster takes of its share in a round if that is less."""
+    whole, given = len(learner.task.train), config.train.examples_per_round
+    share = whole // config.run.clusters
+    part = f" ({given} of about {share} per cluster and round)" if 0 < given < share else ""
+    return f"{whole} training{part}"
 
 
 def _examples(config: AppConfig, learner: Learner, place: Place) -> int:

@@ -81,6 +81,12 @@ def test_a_good_run_is_told_in_one_line(good: Mapping[str, Value]) -> None:
     assert re.fullmatch(r"\S+ of \d blocks for .* 2 clusters of 6 devices in all", check(good))
 
 
+@pytest.mark.parametrize(("asked", "told"), [(5, True), (0, False), (10**6, False)])
+def test_how_much_of_the_data_a_round_takes_is_told(asked: int, told: bool) -> None:
+    values = {**TEXTS, "train.examples-per-round": asked}
+    assert (f"training ({asked} of about " in check(values)) == told
+
+
 @pytest.mark.parametrize(
     ("base", "wrong", "key", "way_out"),
     WRONG,
