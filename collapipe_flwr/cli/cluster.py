@@ -75,8 +75,8 @@ def init(
     """Make a cluster; run it on its control unit. Print a token by which boards join.
 
     Makes a CA, certificates of what is on this machine, and the cluster file. For a cluster that is
-    there already, only another token is made: its addresses stay. With --elsewhere control-unit, run
-    it on any machine that stays, as that of the first of several clusters.
+    there already, only another token is made: its addresses stay. With --elsewhere control-unit,
+    run it on any machine that stays, as that of the first of several clusters.
     """
     from collapipe_flwr.config.cluster_file import MemberConfig, Role
     from collapipe_flwr.membership.newcomer import PORTS, kind_here, measured, with_port
