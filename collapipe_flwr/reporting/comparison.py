@@ -56,7 +56,16 @@ def markdown(runs: Sequence[RunData], metrics: Sequence[str] = ()) -> str:
         [str(index), *("" if value is None else f"{value:.4f}" for value in values)]
         for index, values in enumerate(points, start=first)
     ]
-    return _table(head, rows) + "\n" + _costs(runs)
+    return "\n".join((_table(head, rows), _costs(runs), *_identical(runs, names)))
+
+
+def _identical(runs: Sequence[RunData], names: Sequence[str]) -> list[str]:
+    """A sentence on the runs that do not differ from the first in any of these metrics."""
+    curves = [[_points(run, name) for name in names] for run in runs]
+    pairs = zip(runs[1:], curves[1:], strict=True)
+    same = [run.name for run, curve in pairs if curve == curves[0] and any(map(any, curve))]
+    words = f"identical to {runs[0].name} in all metrics of all rounds above"
+    return [f"{', '.join(same)}: {words}.\n"] if same else []
 
 
 def _points(run: RunData, name: str) -> list[float | None]:

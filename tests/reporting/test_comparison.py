@@ -73,6 +73,13 @@ def test_metrics_can_be_chosen_and_losses_are_compared_with_the_first_run(tmp_pa
         markdown(curves, ["f1"])
 
 
+def test_that_runs_are_identical_is_said(tmp_path: Path) -> None:
+    scores = {"a": [0.1, 0.2], "b": [0.1, 0.2], "shorter": [0.1], "other": [0.1, 0.3]}
+    curves = read_curves([f"{name}={_run(tmp_path / name, s)}" for name, s in scores.items()])
+    assert markdown(curves).splitlines()[-1].startswith("b: identical to a ")
+    assert "identical" not in markdown([curves[0], *curves[2:]])
+
+
 @pytest.mark.parametrize("source", ["no-run", "label=/nowhere/at/all"])
 def test_what_is_no_run_is_refused(source: str) -> None:
     with pytest.raises(ConfigError, match=r"is not the folder of a run: it has no summary\.json"):
