@@ -17,7 +17,7 @@ _WIDTH = 118
 _LEAST_WIDTH, _MOST_LINES = 16, 6  # of what is folded
 _MORE = " ... (more in events.jsonl)"
 _MOST_ROWS = {"link": 2, "budget": 4, "peak": 3}  # in the table at the end
-_MOST_CHARS = 200  # of a line in a pipe, where no terminal folds it
+_MOST_CHARS = 240  # of a line in a pipe, where no terminal folds it
 _MOST_ROUNDS = 8  # of one cluster that are named
 
 Row = tuple[str, str]
