@@ -17,6 +17,8 @@ from collapipe_flwr.config.access_control import Caller
 from collapipe_flwr.config.cluster_file import Role
 from collapipe_flwr.core.errors import CheckpointMissing, CollaPipeError, LinkError, ProtocolError
 from collapipe_flwr.core.json_log import logging_about
+from collapipe_flwr.core.texts import SHORT, one_line
+from collapipe_flwr.core.version import version_fault
 from collapipe_flwr.host.allocator import give_back
 from collapipe_flwr.host.ledger import NoRoom
 from collapipe_flwr.host.service import EdgeService, Reserve
@@ -120,8 +122,11 @@ class Servicer:
                 yield b"" if answer is None else encode_message(answer)
 
     def open_session(self, data: bytes, call: Call) -> None:
-        request, caller = decode_message(SessionRequest, data), call.caller
+        caller, version = call.caller, call.metadata.get(methods.VERSION_KEY, "")
         opener = caller.name if caller else ""
+        if other := version_fault(opener or "the caller", one_line(version, SHORT), "this host"):
+            raise SessionRefused(other)
+        request = decode_message(SessionRequest, data)
         cluster_id = caller.cluster_of(request.cluster_id) if caller else request.cluster_id
         role = caller.role if caller else None
         guest = self._limits_guests and role is Role.CONTROL_UNIT

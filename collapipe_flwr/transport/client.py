@@ -19,6 +19,7 @@ from torch import Tensor
 from collapipe_flwr.core.errors import LinkError, ModelError, ProtocolError
 from collapipe_flwr.core.json_codec import to_json
 from collapipe_flwr.core.links import LinkConfig, TlsFiles
+from collapipe_flwr.core.version import own_version
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest
 from collapipe_flwr.pipeline.config import Health, NextHop, PassesDone, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.link import Frame, FrameKind, Link
@@ -66,7 +67,8 @@ class EdgeClient(Connection):
     def open_session(self, request: SessionRequest) -> Session:
         """Open a session; it needs weights before it can run."""
         within_s = max(self.deadline_s, _WAKE_S)
-        self.call(methods.OPEN_SESSION, request, within_s=within_s)
+        version = ((methods.VERSION_KEY, own_version()),)
+        self.call(methods.OPEN_SESSION, request, metadata=version, within_s=within_s)
         return self.session(request.key)
 
     def session(self, key: SessionKey) -> Session:

@@ -22,6 +22,7 @@ from collapipe_flwr.core.links import CODECS, LinkConfig
 SERVICE = "collapipe.Edge"
 SESSION_KEY = "collapipe-session"
 TOKEN_KEY = "collapipe-token"
+VERSION_KEY = "collapipe-version"  # of who opens a session; its message may be another version's
 STREAM_KEY = "collapipe-stream"  # of a `StreamRequest`
 HTTP2_FRAME_BYTES = 4 * 2**20
 MOST_CONNECTIONS = 512

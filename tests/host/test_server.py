@@ -13,6 +13,7 @@ import torch
 from collapipe_flwr.core.errors import ConfigError, LinkError, LinkTimeout, ModelError
 from collapipe_flwr.core.json_codec import to_json
 from collapipe_flwr.core.links import LinkConfig
+from collapipe_flwr.core.version import own_version
 from collapipe_flwr.host.ledger import Ledger
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.pipeline.link import Frame, FrameKind
@@ -123,6 +124,14 @@ def test_a_paced_stream_takes_as_long_as_its_link(client):
         seconds = time.monotonic() - start
     sent = cluster.device.report().sent_down.bytes
     assert sent / 20_000 * 0.8 < seconds
+
+
+@pytest.mark.parametrize("version", ["0.9.9", ""])
+def test_who_runs_another_version_opens_no_session_whatever_it_asks(client, version):
+    told = ((methods.VERSION_KEY, version),) if version else ()
+    with pytest.raises(LinkError, match=f"{version}.* and this host version {own_version()}"):
+        client.call(methods.OPEN_SESSION, {"a key of": "another version"}, metadata=told)
+    client.open_session(request())
 
 
 def test_the_timeline_of_the_edge_reaches_the_client(client):
@@ -266,7 +275,7 @@ def raw_call(address: str, name: str, messages: list[bytes], metadata=KEY) -> li
 def test_garbage_in_a_call_is_an_error_for_that_peer_only(server, client, name, data):
     open_session(client, Head())
     with pytest.raises(grpc.RpcError) as caught:
-        raw_call(server.address, name, [data])
+        raw_call(server.address, name, [data], (*KEY, (methods.VERSION_KEY, own_version())))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     client.session(session_key()).fetch_weights()
 

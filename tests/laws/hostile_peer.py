@@ -26,6 +26,7 @@ import grpc
 import torch
 
 from collapipe_flwr.core.links import TlsFiles
+from collapipe_flwr.core.version import own_version
 from collapipe_flwr.pipeline.config import SessionKey, SessionRequest
 from collapipe_flwr.pipeline.link import Frame, FrameKind
 from collapipe_flwr.transport import methods
@@ -140,7 +141,8 @@ def _pushed(channel: grpc.Channel, frames: list[bytes], *, endless: bool = False
 
 def _answers(channel: grpc.Channel, name: str, messages: list[bytes], session_id: str = "") -> bool:
     """Whether the host does what it is asked."""
-    metadata = ((methods.SESSION_KEY, session_id), (methods.TOKEN_KEY, TOKEN))
+    session = ((methods.SESSION_KEY, session_id), (methods.TOKEN_KEY, TOKEN))
+    metadata = (*session, (methods.VERSION_KEY, own_version()))
     call = channel.stream_stream(f"/{methods.SERVICE}/{name}", None, None)
     try:
         list(call(iter(messages), timeout=CALL_S, metadata=metadata))
