@@ -7,7 +7,8 @@
 # make test-slow     failure matrices and laws over real daemons; tens of minutes
 # make soak          as root: MINUTES=60 of a deployment with a fault per minute, SEED=1700; nothing may grow
 # make test-arm      a device of another processor: an arm64 Debian under qemu beside this machine
-# make test-oldest   the tests, or TESTS="tests/laws ...", with the oldest torch that is supported
+# make test-oldest   the tests, or TESTS="tests/laws ...", with the oldest torch and Flower that are supported
+# make test-newest   the tests, or TESTS="tests/laws ...", with the newest libraries that pyproject.toml allows
 # make test-kernels  the tests with plain instead of vectorised CPU kernels, as on another processor
 # make test-accelerators  what computes on accelerators, with this machine's instead of a pretended one
 # make docs          the documentation site into site/; a warning is an error
@@ -25,8 +26,11 @@ FAST := $(BIN)/python $(PYTEST_FAST)
 # An environment of its own, with the lower end of the range of pyproject.toml; CI installs torch before.
 OLDEST := $(VENV)-oldest
 OLDEST_TORCH := torch==2.9.1
+OLDEST_FLWR := flwr==1.41.0
+# Another, with the upper end: no pins at all.
+NEWEST := $(VENV)-newest
 
-.PHONY: demo test docs check static test-cluster test-slow soak test-arm test-oldest test-kernels test-accelerators clean
+.PHONY: demo test docs check static test-cluster test-slow soak test-arm test-oldest test-newest test-kernels test-accelerators clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/collapipe run . --federation-config sim.toml
@@ -61,6 +65,9 @@ test-arm: $(VENV)/.test
 test-oldest: $(OLDEST)/.test
 	$(OLDEST)/bin/python $(PYTEST_FAST) -W "ignore:Accessing the data pointer:UserWarning" $(TESTS)
 
+test-newest: $(NEWEST)/.test
+	$(NEWEST)/bin/python $(PYTEST_FAST) $(TESTS)
+
 test-kernels: $(VENV)/.test
 	ATEN_CPU_CAPABILITY=default $(FAST)
 
@@ -85,7 +92,12 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
 $(OLDEST)/.test: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OLDEST)
 	grep -v '^torch==' constraints.txt > $(OLDEST)/constraints.txt
-	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLDEST)/constraints.txt $(OLDEST_TORCH) -e '.[test]'
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLDEST)/constraints.txt $(OLDEST_TORCH) $(OLDEST_FLWR) -e '.[test]'
+	@touch $@
+
+$(NEWEST)/.test: pyproject.toml
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e '.[test]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
@@ -97,4 +109,4 @@ $(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) site .pytest_cache .mypy_cache .ruff_cache

@@ -27,6 +27,7 @@ from collapipe_flwr.config.parsing import declared_config, overridden, read_toml
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError, RunError
 from collapipe_flwr.federation.client import CLUSTER_KEY, CONTROL_UNIT_KEY
 from collapipe_flwr.federation.client.relay import load_app
+from collapipe_flwr.federation.wrapped_grid import choose_ids
 
 if TYPE_CHECKING:
     from flwr.supercore.run import Run
@@ -112,9 +113,16 @@ class LocalGrid(Grid):
         with ThreadPoolExecutor(max(len(messages), 1)) as pool:
             return list(pool.map(self._answer, messages))
 
-    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """The replies, each once."""
-        return [self._replies.pop(i) for i in message_ids if i in self._replies]
+    def pull_messages(
+        self,
+        reply_to_message_ids: Iterable[str] | None = None,
+        *,
+        message_ids: Iterable[str] | None = None,
+    ) -> list[Message]:
+        """Return the replies, each once."""
+        ids = choose_ids(reply_to_message_ids, message_ids)
+        wanted = list(self._replies) if ids is None else ids
+        return [self._replies.pop(i) for i in wanted if i in self._replies]
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None

@@ -90,6 +90,19 @@ class Fetches:
         return fetch.result()
 
 
+def choose_ids(
+    reply_to_message_ids: Iterable[str] | None, message_ids: Iterable[str] | None
+) -> list[str] | None:
+    """Return the ids, whichever name Flower gives that argument, or None if there are none.
+
+    Raises TypeError, as Flower does, if both are given.
+    """
+    if reply_to_message_ids is not None and message_ids is not None:
+        raise TypeError("pull_messages takes reply_to_message_ids or message_ids, not both")
+    ids = message_ids if reply_to_message_ids is None else reply_to_message_ids
+    return None if ids is None else list(ids)
+
+
 def answered(replies: Iterable[Message]) -> set[str]:
     """The ids of the messages that were replied to."""
     return {reply.metadata.reply_to_message_id for reply in replies}
@@ -124,8 +137,15 @@ class WrappedGrid(Grid):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         return self._grid.push_messages(messages)
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return self._grid.pull_messages(message_ids)
+    def pull_messages(
+        self,
+        reply_to_message_ids: Iterable[str] | None = None,
+        *,
+        message_ids: Iterable[str] | None = None,
+    ) -> Iterable[Message]:
+        ids = choose_ids(reply_to_message_ids, message_ids)
+        # by position, as the argument's name changed; all replies only where Flower gives them
+        return self._grid.pull_messages(*(() if ids is None else (ids,)))
 
 
 class PollingGrid(WrappedGrid):
@@ -180,14 +200,23 @@ class PollingGrid(WrappedGrid):
             sent.append(message)
         return self._grid.push_messages(sent)
 
-    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """The complete replies, unbundled; the others are kept for a later call."""
-        wanted = set(message_ids)
-        self._fetches.keep(wanted)
-        return self._pull(wanted)
+    def pull_messages(
+        self,
+        reply_to_message_ids: Iterable[str] | None = None,
+        *,
+        message_ids: Iterable[str] | None = None,
+    ) -> list[Message]:
+        """Pull the complete replies, unbundled; the others are kept for a later call."""
+        ids = choose_ids(reply_to_message_ids, message_ids)
+        if ids is None:
+            return self._unbundle(list(super().pull_messages()))
+        self._fetches.keep(ids)
+        return self._pull(ids)
 
     def _pull(self, message_ids: Iterable[str]) -> list[Message]:
-        found = self._fetches.pull(message_ids)
+        return self._unbundle(self._fetches.pull(message_ids))
+
+    def _unbundle(self, found: list[Message]) -> list[Message]:
         for reply in found:
             try:
                 if reply.has_content():
