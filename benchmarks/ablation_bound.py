@@ -20,7 +20,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import reduce
 from itertools import product
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +34,13 @@ from torch import Tensor, nn
 
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit
 from collapipe_flwr.config.schema import AppConfig, parse
-from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan, GradientNoise, RoundOutcome
+from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan, RoundOutcome
 from collapipe_flwr.costs.price import PricedRound, price
 from collapipe_flwr.data.batches import Example, batches, round_examples
 from collapipe_flwr.federation.run.learner import Learner, make_learner
+from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.profile import profile_model
-from collapipe_flwr.pipeline.meter import square_norm
+from collapipe_flwr.pipeline.meter import StageReport, square_norm
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
@@ -87,11 +90,10 @@ class Round:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Locally:
-    """One cluster's round: its update as one vector, its mean loss, and its gradient noise."""
+    """One cluster's round: its weights as one vector, and what it measured."""
 
     weights: Tensor
-    loss: float
-    noise: GradientNoise
+    told: ClusterTelemetry
 
 
 class Fleet:
@@ -121,19 +123,20 @@ class Fleet:
             self._step(examples, plan.micro_batch_size, optimizer)
             for examples in self._steps(m, plan, index)
         ]
-        loss, small, big = (sum(column) / len(steps) for column in zip(*steps, strict=True))
-        noise = GradientNoise(
-            small_examples=plan.micro_batch_size,
-            small_square_norm=small,
-            big_examples=plan.micro_batch_size * plan.micro_batches,
-            big_square_norm=big,
+        told = ClusterTelemetry(
+            cluster_id=plan.cluster_id,
+            examples=EXAMPLES,
+            wall_s=0.0,
+            losses=tuple(loss for loss, _ in steps),
+            reports=(StageReport(name=plan.member_ids[0]),),
+            edge=reduce(add, (report for _, report in steps)),
         )
-        return Locally(weights=flat(self.model), loss=loss, noise=noise)
+        return Locally(weights=flat(self.model), told=told)
 
     def _step(
         self, examples: list[Example], size: int, optimizer: Optimizer
-    ) -> tuple[float, float, float]:
-        """One optimiser step: its loss, squared gradient norms of first micro-batch and of all.
+    ) -> tuple[float, StageReport]:
+        """One optimiser step: its loss, and the gradients of its first micro-batch and of all.
 
         The first micro-batch, then the rest at once: the same gradient as micro-batch by
         micro-batch (tests/laws), and both norms on the way.
@@ -150,7 +153,17 @@ class Fleet:
             squares.append(square_norm(gradients))
         optimizer.step()
         optimizer.zero_grad()
-        return sum(losses), squares[0] * (sum(counts) / counts[0]) ** 2, squares[-1]
+        total, first = float(sum(counts)), float(counts[0])
+        return sum(losses), StageReport(
+            name="edge",
+            steps=1,
+            small_square_norm=squares[0] * (total / first) ** 2,
+            small_weight=first,
+            small_squares=first**2,
+            big_square_norm=squares[-1],
+            big_weight=total,
+            big_squares=total**2,
+        )
 
     def _steps(self, m: int, plan: ClusterPlan, index: int) -> Iterator[list[Example]]:
         rows = round_examples(
@@ -252,8 +265,8 @@ class Run:
                 cluster_id=c.cluster_id,
                 latency_s=c.latency_s,
                 energy_j=c.energy_j,
-                loss=t.loss,
-                gradient_noise=t.noise,
+                loss=t.told.loss,
+                gradient_noise=t.told.gradient_noise,
             )
             for c, t in zip(priced.clusters, told, strict=True)
         )

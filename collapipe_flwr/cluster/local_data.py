@@ -19,6 +19,7 @@ from collapipe_flwr.data.batches import (
     Rows,
     batches,
     bucket_by_length,
+    in_random_order,
     round_examples,
 )
 from collapipe_flwr.data.stream import Stream
@@ -111,11 +112,12 @@ class LocalData:
         self, chosen: list[Example], round_index: int, batch_size: int, micro_batch_size: int
     ) -> Iterator[list[dict[str, Tensor]]]:
         """The micro-batches of each optimizer step over ``chosen``, tokenized as needed."""
-        for batch in batches(chosen, batch_size):
-            yield [
-                self.task.collate_for([batch[row] for row in rows], round_index)
-                for rows in self._cut(batch, micro_batch_size)
-            ]
+        place = (self._config.run.seed, self._place.index, round_index)
+        for step, batch in enumerate(batches(chosen, batch_size)):
+            cut = self._cut(batch, micro_batch_size)
+            if self._config.data.bucketing != "none":
+                cut = in_random_order(cut, *place, step)
+            yield [self.task.collate_for([batch[row] for row in rows], round_index) for rows in cut]
 
     def _cut(self, batch: list[Example], micro_batch_size: int) -> list[Rows]:
         """The rows of a step's micro-batches, with little padding if the run-config asks for it."""

@@ -45,6 +45,7 @@ Claim = Annotated[int, between(0, 2**63)]  # of examples, which the server may r
 Examples = Annotated[int, between(1, 2**40)]
 Bytes = Annotated[int, between(0, 2**53)]
 Several = Annotated[int, between(1, 2**31)]
+Labels = Annotated[float, between(0, 1e30)]  # sums of weights, or of their squares
 Seconds = Annotated[float, between(0, MOST_SECONDS)]
 Overhead = Annotated[float, between(0, 1e6)]  # seconds of every block or round
 SpeedOrNone = Annotated[  # 0 where it was not measured

@@ -264,7 +264,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientNoise:
-    """Mean squared gradient norms of small (micro-) batches and of the whole batch."""
+    """Mean squared gradient norms of small (micro-) batches and of whole ones.
+
+    ``*_examples`` are the sizes b for which the mean is |G|^2 + sigma^2 / b: where sizes differ,
+    with means weighted by their squares, sum b^2 / sum b.
+    """
 
     small_examples: float
     small_square_norm: float

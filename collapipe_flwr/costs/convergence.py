@@ -24,9 +24,10 @@ the true gradient by the factor ``1 + B_noise / B``, with the noise scale
 
 Constants and noise scale are estimated from what training yields anyway (`update`). Gradient noise:
 with |G_b|^2 the mean squared gradient norm over batches of b examples,
-``E|G_b|^2 = |G|^2 + sigma^2 / b``, so two sizes give both (McCandlish et al. 2018,
-arXiv 1812.06162, appendix A). Smoothness: secants of successive round updates. Drift: spread of
-the clusters' updates around their mean, in units of the measured gradient.
+``E|G_b|^2 = |G|^2 + sigma^2 / b``, so two sizes give both without bias (McCandlish et al. 2018,
+arXiv 1812.06162, appendix A). Each is averaged over clusters and rounds, and only then divided;
+sizes that hardly differ tell little (`clarity`). Smoothness: secants of successive round updates.
+Drift: spread of the clusters' updates around their mean, in units of the measured gradient.
 """
 
 from __future__ import annotations
@@ -150,6 +151,7 @@ class LearningState:
 
     gradient_square: float | None = None
     noise: float | None = None
+    clarity: float = 0.0  # the weight of all rounds in these two
     smoothness: float | None = None
     drift: float | None = None
     loss: float | None = None
@@ -186,7 +188,7 @@ def update(
         # yardstick: an adaptive optimiser moves much further than the rate times the gradient.
         # Without one, plain SGD is assumed.
         drift = spread / travelled**2
-        if moved and state.gradient_square:
+        if moved and state.gradient_square and state.gradient_square > 0:
             drift = spread / moved**2 * state.gradient_square
         state = replace(state, drift=_blend(state.drift, drift))
     return state
@@ -211,39 +213,63 @@ def constants_of(state: LearningState, learning_rate: float) -> LearningConstant
 
 
 def noise_scale_of(state: LearningState) -> NoiseScale:
-    """The ratio of both estimates, of their priors before the first measurement."""
+    """The ratio of both averages, of their priors before the first measurement.
+
+    The averages are unbiased and may fall below 0 where they are uncertain: only here they do not.
+    """
     if state.noise is None or state.gradient_square is None:
         state = PRIOR
     assert state.noise is not None and state.gradient_square is not None
-    least = state.noise / MOST_EXAMPLES
-    return NoiseScale(examples=state.noise / max(state.gradient_square, least, TINY))
+    noise = max(state.noise, 0.0)
+    least = noise / MOST_EXAMPLES
+    return NoiseScale(examples=noise / max(state.gradient_square, least, TINY))
 
 
 def _with_noise(state: LearningState, outcome: RoundOutcome) -> LearningState:
-    pairs = [pair for c in outcome.clusters if (pair := _noise_pair(c)) is not None]
-    if not pairs:
+    """Both moving averages, in which rounds and clusters weigh by what their sizes tell."""
+    found = [each for c in outcome.clusters if (each := _noise_of(c)) is not None]
+    if not found:
         return state
-    signal = max(sum(p[0] for p in pairs) / len(pairs), 0.0)
-    noise = max(sum(p[1] for p in pairs) / len(pairs), 0.0)
+    clarity = sum(each.clarity for each in found) / len(found)
+    total = MEMORY * state.clarity + clarity
+
+    def mean(old: float | None, values: list[tuple[float, float]]) -> float:
+        new = sum(weight * value for weight, value in values) / len(values)
+        return (MEMORY * state.clarity * (old or 0.0) + new) / total
+
+    signal = mean(state.gradient_square, [(each.clarity, each.signal) for each in found])
     return replace(
         state,
-        gradient_square=_blend(state.gradient_square, signal),
-        noise=_blend(state.noise, noise),
-        first_gradient_square=state.first_gradient_square or signal or None,
+        gradient_square=signal,
+        noise=mean(state.noise, [(each.clarity, each.noise) for each in found]),
+        clarity=total,
+        first_gradient_square=state.first_gradient_square or (signal if signal > 0 else None),
     )
 
 
-def _noise_pair(cluster: ClusterOutcome) -> tuple[float, float] | None:
-    """Unbiased (|G|^2, sigma^2) of one cluster, or None where the sizes do not differ."""
+@dataclass(frozen=True, slots=True)
+class _Noise:
+    """Unbiased |G|^2 and sigma^2 of one cluster, and their weight: one over their variance."""
+
+    signal: float
+    noise: float
+    clarity: float
+
+
+def _noise_of(cluster: ClusterOutcome) -> _Noise | None:
+    """None where the sizes do not differ."""
     g = cluster.gradient_noise
-    if g is None or not g.big_examples > g.small_examples > 0:
+    if g is None or not math.inf > g.big_examples > g.small_examples > 0:
         return None
     if not (_usable(g.small_square_norm) and _usable(g.big_square_norm)):
         return None
     weighted = g.big_examples * g.big_square_norm - g.small_examples * g.small_square_norm
-    signal = weighted / (g.big_examples - g.small_examples)
     excess = g.small_square_norm - g.big_square_norm
-    return signal, excess / (1.0 / g.small_examples - 1.0 / g.big_examples)
+    return _Noise(
+        signal=weighted / (g.big_examples - g.small_examples),
+        noise=excess / (1.0 / g.small_examples - 1.0 / g.big_examples),
+        clarity=(1.0 - g.small_examples / g.big_examples) ** 2,
+    )
 
 
 def _blend(old: float | None, new: float) -> float:

@@ -165,6 +165,15 @@ def bucket_by_length(lengths: Sequence[int], count: int) -> list[Rows]:
     return [order[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
+def in_random_order(groups: Sequence[T], *place: int) -> list[T]:
+    """The groups in an order that depends on ``place`` alone.
+
+    The first micro-batch of a step stands for all where gradient noise is measured.
+    """
+    order = np.random.default_rng(place).permutation(len(groups))
+    return [groups[index] for index in order]
+
+
 def padded_tokens(lengths: Sequence[int]) -> int:
     """Tokens of one micro-batch, padding included."""
     return len(lengths) * max(lengths)

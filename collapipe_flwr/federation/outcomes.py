@@ -66,7 +66,7 @@ def measured_outcome(
         latency_s=measured.wall_s + server_s(profile, model) if is_timed else planned.latency_s,
         energy_j=energy_j,
         loss=measured.loss,
-        gradient_noise=measured.gradient_noise(plan),
+        gradient_noise=measured.gradient_noise,
         links=links,
         stages=tuple(_samples(plan, measured, trusted, model, recompute)),
         measured=is_timed,

@@ -235,7 +235,7 @@ class ScheduledRounds:
         profile = next(c.profile for c in seen.clusters if c.profile.cluster_id == name)
         if measured is None or not profile.real_links:
             found = simulated_cluster(plan, priced, truth, seen, self._planning.settings)
-            noise = measured.gradient_noise(plan) if measured else None
+            noise = measured.gradient_noise if measured else None
             found = replace(found, loss=measured.loss if measured else None, gradient_noise=noise)
         else:
             found = measured_outcome(

@@ -116,20 +116,29 @@ class ClusterTelemetry:
         """Peak tensor memory by role."""
         return {report.name: report.peak_tensor_bytes for report in self.stages}
 
-    def gradient_noise(self, plan: ClusterPlan) -> GradientNoise | None:
-        """Squared gradient norms of the whole model for micro-batches and batches.
+    @property
+    def gradient_noise(self) -> GradientNoise | None:
+        """Squared gradient norms of the whole model for micro-batches and batches, by their sizes.
 
-        A stage counts for the share of the steps that it took part in.
+        Sizes are those of what was trained on, whatever was planned: sum n^2 / sum n over the
+        steps, for n labels each, in examples of so many labels as there are on average
+        (docs/theory.md, 4.4). The edge takes part in all steps; other stages count for their share.
         """
-        if self.edge is None or not self.reports:
+        edge = self.edge
+        if edge is None or not self.reports or not self.examples:
             return None
-        steps = max(1, *(report.steps for report in self.reports))
-        stages = [(report, report.steps / steps) for report in self.stages]
+        if not (edge.small_squares > 0 and edge.big_squares > 0):
+            return None
+        per_example = edge.big_weight / self.examples
+        small, big = 0.0, 0.0
+        for r in self.stages:
+            small += r.small_square_norm * (r.small_squares / edge.small_squares)
+            big += r.big_square_norm * (r.big_squares / edge.big_squares)
         return GradientNoise(
-            small_examples=plan.micro_batch_size,
-            small_square_norm=math.fsum(r.small_square_norm * share for r, share in stages),
-            big_examples=plan.micro_batch_size * plan.micro_batches,
-            big_square_norm=math.fsum(r.big_square_norm * share for r, share in stages),
+            small_examples=edge.small_squares / edge.small_weight / per_example,
+            small_square_norm=small,
+            big_examples=edge.big_squares / edge.big_weight / per_example,
+            big_square_norm=big,
         )
 
 

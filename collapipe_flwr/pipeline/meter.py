@@ -61,10 +61,11 @@ class StageReport:
     `energy_j` is by a sensor of its machine, None without one. `*_up` is the link towards the
     control unit, `*_down` towards the edge; `sent_beside_bytes` were sent to other replicas of the
     stage. `small_square_norm` and `big_square_norm` are means over the steps of the squared norm of
-    this stage's gradients for the first micro-batch alone and for the whole batch; only the first
-    replica of a stage has them. The former leaves out `unlabelled` steps, in which this stage saw
-    no first micro-batch with a label. `peak_tensor_bytes` is by `MemoryMeter`. `spans` are recorded
-    on request; the sum of two reports keeps the first `MOST_SPANS`.
+    this stage's gradients for the first micro-batch alone and for the whole batch, weighted by the
+    squares of their weights (labels), whose sums are `small_squares` and `big_squares`;
+    `small_weight` and `big_weight` are the sums of the weights themselves. Only the first replica
+    of a stage has small ones and norms. `peak_tensor_bytes` is by `MemoryMeter`. `spans` are
+    recorded on request; the sum of two reports keeps the first `MOST_SPANS`.
     """
 
     name: bounds.Name
@@ -83,21 +84,23 @@ class StageReport:
     energy_j: bounds.Joules | None = None
     small_square_norm: bounds.MaybeHuge = 0.0
     big_square_norm: bounds.MaybeHuge = 0.0
-    unlabelled: bounds.Count = 0
+    small_weight: bounds.Labels = 0.0
+    small_squares: bounds.Labels = 0.0
+    big_weight: bounds.Labels = 0.0
+    big_squares: bounds.Labels = 0.0
     spans: Annotated[tuple[Span, ...], bounds.most_entries(MOST_SPANS)] = ()
 
     def __add__(self, later: StageReport) -> StageReport:
         """Join two intervals of the same stage."""
-        labelled = (self.steps - self.unlabelled, later.steps - later.unlabelled)
         joint: dict[str, object] = {}
         for name in (f.name for f in fields(self) if f.name != "name"):
             mine, theirs = getattr(self, name), getattr(later, name)
             if name == "peak_tensor_bytes":
                 joint[name] = max(mine, theirs)
             elif name == "small_square_norm":
-                joint[name] = _mean((mine, theirs), labelled)
+                joint[name] = _mean((mine, theirs), (self.small_squares, later.small_squares))
             elif name == "big_square_norm":
-                joint[name] = _mean((mine, theirs), (self.steps, later.steps))
+                joint[name] = _mean((mine, theirs), (self.big_squares, later.big_squares))
             elif name == "energy_j":
                 known = mine is not None and theirs is not None
                 joint[name] = mine + theirs if known else None
@@ -108,10 +111,12 @@ class StageReport:
         return replace(self, **joint)  # type: ignore[arg-type]
 
 
-def _mean(values: tuple[float, float], counts: tuple[int, int]) -> float:
-    """Of two means over so many steps each; the first where there are none."""
-    first, second = values
-    return first + counts[1] / max(sum(counts), 1) * (second - first)
+def _mean(values: tuple[float, float], weights: tuple[float, float]) -> float:
+    """Of two means that weigh so much; the one that weighs anything where the other does not."""
+    (first, second), (mine, theirs) = values, weights
+    if not (mine and theirs):
+        return second if theirs else first
+    return first + theirs / (mine + theirs) * (second - first)
 
 
 class Recorder:

@@ -91,7 +91,7 @@ class Stage(ABC):
         self._returning = Frame(kind=FrameKind.ACTIVATION)  # whose backward pass runs
         self._sent: list[object] = []  # see `_send`
         self._steps = StageReport(name=settings.name)  # their number, and norms of gradients
-        self._first: float | None = None  # squared norm of a step's first micro-batch
+        self._first = StageReport(name=settings.name)  # of a step's first micro-batch
         self._mode: bool | None = None  # of the part: it trains, or not
         self._deadline_s = settings.first_deadline_s
         self._micro_batches = 0  # in training
@@ -276,8 +276,19 @@ class Stage(ABC):
         if micro_batch == 0:
             self._note_fixed()
             # The gradient that it would have alone: the accumulated one carries the factor n_i / N.
-            norm, scale = square_norm(self._gradients()), flight.frame.scalars["scale"]
-            self._first = norm / scale**2 if scale > 0 else None
+            scalars = flight.frame.scalars
+            norm, scale, weight = (
+                square_norm(self._gradients()),
+                scalars["scale"],
+                scalars["weight"],
+            )
+            if scale > 0:
+                self._first = StageReport(
+                    name=self.settings.name,
+                    small_square_norm=norm / scale**2,
+                    small_weight=weight,
+                    small_squares=weight**2,
+                )
 
     def _backpropagate(
         self, flight: InFlight, incoming: Mapping[str, Tensor]
@@ -337,14 +348,14 @@ class Stage(ABC):
         with self.recorder.span("optimizer", step.index):
             if factor != 1.0 and (gradients := self._gradients()):
                 torch._foreach_mul_(gradients, factor)
-            self._steps += StageReport(
-                name=self.settings.name,
+            self._steps += replace(
+                self._first,
                 steps=1,
-                unlabelled=int(self._first is None),
-                small_square_norm=self._first or 0.0,
                 big_square_norm=norm,
+                big_weight=step.weight,
+                big_squares=step.weight**2,
             )
-            self._first = None
+            self._first = StageReport(name=self.settings.name)
             self.optimizer.step(step.rate)
             self._note_fixed()
             self.optimizer.zero_grad()

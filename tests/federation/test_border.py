@@ -66,9 +66,10 @@ TELLING = {
 }
 REPORT = {
     **dict.fromkeys(("forward_s", "backward_s", "optimizer_s", "wait_s"), NO_NUMBERS),
-    **dict.fromkeys(("steps", "micro_batches", "peak_tensor_bytes", "unlabelled"), NO_COUNTS),
+    **dict.fromkeys(("steps", "micro_batches", "peak_tensor_bytes"), NO_COUNTS),
     "energy_j": [x for x in NO_NUMBERS if x is not None],
     "small_square_norm": [1e300, -1e300, True, None],
+    "big_squares": [-1.0, math.nan, math.inf, True, None],
     "sent_down": [{"bytes": -1}, {"sending_s": math.nan}, {"notes": [[0, 0, 0.0, 0]] * 600}],
     "spans": [[{"work": "play", "step": 1, "micro_batch": 1, "start_s": 0.0, "stop_s": 1.0}]],
 }

@@ -421,6 +421,8 @@ def test_norms_of_gradients_and_bytes_between_replicas(splitter: Splitter) -> No
     assert first.small_square_norm == near(single.small_square_norm)
     assert first.big_square_norm == near(single.big_square_norm)
     assert (other.small_square_norm, other.big_square_norm) == (0.0, 0.0)
+    for sums in ("small_weight", "small_squares", "big_weight", "big_squares"):
+        assert getattr(first, sums) == getattr(single, sums) > 0
     assert (first.micro_batches, other.micro_batches, single.micro_batches) == (1, 1, 2)
     part = splitter.build_segment(0, 5, weights)
     gradient_bytes = sum(p.numel() * 4 for p in part.parameters() if p.requires_grad)

@@ -96,3 +96,22 @@ def test_bucketing_pads_less(task: str, tmp_path: Path) -> None:
     (plain, largest_plain), (bucketed, largest) = computed("none"), computed("tokens")
     assert bucketed < plain
     assert largest <= largest_plain
+
+
+def test_the_first_bucket_of_a_step_is_any_and_the_same_one_again(tmp_path: Path) -> None:
+    """It stands for all where gradient noise is measured: not the one of the shortest examples."""
+    config = parse({**values_of("translation", tmp_path), "data.bucketing": "tokens"})
+    local = LocalData(config, Place(index=0, count=1), None)
+    chosen = local.chosen(1)
+
+    def orders() -> list[list[int]]:
+        return [
+            [micro_batch["input_ids"].shape[1] for micro_batch in step]
+            for index in range(12)
+            for step in local.steps(chosen, index, batch_size=EXAMPLES, micro_batch_size=2)
+        ]
+
+    found = orders()
+    assert found == orders()
+    assert len({step[0] for step in found}) > 1
+    assert all(sorted(step) == sorted(found[0]) for step in found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -36,22 +37,20 @@ def test_a_sum_keeps_the_first_spans_and_the_last_notes():
     assert {stream_id for stream_id, *_ in total.received_up.notes} == {2, 3, 4, 5}
 
 
-def test_means_are_weighted_by_steps():
-    few = StageReport(name="edge", steps=1, big_square_norm=4.0, peak_tensor_bytes=7)
-    many = StageReport(name="edge", steps=3, big_square_norm=8.0, peak_tensor_bytes=5)
+def test_means_of_norms_are_weighted_by_the_squares_of_labels():
+    few = StageReport(name="edge", big_square_norm=4.0, big_squares=1.0, peak_tensor_bytes=7)
+    many = StageReport(name="edge", big_square_norm=8.0, big_squares=3.0, peak_tensor_bytes=5)
     total = few + many
-    assert (total.big_square_norm, total.peak_tensor_bytes) == (7.0, 7)
+    assert (total.big_square_norm, total.big_squares, total.peak_tensor_bytes) == (7.0, 4.0, 7)
 
 
 def test_a_first_micro_batch_without_labels_leaves_its_mean_alone():
-    begun = StageReport(name="edge")
-    unlabelled = StageReport(name="edge", steps=1, unlabelled=1, big_square_norm=3.0)
-    labelled = StageReport(name="edge", steps=1, small_square_norm=8.0, big_square_norm=5.0)
-    total = begun + unlabelled + labelled
-    assert (total.small_square_norm, total.big_square_norm, total.unlabelled) == (8.0, 4.0, 1)
-    without = StageReport(name="edge", steps=3, unlabelled=3, big_square_norm=1.0)
-    total = without + StageReport(name="edge", steps=1, small_square_norm=8.0, big_square_norm=5.0)
-    assert (total.small_square_norm, total.big_square_norm, total.unlabelled) == (8.0, 2.0, 3)
+    begun, unlabelled = StageReport(name="edge"), StageReport(name="edge", steps=1)
+    labelled = StageReport(name="edge", steps=1, small_square_norm=8.0, small_squares=4.0)
+    diverged = replace(labelled, small_square_norm=math.inf)
+    for total in (begun + unlabelled + labelled, labelled + unlabelled):
+        assert (total.small_square_norm, total.small_squares, total.steps) == (8.0, 4.0, 2)
+    assert (unlabelled + diverged).small_square_norm == math.inf
 
 
 class Calm(Head):
@@ -72,5 +71,7 @@ def test_a_stage_counts_steps_whose_first_micro_batch_has_no_label():
         first.train_step(batch)
         first.train_step(batch[::-1])
     for report in (stage.report() for stage in chain.stages):
-        assert (report.steps, report.unlabelled) == (2, 1)
+        labels = labelled.weight
+        assert (report.steps, report.small_weight, report.small_squares) == (2, labels, labels**2)
+        assert (report.big_weight, report.big_squares) == (2 * labels, 2 * labels**2)
         assert report.small_square_norm > 0 and report.big_square_norm > 0
