@@ -127,7 +127,8 @@ class ClusterTelemetry:
         edge = self.edge
         if edge is None or not self.reports or not self.examples:
             return None
-        if not (edge.small_squares > 0 and edge.big_squares > 0):
+        told = (edge.small_weight, edge.small_squares, edge.big_weight, edge.big_squares)
+        if not min(told) > 0:
             return None
         per_example = edge.big_weight / self.examples
         small, big = 0.0, 0.0
