@@ -113,7 +113,7 @@ class LocalGrid(Grid):
         with ThreadPoolExecutor(max(len(messages), 1)) as pool:
             return list(pool.map(self._answer, messages))
 
-    def pull_messages(
+    def pull_messages(  # type: ignore[override]  # as from flwr 1.43 on
         self,
         reply_to_message_ids: Iterable[str] | None = None,
         *,

@@ -137,7 +137,7 @@ class WrappedGrid(Grid):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         return self._grid.push_messages(messages)
 
-    def pull_messages(
+    def pull_messages(  # type: ignore[override]  # as from flwr 1.43 on
         self,
         reply_to_message_ids: Iterable[str] | None = None,
         *,
@@ -200,7 +200,7 @@ class PollingGrid(WrappedGrid):
             sent.append(message)
         return self._grid.push_messages(sent)
 
-    def pull_messages(
+    def pull_messages(  # type: ignore[override]  # as from flwr 1.43 on
         self,
         reply_to_message_ids: Iterable[str] | None = None,
         *,
