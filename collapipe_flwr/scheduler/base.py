@@ -12,6 +12,7 @@ from collapipe_flwr.costs.chain import chain_of, latency_of, schedule_rows
 from collapipe_flwr.costs.convergence import constants_of, noise_scale_of, update
 from collapipe_flwr.costs.layouts import Layouts, hop_plans, replaced, segments_of, stage_names
 from collapipe_flwr.costs.price import price_clusters
+from collapipe_flwr.costs.radio import rate_bit_per_s
 from collapipe_flwr.costs.replicas import PricedCluster
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.warm_up import Depths
@@ -36,6 +37,7 @@ from collapipe_flwr.scheduler.protocol import (
 from collapipe_flwr.scheduler.radio.interior_point import equal_shares
 
 USUAL_WEIGHT = 100.0  # V unless given or learnt
+DEAD = 1e-4  # of the fastest link's rate: with less a link carries nothing
 THRIFT = 1e-3  # of the latency weight: the price of energy while all queues are empty
 
 
@@ -100,8 +102,29 @@ class Policy:
 def initial_state(snapshot: Snapshot, settings: SchedulerConfig) -> SchedulerState:
     """Empty queues, and a plain plan as the reference of latency and rounds."""
     tables = tabulate(snapshot, settings.coarsest)
-    reference = _reference(tables, settings)
+    reference = _reference(_with_usable_links(tables), settings)
     return SchedulerState(reference=reference, budget_j=known_budgets({}, snapshot))
+
+
+def _with_usable_links(tables: Tables) -> Tables:
+    """The tables with dead links as the median of the others of their kind.
+
+    The reference is a scale for all rounds: it must not hang on a link that was away in the first.
+    """
+    snapshot, members = tables.snapshot, tables.members
+    ends = members.present_mi
+    between = ends[:, :, None] & ends[:, None, :] & ~np.eye(ends.shape[1], dtype=np.bool_)
+    width_hz = tables.d2d_hz_mij.copy()
+    width_hz[:, :, tables.edge] = snapshot.radio.bandwidth_hz / tables.num_clusters
+    watt, noise = members.power_max_mi[:, :, None], snapshot.radio.noise_w_per_hz
+    rates = tables.share_mij * rate_bit_per_s(width_hz, watt * tables.gain_mij / noise)
+    gains, shares = tables.gain_mij.copy(), tables.share_mij.copy()
+    for kind, real in ((np.s_[:, :, : tables.edge], between), (np.s_[:, :, tables.edge], ends)):
+        dead = real & (rates[kind] < DEAD * rates[kind][real].max(initial=0.0))
+        if dead.any():
+            gains[kind][dead] = np.median(gains[kind][real & ~dead])
+            shares[kind][dead] = np.median(shares[kind][real & ~dead])
+    return replace(tables, gain_mij=gains, share_mij=shares)
 
 
 def _reference(tables: Tables, settings: SchedulerConfig) -> Reference:
