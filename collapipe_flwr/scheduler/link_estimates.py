@@ -22,17 +22,19 @@ interval of a round, is another stream: its frames are counted from 0 again, and
 A stream that only one end knows of counts for nothing. Our reconstruction.
 
 **Learnt.** A channel model promises a rate; a wire, a wall or a neighbour's traffic keeps another.
-For every link that a round used, the share of the promise is noted (its logarithm), and the
-estimate of the link is the median of its last three notes. Missing ones count as the estimate, so
-one bad round changes nothing and two that agree count. Notes within ``AGREES`` of the estimate
-leave it as it is: plans are bit-equal while measurements agree with the model. A link that its
-cluster did not use for ``PATIENCE`` rounds counts as promised again, so that one that was slow is
-tried some day; its notes stay, so that one look suffices.
+For every link that a round used, the share of the promise is noted (its logarithm). The first note
+is believed at once, as a first sample of a device's speed is: it is the only one that was measured.
+From the second on the estimate is the median of the last three; a missing one counts as the
+promise. So of a link that is known one bad round changes nothing and two that agree count. Notes
+within ``AGREES`` of the estimate leave it as it is: plans are bit-equal while measurements agree
+with the model. A link that its cluster did not use for ``PATIENCE`` rounds counts as promised
+again, so that one that was slow is tried some day; its notes stay, so that one look suffices.
 
 Senders that kept to a plan's pace show no more than that the link is as fast as promised.
 
 **Known before.** Where a cluster measured a link before the run, the estimate begins at that rate
-over the one promised at full power, to the edge with an equal part of the bandwidth.
+over the one promised at full power, to the edge with an equal part of the bandwidth. It counts as
+the first note.
 """
 
 from __future__ import annotations
@@ -121,7 +123,8 @@ class LinkEstimate:
     def noting(self, note: float) -> LinkEstimate:
         """After one more round that used the link."""
         notes = (*self.notes, note)[-NOTES:]
-        middle = median((*notes, *[self.believed] * (NOTES - len(notes))))
+        missing = NOTES - len(notes) if self.notes else 0
+        middle = median((*notes, *[0.0] * missing))
         changed = abs(middle - self.believed) > AGREES
         return LinkEstimate(believed=middle if changed else self.believed, notes=notes)
 
@@ -185,7 +188,7 @@ def _begun(link: LinkRate, cluster: ClusterSnapshot, snapshot: Snapshot) -> Link
     snr = np.array(powers) * max(gain, TINY_GAIN) / snapshot.radio.noise_w_per_hz
     promised = harmonic_mean(rate_bit_per_s(width, snr).tolist())
     share = math.log(link.bit_per_s / promised)
-    return LinkEstimate(believed=share if abs(share) > AGREES else 0.0)
+    return LinkEstimate(believed=share if abs(share) > AGREES else 0.0, notes=(share,))
 
 
 def _noted(known: Mapping[str, LinkEstimate], cluster: ClusterOutcome) -> dict[str, LinkEstimate]:
