@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 SHORT, LINE = 80, 400  # characters of a name and of a sentence that others are shown
-
-
 MOST = 16_000  # characters of an error with its traceback
 
 
