@@ -19,7 +19,7 @@ from collapipe_flwr.federation.border import averages, evaluations
 from collapipe_flwr.federation.checkpoint import Memory, Resumable, restore_rng_state, rng_state
 from collapipe_flwr.federation.hook_options import Learning, check_options, learning_of
 from collapipe_flwr.federation.inner import layers
-from collapipe_flwr.federation.inner_state import Undo, remember
+from collapipe_flwr.federation.inner_state import Undo, remember, undo_nothing
 from collapipe_flwr.federation.late_updates import LateUpdate, LateUpdates
 from collapipe_flwr.federation.messages import readdressed, restored
 from collapipe_flwr.federation.open_round import OpenRound
@@ -86,7 +86,7 @@ class StrategyHooks:
         self._attempts = Attempts(retries)
         self._grid: Grid  # of the newest round
         self._configure: Callable[[], list[Message]]  # plans and opens it, also another time
-        self._undo: Undo = bool  # what the inner strategy did in the round
+        self._undo: Undo = undo_nothing  # what the inner strategy did in the round
         self._was_run = False
         self._timeout_s = DEFAULT_TIMEOUT_S
         self._joins_late = joins_late
@@ -205,7 +205,7 @@ class StrategyHooks:
             closed, joined = self._collect(replies)
             arrays, metrics = self.inner_strategy.aggregate_train(server_round, closed.replies)
             arrays = closed.after = self._restored(arrays, closed) if arrays else None
-            self._undo = bool  # frees what it holds
+            self._undo = undo_nothing  # frees what it holds
             if arrays:
                 self._round.accept(closed)
             self.late.settle(joined, closed)

@@ -25,6 +25,10 @@ _DATA = "torch.utils.data"  # examples, which no round changes
 _MISSING = object()
 
 
+def undo_nothing() -> None:
+    """Leave the strategy as it is: outside a round there is nothing to return to."""
+
+
 def remember(strategy: Strategy) -> Undo:
     """A function that returns ``strategy`` to its present state, as often as it is called."""
     kinds = {kind for layer in layers(strategy) for kind in type(layer).__mro__}
