@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from collapipe_flwr.renamed import install
 
 if TYPE_CHECKING:
-    from collapipe_flwr.cluster.fleet import LearningSettings as LearningSettings
+    from collapipe_flwr.cluster.order import LearningSettings as LearningSettings
     from collapipe_flwr.config.schema import EdgeConfig as EdgeConfig
     from collapipe_flwr.core.errors import CollaPipeError as CollaPipeError
     from collapipe_flwr.core.errors import ConfigError as ConfigError
@@ -42,7 +42,7 @@ _HOMES = {
     "DataError": "core.errors",
     "EdgeConfig": "config.schema",
     "Execution": "pipeline.config",
-    "LearningSettings": "cluster.fleet",
+    "LearningSettings": "cluster.order",
     "LinkError": "core.errors",
     "LocalGrid": "federation.local_grid",
     "ModelError": "core.errors",

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from collapipe_flwr.cluster.fleet import RoundOrder
+from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.generation.backends import ServedModel
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.pipeline.compute import present, resolve

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
-from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder
+from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.profile import profile_of
 from collapipe_flwr.cluster.recovery import Recovery
 from collapipe_flwr.cluster.remote import RemoteFleet

@@ -25,7 +25,7 @@ from benchmarks.memory.neighbours import (
 )
 from benchmarks.resident import AnonymousPeak, peak_bytes
 from collapipe_flwr.cluster.control_unit import train_round
-from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder
+from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.unsplit import train_unsplit
 from collapipe_flwr.core.processes import end_with_parent
 from collapipe_flwr.host.allocator import configure_malloc, give_back

@@ -183,18 +183,15 @@ def edge(
     grace_s: Grace = 10.0,
     metrics: Metrics = "",
     log_format: Logs = LogFormat.TEXT,
-    state_dir: Annotated[
-        Path | None, Option(help="Keep sessions here, so that a restart goes on with them.")
-    ] = None,
 ) -> None:
     """Serve decoders (or heads) to clusters until SIGTERM or Ctrl-C.
 
-    Point a run at it with the run-config key `edge.address`.
+    Clusters find it by the [edge] of their cluster file, else by the run-config key `edge.address`.
     """
     options = dict(locals())  # by name, as they were given
     from collapipe_flwr.host.daemon import serve
 
-    settings = _settings("127.0.0.1:50061", options, state_dir=state_dir, cache_bytes=0)
+    settings = _settings("127.0.0.1:50061", options, cache_bytes=0)
     if log_format is LogFormat.JSON:
         log_json(name)
     serve(settings, passes_on=False, announce=lambda a: typer.echo(f"edge server on {a}"))

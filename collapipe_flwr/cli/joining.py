@@ -80,6 +80,7 @@ def join(
 
 def _join(token: JoinToken, newcomer: Newcomer, discover: bool) -> Membership:
     from collapipe_flwr.config.cluster_file import Role
+    from collapipe_flwr.core.links import host_towards
     from collapipe_flwr.membership import newcomer as here
 
     unit = token.address
@@ -87,7 +88,7 @@ def _join(token: JoinToken, newcomer: Newcomer, discover: bool) -> Membership:
         from collapipe_flwr.membership.discovery import found
 
         unit = found(token.pin, interface=unit.rpartition(":")[0])
-    host = newcomer.address or here.host_towards(unit)
+    host = newcomer.address or host_towards(unit)
     address = here.with_port(host, here.PORTS[token.role])
     measures = token.role in (Role.DEVICE, Role.CONTROL_UNIT)
     measure = here.measured if measures else None

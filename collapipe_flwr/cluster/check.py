@@ -49,8 +49,9 @@ def ways(config: ClusterConfig) -> tuple[Way, ...]:
     Those to the edge come first, then from each device to the next one in the file, to the one
     behind that, and so on: the first few include every device.
     """
-    devices = config.devices
-    to_edge = [(device, config.edge) for device in devices] if config.edge.address else []
+    devices = config.workers
+    reaches = config.edge.address and not config.edge_is_control_unit
+    to_edge = [(device, config.edge) for device in devices] if reaches else []
     count = len(devices)
     between = [
         (devices[place], devices[(place + offset) % count])
@@ -77,7 +78,7 @@ def check_cluster(
     too_small = _memory_fault(config.control_unit, here.memory_bytes or 0)
     members = [replace(here, fault=too_small)]
     on_done(here.name)
-    edge = (config.edge,) if config.edge.address else ()
+    edge = (config.edge,) if config.edge.address and not config.edge_is_member else ()
     others = (*config.devices, *edge)
     with ThreadPoolExecutor(max(len(others), 1), thread_name_prefix="check") as pool:
         # All are asked at once, to share one deadline. Those that answer are measured one after the

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig
-from collapipe_flwr.cluster.fleet import CONTROL_UNIT, Fleet, RoundOrder
+from collapipe_flwr.cluster.fleet import Fleet
+from collapipe_flwr.cluster.order import CONTROL_UNIT, RoundOrder
 from collapipe_flwr.cluster.recovery import Incident, RecoveringRound, Recovery
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ScheduleError
@@ -33,18 +34,18 @@ from collapipe_flwr.transport.weights import TransferStats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundResult:
-    """The result of a round; ``reports`` are those of the control unit and each device in order.
+    """The result of a round; ``reports`` are in pipeline order: control unit, devices, edge.
 
     They, and ``moved``, leave out intervals that were void and replayed.
     """
 
     weights: Lookup[Tensor]
-    slots: OptimizerState = field(default_factory=dict)  # of embedding and blocks, on request
+    slots: OptimizerState = field(default_factory=dict)  # of all parts, on request
     losses: tuple[float, ...]  # per optimizer step; a batch without labels makes none
     probe: EvalResult  # before the first step
     reports: tuple[StageReport, ...]
     wall_s: float
-    moved: TransferStats = field(default_factory=TransferStats)  # weights to and from the devices
+    moved: TransferStats = field(default_factory=TransferStats)  # weights to and from all hosts
     plan: ClusterPlan  # at the end of the round
     incidents: tuple[Incident, ...] = ()
     quarantined: Mapping[str, str] = field(default_factory=dict)  # reasons by device

@@ -1,4 +1,4 @@
-"""The order of one round, the interface of the fleet that executes it, and a fleet of threads.
+"""The interface of the fleet that executes an order, and a fleet of threads.
 
 A fleet (threads of this process, or daemons on boards) turns a planned round into a chain of stages
 that is connected to the edge and waits for the first step. Its user sees one link, and after the
@@ -8,147 +8,24 @@ last step the trained segments.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Protocol
 
-import torch
-from torch import Tensor, nn
-
-from collapipe_flwr.core.domain import ClusterPlan, Segment
+from collapipe_flwr.cluster.hosted import Edge
+from collapipe_flwr.cluster.order import CONTROL_UNIT, RoundOrder, Segments
 from collapipe_flwr.core.errors import CollaPipeError, LinkError, LinkTimeout
-from collapipe_flwr.core.links import Heartbeat, LinkConfig
-from collapipe_flwr.core.schedule import ALONE, Turn, turns
+from collapipe_flwr.core.links import LinkConfig
+from collapipe_flwr.core.schedule import ALONE, Turn
 from collapipe_flwr.models.any_splitter import AnySplitter
-from collapipe_flwr.pipeline.compute import CPU, hold, home
-from collapipe_flwr.pipeline.config import Execution, StageConfig
+from collapipe_flwr.pipeline.compute import home
 from collapipe_flwr.pipeline.gradient_sums import Siblings
 from collapipe_flwr.pipeline.link import Link, fan_of
-from collapipe_flwr.pipeline.meter import StageReport
-from collapipe_flwr.pipeline.offload import Lookup
-from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.roles import MiddleStage
-from collapipe_flwr.pipeline.state import (
-    OptimizerState,
-    PartState,
-    load_optimizer_state,
-    optimizer_state_of,
-)
+from collapipe_flwr.pipeline.state import PartState, optimizer_state_of
 from collapipe_flwr.transport.simulated_link import simulated_pair
-from collapipe_flwr.transport.weights import TransferStats
-
-CONTROL_UNIT = "control-unit"
-PATIENCE_PER_STAGE = 0.5  # upstream waits longer, so that the neighbour of a silent stage reports
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearningSettings:
-    """How a cluster learns in one round, set by the server for all clusters."""
-
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: str = "1f1b"
-    deadline_s: float = 60.0  # longest silence of a neighbour inside a step
-    seed: int = 0
-    execution: Execution = field(default_factory=Execution)
-    snapshot_every: int = 0  # steps; 0: a loss replays the round
-    heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    run_id: str = ""  # the same for a run that is resumed
-    keep_optimizer: bool = False  # its state continues in the next round
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundOrder:
-    """One cluster's round; ``weights`` are those of embedding and blocks."""
-
-    plan: ClusterPlan
-    weights: Mapping[str, Tensor]
-    learning: LearningSettings
-    idle_s: float = 600.0  # longest pause between steps
-    dropout_seed: int | None = None  # the same dropout for every cut; None where there is none
-    slots: OptimizerState = field(default_factory=dict)  # empty: the optimizer starts anew
-    keep_optimizer: bool = False  # return the slots at the end of the round
-    first_step: int = 0  # the number of the first step; not 0 in the middle of a round
-    updates: int = 0  # optimizer steps of the round so far
-    batches: int = 0  # of the whole round; 0: not known in advance
-    compute: torch.device = CPU  # of all parts in this process
-    server_round: int = 0  # for the logs of devices
-
-    @property
-    def hops(self) -> tuple[LinkConfig, ...]:
-        """The link of every hop: as planned, else as the run says."""
-        execution = self.learning.execution
-        planned = self.plan.hops or (LinkConfig(codec=execution.codec),) * (
-            1 + len(self.plan.segments)
-        )
-        return planned if execution.paced else tuple(hop.unpaced for hop in planned)
-
-    @property
-    def holders(self) -> tuple[Holder, ...]:
-        """The planned devices in pipeline order, replicas next to each other."""
-        return tuple(
-            Holder(stage=stage, turn=turn, segment=segment)
-            for stage, segment in enumerate(self.plan.segments, start=1)
-            for turn in turns(len(segment.device_ids))
-        )
-
-    def placed(self, part: nn.Module) -> tuple[nn.Module, Optimizer]:
-        """A part on ``compute``, and its optimizer, which continues from the slots."""
-        part = hold(part, self.compute)
-        optimizer = Optimizer(self.learning.optimizer, part.named_parameters())
-        load_optimizer_state(optimizer, self.slots)
-        return part, optimizer
-
-    def settings(self, stage: int, turn: Turn = ALONE) -> StageConfig:
-        """The configuration of a stage, or of a replica of it; 0 is the control unit."""
-        learning, segments = self.learning, self.plan.segments
-        patience = 1 + PATIENCE_PER_STAGE * (len(segments) - stage)
-        return StageConfig(
-            name=segments[stage - 1].device_ids[turn.replica] if stage else CONTROL_UNIT,
-            schedule=learning.schedule,
-            depth=self.plan.warmup_depth[stage],
-            deadline_s=learning.deadline_s * patience,
-            idle_s=self.idle_s,
-            seed=self.dropout_seed,
-            execution=learning.execution if stage else learning.execution.without_recompute,
-            turn=turn,
-            overlap=self.plan.overlap,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
-    """A planned device: one replica of a stage; the first device is stage 1."""
-
-    stage: int
-    turn: Turn
-    segment: Segment
-
-    @property
-    def device_id(self) -> str:
-        return self.segment.device_ids[self.turn.replica]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segments:
-    """What neighbouring stages return; ``reports`` are in pipeline order."""
-
-    state: PartState
-    reports: tuple[StageReport, ...]
-    moved: TransferStats = field(default_factory=TransferStats)  # placed and collected
-
-    def __add__(self, behind: Segments) -> Segments:
-        """Join the stages ahead with those behind."""
-        return Segments(
-            state=PartState(
-                weights=Lookup.of(self.state.weights, behind.state.weights),
-                optimizer=Lookup.of(self.state.optimizer, behind.state.optimizer),
-            ),
-            reports=self.reports + behind.reports,
-            moved=self.moved + behind.moved,
-        )
-
 
 Collected = Callable[[], Segments]
 
@@ -157,9 +34,9 @@ Collected = Callable[[], Segments]
 class Chain:
     """Device 1 -> ... -> device K -> edge, ready for steps; ``link`` is that to device 1.
 
-    ``collect`` begins to collect the segments, with slots or not, and returns what waits for them.
-    In a plan with overlap it may be called before the last step: every device is asked as soon as
-    it has ended. What waits is called after the chain's last frame was sent down ``link``. It
+    ``collect`` begins to collect all parts behind it, with slots or not, and returns what waits for
+    them. In a plan with overlap it may be called before the last step: every host is asked as soon
+    as it has ended. What waits is called after the chain's last frame was sent down ``link``. It
     returns when every device and the edge have ended, or raises the LinkError of one that failed or
     did not.
     """
@@ -183,29 +60,28 @@ class Fleet(Protocol):
         """Devices that do not answer now; all are asked at once, for a second or two."""
 
 
-Connect = Callable[[LinkConfig], AbstractContextManager[Link]]
 MakeStage = Callable[..., MiddleStage]
 
 
 class ThreadFleet:
-    """A `Fleet` in this process; ``connect`` makes a link to the cluster's decoder.
+    """A `Fleet` in this process, before an ``edge`` wherever it is.
 
     A thread that ends by an error other than a CollaPipeError has crashed: its device is missing
     from then on. Tests pass a ``make_stage`` that makes a stage crash.
     """
 
-    def __init__(self, connect: Connect, make_stage: MakeStage = MiddleStage) -> None:
-        self._connect = connect
+    def __init__(self, edge: Edge, make_stage: MakeStage = MiddleStage) -> None:
+        self._edge = edge
         self._make_stage = make_stage
         self._crashed: set[str] = set()
 
     @contextmanager
     def chain(self, splitter: AnySplitter, order: RoundOrder) -> Iterator[Chain]:
         """See `Fleet.chain`; every thread has ended afterwards."""
-        with ExitStack() as edge:
+        with self._edge.opened(splitter, order) as edge, ExitStack() as links:
             last = order.plan.replicas[-2]
             edges = [
-                edge.enter_context(self._connect(replace(order.hops[-1], lane=lane, lanes=last)))
+                links.enter_context(edge.connect(replace(order.hops[-1], lane=lane, lanes=last)))
                 for lane in range(last)
             ]
             link, stages = join(splitter, order, edges, self._make_stage)
@@ -215,8 +91,9 @@ class ThreadFleet:
             def collected(keep_optimizer: bool) -> Segments:
                 for thread in threads:
                     thread.finish(deadline_s)
-                edge.close()
-                return _segments(stages, keep_optimizer)
+                links.close()
+                last_part = edge.part.collect(keep_optimizer, nullcontext())
+                return _segments(stages, keep_optimizer) + last_part
 
             try:
                 yield Chain(link, lambda keep_optimizer: partial(collected, keep_optimizer))

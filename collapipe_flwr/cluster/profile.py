@@ -116,7 +116,7 @@ def profile_of(config: ClusterConfig, examples: int) -> ClusterProfile:
         cluster_id=config.id,
         examples=examples,
         control_unit=_device(config, config.control_unit, measured.of(config.control_unit.name)),
-        devices=tuple(_device(config, d, measured.of(d.name)) for d in config.devices),
+        devices=tuple(_device(config, d, measured.of(d.name)) for d in config.workers),
         d2d_bandwidth_hz=config.links.bandwidth_mhz * _MEGA,
         server_rate_bit_per_s=config.links.server_mbit_per_s * _MEGA,
         link_codec=config.links.codec,
@@ -127,7 +127,7 @@ def profile_of(config: ClusterConfig, examples: int) -> ClusterProfile:
 
 def _link_rates(config: ClusterConfig, measured: Measurements) -> tuple[LinkRate, ...]:
     """The measured rates by device ids; of a link measured both ways, the mean by time."""
-    members = (config.control_unit, *config.devices)
+    members = (config.control_unit, *config.workers)
     ids = {member.name: config.device_id(member) for member in members} | {config.edge.name: ""}
     ways = [(config.control_unit.name, m.name, m.rate_bit_per_s) for m in measured.members]
     ways += [(link.source, link.target, link.rate_bit_per_s) for link in measured.links]

@@ -2,17 +2,17 @@
 
 The round runs in replay intervals: steps over one chain, between two states of all parts. An
 interval either ends with the new states at the control unit, or changes nothing there. Before each
-interval the control unit has the state of every segment, in a file, and the edge a snapshot of its
-decoder after the same step. When anything fails, the interval is void on all sides: the edge rolls
-back to its snapshot, the segments are placed again by a plan for the devices that still answer
+interval the control unit has the state of every part, in a file. When anything fails, the interval
+is void on all sides: the parts are placed again by a plan for the devices that still answer
 (without moving a block where every stage has a replica left), and the same batches are replayed
 with the same seeds. So no step is applied twice or in part, and the weights are those of an
-undisturbed run on the new plan.
+undisturbed run on the new plan. The edge is one more host: one that restarts is waited for and gets
+its part again.
 
 With ``snapshot_every`` 0 in the order the round is one interval: its first state came with the
 order and costs nothing, and at most one round is replayed. With S > 0 a loss costs at most S steps,
-and every S steps the segments' weights and optimizer slots (for AdamW three times the weights) are
-sent to the control unit and back, while the edge copies its own.
+and every S steps the weights and optimizer slots of all parts (for AdamW three times the weights)
+are sent to the control unit and back.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig, generate_texts
-from collapipe_flwr.cluster.fleet import CONTROL_UNIT, Fleet, RoundOrder, Segments
+from collapipe_flwr.cluster.fleet import Fleet
+from collapipe_flwr.cluster.order import CONTROL_UNIT, EDGE, RoundOrder, Segments
 from collapipe_flwr.cluster.suspects import Suspects
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, ModelProfile
-from collapipe_flwr.core.errors import Blame, InfeasibleError, LinkError, MemberFailed
+from collapipe_flwr.core.errors import Blame, EdgeLost, InfeasibleError, LinkError, MemberFailed
 from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.host.allocator import give_back
 from collapipe_flwr.models.any_splitter import AnySplitter
@@ -51,7 +52,7 @@ MOST_REPLAYS = 2  # of one interval without losing a device: the failure is not 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayInterval:
-    """The result of an interval; ``held`` is that of embedding and blocks, slots on request."""
+    """The result of an interval; ``held`` is that of all parts, slots on request."""
 
     losses: tuple[float, ...]  # per optimizer step; a batch without labels makes none
     probe: EvalResult  # before the first step
@@ -128,6 +129,7 @@ def _check_sound(splitter: AnySplitter, order: RoundOrder, state: PartState) -> 
     """Raise MemberFailed for a device that returns weights that cannot be right."""
     owners = [(splitter.segment_keys(s.first_block, s.stop_block), s) for s in order.plan.segments]
     owned = {key: segment.device_id for keys, segment in owners for key in keys}
+    owned |= dict.fromkeys(splitter.edge_keys(), EDGE)
     for key, tensor in state.weights.items():
         wrong = implausible(tensor)
         if wrong and (key not in order.weights or not implausible(order.weights[key])):
@@ -170,23 +172,12 @@ def _losses(results: Iterable[StepResult]) -> Iterator[tuple[float, float]]:
     return ((result.loss, result.weight) for result in results)
 
 
-class Replica(Protocol):
-    """The cluster's decoder at the edge; both calls may be repeated and raise LinkError."""
-
-    def snapshot(self, step: int) -> None:
-        """Keep the state after ``step`` steps."""
-
-    def rollback(self, step: int) -> None:
-        """Go back to the snapshot after ``step`` steps."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
     """What a round needs to continue without some of its devices."""
 
     profile: ClusterProfile
     model: Callable[[], ModelProfile]  # called only when a device is lost
-    edge: Replica
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,6 +258,11 @@ class RecoveringRound:
         while True:
             try:
                 result = attempt()
+            except EdgeLost as gone:
+                if not ended:
+                    raise
+                why = f"{ended[-1].reason}; the round cannot be replayed: {gone}"
+                raise EdgeLost(why) from gone
             except LinkError as error:
                 if self._recovery is None:
                     raise
@@ -281,12 +277,7 @@ class RecoveringRound:
                 return result
 
     def _once(self, buffer: ReplayBuffer) -> ReplayInterval:
-        """Run the interval and take a snapshot of the edge after it.
-
-        After the last interval, too: else an edge that restarts then would continue from an older
-        snapshot and return a decoder without the interval.
-        """
-        interval = run_interval(
+        return run_interval(
             self._splitter,
             self.order,
             buffer.replay(),
@@ -295,12 +286,9 @@ class RecoveringRound:
             keep_optimizer=lambda: buffer.has_next() or self.order.keep_optimizer,
             has_more=buffer.has_more,
         )
-        if self._recovery is not None:
-            self._recovery.edge.snapshot(self._done + len(interval.losses))
-        return interval
 
     def _recover(self, recovery: Recovery, error: LinkError, *, last: bool) -> Incident:
-        """Void the interval everywhere, and plan for the devices that answer.
+        """Plan for the devices that answer.
 
         A lost device stays out until the round is over: with one that comes and goes the interval
         would be replayed without end. Where all answer, one may be to blame, see `Suspects`.
@@ -319,10 +307,6 @@ class RecoveringRound:
             present = [name for name in ids if name not in missing | self._lost]
             plan = self._plan_for(present, recovery, error)
             self.order = replace(self.order, plan=plan)
-        try:
-            recovery.edge.rollback(self._done)
-        except LinkError as gone:
-            raise LinkError(f"{error}; the round cannot be replayed: {gone}") from error
         where = ", ".join(plan.device_ids)
         log.warning("replaying from step %d on %s", self._done, where)
         return Incident(

@@ -1,26 +1,29 @@
-"""Devices on boards: a session on the daemon of each, connected hop by hop over gRPC."""
+"""Devices on boards: a session on the daemon of each, connected hop by hop over gRPC.
+
+The edge is the last of these sessions.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import compress
 from typing import TypeVar
 
-from torch import Tensor
-
-from collapipe_flwr.cluster.fleet import CONTROL_UNIT, Chain, Collected, RoundOrder, Segments
+from collapipe_flwr.cluster.fleet import Chain, Collected
+from collapipe_flwr.cluster.hosted import Hosted, HostedEdge
+from collapipe_flwr.cluster.order import CONTROL_UNIT, RoundOrder, Segments
 from collapipe_flwr.cluster.routes import Routes
 from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
 from collapipe_flwr.core.errors import (
     Blame,
     ConfigError,
-    FrozenWanted,
+    EdgeLost,
     LinkError,
     LinkTimeout,
     MemberFailed,
@@ -30,18 +33,14 @@ from collapipe_flwr.core.errors import (
 from collapipe_flwr.core.links import Heartbeat
 from collapipe_flwr.core.schedule import ALONE
 from collapipe_flwr.models.any_splitter import AnySplitter
-from collapipe_flwr.pipeline.config import NextHop, SessionKey, SessionRequest
+from collapipe_flwr.pipeline.config import NextHop, SessionKey
 from collapipe_flwr.pipeline.link import Link, fan_of
-from collapipe_flwr.pipeline.offload import Lookup
-from collapipe_flwr.pipeline.state import PartState
 from collapipe_flwr.transport.client import EdgeClient
-from collapipe_flwr.transport.weights import TransferStats
 
 _log = logging.getLogger(__name__)
 _MEGA = 1e6
 PROBE_S = 2.0  # a device that does not answer within this time is lost
 PATIENT_PROBE_S = 10.0  # the same, after no device has answered
-CLOSE_S = 2.0  # for a device to free a session
 AT_ONCE = 2  # devices that send their segments: each needs memory here, and may have a slow link
 Answer = TypeVar("Answer")
 
@@ -50,14 +49,14 @@ Answer = TypeVar("Answer")
 class RemoteFleet:
     """A `Fleet` of the daemons in a cluster file.
 
-    ``edge`` is the session that the last device sends its activations to. Links are configured by
-    the order; a codec in the cluster file overrides it, and the smaller of two rates counts. Calls
-    end within ``deadline_s``; with a ``heartbeat`` every member also watches the next one, and the
-    control unit watches all.
+    ``edge`` is where the last device sends its activations. Links are configured by the order; a
+    codec in the cluster file overrides it, and the smaller of two rates counts. Calls end within
+    ``deadline_s``; with a ``heartbeat`` every member also watches the next one, and the control
+    unit watches all.
     """
 
     cluster: ClusterConfig
-    edge: NextHop
+    edge: HostedEdge
     deadline_s: float = 20.0
     heartbeat: Heartbeat | None = None
 
@@ -72,7 +71,7 @@ class RemoteFleet:
             hosted.open()
             hosted.fill(splitter, order)
 
-        count = len(order.plan.device_ids)
+        count = len(order.plan.device_ids) + 1
         with ExitStack() as stack:
             # Threads that wait for a device end when its connection is closed.
             senders = stack.enter_context(ThreadPoolExecutor(count, "hand-out"))
@@ -80,10 +79,11 @@ class RemoteFleet:
             limits = self.cluster.links
             rate_bit_per_s = limits.rate_mbit_per_s * _MEGA or None
             places = {name: self._hop(name) for name in order.plan.device_ids}
+            edge, hop = stack.enter_context(self.edge.session(splitter, order))
             routes = Routes(
                 order,
                 places,
-                replace(self.edge, heartbeat=self.heartbeat),
+                hop,
                 [hop.limited(limits.codec, rate_bit_per_s) for hop in order.hops],
             )
             sessions = [
@@ -93,7 +93,8 @@ class RemoteFleet:
                 )
                 for holder in order.holders
             ]
-            stack.callback(_at_once, Hosted.close, sessions)
+            stack.callback(_at_once, Hosted.close, tuple(sessions))
+            sessions.append(edge)
             begin, late = (Hosted.open, sessions) if order.plan.overlap else (place, ())
             _at_once(_attributed(begin), sessions)
             first_links, width = [], order.plan.replicas[1]
@@ -138,7 +139,7 @@ class RemoteFleet:
         with a longer deadline.
         """
         cluster = self._cluster_now()
-        listed = frozenset(map(cluster.device_id, cluster.devices)).intersection(device_ids)
+        listed = frozenset(map(cluster.device_id, cluster.workers)).intersection(device_ids)
         found = self._answering(listed, PROBE_S)
         if listed and not found:
             _log.warning("no device is there: asking all again")
@@ -181,7 +182,7 @@ class RemoteFleet:
 
     def _hop(self, device_id: str) -> NextHop:
         """A fresh session on a device. Raises Unreachable for one that the file does not list."""
-        found = {self.cluster.device_id(member): member for member in self.cluster.devices}
+        found = {self.cluster.device_id(member): member for member in self.cluster.workers}
         if device_id not in found:
             raise Unreachable(
                 f"the plan uses device {device_id}, which the cluster file does not list; it has "
@@ -195,63 +196,6 @@ class RemoteFleet:
             certificate_name=self.cluster.certificate_name(member),
             heartbeat=self.heartbeat,
         )
-
-
-class Hosted:
-    """One segment in a session on one daemon."""
-
-    def __init__(self, client: EdgeClient, request: SessionRequest) -> None:
-        self.client, self.request = client, request
-        self.session = client.session(request.key)
-        self._pushed: Mapping[str, Tensor] = {}
-        self._moved = TransferStats()
-
-    def open(self) -> None:
-        """Open the session."""
-        self.client.open_session(self.request)
-
-    def fill(self, splitter: AnySplitter, order: RoundOrder) -> None:
-        """Send the session its weights."""
-        assert self.request.placement is not None
-        blocks = self.request.placement.blocks
-        keys = (*splitter.segment_keys(*blocks), *splitter.shared_keys)
-        state = PartState(weights=order.weights, optimizer=order.slots).only(keys)
-        self._pushed = state.tensors()
-        try:
-            self._moved += self.session.push_missing(self._pushed)
-        except FrozenWanted as wanted:
-            _log.info("%s; it gets its frozen weights from here", wanted)
-            frozen = splitter.read_resident(splitter.resident_keys_of_segment(*blocks))
-            self._moved += self.session.push_missing(Lookup.of(self._pushed, frozen))
-
-    def collect(self, keep_optimizer: bool, turn: AbstractContextManager[object]) -> Segments:
-        """The segment, fetched within ``turn``, and its report, once the device has ended.
-
-        Replicas but the first, which hold the same, return their report only.
-        """
-        if self.request.stage.overlap:
-            self.session.await_end()
-        report = self.session.report()
-        state = PartState(weights={})
-        if not self.request.stage.turn.replica:
-            tensors, moved = self.session.fetch_changed(
-                self._pushed, with_optimizer=keep_optimizer, turn=turn
-            )
-            self._moved += moved
-            state = PartState.of_tensors(tensors)
-        return Segments(state=state, reports=(report,), moved=self._moved)
-
-    def close(self) -> None:
-        """Free the session; if the device is gone, or dropped it already, log that.
-
-        A device that fell silent frees it by itself later.
-        """
-        if self.client.silent:
-            return
-        try:
-            self.session.close(within_s=CLOSE_S)
-        except LinkError as error:
-            _log.info("nothing to close: %s", error)
 
 
 @contextmanager
@@ -299,7 +243,7 @@ def _attributed(work: Callable[[Hosted], Answer]) -> Callable[[Hosted], Answer]:
     def attributed(hosted: Hosted) -> Answer:
         try:
             return work(hosted)
-        except (LinkTimeout, MemberFailed, Unreachable):
+        except (EdgeLost, LinkTimeout, MemberFailed, Unreachable):
             raise
         except LinkError as error:
             blame = Blame.RAISED if isinstance(error, PeerBroken) else Blame.UNREACHABLE

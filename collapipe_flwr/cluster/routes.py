@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from collapipe_flwr.cluster.fleet import Holder, RoundOrder
+from collapipe_flwr.cluster.order import Holder, RoundOrder
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.core.schedule import ALONE, Turn
 from collapipe_flwr.models.any_splitter import AnySplitter

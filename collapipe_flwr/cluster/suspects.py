@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 
-from collapipe_flwr.cluster.fleet import CONTROL_UNIT
+from collapipe_flwr.cluster.order import CONTROL_UNIT, EDGE
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import (
     Blame,
@@ -24,7 +24,6 @@ from collapipe_flwr.core.errors import (
 )
 from collapipe_flwr.pipeline.soundness import advice
 
-EDGE = "edge"
 _SPECIFIC = re.compile(r"\(blocks [\d, -]+\)|[\w.:\[\]-]*\d[\w.:\[\]-]*")  # beside its name
 
 

@@ -2,9 +2,9 @@
 
 | role | on a device | on the edge | on a text server |
 |---|---|---|---|
-| control unit | everything | open sessions for its own cluster; use that cluster's sessions | ask |
+| control unit | everything | open sessions for its own cluster, and use those | ask |
 | device | stream into a session that it has the token of | the same | - |
-| server | ask how it is | everything | - |
+| server | ask how it is | ask how it is and how far rounds are | - |
 | edge | ask how it is | - | - |
 | registrar (admits newcomers) | ask how it is; bring a roster | the same | - |
 
@@ -22,7 +22,6 @@ from collapipe_flwr.core.errors import ConfigError
 SERVICE_NAME = "collapipe-joining"  # in the registrar's certificate; no member has this name
 ASK = frozenset({"Echo", "Status"})
 _STREAM = ASK | {"Stream"}
-_USE = frozenset({"Stream", "Snapshot", "Rollback", "Report"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,21 +48,17 @@ class Caller:
             case Role.DEVICE:
                 return method in _STREAM
             case Role.SERVER:
-                return on_edge or method in ASK
+                return method in ASK or (on_edge and method == "Progress")
             case Role.REGISTRAR:
                 return method in ASK or method == "Roster"
             case Role.EDGE:
                 return method in ASK
 
-    def may_use(self, method: str, *, cluster_id: str, opener: str, readable: bool = False) -> bool:
-        """Whether it may do this to a session of ``cluster_id`` that ``opener`` opened.
-
-        The weights of a ``readable`` one are for its cluster's control unit, too.
-        """
-        if self.role in (None, Role.SERVER):
+    def may_use(self, method: str, *, cluster_id: str, opener: str) -> bool:
+        """Whether it may do this to a session of ``cluster_id`` that ``opener`` opened."""
+        if self.role is None:
             return True
-        reads = readable and method == "FetchWeights"
-        return cluster_id in self.clusters and (method in _USE or reads or self.name == opener)
+        return cluster_id in self.clusters and (method == "Stream" or self.name == opener)
 
     def cluster_of(self, wanted: str) -> str:
         """The cluster of a session that it opens; raises ConfigError for another's."""
@@ -79,6 +74,11 @@ class AccessControl:
     """The callers by the common names of their certificates."""
 
     callers: Mapping[str, Caller]
+
+    @property
+    def control_units(self) -> int:
+        """How many clusters share a host."""
+        return sum(caller.role is Role.CONTROL_UNIT for caller in self.callers.values())
 
 
 def access_control(clusters: Iterable[ClusterConfig], allow: Iterable[str] = ()) -> AccessControl:

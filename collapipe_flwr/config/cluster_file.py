@@ -113,12 +113,28 @@ class ClusterConfig:
     @property
     def roles(self) -> tuple[tuple[MemberConfig, Role], ...]:
         """Everybody who has a certificate, with its role."""
+        own_edge = () if self.edge_is_member else ((self.edge, Role.EDGE),)
         return (
             (self.control_unit, Role.CONTROL_UNIT),
             *((device, Role.DEVICE) for device in self.devices),
-            (self.edge, Role.EDGE),
+            *own_edge,
             (self.server, Role.SERVER),
         )
+
+    @property
+    def edge_is_control_unit(self) -> bool:
+        """Whether [edge] names the control unit, which then serves it while it trains."""
+        return self.edge.name == self.control_unit.name
+
+    @property
+    def edge_is_member(self) -> bool:
+        """Whether [edge] names the control unit or a device."""
+        return self.edge.name in (self.control_unit.name, *(d.name for d in self.devices))
+
+    @property
+    def workers(self) -> tuple[MemberConfig, ...]:
+        """The devices that may hold blocks: all but one that is the edge."""
+        return tuple(device for device in self.devices if device.name != self.edge.name)
 
     @property
     def members(self) -> tuple[MemberConfig, ...]:
@@ -136,7 +152,7 @@ class ClusterConfig:
         return self.joining or self.control_unit.address
 
     def having(self, role: Role) -> tuple[MemberConfig, ...]:
-        """The members in a role: any number of devices, one of every other."""
+        """The members in a role: any number of devices, at most one of every other."""
         return tuple(member for member, its in self.roles if its is role)
 
     def has_joined(self, name: str) -> bool:
@@ -217,7 +233,8 @@ def parse_cluster(values: Mapping[str, Any], folder: Path) -> ClusterConfig:
         **tables,
     )
     _check_members(config)
-    return config
+    named = next((device for device in config.devices if device.name == config.edge.name), None)
+    return config if named is None else replace(config, edge=named)
 
 
 def _check_members(config: ClusterConfig) -> None:
@@ -228,10 +245,16 @@ def _check_members(config: ClusterConfig) -> None:
     twice = [name for name in config.names if compared.count(name.casefold()) > 1]
     if twice:
         raise ConfigError(f"two members are called {twice[0]!r}: names must differ")
-    addresses = [member.address for member in (*config.devices, config.edge) if member.address]
+    is_device = config.edge.name in [device.name for device in config.devices]
+    hosts = config.devices if is_device else (*config.devices, config.edge)
+    addresses = [member.address for member in hosts if member.address]
     shared = [address for address in addresses if addresses.count(address) > 1]
     if shared:
         raise ConfigError(f"two members have the address {shared[0]!r}: each needs its own")
+    if not config.workers and config.devices:
+        raise ConfigError(
+            f"[edge] names {config.edge.name!r}, the only device: no other is left to hold blocks"
+        )
 
 
 def certificate_hosts(clusters: Iterable[ClusterConfig]) -> dict[str, tuple[str, ...]]:

@@ -108,7 +108,6 @@ class ClusterProfile:
     server_rate_bit_per_s: bounds.Rate  # control unit <-> Flower server
     link_codec: Annotated[str, one_of("", *CODECS)] = ""  # of all its links; empty: as the run says
     real_links: bool = False  # machines: measured traffic corrects the planned rates
-    whole: bool = False  # its app has mods: messages and replies hold the whole model
     bundles: bool = False  # its app sends and receives arrays in bundles
     overhead_s: bounds.Overhead = 0.0  # of every round, besides transfers and steps
     link_rates: Annotated[

@@ -75,6 +75,10 @@ class Unreachable(LinkError):
     """A peer that cannot be connected, or no longer."""
 
 
+class EdgeLost(LinkError):
+    """The edge is gone, so no chain can end there."""
+
+
 class ProtocolError(LinkError):
     """A peer that sent something malformed."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import socket
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,6 +64,19 @@ def is_address(text: str) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def host_towards(address: str) -> str:
+    """The address of this machine on the way to another; nothing is sent."""
+    host, port = host_and_port(address)
+    try:
+        ((family, *_, target), *_) = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            found = str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"{host} cannot be reached from here: {error.strerror}") from error
+    return f"[{found}]" if ":" in found else found
 
 
 def is_loopback(host: str) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg, Strategy
@@ -37,8 +36,7 @@ def trained(
 ) -> tuple[RecordDict, ClusterTelemetry | None]:
     """A reply to training without its telemetry, and the telemetry; raises ProtocolError.
 
-    ``plan`` is the one that was sent. The weight of the reply is checked elsewhere. What the
-    cluster says of the edge is left out.
+    ``plan`` is the one that was sent. The weight of the reply is checked elsewhere.
     """
     _check_records(content, cluster_id, weighted_by)
     try:
@@ -49,7 +47,6 @@ def trained(
     except ProtocolError as error:
         raise ProtocolError(f"cluster {cluster_id}: {error}") from error
     if telemetry is not None:
-        telemetry = replace(telemetry, edge=None)
         _check_telemetry(telemetry, plan, cluster_id)
     return rest, telemetry
 
@@ -93,7 +90,7 @@ def _check_telemetry(
 ) -> None:
     if others := telemetry.cluster_ids - {cluster_id}:
         raise ProtocolError(f"cluster {cluster_id} sent telemetry of {min(others)!r}")
-    names = [report.name for report in telemetry.reports]
+    names = [report.name for report in telemetry.stages]
     if len(set(names)) < len(names):
         raise ProtocolError(f"cluster {cluster_id} sent two reports of one stage")
     if telemetry.replanned is not None:

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from collapipe_flwr.cluster.fleet import LearningSettings
+from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.config.schema import EdgeConfig
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.federation.split import EdgeGateway
 from collapipe_flwr.models.any_splitter import DescribedModel
 from collapipe_flwr.models.split_model import SplitModel
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig, optimizer_config
@@ -36,7 +35,7 @@ def check_options(model: object, *, optimizer: object, learning: object, edge: o
             "learning must be LearningSettings, or a function of the round that returns them, got "
             f"{learning!r}"
         )
-    if not isinstance(edge, str | EdgeConfig | EdgeGateway | None):
+    if not isinstance(edge, str | EdgeConfig | None):
         raise ConfigError(f"edge must be an address, host:port, or an EdgeConfig, got {edge!r}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -12,11 +13,12 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from collapipe_flwr.config.schema import EdgeConfig
-from collapipe_flwr.core.errors import ConfigError, DevicesMissing, LinkError, RunError
+from collapipe_flwr.core.errors import DevicesMissing, RunError
 from collapipe_flwr.federation.arrays import inner_view, load_into, narrow_raw, not_finite
 from collapipe_flwr.federation.attempts import DEFAULT_TIMEOUT_S, Attempts, are_permanent
 from collapipe_flwr.federation.border import averages, evaluations
 from collapipe_flwr.federation.checkpoint import Memory, Resumable, restore_rng_state, rng_state
+from collapipe_flwr.federation.default_edge import DefaultEdge, open_edge
 from collapipe_flwr.federation.hook_options import Learning, check_options, learning_of
 from collapipe_flwr.federation.inner import layers
 from collapipe_flwr.federation.inner_state import Undo, remember, undo_nothing
@@ -35,18 +37,12 @@ from collapipe_flwr.federation.rounds import (
     RoundRecord,
     metrics_as_dict,
 )
-from collapipe_flwr.federation.rpc_gateway import RpcEdgeGateway, open_edge
-from collapipe_flwr.federation.split import EdgeGateway, PersonalArrays, SplitRound
+from collapipe_flwr.federation.split import PersonalArrays, SplitRound
 from collapipe_flwr.models.any_splitter import DescribedModel
 from collapipe_flwr.reporting.progress import ClusterProgress
 from collapipe_flwr.scheduler.protocol import Scheduler
 
 log = logging.getLogger("flwr.collapipe")
-
-_NOT_RUNNING = (
-    "a CollaPipe with a model to split cannot be wrapped in another strategy, which would see "
-    "parts of updates: put that inside, CollaPipe(OtherStrategy(FedAvg(), ...), model=...)"
-)
 
 
 class StrategyHooks:
@@ -60,23 +56,19 @@ class StrategyHooks:
         scheduler: str | Scheduler | Planning | RoundPlanner | None,
         optimizer: object,
         learning: Learning | None,
-        edge: str | EdgeConfig | EdgeGateway | None,
+        edge: str | EdgeConfig | None,
         on_round: Callable[[RoundRecord], None] | None,
         raises: bool,
         retries: int,
         joins_late: bool = False,
     ) -> None:
         check_options(model, optimizer=optimizer, learning=learning, edge=edge)
-        if model is not None and (weighted_by := weight_key(inner)) != EXAMPLES:
-            raise ConfigError(
-                f"weighted_by_key must be {EXAMPLES} with a model to split, since the edge counts "
-                f"the examples of a cluster and nothing else, got {weighted_by!r}: leave it out"
-            )
         self.inner_strategy = inner
         self._model = model
         self._learning = learning_of(optimizer, learning, model)
         self._edge = EdgeConfig(address=edge) if isinstance(edge, str) else edge or EdgeConfig()
-        self._gateway = self._edge if isinstance(self._edge, EdgeGateway) else None
+        self._running = ExitStack()
+        self._default_edge: DefaultEdge | None = None  # from the first round on
         self.planner = planner_of(scheduler, model, self._learning)
         self._accepted = AcceptedRounds()
         self._personal = PersonalArrays()
@@ -105,7 +97,6 @@ class StrategyHooks:
         """See `CollaPipe.resumable`."""
         parts: dict[str, object] = {
             "planner": self.planner,
-            "edge": self._gateway,
             "accepted": self._accepted,
             "personal": self._personal if self._model and self._model.personal else None,
         }
@@ -120,18 +111,32 @@ class StrategyHooks:
         if self._was_run:
             self._forget_run()
         self._was_run = True
-        with ExitStack() as stack:
-            if self._model is not None and isinstance(self._edge, EdgeConfig):
-                self._gateway = RpcEdgeGateway(stack.enter_context(open_edge(self._edge)))
-                stack.callback(setattr, self, "_gateway", None)
-            stack.callback(self.close)
-            stack.callback(self.late.close)
+        try:
             yield
+        finally:
+            self.late.close()
+            self.close()
+            self._close_edge()
+
+    def _opened_edge(self) -> DefaultEdge:
+        """The edge of clusters that name none; one in this process ends with the run, or with it.
+
+        A strategy around this one calls no :meth:`running`.
+        """
+        if self._default_edge is None:
+            self._default_edge = self._running.enter_context(open_edge(self._edge))
+            atexit.register(self._close_edge)
+        return self._default_edge
+
+    def _close_edge(self) -> None:
+        atexit.unregister(self._close_edge)
+        self._default_edge = None
+        self._running.close()
 
     def _forget_run(self) -> None:
         """Begin a new run as if it were the first: nothing is accepted, learnt or kept yet."""
         self._accepted.forget()
-        for part in (self.planner, self._gateway, self._personal):
+        for part in (self.planner, self._personal):
             if isinstance(part, Resumable):
                 part.load(Memory())
         self._planned = None
@@ -141,26 +146,22 @@ class StrategyHooks:
         return self._model.hidden_keys if self._model else frozenset()
 
     def close(self) -> None:
-        """End the edge sessions of a round that is still open."""
-        if self._round is not None:
-            self._round.close(keep=self.late.of(self._round))
-            self._round = None
+        """Forget a round that is still open."""
+        self._round = None
 
     def progress(self) -> dict[str, ClusterProgress]:
         """See `CollaPipe.cluster_progress`."""
-        opened = self._round
-        return {} if opened is None else opened.progress()
+        opened, edge = self._round, self._default_edge
+        return {} if opened is None else opened.progress(edge.progress() if edge else {})
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """The inner strategy's messages, each with its own plan and its part of the model.
+        """The inner strategy's messages, each with its own plan.
 
         A split model is trained with the settings in their config (`asked_optimizer`). Raises
-        ScheduleError, LinkError, ConfigError, and RunError outside :meth:`running`.
+        ScheduleError, ConfigError, RunError.
         """
-        if self._model is not None and self._gateway is None:
-            raise RunError(_NOT_RUNNING)
         self._attempts = Attempts(self._retries)
         if self._accepted.holds(server_round):
             self._forget_run()
@@ -169,13 +170,13 @@ class StrategyHooks:
         return self._with_retries(self._configure)
 
     def _with_retries(self, configure: Callable[[], list[Message]]) -> list[Message]:
-        """The messages of a round, repeated while the edge or the devices are missing."""
+        """The messages of a round, repeated while devices are missing."""
         while True:
             try:
                 return configure()
-            except (LinkError, DevicesMissing) as error:
+            except DevicesMissing as error:
                 if not self._attempts.retry(str(error)):
-                    raise type(error)(self._attempts.with_count(str(error))) from error
+                    raise DevicesMissing(self._attempts.with_count(str(error))) from error
 
     def _configured(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, rng_state: str
@@ -279,8 +280,8 @@ class StrategyHooks:
     ) -> list[Message]:
         """The inner strategy's messages, none of whose records is shared.
 
-        A split model is evaluated by this round's plan, with the new decoder at the edge, on the
-        clusters of the plan; clusters that did not train get a plan first.
+        A split model is evaluated by this round's plan, on the clusters of the plan; clusters that
+        did not train get a plan first.
         """
         view = inner_view(arrays, self._hidden_keys)
         configure = self.inner_strategy.configure_evaluate
@@ -331,9 +332,9 @@ class StrategyHooks:
     ) -> list[Message]:
         """The messages of a round that is open from now on; closed again on an error."""
         split = None
-        if self._model is not None and self._gateway is not None:
-            learning = self._learning(server_round)
-            split = SplitRound(self._model, self._gateway, learning, server_round, plan.whole)
+        if self._model is not None:
+            address = self._opened_edge().address
+            split = SplitRound(self._model, address, self._learning(server_round))
         self._round = OpenRound(
             plan,
             arrays,

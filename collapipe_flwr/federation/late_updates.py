@@ -119,4 +119,3 @@ class LateUpdates:
 
     def _drop(self, late: LateUpdate) -> None:
         del self._under_way[late.sent.cluster_id]
-        late.opened.close(keep=self.of(late.opened))

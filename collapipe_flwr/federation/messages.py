@@ -1,9 +1,7 @@
 """Messages of a round: their content, the sender and weight of each reply, and why replies failed.
 
-The number of examples weighs a reply in averages, so a cluster that claims too many would replace
-the model by its own. The edge counts the micro-batches of every cluster, and the plan contains
-their size: a claim above the product is reduced to it. Where nothing was counted, only impossible
-numbers are refused.
+The number of examples weighs a reply in averages. It is the cluster's own claim, as in every Flower
+project: only impossible numbers are refused.
 """
 
 from __future__ import annotations
@@ -15,13 +13,11 @@ from copy import copy
 
 from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
 
-from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.core.texts import one_line, printable
 from collapipe_flwr.federation.arrays import inner_view, load_into, narrow_raw
 from collapipe_flwr.federation.records import examples_of
 from collapipe_flwr.federation.rounds import Sent
-from collapipe_flwr.pipeline.meter import StageReport
 
 BAD_REPLY = 300  # Error.code of replies that arrived but cannot be used; Flower's own are below 100
 LATE = 301  # Error.code of replies that were not waited for
@@ -133,16 +129,6 @@ def check_possible(content: RecordDict, weighted_by: str, cluster_id: str) -> fl
             "would outweigh all others, so its reply is not used"
         )
     return examples
-
-
-def counted_examples(plan: ClusterPlan | None, edge: StageReport | None) -> int | None:
-    """Trained micro-batches, counted by the edge, times their planned size; None if not counted.
-
-    ``plan`` is the one that was sent; a cluster that lost devices keeps its micro-batches.
-    """
-    if plan is None or edge is None or not edge.micro_batches:
-        return None
-    return edge.micro_batches * plan.micro_batch_size
 
 
 def weighing(content: RecordDict, weighted_by: str, weight: float) -> RecordDict:

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from flwr.app import ArrayRecord, Message, RecordDict
 
-from collapipe_flwr.core.errors import Diverged, LinkError, ProtocolError
+from collapipe_flwr.core.errors import Diverged, LinkError, ProtocolError, RunError
 from collapipe_flwr.federation import border, messages, records
 from collapipe_flwr.federation.arrays import inner_view, not_finite, shifted
 from collapipe_flwr.federation.rounds import (
@@ -31,7 +31,7 @@ _ONE_MODEL = ": leave out the split model, or choose a strategy that sends the m
 
 
 class OpenRound:
-    """A round whose messages were sent; :meth:`close` ends its edge sessions.
+    """A round whose messages were sent.
 
     Messages carry each cluster's progress from ``accepted``; :meth:`accept` updates it.
     """
@@ -62,15 +62,14 @@ class OpenRound:
         self._personal = personal
 
     def address(self, asked: Iterable[Message]) -> list[Message]:
-        """The messages to the clusters that take part; raises LinkError, RunError."""
+        """The messages to the clusters that take part; raises RunError, ConfigError."""
         for message in asked:
             if self.plan.takes_part(message.metadata.dst_node_id):
                 self.sent.append(self._message_for(message))
         return [sent.message for sent in self.sent]
 
-    def progress(self) -> dict[str, ClusterProgress]:
-        """The progress of the clusters that were asked, as far as the edge knows it."""
-        passes = self._split.passes() if self._split is not None else {}
+    def progress(self, passes: Mapping[str, PassesDone]) -> dict[str, ClusterProgress]:
+        """The progress of the clusters that were asked, as far as their ``passes`` are known."""
         found = {}
         for sent in list(self.sent):
             done = passes.get(sent.cluster_id, PassesDone())
@@ -169,14 +168,8 @@ class OpenRound:
 
     def accept_cluster(self, cluster_id: str, model: ArrayRecord) -> None:
         if self._split is not None:
-            self._split.accept(cluster_id)
             self._personal.keep(cluster_id, model, self._split.model.personal_keys)
         self._accepted.accept(cluster_id, self.plan.server_round, self.attempt)
-
-    def close(self, keep: Collection[str] = ()) -> None:
-        """End the edge sessions except those of the clusters to ``keep``."""
-        if self._split is not None:
-            self._split.close(keep)
 
     def _message_for(self, message: Message) -> Sent:
         node_id = message.metadata.dst_node_id
@@ -187,9 +180,10 @@ class OpenRound:
         task = None
         if self._split is not None:
             name, arrays = messages.only_arrays(content, "the inner strategy's message", _ONE_MODEL)
+            if any(sent.cluster_id == cluster_id for sent in self.sent):
+                raise RunError(f"cluster {cluster_id} is asked twice in a round: give it one node")
             content[name] = self._personal.insert(cluster_id, arrays)
-            depth = plan.warmup_depth[-1] if plan is not None and plan.warmup_depth else 1
-            task = self._split.open(cluster_id, name, content, depth)
+            task = self._split.task(name, content)
         assignment = records.RoundAssignment(
             server_round=self.plan.server_round,
             cluster_id=cluster_id,
@@ -266,12 +260,8 @@ class OpenRound:
         closed.received_bytes += records.content_bytes(reply.content)
         try:
             content, telemetry = border.trained(reply.content, plan, name, self._weighted_by)
-            content = self._joined(content, name)
-            edge = self._split.report(name) if self._split is not None else None
-            telemetry = telemetry and replace(telemetry, edge=edge)
-            counted, most = messages.counted_examples(plan, edge), int(messages.MOST_EXAMPLES)
-            if counted is not None:
-                content, most = self._capped(content, counted, name, closed), counted
+            content = self._checked(content, name)
+            most = int(messages.MOST_EXAMPLES)
             telemetry = telemetry and replace(telemetry, examples=min(telemetry.examples, most))
             check = messages.check_possible if self._split is None else messages.check_weight
             examples = check(content, self._weighted_by, name)
@@ -290,28 +280,13 @@ class OpenRound:
         log.warning("the reply of cluster %s is unusable: %s", sent.cluster_id, error)
         return messages.as_failed(reply, error)
 
-    def _capped(
-        self, content: RecordDict, counted: int, cluster_id: str, closed: ClosedRound
-    ) -> RecordDict:
-        """The reply with the examples that the edge counted, where it claims more."""
-        claimed = records.examples_of(content, records.EXAMPLES)
-        if self._weighted_by != records.EXAMPLES or not claimed > counted:
-            return content
-        remark = (
-            f"cluster {cluster_id} claims {claimed:g} examples, but the edge counted {counted}"
-            f" at most: its reply weighs {counted}"
-        )
-        log.warning("%s", remark)
-        closed.remarks.append(remark)
-        return messages.weighing(content, records.EXAMPLES, counted)
-
-    def _joined(self, content: RecordDict, cluster_id: str) -> RecordDict:
-        """The reply with the unsplit model, whose floats are finite; raises Diverged, LinkError."""
+    def _checked(self, content: RecordDict, cluster_id: str) -> RecordDict:
+        """The reply, whose model is like the one sent and finite; raises Diverged, LinkError."""
         if self._split is None:
             for arrays in content.array_records.values():
                 if (key := not_finite(arrays, self.template)) is not None:
                     raise Diverged(f"cluster {cluster_id}: {messages.diverged(key)}")
             return content
         name, arrays = messages.only_arrays(content, f"the reply of cluster {cluster_id}")
-        content[name] = self._split.join(cluster_id, arrays, self.template)
+        content[name] = self._split.checked(cluster_id, arrays, self.template)
         return content

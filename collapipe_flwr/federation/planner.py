@@ -95,7 +95,6 @@ class ScheduledRounds:
             plan=plan,
             cluster_ids=names,
             binding=True,
-            whole=frozenset(p.cluster_id for p in self.world.clusters if p.whole),
             bundles=frozenset(p.cluster_id for p in self.world.clusters if p.bundles),
         )
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
-from collapipe_flwr.cluster.fleet import LearningSettings
+from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.core.domain import BlockCost, ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.core.json_codec import from_json, to_json

@@ -15,14 +15,13 @@ from typing import Any, TypeVar, cast, get_type_hints
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from collapipe_flwr.cluster.fleet import LearningSettings
+from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile
 from collapipe_flwr.core.errors import ConfigError, ProtocolError, ScheduleError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.federation.rounds import Progress
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.spec import BatchShape
-from collapipe_flwr.pipeline.config import SessionKey
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.scheduler.plans import check_cluster_plan
 
@@ -53,14 +52,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitTask:
-    """What a cluster needs to train its part of the model against the edge."""
+    """What a cluster needs to train the model; the edge is for clusters that name none."""
 
     model_spec_json: str
     edge_address: str
-    session: SessionKey
     learning: LearningSettings
     shape: BatchShape = SHORT  # of the training data
-    whole: bool = False  # message and reply also hold the edge's arrays
 
     @property
     def run_id(self) -> str:

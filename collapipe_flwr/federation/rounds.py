@@ -112,7 +112,6 @@ class RoundPlan:
     plan: Plan | None
     cluster_ids: Mapping[int, str]
     binding: bool
-    whole: frozenset[str] = frozenset()  # clusters, see ClusterProfile
     bundles: frozenset[str] = frozenset()  # clusters, see ClusterProfile
     unknown: tuple[int, ...] = ()
 

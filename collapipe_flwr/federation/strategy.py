@@ -32,7 +32,6 @@ if TYPE_CHECKING:  # importing the strategy does not load torch
     from collapipe_flwr.federation.hook_options import Learning
     from collapipe_flwr.federation.planning import Planning
     from collapipe_flwr.federation.rounds import RoundPlanner, RoundRecord
-    from collapipe_flwr.federation.split import EdgeGateway
     from collapipe_flwr.models.any_splitter import DescribedModel
     from collapipe_flwr.reporting.progress import ClusterProgress
     from collapipe_flwr.scheduler.protocol import Scheduler
@@ -45,15 +44,16 @@ DROP, JOIN = "drop", "join"
 class CollaPipe(Strategy):
     """Any Flower strategy, planned and split over clusters of devices.
 
-    With a ``model``, a :class:`SplitModel`, each client is a :class:`Cluster` that holds embedding
-    and blocks, and the head is trained at the ``edge``: its address or :class:`EdgeConfig`, else
-    one in this process while :meth:`start` runs. ``scheduler`` is the policy that plans rounds, by
-    name or as :class:`Planning`; ``optimizer`` is that of all parts, as ``torch.optim`` class,
-    ``functools.partial`` of one or :class:`OptimizerConfig`; ``learning`` holds the other settings,
+    With a ``model``, a :class:`SplitModel`, each client is a :class:`Cluster` that trains it on its
+    devices and its edge. ``edge`` is that of clusters which name none: an address or
+    :class:`EdgeConfig`, else one in this process while :meth:`start` runs. ``scheduler`` is the
+    policy that plans rounds, by name or as :class:`Planning`; ``optimizer`` is that of all parts,
+    as ``torch.optim`` class, ``functools.partial`` of one or :class:`OptimizerConfig`; ``learning``
+    holds the other settings,
     for all rounds or by server round. ``on_round`` gets the record of every round.
 
-    Without a model clients train whole models, and plans are advice. Callers with clusters or an
-    edge of their own pass a :class:`RoundPlanner` or an :class:`EdgeGateway`.
+    Without a model clients train whole models, and plans are advice. Callers with clusters of
+    their own pass a :class:`RoundPlanner`.
 
     A round in which every client fails is repeated up to ``retries`` times, after ever longer
     pauses. Then it leaves the arrays unchanged, as in Flower; ``on_total_failure="raise"`` ends the
@@ -72,7 +72,7 @@ class CollaPipe(Strategy):
         scheduler: str | Scheduler | Planning | RoundPlanner | None = None,
         optimizer: object = None,
         learning: Learning | None = None,
-        edge: str | EdgeConfig | EdgeGateway | None = None,
+        edge: str | EdgeConfig | None = None,
         on_round: Callable[[RoundRecord], None] | None = None,
         on_total_failure: str = CONTINUE,
         retries: int = 0,
@@ -125,15 +125,14 @@ class CollaPipe(Strategy):
         return self._hooks.progress()
 
     def summary(self) -> None:
-        where = "split between clusters and edge" if self._hooks.is_split else "whole models"
+        where = "split over devices" if self._hooks.is_split else "whole models"
         log.info("\t├──> CollaPipe around %s: %s", type(self.inner_strategy).__name__, where)
         self.inner_strategy.summary()
 
     def start(self, *args: Any, **kwargs: Any) -> Result:
         """The inner strategy's own ``start``, with its arguments, around our hooks.
 
-        Edge sessions, and an edge in this process, end with it. Flower's own grids are wrapped in a
-        `PollingGrid`.
+        An edge in this process ends with it. Flower's own grids are wrapped in a `PollingGrid`.
         """
         args = tuple(polling(given) if isinstance(given, Grid) else given for given in args)
         kwargs = {k: polling(v) if isinstance(v, Grid) else v for k, v in kwargs.items()}
@@ -145,16 +144,15 @@ class CollaPipe(Strategy):
     def running(
         self, round_timeout_s: float = DEFAULT_TIMEOUT_S, last_round: int = 0
     ) -> AbstractContextManager[None]:
-        """Hold the connection to the edge and its sessions open for the rounds of a run.
+        """Run the edge of clusters that name none for the rounds of a run.
 
         :meth:`start` does it; callers of the hooks without it have to. A repeated round closes
-        after ``round_timeout_s``, and the ``last_round`` waits as long for late updates. Raises
-        LinkError.
+        after ``round_timeout_s``, and the ``last_round`` waits as long for late updates.
         """
         return self._hooks.running(round_timeout_s, last_round)
 
     def close(self) -> None:
-        """End the edge sessions of an open round."""
+        """Forget a round that is open."""
         self._hooks.close()
 
     def configure_train(

@@ -6,29 +6,26 @@ The embedding runs here, blocks on a fleet, the rest of the model at the edge.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from collapipe_flwr.cluster.fleet import Fleet, LearningSettings, RoundOrder, ThreadFleet
+from collapipe_flwr.cluster.fleet import Fleet, ThreadFleet
+from collapipe_flwr.cluster.hosted import HostedEdge, ThreadEdge
+from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterConfig
 from collapipe_flwr.core.domain import ClusterPlan, Segment
-from collapipe_flwr.core.errors import CollaPipeError, ConfigError, LinkError
+from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.generation.resilient import GenerationBackend
-from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.compute import CPU, hold
-from collapipe_flwr.pipeline.config import NextHop, SessionKey, SessionRequest, StageConfig
 from collapipe_flwr.pipeline.generation_driver import GenerationDriver
-from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
-from collapipe_flwr.transport.client import EdgeClient
 
 _log = logging.getLogger(__name__)
 Weights = Mapping[str, Tensor]
@@ -105,59 +102,10 @@ class ServedModel:
             yield driver
             driver.finish()
 
-    def edge_request(self) -> SessionRequest:
-        """The request for a session of the edge's part."""
-        return SessionRequest(
-            key=SessionKey.random(_CLUSTER),
-            spec_json=self.splitter.spec.to_json(),
-            stage=StageConfig(name="edge", deadline_s=self.deadline_s, idle_s=IDLE_S),
-            optimizer=STATELESS,
-        )
-
-    def edge_weights(self) -> dict[str, Tensor]:
-        keys = (*self.splitter.edge_keys(), *self.splitter.shared_keys)
-        return {key: self.weights[key] for key in keys}
-
-
-@contextmanager
-def edge_thread(served: ServedModel) -> Iterator[Link]:
-    """The last device's link to an edge in a thread of this process."""
-    service, request = EdgeService(compute=served.compute), served.edge_request()
-    service.open(request)
-    service.push_weights(request.key, served.edge_weights())
-    ours, theirs = memory_pair("last device", "edge")
-    session = service.claim(request.key)
-
-    def serve() -> None:
-        with suppress(CollaPipeError):  # both ends of the link report it
-            service.serve(session, theirs)
-
-    thread = threading.Thread(target=serve, name="edge", daemon=True)
-    thread.start()
-    try:
-        yield ours
-    finally:
-        ours.close()
-        thread.join(served.deadline_s)
-
-
-@contextmanager
-def edge_session(client: EdgeClient, served: ServedModel) -> Iterator[SessionKey]:
-    """A session with the model's last part on the edge server that ``client`` talks to."""
-    session = client.open_session(served.edge_request())
-    try:
-        session.push_weights(served.edge_weights())
-        yield session.key
-    finally:
-        try:
-            session.close()
-        except LinkError as error:  # it ended when the chain broke
-            _log.info("nothing to close: %s", error)
-
 
 def thread_backend(served: ServedModel, devices: int) -> GenerationBackend:
     """Devices and edge as threads of this process."""
-    fleet = ThreadFleet(lambda _: edge_thread(served))
+    fleet = ThreadFleet(ThreadEdge(served.compute))
     return GenerationBackend(
         device_ids=tuple(f"device-{index}" for index in range(1, devices + 1)),
         chain=partial(served.over, fleet),
@@ -175,24 +123,15 @@ def daemon_backend(
             f"cluster {cluster.id} has no edge: give --edge HOST:PORT or an [edge] address"
         )
 
-    no_session = SessionKey(session_id="", token="")
-    edge = NextHop(address=address, key=no_session, certificate_name=name)
-    fleet, tls = (
-        RemoteFleet(cluster=cluster, edge=edge),
-        cluster.tls_files(cluster.control_unit.name),
+    edge = HostedEdge(
+        address=address,
+        certificate_name=name,
+        tls=cluster.tls_files(cluster.control_unit.name),
+        deadline_s=served.deadline_s,
     )
-
-    @contextmanager
-    def chain(device_ids: Sequence[str]) -> Iterator[GenerationDriver]:
-        with (
-            EdgeClient.to(edge, tls, deadline_s=served.deadline_s) as client,
-            edge_session(client, served) as key,
-            served.over(replace(fleet, edge=replace(edge, key=key)), device_ids) as driver,
-        ):
-            yield driver
-
+    fleet = RemoteFleet(cluster=cluster, edge=edge)
     return GenerationBackend(
-        device_ids=tuple(map(cluster.device_id, cluster.devices)),
-        chain=chain,
+        device_ids=tuple(map(cluster.device_id, cluster.workers)),
+        chain=partial(served.over, fleet),
         missing=fleet.missing,
     )

@@ -46,13 +46,13 @@ class HostSettings:
     """One daemon; neighbours call it `name`, and `rosters` say who may call what (None: all whom
     the CA signed).
 
-    On a stop, open sessions get `grace_s` to be closed; new ones are refused at once. Snapshots of
-    recoverable sessions are kept in `state_dir`, for the next process; frozen weights in
-    `cache_dir`, up to `cache_bytes`. It computes on `compute`, with `threads` (0: torch's choice),
-    and holds up to `memory_bytes` of models there, see `ledger` (0: as much as is free when the
-    first caller comes). Planned transmit power is set on `radio_interface` (empty: on none), and
-    energy metered by `energy_sensor`, see `energy`. Own models and losses may come from the modules
-    in `imports`. Prometheus scrapes the address `metrics` (empty: nothing is served).
+    On a stop, open sessions get `grace_s` to be closed; new ones are refused at once. Frozen
+    weights are kept in `cache_dir`, up to `cache_bytes`. It computes on `compute`, with `threads`
+    (0: torch's choice), and holds up to `memory_bytes` of models there, see `ledger` (0: as much as
+    is free when the first caller comes). Planned transmit power is set on `radio_interface` (empty:
+    on none), and energy metered by `energy_sensor`, see `energy`. Own models and losses may come
+    from the modules in `imports`. Prometheus scrapes the address `metrics` (empty: nothing is
+    served).
     """
 
     listen: str
@@ -60,7 +60,6 @@ class HostSettings:
     tls: TlsFiles | None = None
     insecure: bool = False
     rosters: Rosters | None = None
-    state_dir: Path | None = None
     cache_dir: Path | None = None
     cache_bytes: int = 8 * 10**9
     compute: str = AUTO
@@ -113,7 +112,7 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
     meter = energy_meter(settings.energy_sensor)
     tally = Tally()
     make = partial(_servicer, settings, passes_on, meter, tally)
-    at_once = settings.state_dir is not None or settings.compute not in (AUTO, CPU)
+    at_once = settings.compute not in (AUTO, CPU)
     made = make() if at_once else None
     listener = Listener(
         settings.listen,
@@ -166,7 +165,7 @@ def _servicer(
     from collapipe_flwr.host.ledger import Ledger
     from collapipe_flwr.host.service import EdgeService, refuse_next_hop
     from collapipe_flwr.host.servicer import Servicer
-    from collapipe_flwr.host.stores import SnapshotStore, TensorStore, WeightCache
+    from collapipe_flwr.host.stores import TensorStore, WeightCache
     from collapipe_flwr.pipeline.compute import describe, free_bytes, resolve
     from collapipe_flwr.transport.client import Dialer
 
@@ -180,7 +179,6 @@ def _servicer(
     service = EdgeService(
         build_part,
         connect=dialer or refuse_next_hop,
-        snapshots=SnapshotStore(settings.state_dir) if settings.state_dir is not None else None,
         store=TensorStore(ledger) if passes_on else None,  # the edge's clusters differ
         cache=WeightCache(folder, settings.cache_bytes) if folder is not None else None,
         set_power=partial(set_power, settings.radio_interface),
@@ -190,7 +188,10 @@ def _servicer(
         compute=place,
     )
     probe = dialer.probe if dialer else None
-    return Servicer(service, limits_guests=not passes_on, probe=probe)
+    rosters = settings.rosters
+    shared = not passes_on and rosters is not None
+    sharing = (lambda: rosters.access.control_units) if shared and rosters else (lambda: 1)
+    return Servicer(service, control_units=sharing, probe=probe)
 
 
 def build_part(request: SessionRequest, weights: Mapping[str, Tensor]) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The parts of sessions: built, replaced as a whole, and kept in snapshots.
+"""The parts of sessions: built, and replaced as a whole.
 
 Callers have the session at rest. An error leaves it as it was. Memory is reserved in the session's
 account before it is taken.
@@ -7,17 +7,16 @@ account before it is taken.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import CheckpointMissing
-from collapipe_flwr.host.session import Session, SessionRefused, Snapshot
-from collapipe_flwr.host.stores import SnapshotStore, WeightCache
+from collapipe_flwr.host.session import Session, SessionRefused
+from collapipe_flwr.host.stores import WeightCache
 from collapipe_flwr.pipeline.compute import CPU, hold, home
 from collapipe_flwr.pipeline.config import SessionRequest
-from collapipe_flwr.pipeline.meter import StageReport, bytes_of
+from collapipe_flwr.pipeline.meter import bytes_of
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.state import PartState, live_state, load_optimizer_state, state_bytes
 
@@ -25,27 +24,21 @@ BuildPart = Callable[[SessionRequest, Mapping[str, Tensor]], nn.Module]
 
 # Names in the account of a session, besides those for what arrives.
 PART = "part"  # weights, gradients and optimizer slots
-SNAPSHOT = "snapshot"
 FOUND = "found"  # for the next push
-_NEW, _SAVING = "new part", "new snapshot"
+_NEW = "new part"
 
 
 class Parts:
-    """Builds parts by `build`, to `compute` on a device.
-
-    Snapshots go to `snapshots`, frozen weights to `cache`.
-    """
+    """Builds parts by `build`, to `compute` on a device; frozen weights go to `cache`."""
 
     def __init__(
         self,
         build: BuildPart,
-        snapshots: SnapshotStore | None = None,
         cache: WeightCache | None = None,
         compute: torch.device = CPU,
     ) -> None:
         self._build_here = build
         self._compute = compute
-        self._snapshots = snapshots
         self._cache = cache
 
     def replace(self, session: Session, tensors: Mapping[str, Tensor], arrived: str) -> None:
@@ -54,7 +47,7 @@ class Parts:
         Optimizer slots are taken over, not copied, and there are no gradients yet, so that a part
         is built within the memory that it needs later.
         """
-        with session.account.passing(_NEW, _SAVING):
+        with session.account.passing(_NEW):
             brought = {**_found_by_key(session), **tensors}
             state = PartState.of_tensors(brought)
             given = session.account.size(FOUND) + session.account.size(arrived)
@@ -65,39 +58,16 @@ class Parts:
             needed = state_bytes(part, optimizer)
             session.account.reserve({_NEW: max(needed - given, copied)})
             load_optimizer_state(optimizer, state.optimizer, copy=False)
-            saved = None
-            if session.request.recoverable:
-                saved = self._saved(session, part, optimizer, state.weights)
             session.part, session.optimizer = part, optimizer
             session.steps, session.report = 0, None
             session.found, session.wanted = {}, {}
-            _adopt(session, saved, {PART: needed, FOUND: 0, _NEW: 0, arrived: 0})
+            session.account.reserve({PART: needed, FOUND: 0, _NEW: 0, arrived: 0})
 
     def part(self, session: Session) -> tuple[nn.Module, Optimizer]:
-        """The part and its optimizer, built from the snapshot after a failure or a restart."""
-        if session.part is None and session.saved is not None:
-            state, account = session.saved.state, session.account
-            with account.passing(_NEW):
-                before, copied = account.size(PART), bytes_of(state.weights.values())
-                account.reserve({PART: 0, _NEW: max(before, copied)})
-                part = self._build(session.request, state.weights)
-                optimizer = Optimizer(session.request.optimizer, part.named_parameters())
-                account.reserve({PART: state_bytes(part, optimizer), _NEW: 0})
-                load_optimizer_state(optimizer, state.optimizer)
-                session.part, session.optimizer = part, optimizer
+        """The part and its optimizer; raises SessionRefused before they are there."""
         if session.part is None or session.optimizer is None:
             raise SessionRefused("the session has no weights yet: push them first")
         return session.part, session.optimizer
-
-    def save(self, session: Session) -> None:
-        """Replace the snapshot; the last one stays in force until the new one is on disk."""
-        assert session.saved is not None
-        part, optimizer = self.part(session)
-        with session.account.passing(_SAVING):
-            first = session.saved.state.weights
-            step, report = session.steps, session.report
-            saved = self._saved(session, part, optimizer, first, step=step, report=report)
-            _adopt(session, saved, {})
 
     def _build(self, request: SessionRequest, weights: Mapping[str, Tensor]) -> nn.Module:
         return hold(self._build_here(request, weights), self._compute)
@@ -117,34 +87,6 @@ class Parts:
             frozen = [key for key in weights if key in pushed and key not in others]
             self._cache.keep({key: pushed[key] for key in frozen})
         return part
-
-    def _saved(
-        self,
-        session: Session,
-        part: nn.Module,
-        optimizer: Optimizer,
-        first: Mapping[str, Tensor],
-        *,
-        step: int = 0,
-        report: StageReport | None = None,
-    ) -> Snapshot:
-        """A snapshot, on disk too if there is a store; `first` has weights that no part reports."""
-        live = live_state(part, optimizer)
-        whole = replace(live, weights={**first, **live.weights})
-        session.account.reserve({_SAVING: whole.num_bytes})
-        copy = live.copy()
-        state = replace(copy, weights={**first, **copy.weights})
-        snapshot = Snapshot(request=session.request, step=step, state=state, report=report)
-        if self._snapshots is not None:
-            self._snapshots.write(snapshot)
-        return snapshot
-
-
-def _adopt(session: Session, saved: Snapshot | None, sizes: Mapping[str, int]) -> None:
-    """Make this the session's snapshot."""
-    session.saved = saved
-    kept = saved.state.num_bytes if saved is not None else 0
-    session.account.reserve({**sizes, SNAPSHOT: kept, _SAVING: 0})
 
 
 def tensors_of(session: Session, with_optimizer: bool) -> dict[str, Tensor]:

@@ -186,14 +186,27 @@ class Listener(Server):
 
 
 class EdgeServer(Listener):
-    """A host with an `EdgeService` that is there from the beginning, open to all the CA signed."""
+    """A host with an `EdgeService` that is there from the beginning."""
 
-    def __init__(self, listen: str, service: EdgeService, *, tls: TlsFiles | None = None) -> None:
+    def __init__(
+        self,
+        listen: str,
+        service: EdgeService,
+        *,
+        tls: TlsFiles | None = None,
+        rosters: Rosters | None = None,
+    ) -> None:
         from collapipe_flwr.host.servicer import Servicer
 
         servicer = Servicer(service)
-        most_sessions = service.health().most_sessions
-        super().__init__(listen, lambda: servicer, tls=tls, most_sessions=most_sessions)
+        super().__init__(
+            listen,
+            lambda: servicer,
+            tls=tls,
+            rosters=rosters,
+            on_edge=True,
+            most_sessions=service.health().most_sessions,
+        )
 
 
 def _resident_bytes() -> int:

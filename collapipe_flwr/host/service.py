@@ -4,9 +4,9 @@ The sessions of the edge server hold the last part of the model, one per cluster
 have a placement: they hold a segment and pass activations on. Knows no transport.
 
 A session is opened with a model and a token, gets weights, and then runs streams of steps of one
-cluster. A stream that fails may leave the replica in the middle of a step: a recoverable session
-returns to its last snapshot, any other ends. With a snapshot store snapshots survive a restart of
-the host. `session` defines the life of a session, `ledger` what it may hold.
+cluster. A stream that fails may leave the replica in the middle of a step, so its session ends: the
+control unit opens another and sends it the weights before the step. `session` defines the life of a
+session, `ledger` what it may hold.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from collapipe_flwr.core.errors import ConfigError, LinkError
+from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.json_log import logging_about
 from collapipe_flwr.core.schedule import stage_actions
 from collapipe_flwr.host.energy import EnergyMeter
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.host.metrics import Tally
-from collapipe_flwr.host.parts import FOUND, SNAPSHOT, BuildPart, Parts, tensors_of, trained_keys
+from collapipe_flwr.host.parts import FOUND, BuildPart, Parts, tensors_of, trained_keys
 from collapipe_flwr.host.session import ONLY, Lane, Session, SessionRefused, Stream
-from collapipe_flwr.host.sessions import SessionTable
-from collapipe_flwr.host.stores import SnapshotStore, TensorStore, WeightCache
+from collapipe_flwr.host.sessions import Progress, SessionTable
+from collapipe_flwr.host.stores import TensorStore, WeightCache
 from collapipe_flwr.pipeline.compute import CPU, AllocatorPeak
 from collapipe_flwr.pipeline.config import Health, NextHop, PassesDone, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.gradient_sums import Siblings
@@ -66,8 +66,8 @@ def refuse_next_hop(hop: NextHop) -> AbstractContextManager[Link]:
 class EdgeService:
     """Holds up to `most_sessions` sessions; every method may be called from any thread.
 
-    Their memory is reserved in `ledger`. Parts `compute` on one device; weights and snapshots come
-    and go as CPU tensors.
+    Their memory is reserved in `ledger`. Parts `compute` on one device; weights come and go as CPU
+    tensors.
     """
 
     def __init__(
@@ -78,7 +78,6 @@ class EdgeService:
         most_sessions: int = 64,
         forget_after_s: float = 6 * 3600.0,
         clock: Callable[[], float] = time.monotonic,
-        snapshots: SnapshotStore | None = None,
         store: TensorStore | None = None,
         cache: WeightCache | None = None,
         set_power: Callable[[float], None] | None = None,
@@ -93,28 +92,11 @@ class EdgeService:
         self._meter = meter or EnergyMeter()
         self._store = store
         self._cache = cache
-        self._parts = Parts(build_part, snapshots, cache, compute)
+        self._parts = Parts(build_part, cache, compute)
         self._connect = connect
         self._ledger = ledger or Ledger()
         self.sessions = SessionTable(most_sessions, forget_after_s, clock, self._let_go)
-        self._snapshots = snapshots
-        if snapshots is not None:
-            self._restore(snapshots)
-
-    def _restore(self, snapshots: SnapshotStore) -> None:
-        """Restore the sessions on disk that there is room for, and forget the others."""
-        for snapshot in snapshots.read():
-            account = Account(self._ledger, snapshot.request.opener)
-            try:
-                account.reserve({SNAPSHOT: snapshot.state.num_bytes})
-                session = self.sessions.add(snapshot.request, account)
-            except LinkError as error:
-                account.close()
-                _log.error("session %s is lost: %s", snapshot.request.key.session_id, error)
-                continue
-            session.saved = snapshot
-            session.go_back()
-        snapshots.keep_only(s.request.key.session_id for s in self.sessions.all())
+        self._progress = Progress()
 
     def open(
         self,
@@ -171,9 +153,9 @@ class EdgeService:
 
         `receive` returns them (`PartState.tensors`) and reserves the bytes of each before it
         arrives; the tensors that `missing` found here are added. The new part and optimizer
-        replace those of the session once all is checked and a recoverable session's snapshot is on
-        disk: an error before that leaves the session as it was. Raises ModelError when keys or
-        shapes are not those of the part, NoRoom when the host may not hold so much.
+        replace those of the session once all is checked: an error before that leaves the session as
+        it was. Raises ModelError when keys or shapes are not those of the part, NoRoom when the
+        host may not hold so much.
         """
         session = self.find(key)
         with session.account.arriving() as arrived:
@@ -206,52 +188,24 @@ class EdgeService:
             still = {name: tensor for name, tensor in tensors.items() if name not in changed}
             return {**dict.fromkeys(tensors, ""), **digests_of(still)}
 
-    def snapshot(self, key: SessionKey, step: int) -> None:
-        """Replace the snapshot by the state after `step` steps; a second call does nothing.
-
-        Raises SessionRefused when the session has done another number of steps. If the snapshot
-        cannot be written, the last one stays in force.
-        """
-        session = self.find(key)
-        with session.at_rest():
-            self._parts.part(session)
-            if session.saved is None or session.steps != step:
-                raise SessionRefused(f"the session stands after step {session.steps}, not {step}")
-            if session.saved.step != step:
-                self._parts.save(session)
-
-    def rollback(self, key: SessionKey, step: int) -> None:
-        """Return to the snapshot after `step` steps, ending a stream that still runs.
-
-        Raises SessionRefused when the last snapshot is another.
-        """
-        session = self.find(key)
-        session.break_off("rolled back to replay steps")
-        with session.at_rest():
-            if session.saved is None or session.saved.step != step:
-                raise SessionRefused(f"the session has no snapshot after step {step}")
-            session.go_back()
-
     def report(self, key: SessionKey) -> StageReport:
-        """What a session measured since its weights were set, snapshots included as memory.
+        """What a session measured since its weights were set.
 
-        Streams that ended in good order add up. One that failed or was rolled back does not count,
-        because its steps are replayed.
+        Streams that ended in good order add up. One that failed does not count, because its steps
+        are replayed.
         """
-        session = self.find(key)
-        report, saved = session.report, session.saved
+        report = self.find(key).report
         if report is None:
             raise SessionRefused(f"session {key.session_id} has not run yet")
-        kept_bytes = saved.state.num_bytes if saved is not None else 0
-        return replace(report, peak_tensor_bytes=report.peak_tensor_bytes + kept_bytes)
+        return report
 
     def ended(self, key: SessionKey) -> bool:
         """Whether a stream has ended since the weights were set; waits `ENDED_S` for that."""
         return self.find(key).await_end(ENDED_S)
 
-    def passes(self, key: SessionKey) -> PassesDone:
-        """The micro-batches that a session has done."""
-        return self.find(key).passes
+    def progress(self) -> dict[str, PassesDone]:
+        """The micro-batches of each cluster's newest round that this host has done for it."""
+        return self._progress.with_running(self.sessions.all())
 
     def close(self, key: SessionKey) -> None:
         """Forget a session, ending a stream that still runs; returns when nothing uses its part.
@@ -338,10 +292,7 @@ class EdgeService:
             self.tally.count(session.request, report)
             _log.info("a stream of %d steps has ended", report.steps)
         except BaseException as error:
-            if session.saved is None:
-                session.fail(str(error) or type(error).__name__)
-            else:
-                session.go_back()
+            session.fail(str(error) or type(error).__name__)
             self.tally.fail(session.request)
             upstream.close(error_for_neighbours(error, session.request.stage.name))
             raise
@@ -352,10 +303,9 @@ class EdgeService:
     def _let_go(self, session: Session) -> None:
         """Free what a session held that has left the table."""
         session.account.close()
+        self._progress.add(session)
         with logging_about(**session.request.about):
             _log.info("session closed after %d steps", session.steps)
-        if self._snapshots is not None:
-            self._snapshots.forget(session.request.key.session_id)
 
     @contextmanager
     def _stage(

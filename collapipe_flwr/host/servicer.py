@@ -14,7 +14,6 @@ import grpc
 from torch import Tensor
 
 from collapipe_flwr.config.access_control import Caller
-from collapipe_flwr.config.cluster_file import Role
 from collapipe_flwr.core.errors import CheckpointMissing, CollaPipeError, LinkError, ProtocolError
 from collapipe_flwr.core.json_log import logging_about
 from collapipe_flwr.core.texts import SHORT, one_line
@@ -45,7 +44,6 @@ from collapipe_flwr.transport.weights import gather_weights, weight_frames
 _log = logging.getLogger(__name__)
 _SETTLE_S = 5.0
 _TRANSFER_S = 600.0  # from the first piece of a part's weights to the last
-_SHARE_OF_GUEST = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +69,22 @@ class Call:
 class Servicer:
     """One method per RPC, called by the name in `transport.methods`.
 
-    With ``limits_guests`` control units are guests, beside the server whose host this is: each may
-    hold ``sessions_of_guest`` sessions and a share of the memory. ``probe`` measures the way to
-    another host; the edge connects to none.
+    ``control_units`` counts those that share this host: where there are several, each may hold
+    ``sessions_of_each`` sessions and its part of the memory. ``probe`` measures the way to another
+    host; the edge connects to none.
     """
 
     def __init__(
         self,
         service: EdgeService,
         *,
-        limits_guests: bool = False,
-        sessions_of_guest: int = 8,
+        control_units: Callable[[], int] = lambda: 1,
+        sessions_of_each: int = 8,
         probe: Callable[[ProbeRequest], ProbeAnswer] | None = None,
     ) -> None:
         self.service = service
-        self._limits_guests = limits_guests
-        self._sessions_of_guest = sessions_of_guest
+        self._control_units = control_units
+        self._sessions_of_each = sessions_of_each
         self._probe = probe
         self._workers = ThreadPoolExecutor(
             service.health().most_sessions, thread_name_prefix="edge-stage"
@@ -102,10 +100,7 @@ class Servicer:
         """Whether a caller may do this to a session; what is unknown is refused by the method."""
         request = self.service.sessions.request(session_id)
         return request is None or caller.may_use(
-            method.name,
-            cluster_id=request.cluster_id,
-            opener=request.opener,
-            readable=request.readable,
+            method.name, cluster_id=request.cluster_id, opener=request.opener
         )
 
     def answers(
@@ -128,12 +123,11 @@ class Servicer:
             raise SessionRefused(other)
         request = decode_message(SessionRequest, data)
         cluster_id = caller.cluster_of(request.cluster_id) if caller else request.cluster_id
-        role = caller.role if caller else None
-        guest = self._limits_guests and role is Role.CONTROL_UNIT
+        sharing = max(self._control_units(), 1)
         self.service.open(
             replace(request, cluster_id=cluster_id, opener=opener),
-            most_of_opener=self._sessions_of_guest if guest else None,
-            share_of_opener=_SHARE_OF_GUEST if guest else 1.0,
+            most_of_opener=self._sessions_of_each if sharing > 1 else None,
+            share_of_opener=1.0 / sharing,
         )
 
     def push_weights(self, messages: Iterator[bytes], call: Call) -> None:
@@ -170,14 +164,8 @@ class Servicer:
     def ended(self, _: bytes, call: Call) -> bool:
         return self.service.ended(call.key)
 
-    def passes(self, _: bytes, call: Call) -> PassesDone:
-        return self.service.passes(call.key)
-
-    def snapshot(self, data: bytes, call: Call) -> None:
-        self.service.snapshot(call.key, decode_message(int, data))
-
-    def rollback(self, data: bytes, call: Call) -> None:
-        self.service.rollback(call.key, decode_message(int, data))
+    def progress(self, _data: bytes, _call: Call) -> dict[str, PassesDone]:
+        return self.service.progress()
 
     def close_session(self, _: bytes, call: Call) -> None:
         self.service.close(call.key)

@@ -24,7 +24,6 @@ from collapipe_flwr.pipeline.config import PassesDone, SessionRequest
 from collapipe_flwr.pipeline.link import Link, fan_of
 from collapipe_flwr.pipeline.meter import Recorder, StageReport
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.state import PartState
 
 BUSY_S = 60.0  # for the current use of a part to end
 LEAVING_S = 1.0  # for a call to end that has been answered
@@ -32,16 +31,6 @@ LEAVING_S = 1.0  # for a call to end that has been answered
 
 class SessionRefused(LinkError):
     """No such session, a wrong token, or no room for one more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """A session after `step` steps, with the report on them."""
-
-    request: SessionRequest
-    step: int
-    state: PartState
-    report: StageReport | None
 
 
 class Lane(NamedTuple):
@@ -129,7 +118,6 @@ class Session:
     steps: int = 0  # done since then
     recorder: Recorder | None = None  # of the stream that runs
     lacks_checkpoint: bool = False  # its frozen weights come from its control unit
-    saved: Snapshot | None = None  # to which a recoverable session returns
     found: dict[str, Tensor] = field(default_factory=dict)  # here, for the next push, by digest
     wanted: Mapping[str, str] = field(default_factory=dict)  # digests that `missing` was asked for
     claiming: threading.Lock = field(default_factory=threading.Lock)  # one lane at a time
@@ -142,7 +130,7 @@ class Session:
     @property
     def awaits_weights(self) -> bool:
         """Whether a stream may claim it and wait for weights that are on their way."""
-        return self.request.stage.overlap and self.part is None and self.saved is None
+        return self.request.stage.overlap and self.part is None
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
@@ -320,14 +308,8 @@ class Session:
 
     def empty(self) -> None:
         """Free what it held, even if others still refer to it."""
-        self.part = self.optimizer = self.saved = None
-        self.found, self.wanted = {}, {}
-
-    def go_back(self) -> None:
-        """Return to the last snapshot; the part is built again when it is needed."""
-        assert self.saved is not None
         self.part = self.optimizer = None
-        self.steps, self.report = self.saved.step, self.saved.report
+        self.found, self.wanted = {}, {}
 
     def await_end(self, within_s: float) -> bool:
         """Wait for a stream to have ended in good order since the weights were set.

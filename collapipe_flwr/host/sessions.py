@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from secrets import compare_digest
 
 from collapipe_flwr.host.ledger import Account
 from collapipe_flwr.host.session import Session, SessionRefused
-from collapipe_flwr.pipeline.config import SessionKey, SessionRequest
+from collapipe_flwr.pipeline.config import PassesDone, SessionKey, SessionRequest
 
 
 class SessionTable:
@@ -121,6 +121,45 @@ class SessionTable:
 
 
 def _replaces(request: SessionRequest, before: SessionRequest) -> bool:
-    """Whether both are segments of one device for the same cluster."""
-    same = (before.stage.name, before.opener) == (request.stage.name, request.opener)
-    return same and before.placement is not None and request.placement is not None
+    """Whether both are the part of one cluster in one run that its stage of this name holds."""
+    if (before.stage.name, before.opener) != (request.stage.name, request.opener):
+        return False
+    if request.placement is not None:
+        return before.placement is not None
+    place, place_before = (r.cluster_id and (r.cluster_id, r.run_id) for r in (request, before))
+    return before.placement is None and bool(place) and place == place_before
+
+
+class Progress:
+    """Counts the micro-batches of every cluster's newest round, by what its last stage has done.
+
+    A session counts while it runs, and once it was closed in good order: those of steps that were
+    replayed do not.
+    """
+
+    def __init__(self) -> None:
+        self._closed: dict[str, tuple[int, PassesDone]] = {}  # round and passes, by cluster
+        self._lock = threading.Lock()
+
+    def add(self, session: Session) -> None:
+        """Count a session that was closed."""
+        request, done = session.request, session.passes
+        if request.placement is None and request.cluster_id:
+            with self._lock:
+                before = self._of(request)
+                self._closed[request.cluster_id] = (request.server_round, before + done)
+
+    def with_running(self, sessions: Iterable[Session]) -> dict[str, PassesDone]:
+        """The counts by cluster, with those of ``sessions``, which are open."""
+        with self._lock:
+            found = {name: done for name, (_, done) in self._closed.items()}
+            for session in sessions:
+                request = session.request
+                if request.placement is None and request.cluster_id:
+                    found[request.cluster_id] = self._of(request) + session.passes
+            return found
+
+    def _of(self, request: SessionRequest) -> PassesDone:
+        """What closed sessions have done in the round of ``request``."""
+        server_round, done = self._closed.get(request.cluster_id, (0, PassesDone()))
+        return done if server_round == request.server_round else PassesDone()

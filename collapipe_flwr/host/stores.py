@@ -1,9 +1,4 @@
-"""What outlives a session: its snapshot and its tensors, and weights that other sessions want too.
-
-`SnapshotStore` keeps sessions on disk, so that a host that restarts goes on where its clusters can
-follow. One safetensors file per session holds weights and optimizer slots, and as metadata in JSON
-the request, the number of steps done and their report; no pickle. It also holds the session's
-token, so only the owner can read the folder.
+"""What outlives a session: its tensors, and weights that other sessions want too.
 
 `TensorStore` keeps the last segment in memory, and `WeightCache` frozen weights on disk: a board
 without the checkpoint gets those of its segment from its control unit once, for all rounds,
@@ -17,23 +12,17 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from functools import partial
-from hashlib import sha256
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from collapipe_flwr.core.durable import draft, own_folder, remove, write_file
-from collapipe_flwr.core.errors import CollaPipeError, ConfigError
-from collapipe_flwr.core.json_codec import from_json, to_json
+from collapipe_flwr.core.durable import draft, own_folder
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
-from collapipe_flwr.host.session import Snapshot
-from collapipe_flwr.pipeline.config import SessionRequest
-from collapipe_flwr.pipeline.meter import StageReport, bytes_of
-from collapipe_flwr.pipeline.state import PartState, digest_of
+from collapipe_flwr.pipeline.meter import bytes_of
+from collapipe_flwr.pipeline.state import digest_of
 
 _log = logging.getLogger(__name__)
 _SUFFIX, _NAME = ".safetensors", "tensor"
@@ -44,64 +33,6 @@ _DIGEST = re.compile("[0-9a-f]{32}")  # as `digest_of` writes it, and in the nam
 def _own_files(folder: Path) -> list[Path]:
     """The files that are named as here; the user may keep others in the folder."""
     return sorted(p for p in folder.glob(f"*{_SUFFIX}") if _DIGEST.fullmatch(p.stem))
-
-
-class SnapshotStore:
-    """A folder of sessions. Raises ConfigError when it cannot be made."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = own_folder(folder, "--state-dir")
-        self._unread: set[Path] = set()
-
-    def write(self, snapshot: Snapshot) -> None:
-        """Replace the file of this session; raises ConfigError when it cannot be written."""
-        metadata = {"request": to_json(snapshot.request), "step": str(snapshot.step)}
-        if snapshot.report is not None:
-            metadata["report"] = to_json(snapshot.report)
-        save = partial(save_file, dict(snapshot.state.tensors()), metadata=metadata)
-        try:
-            write_file(self._path(snapshot.request.key.session_id), save)
-        except OSError as error:
-            raise ConfigError(f'--state-dir "{self._folder}" cannot be written: {error}') from error
-
-    def forget(self, session_id: str) -> None:
-        remove(self._path(session_id))
-
-    def keep_only(self, session_ids: Iterable[str]) -> None:
-        """Delete the files of all other sessions, but none that `read` could not read."""
-        wanted = {self._path(session_id) for session_id in session_ids}
-        for path in set(_own_files(self._folder)) - wanted - self._unread:
-            path.unlink(missing_ok=True)
-
-    def read(self) -> Iterator[Snapshot]:
-        """All sessions; a file that cannot be read is named in the log and left as it is."""
-        for path in _own_files(self._folder):
-            try:
-                yield _read(path)
-            except (OSError, ValueError, TypeError, SafetensorError, CollaPipeError) as error:
-                self._unread.add(path)
-                _log.error(
-                    "%s cannot be read, so its session is lost; the file is left as it is: %s",
-                    path,
-                    error,
-                )
-
-    def _path(self, session_id: str) -> Path:
-        """Ids may hold any printable character."""
-        return self._folder / f"{sha256(session_id.encode()).hexdigest()[:32]}{_SUFFIX}"
-
-
-def _read(path: Path) -> Snapshot:
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata() or {}
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 not a mapping
-    report = metadata.get("report")
-    return Snapshot(
-        request=from_json(SessionRequest, metadata.get("request", ""), str(path)),
-        step=int(metadata.get("step", "")),
-        state=PartState.of_tensors(tensors),
-        report=None if report is None else from_json(StageReport, report, str(path)),
-    )
 
 
 class TensorStore:

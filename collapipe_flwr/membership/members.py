@@ -33,7 +33,8 @@ BEHIND = "behind"  # it has an older roster, for another moment
 
 def listeners(config: ClusterConfig) -> tuple[MemberConfig, ...]:
     """The members that have joined and can be called."""
-    members = (*config.devices, config.edge, *([config.control_unit] if config.joining else []))
+    edge = () if config.edge_is_member else (config.edge,)
+    members = (*config.devices, *edge, *([config.control_unit] if config.joining else []))
     return tuple(m for m in members if m.address and m.fingerprint)
 
 
@@ -167,7 +168,7 @@ class ClusterStatus:
 def cluster_status(config: ClusterConfig) -> ClusterStatus:
     """Ask all at once: devices, edge, and a control unit on another machine than the CA."""
     members = [(device, Role.DEVICE) for device in config.devices]
-    if config.edge.address or config.version:
+    if (config.edge.address or config.version) and not config.edge_is_member:
         members.append((config.edge, Role.EDGE))
     if config.joining:
         members.append((config.control_unit, Role.CONTROL_UNIT))

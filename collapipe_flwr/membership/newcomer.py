@@ -26,7 +26,7 @@ from collapipe_flwr.config.cluster_file import (
 )
 from collapipe_flwr.core.durable import own_folder, remove, write_file, write_text
 from collapipe_flwr.core.errors import ConfigError, ProtocolError
-from collapipe_flwr.core.links import TlsFiles, host_and_port
+from collapipe_flwr.core.links import TlsFiles, host_and_port, host_towards
 from collapipe_flwr.core.version import own_version
 from collapipe_flwr.membership.figures import add_figures
 from collapipe_flwr.membership.tokens import JoinToken
@@ -82,19 +82,6 @@ def default_name(role: Role, cluster_id: str) -> str:
         return role.word
     host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname().partition(".")[0]).strip("-")
     return host[:63] or "board"
-
-
-def host_towards(address: str) -> str:
-    """The address of this machine on the way to another; nothing is sent."""
-    host, port = host_and_port(address)
-    try:
-        ((family, *_, target), *_) = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)
-            found = str(probe.getsockname()[0])
-    except OSError as error:
-        raise ConfigError(f"{host} cannot be reached from here: {error.strerror}") from error
-    return f"[{found}]" if ":" in found else found
 
 
 def own_host() -> str:

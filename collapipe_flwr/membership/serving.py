@@ -99,7 +99,7 @@ def _edge(registry: Registry, options: Sequence[str]) -> Iterator[subprocess.Pop
         return
     name = registry.cluster(next(iter(registry.clusters()))).edge.name
     command = [sys.executable, "-m", "collapipe_flwr.cli.child", "edge", "--name", name]
-    command += ["--cluster", str(folder), "--state-dir", str(folder / "state")]
+    command += ["--cluster", str(folder)]
     process = subprocess.Popen([*command, *options], stdin=subprocess.PIPE)
     try:
         yield process

@@ -154,13 +154,11 @@ class Placement:
 class SessionRequest:
     """Opens a session that callers with `key` may use.
 
-    `spec_json` describes the model. The edge, which is last, has no `placement`. A `recoverable`
-    session keeps a copy of its last snapshot (initially of its first weights) and returns to it
-    when a stream fails, instead of ending. With `keep_optimizer` a device keeps the optimizer state
-    with the weights for the next round.
+    `spec_json` describes the model. The edge, which is last, has no `placement`. With
+    `keep_optimizer` the host keeps the optimizer state with the weights for the next round.
 
-    Where certificates identify callers, members of `cluster_id` may use it, its control unit may
-    fetch the weights if it is `readable`, and the host records its `opener`.
+    Where certificates identify callers, members of `cluster_id` may use it, and the host records
+    its `opener`.
     """
 
     key: SessionKey
@@ -169,8 +167,6 @@ class SessionRequest:
     placement: Placement | None = None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     keep_optimizer: bool = False
-    recoverable: bool = False
-    readable: bool = False
     cluster_id: bounds.Text = ""
     opener: bounds.Text = ""
     run_id: bounds.Text = ""  # for logs and counters only
@@ -207,6 +203,9 @@ class PassesDone:
 
     trained: int = 0
     tested: int = 0
+
+    def __add__(self, later: PassesDone) -> PassesDone:
+        return PassesDone(trained=self.trained + later.trained, tested=self.tested + later.tested)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

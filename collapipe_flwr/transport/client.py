@@ -79,6 +79,10 @@ class EdgeClient(Connection):
         """The load of the host; it may load its libraries first."""
         return self.call(methods.HEALTH, answer=Health)
 
+    def progress(self, *, within_s: float) -> dict[str, PassesDone]:
+        """The micro-batches done for each cluster in its newest round, also within a step."""
+        return self.call(methods.PROGRESS, answer=dict[str, PassesDone], within_s=within_s)
+
     def status(self) -> HostStatus:
         """Memory and clock of the host, which loads nothing to answer."""
         return self.call(methods.STATUS, answer=HostStatus)
@@ -220,18 +224,6 @@ class Session:
         """
         while not self._call(methods.ENDED, None, bool):
             pass
-
-    def passes(self, *, within_s: float) -> PassesDone:
-        """How far the session is, also within a step."""
-        return self._call(methods.PASSES, None, PassesDone, within_s=within_s)
-
-    def snapshot(self, step: int) -> None:
-        """Have a recoverable session keep its state after `step` steps."""
-        self._call(methods.SNAPSHOT, step, patiently=True)
-
-    def rollback(self, step: int) -> None:
-        """Have a recoverable session return to its snapshot after `step` steps."""
-        self._call(methods.ROLLBACK, step, patiently=True)
 
     def close(self, *, within_s: float | None = None) -> None:
         """Free everything that the session holds."""

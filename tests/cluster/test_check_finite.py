@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
-from collapipe_flwr.cluster.fleet import Fleet, LearningSettings, RoundOrder, ThreadFleet
+from collapipe_flwr.cluster.fleet import Fleet, ThreadFleet
+from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.models.splitter import Splitter

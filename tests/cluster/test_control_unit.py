@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 
 from collapipe_flwr.cluster.control_unit import train_round
-from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFleet
+from collapipe_flwr.cluster.fleet import ThreadFleet
+from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import LinkError, ScheduleError
 from collapipe_flwr.models.describing import make_spec

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.data_plane.recovery import Daemon, cluster_of, daemons, run_job, small_job
-from collapipe_flwr.cluster.fleet import PATIENCE_PER_STAGE
+from collapipe_flwr.cluster.order import PATIENCE_PER_STAGE
 from collapipe_flwr.cluster.remote import CLOSE_S, RemoteFleet
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.pipeline.roles import FirstStage

@@ -17,7 +17,7 @@ import pytest
 from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
-from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder
+from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterConfig, parse_cluster
 from collapipe_flwr.host.ledger import Ledger

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.data_plane.recovery import Job, cluster_of, run_job, small_job
-from collapipe_flwr.cluster.fleet import RoundOrder
+from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.cluster.remote import Hosted
 from collapipe_flwr.config.cluster_file import parse_cluster
 from collapipe_flwr.core.errors import LinkError

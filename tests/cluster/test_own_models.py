@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder
+from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.config.cluster_file import parse_cluster
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.core.imports import allow

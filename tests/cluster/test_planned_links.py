@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
-from collapipe_flwr.cluster.fleet import Fleet, LearningSettings, RoundOrder, ThreadFleet
+from collapipe_flwr.cluster.fleet import Fleet, ThreadFleet
+from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.recovery import Recovery
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterLinks

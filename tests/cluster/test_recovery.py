@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import RoundResult, evaluate_batches, train_round
-from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFleet
+from collapipe_flwr.cluster.fleet import ThreadFleet
+from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.recovery import MOST_REPLAYS, RecoveringRound, Recovery
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, DeviceProfile, ModelProfile
 from collapipe_flwr.core.errors import CollaPipeError, InfeasibleError, LinkError

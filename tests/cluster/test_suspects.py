@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
-from collapipe_flwr.cluster.fleet import RoundOrder, ThreadFleet
+from collapipe_flwr.cluster.fleet import ThreadFleet
+from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.cluster.suspects import EDGE, Suspects
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import (

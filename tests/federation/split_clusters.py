@@ -9,7 +9,7 @@ import torch
 from flwr.app import Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg
 
-from collapipe_flwr.cluster.fleet import LearningSettings
+from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.core.domain import ClusterPlan, Plan, Segment
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from flwr.app import ArrayRecord
 
-from collapipe_flwr.cluster.fleet import CONTROL_UNIT
+from collapipe_flwr.cluster.order import CONTROL_UNIT
 from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan, Plan
 from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.costs.measured import EDGE, server_s, stage_parts, taken_s

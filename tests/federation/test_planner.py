@@ -10,7 +10,7 @@ import torch
 from flwr.app import ArrayRecord
 
 from collapipe_flwr.cluster.control_unit import joined
-from collapipe_flwr.cluster.fleet import CONTROL_UNIT
+from collapipe_flwr.cluster.order import CONTROL_UNIT
 from collapipe_flwr.core.domain import BlockCost, LinkRate, ModelProfile, RoundOutcome
 from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.federation.arrays import encode_tensors

@@ -11,7 +11,7 @@ from flwr.app import ConfigRecord, MetricRecord, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collapipe_flwr.cluster.fleet import LearningSettings
+from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.core.domain import (
     ClusterPlan,
     ClusterProfile,

@@ -25,7 +25,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from collapipe_flwr.cluster.fleet import LearningSettings
+from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.federation import attempts
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from collapipe_flwr.cluster.fleet import PATIENCE_PER_STAGE, ThreadFleet
+from collapipe_flwr.cluster.fleet import ThreadFleet
+from collapipe_flwr.cluster.order import PATIENCE_PER_STAGE
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.core.errors import LinkError, LinkTimeout, ModelError
 from collapipe_flwr.generation.backends import (

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from collapipe_flwr.cluster.control_unit import train_round
-from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFleet
+from collapipe_flwr.cluster.fleet import ThreadFleet
+from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.saving import save_whole
 from collapipe_flwr.models.spec import LoraConfig

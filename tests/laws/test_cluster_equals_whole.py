@@ -18,7 +18,8 @@ from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import evaluate_batches, train_round
 from collapipe_flwr.cluster.evaluation import PredictionConfig
-from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFleet
+from collapipe_flwr.cluster.fleet import ThreadFleet
+from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit, train_unsplit
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.errors import LinkError

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
-from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder
+from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import (
     ClusterConfig,

@@ -28,7 +28,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from collapipe_flwr.cluster.fleet import LearningSettings
+from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.core.errors import ModelError, ScheduleError
 from collapipe_flwr.federation.planning import DescribedClusters, planner_of
 from collapipe_flwr.models.split_model import SplitModel

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import train_round
-from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFleet
+from collapipe_flwr.cluster.fleet import ThreadFleet
+from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.unsplit import train_unsplit
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.host.service import EdgeService

@@ -15,7 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
-from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFleet
+from collapipe_flwr.cluster.fleet import ThreadFleet
+from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.unsplit import train_unsplit
 from collapipe_flwr.core import imports
 from collapipe_flwr.core.errors import ConfigError

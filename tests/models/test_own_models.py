@@ -18,7 +18,8 @@ from transformers import (
 
 from collapipe_flwr.cluster.control_unit import evaluate_batches
 from collapipe_flwr.cluster.evaluation import PredictionConfig
-from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFleet
+from collapipe_flwr.cluster.fleet import ThreadFleet
+from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.core import imports
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.spec import ModelSpec

@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from collapipe_flwr.cluster.control_unit import evaluate_batches
 from collapipe_flwr.cluster.evaluation import PredictionConfig
-from collapipe_flwr.cluster.fleet import LearningSettings, RoundOrder, ThreadFleet
+from collapipe_flwr.cluster.fleet import ThreadFleet
+from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit
 from collapipe_flwr.core.errors import ModelError, ScheduleError
 from collapipe_flwr.models.profile import profile_model

@@ -106,8 +106,7 @@ class Cluster:
 
     def _profile(self, site: Site, context: Context) -> ClusterProfile:
         examples = self._examples(context) if callable(self._examples) else self._examples
-        whole = bool(mods_of(self._app))
-        return replace(site.profile(examples), whole=whole, bundles=self._takes_bundles)
+        return replace(site.profile(examples), bundles=self._takes_bundles)
 
     def _profile_now(self, context: Context) -> ClusterProfile | None:
         """The current profile of a cluster file's devices; None for simulated ones.

@@ -1,4 +1,4 @@
-"""A planned round of one cluster: devices here, the decoder at the edge.
+"""A planned round of one cluster, on its devices and its edge.
 
 Shared by a user's `Cluster` and our own ClientApp; it knows neither tasks nor data sets.
 """
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import RoundResult, evaluate_batches, train_round
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig
-from collapipe_flwr.cluster.fleet import RoundOrder
 from collapipe_flwr.cluster.loader import Batches
+from collapipe_flwr.cluster.order import EDGE, RoundOrder
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.core.texts import one_line
@@ -52,8 +52,8 @@ class PipelineRound:
         assignment = records.read_assignment(content)
         if assignment.split is None or assignment.plan is None:
             raise ProtocolError(
-                "the server sent neither a plan with an edge nor a whole task: its strategy needs "
-                "a model to split, CollaPipe(..., model=SplitModel(...))"
+                "the server sent neither a plan nor a whole task: its strategy needs a model to "
+                "split, CollaPipe(..., model=SplitModel(...))"
             )
         return PipelineRound(
             server_round=assignment.server_round,
@@ -84,7 +84,7 @@ class PipelineRound:
 
         The optimizer continues from ``state``, or starts anew without one. Raises as `train_round`.
         """
-        with self.site.devices(self.task, self.splitter) as (fleet, recovery, edge):
+        with self.site.devices(self.task, self.splitter) as (fleet, recovery):
             order = replace(self._order(weights), batches=batches.num_batches(self.sizes[0]))
             if state is not None:
                 order = replace(order, slots=recall_optimizer(state), keep_optimizer=True)
@@ -98,16 +98,11 @@ class PipelineRound:
             )
             if state is not None:
                 state.remember(OPTIMIZER, result.slots)
-            if self.task.whole:
-                head = edge.fetch_weights()
-                result = replace(result, weights=Lookup.of(head, result.weights))
             ours = [device.device_id for device in recovery.profile.devices]
             return result, tuple(sorted(fleet.missing(ours)))
 
     def completed(self, sent: Weights, trained: Lookup[Tensor]) -> Lookup[Tensor]:
-        """The reply's weights: those trained, or all that were ``sent``, updated."""
-        if not self.task.whole:
-            return trained
+        """All weights that were ``sent``, with those trained in their places."""
         aliases = self.splitter.aliases
         changed = {key: name for key in sent if (name := aliases.get(key, key)) in trained}
         fresh = {key: partial(trained.__getitem__, name) for key, name in changed.items()}
@@ -121,7 +116,7 @@ class PipelineRound:
         splitter = self.splitter
         if wanted is not None and wanted.generates(splitter.decodes) and splitter.ties:
             wanted = None
-        with self.site.devices(self.task, splitter) as (fleet, recovery, _):
+        with self.site.devices(self.task, splitter) as (fleet, recovery):
             return evaluate_batches(
                 splitter,
                 self._order(weights),
@@ -177,12 +172,16 @@ def telemetry(
 ) -> ClusterTelemetry:
     """The measurements of a round of ``wall_s`` seconds, from its message to its reply."""
     replanned = any(incident.lost for incident in result.incidents)
+    reports, edge = result.reports, None
+    if reports and reports[-1].name == EDGE:
+        reports, edge = reports[:-1], reports[-1]
     return ClusterTelemetry(
         cluster_id=result.plan.cluster_id,
         examples=batches.examples * batches.epochs,
         wall_s=wall_s,
         losses=result.losses,
-        reports=result.reports,
+        reports=reports,
+        edge=edge,
         moved=result.moved,
         replanned=result.plan if replanned else None,
         incidents=tuple(one_line(str(incident)) for incident in result.incidents),

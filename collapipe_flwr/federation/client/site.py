@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 from flwr.app import Context, Message
 
 from collapipe_flwr.cluster.fleet import Fleet, ThreadFleet
+from collapipe_flwr.cluster.hosted import Edge, HostedEdge, ThreadEdge
 from collapipe_flwr.cluster.profile import describe_cluster, profile_of
 from collapipe_flwr.cluster.recovery import Recovery
 from collapipe_flwr.cluster.remote import RemoteFleet
@@ -19,6 +20,7 @@ from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
 from collapipe_flwr.config.schema import EdgeConfig, TrainConfig, WorldConfig
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.hub import expanded
+from collapipe_flwr.core.links import TlsFiles, host_towards
 from collapipe_flwr.federation.client import (
     CLUSTER_KEY,
     COMPUTE_KEY,
@@ -28,12 +30,14 @@ from collapipe_flwr.federation.client import (
 )
 from collapipe_flwr.federation.client.node_state import NodeState
 from collapipe_flwr.federation.records import SplitTask, read_assignment, run_id_of
+from collapipe_flwr.host.rosters import Rosters
+from collapipe_flwr.host.server import EdgeServer
+from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.pipeline.compute import resolve
-from collapipe_flwr.pipeline.config import NextHop
-from collapipe_flwr.transport.client import EdgeClient, Session
 
+_MOST_HERE = 4  # sessions: one chain at a time, besides those that end
 _ANY = 1  # the number of examples does not matter within a round
 
 
@@ -94,53 +98,72 @@ class Site:
         return resolve(self.train.compute)
 
     @contextmanager
-    def devices(
-        self, task: SplitTask, splitter: AnySplitter
-    ) -> Iterator[tuple[Fleet, Recovery, Session]]:
-        """The devices, how a round recovers when some are lost, and the edge session of ``task``.
-
-        The devices are joined to that session.
-        """
+    def devices(self, task: SplitTask, splitter: AnySplitter) -> Iterator[tuple[Fleet, Recovery]]:
+        """The devices with their edge, and how a round recovers when some are lost."""
         learning = task.learning
-        with self._client(task) as client:
-            edge = client.session(task.session)
-            fleet: Fleet = ThreadFleet(edge.connect)
-            if self.cluster is not None:
-                address, name = self._edge(task)
-                fleet = RemoteFleet(
-                    cluster=self.cluster,
-                    edge=NextHop(address=address, key=task.session, certificate_name=name),
-                    deadline_s=learning.deadline_s,
-                    heartbeat=learning.heartbeat,
-                )
-            recovery = Recovery(
-                profile=self.profile(_ANY),
-                model=lambda: profile_model(splitter, task.shape, learning.optimizer.state_bytes),
-                edge=edge,
-            )
-            yield fleet, recovery, edge
-
-    def _client(self, task: SplitTask) -> EdgeClient:
-        """The control unit's own client of the edge, which waits for one that restarts."""
-        address, name = self._edge(task)
-        tls = self.edge.tls()
-        if self.cluster is not None:
-            tls = self.cluster.tls_files(self.cluster.control_unit.name)
-        return EdgeClient(
-            address,
-            tls=tls,
-            certificate_name=name,
-            deadline_s=task.learning.deadline_s,
-            patience_s=task.learning.deadline_s,
-            heartbeat=task.learning.heartbeat,
+        recovery = Recovery(
+            profile=self.profile(_ANY),
+            model=lambda: profile_model(splitter, task.shape, learning.optimizer.state_bytes),
         )
-
-    def _edge(self, task: SplitTask) -> tuple[str, str]:
-        """Address and certificate name by which this cluster reaches the edge."""
         if self.cluster is None:
-            return task.edge_address, self.edge.certificate_name
-        name = self.cluster.edge.name if self.cluster.tls else ""
-        return self.cluster.edge.address or task.edge_address, name
+            yield ThreadFleet(self._edge_for_threads(task)), recovery
+            return
+        with self._edge(self.cluster, task) as edge:
+            fleet = RemoteFleet(
+                cluster=self.cluster,
+                edge=edge,
+                deadline_s=learning.deadline_s,
+                heartbeat=learning.heartbeat,
+            )
+            yield fleet, recovery
+
+    def _edge_for_threads(self, task: SplitTask) -> Edge:
+        """The run's edge, else one in this process."""
+        if not task.edge_address:
+            return ThreadEdge(self.place)
+        return _hosted(task, task.edge_address, self.edge.certificate_name, self.edge.tls())
+
+    @contextmanager
+    def _edge(self, cluster: ClusterConfig, task: SplitTask) -> Iterator[HostedEdge]:
+        """The edge of the cluster file, else the run's, else the control unit."""
+        address = cluster.edge.address or task.edge_address
+        name, tls = (
+            cluster.certificate_name(cluster.edge),
+            cluster.tls_files(cluster.control_unit.name),
+        )
+        with ExitStack() as stack:
+            if cluster.edge_is_control_unit or not address:
+                address, name = stack.enter_context(edge_here(cluster, self.place))
+            yield _hosted(task, address, name, tls)
+
+
+def _hosted(task: SplitTask, address: str, name: str, tls: TlsFiles | None) -> HostedEdge:
+    deadline_s = task.learning.deadline_s
+    return HostedEdge(
+        address=address,
+        certificate_name=name,
+        tls=tls,
+        deadline_s=deadline_s,
+        patience_s=deadline_s,
+        heartbeat=task.learning.heartbeat,
+    )
+
+
+@contextmanager
+def edge_here(cluster: ClusterConfig, place: torch.device) -> Iterator[tuple[str, str]]:
+    """Serve the edge in this process, and give its address and certificate name.
+
+    It listens where the cluster file says, else on a free port of the address by which this machine
+    reaches the first device.
+    """
+    unit = cluster.control_unit
+    tls, rosters = cluster.tls_files(unit.name), None
+    listen = cluster.edge.address or f"{host_towards(cluster.devices[0].address)}:0"
+    if tls is not None and tls.ca is not None:
+        rosters = Rosters(unit.name, [cluster], tls.ca)
+    service = EdgeService(compute=place, most_sessions=_MOST_HERE)
+    with EdgeServer(listen, service, tls=tls, rosters=rosters) as server:
+        yield server.address, cluster.certificate_name(unit)
 
 
 def cluster_file(node_config: Mapping[str, object]) -> ClusterConfig | None:

@@ -18,7 +18,7 @@ from flwr.app import MetricRecord, RecordDict
 from flwr.serverapp import strategy as strategies
 from flwr.serverapp.strategy import FedAvg, Strategy
 
-from collapipe_flwr.cluster.fleet import LearningSettings
+from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.config.schema import STRATEGIES, AppConfig
 from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import ConfigError, blaming

@@ -1,0 +1,275 @@
+"""A stage in a session on a host, and the last stage of a chain, the edge, wherever it is.
+
+The control unit opens and fills the edge's session like that of every device, and collects its part
+with the segments.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from collapipe_flwr.cluster.order import EDGE, RoundOrder, Segments
+from collapipe_flwr.core.errors import (
+    CollaPipeError,
+    EdgeLost,
+    FrozenWanted,
+    LinkError,
+    LinkTimeout,
+    Unreachable,
+)
+from collapipe_flwr.core.links import Heartbeat, LinkConfig, TlsFiles
+from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.session import Lane, Stream
+from collapipe_flwr.models.any_splitter import AnySplitter
+from collapipe_flwr.pipeline.compute import CPU
+from collapipe_flwr.pipeline.config import NextHop, SessionKey, SessionRequest
+from collapipe_flwr.pipeline.link import Link
+from collapipe_flwr.pipeline.offload import Lookup
+from collapipe_flwr.pipeline.state import PartState
+from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.simulated_link import simulated_pair
+from collapipe_flwr.transport.weights import TransferStats
+
+_log = logging.getLogger(__name__)
+CLOSE_S = 2.0  # for a host to free a session
+ENDED_S = 60.0  # for the edge's thread to end behind the last frame
+
+
+class Hosted:
+    """One stage in a session on one daemon."""
+
+    def __init__(self, client: EdgeClient, request: SessionRequest) -> None:
+        self.client, self.request = client, request
+        self.session = client.session(request.key)
+        self._pushed: Mapping[str, Tensor] = {}
+        self._moved = TransferStats()
+
+    def open(self) -> None:
+        """Open the session; an edge that restarts is waited for."""
+        with self._telling_loss():
+            if self.request.placement is None:
+                self.client.patiently(lambda: self.client.open_session(self.request))
+            else:
+                self.client.open_session(self.request)
+
+    def fill(self, splitter: AnySplitter, order: RoundOrder) -> None:
+        """Send the session its weights."""
+        placement = self.request.placement
+        own = splitter.edge_keys()
+        if placement is not None:
+            own = splitter.segment_keys(*placement.blocks)
+        state = PartState(weights=order.weights, optimizer=order.slots)
+        self._pushed = state.only((*own, *splitter.shared_keys)).tensors()
+        with self._telling_loss():
+            try:
+                self._moved += self.session.push_missing(self._pushed)
+            except FrozenWanted as wanted:
+                if placement is None:
+                    raise
+                _log.info("%s; it gets its frozen weights from here", wanted)
+                keys = splitter.resident_keys_of_segment(*placement.blocks)
+                frozen = splitter.read_resident(keys)
+                self._moved += self.session.push_missing(Lookup.of(self._pushed, frozen))
+
+    def collect(self, keep_optimizer: bool, turn: AbstractContextManager[object]) -> Segments:
+        """The part, fetched within ``turn``, and its report, once the host has ended.
+
+        Replicas but the first, which hold the same, return their report only.
+        """
+        if self.request.stage.overlap:
+            self.session.await_end()
+        report = self.session.report()
+        state = PartState(weights={})
+        if not self.request.stage.turn.replica:
+            tensors, moved = self.session.fetch_changed(
+                self._pushed, with_optimizer=keep_optimizer, turn=turn
+            )
+            self._moved += moved
+            state = PartState.of_tensors(tensors)
+        return Segments(state=state, reports=(report,), moved=self._moved)
+
+    def close(self) -> None:
+        """Free the session; if the host is gone, or dropped it already, log that.
+
+        A host that fell silent frees it by itself later.
+        """
+        if self.client.silent:
+            return
+        try:
+            self.session.close(within_s=CLOSE_S)
+        except LinkError as error:
+            _log.info("nothing to close: %s", error)
+
+    @contextmanager
+    def _telling_loss(self) -> Iterator[None]:
+        """Raise EdgeLost where the edge is gone: no device is to blame, and no replay helps."""
+        try:
+            yield
+        except (Unreachable, LinkTimeout) as error:
+            if self.request.placement is not None:
+                raise
+            raise EdgeLost(str(error)) from error
+
+
+def edge_request(splitter: AnySplitter, order: RoundOrder) -> SessionRequest:
+    """A new session for the last stage of this order's chain."""
+    return SessionRequest(
+        key=SessionKey.random(f"{order.plan.cluster_id}-{order.server_round}"),
+        spec_json=splitter.spec.to_json(),
+        stage=order.edge_settings,
+        optimizer=order.learning.optimizer,
+        keep_optimizer=order.keep_optimizer,
+        cluster_id=order.plan.cluster_id,
+        run_id=order.learning.run_id,
+        server_round=order.server_round,
+    )
+
+
+class Filled(Protocol):
+    """A part that is opened and filled before a chain runs, and collected after it."""
+
+    def open(self) -> None:
+        """Make room for the part."""
+
+    def fill(self, splitter: AnySplitter, order: RoundOrder) -> None:
+        """Set its weights."""
+
+    def collect(self, keep_optimizer: bool, turn: AbstractContextManager[object]) -> Segments:
+        """The trained part; see `Hosted.collect`."""
+
+
+@dataclass(frozen=True, slots=True)
+class EdgePart:
+    """The last stage of a chain for devices of this process, which connect one lane each."""
+
+    part: Filled
+    connect: Callable[[LinkConfig], AbstractContextManager[Link]]
+
+
+class Edge(Protocol):
+    """A place for the last stage of chains whose devices are in this process."""
+
+    def opened(self, splitter: AnySplitter, order: RoundOrder) -> AbstractContextManager[EdgePart]:
+        """The last stage of this order's chain, open and filled; it is freed afterwards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostedEdge:
+    """An edge on a host at ``address``, which is waited for ``patience_s`` while it restarts."""
+
+    address: str
+    name: str = EDGE
+    certificate_name: str = ""
+    tls: TlsFiles | None = None
+    deadline_s: float = 20.0
+    patience_s: float = 20.0
+    heartbeat: Heartbeat | None = None
+
+    @contextmanager
+    def session(self, splitter: AnySplitter, order: RoundOrder) -> Iterator[tuple[Hosted, NextHop]]:
+        """The session for an order, not open yet, and how devices reach it; closed afterwards."""
+        request = edge_request(splitter, order)
+        with EdgeClient(
+            self.address,
+            what=self.name,
+            tls=self.tls,
+            certificate_name=self.certificate_name,
+            deadline_s=self.deadline_s,
+            patience_s=self.patience_s,
+            heartbeat=self.heartbeat,
+        ) as client:
+            hosted = Hosted(client, request)
+            try:
+                yield (
+                    hosted,
+                    NextHop(
+                        address=self.address,
+                        key=request.key,
+                        certificate_name=self.certificate_name,
+                        heartbeat=self.heartbeat,
+                    ),
+                )
+            finally:
+                hosted.close()
+
+    @contextmanager
+    def opened(self, splitter: AnySplitter, order: RoundOrder) -> Iterator[EdgePart]:
+        """See `Edge.opened`."""
+        with self.session(splitter, order) as (hosted, _):
+            hosted.open()
+            hosted.fill(splitter, order)
+            yield EdgePart(hosted, hosted.session.connect)
+
+
+class ThreadEdge:
+    """The edge in a thread of this process, which computes on ``compute``."""
+
+    def __init__(self, compute: torch.device = CPU) -> None:
+        self._compute = compute
+
+    @contextmanager
+    def opened(self, splitter: AnySplitter, order: RoundOrder) -> Iterator[EdgePart]:
+        """See `Edge.opened`; the thread has ended afterwards."""
+        part = _ThreadPart(EdgeService(compute=self._compute), edge_request(splitter, order))
+        part.open()
+        part.fill(splitter, order)
+        try:
+            yield EdgePart(part, part.connect)
+        finally:
+            part.join(order.learning.deadline_s)
+
+
+class _ThreadPart:
+    """A session of a service in this process, with a thread for its chain."""
+
+    def __init__(self, service: EdgeService, request: SessionRequest) -> None:
+        self._service, self._request = service, request
+        self._threads: list[threading.Thread] = []
+
+    def open(self) -> None:
+        self._service.open(self._request)
+
+    def fill(self, splitter: AnySplitter, order: RoundOrder) -> None:
+        state = PartState(weights=order.weights, optimizer=order.slots)
+        keys = (*splitter.edge_keys(), *splitter.shared_keys)
+        self._service.push_weights(self._request.key, state.only(keys).copy().tensors())
+
+    @contextmanager
+    def connect(self, config: LinkConfig) -> Iterator[Link]:
+        """The link of one lane, for the body; the chain begins with the last one."""
+        ours, theirs = simulated_pair(f"device {config.lane}", EDGE, config)
+        lane = Lane(config.lane, config.lanes)
+        stream = self._service.claim(self._request.key, lane)
+        if stream.session.enter(stream, lane, theirs):
+            thread = threading.Thread(target=self._serve, args=(stream,), name=EDGE, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        try:
+            yield ours
+        except BaseException as error:
+            ours.close(str(error) or type(error).__name__)
+            raise
+        ours.close()
+
+    def collect(self, keep_optimizer: bool, turn: AbstractContextManager[object]) -> Segments:
+        self.join(ENDED_S)
+        key = self._request.key
+        with turn:
+            tensors = self._service.weights(key, with_optimizer=keep_optimizer)
+        return Segments(state=PartState.of_tensors(tensors), reports=(self._service.report(key),))
+
+    def join(self, within_s: float) -> None:
+        for thread in self._threads:
+            thread.join(within_s)
+
+    def _serve(self, stream: Stream) -> None:
+        with suppress(CollaPipeError):  # both ends of the link report it
+            self._service.serve(stream, stream.lanes.upstream)

@@ -1,0 +1,144 @@
+"""The order of one round for one cluster, and what its stages return."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from collapipe_flwr.core.domain import ClusterPlan, Segment
+from collapipe_flwr.core.links import Heartbeat, LinkConfig
+from collapipe_flwr.core.schedule import ALONE, Turn, turns
+from collapipe_flwr.pipeline.compute import CPU, hold
+from collapipe_flwr.pipeline.config import Execution, StageConfig
+from collapipe_flwr.pipeline.meter import StageReport
+from collapipe_flwr.pipeline.offload import Lookup
+from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
+from collapipe_flwr.pipeline.state import OptimizerState, PartState, load_optimizer_state
+from collapipe_flwr.transport.weights import TransferStats
+
+CONTROL_UNIT, EDGE = "control-unit", "edge"  # the first and the last stage, beside device ids
+PATIENCE_PER_STAGE = 0.5  # upstream waits longer, so that the neighbour of a silent stage reports
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningSettings:
+    """How a cluster learns in one round, set by the server for all clusters."""
+
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: str = "1f1b"
+    deadline_s: float = 60.0  # longest silence of a neighbour inside a step
+    seed: int = 0
+    execution: Execution = field(default_factory=Execution)
+    snapshot_every: int = 0  # steps; 0: a loss replays the round
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    run_id: str = ""  # the same for a run that is resumed
+    keep_optimizer: bool = False  # its state continues in the next round
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundOrder:
+    """One cluster's round; ``weights`` are those of the whole model."""
+
+    plan: ClusterPlan
+    weights: Mapping[str, Tensor]
+    learning: LearningSettings
+    idle_s: float = 600.0  # longest pause between steps
+    dropout_seed: int | None = None  # the same dropout for every cut; None where there is none
+    slots: OptimizerState = field(default_factory=dict)  # empty: the optimizer starts anew
+    keep_optimizer: bool = False  # return the slots at the end of the round
+    first_step: int = 0  # the number of the first step; not 0 in the middle of a round
+    updates: int = 0  # optimizer steps of the round so far
+    batches: int = 0  # of the whole round; 0: not known in advance
+    compute: torch.device = CPU  # of all parts in this process
+    server_round: int = 0  # for the logs of devices
+
+    @property
+    def hops(self) -> tuple[LinkConfig, ...]:
+        """The link of every hop: as planned, else as the run says."""
+        execution = self.learning.execution
+        planned = self.plan.hops or (LinkConfig(codec=execution.codec),) * (
+            1 + len(self.plan.segments)
+        )
+        return planned if execution.paced else tuple(hop.unpaced for hop in planned)
+
+    @property
+    def holders(self) -> tuple[Holder, ...]:
+        """The planned devices in pipeline order, replicas next to each other."""
+        return tuple(
+            Holder(stage=stage, turn=turn, segment=segment)
+            for stage, segment in enumerate(self.plan.segments, start=1)
+            for turn in turns(len(segment.device_ids))
+        )
+
+    def placed(self, part: nn.Module) -> tuple[nn.Module, Optimizer]:
+        """A part on ``compute``, and its optimizer, which continues from the slots."""
+        part = hold(part, self.compute)
+        optimizer = Optimizer(self.learning.optimizer, part.named_parameters())
+        load_optimizer_state(optimizer, self.slots)
+        return part, optimizer
+
+    @property
+    def edge_settings(self) -> StageConfig:
+        """The configuration of the last stage, which is nobody's replica."""
+        learning = self.learning
+        return StageConfig(
+            name=EDGE,
+            schedule=learning.schedule,
+            depth=self.plan.warmup_depth[-1],
+            deadline_s=learning.deadline_s,
+            idle_s=self.idle_s,
+            execution=learning.execution.without_recompute,
+            overlap=self.plan.overlap,
+        )
+
+    def settings(self, stage: int, turn: Turn = ALONE) -> StageConfig:
+        """The configuration of a stage, or of a replica of it; 0 is the control unit."""
+        learning, segments = self.learning, self.plan.segments
+        patience = 1 + PATIENCE_PER_STAGE * (len(segments) - stage)
+        return StageConfig(
+            name=segments[stage - 1].device_ids[turn.replica] if stage else CONTROL_UNIT,
+            schedule=learning.schedule,
+            depth=self.plan.warmup_depth[stage],
+            deadline_s=learning.deadline_s * patience,
+            idle_s=self.idle_s,
+            seed=self.dropout_seed,
+            execution=learning.execution if stage else learning.execution.without_recompute,
+            turn=turn,
+            overlap=self.plan.overlap,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A planned device: one replica of a stage; the first device is stage 1."""
+
+    stage: int
+    turn: Turn
+    segment: Segment
+
+    @property
+    def device_id(self) -> str:
+        return self.segment.device_ids[self.turn.replica]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segments:
+    """What neighbouring stages return; ``reports`` are in pipeline order."""
+
+    state: PartState
+    reports: tuple[StageReport, ...]
+    moved: TransferStats = field(default_factory=TransferStats)  # placed and collected
+
+    def __add__(self, behind: Segments) -> Segments:
+        """Join the stages ahead with those behind."""
+        return Segments(
+            state=PartState(
+                weights=Lookup.of(self.state.weights, behind.state.weights),
+                optimizer=Lookup.of(self.state.optimizer, behind.state.optimizer),
+            ),
+            reports=self.reports + behind.reports,
+            moved=self.moved + behind.moved,
+        )

@@ -1,0 +1,62 @@
+"""The edge of clusters that name none: the run's, or one in the server's process.
+
+The clusters open its sessions. The server asks only how far their rounds are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from collapipe_flwr.config.schema import EdgeConfig
+from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.host.server import EdgeServer
+from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.pipeline.compute import resolve
+from collapipe_flwr.pipeline.config import PassesDone
+from collapipe_flwr.transport.client import EdgeClient
+
+log = logging.getLogger("flwr.collapipe")
+_PROGRESS_S = 2.0  # the caller polls
+
+
+class DefaultEdge:
+    """An edge as the server sees it, which need not reach it."""
+
+    def __init__(self, client: EdgeClient) -> None:
+        self._client = client
+
+    @property
+    def address(self) -> str:
+        """Where clusters find it."""
+        return self._client.address
+
+    def progress(self) -> Mapping[str, PassesDone]:
+        """The micro-batches of each cluster's round; empty if the edge does not tell."""
+        try:
+            return self._client.progress(within_s=_PROGRESS_S)
+        except LinkError as error:
+            log.debug("the edge does not tell how far the round is: %s", error)
+            return {}
+
+
+@contextmanager
+def open_edge(config: EdgeConfig) -> Iterator[DefaultEdge]:
+    """The user's edge, or one on loopback for the body."""
+    if config.address:
+        with EdgeClient(
+            config.address,
+            tls=config.tls(),
+            certificate_name=config.certificate_name,
+            deadline_s=config.timeout_s,
+        ) as client:
+            yield DefaultEdge(client)
+        return
+    compute = resolve(config.compute, "edge.compute")
+    with (
+        EdgeServer("127.0.0.1:0", EdgeService(compute=compute)) as server,
+        EdgeClient(server.address, deadline_s=config.timeout_s) as client,
+    ):
+        log.info("edge server on %s", server.address)
+        yield DefaultEdge(client)
