@@ -20,6 +20,7 @@ from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.step import MicroBatch
+from tests.cluster.given_edge import GivenEdge
 from tests.laws.test_cluster_equals_whole import Cut, tiny_batch
 
 DEADLINE_S = 0.5
@@ -59,7 +60,7 @@ def _batches(splitter: Splitter) -> Iterator[list[MicroBatch]]:
 
 
 def fleet(edge: Link) -> ThreadFleet:
-    return ThreadFleet(lambda _: nullcontext(edge))
+    return ThreadFleet(GivenEdge(lambda _: nullcontext(edge)))
 
 
 def _device_threads() -> list[str]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,11 +10,9 @@ from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
 from collapipe_flwr.cluster.fleet import ThreadFleet
-from collapipe_flwr.core.links import LinkConfig
-from collapipe_flwr.core.schedule import ALONE
+from collapipe_flwr.cluster.hosted import ThreadEdge
 from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.pipeline.link import Link, fan_of, memory_pair
 from collapipe_flwr.scheduler.remaining import without_lost
 from collapipe_flwr.scheduler.replan import ReplanInput
 from tests.closeness import assert_near
@@ -25,13 +20,11 @@ from tests.cluster.faults import Fault, failing
 from tests.cluster.test_recovery import (
     DROPOUT,
     STEPS,
-    Edge,
     assert_same,
-    new_edge,
     order,
     recovery,
 )
-from tests.laws.test_cluster_equals_whole import _micro_batches, _steps, make_splitter, session_key
+from tests.laws.test_cluster_equals_whole import _micro_batches, _steps, make_splitter
 from tests.laws.test_replicas_equal_whole import Replicated
 
 CUT = Replicated(
@@ -63,40 +56,15 @@ def first(splitter: Splitter) -> dict[str, Tensor]:
     return splitter.initial_weights(seed=1)
 
 
-@dataclass
-class FannedEdge(Edge):
-    """Which begins when the last of its lanes is there."""
-
-    waiting: list[Link] = field(default_factory=list)
-    running: list[threading.Thread] = field(default_factory=list)
-
-    @contextmanager
-    def connect(self, config: LinkConfig) -> Iterator[Link]:
-        ours, theirs = memory_pair(f"device {config.lane}", "edge")
-        self.waiting.append(theirs)
-        if len(self.waiting) == config.lanes:
-            joined, self.waiting = fan_of(self.waiting, ALONE), []
-            self.running.append(threading.Thread(target=self._run, args=(joined,)))
-            self.running[-1].start()
-        try:
-            yield ours
-        finally:
-            ours.close()
-            for thread in self.running:
-                thread.join(20)
-                assert not thread.is_alive()
-            self.running.clear()
-
-
 def run(
     splitter: Splitter, first: dict[str, Tensor], plan, *faults: Fault, every: int = 0
 ) -> tuple[RoundResult, dict[str, Tensor]]:
-    edge = FannedEdge(new_edge(splitter, first).service)
-    fleet = ThreadFleet(edge.connect, failing(*faults))
+    edge = ThreadEdge()
+    fleet = ThreadFleet(edge, failing(*faults))
     batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
-    asked, plans = order(first, plan, every=every), recovery(splitter, edge)
+    asked, plans = order(first, plan, every=every), recovery(splitter)
     result = train_round(splitter, asked, iter(batches), fleet, recovery=plans)
-    return result, {**result.weights, **edge.service.weights(session_key("A"))}
+    return result, {**result.weights}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
 from collapipe_flwr.cluster.fleet import ThreadFleet
+from collapipe_flwr.cluster.hosted import ThreadEdge
 from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.cluster.suspects import EDGE, Suspects
 from collapipe_flwr.core.domain import ClusterPlan
@@ -40,7 +41,7 @@ from tests.cluster.test_recovery import (  # noqa: F401
     splitter,
     undisturbed,
 )
-from tests.laws.test_cluster_equals_whole import _micro_batches, _steps, session_key
+from tests.laws.test_cluster_equals_whole import _micro_batches, _steps
 
 Make = Callable[..., MiddleStage]
 
@@ -95,8 +96,8 @@ def trained(
     **options,
 ) -> RoundResult:
     batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
-    asked, plans = order(first, every=every), recovery(splitter, edge, **options)
-    return train_round(splitter, asked, batches, ThreadFleet(edge.connect, make), recovery=plans)
+    asked, plans = order(first, every=every), recovery(splitter, **options)
+    return train_round(splitter, asked, batches, ThreadFleet(edge, make), recovery=plans)
 
 
 def test_with_clipping_who_has_gradients_that_are_not_finite_is_named(splitter, first) -> None:  # noqa: F811
@@ -106,16 +107,16 @@ def test_with_clipping_who_has_gradients_that_are_not_finite_is_named(splitter, 
         return replace(asked, learning=learning)
 
     def run(asked: RoundOrder, make: Make, edge: Edge) -> tuple[RoundResult, dict[str, Tensor]]:
-        batches, fleet = _micro_batches(splitter, _steps(splitter, CUT, STEPS)), edge.connect
+        batches, fleet = _micro_batches(splitter, _steps(splitter, CUT, STEPS)), edge
         result = train_round(
-            splitter, asked, batches, ThreadFleet(fleet, make), recovery=recovery(splitter, edge)
+            splitter, asked, batches, ThreadFleet(fleet, make), recovery=recovery(splitter)
         )
-        return result, {**result.weights, **edge.service.weights(session_key("A"))}
+        return result, {**result.weights}
 
     make = sick("A/d1", how="spoiling its weights")
-    result, weights = run(clipped(), make, new_edge(splitter, first))
+    result, weights = run(clipped(), make, ThreadEdge())
     assert set(result.quarantined) == {"A/d1"}
-    _, expected = run(clipped(result.plan), MiddleStage, new_edge(splitter, first))
+    _, expected = run(clipped(result.plan), MiddleStage, ThreadEdge())
     assert_same(weights, expected)
 
 
@@ -137,13 +138,13 @@ def test_who_computes_wrongly_is_named_and_the_round_is_done_without_it(
     how: str,
     device_id: str,
 ) -> None:
-    edge = new_edge(splitter, first)
+    edge = ThreadEdge()
     result = trained(splitter, first, sick(device_id, how=how), edge)
     assert set(result.quarantined) == {device_id}
     (incident,) = result.incidents
     assert incident.lost == (device_id,) and "quarantined" in str(incident)
     assert device_id in incident.reason
-    weights = {**result.weights, **edge.service.weights(session_key("A"))}
+    weights = {**result.weights}
     assert_same(weights, undisturbed(result.plan))
 
 
@@ -153,7 +154,7 @@ def test_what_all_devices_fail_with_is_nobodys_fault_and_tried_twice(
     first,  # noqa: F811
     every: int,
 ) -> None:
-    edge = new_edge(splitter, first)
+    edge = ThreadEdge()
     make = sick("A/d0", "A/d1", "A/d2", how="raising")
     words = r"A/d0 and A/d\d fail alike, so no device is to blame: A/d0 has no class Blocks$"
     with pytest.raises(ModelError, match=words):
@@ -175,7 +176,7 @@ def test_numbers_that_two_devices_make_infinite_are_the_trainings(
     first,  # noqa: F811
     how: str,
 ) -> None:
-    edge = new_edge(splitter, first)
+    edge = ThreadEdge()
     make = sick("A/d0", "A/d1", "A/d2", how=how)
     with pytest.raises(Diverged, match=r"no device is to blame, the training diverged; lower the"):
         trained(splitter, first, make, edge)
@@ -184,7 +185,7 @@ def test_numbers_that_two_devices_make_infinite_are_the_trainings(
 def test_before_any_step_no_learning_rate_is_to_blame(splitter, first) -> None:  # noqa: F811
     make = sick("A/d0", "A/d1", "A/d2", how="nan", step=0)
     with pytest.raises(Diverged) as failure:
-        trained(splitter, first, make, new_edge(splitter, first))
+        trained(splitter, first, make, ThreadEdge())
     assert "no step was taken yet" in str(failure.value)
     assert "learning rate" not in str(failure.value)
 
@@ -198,12 +199,12 @@ def test_who_clips_already_is_not_told_to_clip() -> None:
 
 
 def test_a_learning_rate_that_is_too_high_is_nobodys_fault(splitter, first) -> None:  # noqa: F811
-    edge = new_edge(splitter, first)
+    edge = ThreadEdge()
     fast = order(first)
     rule = replace(fast.learning.optimizer, learning_rate=1e12)
     fast = replace(fast, learning=replace(fast.learning, optimizer=rule))
     batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
-    fleet, plans = ThreadFleet(edge.connect), recovery(splitter, edge)
+    fleet, plans = ThreadFleet(edge), recovery(splitter)
     with pytest.raises(Diverged, match="the training diverged"):
         train_round(splitter, fast, batches, fleet, recovery=plans)
 
@@ -212,7 +213,7 @@ def test_without_another_device_the_sentence_names_the_one_and_the_doubt(
     splitter,  # noqa: F811
     first,  # noqa: F811
 ) -> None:
-    edge = new_edge(splitter, first)
+    edge = ThreadEdge()
     make = sick("A/d2", how="nan")
     with pytest.raises(InfeasibleError) as failure:
         trained(splitter, first, make, edge, memory_bytes=25_000)
@@ -224,9 +225,9 @@ def test_without_another_device_the_sentence_names_the_one_and_the_doubt(
 
 
 def test_sentences_pass_through_the_chain_without_growing(splitter, first) -> None:  # noqa: F811
-    edge = new_edge(splitter, first)
+    edge = ThreadEdge()
     batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
-    fleet = ThreadFleet(edge.connect, sick("A/d2", how="raising"))
+    fleet = ThreadFleet(edge, sick("A/d2", how="raising"))
     with pytest.raises(CollaPipeError) as failure:
         train_round(splitter, order(first), batches, fleet)
     assert str(failure.value) == "A/d2 failed: A/d2 has no class Blocks"

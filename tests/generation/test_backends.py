@@ -33,6 +33,7 @@ from collapipe_flwr.pipeline.config import NextHop
 from collapipe_flwr.pipeline.generation_driver import GenerationDriver
 from collapipe_flwr.pipeline.link import Mailbox
 from collapipe_flwr.transport.client import EdgeClient
+from tests.cluster.given_edge import GivenEdge
 from tests.cluster.hosted import daemons
 from tests.threads import none_left
 
@@ -128,7 +129,7 @@ def local(
     model, names = served(case, slots, deadline_s), [f"d{i}" for i in range(devices)]
     with (
         edge_thread(model) as link,
-        model.over(ThreadFleet(lambda _: nullcontext(link)), names) as driver,
+        model.over(ThreadFleet(GivenEdge(lambda _: nullcontext(link))), names) as driver,
     ):
         yield driver
 

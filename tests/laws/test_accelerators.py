@@ -29,6 +29,7 @@ from tests.accelerators import accelerator, everything_at  # noqa: F401
 from tests.closeness import assert_near, near
 from tests.cluster import test_recovery as recovery
 from tests.cluster.faults import Fault
+from tests.cluster.given_edge import GivenEdge
 from tests.generation import test_backends as generation
 from tests.laws import test_adapted_and_tied as tied
 from tests.laws import test_cluster_equals_whole as law
@@ -260,7 +261,7 @@ def test_a_host_reports_the_peak_of_the_allocator(accelerator: torch.device) -> 
             plan = law.CUTS[0].plan()
             settings = law.LearningSettings(optimizer=law.ADAMW, deadline_s=20.0)
             order = law.RoundOrder(plan=plan, weights=weights, learning=settings)
-            fleet = law.ThreadFleet(lambda _: law.nullcontext(link))
+            fleet = law.ThreadFleet(GivenEdge(lambda _: law.nullcontext(link)))
             law.train_round(splitter, order, law._micro_batches(splitter, steps), fleet)
         return service.report(law.session_key("A")).peak_tensor_bytes
 

@@ -26,6 +26,7 @@ from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MiddleStage
 from collapipe_flwr.pipeline.step import MicroBatch
 from tests.closeness import assert_near, near
+from tests.cluster.given_edge import GivenEdge
 from tests.laws.test_cluster_equals_whole import (
     ADAMW,
     SGD,
@@ -211,7 +212,9 @@ def test_nothing_goes_back_to_a_frozen_embedding(adapted: Splitter) -> None:
     )
     with _edge(adapted, weights, cut, rule) as (link, _):
         batches = _micro_batches(adapted, _steps(adapted, cut, count=1))
-        result = train_round(adapted, order, batches, ThreadFleet(lambda _: nullcontext(link)))
+        result = train_round(
+            adapted, order, batches, ThreadFleet(GivenEdge(lambda _: nullcontext(link)))
+        )
     control_unit, lowest, *_ = result.reports
     assert control_unit.received_down.bytes == 0
     assert lowest.sent_up.bytes == 0

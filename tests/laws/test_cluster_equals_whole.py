@@ -31,6 +31,7 @@ from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.step import MicroBatch
 from tests.closeness import assert_near, near
+from tests.cluster.given_edge import GivenEdge
 
 pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")
 
@@ -218,7 +219,7 @@ def _train_split(
         dropout_seed=dropout_seed,
     )
     with _edge(splitter, weights, cut, rule) as (link, service):
-        fleet = ThreadFleet(lambda _: nullcontext(link))
+        fleet = ThreadFleet(GivenEdge(lambda _: nullcontext(link)))
         result = train_round(splitter, order, _micro_batches(splitter, steps), fleet)
     return result.losses, {**result.weights, **service.weights(session_key("A"))}
 
@@ -316,7 +317,7 @@ def test_a_test_set_without_labels_has_no_loss(splitter: Splitter, guessing) -> 
         learning=LearningSettings(optimizer=SGD, schedule="gpipe", deadline_s=20.0),
     )
     with _edge(splitter, weights, cut, SGD) as (link, _):
-        fleet = ThreadFleet(lambda _: nullcontext(link))
+        fleet = ThreadFleet(GivenEdge(lambda _: nullcontext(link)))
         batches = _micro_batches(splitter, steps)
         found = evaluate_batches(splitter, order, batches, fleet, wanted=guessing)
     whole = evaluate_unsplit(splitter, splitter.build_whole(weights), steps, guessing)

@@ -27,6 +27,7 @@ from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.step import MicroBatch
 from collapipe_flwr.transport.simulated_link import simulated_pair
 from tests.closeness import near
+from tests.cluster.given_edge import GivenEdge
 from tests.laws.test_cluster_equals_whole import (
     SGD,
     Batch,
@@ -94,7 +95,9 @@ def split(
         for step in steps
     ]
     try:
-        result = train_round(splitter, order, batches, ThreadFleet(lambda _: nullcontext(ours)))
+        result = train_round(
+            splitter, order, batches, ThreadFleet(GivenEdge(lambda _: nullcontext(ours)))
+        )
     finally:
         ours.close()  # a round that is refused never used it
         thread.join(20.0)

@@ -37,6 +37,7 @@ from collapipe_flwr.pipeline.link import Link, fan_of, memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.roles import MiddleStage
 from tests.closeness import assert_near, near
+from tests.cluster.given_edge import GivenEdge
 from tests.laws.test_adapted_and_tied import _splitter as tied_splitter
 from tests.laws.test_adapted_and_tied import _steps as tied_steps
 from tests.laws.test_cluster_equals_whole import (
@@ -176,7 +177,7 @@ def train_replicated(
     edge, kept = Edge(splitter, weights, cut, rule), Kept()
     order = _order(cut, weights, rule, **more)
     with edge.serving(cut.replicas[-1]):
-        fleet = ThreadFleet(edge.connect, kept)
+        fleet = ThreadFleet(GivenEdge(edge.connect), kept)
         result = train_round(splitter, order, _micro_batches(splitter, steps), fleet)
     assert_replicas_are_equal(kept.stages, order)
     return result.losses, {**result.weights, **edge.service.weights(session_key("A"))}
@@ -236,7 +237,7 @@ def test_the_proximal_term_counts_once_and_what_the_optimizer_keeps_goes_on(
             edge = Edge(splitter, weights, which, rule)
             order = _order(which, weights, rule, slots=slots, keep_optimizer=True)
             with edge.serving(which.replicas[-1]):
-                fleet = ThreadFleet(edge.connect)
+                fleet = ThreadFleet(GivenEdge(edge.connect))
                 result = train_round(splitter, order, _micro_batches(splitter, steps), fleet)
             trained = {**result.weights, **edge.service.weights(session_key("A"))}
             weights, slots = {**weights, **trained}, result.slots
@@ -333,7 +334,7 @@ def test_a_test_set_comes_to_the_same(splitter: Splitter, wanted: PredictionConf
             splitter,
             _order(cut, weights, SGD),
             _micro_batches(splitter, steps),
-            ThreadFleet(edge.connect),
+            ThreadFleet(GivenEdge(edge.connect)),
             wanted=wanted,
         )
     whole = evaluate_unsplit(splitter, splitter.build_whole(weights), steps, wanted)
@@ -398,7 +399,9 @@ def test_more_replicas_than_micro_batches_are_refused(splitter: Splitter) -> Non
     weights = splitter.initial_weights(seed=3)
     cut = Replicated(stops=(5,), replicas=(3,), micro_batches=(2, 2))
     with pytest.raises(ScheduleError, match="plan no more replicas than micro-batches"):
-        train_round(splitter, _order(cut, weights, SGD), [], ThreadFleet(lambda _: nullcontext()))
+        train_round(
+            splitter, _order(cut, weights, SGD), [], ThreadFleet(GivenEdge(lambda _: nullcontext()))
+        )
 
 
 def test_norms_of_gradients_and_bytes_between_replicas(splitter: Splitter) -> None:
@@ -414,7 +417,7 @@ def test_norms_of_gradients_and_bytes_between_replicas(splitter: Splitter) -> No
                 splitter,
                 _order(which, weights, SGD),
                 _micro_batches(splitter, steps),
-                ThreadFleet(edge.connect),
+                ThreadFleet(GivenEdge(edge.connect)),
             )
         reports[which.replicas] = result.reports[1:]
     first, other = reports[2,]

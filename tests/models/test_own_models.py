@@ -29,6 +29,7 @@ from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.tasks import known_task
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from tests.closeness import assert_near, near
+from tests.cluster.given_edge import GivenEdge
 from tests.laws.test_cluster_equals_whole import (
     SGD,
     Cut,
@@ -225,7 +226,7 @@ def test_logits_come_back(case: str) -> None:
             splitter,
             order,
             _micro_batches(splitter, [cut_up(whole, cut.micro_batches)]),
-            ThreadFleet(lambda _: nullcontext(link)),
+            ThreadFleet(GivenEdge(lambda _: nullcontext(link))),
             wanted=PredictionConfig(logits=True),
         )
     known = {key: whole[key] for key in ("input_ids", "attention_mask")}

@@ -23,6 +23,7 @@ from collapipe_flwr.models.splitter import splitter_of
 from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from tests.closeness import assert_near, near
+from tests.cluster.given_edge import GivenEdge
 from tests.laws.test_cluster_equals_whole import (
     SGD,
     Cut,
@@ -127,7 +128,7 @@ def test_logits_come_back(case: str) -> None:
     wanted = PredictionConfig(logits=True)
     if not splitter.ties:
         with _edge(splitter, weights, cut, SGD) as (link, _):
-            fleet = ThreadFleet(lambda _: nullcontext(link))
+            fleet = ThreadFleet(GivenEdge(lambda _: nullcontext(link)))
             batches_cut = _micro_batches(splitter, steps)
             found = evaluate_batches(splitter, order, batches_cut, fleet, wanted=wanted)
     unsplit = evaluate_unsplit(splitter, splitter.build_whole(weights), steps, wanted)
