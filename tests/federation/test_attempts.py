@@ -18,7 +18,6 @@ from collapipe_flwr.federation import attempts
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.strategy import CollaPipe
-from tests.federation.memory_edge import MemoryEdge
 from tests.federation.split_clusters import FixedPlanner, model, trainer, wrapped
 
 
@@ -55,20 +54,19 @@ def identity(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def patient(edge: MemoryEdge, records: list, most: int) -> CollaPipe:
     inner = FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
-    return wrapped(edge, FixedPlanner("c1", "c2"), records, inner, retries=most)
+    return wrapped(FixedPlanner("c1", "c2"), records, inner, retries=most)
 
 
 def test_a_round_in_which_all_failed_is_repeated_after_growing_pauses_to_the_same_bits(pauses):
     models = []
     for failures in (0, 3):
-        edge, records = MemoryEdge(), []
+        records = []
         pauses.clear()
-        nodes = {n: Flaky(trainer(edge, float(n), 10 * n), failures) for n in (1, 2)}
+        nodes = {n: Flaky(trainer(float(n), 10 * n), failures) for n in (1, 2)}
         strategy = patient(edge, records, 3)
         result = strategy.start(LocalGrid(nodes), encode_tensors(model()), num_rounds=2)
         models.append({key: array.data for key, array in result.arrays.items()})
         assert pauses == [2.0, 4.0, 8.0][:failures]
-        assert edge.replicas == {}
         assert [len(record.remarks) for record in records] == [failures, 0]
         assert not records[0].failures
     assert models[0] == models[1]
@@ -79,11 +77,10 @@ def test_nodes_are_drawn_as_if_nothing_had_failed():
     sampled = []
     for failures in (0, 1):
         random.seed(5)
-        edge = MemoryEdge()
-        nodes = {n: Flaky(trainer(edge, 1.0, 10), failures) for n in range(1, 9)}
+        nodes = {n: Flaky(trainer(1.0, 10), failures) for n in range(1, 9)}
         inner = FedAvg(fraction_train=0.5, fraction_evaluate=0.0, min_available_nodes=8)
         names = [f"c{n}" for n in nodes]
-        strategy = wrapped(edge, FixedPlanner(*names), [], inner, retries=1)
+        strategy = wrapped(FixedPlanner(*names), [], inner, retries=1)
         grid = LocalGrid(nodes)
         strategy.start(grid, encode_tensors(model()), num_rounds=1)
         sampled.append([m.metadata.dst_node_id for m in grid.sent])
@@ -91,8 +88,7 @@ def test_nodes_are_drawn_as_if_nothing_had_failed():
 
 
 def test_when_the_repetitions_are_used_up_the_run_ends_with_the_last_sentence_and_their_number():
-    edge = MemoryEdge()
-    nodes = {n: Flaky(trainer(edge, 1.0, 10), 99) for n in (1, 2)}
+    nodes = {n: Flaky(trainer(1.0, 10), 99) for n in (1, 2)}
     words = r"all 2 clusters failed, first c1: device d2 does not answer \(tried 3 times in 0 s\)"
     with pytest.raises(RunError, match=words):
         patient(edge, [], 2).start(LocalGrid(nodes), encode_tensors(model()))
@@ -100,8 +96,7 @@ def test_when_the_repetitions_are_used_up_the_run_ends_with_the_last_sentence_an
 
 
 def test_what_time_does_not_mend_is_not_repeated(pauses):
-    edge = MemoryEdge()
-    nodes = {n: Flaky(trainer(edge, 1.0, 10), 9, DataError("no column text")) for n in (1, 2)}
+    nodes = {n: Flaky(trainer(1.0, 10), 9, DataError("no column text")) for n in (1, 2)}
     with pytest.raises(RunError, match=r"first c1: no column text$"):
         patient(edge, [], 5).start(LocalGrid(nodes), encode_tensors(model()))
     assert pauses == []
@@ -109,7 +104,7 @@ def test_what_time_does_not_mend_is_not_repeated(pauses):
 
 def test_models_that_diverged_are_not_trained_again(pauses):
     edge, bad = MemoryEdge(), {"embed.weight": torch.full((3, 2), torch.nan)}
-    nodes = {n: Flaky(trainer(edge, 1.0, 10, extra=bad), 0) for n in (1, 2)}
+    nodes = {n: Flaky(trainer(1.0, 10, extra=bad), 0) for n in (1, 2)}
     with pytest.raises(RunError, match=r"lower the learning rate$"):
         patient(edge, [], 5).start(LocalGrid(nodes), encode_tensors(model()))
     whole = CollaPipe(FedAvg(), on_total_failure="raise", retries=5)
@@ -159,7 +154,7 @@ def test_an_edge_that_is_away_when_a_round_opens_is_waited_for(away: int):
             return super().open(request, weights, keep_optimizer=keep_optimizer)
 
     edge, records = Away(), []
-    grid = LocalGrid({n: trainer(edge, 1.0, 10) for n in (1, 2)})
+    grid = LocalGrid({n: trainer(1.0, 10) for n in (1, 2)})
     strategy = patient(edge, records, 3)
     if away > 3:
         with pytest.raises(LinkError, match=r"cannot be reached \(tried 4 times in 0 s\)"):
@@ -177,8 +172,8 @@ def test_a_strategy_that_makes_finite_replies_infinite_does_not_spoil_the_model(
             return encode_tensors(broken), metrics
 
     edge, seen = MemoryEdge(), []
-    grid = LocalGrid({n: trainer(edge, 1.0, 10) for n in (1, 2)})
-    strategy = wrapped(edge, FixedPlanner("c1", "c2"), [], Spoiling(fraction_evaluate=0.0))
+    grid = LocalGrid({n: trainer(1.0, 10) for n in (1, 2)})
+    strategy = wrapped(FixedPlanner("c1", "c2"), [], Spoiling(fraction_evaluate=0.0))
     with pytest.raises(RunError, match=r"Spoiling made embed\.weight of the model infinite or NaN"):
         strategy.start(grid, encode_tensors(model()), num_rounds=1)
     forgiving = CollaPipe(Spoiling(fraction_evaluate=0.0))

@@ -34,7 +34,6 @@ from collapipe_flwr.federation.records import (
 from collapipe_flwr.federation.rounds import RoundPlan
 from collapipe_flwr.federation.strategy import CollaPipe
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
-from tests.federation.memory_edge import MemoryEdge
 from tests.federation.split_clusters import FixedPlanner, cluster_plan, model, trainer, wrapped
 from tests.federation.test_array_format import MALFORMED, NUMPY
 from tests.federation.test_outcomes import NAME, machines, told
@@ -230,12 +229,11 @@ def absent(*_: object) -> Message:
 
 def split_run(answer: Callable[[MemoryEdge], object]) -> tuple[dict[str, bytes], list]:
     """Two rounds of three clusters of one split model, the third of which is ``answer``."""
-    edge, records = MemoryEdge(), []
-    honest = {n: trainer(edge, 0.1 * n, 10 * n) for n in NODES_OF_RUN if n != LIAR}
+    records = []
+    honest = {n: trainer(0.1 * n, 10 * n) for n in NODES_OF_RUN if n != LIAR}
     grid = LocalGrid({**honest, LIAR: answer(edge)})
-    strategy = wrapped(edge, FixedPlanner("c1", "c2", "c3"), records)
+    strategy = wrapped(FixedPlanner("c1", "c2", "c3"), records)
     arrays = strategy.start(grid, encode_tensors(model()), num_rounds=2).arrays
-    assert not edge.replicas
     return {key: array.data for key, array in arrays.items()}, records
 
 
@@ -249,7 +247,7 @@ def bits_without_it() -> dict[str, bytes]:
 @given(st.data())
 def test_the_others_go_on_with_the_bits_of_a_run_without_it(kind: str, data: st.DataObject) -> None:
     lie = data.draw(LIES[kind])
-    found, records = split_run(lambda edge: lying(trainer(edge, 0.3, 30), lie))
+    found, records = split_run(lambda edge: lying(trainer(0.3, 30), lie))
     assert found == bits_without_it()
     for record in records:
         assert record.failures.keys() == {"c3"}
@@ -315,12 +313,12 @@ def test_an_evaluation_that_cannot_be_averaged_is_left_out(split: bool, caplog) 
         return answer
 
     edge, start = MemoryEdge(), encode_tensors(model())
-    trained = {n: trainer(edge, 0.1, 10) for n in NODES_OF_RUN}
+    trained = {n: trainer(0.1, 10) for n in NODES_OF_RUN}
     lies = [tester(math.nan), tester([1.0]), tester(1.0, other=1.0), tester(5.0, **{EXAMPLES: -1})]
     for lie in lies:
         grid = LocalGrid({1: tester(1.0), 2: tester(2.0), LIAR: lie})
         if split:
-            strategy = wrapped(edge, FixedPlanner("c1", "c2", "c3"), [], FedAvg())
+            strategy = wrapped(FixedPlanner("c1", "c2", "c3"), [], FedAvg())
         else:
             strategy = CollaPipe(FedAvg())
             start = encode_tensors({"w": torch.ones(2)})
@@ -331,10 +329,10 @@ def test_an_evaluation_that_cannot_be_averaged_is_left_out(split: bool, caplog) 
 
 
 def test_of_two_clusters_that_disagree_the_first_counts_and_the_round_goes_on() -> None:
-    edge, records = MemoryEdge(), []
-    other = lying(trainer(edge, 0.2, 20), measuring({"other": 1.0}))
-    grid = LocalGrid({1: trainer(edge, 0.1, 10), 2: other})
-    strategy = wrapped(edge, FixedPlanner("c1", "c2"), records)
+    records = []
+    other = lying(trainer(0.2, 20), measuring({"other": 1.0}))
+    grid = LocalGrid({1: trainer(0.1, 10), 2: other})
+    strategy = wrapped(FixedPlanner("c1", "c2"), records)
     strategy.start(grid, encode_tensors(model()), num_rounds=1)
     assert records[0].failures.keys() == {"c2"}
     assert "unlike the others" in records[0].failures["c2"]
@@ -346,9 +344,9 @@ def test_of_two_replies_of_one_cluster_the_first_counts() -> None:
             replies = super().send_and_receive(messages, timeout=timeout)
             return [*replies, *replies[-1:]]
 
-    edge, records = MemoryEdge(), []
-    grid = Doubling({1: trainer(edge, 1.0, 10), 2: trainer(edge, 3.0, 10)})
-    strategy = wrapped(edge, FixedPlanner("c1", "c2"), records)
+    records = []
+    grid = Doubling({1: trainer(1.0, 10), 2: trainer(3.0, 10)})
+    strategy = wrapped(FixedPlanner("c1", "c2"), records)
     final = strategy.start(grid, encode_tensors(model()), num_rounds=1).arrays
     assert final["embed.weight"].numpy()[0, 0] == 3.0
     assert not records[0].failures
@@ -358,9 +356,9 @@ def test_a_reply_is_weighed_by_what_the_edge_counted_even_if_it_tells_nothing() 
     from tests.federation.test_example_counts import CountingEdge
 
     edge, records = CountingEdge(), []
-    silent = lying(trainer(edge, 3.0, 4000), without(TELEMETRY))
-    grid = LocalGrid({1: trainer(edge, 1.0, 40), 2: silent})
-    strategy = wrapped(edge, FixedPlanner("c1", "c2"), records)
+    silent = lying(trainer(3.0, 4000), without(TELEMETRY))
+    grid = LocalGrid({1: trainer(1.0, 40), 2: silent})
+    strategy = wrapped(FixedPlanner("c1", "c2"), records)
     final = strategy.start(grid, encode_tensors(model()), num_rounds=1).arrays
     assert final["embed.weight"].numpy()[0, 0] == 3.0
     assert "the edge counted 40" in records[0].remarks[0]
@@ -388,14 +386,14 @@ def test_whatever_weighs_replies_no_claim_is_without_bound(claimed: float) -> No
 def test_a_split_model_is_weighed_by_what_the_edge_counts_and_by_nothing_else() -> None:
     inner = FedAvg(weighted_by_key="train_loss")
     with pytest.raises(ConfigError, match=r"weighted_by_key must be num-examples .*train_loss"):
-        wrapped(MemoryEdge(), FixedPlanner("c1"), [], inner)
+        wrapped(FixedPlanner("c1"), [], inner)
 
 
 def test_nobody_tells_how_long_another_cluster_took() -> None:
     edge, clock = MemoryEdge(), RoundClock(slack=2.0)
-    liar = lying(trainer(edge, 0.1, 10), telling({"cluster_id": "c1", "wall_s": 1e9}))
-    grid = LocalGrid({1: trainer(edge, 0.1, 10), 2: liar})
-    strategy = wrapped(edge, FixedPlanner("c1", "c2"), [])
+    liar = lying(trainer(0.1, 10), telling({"cluster_id": "c1", "wall_s": 1e9}))
+    grid = LocalGrid({1: trainer(0.1, 10), 2: liar})
+    strategy = wrapped(FixedPlanner("c1", "c2"), [])
     sent = strategy.configure_train(1, encode_tensors(model()), ConfigRecord(), grid)
     clock.exchange(grid, list(sent), timeout=None)
     strategy.close()

@@ -21,7 +21,6 @@ from collapipe_flwr.federation.client.cluster import Cluster, mods_of
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.records import ARRAYS, takes_bundles
 from collapipe_flwr.federation.wrapped_grid import PollingGrid
-from tests.federation.memory_edge import MemoryEdge
 from tests.federation.split_clusters import FixedPlanner, model, trainer, wrapped
 
 LARGE = bundles.MOST_BYTES // 4  # so many floats are a bundle by themselves
@@ -199,9 +198,8 @@ def bundled(train):
 
 
 def rounds(planner: FixedPlanner, train) -> tuple[LocalGrid, dict[str, torch.Tensor]]:
-    edge = MemoryEdge()
-    grid = LocalGrid({n: train(trainer(edge, float(n), 10)) for n in (1, 2)})
-    strategy = wrapped(edge, planner, [], FedAvg(fraction_evaluate=0.0))
+    grid = LocalGrid({n: train(trainer(float(n), 10)) for n in (1, 2)})
+    strategy = wrapped(planner, [], FedAvg(fraction_evaluate=0.0))
     result = strategy.start(PollingGrid(grid), encode_tensors(model()), num_rounds=2)
     return grid, decode_tensors(result.arrays)
 

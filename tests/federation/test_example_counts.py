@@ -13,7 +13,6 @@ from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.strategy import CollaPipe
 from collapipe_flwr.pipeline.meter import StageReport
-from tests.federation.memory_edge import MemoryEdge
 from tests.federation.split_clusters import FixedPlanner, model, trainer, wrapped
 
 ABSURD = 10**18
@@ -29,8 +28,8 @@ class CountingEdge(MemoryEdge):
 
 def averaged(edge: MemoryEdge, second: int, records: list) -> float:
     """What becomes of a weight to which clusters add 1 and 3; the first has 40 examples."""
-    grid = LocalGrid({1: trainer(edge, 1.0, 40), 2: trainer(edge, 3.0, second)})
-    strategy = wrapped(edge, FixedPlanner("c1", "c2"), records)
+    grid = LocalGrid({1: trainer(1.0, 40), 2: trainer(3.0, second)})
+    strategy = wrapped(FixedPlanner("c1", "c2"), records)
     final = decode_tensors(strategy.start(grid, encode_tensors(model()), num_rounds=1).arrays)
     return float(final["embed.weight"][0, 0]) - 1.0
 

@@ -17,7 +17,6 @@ from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.messages import LATE
 from collapipe_flwr.federation.records import read_assignment
 from collapipe_flwr.federation.strategy import CollaPipe
-from tests.federation.memory_edge import MemoryEdge
 from tests.federation.split_clusters import FixedPlanner, model, trainer, wrapped
 
 NAN = {"extra": {"embed.weight": torch.full((3, 2), torch.nan)}}
@@ -75,20 +74,19 @@ def trained(
     inner = kind(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
     planner = planner or FixedPlanner("c1", "c2")
     records = [] if records is None else records
-    strategy = wrapped(edge, planner, records, inner, late="join", **options)
+    strategy = wrapped(planner, records, inner, late="join", **options)
     strategy._hooks.late._sleep = grid.hurry
     result = strategy.start(grid, encode_tensors(model()), rounds, within_s)
-    assert edge.replicas == {}
     return decode_tensors(result.arrays)
 
 
 def nodes(edge: MemoryEdge, **change):
-    return {1: trainer(edge, 1.0, 10), 2: trainer(edge, 3.0, 30, **change)}
+    return {1: trainer(1.0, 10), 2: trainer(3.0, 30, **change)}
 
 
 @pytest.mark.parametrize("late", [1, 2])
 def test_a_late_update_joins_the_round_that_is_open_with_its_staleness_weight(late: int) -> None:
-    edge, records = MemoryEdge(), []
+    records = []
     grid = LateGrid(nodes(edge), late)
     final = trained(grid, edge, 1 + late, records)
     weight, alone = 30 / math.sqrt(1 + late), 1.0 + late  # after the rounds of cluster 1 alone
@@ -103,7 +101,7 @@ def test_a_late_update_joins_the_round_that_is_open_with_its_staleness_weight(la
 
 
 def test_no_round_of_a_cluster_is_lost_or_counted_twice() -> None:
-    edge, records = MemoryEdge(), []
+    records = []
     grid = LateGrid(nodes(edge), 1)
     trained(grid, edge, 6, records)
     told = [(m.metadata.dst_node_id, read_assignment(m.content).progress) for m in grid.sent]
@@ -121,7 +119,7 @@ class Choosy(FedAvg):
 
 
 def test_an_update_that_joined_a_round_that_is_dropped_is_dropped_with_it() -> None:
-    edge, records = MemoryEdge(), []
+    records = []
     grid = LateGrid(nodes(edge), 1)
     final = trained(grid, edge, 4, records, kind=Choosy)
     assert ["c2" in record.telemetry for record in records] == [False, True, False, True]
@@ -134,21 +132,21 @@ def test_an_update_that_joined_a_round_that_is_dropped_is_dropped_with_it() -> N
 
 
 def test_the_last_round_waits_for_all() -> None:
-    edge, records = MemoryEdge(), []
+    records = []
     trained(LateGrid(nodes(edge), 1), edge, 1, records)
     assert set(records[0].telemetry) == {"c1", "c2"}
 
 
 def test_a_round_in_which_all_are_late_waits_for_the_first() -> None:
-    edge, records = MemoryEdge(), []
-    grid = LateGrid({2: trainer(edge, 3.0, 30)}, 1)
+    records = []
+    grid = LateGrid({2: trainer(3.0, 30)}, 1)
     final = trained(grid, edge, 2, records)
     assert final["embed.weight"][0, 0] == 1.0 + 3.0 + 3.0
     assert [set(record.telemetry) for record in records] == [{"c2"}] * 2
 
 
 def test_a_late_update_that_cannot_be_used_is_refused_and_its_cluster_asked_again() -> None:
-    edge, records = MemoryEdge(), []
+    records = []
     grid = LateGrid(nodes(edge, **NAN), 1)
     trained(grid, edge, 4, records)
     assert "late by 1 rounds: " in records[1].failures["c2"]
@@ -176,8 +174,8 @@ class Replacing(LateGrid):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_late_cluster_that_is_back_as_another_node_counts_once(again: bool) -> None:
-    edge, records = MemoryEdge(), []
-    grid = Replacing({**nodes(edge), 9: trainer(edge, 3.0, 30)}, 1)
+    records = []
+    grid = Replacing({**nodes(edge), 9: trainer(3.0, 30)}, 1)
     grid.late_nodes = {2, 9} if again else {2}
     trained(grid, edge, 3, records, Renamed("c1", "c2"))
     told = [(m.metadata.dst_node_id, read_assignment(m.content).progress) for m in grid.sent]
@@ -193,7 +191,7 @@ def out_of_memory(message, context):
 
 
 def test_a_round_whose_late_clusters_all_fail_is_lost() -> None:
-    edge, records = MemoryEdge(), []
+    records = []
     grid = LateGrid({2: out_of_memory}, 1)
     with pytest.raises(RunError, match=r"round 1: all 1 clusters failed, first c2: .*no memory"):
         trained(grid, edge, 2, records)
@@ -201,8 +199,8 @@ def test_a_round_whose_late_clusters_all_fail_is_lost() -> None:
 
 def test_a_round_whose_late_clusters_all_fail_is_repeated(monkeypatch) -> None:
     monkeypatch.setattr(attempts, "sleep", lambda _: None)
-    edge, records = MemoryEdge(), []
-    fates = [out_of_memory, trainer(edge, 3.0, 30), trainer(edge, 3.0, 30)]
+    records = []
+    fates = [out_of_memory, trainer(3.0, 30), trainer(3.0, 30)]
     grid = LateGrid({2: lambda *given: fates.pop(0)(*given)}, 1)
     final = trained(grid, edge, 2, records, retries=1)
     assert final["embed.weight"][0, 0] == 1.0 + 3.0 + 3.0
@@ -210,8 +208,8 @@ def test_a_round_whose_late_clusters_all_fail_is_repeated(monkeypatch) -> None:
 
 
 def test_a_round_waits_for_a_late_update_that_can_be_used() -> None:
-    edge, records = MemoryEdge(), []
-    grid = LateGrid({2: out_of_memory, 1: trainer(edge, 3.0, 30)}, 1)
+    records = []
+    grid = LateGrid({2: out_of_memory, 1: trainer(3.0, 30)}, 1)
     grid.late_nodes, grid.more_rounds = {1, 2}, {1: 2}
     final = trained(grid, edge, 2, records)
     assert final["embed.weight"][0, 0] == 1.0 + 3.0 + 3.0
@@ -220,8 +218,8 @@ def test_a_round_waits_for_a_late_update_that_can_be_used() -> None:
 
 
 def test_a_late_cluster_that_stays_silent_in_its_round_has_failed() -> None:
-    edge, records = MemoryEdge(), []
-    grid = LateGrid({2: trainer(edge, 3.0, 30)}, 99)
+    records = []
+    grid = LateGrid({2: trainer(3.0, 30)}, 99)
     with pytest.raises(RunError, match="all 1 clusters failed, first c2: no reply before"):
         trained(grid, edge, 2, records, within_s=0.0)
 

@@ -43,7 +43,6 @@ from collapipe_flwr.federation.records import (
 from collapipe_flwr.federation.strategy import CollaPipe
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.any_splitter import DescribedModel
-from tests.federation.memory_edge import MemoryEdge
 from tests.federation.split_clusters import FixedPlanner
 
 CLUSTERS = (1, 2)

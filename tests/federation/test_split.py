@@ -18,7 +18,6 @@ from collapipe_flwr.federation.records import (
 )
 from collapipe_flwr.federation.rounds import Outcome
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
-from tests.federation.memory_edge import MemoryEdge
 from tests.federation.split_clusters import (
     CONSTANT,
     EDGE_KEYS,
@@ -34,9 +33,9 @@ from tests.federation.test_planner import NODES, rounds
 
 
 def test_two_clusters_average_whole_models_and_leave_no_session(wire):
-    edge, records = MemoryEdge(), []
-    grid = LocalGrid({1: trainer(edge, 1.0, 10), 2: trainer(edge, 3.0, 30)}, wire=wire)
-    strategy = wrapped(edge, FixedPlanner("c1", "c2"), records)
+    records = []
+    grid = LocalGrid({1: trainer(1.0, 10), 2: trainer(3.0, 30)}, wire=wire)
+    strategy = wrapped(FixedPlanner("c1", "c2"), records)
     final = decode_tensors(strategy.start(grid, encode_tensors(model()), num_rounds=2).arrays)
     assert list(final) == list(model())
     for key in ("embed.weight", "blocks.0.weight", "decoder.weight"):
@@ -44,26 +43,23 @@ def test_two_clusters_average_whole_models_and_leave_no_session(wire):
         assert final[key].dtype == model()[key].dtype
     assert torch.equal(final[CONSTANT], model()[CONSTANT])  # not even by a rounding
     assert final["decoder.steps"] == 4 + 2 + 2  # 2.5 a round, truncated as by load_state_dict
-    assert edge.replicas == {}
     assert [sorted(record.asked) for record in records] == [["c1", "c2"]] * 2
     assert records[1].outcome.latency_s == 2.0
     assert set(records[0].telemetry) == {"c1", "c2"}
 
 
 def test_one_cluster_and_one_reply_is_the_inner_strategy_itself():
-    edge = MemoryEdge()
-    grid = LocalGrid({1: trainer(edge, 1.0, 10)})
+    grid = LocalGrid({1: trainer(1.0, 10)})
     inner = FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
     start = encode_tensors(model())
-    final = wrapped(edge, FixedPlanner("c1"), [], inner).start(grid, start, num_rounds=1).arrays
+    final = wrapped(FixedPlanner("c1"), [], inner).start(grid, start, num_rounds=1).arrays
     alone = encode_tensors({k: v if k == CONSTANT else v + 1 for k, v in model().items()})
     assert {k: v.data for k, v in final.items()} == {k: v.data for k, v in alone.items()}
 
 
 def test_a_message_holds_only_its_own_plan_its_half_and_its_session():
-    edge = MemoryEdge()
     grid = LocalGrid({1: failing, 2: failing})
-    strategy = wrapped(edge, FixedPlanner("c1", "c2"), [])
+    strategy = wrapped(FixedPlanner("c1", "c2"), [])
     config = ConfigRecord({"batch": 5})
     sent = strategy.configure_train(3, encode_tensors(model()), config, grid)
     tasks = {m.metadata.dst_node_id: read_assignment(m.content) for m in sent}
@@ -80,25 +76,23 @@ def test_a_message_holds_only_its_own_plan_its_half_and_its_session():
     assert tasks[1].split.learning.optimizer.learning_rate == pytest.approx(0.3)
     assert not any(key.startswith("collapipe") for key in config)
     strategy.close()
-    assert edge.replicas == {}
 
 
 def test_a_cluster_that_the_plan_leaves_out_gets_no_message():
-    edge, records = MemoryEdge(), []
-    grid = LocalGrid({1: trainer(edge, 1.0, 10), 2: failing})
-    wrapped(edge, FixedPlanner("c1"), records).start(grid, encode_tensors(model()), num_rounds=1)
+    records = []
+    grid = LocalGrid({1: trainer(1.0, 10), 2: failing})
+    wrapped(FixedPlanner("c1"), records).start(grid, encode_tensors(model()), num_rounds=1)
     assert [m.metadata.dst_node_id for m in grid.sent] == [1]
     assert records[0].failures == {}
 
 
 def test_the_round_goes_on_without_a_failed_cluster():
-    edge, records = MemoryEdge(), []
-    grid = LocalGrid({1: trainer(edge, 1.0, 10), 2: failing})
-    strategy = wrapped(edge, FixedPlanner("c1", "c2"), records)
+    records = []
+    grid = LocalGrid({1: trainer(1.0, 10), 2: failing})
+    strategy = wrapped(FixedPlanner("c1", "c2"), records)
     final = decode_tensors(strategy.start(grid, encode_tensors(model()), num_rounds=1).arrays)
     assert torch.equal(final["decoder.weight"], torch.full((2, 2), 2.0))
     assert records[0].failures == {"c2": "device d2 of node 2 does not answer; restart it"}
-    assert edge.replicas == {}
 
 
 @pytest.mark.parametrize(
@@ -118,9 +112,9 @@ def test_the_round_goes_on_without_a_failed_cluster():
     ],
 )
 def test_a_reply_that_does_not_fit_is_a_failure_that_says_why(change, words):
-    edge, records = MemoryEdge(), []
-    grid = LocalGrid({1: trainer(edge, 1.0, 10), 2: trainer(edge, 3.0, 30, **change)})
-    strategy = wrapped(edge, FixedPlanner("c1", "c2"), records)
+    records = []
+    grid = LocalGrid({1: trainer(1.0, 10), 2: trainer(3.0, 30, **change)})
+    strategy = wrapped(FixedPlanner("c1", "c2"), records)
     final = decode_tensors(strategy.start(grid, encode_tensors(model()), num_rounds=1).arrays)
     assert torch.equal(final["decoder.weight"], torch.full((2, 2), 2.0))  # cluster 1 alone
     with pytest.raises(AssertionError, match=words):
@@ -150,8 +144,8 @@ def test_only_replies_that_were_aggregated_are_built_upon():
 
     edge = Noting()
     diverging = {"extra": {"blocks.0.weight": torch.full((2, 2), torch.inf)}}
-    grid = LocalGrid({1: trainer(edge, 1.0, 10), 2: trainer(edge, 3.0, 30, **diverging)})
-    strategy = wrapped(edge, FixedPlanner("c1", "c2"), [], Choosy(fraction_evaluate=0.0))
+    grid = LocalGrid({1: trainer(1.0, 10), 2: trainer(3.0, 30, **diverging)})
+    strategy = wrapped(FixedPlanner("c1", "c2"), [], Choosy(fraction_evaluate=0.0))
     strategy.start(grid, encode_tensors(model()), num_rounds=4)
     assert edge.accepted == [("c1", 2), ("c1", 3), ("c1", 4)]
     told = [(m.metadata.dst_node_id, read_assignment(m.content).progress) for m in grid.sent]
@@ -161,12 +155,10 @@ def test_only_replies_that_were_aggregated_are_built_upon():
 
 
 def test_when_all_fail_the_run_ends_with_the_first_sentence():
-    edge = MemoryEdge()
     grid = LocalGrid({1: failing, 2: failing})
-    strategy = wrapped(edge, FixedPlanner("c1", "c2"), [])
+    strategy = wrapped(FixedPlanner("c1", "c2"), [])
     with pytest.raises(RunError, match=r"all 2 clusters failed, first c[12]: device d2 of node"):
         strategy.start(grid, encode_tensors(model()), num_rounds=2)
-    assert edge.replicas == {}
 
 
 def test_an_edge_that_refuses_the_second_cluster_closes_the_first():
@@ -179,13 +171,12 @@ def test_an_edge_that_refuses_the_second_cluster_closes_the_first():
     edge = SmallEdge()
     grid = LocalGrid({1: failing, 2: failing})
     with pytest.raises(LinkError, match="its limit"):
-        wrapped(edge, FixedPlanner("c1", "c2"), []).start(grid, encode_tensors(model()))
-    assert edge.replicas == {}
+        wrapped(FixedPlanner("c1", "c2"), []).start(grid, encode_tensors(model()))
 
 
 def asked(edge: MemoryEdge, inner: Strategy, config: ConfigRecord, server_round: int = 3):
     """The optimizers of clusters and edge in one round."""
-    strategy = wrapped(edge, FixedPlanner("c1", "c2"), [], inner)
+    strategy = wrapped(FixedPlanner("c1", "c2"), [], inner)
     grid = LocalGrid({1: failing, 2: failing})
     sent = strategy.configure_train(server_round, encode_tensors(model()), config, grid)
     tasks = [read_assignment(message.content).split for message in sent]
@@ -214,10 +205,8 @@ def test_the_inner_strategys_learning_rate_goes_first(key):
 
 @pytest.mark.parametrize(("key", "value"), [("lr", "fast"), ("lr", -1.0), ("proximal-mu", [0.1])])
 def test_learning_that_makes_no_sense_is_refused(key, value):
-    edge = MemoryEdge()
     with pytest.raises(ConfigError, match=rf"config sets {key} to .*: set a number >= 0"):
         asked(edge, FedAvg(), ConfigRecord({key: value}))
-    assert edge.replicas == {}
 
 
 def test_a_strategy_that_sends_more_than_the_model_is_refused_with_a_split_model():
@@ -228,26 +217,25 @@ def test_a_strategy_that_sends_more_than_the_model_is_refused_with_a_split_model
                 yield message
 
     grid = LocalGrid({1: failing, 2: failing})
-    strategy = wrapped(MemoryEdge(), FixedPlanner("c1", "c2"), [], Controlled())
+    strategy = wrapped(FixedPlanner("c1", "c2"), [], Controlled())
     with pytest.raises(ProtocolError, match="exactly one ArrayRecord, got 2: leave out the split"):
         strategy.start(grid, encode_tensors(model()))
 
 
 def test_a_strategy_that_trains_nobody_opens_no_session():
-    edge, records = MemoryEdge(), []
+    records = []
     grid = LocalGrid({1: failing, 2: failing})
     inner = FedAvg(fraction_train=0.0)
-    strategy = wrapped(edge, FixedPlanner("c1", "c2"), records, inner)
+    strategy = wrapped(FixedPlanner("c1", "c2"), records, inner)
     assert len(strategy.start(grid, encode_tensors(model()), num_rounds=1).arrays) == 0
     assert grid.sent == []
     assert records[0].outcome == Outcome()
 
 
 def test_a_node_that_is_evaluated_without_a_plan_of_its_own_is_passed_over():
-    edge = MemoryEdge()
-    grid = LocalGrid({1: trainer(edge, 1.0, 10), 2: trainer(edge, 3.0, 30)})
+    grid = LocalGrid({1: trainer(1.0, 10), 2: trainer(3.0, 30)})
     inner = FedAvg(fraction_train=0.5, min_train_nodes=1)
-    strategy = wrapped(edge, FixedPlanner("c1", "c2"), [], inner)
+    strategy = wrapped(FixedPlanner("c1", "c2"), [], inner)
     strategy.start(grid, encode_tensors(model()), num_rounds=1)
     trained, tested = grid.sent
     assert trained.metadata.dst_node_id == tested.metadata.dst_node_id
@@ -259,26 +247,23 @@ def test_a_cluster_behind_two_nodes_is_refused():
             planned = super().plan(server_round, nodes, arrays)
             return replace(planned, cluster_ids=dict.fromkeys(nodes, "c1"))
 
-    edge = MemoryEdge()
     grid = LocalGrid({1: failing, 2: failing})
     with pytest.raises(RunError, match="cluster c1 is asked twice in one round"):
-        wrapped(edge, Twins("c1"), []).start(grid, encode_tensors(model()))
-    assert edge.replicas == {}
+        wrapped(Twins("c1"), []).start(grid, encode_tensors(model()))
 
 
 def test_a_global_model_without_the_edges_arrays_is_refused():
-    edge = MemoryEdge()
     arrays = encode_tensors({"embed.weight": torch.ones(3, 2)})
     grid = LocalGrid({1: failing, 2: failing})
     with pytest.raises(RunError, match=r"lacks blocks\.0\.weight, .* of the whole model"):
-        wrapped(edge, FixedPlanner("c1", "c2"), []).start(grid, arrays)
+        wrapped(FixedPlanner("c1", "c2"), []).start(grid, arrays)
 
 
 def test_clusters_that_a_round_did_not_train_are_evaluated_all_the_same() -> None:
     edge, arrays = MemoryEdge(), encode_tensors(model())
     inner = FedAvg(fraction_train=0.5, min_train_nodes=1)
-    strategy = wrapped(edge, rounds("uniform"), [], inner)
-    grid = LocalGrid({node: trainer(edge, 1.0, 8) for node in NODES})
+    strategy = wrapped(rounds("uniform"), [], inner)
+    grid = LocalGrid({node: trainer(1.0, 8) for node in NODES})
     asked = strategy.configure_train(1, arrays, ConfigRecord(), grid)
     assert len(asked) == 1
     strategy.aggregate_train(1, grid.send_and_receive(asked))

@@ -33,7 +33,6 @@ from collapipe_flwr.federation.records import (
 )
 from collapipe_flwr.federation.strategy import CollaPipe
 from collapipe_flwr.models.any_splitter import DescribedModel
-from tests.federation.memory_edge import MemoryEdge
 from tests.federation.split_clusters import EDGE_KEYS, FixedPlanner, model, trainer, wrapped
 from tests.federation.strategies import AVERAGING, PRIVATE
 from tests.federation.test_discovery import profile
@@ -58,7 +57,7 @@ def start(*, integers: bool) -> dict[str, torch.Tensor]:
 
 
 def narrow(edge: MemoryEdge, planner: FixedPlanner, records: list, inner: Strategy) -> CollaPipe:
-    return wrapped(edge, planner, records, inner, keys=start(integers=False))
+    return wrapped(planner, records, inner, keys=start(integers=False))
 
 
 def unsplit(node: int):
@@ -100,8 +99,7 @@ def test_a_strategy_aggregates_the_split_model_as_it_would_the_unsplit_one(name,
         peers[node] = unsplit(node)
         peers[node].model = tensors
     plain = trained(make(fraction_evaluate=0.0), Ordered(peers, wire=wire), arrays)
-    edge = MemoryEdge()
-    clusters = {n: trainer(edge, 0.3 * n, 7 * n) for n in NODES}
+    clusters = {n: trainer(0.3 * n, 7 * n) for n in NODES}
     strategy = narrow(edge, FixedPlanner(*NAMES), [], make(fraction_evaluate=0.0))
     found = trained(strategy, LocalGrid(clusters, wire=wire), arrays)
     expected = load_into(arrays, plain)
@@ -112,11 +110,10 @@ def test_a_strategy_aggregates_the_split_model_as_it_would_the_unsplit_one(name,
 
 
 def test_the_integers_are_those_of_a_reply_that_krum_accepts():
-    edge = MemoryEdge()
     steps = {1: (1.0, 10), 2: (1.0, 10), 3: (1.0, 10), 4: (9.0, 1000), 5: (1.0, 10)}
-    grid = LocalGrid({n: trainer(edge, *steps[n]) for n in NODES})
+    grid = LocalGrid({n: trainer(*steps[n]) for n in NODES})
     inner = AVERAGING["Krum"](fraction_evaluate=0.0)
-    final = wrapped(edge, FixedPlanner(*NAMES), [], inner).start(
+    final = wrapped(FixedPlanner(*NAMES), [], inner).start(
         grid, encode_tensors(model()), num_rounds=1
     )
     assert decode_tensors(final.arrays)["decoder.steps"] == 4 + 1
@@ -125,7 +122,7 @@ def test_the_integers_are_those_of_a_reply_that_krum_accepts():
 def app(edge: MemoryEdge, node: int, *mods) -> ClientApp:
     """A cluster whose ClientApp has mods."""
     made = ClientApp()
-    made.train(mods=list(mods))(trainer(edge, float(node), 7))
+    made.train(mods=list(mods))(trainer(float(node), 7))
     return made
 
 
@@ -164,7 +161,6 @@ def test_clipping_mods_bound_the_whole_update(adaptive):
         )
     else:
         around = DifferentialPrivacyClientSideFixedClipping(inner, 0.0, NORM, 2)
-    edge = MemoryEdge()
     grid = private(edge, around, adaptiveclipping_mod if adaptive else fixedclipping_mod)
     assert [set(m.content[ARRAYS]) for m in grid.sent] == [set(floats())] * 2
     assert all(read_assignment(m.content).split.whole for m in grid.sent)
@@ -173,7 +169,6 @@ def test_clipping_mods_bound_the_whole_update(adaptive):
         moved = update(reply, floats())
         assert moved.norm() == pytest.approx(NORM, rel=2e-3)  # of narrow floats
         assert (moved != 0).all()  # the edge's part moves as well
-    assert edge.replicas == {}
 
 
 def test_local_privacy_noises_the_whole_update():
@@ -188,7 +183,7 @@ def test_local_privacy_noises_the_whole_update():
 
 def test_a_cluster_that_is_not_whole_gets_its_part_beside_one_that_is():
     edge, inner = MemoryEdge(), Watching(fraction_evaluate=0.0)
-    grid = LocalGrid({1: trainer(edge, 1.0, 10), 2: trainer(edge, 3.0, 30)})
+    grid = LocalGrid({1: trainer(1.0, 10), 2: trainer(3.0, 30)})
     strategy = narrow(edge, FixedPlanner("c1", "c2", whole=("c2",)), [], inner)
     final = decode_tensors(strategy.start(grid, floats(), num_rounds=1).arrays)
     sent = {m.metadata.dst_node_id: set(m.content[ARRAYS]) for m in grid.sent}
@@ -200,8 +195,8 @@ def test_a_cluster_that_is_not_whole_gets_its_part_beside_one_that_is():
 
 def test_a_whole_cluster_that_replies_with_its_part_is_refused():
     edge, inner, records = MemoryEdge(), Watching(fraction_evaluate=0.0), []
-    parts = trainer(edge, 1.0, 10, missing="decoder.weight")
-    grid = LocalGrid({1: parts, 2: trainer(edge, 3.0, 30)})
+    parts = trainer(1.0, 10, missing="decoder.weight")
+    grid = LocalGrid({1: parts, 2: trainer(3.0, 30)})
     planner = FixedPlanner("c1", "c2", whole=("c1", "c2"))
     narrow(edge, planner, records, inner).start(grid, floats(), num_rounds=1)
     assert "did not return decoder.weight" in records[0].failures["c1"]
@@ -214,29 +209,26 @@ def around(edge: MemoryEdge, planner: FixedPlanner) -> DifferentialPrivacyServer
 
 
 def test_clipping_at_the_server_around_collapipe_bounds_whole_replies():
-    edge = MemoryEdge()
     strategy = around(edge, FixedPlanner("c1", "c2", whole=("c1", "c2")))
-    grid = LocalGrid({n: trainer(edge, float(n), 10) for n in (1, 2)})
+    grid = LocalGrid({n: trainer(float(n), 10) for n in (1, 2)})
     strategy.start(grid, floats(), num_rounds=1)
     for reply in strategy.strategy.seen:
         assert update(reply, floats()).norm() == pytest.approx(NORM, rel=2e-3)
 
 
 def test_clipping_at_the_server_around_collapipe_never_bounds_parts_in_silence():
-    edge = MemoryEdge()
     strategy = around(edge, FixedPlanner("c1", "c2"))
-    grid = LocalGrid({n: trainer(edge, float(n), 10) for n in (1, 2)})
+    grid = LocalGrid({n: trainer(float(n), 10) for n in (1, 2)})
     with pytest.raises(ValueError, match="zip"):
         strategy.start(grid, floats(), num_rounds=1)
     strategy.strategy.close()
-    assert edge.replicas == {}
 
 
 def test_a_model_to_split_is_refused_inside_another_strategy():
     described = DescribedModel(object(), SHORT)
     inside = CollaPipe(FedAvg(), model=described, scheduler=FixedPlanner("c1", "c2"))
     strategy = DifferentialPrivacyServerSideFixedClipping(inside, 0.0, NORM, 2)
-    grid = LocalGrid({n: trainer(MemoryEdge(), float(n), 10) for n in (1, 2)})
+    grid = LocalGrid({n: trainer(float(n), 10) for n in (1, 2)})
     with pytest.raises(RunError, match=r"put that inside, CollaPipe\(OtherStrategy\(FedAvg\(\)"):
         strategy.start(grid, floats(), num_rounds=1)
 
