@@ -14,7 +14,7 @@ from statistics import harmonic_mean
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.config.schema import WorldConfig
 from collapipe_flwr.core import bounds
-from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile, LinkRate
+from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile, EdgeProfile, LinkRate
 from collapipe_flwr.core.errors import ConfigError, ProtocolError, blaming
 from collapipe_flwr.core.json_codec import from_json
 from collapipe_flwr.simulation.devices import device_preset, radio_preset
@@ -122,13 +122,34 @@ def profile_of(config: ClusterConfig, examples: int) -> ClusterProfile:
         link_codec=config.links.codec,
         real_links=True,
         link_rates=_link_rates(config, measured),
+        edge=_edge(config, measured.of(config.edge.name)),
+    )
+
+
+def _edge(config: ClusterConfig, measured: Measured) -> EdgeProfile | None:
+    """The cluster's own edge; None where nothing is known of its speed, so that the run assumes it.
+
+    Clusters whose files give the same address share it.
+    """
+    member = config.control_unit if config.edge_is_control_unit else config.edge
+    if not (config.edge_is_member or member.speed_gflop_per_s or measured.speed_flop_per_s):
+        return None
+    device = _device(config, member, measured)
+    return EdgeProfile(
+        speed_flop_per_s=device.speed_flop_per_s,
+        memory_bytes=device.memory_bytes,
+        tx_power_w=device.tx_power_max_w,
+        overhead_s=device.overhead_s,
+        name=member.address or device.device_id,
     )
 
 
 def _link_rates(config: ClusterConfig, measured: Measurements) -> tuple[LinkRate, ...]:
     """The measured rates by device ids; of a link measured both ways, the mean by time."""
     members = (config.control_unit, *config.workers)
-    ids = {member.name: config.device_id(member) for member in members} | {config.edge.name: ""}
+    unit = config.device_id(config.control_unit)
+    edge = {} if config.edge_is_control_unit else {config.edge.name: ""}
+    ids = {member.name: config.device_id(member) for member in members} | edge
     ways = [(config.control_unit.name, m.name, m.rate_bit_per_s) for m in measured.members]
     ways += [(link.source, link.target, link.rate_bit_per_s) for link in measured.links]
     found: dict[tuple[str, str], list[float]] = {}
@@ -136,6 +157,8 @@ def _link_rates(config: ClusterConfig, measured: Measurements) -> tuple[LinkRate
         if rate and {source, target} <= ids.keys():
             one, other = sorted((ids[source], ids[target]))
             found.setdefault((one, other), []).append(rate)
+            if config.edge_is_control_unit and unit in (one, other):  # the same link to the edge
+                found.setdefault(("", other if one == unit else one), []).append(rate)
     return tuple(LinkRate(ends=e, bit_per_s=harmonic_mean(r)) for e, r in sorted(found.items()))
 
 

@@ -69,12 +69,16 @@ class DeviceProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeProfile:
-    """The edge server: decoder speed and transmit power towards the devices."""
+    """An edge: decoder speed and transmit power towards the devices.
 
-    speed_flop_per_s: float
-    memory_bytes: int
-    tx_power_w: float
-    overhead_s: float = 0.0  # as a device's, for the decoder
+    Edges of the same ``name`` are one machine, whose speed and memory its clusters share.
+    """
+
+    speed_flop_per_s: bounds.Speed
+    memory_bytes: bounds.Bytes
+    tx_power_w: bounds.Watts
+    overhead_s: bounds.Overhead = 0.0  # as a device's, for the decoder
+    name: bounds.Text = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +113,7 @@ class ClusterProfile:
     link_codec: Annotated[str, one_of("", *CODECS)] = ""  # of all its links; empty: as the run says
     real_links: bool = False  # machines: measured traffic corrects the planned rates
     bundles: bool = False  # its app sends and receives arrays in bundles
+    edge: EdgeProfile | None = None  # its own; None: the snapshot's
     overhead_s: bounds.Overhead = 0.0  # of every round, besides transfers and steps
     link_rates: Annotated[
         tuple[LinkRate, ...], bounds.most_entries(MOST_DEVICES**2)
@@ -163,9 +168,13 @@ class Snapshot:
 
     round_index: int
     model: ModelProfile
-    edge: EdgeProfile
+    edge: EdgeProfile  # of clusters without their own
     radio: RadioProfile
     clusters: tuple[ClusterSnapshot, ...]
+
+    def edge_of(self, profile: ClusterProfile) -> EdgeProfile:
+        """The edge of a cluster."""
+        return profile.edge or self.edge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

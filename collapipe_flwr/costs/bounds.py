@@ -28,7 +28,7 @@ from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import (
     OPTIMISER_FLOP_PER_BYTE,
     PricingOptions,
-    edge_speed,
+    edge_speeds,
     local_steps,
     segment_bytes,
     server_s,
@@ -77,7 +77,7 @@ class ClusterBound:
         again = 1.0 + float(options.recompute)
         self._flop = span_sums(again * self._blocks.forward_flop_l + self._blocks.backward_flop_l)
         self.air_r = [_air(each, m, here) for each in rounds]
-        speed = (float(members.speed_mi[m, 0]), edge_speed(tables, options))
+        speed = (float(members.speed_mi[m, 0]), float(edge_speeds(tables, options)[m]))
         parts = (model.embedding, model.decoder)
         flops = [part.forward_flop + part.backward_flop for part in parts]
         self._control_s, self._edge_s = (f / c for f, c in zip(flops, speed, strict=True))
@@ -266,7 +266,7 @@ def _air(tables: Tables, m: int, here: Ints) -> Air:
         (here, np.full_like(here, edge)),
         np.full(len(here), tables.snapshot.radio.bandwidth_hz),
     )
-    beam = np.asarray(tables.snapshot.edge.tx_power_w)
+    beam = np.asarray(tables.edges.power_m[m])
     last = [seconds(cut[-1], up, band, p) for p in (power[here], beam)]
     between = 0.0
     if len(here) > 1 and len(cut) > 2:

@@ -93,7 +93,7 @@ def _power_limits(tables: Tables, rows: Layouts, hops: Hops) -> Array:
     cluster = rows.cluster_r[:, None]
     forward = limits[cluster, hops.sender]
     member = np.where(hops.to_edge, 0, hops.receiver)
-    edge = tables.snapshot.edge.tx_power_w
+    edge = tables.edges.power_m[cluster]
     backward = np.where(hops.to_edge, edge, limits[cluster, member])
     return np.stack([forward, backward], axis=2)
 

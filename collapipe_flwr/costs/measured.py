@@ -10,6 +10,7 @@ from typing import TypeVar
 from collapipe_flwr.core.domain import (
     ClusterPlan,
     ClusterProfile,
+    ClusterSnapshot,
     DeviceProfile,
     EdgeProfile,
     ModelProfile,
@@ -49,12 +50,12 @@ def taken_s(profile: DeviceProfile | EdgeProfile, passes: float, flop: float) ->
 
 def server_s(profile: ClusterProfile, model: ModelProfile) -> float:
     """Seconds of a round's weights from the Flower server and back."""
-    whole = model.embedding.parameter_bytes + sum(b.parameter_bytes for b in model.blocks)
-    return 16.0 * whole / profile.server_rate_bit_per_s
+    parts = (model.embedding, *model.blocks, model.decoder)
+    return 16.0 * sum(part.parameter_bytes for part in parts) / profile.server_rate_bit_per_s
 
 
 def as_measured(snapshot: Snapshot, cluster_id: str, samples: Collection[StageSample]) -> Snapshot:
-    """The snapshot with the members of one cluster, and the edge, as fast as the samples say."""
+    """The snapshot with the members of one cluster, and its edge, as fast as the samples say."""
     known = {sample.device_id: sample for sample in samples if 0 < sample.busy_s < math.inf}
 
     def measured(profile: Profile, name: str) -> Profile:
@@ -63,15 +64,16 @@ def as_measured(snapshot: Snapshot, cluster_id: str, samples: Collection[StageSa
         speed, overhead_s = _fitted(profile, known[name])
         return replace(profile, speed_flop_per_s=speed, overhead_s=overhead_s)
 
-    clusters = tuple(
-        replace(
-            c, profile=c.profile.with_members(lambda member: measured(member, member.device_id))
-        )
-        if c.profile.cluster_id == cluster_id
-        else c
-        for c in snapshot.clusters
-    )
-    return replace(snapshot, clusters=clusters, edge=measured(snapshot.edge, EDGE))
+    def seen(cluster: ClusterSnapshot) -> ClusterSnapshot:
+        if cluster.profile.cluster_id != cluster_id:
+            return cluster
+        profile = cluster.profile.with_members(lambda member: measured(member, member.device_id))
+        own = profile.edge and measured(profile.edge, EDGE)
+        return replace(cluster, profile=replace(profile, edge=own))
+
+    has_own = any(c.profile.edge for c in snapshot.clusters if c.profile.cluster_id == cluster_id)
+    edge = snapshot.edge if has_own else measured(snapshot.edge, EDGE)
+    return replace(snapshot, clusters=tuple(map(seen, snapshot.clusters)), edge=edge)
 
 
 def _fitted(profile: DeviceProfile | EdgeProfile, sample: StageSample) -> tuple[float, float]:
@@ -92,7 +94,23 @@ def explained_s(
     """The latency of one cluster's round by the snapshot's links and the measured stages."""
     alone = Plan(round_index=0, policy="", clusters=(plan,), latency_s=0.0, rho=1.0)
     shown = as_measured(snapshot, plan.cluster_id, samples)
-    if options is not None and options.edge_shared:  # a cluster alone would have all of it
-        speed = shown.edge.speed_flop_per_s / len(snapshot.clusters)
-        shown = replace(shown, edge=replace(shown.edge, speed_flop_per_s=speed))
-    return price(alone, shown, options).latency_s
+    return price(alone, _with_its_part(shown, plan.cluster_id, options), options).latency_s
+
+
+def _with_its_part(snapshot: Snapshot, cluster_id: str, options: PricingOptions | None) -> Snapshot:
+    """The snapshot in which a cluster alone has its part of an edge that others share."""
+    profile = next(c.profile for c in snapshot.clusters if c.profile.cluster_id == cluster_id)
+    edge = snapshot.edge_of(profile)
+    shared = profile.edge is not None or (options is not None and options.edge_shared)
+    others = [c.profile.edge for c in snapshot.clusters]
+    sharing = sum((o and o.name) == (profile.edge and edge.name) for o in others)
+    if not shared or sharing < 2:
+        return snapshot
+    own = replace(
+        edge, speed_flop_per_s=edge.speed_flop_per_s / sharing, name=f"{edge.name} {cluster_id}"
+    )
+    clusters = tuple(
+        replace(c, profile=replace(c.profile, edge=own)) if c.profile is profile else c
+        for c in snapshot.clusters
+    )
+    return replace(snapshot, clusters=clusters)

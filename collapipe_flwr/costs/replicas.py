@@ -32,7 +32,7 @@ from collapipe_flwr.costs.work import (
     OPTIMISER_FLOP_PER_BYTE,
     PricingOptions,
     capacity_bytes,
-    edge_speed,
+    edge_speeds,
     hand_out_s,
     peak_bytes,
     server_s,
@@ -239,7 +239,9 @@ class ReplicatedPricing:
         """Of a step, one stage after the other; a stage takes as long as its slowest replica."""
         model, speed = self.tables.snapshot.model, self.tables.members.speed_mi[self.m]
         ends = model.embedding.parameter_bytes / speed[0]
-        ends += model.decoder.parameter_bytes / edge_speed(self.tables, self.options)
+        ends += model.decoder.parameter_bytes / float(
+            edge_speeds(self.tables, self.options)[self.m]
+        )
         slowest = np.full(self.at.edge, np.inf)
         for stage, replica in self.at.devices:
             slowest[stage] = min(slowest[stage], speed[self.at.member(stage, replica)])

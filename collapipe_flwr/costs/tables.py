@@ -8,12 +8,13 @@ The edge stands behind the last member on the receiver axis of ``gain_mij``.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from collapipe_flwr.core.domain import ClusterSnapshot, ModelProfile, Snapshot
+from collapipe_flwr.core.domain import ClusterSnapshot, EdgeProfile, ModelProfile, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.radio import codec_index
@@ -51,12 +52,25 @@ class MemberTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeTable:
+    """The edge of every cluster, (M,), and how many clusters it has."""
+
+    speed_m: Array
+    overhead_m: Array
+    power_m: Array  # W
+    memory_m: Array  # bytes, of each of its clusters
+    clusters_m: Array
+    own_m: Mask  # whether it is another than the snapshot's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
     """Everything that prices a plan, as arrays."""
 
     snapshot: Snapshot
     blocks: BlockTable
     members: MemberTable
+    edges: EdgeTable
     gain_mij: Array  # (M, I, I + 1): the last receiver is the edge
     d2d_hz_mij: Array  # like gain_mij; what stands behind the last member means nothing
     codec_mij: Ints  # like gain_mij: the link's place in ``core.links.CODECS``
@@ -102,6 +116,7 @@ def tabulate(snapshot: Snapshot, codec: str = "fp32") -> Tables:
         snapshot=snapshot,
         blocks=block_table(snapshot.model),
         members=members,
+        edges=_edges(snapshot),
         gain_mij=np.maximum(_links(gains, d2d_hz.shape, TINY_GAIN), TINY_GAIN),
         d2d_hz_mij=d2d_hz,
         codec_mij=np.tile(np.array(codecs, np.int64)[:, None, None], (1, *d2d_hz.shape[1:])),
@@ -112,10 +127,32 @@ def tabulate(snapshot: Snapshot, codec: str = "fp32") -> Tables:
     )
 
 
+def _edges(snapshot: Snapshot) -> EdgeTable:
+    profiles = [cluster.profile for cluster in snapshot.clusters]
+    edges = [snapshot.edge_of(profile) for profile in profiles]
+    owned = [profile.edge is not None for profile in profiles]
+    places = [(own, edge.name) for own, edge in zip(owned, edges, strict=True)]
+    count = Counter(places)
+    sharing = [count[place] for place in places]
+
+    def column(values: Iterable[float]) -> Array:
+        return np.array(list(values), dtype=np.float64)
+
+    return EdgeTable(
+        speed_m=column(edge.speed_flop_per_s for edge in edges),
+        overhead_m=column(edge.overhead_s for edge in edges),
+        power_m=column(edge.tx_power_w for edge in edges),
+        memory_m=column(edge.memory_bytes for edge in edges) / column(sharing),
+        clusters_m=column(sharing),
+        own_m=np.array(owned, dtype=np.bool_),
+    )
+
+
 def _server_rates(snapshot: Snapshot) -> Array:
     """Rates at which weights there and back take as long as they do with the round's overhead."""
     model, profiles = snapshot.model, [c.profile for c in snapshot.clusters]
-    bits = 16.0 * sum(part.parameter_bytes for part in (model.embedding, *model.blocks))
+    parts = (model.embedding, *model.blocks, model.decoder)
+    bits = 16.0 * sum(part.parameter_bytes for part in parts)
     rate = np.array([profile.server_rate_bit_per_s for profile in profiles], dtype=np.float64)
     overhead = np.array([profile.overhead_s for profile in profiles], dtype=np.float64)
     return rate / (1.0 + overhead * rate / max(bits, 1.0))
@@ -193,8 +230,7 @@ def _check(snapshot: Snapshot) -> None:
         raise ScheduleError("the model has no encoder blocks: choose a model with at least one")
     _distinct("cluster ids", [c.profile.cluster_id for c in snapshot.clusters])
     _positive("the radio's", radio, "bandwidth_hz", "noise_w_per_hz")
-    _positive("the edge's", edge, "speed_flop_per_s", "tx_power_w")
-    _not_negative("the edge's overhead_s", edge.overhead_s)
+    _check_edge("the edge's", edge)
     blocks = {f"block {index}": block for index, block in enumerate(model.blocks)}
     for name, cost in {"embedding": model.embedding, "decoder": model.decoder, **blocks}.items():
         for field in ("forward_flop", "backward_flop", "stash_bytes", "output_bytes"):
@@ -212,7 +248,14 @@ def _check_cluster(where: str, cluster: ClusterSnapshot) -> None:
     _distinct(f"{where}: device ids", [member.device_id for member in members])
     _positive(f"{where}:", profile, "examples", "d2d_bandwidth_hz", "server_rate_bit_per_s")
     _not_negative(f"{where}: overhead_s", profile.overhead_s)
+    if profile.edge is not None:
+        _check_edge(f"{where}: its edge's", profile.edge)
     _check_channel(where, cluster, len(members))
+
+
+def _check_edge(where: str, edge: EdgeProfile) -> None:
+    _positive(where, edge, "speed_flop_per_s", "tx_power_w")
+    _not_negative(f"{where} overhead_s", edge.overhead_s)
 
 
 def _check_members(clusters: Sequence[ClusterSnapshot], members: MemberTable) -> None:

@@ -49,7 +49,7 @@ class PricingOptions:
     """How a plan is executed, as far as prices depend on it."""
 
     recompute: bool = False  # forward again in the backward pass instead of keeping activations
-    edge_shared: bool = False  # the edge divides its speed by the number of clusters
+    edge_shared: bool = False  # the snapshot's edge divides its speed by its clusters
     memory_margin: float = MEMORY_MARGIN  # share of every memory that plans leave free
     schedule: str = key("1f1b", one_of(*SCHEDULES))
     half_duplex: bool = False  # links carry one direction at a time; irrelevant to GPipe
@@ -79,10 +79,10 @@ def computing_of(
         back[:, 1:-1] += ahead[:, 1:-1]
     parameters = stages(blocks.parameter_bytes_l, [float(end.parameter_bytes) for end in ends])
     optimiser = OPTIMISER_FLOP_PER_BYTE * parameters
-    edge = np.full((len(rows), 1), edge_speed(tables, options))
+    edge = edge_speeds(tables, options)[rows.cluster_r][:, None]
     members = of_members(tables.members.speed_mi, rows, padding=1.0)
     speed = np.concatenate([members, edge], axis=1)
-    edge = np.full((len(rows), 1), tables.snapshot.edge.overhead_s)
+    edge = tables.edges.overhead_m[rows.cluster_r][:, None]
     overhead = np.concatenate([of_members(tables.members.overhead_mi, rows), edge], axis=1)
     size = rows.micro_batch_size_r[:, None].astype(np.float64)
     flop = rows.batch_r[:, None] * (forward + backward) + optimiser
@@ -93,10 +93,14 @@ def computing_of(
     return forward_s, backward_s, (optimiser / speed).sum(1), joule * flop[:, :-1]
 
 
-def edge_speed(tables: Tables, options: PricingOptions) -> float:
-    """Operations per second that the edge spends on one cluster."""
-    speed = tables.snapshot.edge.speed_flop_per_s
-    return speed / tables.num_clusters if options.edge_shared else speed
+def edge_speeds(tables: Tables, options: PricingOptions) -> Array:
+    """Operations per second that its edge spends on each cluster, (M,).
+
+    A cluster file's edge is divided by its clusters, that of the snapshot only on request.
+    """
+    edges = tables.edges
+    shared = edges.own_m | np.bool_(options.edge_shared)
+    return np.asarray(edges.speed_m / np.where(shared, edges.clusters_m, 1.0))
 
 
 def local_steps(examples: Array, batch: ArrayLike) -> Array:
@@ -124,7 +128,9 @@ def bulk_of(tables: Tables, rows: Layouts) -> tuple[Array, Array]:
 
 def server_s(tables: Tables, clusters: Ints | int) -> Array:
     """Seconds of a round's weights from the Flower server to ``clusters`` and back."""
-    whole = tables.snapshot.model.embedding.parameter_bytes + tables.blocks.parameter_bytes_l[-1]
+    model = tables.snapshot.model
+    whole = model.embedding.parameter_bytes + model.decoder.parameter_bytes
+    whole += tables.blocks.parameter_bytes_l[-1]
     return np.asarray(2.0 * 8.0 * whole / tables.server_rate_m[clusters])
 
 
@@ -181,10 +187,10 @@ def segment_bytes(blocks: BlockTable, options: PricingOptions, size: float, flig
 
 
 def capacity_bytes(tables: Tables, rows: Layouts, options: PricingOptions) -> Array:
-    """Bytes that plans may use on every stage, (R, S + 2); the edge is divided by clusters."""
-    edge = tables.snapshot.edge.memory_bytes / tables.num_clusters
+    """Bytes that plans may use on every stage, (R, S + 2); an edge is divided by its clusters."""
+    edge = tables.edges.memory_m[rows.cluster_r][:, None]
     members = of_members(tables.members.memory_mi, rows)
-    room = np.concatenate([members, np.full((len(rows), 1), float(edge))], axis=1)
+    room = np.concatenate([members, edge], axis=1)
     room = (1.0 - options.memory_margin) * room
     batch = (rows.micro_batch_size_r, rows.micro_batches_r)
     cap = share_bytes(tables, rows.cluster_r, *batch, options)

@@ -64,7 +64,7 @@ class LinkTable:
         coded = SHARES[tables.codec_mij] / tables.share_mij  # bits for a bit, over the link's share
         watt = tables.members.power_max_mi
         last = ((0, 0), (0, 1))  # the edge, whose energy costs nothing
-        back_w = np.pad(watt, last, constant_values=tables.snapshot.edge.tx_power_w)
+        back_w = np.concatenate([watt, tables.edges.power_m[:, None]], axis=1)
         ahead = watt[:, :, None], price_mi[:, :, None]
         back = back_w[:, None, :], np.pad(price_mi, last)[:, None, :]
         nat_s = LN2 * coded / width

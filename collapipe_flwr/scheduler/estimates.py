@@ -66,7 +66,8 @@ Claim = tuple[float, float, float]
 Averages = Mapping[str, Mapping[str, Claim]]
 """cluster -> device -> claim."""
 Filters = Mapping[str, Mapping[str, LogFilter]]
-"""cluster -> device -> filter; the edge is ``EDGE`` of ``EDGE``."""
+"""cluster -> device -> filter; the snapshot's edge is ``EDGE`` of ``EDGE``, a cluster's own is
+``EDGE`` of the cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +137,10 @@ def _claims(snapshot: Snapshot) -> Iterator[tuple[str, str, Claim]]:
     if _usable(edge.speed_flop_per_s):
         yield EDGE, EDGE, (math.log(edge.speed_flop_per_s), 0.0, edge.overhead_s)
     for cluster in snapshot.clusters:
+        own = cluster.profile.edge
+        if own is not None and _usable(own.speed_flop_per_s):
+            claim = (math.log(own.speed_flop_per_s), 0.0, own.overhead_s)
+            yield cluster.profile.cluster_id, EDGE, claim
         for d in cluster.profile.members:
             if _usable(d.speed_flop_per_s) and _usable(d.energy_per_flop_j):
                 logs = math.log(d.speed_flop_per_s), math.log(d.energy_per_flop_j)
@@ -145,9 +150,10 @@ def _claims(snapshot: Snapshot) -> Iterator[tuple[str, str, Claim]]:
 def _planned_cluster(cluster: ClusterSnapshot, estimates: ProfileEstimates) -> ClusterSnapshot:
     old = cluster.profile
     members = [_planned(old.cluster_id, estimates, member) for member in old.members]
-    if all(map(is_, members, old.members)):
+    edge = old.edge and _planned_edge(old.edge, estimates, old.cluster_id)
+    if edge is old.edge and all(map(is_, members, old.members)):
         return cluster
-    profile = replace(old, control_unit=members[0], devices=tuple(members[1:]))
+    profile = replace(old, control_unit=members[0], devices=tuple(members[1:]), edge=edge)
     return replace(cluster, profile=profile)
 
 
@@ -198,9 +204,9 @@ def _planned(cluster_id: str, estimates: ProfileEstimates, device: DeviceProfile
     )
 
 
-def _planned_edge(edge: EdgeProfile, estimates: ProfileEstimates) -> EdgeProfile:
-    claim = _of(estimates.claimed, EDGE, EDGE)
-    stage = claim and _believed(_of(estimates.stages, EDGE, EDGE), claim)
+def _planned_edge(edge: EdgeProfile, estimates: ProfileEstimates, place: str = EDGE) -> EdgeProfile:
+    claim = _of(estimates.claimed, place, EDGE)
+    stage = claim and _believed(_of(estimates.stages, place, EDGE), claim)
     if not stage:
         return edge
     overhead_s, per_flop_s = stage.values
@@ -233,7 +239,7 @@ def profiles_learned(estimates: ProfileEstimates, outcome: RoundOutcome) -> Prof
     for cluster in outcome.clusters:
         stages[cluster.cluster_id] = _aged(stages.get(cluster.cluster_id, {}), cluster)
         for sample in cluster.stages:
-            place = EDGE if sample.device_id == EDGE else cluster.cluster_id
+            place = _place(estimates, cluster.cluster_id, sample)
             claim = _of(estimates.claimed, place, sample.device_id)
             if claim is None:
                 continue
@@ -254,7 +260,7 @@ def profiles_learned(estimates: ProfileEstimates, outcome: RoundOutcome) -> Prof
 
 def expected_s(estimates: ProfileEstimates, cluster_id: str, sample: StageSample) -> float | None:
     """Seconds of a micro-batch by what is believed; None where nothing is known."""
-    place = EDGE if sample.device_id == EDGE else cluster_id
+    place = _place(estimates, cluster_id, sample)
     claim = _of(estimates.claimed, place, sample.device_id)
     if claim is None:
         return None
@@ -262,6 +268,13 @@ def expected_s(estimates: ProfileEstimates, cluster_id: str, sample: StageSample
     if known is not None:
         return known.expected((sample.passes, sample.flop))
     return _claimed_s(claim, sample)
+
+
+def _place(estimates: ProfileEstimates, cluster_id: str, sample: StageSample) -> str:
+    """Under whom a stage is known: its cluster, or `EDGE` for an edge that is not the cluster's."""
+    is_edge = sample.device_id == EDGE
+    own = _of(estimates.claimed, cluster_id, EDGE) is not None
+    return EDGE if is_edge and not own else cluster_id
 
 
 def _claimed_s(claim: Claim, sample: StageSample) -> float:

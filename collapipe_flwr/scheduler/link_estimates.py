@@ -177,7 +177,7 @@ def _begun(link: LinkRate, cluster: ClusterSnapshot, snapshot: Snapshot) -> Link
     first = profile.members[place[one]]
     if to_edge:
         width = snapshot.radio.bandwidth_hz / len(snapshot.clusters)
-        powers = (first.tx_power_max_w, snapshot.edge.tx_power_w)
+        powers = (first.tx_power_max_w, snapshot.edge_of(profile).tx_power_w)
         gain = channel.edge_gain[place[one]]
     else:
         second = profile.members[place[other]]

@@ -97,7 +97,7 @@ class _Choice:
             part.state_bytes + size * least_flight(count, behind, self.settings) * part.stash_bytes
             for part, behind in ((model.embedding, 2), (model.decoder, 0))
         )
-        edge = usable * tables.snapshot.edge.memory_bytes / tables.num_clusters
+        edge = usable * tables.edges.memory_m
         return np.asarray((start <= usable * tables.members.memory_mi[:, 0]) & (end <= edge))
 
     def within(self, share: float, room: Array) -> Array:

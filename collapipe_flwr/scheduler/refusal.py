@@ -39,7 +39,7 @@ def _shortages(tables: Tables, m: int, settings: SchedulerConfig) -> Iterator[st
     blocks = range(len(needs) - 1)
     largest = max(float(needs[block, block + 1]) for block in blocks)
     together = float(needs[0, -1])
-    edge = usable * snapshot.edge.memory_bytes / tables.num_clusters
+    edge = usable * float(tables.edges.memory_m[m])
     parts = (
         (
             "the control unit",

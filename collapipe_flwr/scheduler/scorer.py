@@ -25,7 +25,7 @@ from collapipe_flwr.costs.work import (
     BACK,
     OPTIMISER_FLOP_PER_BYTE,
     PricingOptions,
-    edge_speed,
+    edge_speeds,
     kept_bytes,
     server_s,
     share_bytes,
@@ -76,16 +76,15 @@ class Scorer:
         self.room = problem.room_mi.ravel() if limited else None
         self.budget = tables.members.budget_mi.ravel()
         self._price_ends()
-        edge = tables.snapshot.edge.overhead_s
         own_m = tables.members.overhead_mi[:, 0]
-        self.overhead_2m = np.stack([own_m, np.full_like(own_m, edge)])
+        self.overhead_2m = np.stack([own_m, tables.edges.overhead_m])
         self.late = bool(self.overhead_2m.any() or self.members.overhead.any())
 
     def _price_ends(self) -> None:
         """Seconds of control unit and edge, (2, M) per example, and of their updates."""
         tables, model = self.tables, self.tables.snapshot.model
-        own, edge = tables.members.speed_mi[:, 0], edge_speed(tables, self.options)
-        edge_m, first, last = np.full(len(own), edge), model.embedding, model.decoder
+        own, edge_m = tables.members.speed_mi[:, 0], edge_speeds(tables, self.options)
+        first, last = model.embedding, model.decoder
         self.forward_2m = np.stack([first.forward_flop / own, last.forward_flop / edge_m])
         self.backward_2m = np.stack([first.backward_flop / own, last.backward_flop / edge_m])
         update = first.parameter_bytes / own + last.parameter_bytes / edge_m
@@ -230,8 +229,7 @@ class Scorer:
         np.floor(room, out=held[1:-1])
         held[1:-1][~slots.used] = np.inf
         own = self.members.room.take(rows.cluster_r * self.tables.edge)
-        edge = self.tables.snapshot.edge.memory_bytes / self.tables.num_clusters
-        edge *= 1.0 - self.options.memory_margin
+        edge = (1.0 - self.options.memory_margin) * self.tables.edges.memory_m[rows.cluster_r]
         for place, room_r, part in ((0, own, model.embedding), (-1, edge, model.decoder)):
             each = batch.size * max(part.stash_bytes, 1.0)
             held[place] = np.floor((room_r - part.state_bytes) / each)

@@ -80,7 +80,7 @@ def simulated_cluster(
                 device_id=name,
                 passes=passes,
                 flop=flop,
-                busy_s=taken_s(member or truth.edge, passes, flop),
+                busy_s=taken_s(member or truth.edge_of(profile), passes, flop),
                 watt=member.speed_flop_per_s * member.energy_per_flop_j if member else None,
                 planned_bytes=plan.memory_bytes.get(name, 0),
                 peak_bytes=plan.memory_bytes.get(name, 0),
