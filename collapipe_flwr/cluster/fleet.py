@@ -25,6 +25,7 @@ from collapipe_flwr.pipeline.gradient_sums import Siblings
 from collapipe_flwr.pipeline.link import Link, fan_of
 from collapipe_flwr.pipeline.roles import MiddleStage
 from collapipe_flwr.pipeline.state import PartState, optimizer_state_of
+from collapipe_flwr.pipeline.targets import Targets
 from collapipe_flwr.transport.simulated_link import simulated_pair
 
 Collected = Callable[[], Segments]
@@ -43,6 +44,7 @@ class Chain:
 
     link: Link
     collect: Callable[[bool], Collected]
+    targets: Targets | None = None  # for the last stage, where it is in this process
 
 
 class Fleet(Protocol):
@@ -96,7 +98,8 @@ class ThreadFleet:
                 return _segments(stages, keep_optimizer) + last_part
 
             try:
-                yield Chain(link, lambda keep_optimizer: partial(collected, keep_optimizer))
+                collect = partial(partial, collected)
+                yield Chain(link, collect, edge.targets)
             except BaseException as error:
                 link.close(str(error) or type(error).__name__)
                 raise

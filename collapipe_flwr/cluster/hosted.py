@@ -34,6 +34,7 @@ from collapipe_flwr.pipeline.config import NextHop, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.link import Link
 from collapipe_flwr.pipeline.offload import Lookup
 from collapipe_flwr.pipeline.state import PartState
+from collapipe_flwr.pipeline.targets import Targets
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.simulated_link import simulated_pair
 from collapipe_flwr.transport.weights import TransferStats
@@ -148,10 +149,14 @@ class Filled(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EdgePart:
-    """The last stage of a chain for devices of this process, which connect one lane each."""
+    """The last stage of a chain for devices of this process, which connect one lane each.
+
+    Where the stage is in this process, too, ``targets`` is how it gets what only it reads.
+    """
 
     part: Filled
     connect: Callable[[LinkConfig], AbstractContextManager[Link]]
+    targets: Targets | None = None
 
 
 class Edge(Protocol):
@@ -172,6 +177,7 @@ class HostedEdge:
     deadline_s: float = 20.0
     patience_s: float = 20.0
     heartbeat: Heartbeat | None = None
+    service: EdgeService | None = None  # behind the address, where it is in this process
 
     @contextmanager
     def session(self, splitter: AnySplitter, order: RoundOrder) -> Iterator[tuple[Hosted, NextHop]]:
@@ -206,7 +212,11 @@ class HostedEdge:
         with self.session(splitter, order) as (hosted, _):
             hosted.open()
             hosted.fill(splitter, order)
-            yield EdgePart(hosted, hosted.session.connect)
+            yield EdgePart(hosted, hosted.session.connect, self.targets_of(hosted))
+
+    def targets_of(self, hosted: Hosted) -> Targets | None:
+        """How an open session gets its targets; None where they travel."""
+        return None if self.service is None else self.service.hold_targets(hosted.request.key)
 
 
 class ThreadEdge:
@@ -222,7 +232,7 @@ class ThreadEdge:
         part.open()
         part.fill(splitter, order)
         try:
-            yield EdgePart(part, part.connect)
+            yield EdgePart(part, part.connect, part.targets())
         finally:
             part.join(order.learning.deadline_s)
 
@@ -241,6 +251,9 @@ class _ThreadPart:
         state = PartState(weights=order.weights, optimizer=order.slots)
         keys = (*splitter.edge_keys(), *splitter.shared_keys)
         self._service.push_weights(self._request.key, state.only(keys).copy().tensors())
+
+    def targets(self) -> Targets:
+        return self._service.hold_targets(self._request.key)
 
     @contextmanager
     def connect(self, config: LinkConfig) -> Iterator[Link]:

@@ -36,6 +36,7 @@ class LearningSettings:
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     run_id: str = ""  # the same for a run that is resumed
     keep_optimizer: bool = False  # its state continues in the next round
+    labels_at_home: bool = False  # the control unit is the edge, and no link carries labels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -135,12 +135,13 @@ def _edge(config: ClusterConfig, measured: Measured) -> EdgeProfile | None:
     if not (config.edge_is_member or member.speed_gflop_per_s or measured.speed_flop_per_s):
         return None
     device = _device(config, member, measured)
+    at_home = config.edge_is_control_unit
     return EdgeProfile(
         speed_flop_per_s=device.speed_flop_per_s,
         memory_bytes=device.memory_bytes,
         tx_power_w=device.tx_power_max_w,
         overhead_s=device.overhead_s,
-        name=member.address or device.device_id,
+        name=device.device_id if at_home else member.fingerprint or member.address,
     )
 
 

@@ -99,6 +99,7 @@ def run_interval(
             shared=splitter.sums_shared,
             first_step=order.first_step,
             rates=order.learning.optimizer.rates(first=order.updates, batches=order.batches),
+            targets=chain.targets,
         )
         with first.telling_neighbours():
             tested = EvalResult.mean(_losses(first.evaluate(batch) for batch in probe))
@@ -154,7 +155,9 @@ def evaluate_chain(
         order = replace(order, plan=replace(order.plan, segments=segments))
     predict = "" if wanted is None or generates else wanted.kind
     with fleet.chain(splitter, order) as chain:
-        first = FirstStage(embedding, optimizer, order.settings(0), downstream=chain.link)
+        first = FirstStage(
+            embedding, optimizer, order.settings(0), downstream=chain.link, targets=chain.targets
+        )
         with first.telling_neighbours():
             results = [first.evaluate(batch, predict=predict) for batch in taken]
             predictions = tuple(result.predictions for result in results)

@@ -97,6 +97,7 @@ class RemoteFleet:
             sessions.append(edge)
             begin, late = (Hosted.open, sessions) if order.plan.overlap else (place, ())
             _at_once(_attributed(begin), sessions)
+            targets = self.edge.targets_of(edge)  # before its stage begins
             first_links, width = [], order.plan.replicas[1]
             for hosted in sessions[:width]:
                 first_links.append(hosted.session.stream(name=CONTROL_UNIT, config=routes.links[0]))
@@ -104,7 +105,8 @@ class RemoteFleet:
             link = fan_of(first_links, ALONE)
             try:
                 with _handing_out(late, _attributed(fill), senders, width, link):
-                    yield Chain(link, partial(self.collect, order, link, sessions, collectors))
+                    collect = partial(self.collect, order, link, sessions, collectors)
+                    yield Chain(link, collect, targets)
             except BaseException as error:
                 link.close(str(error) or type(error).__name__)
                 raise

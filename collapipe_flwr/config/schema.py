@@ -171,6 +171,18 @@ class EdgeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrivacyConfig:
+    """What must not leave the machines that own it."""
+
+    labels: str = key("travel", one_of("travel", "home"))  # home: the control unit is the edge
+
+    @property
+    def labels_at_home(self) -> bool:
+        """Whether no link may carry labels."""
+        return self.labels == "home"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationConfig:
     """The check on unseen examples after a round."""
 
@@ -203,6 +215,7 @@ class AppConfig:
     world: WorldConfig = inline(WorldConfig(), table="world")
     links: LinksConfig = inline(LinksConfig(), table="links")
     edge: EdgeConfig = inline(EdgeConfig(), table="edge")
+    privacy: PrivacyConfig = inline(PrivacyConfig(), table="privacy")
     evaluation: EvaluationConfig = inline(EvaluationConfig(), table="evaluation")
     reporting: ReportingConfig = inline(ReportingConfig(), table="reporting")
 

@@ -42,7 +42,7 @@ from collapipe_flwr.scheduler.estimates import expected_s
 from collapipe_flwr.scheduler.link_estimates import links_begun, links_learned, with_links
 from collapipe_flwr.scheduler.protocol import SchedulerState
 from collapipe_flwr.simulation.episode import simulated_cluster
-from collapipe_flwr.simulation.world import World, budgeted
+from collapipe_flwr.simulation.world import World
 
 if TYPE_CHECKING:
     from collapipe_flwr.federation.planning import Planning
@@ -165,7 +165,7 @@ class ScheduledRounds:
             if _described(measured.profile) == _described(known[name]):
                 continue
             before, now = _devices(known[name]), _devices(measured.profile)
-            profile = budgeted(measured.profile, self._planning.budget, self._model)
+            profile = self._planning.described(measured.profile, self._model)
             new = (device for device in profile.devices if device.device_id not in before)
             devices = (*known[name].devices, *new)
             joined = joined.with_cluster(replace(known[name], devices=devices))

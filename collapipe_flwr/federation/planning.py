@@ -29,7 +29,13 @@ from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.scheduler.base import Policy
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig
-from collapipe_flwr.simulation.world import EnergyBudget, World, budgeted, make_world
+from collapipe_flwr.simulation.world import (
+    EnergyBudget,
+    World,
+    budgeted,
+    make_world,
+    with_edge_at_home,
+)
 
 log = logging.getLogger("flwr.collapipe")
 MOST_MICRO_BATCHES = 8  # of a user's batch: the overhead of each is unknown in the first rounds
@@ -58,7 +64,8 @@ class Planning:
     ``policy`` is a scheduler or its name. ``radio``, ``channel`` and ``seed`` place simulated
     clusters around the edge. Every device may spend ``budget`` per round on average. ``paced`` says
     that senders keep to planned rates. Simulated devices deviate from their profiles by
-    ``truth_error`` (`simulation.world.World`).
+    ``truth_error`` (`simulation.world.World`). With ``labels_at_home`` every control unit is its
+    cluster's edge.
     """
 
     policy: str | Scheduler = "dssda"
@@ -69,6 +76,7 @@ class Planning:
     budget: EnergyBudget = field(default_factory=EnergyBudget)
     paced: bool = False
     truth_error: float = 0.0
+    labels_at_home: bool = False
 
     def for_batches(self, size: int, *, cut: bool = True) -> Planning:
         """The same for steps of ``size`` examples, of which plans choose only the micro-batches."""
@@ -79,6 +87,11 @@ class Planning:
             self.settings, batch_size=size, micro_batch_sizes=sizes, micro_batches=counts
         )
         return replace(self, settings=settings)
+
+    def described(self, profile: ClusterProfile, model: ModelProfile | None) -> ClusterProfile:
+        """A cluster as it is planned with."""
+        profile = with_edge_at_home(profile) if self.labels_at_home else profile
+        return budgeted(profile, self.budget, model)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -98,7 +111,7 @@ class Planning:
             seed=self.seed,
             truth_error=self.truth_error,
         )
-        described = tuple(budgeted(profile, self.budget, model) for profile in profiles)
+        described = tuple(self.described(profile, model) for profile in profiles)
         return replace(world, clusters=described)
 
 
@@ -152,8 +165,7 @@ class DescribedClusters(ScheduledRounds):
                 del self._names[before]
             self._names[node] = name
             if name in known:
-                budget = self._planning.budget
-                world = world.with_cluster(budgeted(profile, budget, self._model))
+                world = world.with_cluster(self._planning.described(profile, self._model))
             else:
                 new[name] = profile
         if new:
@@ -277,6 +289,8 @@ def planner_of(
     if model.batch_size is not None:
         planning = planning.for_batches(model.batch_size, cut=not model.splitter.whole_batches)
     first, planned = learning(1), planning.settings.schedule
+    if first.labels_at_home:
+        planning = replace(planning, labels_at_home=True)
     if first.schedule != planned:
         raise ConfigError(
             f"rounds are planned for schedule {planned!r}, but run by {first.schedule!r}: give "

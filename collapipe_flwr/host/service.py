@@ -38,6 +38,7 @@ from collapipe_flwr.pipeline.meter import StageReport, bytes_of
 from collapipe_flwr.pipeline.roles import LastStage, MiddleStage
 from collapipe_flwr.pipeline.soundness import error_for_neighbours
 from collapipe_flwr.pipeline.state import digests_of
+from collapipe_flwr.pipeline.targets import Targets
 
 Connect = Callable[[NextHop], AbstractContextManager[Link]]
 Reserve = Callable[[int], None]
@@ -97,6 +98,7 @@ class EdgeService:
         self._ledger = ledger or Ledger()
         self.sessions = SessionTable(most_sessions, forget_after_s, clock, self._let_go)
         self._progress = Progress()
+        self._targets: dict[str, Targets] = {}  # by session, where its first stage is here, too
 
     def open(
         self,
@@ -116,6 +118,11 @@ class EdgeService:
         self.sessions.add(request, account, most_of_opener=most_of_opener)
         with logging_about(**request.about):
             _log.info("session opened for %s", request.part)
+
+    def hold_targets(self, key: SessionKey) -> Targets:
+        """Let this process hand a session its targets, which its frames then lack."""
+        self.find(key)
+        return self._targets.setdefault(key.session_id, Targets())
 
     def missing(self, key: SessionKey, digests: Mapping[str, str]) -> tuple[str, ...]:
         """The keys of the weights that the next push must bring; the host has the others.
@@ -304,6 +311,7 @@ class EdgeService:
         """Free what a session held that has left the table."""
         session.account.close()
         self._progress.add(session)
+        self._targets.pop(session.request.key.session_id, None)
         with logging_about(**session.request.about):
             _log.info("session closed after %d steps", session.steps)
 
@@ -317,7 +325,8 @@ class EdgeService:
         part, optimizer = session.part, session.optimizer
         config, placement = session.request.stage, session.request.placement
         if placement is None:
-            yield LastStage(part, optimizer, config, upstream=upstream)
+            targets = self._targets.get(session.request.key.session_id)
+            yield LastStage(part, optimizer, config, upstream=upstream, targets=targets)
             return
         if self._set_power is not None and placement.tx_power_w is not None:
             self._set_power(placement.tx_power_w)

@@ -39,6 +39,7 @@ from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.soundness import odd_numbers
 from collapipe_flwr.pipeline.stage import Stage
 from collapipe_flwr.pipeline.step import LOGITS, MicroBatch, Step, StepResult
+from collapipe_flwr.pipeline.targets import Targets
 
 if TYPE_CHECKING:
     from collapipe_flwr.models.part import LossPart
@@ -84,7 +85,8 @@ class FirstStage(_Leader):
     With `shared` the stages sum the gradients of parameters that several of them hold. With a
     `clip_norm` in its settings all stages scale their gradients so that the norm over the whole
     model is at most that (as `torch.nn.utils.clip_grad_norm_`), and none applies a step before all
-    have computed it. `rates` are the factors of the learning rates, one per optimizer step.
+    have computed it. `rates` are the factors of the learning rates, one per optimizer step. With
+    `targets` a micro-batch's targets are left there instead of being sent.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class FirstStage(_Leader):
         shared: bool = False,
         first_step: int = 0,
         rates: Iterator[float] = _CONSTANT,
+        targets: Targets | None = None,
     ) -> None:
         super().__init__(part, optimizer, settings, downstream=downstream)
         self._shared = shared
@@ -107,6 +110,7 @@ class FirstStage(_Leader):
         self.next_step = first_step  # evaluations count as well
         self._ended = False  # the chain behind
         self._rates = rates
+        self._targets = targets
 
     def train_step(self, batch: Sequence[MicroBatch], *, last: bool = False) -> StepResult:
         """Run one optimizer step of all stages; none, and loss 0, for a batch without any label.
@@ -186,12 +190,16 @@ class FirstStage(_Leader):
             raise
 
     def _take(self, step: Step, micro_batch: int) -> Frame:
-        weight = self._batch[micro_batch].weight
+        taken = self._batch[micro_batch]
+        weight, sent = taken.weight, dict(taken.context)
+        if self._targets is not None:
+            held = {name: sent.pop(name) for name in taken.targets}
+            self._targets.put(step.index, micro_batch, held)
         return Frame(
             kind=FrameKind.ACTIVATION,
             step=step.index,
             micro_batch=micro_batch,
-            tensors=self._batch[micro_batch].context,
+            tensors=sent,
             scalars={"weight": weight, "scale": weight / (step.weight or 1.0), LEARNS: 0.0},
         )
 
@@ -335,8 +343,21 @@ class MiddleStage(_Follower, _Leader):
 class LastStage(_Follower):
     """Holds the loss: `part(hidden, context) -> mean loss`, and starts the backward passes.
 
-    The part has a `weight_of`, and a `judge` for predictions.
+    The part has a `weight_of`, and a `judge` for predictions. With `targets` those of a micro-batch
+    come from there instead of with its frame.
     """
+
+    def __init__(
+        self,
+        part: nn.Module,
+        optimizer: Optimizer,
+        settings: StageConfig,
+        *,
+        upstream: Link,
+        targets: Targets | None = None,
+    ) -> None:
+        super().__init__(part, optimizer, settings, upstream=upstream)
+        self._targets = targets
 
     def run_step(self, step: Step) -> None:
         self._loss = 0.0
@@ -351,6 +372,9 @@ class LastStage(_Follower):
     def _compute(self, frame: Frame, hidden: Tensor | None) -> Tensor:
         assert hidden is not None
         context, part = context_of(frame), cast("LossPart", self.part)
+        if self._targets is not None:
+            held = self._targets.take(frame.step, frame.micro_batch)
+            context |= bring(held, self.place)
         counted = part.weight_of(context)
         if not math.isclose(counted, frame.scalars["weight"], rel_tol=_SAME_SUM):
             raise ProtocolError(

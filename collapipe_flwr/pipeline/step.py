@@ -74,6 +74,8 @@ class Step:
 class MicroBatch:
     """Input of one micro-batch: `inputs` for the embedding, `context` for all stages.
 
+    Of the context, only head and loss read `targets`, such as labels.
+
     `weight` is n_i, the number of examples or target tokens (or the sum of their weights) that the
     loss of this micro-batch is a mean over (0 is allowed); the last stage checks it.
     """
@@ -81,6 +83,7 @@ class MicroBatch:
     inputs: Mapping[str, Tensor]
     context: Mapping[str, Tensor]
     weight: float
+    targets: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)

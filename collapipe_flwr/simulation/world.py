@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from collapipe_flwr.core.domain import (
+    ChannelState,
     ClusterProfile,
     ClusterSnapshot,
     DeviceProfile,
@@ -60,7 +61,10 @@ class World:
     ) -> Snapshot:
         """What the scheduler sees in that round; ``present`` restricts it to those clusters."""
         clusters = tuple(
-            ClusterSnapshot(profile=profile, channel=self.channel(place, self.seed, round_index))
+            ClusterSnapshot(
+                profile=profile,
+                channel=_at_home(profile, self.channel(place, self.seed, round_index)),
+            )
             for profile, place in zip(self.clusters, self.placements, strict=True)
             if present is None or profile.cluster_id in present
         )
@@ -259,6 +263,38 @@ def budgeted(
         return replace(device, energy_budget_j=joule)
 
     return cluster.with_members(member)
+
+
+def _at_home(cluster: ClusterProfile, channel: ChannelState) -> ChannelState:
+    """The channel in which the edge stands where the control unit does, if it is the edge."""
+    if not has_edge_at_home(cluster):
+        return channel
+    own = channel.d2d_gain[0]
+    return replace(channel, edge_gain=(max(own), *own[1:]))
+
+
+def with_edge_at_home(cluster: ClusterProfile) -> ClusterProfile:
+    """The cluster whose control unit is its edge, with the measured links to it."""
+    unit = cluster.control_unit
+    edge = EdgeProfile(
+        speed_flop_per_s=unit.speed_flop_per_s,
+        memory_bytes=unit.memory_bytes,
+        tx_power_w=unit.tx_power_max_w,
+        overhead_s=unit.overhead_s,
+        name=unit.device_id,
+    )
+    rates = [link for link in cluster.link_rates if "" not in link.ends]
+    for link in tuple(rates):
+        if unit.device_id in link.ends:
+            one, other = link.ends
+            ends = ("", other if one == unit.device_id else one)
+            rates.append(replace(link, ends=ends))
+    return replace(cluster, edge=edge, link_rates=tuple(rates))
+
+
+def has_edge_at_home(cluster: ClusterProfile) -> bool:
+    """Whether its control unit is the cluster's edge."""
+    return cluster.edge is not None and cluster.edge.name == cluster.control_unit.device_id
 
 
 def _place(

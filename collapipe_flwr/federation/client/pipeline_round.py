@@ -146,14 +146,18 @@ class PipelineRound:
     def _micro_batches(self, steps: Steps) -> Iterator[list[MicroBatch]]:
         for step in steps:
             self.splitter.check_parts(step)
-            yield [
-                MicroBatch(
-                    inputs=tensors,
-                    context=self.splitter.context(tensors),
-                    weight=self.splitter.weight_of(tensors),
-                )
-                for tensors in step
-            ]
+            yield [micro_batch(self.splitter, tensors) for tensors in step]
+
+
+def micro_batch(splitter: AnySplitter, tensors: Mapping[str, Tensor]) -> MicroBatch:
+    """One micro-batch of these tensors."""
+    context = splitter.context(tensors)
+    return MicroBatch(
+        inputs=tensors,
+        context=context,
+        weight=splitter.weight_of(tensors),
+        targets=tuple(name for name in splitter.targets_of(tensors) if name in context),
+    )
 
 
 def _in_parts(steps: Steps, planned: int) -> Iterator[list[Mapping[str, Tensor]]]:

@@ -119,7 +119,7 @@ class Site:
 
     def _edge_for_threads(self, task: SplitTask) -> Edge:
         """The run's edge, else one in this process."""
-        if not task.edge_address:
+        if not task.edge_address or task.learning.labels_at_home:
             return ThreadEdge(self.place)
         return _hosted(task, task.edge_address, self.edge.certificate_name, self.edge.tls())
 
@@ -132,9 +132,12 @@ class Site:
             cluster.tls_files(cluster.control_unit.name),
         )
         with ExitStack() as stack:
-            if cluster.edge_is_control_unit or not address:
-                address, name = stack.enter_context(edge_here(cluster, self.place))
-            yield _hosted(task, address, name, tls)
+            service = None
+            if cluster.edge_is_control_unit or task.learning.labels_at_home or not address:
+                service = EdgeService(compute=self.place, most_sessions=_MOST_HERE)
+                address = stack.enter_context(edge_here(cluster, service))
+                name = cluster.certificate_name(cluster.control_unit)
+            yield replace(_hosted(task, address, name, tls), service=service)
 
 
 def _hosted(task: SplitTask, address: str, name: str, tls: TlsFiles | None) -> HostedEdge:
@@ -150,20 +153,21 @@ def _hosted(task: SplitTask, address: str, name: str, tls: TlsFiles | None) -> H
 
 
 @contextmanager
-def edge_here(cluster: ClusterConfig, place: torch.device) -> Iterator[tuple[str, str]]:
-    """Serve the edge in this process, and give its address and certificate name.
+def edge_here(cluster: ClusterConfig, service: EdgeService) -> Iterator[str]:
+    """Serve the edge in this process, and give its address.
 
     It listens where the cluster file says, else on a free port of the address by which this machine
     reaches the first device.
     """
     unit = cluster.control_unit
     tls, rosters = cluster.tls_files(unit.name), None
-    listen = cluster.edge.address or f"{host_towards(cluster.devices[0].address)}:0"
+    listen = f"{host_towards(cluster.devices[0].address)}:0"
+    if cluster.edge_is_control_unit and cluster.edge.address:
+        listen = cluster.edge.address
     if tls is not None and tls.ca is not None:
         rosters = Rosters(unit.name, [cluster], tls.ca)
-    service = EdgeService(compute=place, most_sessions=_MOST_HERE)
     with EdgeServer(listen, service, tls=tls, rosters=rosters) as server:
-        yield server.address, cluster.certificate_name(unit)
+        yield server.address
 
 
 def cluster_file(node_config: Mapping[str, object]) -> ClusterConfig | None:

@@ -141,6 +141,7 @@ def learning_settings(config: AppConfig, run_id: str, server_round: int) -> Lear
         heartbeat=config.edge.heartbeat,
         run_id=run_id,
         keep_optimizer=config.train.optimizer_state == "keep",
+        labels_at_home=config.privacy.labels_at_home,
     )
 
 
@@ -163,6 +164,7 @@ def make_planner(
         budget=EnergyBudget(share=config.world.energy_share, radio_s=0.0),
         paced=config.links.paced,
         truth_error=config.world.truth_error,
+        labels_at_home=config.privacy.labels_at_home,
     )
     with blaming("scheduler.policy"):
         scheduler = planning.scheduler

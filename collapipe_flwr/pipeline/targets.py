@@ -1,0 +1,36 @@
+"""What head and loss alone read of the micro-batches in flight, where it need not travel.
+
+The first stage of a chain knows a batch's labels, and the last one needs them. Where both are in
+one process, labels stay there: no frame holds them, so no other machine sees them, and no link
+carries them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from collapipe_flwr.core.errors import ProtocolError
+
+
+class Targets:
+    """Tensors by step and micro-batch, from the first stage of one chain to its last."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[int, int], Mapping[str, Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def put(self, step: int, micro_batch: int, tensors: Mapping[str, Tensor]) -> None:
+        """Keep what the last stage will take; called before the micro-batch is sent."""
+        with self._lock:
+            self._waiting[step, micro_batch] = tensors
+
+    def take(self, step: int, micro_batch: int) -> Mapping[str, Tensor]:
+        """Return it, once. Raises ProtocolError for a micro-batch that nobody put."""
+        with self._lock:
+            found = self._waiting.pop((step, micro_batch), None)
+        if found is None:
+            raise ProtocolError(f"step {step} has no micro-batch {micro_batch}")
+        return found
