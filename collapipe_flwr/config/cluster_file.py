@@ -233,8 +233,12 @@ def parse_cluster(values: Mapping[str, Any], folder: Path) -> ClusterConfig:
         **tables,
     )
     _check_members(config)
-    named = next((device for device in config.devices if device.name == config.edge.name), None)
-    return config if named is None else replace(config, edge=named)
+    return replace(config, edge=_edge_device(config) or config.edge)
+
+
+def _edge_device(config: ClusterConfig) -> MemberConfig | None:
+    """The device that [edge] names."""
+    return next((device for device in config.devices if device.name == config.edge.name), None)
 
 
 def _check_members(config: ClusterConfig) -> None:
@@ -245,8 +249,13 @@ def _check_members(config: ClusterConfig) -> None:
     twice = [name for name in config.names if compared.count(name.casefold()) > 1]
     if twice:
         raise ConfigError(f"two members are called {twice[0]!r}: names must differ")
-    is_device = config.edge.name in [device.name for device in config.devices]
-    hosts = config.devices if is_device else (*config.devices, config.edge)
+    device = _edge_device(config)
+    if device is not None and config.edge.address not in ("", device.address):
+        raise ConfigError(
+            f"edge.address is {config.edge.address!r}, but [edge] names the device {device.name!r} "
+            f"at {device.address!r}: leave edge.address out, or give the edge a name of its own"
+        )
+    hosts = config.devices if device is not None else (*config.devices, config.edge)
     addresses = [member.address for member in hosts if member.address]
     shared = [address for address in addresses if addresses.count(address) > 1]
     if shared:

@@ -152,7 +152,9 @@ class StrategyHooks:
     def progress(self) -> dict[str, ClusterProgress]:
         """See `CollaPipe.cluster_progress`."""
         opened, edge = self._round, self._default_edge
-        return {} if opened is None else opened.progress(edge.progress() if edge else {})
+        if opened is None:
+            return {}
+        return opened.progress(edge.progress(opened.plan.server_round) if edge else {})
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

@@ -34,7 +34,9 @@ _CLUSTER = "generation"
 STATELESS = OptimizerConfig(name="sgd", learning_rate=1.0)  # nothing learns
 
 
-def even_plan(num_blocks: int, device_ids: Sequence[str]) -> ClusterPlan:
+def even_plan(
+    num_blocks: int, device_ids: Sequence[str], cluster_id: str = _CLUSTER
+) -> ClusterPlan:
     """Blocks divided evenly in order, over at most as many devices as blocks.
 
     Nothing is trained, so powers, times and energies are zero.
@@ -45,7 +47,7 @@ def even_plan(num_blocks: int, device_ids: Sequence[str]) -> ClusterPlan:
     stops = [round(num_blocks * (index + 1) / len(used)) for index in range(len(used))]
     starts = [0, *stops[:-1]]
     return ClusterPlan(
-        cluster_id=_CLUSTER,
+        cluster_id=cluster_id,
         segments=tuple(
             Segment(device_id=device, first_block=first, stop_block=stop)
             for device, first, stop in zip(used, starts, stops, strict=True)
@@ -75,13 +77,15 @@ class ServedModel:
     compute: torch.device = CPU
 
     @contextmanager
-    def over(self, fleet: Fleet, device_ids: Sequence[str]) -> Iterator[GenerationDriver]:
+    def over(
+        self, fleet: Fleet, device_ids: Sequence[str], *, cluster_id: str = _CLUSTER
+    ) -> Iterator[GenerationDriver]:
         """Run a chain over these devices until the body ends.
 
         Raises LinkError when a device or the edge cannot be reached or fails.
         """
         order = RoundOrder(
-            plan=even_plan(self.splitter.num_blocks, device_ids),
+            plan=even_plan(self.splitter.num_blocks, device_ids, cluster_id),
             weights=self.weights,
             learning=LearningSettings(
                 optimizer=STATELESS, schedule="gpipe", deadline_s=self.deadline_s
@@ -132,6 +136,6 @@ def daemon_backend(
     fleet = RemoteFleet(cluster=cluster, edge=edge)
     return GenerationBackend(
         device_ids=tuple(map(cluster.device_id, cluster.workers)),
-        chain=partial(served.over, fleet),
+        chain=partial(served.over, fleet, cluster_id=cluster.id),
         missing=fleet.missing,
     )

@@ -188,10 +188,12 @@ def _servicer(
         compute=place,
     )
     probe = dialer.probe if dialer else None
-    rosters = settings.rosters
-    shared = not passes_on and rosters is not None
-    sharing = (lambda: rosters.access.control_units) if shared and rosters else (lambda: 1)
-    return Servicer(service, control_units=sharing, probe=probe)
+    rosters = None if passes_on else settings.rosters
+    return Servicer(
+        service,
+        control_units=lambda: rosters.access.control_units if rosters else 1,
+        probe=probe,
+    )
 
 
 def build_part(request: SessionRequest, weights: Mapping[str, Tensor]) -> nn.Module:

@@ -2,8 +2,8 @@
 
 Memory that is needed for longer than one micro-batch is reserved here before it is taken: weights
 that arrive, the state of a part (weights, gradients and optimizer slots, which `costs.work` prices
-besides activations), snapshots, and what is kept for the next round. Activations, frames in a link
-and the libraries are not counted.
+besides activations), and what is kept for the next round. Activations, frames in a link and the
+libraries are not counted.
 """
 
 from __future__ import annotations

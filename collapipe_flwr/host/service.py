@@ -28,7 +28,7 @@ from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.host.metrics import Tally
 from collapipe_flwr.host.parts import FOUND, BuildPart, Parts, tensors_of, trained_keys
 from collapipe_flwr.host.session import ONLY, Lane, Session, SessionRefused, Stream
-from collapipe_flwr.host.sessions import Progress, SessionTable
+from collapipe_flwr.host.sessions import SessionTable
 from collapipe_flwr.host.stores import TensorStore, WeightCache
 from collapipe_flwr.pipeline.compute import CPU, AllocatorPeak
 from collapipe_flwr.pipeline.config import Health, NextHop, PassesDone, SessionKey, SessionRequest
@@ -97,7 +97,6 @@ class EdgeService:
         self._connect = connect
         self._ledger = ledger or Ledger()
         self.sessions = SessionTable(most_sessions, forget_after_s, clock, self._let_go)
-        self._progress = Progress()
         self._targets: dict[str, Targets] = {}  # by session, where its first stage is here, too
 
     def open(
@@ -210,9 +209,9 @@ class EdgeService:
         """Whether a stream has ended since the weights were set; waits `ENDED_S` for that."""
         return self.find(key).await_end(ENDED_S)
 
-    def progress(self) -> dict[str, PassesDone]:
-        """The micro-batches of each cluster's newest round that this host has done for it."""
-        return self._progress.with_running(self.sessions.all())
+    def progress(self, server_round: int) -> dict[str, PassesDone]:
+        """The micro-batches done in a round, by cluster; see `SessionTable.progress`."""
+        return self.sessions.progress(server_round)
 
     def close(self, key: SessionKey) -> None:
         """Forget a session, ending a stream that still runs; returns when nothing uses its part.
@@ -277,8 +276,8 @@ class EdgeService:
     def serve(self, stream: Stream, upstream: Link, behind: Link | None = None) -> None:
         """Run a claimed stream; `behind` is the link from the next replica of its stage.
 
-        A failure ends the session, or returns it to its snapshot, and is raised. Raises
-        SessionRefused, without running, for a stream that was broken off since.
+        A failure ends the session and is raised. Raises SessionRefused, without running, for a
+        stream that was broken off since.
         """
         session = stream.session
         try:
@@ -291,7 +290,6 @@ class EdgeService:
                 peak = AllocatorPeak(self.compute, bytes_of(stage.tensors))
                 session.recorder = stage.recorder
                 stage.serve()
-            session.recorder = None
             measured = stage.report()
             most_bytes = max(measured.peak_tensor_bytes, peak.num_bytes)
             report = replace(measured, energy_j=used.joules, peak_tensor_bytes=most_bytes)
@@ -310,7 +308,6 @@ class EdgeService:
     def _let_go(self, session: Session) -> None:
         """Free what a session held that has left the table."""
         session.account.close()
-        self._progress.add(session)
         self._targets.pop(session.request.key.session_id, None)
         with logging_about(**session.request.about):
             _log.info("session closed after %d steps", session.steps)

@@ -225,29 +225,15 @@ class Session:
         with self._turn:
             self.closed = self.closed or why
 
-    def break_off(self, why: str) -> None:
-        """End a stream that has the part, and wait for it; a step in progress is not applied.
-
-        Raises SessionRefused when the step does not end in time.
-        """
-        stream = self.cut(why)
-        with self._turn:
-            if not self._turn.wait_for(lambda: not stream or self.stream is not stream, BUSY_S):
-                raise SessionRefused(
-                    f"the stream was told to end ({why}), but its step has not for {BUSY_S:g} s"
-                )
-
-    def cut(self, why: str, only: Stream | None = None) -> Stream | None:
+    def cut(self, why: str, only: Stream | None = None) -> None:
         """Close the links of the stream that has the part, so that it ends; do not wait for it.
 
-        With `only`, no other stream is ended.
+        A step in progress is not applied. With `only`, no other stream is ended.
         """
         with self._turn:
-            stream = self.stream
-            links = self._end_stream(why) if only in (None, stream) else ()
+            links = self._end_stream(why) if only in (None, self.stream) else ()
         for link in links:
             link.close(why)
-        return stream
 
     def close(self, why: str) -> bool:
         """Begin no use any more, end a stream, and drop the session.
@@ -269,7 +255,7 @@ class Session:
                 link.close(why)
             self._drop()
             return True
-        self.break_off(why)
+        self.cut(why)
         if not self._dropped.wait(BUSY_S):
             raise SessionRefused(
                 f"the session is closed ({why}), but what uses it has not ended for {BUSY_S:g} s"
@@ -294,17 +280,20 @@ class Session:
     @property
     def passes(self) -> PassesDone:
         """Its work since the weights were set, also in a stream that still runs."""
-        report, running = self.report, self.recorder
-        return PassesDone(
-            trained=(report.micro_batches if report else 0)
-            + (running.count("backward") if running else 0),
-            tested=running.count("test") if running else 0,
-        )
+        with self._turn:
+            report, running = self.report, self.recorder
+            return PassesDone(
+                trained=(report.micro_batches if report else 0)
+                + (running.count("backward") if running else 0),
+                tested=running.count("test") if running else 0,
+            )
 
     def count(self, stream: StageReport) -> None:
         """Add the report of a stream that ended in good order."""
-        self.report = stream if self.report is None else self.report + stream
-        self.steps += stream.steps
+        with self._turn:
+            self.report = stream if self.report is None else self.report + stream
+            self.steps += stream.steps
+            self.recorder = None
 
     def empty(self) -> None:
         """Free what it held, even if others still refer to it."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
+from functools import reduce
 from secrets import compare_digest
 
 from collapipe_flwr.host.ledger import Account
 from collapipe_flwr.host.session import Session, SessionRefused
 from collapipe_flwr.pipeline.config import PassesDone, SessionKey, SessionRequest
+
+Rounds = Mapping[str, tuple[tuple[str, int], PassesDone]]  # run, round and passes, by cluster
 
 
 class SessionTable:
@@ -31,6 +34,7 @@ class SessionTable:
         self._clock = clock
         self._let_go = let_go
         self._sessions: dict[str, Session] = {}
+        self._closed: Rounds = {}
         self._lock = threading.Lock()
 
     def add(
@@ -39,7 +43,7 @@ class SessionTable:
         """Add a session. Raises SessionRefused when the id is taken or the table is full.
 
         An opener with `most_of_opener` sessions loses the one that was unused for longest. If the
-        device's segment before this one was closed in the middle of a pass, that may end first.
+        stage's part before this one was closed in the middle of a pass, that may end first.
         """
         if not request.key.session_id or len(request.key.token) < 16:
             raise SessionRefused("a session needs an id and a token of 16 characters or more")
@@ -77,6 +81,16 @@ class SessionTable:
         session.used_s = self._clock()
         return session
 
+    def progress(self, server_round: int) -> dict[str, PassesDone]:
+        """The micro-batches of this round by cluster, as far as it is the cluster's newest here.
+
+        They are those of all sessions for the last stage, the open ones included. A stream that
+        fails counts no longer: its steps are replayed.
+        """
+        with self._lock:
+            rounds = reduce(_counted, self._sessions.values(), self._closed)
+        return {name: done for name, ((_, its), done) in rounds.items() if its == server_round}
+
     def drop(self, session: Session) -> None:
         """Forget a session whose last use has ended."""
         with self._lock:
@@ -84,6 +98,7 @@ class SessionTable:
 
     def _remove(self, session: Session) -> None:
         del self._sessions[session.request.key.session_id]
+        self._closed = _counted(self._closed, session)
         self._let_go(session)
 
     def _retire(self, session: Session) -> bool:
@@ -101,9 +116,9 @@ class SessionTable:
             raise SessionRefused(f"{opener} runs {most} sessions, its limit here")
 
     def _drop_left_by(self, request: SessionRequest) -> None:
-        """Remove the device's segment of an earlier round of this cluster.
+        """Remove the part that this stage of the cluster had before.
 
-        It is still here if the device, or its control unit, was away when that round ended.
+        It is still here if this host, or the control unit, was away when its round ended.
         """
         for session in tuple(self._sessions.values()):
             if _replaces(request, session.request):
@@ -130,36 +145,12 @@ def _replaces(request: SessionRequest, before: SessionRequest) -> bool:
     return before.placement is None and bool(place) and place == place_before
 
 
-class Progress:
-    """Counts the micro-batches of every cluster's newest round, by what its last stage has done.
-
-    A session counts while it runs, and once it was closed in good order: those of steps that were
-    replayed do not.
-    """
-
-    def __init__(self) -> None:
-        self._closed: dict[str, tuple[int, PassesDone]] = {}  # round and passes, by cluster
-        self._lock = threading.Lock()
-
-    def add(self, session: Session) -> None:
-        """Count a session that was closed."""
-        request, done = session.request, session.passes
-        if request.placement is None and request.cluster_id:
-            with self._lock:
-                before = self._of(request)
-                self._closed[request.cluster_id] = (request.server_round, before + done)
-
-    def with_running(self, sessions: Iterable[Session]) -> dict[str, PassesDone]:
-        """The counts by cluster, with those of ``sessions``, which are open."""
-        with self._lock:
-            found = {name: done for name, (_, done) in self._closed.items()}
-            for session in sessions:
-                request = session.request
-                if request.placement is None and request.cluster_id:
-                    found[request.cluster_id] = self._of(request) + session.passes
-            return found
-
-    def _of(self, request: SessionRequest) -> PassesDone:
-        """What closed sessions have done in the round of ``request``."""
-        server_round, done = self._closed.get(request.cluster_id, (0, PassesDone()))
-        return done if server_round == request.server_round else PassesDone()
+def _counted(rounds: Rounds, session: Session) -> Rounds:
+    """``rounds`` with what a session has done for the newest one of its cluster."""
+    request = session.request
+    if request.placement is not None or not (request.cluster_id and request.server_round):
+        return rounds
+    newest = (request.run_id, request.server_round)
+    known, done = rounds.get(request.cluster_id, (newest, PassesDone()))
+    before = done if known == newest else PassesDone()
+    return {**rounds, request.cluster_id: (newest, before + session.passes)}

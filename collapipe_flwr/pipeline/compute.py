@@ -1,8 +1,8 @@
 """Devices that parts compute on: a CPU or an accelerator, transfers between them, and precision.
 
-A part and its optimizer state are on one device. Links, snapshots and weights in transit use CPU
-tensors only, which are moved to the part's device and back by the stage. For parts on a CPU nothing
-here does anything.
+A part and its optimizer state are on one device. Links and weights in transit use CPU tensors
+only, which are moved to the part's device and back by the stage. For parts on a CPU nothing here
+does anything.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def test_edge_and_server_belong_to_all_clusters_and_others_to_one(access: Access
     [
         ("cu-g", {"OpenSession", "PushWeights", "Stream", "Echo"}, {"OpenSession", "Stream"}),
         ("g1", {"Stream", "Echo", "Status"}, {"Stream", "Echo", "Status"}),
-        ("server", {"Echo", "Status"}, {"OpenSession", "PushWeights", "FetchWeights"}),
+        ("server", {"Echo", "Status"}, {"Echo", "Status", "Progress"}),
         ("edge", {"Echo", "Status"}, {"Echo", "Status"}),
         ("laptop", {"OpenSession", "Stream"}, {"OpenSession", "Stream"}),
     ],
@@ -53,29 +53,34 @@ def test_a_role_may_call_what_its_work_needs(access, name, on_device, on_edge) -
     assert all(who.may_call(method, on_edge=True) for method in on_edge)
 
 
+@pytest.mark.parametrize("on_edge", [False, True])
 @pytest.mark.parametrize("method", ["OpenSession", "PushWeights", "FetchWeights", "Benchmark"])
-def test_a_device_and_a_server_give_no_orders_to_a_device(access, method) -> None:
+def test_only_a_control_unit_gives_orders(access, method, on_edge) -> None:
     for name in ("g1", "server", "edge"):
-        assert not caller(access, name).may_call(method, on_edge=False)
-    assert not caller(access, "g1").may_call(method, on_edge=True)
+        assert not caller(access, name).may_call(method, on_edge=on_edge)
+
+
+def test_how_far_rounds_are_is_asked_of_the_edge_by_the_server(access: AccessControl) -> None:
+    assert not caller(access, "server").may_call("Progress", on_edge=False)
+    for name in ("g1", "edge"):
+        assert not caller(access, name).may_call("Progress", on_edge=True)
 
 
 def test_a_session_is_its_clusters_and_its_openers(access: AccessControl) -> None:
-    place = {"cluster_id": "g", "opener": "server"}
-    for name in ("cu-g", "g1", "server", "laptop"):
+    place = {"cluster_id": "g", "opener": "cu-g"}
+    for name in ("cu-g", "g1", "laptop"):
         assert caller(access, name).may_use("Stream", **place)
     for name in ("cu-w", "w1"):
         assert not caller(access, name).may_use("Stream", **place)
-    assert caller(access, "cu-g").may_use("Rollback", **place)
-    assert not caller(access, "cu-g").may_use("FetchWeights", **place)
-    assert caller(access, "cu-g").may_use("FetchWeights", cluster_id="g", opener="cu-g")
+    assert caller(access, "cu-g").may_use("FetchWeights", **place)
+    assert not caller(access, "cu-g").may_use("FetchWeights", cluster_id="g", opener="laptop")
     assert not caller(access, "cu-w").may_use("FetchWeights", cluster_id="g", opener="cu-w")
 
 
 def test_a_control_unit_opens_sessions_for_its_own_cluster(access: AccessControl) -> None:
     assert caller(access, "cu-g").cluster_of("") == "g"
     assert caller(access, "cu-g").cluster_of("g") == "g"
-    assert caller(access, "server").cluster_of("w") == "w"
+    assert caller(access, "laptop").cluster_of("w") == "w"
     with pytest.raises(ConfigError, match="cu-g opens no session for the cluster w"):
         caller(access, "cu-g").cluster_of("w")
 

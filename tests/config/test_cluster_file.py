@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.config.cluster_file import (
+    Role,
     certificate_hosts,
     parse_cluster,
     read_cluster,
@@ -79,7 +80,15 @@ def test_a_file_names_members_addresses_and_certificates(tmp_path: Path) -> None
             {"id": "g", "device": [*DEVICES, {**DEVICES[0], "name": "pi-3"}]},
             "two members have the address '10.0.0.11:50071'",
         ),
-        ({"id": "g", "device": DEVICES, "edge": {"name": "pi-1"}}, "two members are called"),
+        ({"id": "g", "device": DEVICES, "edge": {"name": "PI-1"}}, "two members are called"),
+        (
+            {"id": "g", "device": DEVICES, "edge": {"name": "pi-1", "address": "10.0.0.2:50061"}},
+            "edge.address is '10.0.0.2:50061', .* device 'pi-1' at '10.0.0.11:50071': leave",
+        ),
+        (
+            {"id": "g", "device": DEVICES[:1], "edge": {"name": "pi-1"}},
+            r"\[edge\] names 'pi-1', the only device",
+        ),
         ({"id": "g", "device": ["pi-1"]}, r"at least one \[\[device\]\] table"),
         ({"id": "g", "device": [DEVICES[0], 3]}, r"device\[2\] must be a table, .* got 3"),
         ({"id": 3, "device": DEVICES}, "id must be a string, got 3"),
@@ -88,6 +97,18 @@ def test_a_file_names_members_addresses_and_certificates(tmp_path: Path) -> None
 def test_a_mistake_is_one_sentence_with_key_and_value(values, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         parse_cluster(values, Path())
+
+
+def test_an_edge_may_be_a_device_or_the_control_unit() -> None:
+    on_device = parse_cluster({"id": "g", "device": DEVICES, "edge": {"name": "pi-1"}}, Path())
+    assert on_device.edge is on_device.devices[0]
+    assert on_device.workers == on_device.devices[1:]
+    assert not on_device.edge_is_control_unit
+    here = parse_cluster({"id": "g", "device": DEVICES, "edge": {"name": "control-unit"}}, Path())
+    assert here.edge_is_control_unit and here.workers == here.devices
+    for cluster in (on_device, here):
+        assert cluster.names == ("control-unit", "pi-1", "pi-2", "server")
+        assert cluster.having(Role.EDGE) == ()
 
 
 @pytest.mark.parametrize(("text", "words"), [("id = ", "is not TOML"), (None, "cannot be read")])

@@ -8,12 +8,13 @@ import threading
 import time
 
 import pytest
+import torch
 
 from collapipe_flwr.core.errors import LinkError, LinkTimeout
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.transport.client import EdgeClient
 from tests.forked import start
-from tests.host.chain_to_edge import Cluster, open_session, service, session_key
+from tests.host.chain_to_edge import Cluster, open_session, request, service, session_key
 from tests.pipeline.chains import DEADLINE_S, make_batch, make_parts
 
 
@@ -75,6 +76,28 @@ def test_a_hanging_edge_process_is_given_up_at_the_deadline(edge_process):
     error, failure, seconds = run_until_it_breaks(address, hang, deadline_s=3.0)
     assert isinstance(failure, LinkTimeout) or isinstance(error, LinkTimeout)
     assert seconds < DEADLINE_S / 2
+
+
+def test_an_edge_that_restarts_takes_a_new_session_for_the_same_cluster(edge_process):
+    address = edge_process.stdout.readline().strip()
+    head = make_parts((1,))[2]
+    with EdgeClient(address, deadline_s=DEADLINE_S, patience_s=DEADLINE_S) as client:
+        open_session(client, head)
+        edge_process.kill()
+        edge_process.wait(60)
+        again = start("tests.host.edge_process", address, env=os.environ)
+        try:
+            client.patiently(lambda: client.open_session(request("c2"))).push_weights(
+                head.state_dict()
+            )
+            found = client.session(session_key("c2")).fetch_weights()
+            assert all(torch.equal(found[key], t) for key, t in head.state_dict().items())
+            with pytest.raises(LinkError, match="no session c1"):
+                client.session(session_key()).fetch_weights()
+        finally:
+            again.kill()
+            again.wait(60)
+            again.stdout.close()
 
 
 def test_a_stopped_server_is_noticed():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +13,9 @@ from collapipe_flwr.host import session as sessions
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.servicer import Call, Servicer
-from collapipe_flwr.host.stores import SnapshotStore, TensorStore
+from collapipe_flwr.host.stores import TensorStore
 from collapipe_flwr.pipeline import benchmark
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest
-from collapipe_flwr.pipeline.link import Frame, FrameKind, memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.state import PartState, digests_of
 from collapipe_flwr.transport import methods
@@ -77,17 +75,6 @@ def test_a_session_reserves_its_state_and_gives_it_back() -> None:
     assert ledger.held_bytes == STATE
     host.close(session_key("b"))
     assert ledger.held_bytes == 0
-
-
-def test_a_snapshot_is_reserved_and_counts_as_memory_of_its_session() -> None:
-    ledger = Ledger()
-    host = opened(ledger, "a", recoverable=True)
-    host.push_weights(session_key("a"), HEAD)
-    assert ledger.held_bytes == STATE + WEIGHTS
-    ours, theirs = memory_pair("edge", "device")
-    theirs.send(Frame(kind=FrameKind.END), deadline_s=1)
-    host.run(session_key("a"), ours)
-    assert host.report(session_key("a")).peak_tensor_bytes == 2 * WEIGHTS
 
 
 @pytest.mark.parametrize("most_bytes", [WEIGHTS - 1, 2 * WEIGHTS - 1, STATE - 1])
@@ -241,21 +228,6 @@ def test_the_next_segment_waits_for_the_room_of_one_whose_pass_has_not_ended(
             gate.opened.set()
     assert (early, replayed) == ([], [None])
     assert host.weights(session_key("b"))
-
-
-def test_a_host_takes_up_the_snapshots_that_it_has_room_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    host = EdgeService(build_head, snapshots=SnapshotStore(tmp_path))
-    for session_id in ("a", "b"):
-        host.open(request(session_id, optimizer=ADAMW, recoverable=True))
-        host.push_weights(session_key(session_id), HEAD)
-    again = EdgeService(
-        build_head, snapshots=SnapshotStore(tmp_path), ledger=Ledger(2 * WEIGHTS - 1)
-    )
-    assert again.health().sessions == 1
-    assert "is lost: no room" in caplog.text
-    assert len(list(tmp_path.iterdir())) == 1
 
 
 class FakeContext:

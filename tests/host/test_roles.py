@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from torch import Tensor
 
 from collapipe_flwr.config.cluster_file import parse_cluster
 from collapipe_flwr.core.errors import LinkError
@@ -17,7 +16,7 @@ from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import Listener
 from collapipe_flwr.host.servicer import Servicer
 from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
-from collapipe_flwr.pipeline.config import SessionKey
+from collapipe_flwr.pipeline.config import PassesDone, SessionKey
 from collapipe_flwr.transport.certificates import Authority, sign_all
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.methods import ProbeRequest
@@ -71,8 +70,9 @@ def certificates(tmp_path_factory):
 def host(name: str, certificates, *, on_edge: bool) -> Iterator[Host]:
     tls = certificates[name]
     rosters = Rosters(name, CONFIGS if on_edge else CONFIGS[:1], tls.ca)
-    held = service(ledger=Ledger(12 * HEAD_BYTES))
-    servicer = Servicer(held, limits_guests=on_edge, sessions_of_guest=2)
+    held = service(ledger=Ledger(6 * HEAD_BYTES))
+    sharing = lambda: rosters.access.control_units  # noqa: E731
+    servicer = Servicer(held, control_units=sharing, sessions_of_each=2)
     with Listener(
         "127.0.0.1:0", lambda: servicer, tls=tls, rosters=rosters, on_edge=on_edge
     ) as listener:
@@ -124,10 +124,10 @@ def test_a_neighbour_may_stream_with_the_token_only(device: Host) -> None:
 
 @pytest.fixture
 def shared(edge: Host) -> Host:
-    """The edge, where the server opened a session for cluster g."""
-    with edge.seen_by("server") as server:
-        server.open_session(request("s-g", cluster_id="g", recoverable=True))
-        server.session(session_key("s-g")).push_weights(Head().state_dict())
+    """The edge, where the control unit of cluster g opened a session."""
+    with edge.seen_by("cu-g") as unit:
+        unit.open_session(request("s-g", cluster_id="g", server_round=3))
+        unit.session(session_key("s-g")).push_weights(Head().state_dict())
     return edge
 
 
@@ -135,8 +135,6 @@ def shared(edge: Host) -> Host:
     "call",
     [
         lambda c: c.session(session_key("s-g")).stream(),
-        lambda c: c.session(session_key("s-g")).rollback(0),
-        lambda c: c.session(session_key("s-g")).snapshot(0),
         lambda c: c.session(session_key("s-g")).report(),
         lambda c: c.session(session_key("s-g")).fetch_weights(),
         lambda c: c.session(session_key("s-g")).push_weights({}),
@@ -146,67 +144,74 @@ def shared(edge: Host) -> Host:
 def test_another_cluster_cannot_touch_a_session_even_with_its_token(shared: Host, call) -> None:
     shared.refuses("cu-w", call, "no session s-g with this token")
     shared.refuses("w1", call, "no session s-g with this token|it may not call")
-    with shared.seen_by("server") as server:
-        assert set(server.session(session_key("s-g")).fetch_weights()) == set(Head().state_dict())
-
-
-def test_a_session_that_the_server_made_readable_is_for_its_control_unit_alone(edge: Host) -> None:
-    def fetch(client: EdgeClient) -> dict[str, Tensor]:
-        return client.session(session_key("s-g")).fetch_weights()
-
-    with edge.seen_by("server") as server:
-        server.open_session(request("s-g", cluster_id="g", recoverable=True, readable=True))
-        server.session(session_key("s-g")).push_weights(Head().state_dict())
-    with edge.seen_by("cu-g") as unit:
-        assert set(fetch(unit)) == set(Head().state_dict())
-        with pytest.raises(LinkError, match="no session s-g with this token"):
-            unit.session(session_key("s-g")).push_weights({})
-    edge.refuses("g1", fetch, "it may not call")
-    edge.refuses("cu-w", fetch, "no session s-g with this token")
-
-
-def test_a_cluster_uses_its_session_but_its_weights_are_the_servers(shared: Host) -> None:
     with shared.seen_by("cu-g") as unit:
-        unit.session(session_key("s-g")).rollback(0)
+        assert set(unit.session(session_key("s-g")).fetch_weights()) == set(Head().state_dict())
+
+
+def test_a_device_of_the_cluster_streams_into_its_session_and_no_more(shared: Host) -> None:
     with shared.seen_by("g2") as last:
         last.session(session_key("s-g")).stream().close()
     for call in (
+        lambda c: c.open_session(request()),
         lambda c: c.session(session_key("s-g")).fetch_weights(),
         lambda c: c.session(session_key("s-g")).push_weights({}),
         lambda c: c.session(session_key("s-g")).close(),
+        lambda c: c.progress(3, within_s=10.0),
     ):
-        shared.refuses("cu-g", call, "no session s-g with this token")
+        shared.refuses("g2", call, "g2 is a device: it may not call")
 
 
-def test_nobody_but_the_server_opens_a_session_for_another_cluster(edge: Host) -> None:
+def test_the_server_only_asks_the_edge_how_far_rounds_are(shared: Host) -> None:
+    with shared.seen_by("server") as server:
+        server.echo()
+        assert server.progress(3, within_s=10.0) == {"g": PassesDone()}
+        assert server.progress(4, within_s=10.0) == {}
+    for call in (
+        lambda c: c.open_session(request(cluster_id="g")),
+        lambda c: c.session(session_key("s-g")).stream(),
+        lambda c: c.session(session_key("s-g")).fetch_weights(),
+        lambda c: c.session(session_key("s-g")).push_weights({}),
+        lambda c: c.session(session_key("s-g")).report(),
+        lambda c: c.session(session_key("s-g")).close(),
+    ):
+        shared.refuses("server", call, "server is a server: it may not call")
+
+
+def test_a_control_unit_opens_sessions_for_its_own_cluster(edge: Host) -> None:
     edge.refuses("cu-w", lambda c: c.open_session(request(cluster_id="g")), "no session for the")
-    edge.refuses("g1", lambda c: c.open_session(request()), "device: it may not call OpenSession")
     with edge.seen_by("cu-w") as unit:
-        unit.open_session(request("mine", opener="server"))  # who opened it is not taken on trust
+        unit.open_session(request("mine", opener="cu-g"))  # who opened it is not taken on trust
         unit.session(session_key("mine")).push_weights(Head().state_dict())
         assert unit.session(session_key("mine")).fetch_weights()
     edge.refuses("cu-g", lambda c: c.session(session_key("mine")).stream(), "no session mine")
 
 
-def test_a_guest_displaces_only_itself(shared: Host) -> None:
+def test_a_control_unit_displaces_only_itself(shared: Host) -> None:
     with shared.seen_by("cu-w") as unit:
-        for number in range(50):
-            unit.open_session(request(f"w-{number}"))
-    with shared.seen_by("server") as server:
-        assert server.health().sessions == 3
-        assert server.session(session_key("s-g")).fetch_weights()
+        for number in range(5):
+            unit.open_session(request(f"w-{number}", run_id=str(number)))
+    with shared.seen_by("cu-g") as unit:
+        assert unit.health().sessions == 3
+        assert unit.session(session_key("s-g")).fetch_weights()
 
 
-def test_a_guest_has_a_share_of_the_memory(edge: Host) -> None:
+def test_control_units_have_equal_shares_of_the_memory(edge: Host) -> None:
     with edge.seen_by("cu-w") as unit:
-        unit.open_session(request("w-1"))
+        unit.open_session(request("w-1", run_id="1"))
         unit.session(session_key("w-1")).push_weights(Head().state_dict())
-        unit.open_session(request("w-2"))
+        unit.open_session(request("w-2", run_id="2"))
         with pytest.raises(LinkError, match="no room"):
             unit.session(session_key("w-2")).push_weights(Head().state_dict())
-    with edge.seen_by("server") as server:
-        server.open_session(request("s-g", cluster_id="g"))
-        server.session(session_key("s-g")).push_weights(Head().state_dict())
+    with edge.seen_by("cu-g") as unit:
+        unit.open_session(request("s-g"))
+        unit.session(session_key("s-g")).push_weights(Head().state_dict())
+
+
+def test_one_control_unit_has_all_the_memory(device: Host) -> None:
+    with device.seen_by("cu-g") as unit:
+        for number in ("1", "2"):
+            unit.open_session(request(number, run_id=number))
+            unit.session(session_key(number)).push_weights(Head().state_dict())
 
 
 def test_the_host_in_a_certificate_is_not_who_its_bearer_is(device, edge, certificates) -> None:

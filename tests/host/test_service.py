@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from collapipe_flwr.core.errors import LinkError, ScheduleError
+from collapipe_flwr.host.ledger import Ledger
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.host.session import SessionRefused
 from collapipe_flwr.pipeline.config import SessionKey
 from collapipe_flwr.pipeline.link import Frame, FrameKind, memory_pair
+from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from tests.host.chain_to_edge import TOKEN, build_head, request, service, session_key
 from tests.pipeline.chains import Head
 
@@ -83,6 +85,48 @@ def test_a_full_edge_drops_sessions_that_nobody_uses_any_more():
     edge.weights(session_key("used"))
     with pytest.raises(SessionRefused, match="no session old"):
         edge.weights(session_key("old"))
+
+
+def test_a_part_left_over_by_a_control_unit_that_died_makes_room_for_its_next_one():
+    mine = {"cluster_id": "g", "run_id": "r", "optimizer": OptimizerConfig(name="adamw")}
+    first = service()
+    first.open(request("old", **mine))
+    first.push_weights(session_key("old"), Head().state_dict())
+    edge = service(ledger=Ledger(first.health().held_bytes))
+    for session_id in ("old", "new"):
+        edge.open(request(session_id, server_round=1, **mine))
+        edge.push_weights(session_key(session_id), Head().state_dict())
+    assert edge.health().sessions == 1
+    with pytest.raises(SessionRefused, match="no session old"):
+        edge.weights(session_key("old"))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"cluster_id": "w"},
+        {"cluster_id": ""},
+        {"run_id": "another"},
+        {"opener": "laptop"},
+        {"name": "stage 1"},
+        {"blocks": (0, 1)},
+    ],
+)
+def test_only_its_own_part_makes_room_for_a_stage(other):
+    mine = {"cluster_id": "g", "run_id": "r", "opener": "cu"}
+    edge = service()
+    edge.open(request("old", **mine))
+    edge.open(request("new", **{**mine, **other}))
+    assert edge.health().sessions == 2
+
+
+def test_a_part_in_use_stays_beside_the_next_one():
+    edge = service()
+    edge.open(request("old", cluster_id="g"))
+    edge.push_weights(session_key("old"), Head().state_dict())
+    edge.claim(session_key("old"))
+    edge.open(request("new", cluster_id="g"))
+    assert edge.health().sessions == 2
 
 
 def test_running_needs_weights_and_reporting_needs_a_run():

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -16,8 +15,6 @@ import torch
 
 from collapipe_flwr.core.errors import LinkError, ModelError
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.host.session import Snapshot
-from collapipe_flwr.host.stores import SnapshotStore
 from collapipe_flwr.pipeline.link import Frame, FrameKind, MemoryLink, memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.state import PartState
@@ -41,9 +38,8 @@ def told_to_end() -> MemoryLink:
     return ours
 
 
-@pytest.mark.parametrize("recoverable", [True, False])
-def test_a_claimed_stream_does_not_run_once_its_session_was_closed(recoverable):
-    edge = opened(service(), recoverable=recoverable)
+def test_a_claimed_stream_does_not_run_once_its_session_was_closed():
+    edge = opened(service())
     stream = edge.claim(session_key())
     edge.close(session_key())
     ours, theirs = memory_pair("edge", "device")
@@ -53,18 +49,6 @@ def test_a_claimed_stream_does_not_run_once_its_session_was_closed(recoverable):
     with pytest.raises(LinkError, match="the session was closed"):
         theirs.receive(deadline_s=1)
     assert edge.health().sessions == 0
-
-
-def test_a_claimed_stream_does_not_run_once_its_session_was_rolled_back():
-    edge = opened(service(), recoverable=True)
-    late = edge.claim(session_key())
-    edge.rollback(session_key(), 0)
-    edge.serve(edge.claim(session_key()), told_to_end())
-    claimed = edge.claim(session_key())
-    with pytest.raises(LinkError, match="rolled back"):
-        edge.serve(late, told_to_end())
-    edge.serve(claimed, told_to_end())
-    assert edge.health().running == 0
 
 
 def test_a_claim_that_is_given_up_leaves_the_session_at_rest():
@@ -127,7 +111,7 @@ def test_a_session_whose_push_is_under_way_is_not_displaced():
     assert edge.weights(session_key("old"))
 
 
-def test_an_id_is_free_again_only_when_its_last_session_has_ended(tmp_path: Path):
+def test_an_id_is_free_again_only_when_its_last_session_has_ended():
     gate = Authorizer()
 
     class Slow(Head):
@@ -135,7 +119,7 @@ def test_an_id_is_free_again_only_when_its_last_session_has_ended(tmp_path: Path
             gate.wait()  # the stage asks for them when it begins
             return super().parameters(recurse)
 
-    edge = opened(EdgeService(build_head, snapshots=SnapshotStore(tmp_path)))
+    edge = opened(service())
     edge.find(session_key()).part = Slow()
     stream = edge.claim(session_key())
     ours, theirs = memory_pair("edge", "device")
@@ -147,10 +131,9 @@ def test_an_id_is_free_again_only_when_its_last_session_has_ended(tmp_path: Path
         with pytest.raises(LinkError):
             theirs.receive(deadline_s=60)  # closed, but its stage has not noticed
         with pytest.raises(LinkError, match="open already"):
-            edge.open(request("c1", recoverable=True))
+            edge.open(request("c1"))
         gate.opened.set()
-    opened(edge, recoverable=True)
-    assert len(list(tmp_path.iterdir())) == 1
+    opened(edge)
 
 
 class PausedThread(threading.Thread):
@@ -199,7 +182,7 @@ class NoticedLink:
 
 def test_the_end_of_a_stream_leaves_the_next_one_its_links():
     """A second stream comes while the first one stands before any line of its life."""
-    edge, at = opened(service(), recoverable=True), 0
+    edge, at = opened(service()), 0
     first = PausedThread(lambda: None, 0)
     while first.paused or not at:
         at += 1
@@ -229,10 +212,11 @@ def _break_off_the_second(edge: EdgeService, first: PausedThread) -> None:
         first.go_on.set()
         first.join(60)
         assert runs.wait(60)
-        edge.rollback(session_key(), 0)
-        with pytest.raises(LinkError, match="rolled back"):
+        edge.break_off("for the next round")
+        with pytest.raises(LinkError, match="for the next round"):
             peer.receive(deadline_s=60)
-    assert "rolled back" in str(served[0])
+    assert "for the next round" in str(served[0])
+    opened(edge)
 
 
 # -- what a push that fails leaves behind ---------------------------------------------------------
@@ -242,7 +226,6 @@ def _whole() -> dict[str, torch.Tensor]:
     return dict(PartState(weights=Head().state_dict(), optimizer=SLOTS).tensors())
 
 
-@pytest.mark.parametrize("recoverable", [True, False])
 @pytest.mark.parametrize(
     "slot",
     [
@@ -252,9 +235,9 @@ def _whole() -> dict[str, torch.Tensor]:
         {"out.bias": torch.ones(1)},
     ],
 )
-def test_a_push_with_one_bad_tensor_changes_nothing(slot, recoverable):
+def test_a_push_with_one_bad_tensor_changes_nothing(slot):
     edge = service()
-    edge.open(request(optimizer=ADAMW, recoverable=recoverable))
+    edge.open(request(optimizer=ADAMW))
     bad = {**_whole(), **slot}
     with pytest.raises((ModelError, RuntimeError)):
         edge.push_weights(session_key(), bad)
@@ -267,50 +250,3 @@ def test_a_push_with_one_bad_tensor_changes_nothing(slot, recoverable):
     found = edge.weights(session_key(), with_optimizer=True)
     assert found.keys() == good.keys()
     assert all(torch.equal(found[key], good[key]) for key in good)
-
-
-class FullDisk(SnapshotStore):
-    """Writes nothing while `full`."""
-
-    full = False
-
-    def write(self, kept: Snapshot) -> None:
-        if self.full:
-            raise OSError("no space left")
-        super().write(kept)
-
-
-def test_a_push_that_cannot_be_kept_on_disk_changes_nothing(tmp_path: Path):
-    store = FullDisk(tmp_path)
-    edge = EdgeService(build_head, snapshots=store)
-    edge.open(request(optimizer=ADAMW, recoverable=True))
-    store.full = True
-    with pytest.raises(OSError, match="no space"):
-        edge.push_weights(session_key(), Head().state_dict())
-    with pytest.raises(LinkError, match="push them first"):
-        edge.weights(session_key())
-    store.full = False
-    first = _whole()
-    edge.push_weights(session_key(), first)
-    store.full = True
-    with pytest.raises(OSError, match="no space"):
-        edge.push_weights(session_key(), Head().state_dict())
-    for host in (edge, EdgeService(build_head, snapshots=SnapshotStore(tmp_path))):
-        host.rollback(session_key(), 0)
-        found = host.weights(session_key(), with_optimizer=True)
-        assert all(torch.equal(found[key], first[key]) for key in first)
-
-
-def test_a_snapshot_that_cannot_be_kept_on_disk_leaves_the_last_one_in_force(tmp_path: Path):
-    store = FullDisk(tmp_path)
-    edge = opened(EdgeService(build_head, snapshots=store), recoverable=True)
-    before = edge.weights(session_key())
-    session = edge.find(session_key())
-    session.steps = 2  # as if a stream had done them
-    session.part.out.bias.data.add_(1)
-    store.full = True
-    with pytest.raises(OSError, match="no space"):
-        edge.snapshot(session_key(), 2)
-    edge.rollback(session_key(), 0)
-    after = edge.weights(session_key())
-    assert all(torch.equal(after[key], before[key]) for key in before)

@@ -59,7 +59,6 @@ def test_a_module_of_the_user_may_import_them(
     settings = HostSettings(
         listen="127.0.0.1:0",
         name="d",
-        state_dir=tmp_path / "state",  # so that the servicer is made before it listens
         imports=("task_with_metrics",),
     )
     with pytest.raises(SystemExit):

@@ -168,9 +168,9 @@ def test_what_a_removed_device_has_under_way_is_cut(
     servicer = Servicer(service())
     with Listener(config.edge.address, lambda: servicer, tls=files, rosters=rosters, on_edge=True):
         RosterSender(registry).look()
-        with client(unit(registry), "edge", "server") as server, client(pair[0], "edge") as device:
-            server.open_session(request("s", cluster_id=ID))
-            server.session(session_key("s")).push_weights(Head().state_dict())
+        with client(unit(registry), "edge") as hub, client(pair[0], "edge") as device:
+            hub.open_session(request("s", cluster_id=ID))
+            hub.session(session_key("s")).push_weights(Head().state_dict())
             stream = device.session(session_key("s")).stream()
             remove(registry, "pi-1")
             with pytest.raises(LinkError):

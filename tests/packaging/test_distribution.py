@@ -37,7 +37,7 @@ BASE = (
     "collapipe_flwr.models",
     "collapipe_flwr.reporting.simulation",
 )
-FLOWER = ("run.launcher", "rpc_gateway", "strategy")
+FLOWER = ("run.launcher", "default_edge", "strategy")
 WITHOUT_EXTRAS = f"""
 import importlib, sys
 for name in {OPTIONAL!r} + ("flwr",):
