@@ -193,7 +193,7 @@ def _micro_batch(splitter: Splitter, seed: int) -> MicroBatch:
 def run_job(
     job: Job, cluster: ClusterConfig, batches: Iterator[list[MicroBatch]] | None = None
 ) -> tuple[RoundResult, dict[str, Tensor]]:
-    """One round on the daemons; the result, and all trained weights."""
+    """One round on the daemons; the result, and its weights."""
     recovery = Recovery(
         profile=profile_of(cluster, 8 * job.steps),
         model=lambda: profile_model(
