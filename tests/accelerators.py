@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from collapipe_flwr.cluster.hosted import ThreadEdge
 from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.generation.backends import ServedModel
 from collapipe_flwr.host.service import EdgeService
@@ -53,5 +54,6 @@ def everything_at(device: torch.device) -> Iterator[set[torch.device]]:
         for kind in (RoundOrder, ServedModel, EdgeService):
             assert "compute" in kind.__init__.__kwdefaults__
             patch.setitem(kind.__init__.__kwdefaults__, "compute", device)
+        patch.setattr(ThreadEdge.__init__, "__defaults__", (device,))
         patch.setattr(Stage, "run_step", noted)
         yield seen

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
+from collapipe_flwr.cluster.hosted import HostedEdge
 from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.profile import profile_of
 from collapipe_flwr.cluster.recovery import Recovery
@@ -33,14 +34,11 @@ from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.pipeline.config import NextHop, SessionKey, SessionRequest, StageConfig
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.step import MicroBatch
-from collapipe_flwr.transport.client import EdgeClient
 
 START_S, STOP_S = 120.0, 10.0
 _ID = "recovery"
-_KEY = SessionKey(session_id=_ID, token="0123456789abcdef")
 _VOCABULARY, _LENGTH, _LABELS = 50, 16, 4
 
 
@@ -76,12 +74,12 @@ class Daemon:
 
 
 @contextmanager
-def daemons(count: int, *edge_options: str) -> Iterator[tuple[list[Daemon], Daemon]]:
+def daemons(count: int) -> Iterator[tuple[list[Daemon], Daemon]]:
     """Device processes and an edge process while the body runs."""
     with ExitStack() as stack:
         names = [f"d{index}" for index in range(count)]
         devices = [_started(stack, Daemon("device", "--name", name)) for name in names]
-        edge = _started(stack, Daemon("edge", *edge_options))
+        edge = _started(stack, Daemon("edge"))
         for daemon in (*devices, edge):
             daemon.wait_until_it_listens()
         yield devices, edge
@@ -195,45 +193,26 @@ def _micro_batch(splitter: Splitter, seed: int) -> MicroBatch:
 def run_job(
     job: Job, cluster: ClusterConfig, batches: Iterator[list[MicroBatch]] | None = None
 ) -> tuple[RoundResult, dict[str, Tensor]]:
-    """One round on the daemons; the result, and all trained weights with those of the edge."""
-    splitter, address = job.splitter, cluster.edge.address
-    shape = BatchShape(source_length=_LENGTH, target_length=1)
-    request = SessionRequest(
-        key=_KEY,
-        spec_json=splitter.spec.to_json(),
-        optimizer=job.rule,
-        stage=StageConfig(name="edge", deadline_s=job.deadline_s),
-        recoverable=True,
+    """One round on the daemons; the result, and its weights."""
+    recovery = Recovery(
+        profile=profile_of(cluster, 8 * job.steps),
+        model=lambda: profile_model(
+            job.splitter, BatchShape(source_length=_LENGTH, target_length=1)
+        ),
     )
-    with EdgeClient(address, patience_s=START_S, heartbeat=job.heartbeat) as client:
-        session = client.open_session(request)
-        try:
-            keys = splitter.edge_keys()
-            session.push_weights({key: job.weights[key] for key in keys})
-            recovery = Recovery(
-                profile=profile_of(cluster, 8 * job.steps),
-                model=lambda: profile_model(splitter, shape),
-                edge=session,
-            )
-            result = train_round(
-                splitter,
-                job.order(),
-                batches or job.batches(),
-                _fleet(job, cluster),
-                recovery=recovery,
-            )
-            return result, {**result.weights, **session.fetch_weights()}
-        finally:
-            session.close()
-
-
-def _fleet(job: Job, cluster: ClusterConfig) -> RemoteFleet:
-    return RemoteFleet(
-        cluster=cluster,
-        edge=NextHop(address=cluster.edge.address, key=_KEY),
+    edge = HostedEdge(
+        address=cluster.edge.address,
         deadline_s=job.deadline_s,
+        patience_s=START_S,
         heartbeat=job.heartbeat,
     )
+    fleet = RemoteFleet(
+        cluster=cluster, edge=edge, deadline_s=job.deadline_s, heartbeat=job.heartbeat
+    )
+    result = train_round(
+        job.splitter, job.order(), batches or job.batches(), fleet, recovery=recovery
+    )
+    return result, dict(result.weights)
 
 
 def measure_recovery(devices: int = 3) -> dict[str, float]:

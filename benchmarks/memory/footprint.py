@@ -212,7 +212,8 @@ def _orders(size: ModelSize, spec: ModelSpec) -> Iterator[tuple[RoleOrder, int]]
     )
     ends = profile.embedding.state_bytes, profile.decoder.state_bytes
     yield order, _whole_bytes(size, splitter)
-    message = sum(block.parameter_bytes for block in (profile.embedding, *profile.blocks))
+    parts = (profile.embedding, *profile.blocks, profile.decoder)
+    message = sum(part.parameter_bytes for part in parts)
     yield replace(order, role="control-unit", devices=size.devices), max(ends[0], message)
     each = splitter.num_blocks // size.devices
     for first in range(0, splitter.num_blocks, each):

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from collapipe_flwr.cluster.hosted import Hosted, HostedEdge, edge_request
+from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.domain import ClusterPlan, Segment
@@ -107,6 +109,18 @@ class NearClient:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NearEdge(HostedEdge):
+    """An edge that `NearClient` stands in for."""
+
+    @contextmanager
+    def session(self, splitter: Splitter, order: RoundOrder) -> Iterator[tuple[Hosted, NextHop]]:  # type: ignore[override]
+        """See `HostedEdge.session`."""
+        request = edge_request(splitter, order)
+        hosted = Hosted(NearClient(splitter), request)  # type: ignore[arg-type]
+        yield hosted, NextHop(address=self.address, key=request.key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NearFleet(RemoteFleet):
     """Devices that `NearClient` stands in for."""
 
@@ -126,7 +140,7 @@ class NearFleet(RemoteFleet):
                 edge=MemberConfig(name="edge"),
                 server=MemberConfig(name="server"),
             ),
-            edge=NextHop(address=_NOWHERE, key=SessionKey.random("edge")),
+            edge=NearEdge(address=_NOWHERE),
             deadline_s=WAIT_S,
         )
 

@@ -82,7 +82,7 @@ class Player:
         from collapipe_flwr.federation.bundles import bundle, unbundle
 
         splitter, order = self._splitter, self._order
-        keys = (*splitter.embedding_keys(), *splitter.segment_keys(0, splitter.num_blocks))
+        keys = splitter.all_keys()
         message = encode_tensors({})
         for key in keys:
             message.update(encode_tensors(self._weights([key])))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -228,7 +228,8 @@ class ThreadEdge:
     @contextmanager
     def opened(self, splitter: AnySplitter, order: RoundOrder) -> Iterator[EdgePart]:
         """See `Edge.opened`; the thread has ended afterwards."""
-        part = _ThreadPart(EdgeService(compute=self._compute), edge_request(splitter, order))
+        last = order.plan.segments[-1].device_ids
+        part = _ThreadPart(EdgeService(compute=self._compute), edge_request(splitter, order), last)
         part.open()
         part.fill(splitter, order)
         try:
@@ -240,8 +241,11 @@ class ThreadEdge:
 class _ThreadPart:
     """A session of a service in this process, with a thread for its chain."""
 
-    def __init__(self, service: EdgeService, request: SessionRequest) -> None:
+    def __init__(
+        self, service: EdgeService, request: SessionRequest, device_ids: Sequence[str]
+    ) -> None:
         self._service, self._request = service, request
+        self._device_ids = device_ids  # that connect, by lane
         self._threads: list[threading.Thread] = []
 
     def open(self) -> None:
@@ -258,7 +262,7 @@ class _ThreadPart:
     @contextmanager
     def connect(self, config: LinkConfig) -> Iterator[Link]:
         """The link of one lane, for the body; the chain begins with the last one."""
-        ours, theirs = simulated_pair(f"device {config.lane}", EDGE, config)
+        ours, theirs = simulated_pair(self._device_ids[config.lane], EDGE, config)
         lane = Lane(config.lane, config.lanes)
         stream = self._service.claim(self._request.key, lane)
         if stream.session.enter(stream, lane, theirs):

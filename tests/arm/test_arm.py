@@ -57,8 +57,8 @@ def trained(cluster: Cluster, splitter, weights, steps, between=lambda: None, ev
     """A round with dropout: losses, all weights, and the result."""
     order = _order(weights, CUT, ADAMW, dropout_seed=3)
     order = replace(order, learning=replace(order.learning, deadline_s=DEADLINE_S))
-    result, edge = cluster.train(splitter, order, steps, between, every)
-    return result.losses, {**result.weights, **edge}, result
+    result = cluster.train(splitter, order, steps, between, every)
+    return result.losses, dict(result.weights), result
 
 
 def apart(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> str:

@@ -45,7 +45,7 @@ def main() -> None:
     batch = {"input_ids": torch.ones(1, 16, dtype=torch.long), "labels": torch.zeros(1).long()}
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     step = [MicroBatch(inputs=batch, context=splitter.context(batch), weight=1)]
-    keys = (*splitter.embedding_keys(), *splitter.segment_keys(0, splitter.num_blocks))
+    keys = splitter.all_keys()
     message = encode_tensors({key: torch.ones(splitter.shapes[key][0]) for key in keys})
     message_bytes = sum(len(array.data) for array in message.values())
     give_back()

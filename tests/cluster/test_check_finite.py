@@ -15,12 +15,12 @@ from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
 from collapipe_flwr.cluster.fleet import Fleet, ThreadFleet
+from collapipe_flwr.cluster.hosted import HostedEdge, ThreadEdge
 from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.pipeline.config import Execution, NextHop, SessionRequest, StageConfig
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.pipeline.config import Execution
 from tests.cluster.hosted import daemons
 from tests.laws.test_cluster_equals_whole import (
     SGD,
@@ -28,7 +28,6 @@ from tests.laws.test_cluster_equals_whole import (
     _micro_batches,
     _steps,
     make_splitter,
-    session_key,
 )
 
 CUT = Cut(stops=(1, 4, 5), micro_batches=(2, 2))  # the second device holds blocks 1 to 3
@@ -51,20 +50,13 @@ def damaged(splitter: Splitter) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _fleet(splitter: Splitter, remote: bool) -> Iterator[Fleet]:
-    """Three devices with a decoder of their own at the edge."""
-    with daemons(3) as (cluster, address), EdgeClient(address) as client:
-        request = SessionRequest(
-            key=session_key("A"),
-            spec_json=splitter.spec.to_json(),
-            stage=StageConfig(name="edge", depth=2, execution=CHECKED),
-            optimizer=SGD,
-        )
-        session = client.open_session(request)
-        weights = splitter.initial_weights(seed=1)
-        session.push_weights({key: weights[key] for key in splitter.edge_keys()})
-        hop = NextHop(address=address, key=session_key("A"))
-        yield RemoteFleet(cluster=cluster, edge=hop) if remote else ThreadFleet(session.connect)
+def _fleet(remote: bool) -> Iterator[Fleet]:
+    """Three devices, as daemons or threads."""
+    if not remote:
+        yield ThreadFleet(ThreadEdge())
+        return
+    with daemons(3) as (cluster, address):
+        yield RemoteFleet(cluster=cluster, edge=HostedEdge(address=address))
 
 
 def _train(
@@ -92,14 +84,13 @@ def test_the_device_of_the_damaged_block_is_named(
     splitter: Splitter, damaged: dict[str, Tensor], remote: bool, device: str
 ) -> None:
     told = rf"forward pass of {device} \(blocks 1-3\) in step 0, .*no step was taken yet"
-    with _fleet(splitter, remote) as fleet, pytest.raises(LinkError, match=told):
+    with _fleet(remote) as fleet, pytest.raises(LinkError, match=told):
         _train(splitter, damaged, fleet, CHECKED)
 
 
 def test_a_check_changes_nothing_where_all_is_finite(splitter: Splitter) -> None:
     weights = splitter.initial_weights(seed=1)
-    with _fleet(splitter, False) as fleet:
-        (checked,) = _train(splitter, weights, fleet, CHECKED).losses
-    with _fleet(splitter, False) as fleet:
-        (plain,) = _train(splitter, weights, fleet, Execution()).losses
+    fleet = ThreadFleet(ThreadEdge())
+    (checked,) = _train(splitter, weights, fleet, CHECKED).losses
+    (plain,) = _train(splitter, weights, fleet, Execution()).losses
     assert checked == plain

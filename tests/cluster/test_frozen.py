@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
+from collapipe_flwr.cluster.hosted import HostedEdge
 from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import parse_cluster
@@ -29,7 +30,7 @@ from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import NextHop, Placement, SessionRequest
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.state import PartState, digest_of
-from collapipe_flwr.transport.client import Dialer, EdgeClient
+from collapipe_flwr.transport.client import Dialer
 from tests.closeness import assert_near
 from tests.full_disk import full_disk
 from tests.laws.test_cluster_equals_whole import (
@@ -112,7 +113,7 @@ def _train(splitter: Splitter, weights: Mapping[str, Tensor], steps, cache: Path
         boards = [{"name": name, "address": address} for name, address in addresses.items()]
         fleet = RemoteFleet(
             cluster=parse_cluster({"id": "A", "device": boards}, Path()),
-            edge=_head(edge.address, splitter, weights),
+            edge=HostedEdge(address=edge.address),
         )
         return train_round(splitter, order, _micro_batches(splitter, steps), fleet)
 
@@ -168,19 +169,6 @@ def test_optimizer_slots_are_not_kept_beside_frozen_weights(
     board.push_weights(key, {**trained.tensors(), **frozen})
     assert slots and board.weights(key, with_optimizer=True).keys() == trained.tensors().keys()
     assert {path.stem for path in cache.iterdir()} == {digest_of(t) for t in frozen.values()}
-
-
-def _head(address: str, splitter: Splitter, weights: Mapping[str, Tensor]) -> NextHop:
-    """A session with the head, opened as the server does."""
-    with EdgeClient(address) as client:
-        spec_json = splitter.spec.to_json()
-        client.open_session(
-            SessionRequest(key=session_key("A"), spec_json=spec_json, optimizer=ADAMW)
-        )
-        client.session(session_key("A")).push_weights(
-            {key: weights[key] for key in splitter.edge_keys()}
-        )
-    return NextHop(address=address, key=session_key("A"))
 
 
 def test_a_full_disk_is_a_warning_and_leaves_nothing_half_written(tmp_path: Path, caplog) -> None:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.data_plane.recovery import Daemon, cluster_of, daemons, run_job, small_job
+from collapipe_flwr.cluster.hosted import CLOSE_S
 from collapipe_flwr.cluster.order import PATIENCE_PER_STAGE
-from collapipe_flwr.cluster.remote import CLOSE_S, RemoteFleet
+from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.pipeline.roles import FirstStage
 from tests.cluster.conftest import WarmDaemons
@@ -154,17 +155,16 @@ def test_a_hanging_device_is_lost_at_its_deadline_and_may_rejoin(victim: int) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [0, 1])
 @pytest.mark.parametrize("phase", ["forward", "backward", "apply", "collecting"])
-def test_an_edge_that_restarts_goes_on_from_its_state_dir(tmp_path, phase: str, every: int) -> None:
+def test_an_edge_that_restarts_is_waited_for_and_the_steps_replayed(phase: str, every: int) -> None:
     job = replace(JOB, snapshot_every=every)
-    options = ("--state-dir", str(tmp_path / "state"))
     later: list[Daemon] = []
-    with daemons(3, *options) as (hosts, edge):
+    with daemons(3) as (hosts, edge):
         cluster = cluster_of(hosts, edge)
 
         def restart() -> None:
             edge.process.kill()
             edge.process.wait(60)
-            later.append(Daemon("edge", *options, listen=edge.address))
+            later.append(Daemon("edge", listen=edge.address))
 
         try:
             with striking(phase, 2, restart) as struck_s:

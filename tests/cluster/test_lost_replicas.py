@@ -59,12 +59,11 @@ def first(splitter: Splitter) -> dict[str, Tensor]:
 def run(
     splitter: Splitter, first: dict[str, Tensor], plan, *faults: Fault, every: int = 0
 ) -> tuple[RoundResult, dict[str, Tensor]]:
-    edge = ThreadEdge()
-    fleet = ThreadFleet(edge, failing(*faults))
+    fleet = ThreadFleet(ThreadEdge(), failing(*faults))
     batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
     asked, plans = order(first, plan, every=every), recovery(splitter)
     result = train_round(splitter, asked, iter(batches), fleet, recovery=plans)
-    return result, {**result.weights}
+    return result, dict(result.weights)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +105,7 @@ def test_a_stage_that_loses_its_only_device_is_planned_again(splitter: Splitter,
 
 
 def _rest(splitter: Splitter, memory_bytes: int, schedule: str = "1f1b") -> ReplanInput:
-    plans = recovery(splitter, None, memory_bytes=memory_bytes)
+    plans = recovery(splitter, memory_bytes=memory_bytes)
     return ReplanInput(
         profile=plans.profile,
         model=plans.model(),

@@ -6,8 +6,7 @@ Priced are weights, gradients and optimiser state of the blocks, and activations
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,6 +16,7 @@ import pytest
 from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
+from collapipe_flwr.cluster.hosted import HostedEdge
 from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterConfig, parse_cluster
@@ -28,11 +28,10 @@ from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.pipeline.config import NextHop, SessionRequest
 from collapipe_flwr.pipeline.state import OptimizerState, PartState
 from collapipe_flwr.transport.client import Dialer, EdgeClient
 from tests.cluster.daemon_processes import Daemon, running
-from tests.laws.test_cluster_equals_whole import ADAMW, Cut, _micro_batches, session_key, tiny_batch
+from tests.laws.test_cluster_equals_whole import ADAMW, Cut, _micro_batches, tiny_batch
 
 BLOCKS, TOKENS, SIZE = 6, 8, 2
 STOPS = (2, 5, 1, 4)  # of the first device's blocks, round by round
@@ -91,10 +90,9 @@ class Cluster:
             keep_optimizer=True,
         )
         steps = [[tiny_batch(self._splitter, SIZE, seed=stop)]] * 2
-        with _head(self._edge, self._splitter, self._weights) as hop:
-            fleet = RemoteFleet(cluster=self._config, edge=hop)
-            batches = _micro_batches(self._splitter, steps)
-            result = train_round(self._splitter, order, batches, fleet)
+        fleet = RemoteFleet(cluster=self._config, edge=HostedEdge(address=self._edge))
+        batches = _micro_batches(self._splitter, steps)
+        result = train_round(self._splitter, order, batches, fleet)
         self._weights = {**self._weights, **result.weights}
         self._slots = result.slots
         return result
@@ -103,21 +101,6 @@ class Cluster:
         """Weights and slots of the first device's blocks."""
         keys = self._splitter.segment_keys(0, stop)
         return PartState(weights=self._weights, optimizer=self._slots).only(keys).num_bytes
-
-
-@contextmanager
-def _head(address: str, splitter: Splitter, weights: Mapping[str, Tensor]) -> Iterator[NextHop]:
-    """A session with the head, as the server opens it."""
-    session_id = secrets.token_hex(4)
-    spec_json = splitter.spec.to_json()
-    with EdgeClient(address) as client:
-        client.open_session(
-            SessionRequest(key=session_key(session_id), spec_json=spec_json, optimizer=ADAMW)
-        )
-        keys = splitter.edge_keys()
-        client.session(session_key(session_id)).push_weights({key: weights[key] for key in keys})
-        yield NextHop(address=address, key=session_key(session_id))
-        client.session(session_key(session_id)).close()
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.data_plane.recovery import Job, cluster_of, run_job, small_job
+from collapipe_flwr.cluster.hosted import Hosted
 from collapipe_flwr.cluster.order import RoundOrder
-from collapipe_flwr.cluster.remote import Hosted
 from collapipe_flwr.config.cluster_file import parse_cluster
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.host import service
@@ -114,7 +114,8 @@ def test_a_device_is_collected_while_one_ahead_of_it_computes(
     with in_this_process() as (cluster, _):
         result, _ = run_job(JOB, cluster)
     assert waited.is_set()
-    assert [report.name for report in result.reports][1:] == [f"recovery/d{n}" for n in range(3)]
+    names = [report.name for report in result.reports]
+    assert names == ["control-unit", *(f"recovery/d{n}" for n in range(3)), "edge"]
 
 
 def test_weights_that_cannot_be_sent_fail_the_round_and_leave_nothing(

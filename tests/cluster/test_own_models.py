@@ -67,10 +67,10 @@ def test_a_torch_module_learns_on_daemons(cluster: Cluster) -> None:
     split_model = SplitModel(model, example=modules.features(0))
     weights = {key: tensor.clone() for key, tensor in split_model.weights().items()}
     steps = [modules.features(seed) for seed in range(3)]
-    result, edge = cluster.train(split_model.splitter, order(weights), [[s] for s in steps])
+    result = cluster.train(split_model.splitter, order(weights), [[s] for s in steps])
     losses = heads.by_hand(model, modules.hand_loss, steps, adamw=True)
     assert result.losses == near(tuple(losses))
-    split = split_model.splitter.whole_state({**result.weights, **edge})
+    split = split_model.splitter.whole_state(dict(result.weights))
     floats = {k: t for k, t in model.state_dict().items() if t.is_floating_point()}
     assert_near({key: split[key] for key in floats}, floats)
     assert int(split["blocks.3.norm.num_batches_tracked"]) == 3
@@ -81,9 +81,9 @@ def test_an_own_head_with_its_loss_learns_on_daemons(cluster: Cluster) -> None:
     model = kind(own_models.bert_config())
     weights = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     steps = [heads.batch(seed) for seed in range(2)]
-    result, edge = cluster.train(Splitter(spec), order(weights), [[step] for step in steps])
+    result = cluster.train(Splitter(spec), order(weights), [[step] for step in steps])
     assert result.losses == near(tuple(heads.by_hand(model, loss_of, steps, adamw=True)))
-    assert_near({**result.weights, **edge}, dict(model.state_dict()))
+    assert_near(dict(result.weights), dict(model.state_dict()))
 
 
 def test_daemons_import_nothing_else(cluster: Cluster) -> None:

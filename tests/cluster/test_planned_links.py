@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,6 +11,7 @@ import torch
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
 from collapipe_flwr.cluster.fleet import Fleet, ThreadFleet
+from collapipe_flwr.cluster.hosted import HostedEdge, ThreadEdge
 from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.recovery import Recovery
 from collapipe_flwr.cluster.remote import RemoteFleet
@@ -22,15 +22,14 @@ from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.pipeline.config import Execution, NextHop, SessionRequest, StageConfig
+from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.step import MicroBatch
 from collapipe_flwr.scheduler.link_estimates import carried_bit_per_s
-from collapipe_flwr.transport.client import EdgeClient
 from tests.cluster.hosted import daemons
 from tests.cluster.test_recovery import profile
-from tests.laws.test_cluster_equals_whole import Cut, session_key, tiny_batch
+from tests.laws.test_cluster_equals_whole import Cut, tiny_batch
 
 SGD = OptimizerConfig(name="sgd")
 EXAMPLES, STEPS = 8, 3
@@ -87,24 +86,6 @@ def _train(
     return train_round(splitter, order, batches(), fleet, recovery=recovery)
 
 
-@contextmanager
-def _session(splitter: Splitter, address: str) -> Iterator[EdgeClient]:
-    """A decoder of its own at the edge."""
-    with EdgeClient(address) as client:
-        request = SessionRequest(
-            key=session_key("A"),
-            spec_json=splitter.spec.to_json(),
-            stage=StageConfig(name="edge", depth=2),
-            optimizer=SGD,
-            recoverable=True,
-        )
-        session = client.open_session(request)
-        weights = splitter.initial_weights(seed=0)
-        session.push_weights({key: weights[key] for key in splitter.edge_keys()})
-        yield client
-        session.close()
-
-
 def _round(
     splitter: Splitter,
     hops: tuple[LinkConfig, ...],
@@ -113,28 +94,25 @@ def _round(
     remote: bool = True,
     links: ClusterLinks | None = None,
     snapshot_every: int = 0,
-) -> tuple[RoundResult, list[StageReport]]:
-    """One round over two devices; the reports of all four stages."""
-    with daemons(2) as (cluster, address), _session(splitter, address) as client:
+) -> RoundResult:
+    """One round over two devices."""
+    with daemons(2) as (cluster, address):
         cluster = replace(cluster, links=links or ClusterLinks())
         names = tuple(cluster.device_id(device) for device in cluster.devices)
-        plan = _plan((names[0], names[1]), hops)
-        order = _order(splitter, plan, paced=paced, every=snapshot_every)
-        edge = NextHop(address=address, key=session_key("A"))
-        fleet: Fleet = RemoteFleet(cluster=cluster, edge=edge)
-        session = client.session(session_key("A"))
+        order = _order(
+            splitter, _plan((names[0], names[1]), hops), paced=paced, every=snapshot_every
+        )
+        fleet: Fleet = RemoteFleet(cluster=cluster, edge=HostedEdge(address=address))
         if not remote:
-            fleet = ThreadFleet(session.connect)
+            fleet = ThreadFleet(ThreadEdge())
         recovery = Recovery(
             profile=profile(),
             model=lambda: profile_model(splitter, BatchShape(source_length=8, target_length=1)),
-            edge=session,
         )
-        result = _train(splitter, order, fleet, recovery)
-        return result, [*result.reports, session.report()]
+        return _train(splitter, order, fleet, recovery)
 
 
-def _measured(reports: list[StageReport]) -> list[tuple[float, float]]:
+def _measured(reports: Sequence[StageReport]) -> list[tuple[float, float]]:
     """Bits per second of every hop, forward and backward, as the senders saw it."""
     return [
         (
@@ -151,7 +129,8 @@ def _hops(rates: tuple[tuple[float, float], ...]) -> tuple[LinkConfig, ...]:
 
 @pytest.mark.parametrize("remote", [True, False], ids=["daemons", "threads"])
 def test_paced_senders_keep_to_the_planned_rates(splitter: Splitter, remote: bool) -> None:
-    result, reports = _round(splitter, _hops(RATES), paced=True, remote=remote)
+    result = _round(splitter, _hops(RATES), paced=True, remote=remote)
+    reports = result.reports
     for (forward, backward), (ahead, back) in zip(_measured(reports), RATES, strict=True):
         assert AT_LEAST * ahead < forward < 1.02 * ahead
         assert AT_LEAST * back < backward < 1.02 * back
@@ -161,7 +140,7 @@ def test_paced_senders_keep_to_the_planned_rates(splitter: Splitter, remote: boo
 
 def test_the_cluster_file_stays_the_upper_limit(splitter: Splitter) -> None:
     limit = ClusterLinks(rate_mbit_per_s=1.8)
-    _, reports = _round(splitter, _hops(RATES), paced=True, links=limit)
+    reports = _round(splitter, _hops(RATES), paced=True, links=limit).reports
     for (forward, backward), (ahead, back) in zip(_measured(reports), RATES, strict=True):
         assert AT_LEAST * min(ahead, 1.8e6) < forward < 1.02 * min(ahead, 1.8e6)
         assert AT_LEAST * min(back, 1.8e6) < backward < 1.02 * min(back, 1.8e6)
@@ -170,15 +149,15 @@ def test_the_cluster_file_stays_the_upper_limit(splitter: Splitter) -> None:
 def test_nobody_is_paced_unless_the_run_says_so(splitter: Splitter) -> None:
     slow = _hops(((1e3, 1e3),) * 3)  # one of twelve frames would take two minutes
     for remote in (True, False):
-        result, _ = _round(splitter, slow, remote=remote)
-        assert result.wall_s < 120
+        assert _round(splitter, slow, remote=remote).wall_s < 120
 
 
 @pytest.mark.parametrize("remote", [True, False], ids=["daemons", "threads"])
 def test_every_hop_has_the_codec_of_its_plan(splitter: Splitter, remote: bool) -> None:
     names = ("int8", "fp32", "bf16")
-    _, exact = _round(splitter, (LinkConfig(),) * 3, remote=remote)
-    _, coded = _round(splitter, tuple(LinkConfig(codec=name) for name in names), remote=remote)
+    exact = _round(splitter, (LinkConfig(),) * 3, remote=remote).reports
+    hops = tuple(LinkConfig(codec=name) for name in names)
+    coded = _round(splitter, hops, remote=remote).reports
     for hop, most in enumerate((0.5, 1.0, 0.7)):
         for sent in ("sent_down", "sent_up"):
             stage = hop if sent == "sent_down" else hop + 1
@@ -188,14 +167,15 @@ def test_every_hop_has_the_codec_of_its_plan(splitter: Splitter, remote: bool) -
 
 def test_threads_lose_what_daemons_lose(splitter: Splitter) -> None:
     hops = tuple(LinkConfig(codec=name) for name in ("int8", "fp32", "bf16"))
-    far, near = (_round(splitter, hops, remote=remote)[0] for remote in (True, False))
+    far, near = (_round(splitter, hops, remote=remote) for remote in (True, False))
     assert far.losses == near.losses
     assert all(torch.equal(far.weights[key], near.weights[key]) for key in far.weights)
 
 
 def test_a_codec_in_the_cluster_file_stands_above_the_plan(splitter: Splitter) -> None:
-    _, bound = _round(splitter, (LinkConfig(),) * 3, links=ClusterLinks(codec="int8"))
-    _, exact = _round(splitter, (LinkConfig(),) * 3)
+    hops = (LinkConfig(),) * 3
+    bound = _round(splitter, hops, links=ClusterLinks(codec="int8")).reports
+    exact = _round(splitter, hops).reports
     assert bound[1].sent_down.bytes < 0.5 * exact[1].sent_down.bytes
 
 
@@ -221,7 +201,7 @@ def _over_wire(left: Notes, arrived: Notes) -> tuple[Notes, Notes]:
 def test_the_rate_of_a_wire_is_the_same_with_snapshots_and_without(
     splitter: Splitter, every: int
 ) -> None:
-    _, reports = _round(splitter, (LinkConfig(),) * 3, snapshot_every=every)
+    reports = _round(splitter, (LinkConfig(),) * 3, snapshot_every=every).reports
     for here, behind in pairwise(reports):
         for left, arrived in (
             (here.sent_down.notes, behind.received_up.notes),
@@ -235,7 +215,7 @@ def test_the_rate_of_a_wire_is_the_same_with_snapshots_and_without(
 
 @pytest.mark.parametrize("every", [0, 1])
 def test_the_edge_reports_the_bytes_of_the_last_device(splitter: Splitter, every: int) -> None:
-    _, reports = _round(splitter, (LinkConfig(),) * 3, snapshot_every=every)
+    reports = _round(splitter, (LinkConfig(),) * 3, snapshot_every=every).reports
     last, edge = reports[-2:]
     assert edge.steps == last.steps == STEPS
     assert edge.received_up.bytes == last.sent_down.bytes > 0

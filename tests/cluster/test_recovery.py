@@ -108,13 +108,12 @@ def run(
     plan: ClusterPlan | None = None,
 ) -> tuple[RoundResult, dict[str, Tensor]]:
     """A round in which devices die; its result, and all weights."""
-    edge = ThreadEdge()
-    fleet = ThreadFleet(edge, failing(*faults, die=die))
+    fleet = ThreadFleet(ThreadEdge(), failing(*faults, die=die))
     batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
     asked = order(first, plan, every=every)
     plans = recovery(splitter)
     result = train_round(splitter, asked, iter(batches), fleet, recovery=plans)
-    return result, {**result.weights}
+    return result, dict(result.weights)
 
 
 @pytest.fixture(scope="module")
@@ -124,11 +123,10 @@ def undisturbed(splitter: Splitter, first: dict[str, Tensor]):
 
     def on(plan: ClusterPlan) -> dict[str, Tensor]:
         if plan.segments not in known:
-            edge = ThreadEdge()
             batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
-            fleet = ThreadFleet(edge)
+            fleet = ThreadFleet(ThreadEdge())
             result = train_round(splitter, order(first, plan), batches, fleet)
-            known[plan.segments] = {**result.weights}
+            known[plan.segments] = dict(result.weights)
         return known[plan.segments]
 
     return on
@@ -190,12 +188,12 @@ def test_a_loss_leaves_the_optimiser_that_an_undisturbed_round_leaves(
     """Over two rounds; the second begins with the optimiser of the first."""
     ends = []
     for fault in ((), (Fault(step=1, device_id="A/d1", phase="backward"),)):
-        edge, slots, plan = ThreadEdge(), {}, None
+        slots, plan = {}, None
         weights = dict(first)
         for faults in ((), fault):
             batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
             asked = replace(order(weights, plan), slots=slots, keep_optimizer=True)
-            fleet = ThreadFleet(edge, failing(*faults))
+            fleet = ThreadFleet(ThreadEdge(), failing(*faults))
             plans = recovery(splitter)
             result = train_round(splitter, asked, batches, fleet, recovery=plans)
             weights, slots = {**weights, **result.weights}, result.slots
@@ -223,9 +221,8 @@ def test_snapshots_change_nothing(splitter: Splitter, first, undisturbed) -> Non
 @pytest.mark.parametrize("every", [0, 1, 2])
 @pytest.mark.parametrize("breaks", ["nothing", "a device"])
 def test_the_edge_reports_each_step_once(splitter: Splitter, first, every, breaks: str) -> None:
-    edge = ThreadEdge()
     faults = [Fault(step=1, device_id="A/d1", phase="backward")] if breaks == "a device" else []
-    fleet = ThreadFleet(edge, failing(*faults))
+    fleet = ThreadFleet(ThreadEdge(), failing(*faults))
     batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
     asked = order(first, every=every)
     course = RecoveringRound(splitter, asked, fleet, recovery(splitter))
@@ -243,13 +240,12 @@ def test_steps_without_labels_are_none_for_snapshots_either(splitter: Splitter, 
     steps[::2] = [[without_labels(batch) for batch in step] for step in steps[::2]]
     ends = []
     for every in (0, 1):
-        edge = ThreadEdge()
         batches = _micro_batches(splitter, steps)
         asked, plans = order(first, every=every), recovery(splitter)
-        fleet = ThreadFleet(edge)
+        fleet = ThreadFleet(ThreadEdge())
         result = train_round(splitter, asked, batches, fleet, recovery=plans)
         assert len(result.losses) == 2
-        ends.append({**result.weights})
+        ends.append(dict(result.weights))
     assert_same(*ends)
 
 
@@ -311,10 +307,9 @@ class Flickering(ThreadFleet):
 def test_a_device_that_was_lost_stays_out_until_the_round_is_over(
     splitter: Splitter, first
 ) -> None:
-    edge = ThreadEdge()
     lost = enumerate(("A/d1", "A/d2"))  # one after the other: nobody begins step 1 without step 0
     faults = [Fault(step=step, device_id=name, phase="begin") for step, name in lost]
-    fleet = Flickering(edge, failing(*faults))
+    fleet = Flickering(ThreadEdge(), failing(*faults))
     batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
     result = train_round(splitter, order(first), batches, fleet, recovery=recovery(splitter))
     assert [i.lost for i in result.incidents] == [("A/d1",), ("A/d2",)]
@@ -334,19 +329,18 @@ def test_a_new_plan_computes_what_the_old_one_would_have(
 def test_a_link_that_breaks_while_all_live_is_replayed_on_the_same_plan(
     splitter: Splitter, first, undisturbed
 ) -> None:
-    edge = ThreadEdge()
 
     def hiccup() -> None:
         raise LinkError("the radio stuttered")
 
     stages = failing(Fault(step=1, device_id="A/d1", phase="send"), die=hiccup)
     batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
-    fleet = ThreadFleet(edge, stages)
+    fleet = ThreadFleet(ThreadEdge(), stages)
     result = train_round(splitter, order(first), batches, fleet, recovery=recovery(splitter))
     assert result.plan.segments == CUT.plan().segments
     assert result.incidents[0].lost == ()
     assert "the radio stuttered" in result.incidents[0].reason
-    weights = {**result.weights}
+    weights = dict(result.weights)
     assert_same(weights, undisturbed(CUT.plan()))
 
 
@@ -375,7 +369,6 @@ def test_an_edge_that_is_gone_does_not_hide_what_broke_first(splitter: Splitter,
 
 
 def test_what_breaks_for_ever_is_given_up(splitter: Splitter, first) -> None:
-    edge = ThreadEdge()
     tries = []
 
     def hiccup() -> None:
@@ -383,7 +376,7 @@ def test_what_breaks_for_ever_is_given_up(splitter: Splitter, first) -> None:
         raise LinkError("the radio is broken")
 
     faults = [Fault(step=0, device_id="A/d1", phase="begin")] * 9
-    fleet = ThreadFleet(edge, _one_at_a_time(faults, hiccup))
+    fleet = ThreadFleet(ThreadEdge(), _one_at_a_time(faults, hiccup))
     batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
     with pytest.raises(LinkError, match="the radio is broken"):
         train_round(splitter, order(first), batches, fleet, recovery=recovery(splitter))
@@ -410,10 +403,9 @@ def test_a_replayed_round_tests_its_probe_again_and_counts_it_once(
 ) -> None:
     results = []
     for faults in ((), (Fault(step=3, device_id="A/d1", phase="backward"),)):
-        edge = ThreadEdge()
         batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
         probe = (step for step in batches[:2])
-        fleet = ThreadFleet(edge, failing(*faults))
+        fleet = ThreadFleet(ThreadEdge(), failing(*faults))
         asked, plans = order(first, every=2), recovery(splitter)
         results.append(train_round(splitter, asked, batches, fleet, probe, recovery=plans))
     calm, hit = results
@@ -427,8 +419,7 @@ def test_a_replayed_round_tests_its_probe_again_and_counts_it_once(
 def test_without_room_for_the_rest_the_round_fails_with_one_sentence(
     splitter: Splitter, first
 ) -> None:
-    edge = ThreadEdge()
-    fleet = ThreadFleet(edge, failing(Fault(step=0, device_id="A/d1", phase="forward")))
+    fleet = ThreadFleet(ThreadEdge(), failing(Fault(step=0, device_id="A/d1", phase="forward")))
     batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
     tight = recovery(splitter, memory_bytes=60_000)
     with pytest.raises(InfeasibleError, match=r"'A': without A/d1 no plan fits the 2 devices"):
@@ -437,8 +428,7 @@ def test_without_room_for_the_rest_the_round_fails_with_one_sentence(
 
 def test_the_rest_leaves_as_much_memory_free_as_the_plan_did(splitter: Splitter, first) -> None:
     def without(margin: float, memory_bytes: int = 2**30) -> ClusterPlan:
-        edge = ThreadEdge()
-        fleet = ThreadFleet(edge, failing(Fault(step=0, device_id="A/d1", phase="forward")))
+        fleet = ThreadFleet(ThreadEdge(), failing(Fault(step=0, device_id="A/d1", phase="forward")))
         batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
         asked = order(first, replace(CUT.plan(), memory_margin=margin))
         rest = recovery(splitter, memory_bytes=memory_bytes)
@@ -455,15 +445,13 @@ def test_an_evaluation_goes_on_without_a_device_that_dies(
     splitter: Splitter, first, device_id: str
 ) -> None:
     batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
-    calm = ThreadEdge()
-    loss = evaluate_batches(splitter, order(first), batches, ThreadFleet(calm))
-    edge = ThreadEdge()
+    loss = evaluate_batches(splitter, order(first), batches, ThreadFleet(ThreadEdge()))
     stages = failing(Fault(step=1, device_id=device_id, phase="forward"))
     hit = evaluate_batches(
         splitter,
         order(first),
         iter(batches),
-        ThreadFleet(edge, stages),
+        ThreadFleet(ThreadEdge(), stages),
         recovery=recovery(splitter),
     )
     assert hit.targets == loss.targets
@@ -471,8 +459,7 @@ def test_an_evaluation_goes_on_without_a_device_that_dies(
 
 
 def test_without_recovery_a_lost_device_fails_the_round(splitter: Splitter, first) -> None:
-    edge = ThreadEdge()
-    fleet = ThreadFleet(edge, failing(Fault(step=0, device_id="A/d1", phase="forward")))
+    fleet = ThreadFleet(ThreadEdge(), failing(Fault(step=0, device_id="A/d1", phase="forward")))
     batches = _micro_batches(splitter, [[tiny_batch(splitter, 2, 0)] * 2])
     with pytest.raises(LinkError, match="A/d1"):
         train_round(splitter, replace(order(first)), batches, fleet)

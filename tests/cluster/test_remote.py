@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from collapipe_flwr.cluster.hosted import HostedEdge
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import parse_cluster, read_cluster
 from collapipe_flwr.host.server import EdgeServer
-from collapipe_flwr.pipeline.config import NextHop
 from collapipe_flwr.transport.client import EdgeClient
 from tests.cluster.daemon_processes import Daemon, running, where_torch_never_loads
 from tests.host.chain_to_edge import request, service, session_key
+
+NOWHERE = HostedEdge(address="")
 
 
 @pytest.fixture(autouse=True)
@@ -26,10 +28,8 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 def fleet(*addresses: str) -> RemoteFleet:
     """Of boards 0, 1, ..."""
     boards = [{"name": str(index), "address": there} for index, there in enumerate(addresses)]
-    nowhere = NextHop(address="", key=session_key(""))
-    return RemoteFleet(
-        cluster=parse_cluster({"id": "shed", "device": boards}, Path()), edge=nowhere
-    )
+    cluster = parse_cluster({"id": "shed", "device": boards}, Path())
+    return RemoteFleet(cluster=cluster, edge=NOWHERE)
 
 
 def test_a_daemon_that_has_not_loaded_torch_is_there(tmp_path: Path) -> None:
@@ -80,8 +80,7 @@ def test_a_cluster_file_that_is_being_edited_costs_no_device(
     with EdgeServer("127.0.0.1:0", service()) as server:
         device = f'[[device]]\nname = "0"\naddress = "{server.address}"\n'
         file.write_text(f'id = "shed"\nversion = 1\n{device}')
-        nowhere = NextHop(address="", key=session_key(""))
-        boards = RemoteFleet(cluster=read_cluster(file), edge=nowhere)
+        boards = RemoteFleet(cluster=read_cluster(file), edge=NOWHERE)
         file.write_text("[[device")
         assert boards.missing(["shed/0"]) == frozenset()
     assert f"cluster file {file} is not TOML" in caplog.text

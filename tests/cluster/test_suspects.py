@@ -32,10 +32,8 @@ from tests.cluster.test_recovery import (  # noqa: F401
     CUT,
     DEVICES,
     STEPS,
-    Edge,
     assert_same,
     first,
-    new_edge,
     order,
     recovery,
     splitter,
@@ -91,13 +89,12 @@ def trained(
     splitter,  # noqa: F811
     first,  # noqa: F811
     make: Make,
-    edge: Edge,
     every: int = 0,
     **options,
 ) -> RoundResult:
     batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
     asked, plans = order(first, every=every), recovery(splitter, **options)
-    return train_round(splitter, asked, batches, ThreadFleet(edge, make), recovery=plans)
+    return train_round(splitter, asked, batches, ThreadFleet(ThreadEdge(), make), recovery=plans)
 
 
 def test_with_clipping_who_has_gradients_that_are_not_finite_is_named(splitter, first) -> None:  # noqa: F811
@@ -106,17 +103,16 @@ def test_with_clipping_who_has_gradients_that_are_not_finite_is_named(splitter, 
         learning = replace(asked.learning, execution=Execution(clip_norm=0.01))
         return replace(asked, learning=learning)
 
-    def run(asked: RoundOrder, make: Make, edge: Edge) -> tuple[RoundResult, dict[str, Tensor]]:
-        batches, fleet = _micro_batches(splitter, _steps(splitter, CUT, STEPS)), edge
-        result = train_round(
-            splitter, asked, batches, ThreadFleet(fleet, make), recovery=recovery(splitter)
-        )
-        return result, {**result.weights}
+    def run(asked: RoundOrder, make: Make) -> tuple[RoundResult, dict[str, Tensor]]:
+        batches, plans = _micro_batches(splitter, _steps(splitter, CUT, STEPS)), recovery(splitter)
+        fleet = ThreadFleet(ThreadEdge(), make)
+        result = train_round(splitter, asked, batches, fleet, recovery=plans)
+        return result, dict(result.weights)
 
     make = sick("A/d1", how="spoiling its weights")
-    result, weights = run(clipped(), make, ThreadEdge())
+    result, weights = run(clipped(), make)
     assert set(result.quarantined) == {"A/d1"}
-    _, expected = run(clipped(result.plan), MiddleStage, ThreadEdge())
+    _, expected = run(clipped(result.plan), MiddleStage)
     assert_same(weights, expected)
 
 
@@ -138,13 +134,12 @@ def test_who_computes_wrongly_is_named_and_the_round_is_done_without_it(
     how: str,
     device_id: str,
 ) -> None:
-    edge = ThreadEdge()
-    result = trained(splitter, first, sick(device_id, how=how), edge)
+    result = trained(splitter, first, sick(device_id, how=how))
     assert set(result.quarantined) == {device_id}
     (incident,) = result.incidents
     assert incident.lost == (device_id,) and "quarantined" in str(incident)
     assert device_id in incident.reason
-    weights = {**result.weights}
+    weights = dict(result.weights)
     assert_same(weights, undisturbed(result.plan))
 
 
@@ -154,12 +149,10 @@ def test_what_all_devices_fail_with_is_nobodys_fault_and_tried_twice(
     first,  # noqa: F811
     every: int,
 ) -> None:
-    edge = ThreadEdge()
     make = sick("A/d0", "A/d1", "A/d2", how="raising")
     words = r"A/d0 and A/d\d fail alike, so no device is to blame: A/d0 has no class Blocks$"
     with pytest.raises(ModelError, match=words):
-        trained(splitter, first, make, edge, every=every)
-    assert edge.rollbacks == 1
+        trained(splitter, first, make, every=every)
 
 
 def test_an_edge_that_raises_in_the_replay_too_is_not_compared_with_itself() -> None:
@@ -176,16 +169,15 @@ def test_numbers_that_two_devices_make_infinite_are_the_trainings(
     first,  # noqa: F811
     how: str,
 ) -> None:
-    edge = ThreadEdge()
     make = sick("A/d0", "A/d1", "A/d2", how=how)
     with pytest.raises(Diverged, match=r"no device is to blame, the training diverged; lower the"):
-        trained(splitter, first, make, edge)
+        trained(splitter, first, make)
 
 
 def test_before_any_step_no_learning_rate_is_to_blame(splitter, first) -> None:  # noqa: F811
     make = sick("A/d0", "A/d1", "A/d2", how="nan", step=0)
     with pytest.raises(Diverged) as failure:
-        trained(splitter, first, make, ThreadEdge())
+        trained(splitter, first, make)
     assert "no step was taken yet" in str(failure.value)
     assert "learning rate" not in str(failure.value)
 
@@ -199,12 +191,11 @@ def test_who_clips_already_is_not_told_to_clip() -> None:
 
 
 def test_a_learning_rate_that_is_too_high_is_nobodys_fault(splitter, first) -> None:  # noqa: F811
-    edge = ThreadEdge()
     fast = order(first)
     rule = replace(fast.learning.optimizer, learning_rate=1e12)
     fast = replace(fast, learning=replace(fast.learning, optimizer=rule))
     batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
-    fleet, plans = ThreadFleet(edge), recovery(splitter)
+    fleet, plans = ThreadFleet(ThreadEdge()), recovery(splitter)
     with pytest.raises(Diverged, match="the training diverged"):
         train_round(splitter, fast, batches, fleet, recovery=plans)
 
@@ -213,21 +204,17 @@ def test_without_another_device_the_sentence_names_the_one_and_the_doubt(
     splitter,  # noqa: F811
     first,  # noqa: F811
 ) -> None:
-    edge = ThreadEdge()
     make = sick("A/d2", how="nan")
     with pytest.raises(InfeasibleError) as failure:
-        trained(splitter, first, make, edge, memory_bytes=25_000)
+        trained(splitter, first, make, memory_bytes=25_000)
     said = str(failure.value)
-    assert said.startswith(
-        "A/d2: last device sent hidden states of step 1 with values that are not finite; "
-    )
+    assert said.startswith("A/d2 sent hidden states of step 1 with values that are not finite; ")
     assert "whether it computes wrongly or the training diverges shows only where" in said
 
 
 def test_sentences_pass_through_the_chain_without_growing(splitter, first) -> None:  # noqa: F811
-    edge = ThreadEdge()
     batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
-    fleet = ThreadFleet(edge, sick("A/d2", how="raising"))
+    fleet = ThreadFleet(ThreadEdge(), sick("A/d2", how="raising"))
     with pytest.raises(CollaPipeError) as failure:
         train_round(splitter, order(first), batches, fleet)
     assert str(failure.value) == "A/d2 failed: A/d2 has no class Blocks"

@@ -7,33 +7,28 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.cluster.order import PATIENCE_PER_STAGE
-from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.core.errors import LinkError, LinkTimeout, ModelError
 from collapipe_flwr.generation.backends import (
     IDLE_S,
     ServedModel,
     daemon_backend,
-    edge_session,
-    edge_thread,
+    thread_backend,
 )
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.parts import SegmentPart
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline import generation, generation_driver
-from collapipe_flwr.pipeline.config import NextHop
 from collapipe_flwr.pipeline.generation_driver import GenerationDriver
 from collapipe_flwr.pipeline.link import Mailbox
 from collapipe_flwr.transport.client import EdgeClient
-from tests.cluster.given_edge import GivenEdge
 from tests.cluster.hosted import daemons
 from tests.threads import none_left
 
@@ -126,11 +121,8 @@ def served(case: Case, slots: int, deadline_s: float = 20.0) -> ServedModel:
 def local(
     case: Case, slots: int = 2, devices: int = 2, deadline_s: float = 20.0
 ) -> Iterator[GenerationDriver]:
-    model, names = served(case, slots, deadline_s), [f"d{i}" for i in range(devices)]
-    with (
-        edge_thread(model) as link,
-        model.over(ThreadFleet(GivenEdge(lambda _: nullcontext(link))), names) as driver,
-    ):
+    site = thread_backend(served(case, slots, deadline_s), devices)
+    with site.chain(site.device_ids) as driver:
         yield driver
 
 
@@ -223,12 +215,9 @@ def test_a_refused_text_leaves_the_chain_in_order() -> None:
 def test_daemons_write_the_same_text_and_keep_nothing(model_type: str) -> None:
     case = Case(model_type)
     with daemons(2) as (cluster, edge), EdgeClient(edge) as client:
-        names = [cluster.device_id(device) for device in cluster.devices]
-        model = served(case, slots=2)
-        with edge_session(client, model) as key:
-            fleet = RemoteFleet(cluster=cluster, edge=NextHop(address=edge, key=key))
-            with model.over(fleet, names) as driver:
-                found = [written(driver, prompt, case.settings()) for prompt in PROMPTS]
+        site = daemon_backend(served(case, slots=2), cluster, edge)
+        with site.chain(site.device_ids) as driver:
+            found = [written(driver, prompt, case.settings()) for prompt in PROMPTS]
         assert found == [case.unsplit(prompt) for prompt in PROMPTS]
         for member in cluster.devices:
             with EdgeClient(member.address) as device:

@@ -29,7 +29,6 @@ from tests.accelerators import accelerator, everything_at  # noqa: F401
 from tests.closeness import assert_near, near
 from tests.cluster import test_recovery as recovery
 from tests.cluster.faults import Fault
-from tests.cluster.given_edge import GivenEdge
 from tests.generation import test_backends as generation
 from tests.laws import test_adapted_and_tied as tied
 from tests.laws import test_cluster_equals_whole as law
@@ -174,10 +173,9 @@ def test_a_round_that_loses_a_device_is_replayed() -> None:
     splitter = law.make_splitter("bert", dropout=0.1)
     first = splitter.initial_weights(seed=1)
     lost = Fault(step=1, device_id="A/d1", phase="backward")
-    result, weights, edge = recovery.run(splitter, first, lost, every=1)
+    result, weights = recovery.run(splitter, first, lost, every=1)
     assert [incident.lost for incident in result.incidents] == [("A/d1",)]
-    assert edge.rollbacks == 1
-    undisturbed, expected, _ = recovery.run(splitter, first)
+    undisturbed, expected = recovery.run(splitter, first)
     assert result.losses == near(undisturbed.losses)
     assert_near(weights, expected)
 
@@ -257,13 +255,10 @@ def test_a_host_reports_the_peak_of_the_allocator(accelerator: torch.device) -> 
     weights, steps = splitter.initial_weights(seed=1), law._steps(splitter, law.CUTS[0], 2)
 
     def peak() -> int:
-        with law._edge(splitter, weights, law.CUTS[0], law.ADAMW) as (link, service):
-            plan = law.CUTS[0].plan()
-            settings = law.LearningSettings(optimizer=law.ADAMW, deadline_s=20.0)
-            order = law.RoundOrder(plan=plan, weights=weights, learning=settings)
-            fleet = law.ThreadFleet(GivenEdge(lambda _: law.nullcontext(link)))
-            law.train_round(splitter, order, law._micro_batches(splitter, steps), fleet)
-        return service.report(law.session_key("A")).peak_tensor_bytes
+        settings = law.LearningSettings(optimizer=law.ADAMW, deadline_s=20.0)
+        order = law.RoundOrder(plan=law.CUTS[0].plan(), weights=weights, learning=settings)
+        batches, fleet = law._micro_batches(splitter, steps), law.ThreadFleet(law.ThreadEdge())
+        return law.train_round(splitter, order, batches, fleet).reports[-1].peak_tensor_bytes
 
     counted = peak()
     with everything_at(accelerator):

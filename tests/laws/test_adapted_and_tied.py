@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from collapipe_flwr.cluster.control_unit import train_round
 from collapipe_flwr.cluster.fleet import ThreadFleet
+from collapipe_flwr.cluster.hosted import ThreadEdge
 from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.saving import save_whole
@@ -26,13 +26,11 @@ from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MiddleStage
 from collapipe_flwr.pipeline.step import MicroBatch
 from tests.closeness import assert_near, near
-from tests.cluster.given_edge import GivenEdge
 from tests.laws.test_cluster_equals_whole import (
     ADAMW,
     SGD,
     Batch,
     Cut,
-    _edge,
     _largest_difference,
     _micro_batches,
     _one_thread,
@@ -210,11 +208,8 @@ def test_nothing_goes_back_to_a_frozen_embedding(adapted: Splitter) -> None:
         weights=weights,
         learning=LearningSettings(optimizer=rule, schedule=cut.schedule, deadline_s=20.0),
     )
-    with _edge(adapted, weights, cut, rule) as (link, _):
-        batches = _micro_batches(adapted, _steps(adapted, cut, count=1))
-        result = train_round(
-            adapted, order, batches, ThreadFleet(GivenEdge(lambda _: nullcontext(link)))
-        )
+    batches = _micro_batches(adapted, _steps(adapted, cut, count=1))
+    result = train_round(adapted, order, batches, ThreadFleet(ThreadEdge()))
     control_unit, lowest, *_ = result.reports
     assert control_unit.received_down.bytes == 0
     assert lowest.sent_up.bytes == 0

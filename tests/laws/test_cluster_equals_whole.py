@@ -6,9 +6,7 @@ mean equal gradients; AdamW over several steps covers the state that lives betwe
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,19 +17,16 @@ from torch import Tensor
 from collapipe_flwr.cluster.control_unit import evaluate_batches, train_round
 from collapipe_flwr.cluster.evaluation import PredictionConfig
 from collapipe_flwr.cluster.fleet import ThreadFleet
+from collapipe_flwr.cluster.hosted import ThreadEdge
 from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit, train_unsplit
 from collapipe_flwr.core.domain import ClusterPlan, Segment
-from collapipe_flwr.core.errors import LinkError
-from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.pipeline.config import SessionKey, SessionRequest, StageConfig
-from collapipe_flwr.pipeline.link import Link, memory_pair
+from collapipe_flwr.pipeline.config import SessionKey
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.step import MicroBatch
 from tests.closeness import assert_near, near
-from tests.cluster.given_edge import GivenEdge
 
 pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")
 
@@ -163,39 +158,6 @@ def _steps(splitter: Splitter, cut: Cut, count: int) -> list[list[Batch]]:
     ]
 
 
-def serve(service: EdgeService, link: Link) -> None:
-    """Run the session until its chain ends, or is closed because a round failed."""
-    with suppress(LinkError):
-        service.run(session_key("A"), link)
-
-
-@contextmanager
-def _edge(
-    splitter: Splitter, weights: dict[str, Tensor], cut: Cut, rule: OptimizerConfig
-) -> Iterator[tuple[Link, EdgeService]]:
-    """A decoder session of a real edge service behind an in-memory link."""
-    service = EdgeService()
-    service.open(
-        SessionRequest(
-            key=session_key("A"),
-            spec_json=splitter.spec.to_json(),
-            stage=StageConfig(name="edge", schedule=cut.schedule),
-            optimizer=rule,
-        )
-    )
-    keys = (*splitter.edge_keys(), *splitter.shared_keys)
-    service.push_weights(session_key("A"), {key: weights[key] for key in keys})
-    ours, theirs = memory_pair("last device", "edge")
-    thread = threading.Thread(target=serve, args=(service, theirs), daemon=True)
-    thread.start()
-    try:
-        yield ours, service
-    finally:
-        ours.close()
-        thread.join(10.0)
-    assert not thread.is_alive()
-
-
 def _micro_batches(splitter: Splitter, steps: Sequence[Sequence[Batch]]) -> list[list[MicroBatch]]:
     count = splitter.weight_of
     return [
@@ -218,10 +180,9 @@ def _train_split(
         learning=LearningSettings(optimizer=rule, schedule=cut.schedule, deadline_s=20.0),
         dropout_seed=dropout_seed,
     )
-    with _edge(splitter, weights, cut, rule) as (link, service):
-        fleet = ThreadFleet(GivenEdge(lambda _: nullcontext(link)))
-        result = train_round(splitter, order, _micro_batches(splitter, steps), fleet)
-    return result.losses, {**result.weights, **service.weights(session_key("A"))}
+    batches = _micro_batches(splitter, steps)
+    result = train_round(splitter, order, batches, ThreadFleet(ThreadEdge()))
+    return result.losses, dict(result.weights)
 
 
 def _train_unsplit(
@@ -316,10 +277,8 @@ def test_a_test_set_without_labels_has_no_loss(splitter: Splitter, guessing) -> 
         weights=weights,
         learning=LearningSettings(optimizer=SGD, schedule="gpipe", deadline_s=20.0),
     )
-    with _edge(splitter, weights, cut, SGD) as (link, _):
-        fleet = ThreadFleet(GivenEdge(lambda _: nullcontext(link)))
-        batches = _micro_batches(splitter, steps)
-        found = evaluate_batches(splitter, order, batches, fleet, wanted=guessing)
+    batches, fleet = _micro_batches(splitter, steps), ThreadFleet(ThreadEdge())
+    found = evaluate_batches(splitter, order, batches, fleet, wanted=guessing)
     whole = evaluate_unsplit(splitter, splitter.build_whole(weights), steps, guessing)
     assert (found.loss, found.targets) == (whole.loss, whole.targets) == (0.0, 0.0)
     ours, theirs = ([ids for step in of.predictions for ids in step] for of in (found, whole))

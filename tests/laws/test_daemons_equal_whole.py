@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
+from collapipe_flwr.cluster.hosted import HostedEdge
 from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import (
@@ -23,7 +24,6 @@ from collapipe_flwr.config.cluster_file import (
 )
 from collapipe_flwr.core.errors import LinkError, Unreachable
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.pipeline.config import NextHop, SessionRequest, StageConfig
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig, ParameterGroup
 from collapipe_flwr.transport.certificates import sign_all
 from collapipe_flwr.transport.client import EdgeClient
@@ -41,7 +41,6 @@ from tests.laws.test_cluster_equals_whole import (
     _train_split,
     _train_unsplit,
     make_splitter,
-    session_key,
     without_labels,
 )
 
@@ -56,10 +55,6 @@ class Cluster:
     daemons: tuple[Daemon, ...] = ()  # as in DEVICES, then the edge
     deadline_s: float = 20.0
 
-    @property
-    def edge(self) -> str:
-        return self.config.edge.address
-
     def client(self, member: MemberConfig) -> EdgeClient:
         """As the control unit."""
         name = member.name if self.config.tls else ""
@@ -67,36 +62,22 @@ class Cluster:
 
     def train(
         self, splitter: Splitter, order: RoundOrder, steps, between=lambda: None, every: int = 0
-    ) -> tuple[RoundResult, dict]:
-        """One round; the result and the weights of the edge. ``between`` runs before every step.
+    ) -> RoundResult:
+        """One round. ``between`` runs before every step.
 
-        After ``every`` so many steps the segments come back and are placed again.
+        After ``every`` so many steps all parts come back and are placed again.
         """
-        fleet = RemoteFleet(cluster=self.config, edge=self.hop("A"), deadline_s=self.deadline_s)
-        with self.client(self.config.edge) as edge:
-            session = edge.open_session(
-                SessionRequest(
-                    key=session_key("A"),
-                    spec_json=splitter.spec.to_json(),
-                    stage=StageConfig(name="edge", schedule=order.learning.schedule),
-                    optimizer=order.learning.optimizer,
-                    recoverable=every > 0,
-                )
-            )
-            try:
-                session.push_weights({k: order.weights[k] for k in splitter.edge_keys()})
-                batches = (b for b in _micro_batches(splitter, steps) if between() is None)
-                learning = replace(order.learning, snapshot_every=every)
-                order = replace(order, learning=learning)
-                kept = recovery(splitter, session) if every else None
-                result = train_round(splitter, order, batches, fleet, recovery=kept)
-                return result, session.fetch_weights()
-            finally:
-                session.close()
-
-    def hop(self, session_id: str) -> NextHop:
-        name = "edge" if self.config.tls else ""
-        return NextHop(address=self.edge, key=session_key(session_id), certificate_name=name)
+        edge = HostedEdge(
+            address=self.config.edge.address,
+            certificate_name=self.config.certificate_name(self.config.edge),
+            tls=self.config.tls_files("cu"),
+            deadline_s=self.deadline_s,
+        )
+        fleet = RemoteFleet(cluster=self.config, edge=edge, deadline_s=self.deadline_s)
+        batches = (b for b in _micro_batches(splitter, steps) if between() is None)
+        order = replace(order, learning=replace(order.learning, snapshot_every=every))
+        kept = recovery(splitter) if every else None
+        return train_round(splitter, order, batches, fleet, recovery=kept)
 
     def sessions(self) -> int:
         """How many are open on all hosts."""
@@ -173,12 +154,13 @@ def test_a_round_on_daemons_equals_the_unsplit_model(cluster: Cluster, model_typ
     cut = Cut(stops=(1, 2, 5), micro_batches=(2, 2, 1), schedule="1f1b")
     first, second = _steps(splitter, cut, count=2)
     steps = [first, [without_labels(batch) for batch in first], second]
-    result, edge = cluster.train(splitter, _order(weights, cut, rule), steps)
+    result = cluster.train(splitter, _order(weights, cut, rule), steps)
     losses, whole = _train_unsplit(splitter, weights, steps, rule)
     assert result.losses == near(losses)
-    assert_near({**result.weights, **edge}, whole)
+    assert_near(dict(result.weights), whole)
     assert _largest_difference(whole, weights) > 1e-3
-    assert [report.name for report in result.reports] == ["control-unit", "A/d0", "A/d1", "A/d2"]
+    names = ["control-unit", "A/d0", "A/d1", "A/d2", "edge"]
+    assert [report.name for report in result.reports] == names
     assert all(report.steps == 2 for report in result.reports)
     assert cluster.sessions() == 0
 
@@ -199,10 +181,10 @@ def test_whatever_the_optimizer_keeps_travels_between_daemons(cluster: Cluster, 
     cut = Cut(stops=(1, 2, 5), micro_batches=(2, 2, 1), schedule="1f1b")
     steps = _steps(splitter, cut, count=4)
     order = _order(weights, cut, rule, batches=len(steps))
-    result, edge = cluster.train(splitter, order, steps, every=every)
+    result = cluster.train(splitter, order, steps, every=every)
     losses, whole = _train_unsplit(splitter, weights, steps, rule)
     assert result.losses == near(losses)
-    assert_near({**result.weights, **edge}, whole, depth=len(steps))
+    assert_near(dict(result.weights), whole, depth=len(steps))
     assert _largest_difference(whole, weights) > 1e-3
 
 
@@ -212,10 +194,10 @@ def test_dropout_on_daemons_is_that_of_threads(cluster: Cluster) -> None:
     cut = Cut(stops=(2, 5), micro_batches=(3, 3))
     steps = _steps(splitter, cut, count=2)
     order = _order(weights, cut, ADAMW, dropout_seed=1)
-    result, edge = cluster.train(splitter, order, steps)
+    result = cluster.train(splitter, order, steps)
     losses, threads = _train_split(splitter, weights, cut, steps, ADAMW, dropout_seed=1)
     assert result.losses == near(losses)
-    assert_near({**result.weights, **edge}, threads)
+    assert_near(dict(result.weights), threads)
 
 
 def test_a_round_that_fails_leaves_no_session(cluster: Cluster) -> None:
@@ -234,17 +216,17 @@ def test_a_second_round_moves_only_what_changed_hands(cluster: Cluster) -> None:
     weights = splitter.initial_weights(seed=7)
     cut, other = Cut(stops=(2, 5), micro_batches=(2,)), Cut(stops=(3, 5), micro_batches=(2,))
     steps = _steps(splitter, cut, count=1)
-    first, edge = cluster.train(splitter, _order(weights, cut, SGD), steps)
-    trained = {**weights, **first.weights, **edge}
-    again, _ = cluster.train(splitter, _order(trained, cut, SGD), steps)
+    first = cluster.train(splitter, _order(weights, cut, SGD), steps)
+    trained = {**weights, **first.weights}
+    again = cluster.train(splitter, _order(trained, cut, SGD), steps)
     block_bytes = first.moved.sent_bytes // 5
     assert again.moved.sent_bytes == 0
     assert again.moved.spared_bytes == first.moved.sent_bytes
     trained = {**trained, **again.weights}
-    recut, edge = cluster.train(splitter, _order(trained, other, SGD), steps)
+    recut = cluster.train(splitter, _order(trained, other, SGD), steps)
     assert recut.moved.sent_bytes == block_bytes  # the third block goes from d1 to d0
     _, whole = _train_unsplit(splitter, trained, steps, SGD)
-    assert_near({**recut.weights, **edge}, whole)
+    assert_near(dict(recut.weights), whole)
 
 
 @pytest.mark.timeout(200)
@@ -255,14 +237,14 @@ def test_a_stop_in_the_middle_of_a_round_loses_nothing_of_it(cluster: Cluster) -
     weights = splitter.initial_weights(seed=1)
     steps = _steps(splitter, cut, count=4)
     device = cluster.daemons[1].process
-    undisturbed, _ = cluster.train(splitter, _order(weights, cut, SGD), steps)
+    undisturbed = cluster.train(splitter, _order(weights, cut, SGD), steps)
     begun = itertools.count()
 
     def stopping() -> None:
         if next(begun) == 1:
             device.send_signal(signal.SIGTERM)
 
-    result, _ = cluster.train(splitter, _order(weights, cut, SGD), steps, stopping)
+    result = cluster.train(splitter, _order(weights, cut, SGD), steps, stopping)
     assert result.losses == undisturbed.losses
     assert device.wait(60) == 0
     with cluster.client(cluster.config.devices[1]) as client, pytest.raises(Unreachable):

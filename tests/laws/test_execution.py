@@ -6,9 +6,7 @@ autocast. Against single precision, loss and gradients agree to the tolerances s
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -17,24 +15,19 @@ from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import train_round
 from collapipe_flwr.cluster.fleet import ThreadFleet
+from collapipe_flwr.cluster.hosted import ThreadEdge
 from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.unsplit import train_unsplit
-from collapipe_flwr.core.links import LinkConfig
-from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.pipeline.config import Execution, SessionRequest, StageConfig
+from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.step import MicroBatch
-from collapipe_flwr.transport.simulated_link import simulated_pair
 from tests.closeness import near
-from tests.cluster.given_edge import GivenEdge
 from tests.laws.test_cluster_equals_whole import (
     SGD,
     Batch,
     Cut,
     make_splitter,
-    serve,
-    session_key,
     tiny_batch,
 )
 
@@ -66,22 +59,6 @@ def split(
     steps: Sequence[Sequence[Batch]],
 ) -> tuple[tuple[float, ...], dict[str, Tensor]]:
     """One round of a cluster on threads; losses and all weights behind it."""
-    service = EdgeService()
-    service.open(
-        SessionRequest(
-            key=session_key("A"),
-            spec_json=splitter.spec.to_json(),
-            stage=StageConfig(
-                name="edge", schedule=CUT.schedule, execution=execution.without_recompute
-            ),
-            optimizer=SGD,
-        )
-    )
-    keys = (*splitter.edge_keys(), *splitter.shared_keys)
-    service.push_weights(session_key("A"), {key: weights[key] for key in keys})
-    ours, theirs = simulated_pair("last device", "edge", LinkConfig(codec=execution.codec))
-    thread = threading.Thread(target=serve, args=(service, theirs), daemon=True)
-    thread.start()
     order = RoundOrder(
         plan=CUT.plan(),
         weights=weights,
@@ -94,14 +71,8 @@ def split(
         [MicroBatch(inputs=b, context=splitter.context(b), weight=count(b)) for b in step]
         for step in steps
     ]
-    try:
-        result = train_round(
-            splitter, order, batches, ThreadFleet(GivenEdge(lambda _: nullcontext(ours)))
-        )
-    finally:
-        ours.close()  # a round that is refused never used it
-        thread.join(20.0)
-    return result.losses, {**result.weights, **service.weights(session_key("A"))}
+    result = train_round(splitter, order, batches, ThreadFleet(ThreadEdge()))
+    return result.losses, dict(result.weights)
 
 
 def unsplit(

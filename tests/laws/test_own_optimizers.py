@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
@@ -16,20 +16,20 @@ from transformers import get_scheduler
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
 from collapipe_flwr.cluster.fleet import ThreadFleet
+from collapipe_flwr.cluster.hosted import ThreadEdge
 from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.unsplit import train_unsplit
 from collapipe_flwr.core import imports
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.pipeline.config import Execution, SessionRequest, StageConfig
+from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig, optimizer_config
-from collapipe_flwr.pipeline.state import OptimizerState, PartState, between_rounds
+from collapipe_flwr.pipeline.state import OptimizerState
 from tests.closeness import assert_near, near
 from tests.cluster.faults import Fault, failing
-from tests.cluster.test_recovery import Edge, recovery
+from tests.cluster.test_recovery import recovery
 from tests.laws.test_adapted_and_tied import _splitter as tied_splitter
 from tests.laws.test_cluster_equals_whole import (
     Batch,
@@ -38,7 +38,6 @@ from tests.laws.test_cluster_equals_whole import (
     _micro_batches,
     _one_thread,
     make_splitter,
-    session_key,
     tiny_batch,
     without_labels,
 )
@@ -78,7 +77,7 @@ def steps_of(splitter: Splitter, count: int = STEPS) -> list[list[Batch]]:
 
 @dataclass
 class Cluster:
-    """Devices in threads and an edge session for one optimizer."""
+    """Devices and edge in threads."""
 
     splitter: Splitter
     config: OptimizerConfig
@@ -87,25 +86,12 @@ class Cluster:
     every: int = 0
     faults: tuple[Fault, ...] = ()
     probe: int = 0
-    edge_slots: OptimizerState = field(default_factory=dict)
 
     def train(
         self, weights: dict[str, Tensor], steps: Steps, slots: OptimizerState | None = None
     ) -> tuple[RoundResult, dict[str, Tensor]]:
         """One round; the whole model behind it."""
-        execution, service = Execution(clip_norm=self.clip_norm), EdgeService()
-        request = SessionRequest(
-            key=session_key("A"),
-            spec_json=self.splitter.spec.to_json(),
-            stage=StageConfig(name="edge", schedule=self.cut.schedule, execution=execution),
-            optimizer=self.config,
-            recoverable=True,
-        )
-        service.open(request)
-        keys = (*self.splitter.edge_keys(), *self.splitter.shared_keys)
-        pushed = PartState(weights={k: weights[k] for k in keys}, optimizer=self.edge_slots)
-        service.push_weights(session_key("A"), pushed.tensors())
-        edge = Edge(service)
+        execution = Execution(clip_norm=self.clip_norm)
         order = RoundOrder(
             plan=self.cut.plan(),
             weights=weights,
@@ -124,13 +110,11 @@ class Cluster:
             self.splitter,
             order,
             iter(_micro_batches(self.splitter, steps)),
-            ThreadFleet(edge.connect, failing(*self.faults)),
+            ThreadFleet(ThreadEdge(), failing(*self.faults)),
             _micro_batches(self.splitter, steps[: self.probe]),
-            recovery=recovery(self.splitter, edge),
+            recovery=recovery(self.splitter),
         )
-        left = PartState.of_tensors(service.weights(session_key("A"), with_optimizer=True))
-        self.edge_slots = between_rounds(left.optimizer)
-        return result, {**weights, **result.weights, **left.weights}
+        return result, {**weights, **result.weights}
 
 
 @dataclass

@@ -6,9 +6,7 @@ unsplit model's to rounding and not bit by bit; among themselves replicas are eq
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -20,24 +18,20 @@ from torch import Tensor
 from collapipe_flwr.cluster.control_unit import evaluate_batches, train_round
 from collapipe_flwr.cluster.evaluation import PredictionConfig
 from collapipe_flwr.cluster.fleet import ThreadFleet
+from collapipe_flwr.cluster.hosted import ThreadEdge
 from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ModelError, ScheduleError
-from collapipe_flwr.core.links import LinkConfig
-from collapipe_flwr.core.schedule import ALONE
-from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.saving import save_whole
 from collapipe_flwr.models.spec import LoraConfig
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline import gradient_sums
-from collapipe_flwr.pipeline.config import Execution, SessionRequest, StageConfig
-from collapipe_flwr.pipeline.link import Link, fan_of, memory_pair
+from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.roles import MiddleStage
 from tests.closeness import assert_near, near
-from tests.cluster.given_edge import GivenEdge
 from tests.laws.test_adapted_and_tied import _splitter as tied_splitter
 from tests.laws.test_adapted_and_tied import _steps as tied_steps
 from tests.laws.test_cluster_equals_whole import (
@@ -50,7 +44,6 @@ from tests.laws.test_cluster_equals_whole import (
     _steps,
     _train_unsplit,
     make_splitter,
-    session_key,
 )
 
 pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")
@@ -106,41 +99,6 @@ def splitter(request: pytest.FixtureRequest) -> Splitter:
     return make_splitter(request.param, dropout=0.0)
 
 
-class Edge:
-    """A decoder session of a real edge service, behind a link in memory per replica ahead of it."""
-
-    def __init__(self, splitter: Splitter, weights: dict[str, Tensor], cut: Cut, rule) -> None:
-        self.service = EdgeService()
-        self.service.open(
-            SessionRequest(
-                key=session_key("A"),
-                spec_json=splitter.spec.to_json(),
-                stage=StageConfig(name="edge", schedule=cut.schedule),
-                optimizer=rule,
-            )
-        )
-        keys = (*splitter.edge_keys(), *splitter.shared_keys)
-        self.service.push_weights(session_key("A"), {key: weights[key] for key in keys})
-        self._ours: list[Link] = []
-
-    @contextmanager
-    def serving(self, replicas: int) -> Iterator[None]:
-        pairs = [memory_pair(f"device {lane}", "edge") for lane in range(replicas)]
-        self._ours = [ours for ours, _ in pairs]
-        joined = fan_of([theirs for _, theirs in pairs], ALONE)
-        thread = threading.Thread(
-            target=self.service.run, args=(session_key("A"), joined), daemon=True
-        )
-        thread.start()
-        yield
-        thread.join(10.0)
-        assert not thread.is_alive()
-
-    def connect(self, config: LinkConfig) -> AbstractContextManager[Link]:
-        assert config.lanes == len(self._ours)
-        return nullcontext(self._ours[config.lane])
-
-
 def _order(
     cut: Replicated, weights: dict[str, Tensor], rule: OptimizerConfig, **more
 ) -> RoundOrder:
@@ -174,13 +132,11 @@ def train_replicated(
     rule: OptimizerConfig,
     **more,
 ) -> tuple[tuple[float, ...], dict[str, Tensor]]:
-    edge, kept = Edge(splitter, weights, cut, rule), Kept()
-    order = _order(cut, weights, rule, **more)
-    with edge.serving(cut.replicas[-1]):
-        fleet = ThreadFleet(GivenEdge(edge.connect), kept)
-        result = train_round(splitter, order, _micro_batches(splitter, steps), fleet)
+    order, kept = _order(cut, weights, rule, **more), Kept()
+    fleet = ThreadFleet(ThreadEdge(), kept)
+    result = train_round(splitter, order, _micro_batches(splitter, steps), fleet)
     assert_replicas_are_equal(kept.stages, order)
-    return result.losses, {**result.weights, **edge.service.weights(session_key("A"))}
+    return result.losses, dict(result.weights)
 
 
 def assert_replicas_are_equal(stages: Sequence[MiddleStage], order: RoundOrder) -> None:
@@ -234,13 +190,10 @@ def test_the_proximal_term_counts_once_and_what_the_optimizer_keeps_goes_on(
     for which in (alone, cut):
         weights, slots = splitter.initial_weights(seed=2), {}
         for steps in (_steps(splitter, cut, count=2), _steps(splitter, cut, count=3)):
-            edge = Edge(splitter, weights, which, rule)
             order = _order(which, weights, rule, slots=slots, keep_optimizer=True)
-            with edge.serving(which.replicas[-1]):
-                fleet = ThreadFleet(GivenEdge(edge.connect))
-                result = train_round(splitter, order, _micro_batches(splitter, steps), fleet)
-            trained = {**result.weights, **edge.service.weights(session_key("A"))}
-            weights, slots = {**weights, **trained}, result.slots
+            fleet = ThreadFleet(ThreadEdge())
+            result = train_round(splitter, order, _micro_batches(splitter, steps), fleet)
+            weights, slots = {**weights, **result.weights}, result.slots
         ends.append((weights, {k: t[0] for k, t in slots.items()}))
     (expected, means), (found, same_means) = ends
     assert means.keys() == same_means.keys() and len(means) > 20
@@ -327,16 +280,13 @@ def test_a_test_set_comes_to_the_same(splitter: Splitter, wanted: PredictionConf
     """Also where texts are generated, which one device of every stage does."""
     weights, cut = splitter.initial_weights(seed=3), CUTS[3]
     steps = _steps(splitter, cut, count=2)
-    edge = Edge(splitter, weights, cut, SGD)
-    generates = wanted is not None and wanted.generates(splitter.decodes)
-    with edge.serving(1 if generates else cut.replicas[-1]):
-        found = evaluate_batches(
-            splitter,
-            _order(cut, weights, SGD),
-            _micro_batches(splitter, steps),
-            ThreadFleet(GivenEdge(edge.connect)),
-            wanted=wanted,
-        )
+    found = evaluate_batches(
+        splitter,
+        _order(cut, weights, SGD),
+        _micro_batches(splitter, steps),
+        ThreadFleet(ThreadEdge()),
+        wanted=wanted,
+    )
     whole = evaluate_unsplit(splitter, splitter.build_whole(weights), steps, wanted)
     assert (found.loss, found.targets) == (near(whole.loss), whole.targets)
     ours, theirs = ([ids for step in of.predictions for ids in step] for of in (found, whole))
@@ -399,9 +349,7 @@ def test_more_replicas_than_micro_batches_are_refused(splitter: Splitter) -> Non
     weights = splitter.initial_weights(seed=3)
     cut = Replicated(stops=(5,), replicas=(3,), micro_batches=(2, 2))
     with pytest.raises(ScheduleError, match="plan no more replicas than micro-batches"):
-        train_round(
-            splitter, _order(cut, weights, SGD), [], ThreadFleet(GivenEdge(lambda _: nullcontext()))
-        )
+        train_round(splitter, _order(cut, weights, SGD), [], ThreadFleet(ThreadEdge()))
 
 
 def test_norms_of_gradients_and_bytes_between_replicas(splitter: Splitter) -> None:
@@ -411,15 +359,9 @@ def test_norms_of_gradients_and_bytes_between_replicas(splitter: Splitter) -> No
     steps = _steps(splitter, cut, count=1)
     reports = {}
     for which in (cut, alone):
-        edge = Edge(splitter, weights, which, SGD)
-        with edge.serving(which.replicas[-1]):
-            result = train_round(
-                splitter,
-                _order(which, weights, SGD),
-                _micro_batches(splitter, steps),
-                ThreadFleet(GivenEdge(edge.connect)),
-            )
-        reports[which.replicas] = result.reports[1:]
+        order, batches = _order(which, weights, SGD), _micro_batches(splitter, steps)
+        result = train_round(splitter, order, batches, ThreadFleet(ThreadEdge()))
+        reports[which.replicas] = result.reports[1:-1]
     first, other = reports[2,]
     (single,) = reports[1,]
     assert first.small_square_norm == near(single.small_square_norm)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +18,7 @@ from transformers import (
 from collapipe_flwr.cluster.control_unit import evaluate_batches
 from collapipe_flwr.cluster.evaluation import PredictionConfig
 from collapipe_flwr.cluster.fleet import ThreadFleet
+from collapipe_flwr.cluster.hosted import ThreadEdge
 from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.core import imports
 from collapipe_flwr.core.errors import ModelError
@@ -29,11 +29,9 @@ from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.tasks import known_task
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from tests.closeness import assert_near, near
-from tests.cluster.given_edge import GivenEdge
 from tests.laws.test_cluster_equals_whole import (
     SGD,
     Cut,
-    _edge,
     _micro_batches,
     _train_split,
     _train_unsplit,
@@ -221,14 +219,13 @@ def test_logits_come_back(case: str) -> None:
         weights=weights,
         learning=LearningSettings(optimizer=SGD, deadline_s=20.0),
     )
-    with _edge(splitter, weights, cut, SGD) as (link, _):
-        found = evaluate_batches(
-            splitter,
-            order,
-            _micro_batches(splitter, [cut_up(whole, cut.micro_batches)]),
-            ThreadFleet(GivenEdge(lambda _: nullcontext(link))),
-            wanted=PredictionConfig(logits=True),
-        )
+    found = evaluate_batches(
+        splitter,
+        order,
+        _micro_batches(splitter, [cut_up(whole, cut.micro_batches)]),
+        ThreadFleet(ThreadEdge()),
+        wanted=PredictionConfig(logits=True),
+    )
     known = {key: whole[key] for key in ("input_ids", "attention_mask")}
     with torch.no_grad():
         expected = model(**known)["logits"]

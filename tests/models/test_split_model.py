@@ -14,6 +14,7 @@ from torch.nn import functional
 from collapipe_flwr.cluster.control_unit import evaluate_batches
 from collapipe_flwr.cluster.evaluation import PredictionConfig
 from collapipe_flwr.cluster.fleet import ThreadFleet
+from collapipe_flwr.cluster.hosted import ThreadEdge
 from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit
 from collapipe_flwr.core.errors import ModelError, ScheduleError
@@ -23,11 +24,9 @@ from collapipe_flwr.models.splitter import splitter_of
 from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from tests.closeness import assert_near, near
-from tests.cluster.given_edge import GivenEdge
 from tests.laws.test_cluster_equals_whole import (
     SGD,
     Cut,
-    _edge,
     _micro_batches,
     _train_split,
     _train_unsplit,
@@ -127,10 +126,8 @@ def test_logits_come_back(case: str) -> None:
     order = RoundOrder(plan=cut.plan(), weights=weights, learning=settings)
     wanted = PredictionConfig(logits=True)
     if not splitter.ties:
-        with _edge(splitter, weights, cut, SGD) as (link, _):
-            fleet = ThreadFleet(GivenEdge(lambda _: nullcontext(link)))
-            batches_cut = _micro_batches(splitter, steps)
-            found = evaluate_batches(splitter, order, batches_cut, fleet, wanted=wanted)
+        batches_cut, fleet = _micro_batches(splitter, steps), ThreadFleet(ThreadEdge())
+        found = evaluate_batches(splitter, order, batches_cut, fleet, wanted=wanted)
     unsplit = evaluate_unsplit(splitter, splitter.build_whole(weights), steps, wanted)
     model.train(False)
     with torch.no_grad():
