@@ -288,7 +288,7 @@ class EdgeService:
             measured = stage.report()
             most_bytes = max(measured.peak_tensor_bytes, peak.num_bytes)
             report = replace(measured, energy_j=used.joules, peak_tensor_bytes=most_bytes)
-            session.count(report)
+            session.count(report, stage.recorder.count("test"))
             self.tally.count(session.request, report)
             _log.info("a stream of %d steps has ended", report.steps)
         except BaseException as error:

@@ -131,35 +131,32 @@ def _replaces(request: SessionRequest, before: SessionRequest) -> bool:
 
 
 class Progress:
-    """Counts the micro-batches of every cluster's newest round, by what its last stage has done.
+    """Counts the micro-batches of every cluster's newest order, by what its last stage has done.
 
     A session counts while it runs, and once it was closed in good order: those of steps that were
     replayed do not.
     """
 
     def __init__(self) -> None:
-        self._closed: dict[str, tuple[int, PassesDone]] = {}  # round and passes, by cluster
+        self._closed: dict[str, PassesDone] = {}  # by cluster
         self._lock = threading.Lock()
 
     def add(self, session: Session) -> None:
         """Count a session that was closed."""
-        request, done = session.request, session.passes
-        if request.placement is None and request.cluster_id:
-            with self._lock:
-                before = self._of(request)
-                self._closed[request.cluster_id] = (request.server_round, before + done)
+        with self._lock:
+            _count(session, self._closed)
 
     def with_running(self, sessions: Iterable[Session]) -> dict[str, PassesDone]:
         """The counts by cluster, with those of ``sessions``, which are open."""
         with self._lock:
-            found = {name: done for name, (_, done) in self._closed.items()}
-            for session in sessions:
-                request = session.request
-                if request.placement is None and request.cluster_id:
-                    found[request.cluster_id] = self._of(request) + session.passes
-            return found
+            found = dict(self._closed)
+        for session in sessions:
+            _count(session, found)
+        return found
 
-    def _of(self, request: SessionRequest) -> PassesDone:
-        """What closed sessions have done in the round of ``request``."""
-        server_round, done = self._closed.get(request.cluster_id, (0, PassesDone()))
-        return done if server_round == request.server_round else PassesDone()
+
+def _count(session: Session, passes: dict[str, PassesDone]) -> None:
+    request = session.request
+    if request.placement is None and request.cluster_id:
+        name = request.cluster_id
+        passes[name] = passes.get(name, PassesDone()) + session.passes
