@@ -131,6 +131,7 @@ def edge_request(splitter: AnySplitter, order: RoundOrder) -> SessionRequest:
         cluster_id=order.plan.cluster_id,
         run_id=order.learning.run_id,
         server_round=order.server_round,
+        attempt=order.attempt,
     )
 
 

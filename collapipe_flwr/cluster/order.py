@@ -55,6 +55,7 @@ class RoundOrder:
     batches: int = 0  # of the whole round; 0: not known in advance
     compute: torch.device = CPU  # of all parts in this process
     server_round: int = 0  # for the logs of devices
+    attempt: int = 0  # the order's number, by which the edge tells its progress
 
     @property
     def hops(self) -> tuple[LinkConfig, ...]:

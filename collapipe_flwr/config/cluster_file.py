@@ -249,13 +249,13 @@ def _check_members(config: ClusterConfig) -> None:
     twice = [name for name in config.names if compared.count(name.casefold()) > 1]
     if twice:
         raise ConfigError(f"two members are called {twice[0]!r}: names must differ")
-    device = _edge_device(config)
-    if device is not None and config.edge.address not in ("", device.address):
+    named = _edge_device(config)
+    if named is not None and config.edge.address not in ("", device.address):
         raise ConfigError(
-            f"edge.address is {config.edge.address!r}, but [edge] names the device {device.name!r} "
-            f"at {device.address!r}: leave edge.address out, or give the edge a name of its own"
+            f"edge.address is {config.edge.address!r}, but [edge] names the device {named.name!r} "
+            f"at {named.address!r}: leave edge.address out, or give the edge a name of its own"
         )
-    hosts = config.devices if device is not None else (*config.devices, config.edge)
+    hosts = config.devices if named is not None else (*config.devices, config.edge)
     addresses = [member.address for member in hosts if member.address]
     shared = [address for address in addresses if addresses.count(address) > 1]
     if shared:

@@ -32,10 +32,10 @@ class DefaultEdge:
         """Where clusters find it."""
         return self._client.address
 
-    def progress(self, server_round: int) -> Mapping[str, PassesDone]:
+    def progress(self) -> Mapping[str, PassesDone]:
         """The micro-batches of each cluster in this round; empty if the edge does not tell."""
         try:
-            return self._client.progress(server_round, within_s=_PROGRESS_S)
+            return self._client.progress(within_s=_PROGRESS_S)
         except LinkError as error:
             log.debug("the edge does not tell how far the round is: %s", error)
             return {}

@@ -43,6 +43,11 @@ from collapipe_flwr.reporting.progress import ClusterProgress
 from collapipe_flwr.scheduler.protocol import Scheduler
 
 log = logging.getLogger("flwr.collapipe")
+_UNSEEN = (
+    "with retries, or with late updates that join, a CollaPipe cannot be wrapped in another "
+    "strategy, which would not see all replies: put that inside, CollaPipe(OtherStrategy(FedAvg(), "
+    "...), ...)"
+)
 
 
 class StrategyHooks:
@@ -79,7 +84,7 @@ class StrategyHooks:
         self._grid: Grid  # of the newest round
         self._configure: Callable[[], list[Message]]  # plans and opens it, also another time
         self._undo: Undo = undo_nothing  # what the inner strategy did in the round
-        self._was_run = False
+        self._was_run = self._runs = False
         self._timeout_s = DEFAULT_TIMEOUT_S
         self._joins_late = joins_late
         self._averages = model is not None or averages(inner)
@@ -110,10 +115,11 @@ class StrategyHooks:
         self._timeout_s, self._last_round = round_timeout_s, last_round
         if self._was_run:
             self._forget_run()
-        self._was_run = True
+        self._was_run = self._runs = True
         try:
             yield
         finally:
+            self._runs = False
             self.late.close()
             self.close()
             self._close_edge()
@@ -154,7 +160,7 @@ class StrategyHooks:
         opened, edge = self._round, self._default_edge
         if opened is None:
             return {}
-        return opened.progress(edge.progress(opened.plan.server_round) if edge else {})
+        return opened.progress(edge.progress() if edge else {})
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -164,6 +170,8 @@ class StrategyHooks:
         A split model is trained with the settings in their config (`asked_optimizer`). Raises
         ScheduleError, ConfigError, RunError.
         """
+        if (self._retries or self._joins_late) and not self._runs:
+            raise RunError(_UNSEEN)
         self._attempts = Attempts(self._retries)
         if self._accepted.holds(server_round):
             self._forget_run()

@@ -72,7 +72,9 @@ class OpenRound:
         """The progress of the clusters that were asked, as far as their ``passes`` are known."""
         found = {}
         for sent in list(self.sent):
-            done = passes.get(sent.cluster_id, PassesDone())
+            done = passes.get(sent.cluster_id)
+            if done is None or done.attempt != self.attempt:  # it has not begun this round yet
+                done = PassesDone()
             progress = ClusterProgress(trained=done.trained, tested=done.tested)
             if (plan := self.plan.cluster_plan(sent.node_id)) is not None:
                 progress = replace(

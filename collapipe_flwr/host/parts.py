@@ -59,7 +59,7 @@ class Parts:
             session.account.reserve({_NEW: max(needed - given, copied)})
             load_optimizer_state(optimizer, state.optimizer, copy=False)
             session.part, session.optimizer = part, optimizer
-            session.steps, session.report = 0, None
+            session.steps, session.tested, session.report = 0, 0, None
             session.found, session.wanted = {}, {}
             session.account.reserve({PART: needed, FOUND: 0, _NEW: 0, arrived: 0})
 

@@ -209,9 +209,9 @@ class EdgeService:
         """Whether a stream has ended since the weights were set; waits `ENDED_S` for that."""
         return self.find(key).await_end(ENDED_S)
 
-    def progress(self, server_round: int) -> dict[str, PassesDone]:
-        """The micro-batches done in a round, by cluster; see `SessionTable.progress`."""
-        return self.sessions.progress(server_round)
+    def progress(self) -> dict[str, PassesDone]:
+        """The micro-batches of every cluster's newest order; see `SessionTable.progress`."""
+        return self.sessions.progress()
 
     def close(self, key: SessionKey) -> None:
         """Forget a session, ending a stream that still runs; returns when nothing uses its part.
@@ -293,7 +293,7 @@ class EdgeService:
             measured = stage.report()
             most_bytes = max(measured.peak_tensor_bytes, peak.num_bytes)
             report = replace(measured, energy_j=used.joules, peak_tensor_bytes=most_bytes)
-            session.count(report)
+            session.count(report, stage.recorder.count("test"))
             self.tally.count(session.request, report)
             _log.info("a stream of %d steps has ended", report.steps)
         except BaseException as error:

@@ -164,8 +164,8 @@ class Servicer:
     def ended(self, _: bytes, call: Call) -> bool:
         return self.service.ended(call.key)
 
-    def progress(self, data: bytes, _: Call) -> dict[str, PassesDone]:
-        return self.service.progress(decode_message(int, data))
+    def progress(self, _data: bytes, _call: Call) -> dict[str, PassesDone]:
+        return self.service.progress()
 
     def close_session(self, _: bytes, call: Call) -> None:
         self.service.close(call.key)

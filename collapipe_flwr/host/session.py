@@ -116,6 +116,7 @@ class Session:
     optimizer: Optimizer | None = None
     report: StageReport | None = None  # of all that was done since the weights were set
     steps: int = 0  # done since then
+    tested: int = 0  # micro-batches
     recorder: Recorder | None = None  # of the stream that runs
     lacks_checkpoint: bool = False  # its frozen weights come from its control unit
     found: dict[str, Tensor] = field(default_factory=dict)  # here, for the next push, by digest
@@ -283,14 +284,16 @@ class Session:
         with self._turn:
             report, running = self.report, self.recorder
             return PassesDone(
+                attempt=self.request.attempt,
                 trained=(report.micro_batches if report else 0)
                 + (running.count("backward") if running else 0),
-                tested=running.count("test") if running else 0,
+                tested=self.tested + (running.count("test") if running else 0),
             )
 
-    def count(self, stream: StageReport) -> None:
-        """Add the report of a stream that ended in good order."""
+    def count(self, stream: StageReport, tested: int = 0) -> None:
+        """Add the report of a stream that ended in good order and ``tested`` micro-batches."""
         with self._turn:
+            self.tested += tested
             self.report = stream if self.report is None else self.report + stream
             self.steps += stream.steps
             self.recorder = None

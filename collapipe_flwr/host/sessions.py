@@ -11,7 +11,7 @@ from collapipe_flwr.host.ledger import Account
 from collapipe_flwr.host.session import Session, SessionRefused
 from collapipe_flwr.pipeline.config import PassesDone, SessionKey, SessionRequest
 
-Rounds = Mapping[str, tuple[tuple[str, int], PassesDone]]  # run, round and passes, by cluster
+Passes = Mapping[str, PassesDone]  # by cluster
 
 
 class SessionTable:
@@ -34,7 +34,7 @@ class SessionTable:
         self._clock = clock
         self._let_go = let_go
         self._sessions: dict[str, Session] = {}
-        self._closed: Rounds = {}
+        self._closed: Passes = {}
         self._lock = threading.Lock()
 
     def add(
@@ -81,15 +81,14 @@ class SessionTable:
         session.used_s = self._clock()
         return session
 
-    def progress(self, server_round: int) -> dict[str, PassesDone]:
-        """The micro-batches of this round by cluster, as far as it is the cluster's newest here.
+    def progress(self) -> dict[str, PassesDone]:
+        """The micro-batches of every cluster's newest order here.
 
         They are those of all sessions for the last stage, the open ones included. A stream that
         fails counts no longer: its steps are replayed.
         """
         with self._lock:
-            rounds = reduce(_counted, self._sessions.values(), self._closed)
-        return {name: done for name, ((_, its), done) in rounds.items() if its == server_round}
+            return dict(reduce(_counted, self._sessions.values(), self._closed))
 
     def drop(self, session: Session) -> None:
         """Forget a session whose last use has ended."""
@@ -145,12 +144,10 @@ def _replaces(request: SessionRequest, before: SessionRequest) -> bool:
     return before.placement is None and bool(place) and place == place_before
 
 
-def _counted(rounds: Rounds, session: Session) -> Rounds:
-    """``rounds`` with what a session has done for the newest one of its cluster."""
+def _counted(passes: Passes, session: Session) -> Passes:
+    """``passes`` with what a session has done for the newest order of its cluster."""
     request = session.request
-    if request.placement is not None or not (request.cluster_id and request.server_round):
-        return rounds
-    newest = (request.run_id, request.server_round)
-    known, done = rounds.get(request.cluster_id, (newest, PassesDone()))
-    before = done if known == newest else PassesDone()
-    return {**rounds, request.cluster_id: (newest, before + session.passes)}
+    if request.placement is not None or not (request.cluster_id and request.attempt):
+        return passes
+    before = passes.get(request.cluster_id, PassesDone())
+    return {**passes, request.cluster_id: before + session.passes}

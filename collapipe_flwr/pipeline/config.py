@@ -171,6 +171,7 @@ class SessionRequest:
     opener: bounds.Text = ""
     run_id: bounds.Text = ""  # for logs and counters only
     server_round: bounds.Count = 0
+    attempt: bounds.Count = 0  # the number of the order, by which its progress is told
 
     @property
     def cluster(self) -> str:
@@ -199,13 +200,18 @@ class SessionRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassesDone:
-    """Micro-batches that a session has completed so far, in training and in evaluation."""
+    """Micro-batches of an order that were completed so far, in training and in evaluation."""
 
+    attempt: int = 0  # the order's number
     trained: int = 0
     tested: int = 0
 
     def __add__(self, later: PassesDone) -> PassesDone:
-        return PassesDone(trained=self.trained + later.trained, tested=self.tested + later.tested)
+        """Both, if they are of the same order; else the later ones."""
+        if self.attempt != later.attempt:
+            return later
+        trained, tested = self.trained + later.trained, self.tested + later.tested
+        return PassesDone(attempt=self.attempt, trained=trained, tested=tested)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,10 +79,9 @@ class EdgeClient(Connection):
         """The load of the host; it may load its libraries first."""
         return self.call(methods.HEALTH, answer=Health)
 
-    def progress(self, server_round: int, *, within_s: float) -> dict[str, PassesDone]:
-        """The micro-batches done for each cluster in this round, also within a step."""
-        answer = dict[str, PassesDone]
-        return self.call(methods.PROGRESS, server_round, answer, within_s=within_s)
+    def progress(self, *, within_s: float) -> dict[str, PassesDone]:
+        """The micro-batches done for every cluster's newest order, also within a step."""
+        return self.call(methods.PROGRESS, answer=dict[str, PassesDone], within_s=within_s)
 
     def status(self) -> HostStatus:
         """Memory and clock of the host, which loads nothing to answer."""

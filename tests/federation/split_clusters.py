@@ -27,7 +27,6 @@ from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.any_splitter import DescribedModel
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 
-EDGE_KEYS = frozenset({"decoder.weight", "decoder.steps"})
 CONSTANT = "embed.sinusoid"
 
 

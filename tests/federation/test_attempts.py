@@ -52,7 +52,7 @@ def identity(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(TaskIdentity, name, 1)
 
 
-def patient(edge: MemoryEdge, records: list, most: int) -> CollaPipe:
+def patient(records: list, most: int) -> CollaPipe:
     inner = FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
     return wrapped(FixedPlanner("c1", "c2"), records, inner, retries=most)
 
@@ -63,7 +63,7 @@ def test_a_round_in_which_all_failed_is_repeated_after_growing_pauses_to_the_sam
         records = []
         pauses.clear()
         nodes = {n: Flaky(trainer(float(n), 10 * n), failures) for n in (1, 2)}
-        strategy = patient(edge, records, 3)
+        strategy = patient(records, 3)
         result = strategy.start(LocalGrid(nodes), encode_tensors(model()), num_rounds=2)
         models.append({key: array.data for key, array in result.arrays.items()})
         assert pauses == [2.0, 4.0, 8.0][:failures]
@@ -91,22 +91,22 @@ def test_when_the_repetitions_are_used_up_the_run_ends_with_the_last_sentence_an
     nodes = {n: Flaky(trainer(1.0, 10), 99) for n in (1, 2)}
     words = r"all 2 clusters failed, first c1: device d2 does not answer \(tried 3 times in 0 s\)"
     with pytest.raises(RunError, match=words):
-        patient(edge, [], 2).start(LocalGrid(nodes), encode_tensors(model()))
+        patient([], 2).start(LocalGrid(nodes), encode_tensors(model()))
     assert [node.calls for node in nodes.values()] == [3, 3]
 
 
 def test_what_time_does_not_mend_is_not_repeated(pauses):
     nodes = {n: Flaky(trainer(1.0, 10), 9, DataError("no column text")) for n in (1, 2)}
     with pytest.raises(RunError, match=r"first c1: no column text$"):
-        patient(edge, [], 5).start(LocalGrid(nodes), encode_tensors(model()))
+        patient([], 5).start(LocalGrid(nodes), encode_tensors(model()))
     assert pauses == []
 
 
 def test_models_that_diverged_are_not_trained_again(pauses):
-    edge, bad = MemoryEdge(), {"embed.weight": torch.full((3, 2), torch.nan)}
+    bad = {"embed.weight": torch.full((3, 2), torch.nan)}
     nodes = {n: Flaky(trainer(1.0, 10, extra=bad), 0) for n in (1, 2)}
     with pytest.raises(RunError, match=r"lower the learning rate$"):
-        patient(edge, [], 5).start(LocalGrid(nodes), encode_tensors(model()))
+        patient([], 5).start(LocalGrid(nodes), encode_tensors(model()))
     whole = CollaPipe(FedAvg(), on_total_failure="raise", retries=5)
     with pytest.raises(RunError, match=r"lower the learning rate$"):
         whole.start(LocalGrid(dict.fromkeys((1, 2), _infinite)), encode_tensors(model()))
@@ -142,28 +142,6 @@ def test_errors_are_told_apart_in_the_tracebacks_of_a_simulation():
         assert not attempts.are_permanent([simulated(error, DataError("no column text"))])
 
 
-@pytest.mark.parametrize("away", [2, 9])
-def test_an_edge_that_is_away_when_a_round_opens_is_waited_for(away: int):
-    class Away(MemoryEdge):
-        left = away
-
-        def open(self, request, weights, *, keep_optimizer):
-            if self.left:
-                self.left -= 1
-                raise LinkError("the edge cannot be reached")
-            return super().open(request, weights, keep_optimizer=keep_optimizer)
-
-    edge, records = Away(), []
-    grid = LocalGrid({n: trainer(1.0, 10) for n in (1, 2)})
-    strategy = patient(edge, records, 3)
-    if away > 3:
-        with pytest.raises(LinkError, match=r"cannot be reached \(tried 4 times in 0 s\)"):
-            strategy.start(grid, encode_tensors(model()), num_rounds=1)
-        return
-    strategy.start(grid, encode_tensors(model()), num_rounds=1)
-    assert records[0].remarks == ("the edge cannot be reached",) * away
-
-
 def test_a_strategy_that_makes_finite_replies_infinite_does_not_spoil_the_model(caplog):
     class Spoiling(FedAvg):
         def aggregate_train(self, server_round, replies):
@@ -171,7 +149,7 @@ def test_a_strategy_that_makes_finite_replies_infinite_does_not_spoil_the_model(
             broken = {k: v / 0.0 for k, v in decode_tensors(arrays).items()}
             return encode_tensors(broken), metrics
 
-    edge, seen = MemoryEdge(), []
+    seen = []
     grid = LocalGrid({n: trainer(1.0, 10) for n in (1, 2)})
     strategy = wrapped(FixedPlanner("c1", "c2"), [], Spoiling(fraction_evaluate=0.0))
     with pytest.raises(RunError, match=r"Spoiling made embed\.weight of the model infinite or NaN"):

@@ -17,7 +17,7 @@ from flwr.serverapp.strategy import FedAvg
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collapipe_flwr.core.errors import ConfigError, LinkError, ProtocolError
+from collapipe_flwr.core.errors import LinkError, ProtocolError
 from collapipe_flwr.core.json_codec import to_json
 from collapipe_flwr.federation import border
 from collapipe_flwr.federation.arrays import encode_tensors
@@ -227,11 +227,11 @@ def absent(*_: object) -> Message:
     raise LinkError("it is not there")
 
 
-def split_run(answer: Callable[[MemoryEdge], object]) -> tuple[dict[str, bytes], list]:
+def split_run(answer) -> tuple[dict[str, bytes], list]:
     """Two rounds of three clusters of one split model, the third of which is ``answer``."""
     records = []
     honest = {n: trainer(0.1 * n, 10 * n) for n in NODES_OF_RUN if n != LIAR}
-    grid = LocalGrid({**honest, LIAR: answer(edge)})
+    grid = LocalGrid({**honest, LIAR: answer})
     strategy = wrapped(FixedPlanner("c1", "c2", "c3"), records)
     arrays = strategy.start(grid, encode_tensors(model()), num_rounds=2).arrays
     return {key: array.data for key, array in arrays.items()}, records
@@ -239,7 +239,7 @@ def split_run(answer: Callable[[MemoryEdge], object]) -> tuple[dict[str, bytes],
 
 @cache
 def bits_without_it() -> dict[str, bytes]:
-    return split_run(lambda _: absent)[0]
+    return split_run(absent)[0]
 
 
 @settings(max_examples=40, derandomize=True)
@@ -247,7 +247,7 @@ def bits_without_it() -> dict[str, bytes]:
 @given(st.data())
 def test_the_others_go_on_with_the_bits_of_a_run_without_it(kind: str, data: st.DataObject) -> None:
     lie = data.draw(LIES[kind])
-    found, records = split_run(lambda edge: lying(trainer(0.3, 30), lie))
+    found, records = split_run(lying(trainer(0.3, 30), lie))
     assert found == bits_without_it()
     for record in records:
         assert record.failures.keys() == {"c3"}
@@ -291,7 +291,7 @@ def test_the_words_of_an_error_are_one_printable_line(words: str) -> None:
     def failing(message: Message, _: object) -> Message:
         return Message(Error(7, words), reply_to=message)
 
-    found, records = split_run(lambda _: failing)
+    found, records = split_run(failing)
     assert found == bits_without_it()
     assert records[0].failures["c3"].isprintable() and len(records[0].failures["c3"]) <= 400
 
@@ -312,7 +312,7 @@ def test_an_evaluation_that_cannot_be_averaged_is_left_out(split: bool, caplog) 
 
         return answer
 
-    edge, start = MemoryEdge(), encode_tensors(model())
+    start = encode_tensors(model())
     trained = {n: trainer(0.1, 10) for n in NODES_OF_RUN}
     lies = [tester(math.nan), tester([1.0]), tester(1.0, other=1.0), tester(5.0, **{EXAMPLES: -1})]
     for lie in lies:
@@ -352,18 +352,6 @@ def test_of_two_replies_of_one_cluster_the_first_counts() -> None:
     assert not records[0].failures
 
 
-def test_a_reply_is_weighed_by_what_the_edge_counted_even_if_it_tells_nothing() -> None:
-    from tests.federation.test_example_counts import CountingEdge
-
-    edge, records = CountingEdge(), []
-    silent = lying(trainer(3.0, 4000), without(TELEMETRY))
-    grid = LocalGrid({1: trainer(1.0, 40), 2: silent})
-    strategy = wrapped(FixedPlanner("c1", "c2"), records)
-    final = strategy.start(grid, encode_tensors(model()), num_rounds=1).arrays
-    assert final["embed.weight"].numpy()[0, 0] == 3.0
-    assert "the edge counted 40" in records[0].remarks[0]
-
-
 @pytest.mark.parametrize("claimed", [1e13, -1.0, math.nan, math.inf])
 def test_whatever_weighs_replies_no_claim_is_without_bound(claimed: float) -> None:
     def client(step: float, weight: float):
@@ -383,14 +371,8 @@ def test_whatever_weighs_replies_no_claim_is_without_bound(claimed: float) -> No
     assert "tokens" in records[0].failures["node-2"]
 
 
-def test_a_split_model_is_weighed_by_what_the_edge_counts_and_by_nothing_else() -> None:
-    inner = FedAvg(weighted_by_key="train_loss")
-    with pytest.raises(ConfigError, match=r"weighted_by_key must be num-examples .*train_loss"):
-        wrapped(FixedPlanner("c1"), [], inner)
-
-
 def test_nobody_tells_how_long_another_cluster_took() -> None:
-    edge, clock = MemoryEdge(), RoundClock(slack=2.0)
+    clock = RoundClock(slack=2.0)
     liar = lying(trainer(0.1, 10), telling({"cluster_id": "c1", "wall_s": 1e9}))
     grid = LocalGrid({1: trainer(0.1, 10), 2: liar})
     strategy = wrapped(FixedPlanner("c1", "c2"), [])

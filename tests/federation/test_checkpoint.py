@@ -192,6 +192,19 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, drifting):
         checkpointed("fedavg", tmp_path, resume=True).start(grid(drifting), ArrayRecord(), 2)
 
 
+def test_an_older_checkpoint_is_taken_up_but_for_the_decoders_optimizers(
+    tmp_path, drifting, caplog
+):
+    """The server kept them for its clusters; now they keep the optimizer of every part."""
+    checkpointed("fedadam", tmp_path / "now", resume=False).start(grid(drifting), model(), 1)
+    found = Checkpoints(folder=tmp_path / "now").newest()
+    for name, slots in {"empty": {}, "kept": {"c1": {"exp_avg": torch.ones(2)}}}.items():
+        memories = {**found.memories, "edge": Memory.by_name(slots)}
+        Checkpoints(folder=tmp_path / name).save(replace(found, memories=memories))
+        checkpointed("fedadam", tmp_path / name, resume=True).start(grid(drifting), model(), 1)
+        assert ("each decoder's optimizer starts anew" in caplog.text) == (name == "kept")
+
+
 def test_a_strategy_whose_memory_has_no_plain_form_is_refused_before_it_matters():
     inner = FedAvg()
     inner.accountant = object()

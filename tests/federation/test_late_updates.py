@@ -62,7 +62,6 @@ class LateGrid(LocalGrid):
 
 def trained(
     grid: LateGrid,
-    edge: MemoryEdge,
     rounds: int,
     records: list | None = None,
     planner: FixedPlanner | None = None,
@@ -70,7 +69,7 @@ def trained(
     kind: type[FedAvg] = FedAvg,
     **options,
 ):
-    """All weights after so many rounds; checks that no session is left."""
+    """All weights after so many rounds; late updates join."""
     inner = kind(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
     planner = planner or FixedPlanner("c1", "c2")
     records = [] if records is None else records
@@ -80,15 +79,15 @@ def trained(
     return decode_tensors(result.arrays)
 
 
-def nodes(edge: MemoryEdge, **change):
+def nodes(**change):
     return {1: trainer(1.0, 10), 2: trainer(3.0, 30, **change)}
 
 
 @pytest.mark.parametrize("late", [1, 2])
 def test_a_late_update_joins_the_round_that_is_open_with_its_staleness_weight(late: int) -> None:
     records = []
-    grid = LateGrid(nodes(edge), late)
-    final = trained(grid, edge, 1 + late, records)
+    grid = LateGrid(nodes(), late)
+    final = trained(grid, 1 + late, records)
     weight, alone = 30 / math.sqrt(1 + late), 1.0 + late  # after the rounds of cluster 1 alone
     joined = (10 * (alone + 1) + weight * (alone + 3)) / (10 + weight)
     for key in ("embed.weight", "decoder.weight"):
@@ -102,8 +101,8 @@ def test_a_late_update_joins_the_round_that_is_open_with_its_staleness_weight(la
 
 def test_no_round_of_a_cluster_is_lost_or_counted_twice() -> None:
     records = []
-    grid = LateGrid(nodes(edge), 1)
-    trained(grid, edge, 6, records)
+    grid = LateGrid(nodes(), 1)
+    trained(grid, 6, records)
     told = [(m.metadata.dst_node_id, read_assignment(m.content).progress) for m in grid.sent]
     assert [(p.rounds, p.last_round) for node, p in told if node == 2] == [(0, 0), (1, 1), (2, 3)]
     assert sum("c2" in record.telemetry for record in records) == 3  # each of its three rounds
@@ -120,8 +119,8 @@ class Choosy(FedAvg):
 
 def test_an_update_that_joined_a_round_that_is_dropped_is_dropped_with_it() -> None:
     records = []
-    grid = LateGrid(nodes(edge), 1)
-    final = trained(grid, edge, 4, records, kind=Choosy)
+    grid = LateGrid(nodes(), 1)
+    final = trained(grid, 4, records, kind=Choosy)
     assert ["c2" in record.telemetry for record in records] == [False, True, False, True]
     assert grid.asked == [[1, 2], [1], [1, 2], [1]]  # it trains again, from the start
     told = [(m.metadata.dst_node_id, read_assignment(m.content).progress) for m in grid.sent]
@@ -133,22 +132,22 @@ def test_an_update_that_joined_a_round_that_is_dropped_is_dropped_with_it() -> N
 
 def test_the_last_round_waits_for_all() -> None:
     records = []
-    trained(LateGrid(nodes(edge), 1), edge, 1, records)
+    trained(LateGrid(nodes(), 1), 1, records)
     assert set(records[0].telemetry) == {"c1", "c2"}
 
 
 def test_a_round_in_which_all_are_late_waits_for_the_first() -> None:
     records = []
     grid = LateGrid({2: trainer(3.0, 30)}, 1)
-    final = trained(grid, edge, 2, records)
+    final = trained(grid, 2, records)
     assert final["embed.weight"][0, 0] == 1.0 + 3.0 + 3.0
     assert [set(record.telemetry) for record in records] == [{"c2"}] * 2
 
 
 def test_a_late_update_that_cannot_be_used_is_refused_and_its_cluster_asked_again() -> None:
     records = []
-    grid = LateGrid(nodes(edge, **NAN), 1)
-    trained(grid, edge, 4, records)
+    grid = LateGrid(nodes(**NAN), 1)
+    trained(grid, 4, records)
     assert "late by 1 rounds: " in records[1].failures["c2"]
     assert "not finite" in records[1].failures["c2"]
     assert [2 in asked for asked in grid.asked] == [True, False, True, False]
@@ -175,9 +174,9 @@ class Replacing(LateGrid):
 @pytest.mark.parametrize("again", [False, True])
 def test_a_late_cluster_that_is_back_as_another_node_counts_once(again: bool) -> None:
     records = []
-    grid = Replacing({**nodes(edge), 9: trainer(3.0, 30)}, 1)
+    grid = Replacing({**nodes(), 9: trainer(3.0, 30)}, 1)
     grid.late_nodes = {2, 9} if again else {2}
-    trained(grid, edge, 3, records, Renamed("c1", "c2"))
+    trained(grid, 3, records, Renamed("c1", "c2"))
     told = [(m.metadata.dst_node_id, read_assignment(m.content).progress) for m in grid.sent]
     seen = [(node, p.rounds, p.last_round) for node, p in told if node != 1]
     assert seen == [(2, 0, 0), (9, 0, 0), *([] if again else [(9, 1, 2)])]
@@ -194,7 +193,7 @@ def test_a_round_whose_late_clusters_all_fail_is_lost() -> None:
     records = []
     grid = LateGrid({2: out_of_memory}, 1)
     with pytest.raises(RunError, match=r"round 1: all 1 clusters failed, first c2: .*no memory"):
-        trained(grid, edge, 2, records)
+        trained(grid, 2, records)
 
 
 def test_a_round_whose_late_clusters_all_fail_is_repeated(monkeypatch) -> None:
@@ -202,7 +201,7 @@ def test_a_round_whose_late_clusters_all_fail_is_repeated(monkeypatch) -> None:
     records = []
     fates = [out_of_memory, trainer(3.0, 30), trainer(3.0, 30)]
     grid = LateGrid({2: lambda *given: fates.pop(0)(*given)}, 1)
-    final = trained(grid, edge, 2, records, retries=1)
+    final = trained(grid, 2, records, retries=1)
     assert final["embed.weight"][0, 0] == 1.0 + 3.0 + 3.0
     assert [len(record.retried) for record in records] == [1, 0]
 
@@ -211,7 +210,7 @@ def test_a_round_waits_for_a_late_update_that_can_be_used() -> None:
     records = []
     grid = LateGrid({2: out_of_memory, 1: trainer(3.0, 30)}, 1)
     grid.late_nodes, grid.more_rounds = {1, 2}, {1: 2}
-    final = trained(grid, edge, 2, records)
+    final = trained(grid, 2, records)
     assert final["embed.weight"][0, 0] == 1.0 + 3.0 + 3.0
     assert [set(record.telemetry) for record in records] == [{"c1"}, {"c1"}]
     assert set(records[0].failures) == {"c2"}
@@ -221,15 +220,14 @@ def test_a_late_cluster_that_stays_silent_in_its_round_has_failed() -> None:
     records = []
     grid = LateGrid({2: trainer(3.0, 30)}, 99)
     with pytest.raises(RunError, match="all 1 clusters failed, first c2: no reply before"):
-        trained(grid, edge, 2, records, within_s=0.0)
+        trained(grid, 2, records, within_s=0.0)
 
 
 def test_where_nobody_is_late_nothing_changes() -> None:
-    plain, joining = MemoryEdge(), MemoryEdge()
-    one = trained(LateGrid(nodes(joining), 0), joining, 2)
+    one = trained(LateGrid(nodes(), 0), 2)
     inner = FedAvg(fraction_evaluate=0.0)
-    strategy = wrapped(plain, FixedPlanner("c1", "c2"), [], inner)
-    two = strategy.start(LocalGrid(nodes(plain)), encode_tensors(model()), num_rounds=2).arrays
+    strategy = wrapped(FixedPlanner("c1", "c2"), [], inner)
+    two = strategy.start(LocalGrid(nodes()), encode_tensors(model()), num_rounds=2).arrays
     assert all(torch.equal(one[key], value) for key, value in decode_tensors(two).items())
 
 

@@ -127,14 +127,6 @@ def test_a_node_that_never_described_itself_is_not_asked():
     assert [planned.takes_part(n) for n in (11, 12, 99)] == [True, True, False]
 
 
-def test_a_plan_names_the_clusters_that_want_the_whole_model():
-    planner = rounds()
-    assert planner.plan(1, [11, 12], EMPTY).whole == frozenset()
-    first, *others = planner.world.clusters
-    planner.world = replace(planner.world, clusters=(replace(first, whole=True), *others))
-    assert planner.plan(2, [11, 12], EMPTY).whole == {"cluster-0"}
-
-
 def test_only_the_sampled_clusters_are_planned():
     planned = rounds().plan(1, [12], EMPTY)
     assert [c.cluster_id for c in planned.plan.clusters] == ["cluster-1"]

@@ -1,4 +1,4 @@
-"""Split training: the decoder travels by the edge, and whole models reach the inner strategy."""
+"""Split training: a whole model to each cluster, and a whole one of each to the inner strategy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from flwr.app import ConfigRecord
 from flwr.serverapp.strategy import FedAvg, FedProx, Strategy
 
-from collapipe_flwr.core.errors import ConfigError, LinkError, ProtocolError, RunError
+from collapipe_flwr.core.errors import ConfigError, ProtocolError, RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.records import (
@@ -20,7 +20,6 @@ from collapipe_flwr.federation.rounds import Outcome
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from tests.federation.split_clusters import (
     CONSTANT,
-    EDGE_KEYS,
     FixedPlanner,
     cluster_plan,
     failing,
@@ -32,7 +31,7 @@ from tests.federation.test_discovery import profile
 from tests.federation.test_planner import NODES, rounds
 
 
-def test_two_clusters_average_whole_models_and_leave_no_session(wire):
+def test_two_clusters_average_whole_models(wire):
     records = []
     grid = LocalGrid({1: trainer(1.0, 10), 2: trainer(3.0, 30)}, wire=wire)
     strategy = wrapped(FixedPlanner("c1", "c2"), records)
@@ -57,7 +56,7 @@ def test_one_cluster_and_one_reply_is_the_inner_strategy_itself():
     assert {k: v.data for k, v in final.items()} == {k: v.data for k, v in alone.items()}
 
 
-def test_a_message_holds_only_its_own_plan_its_half_and_its_session():
+def test_a_message_holds_the_whole_model_and_only_its_own_plan():
     grid = LocalGrid({1: failing, 2: failing})
     strategy = wrapped(FixedPlanner("c1", "c2"), [])
     config = ConfigRecord({"batch": 5})
@@ -68,11 +67,8 @@ def test_a_message_holds_only_its_own_plan_its_half_and_its_session():
         assert tasks[node].plan == cluster_plan(f"c{node}")
         assert tasks[node].server_round == 3
         assert other not in str(message.content["config"])
-        assert set(message.content[ARRAYS]) == set(model()) - EDGE_KEYS
+        assert list(message.content[ARRAYS]) == list(model())
         assert len(message.content.config_records) == 1
-    assert tasks[1].split.session.token not in repr(tasks[1])
-    assert tasks[1].split.session.session_id != tasks[2].split.session.session_id
-    assert edge.requests[tasks[1].split.session.session_id].stage.depth == 1
     assert tasks[1].split.learning.optimizer.learning_rate == pytest.approx(0.3)
     assert not any(key.startswith("collapipe") for key in config)
     strategy.close()
@@ -99,8 +95,8 @@ def test_the_round_goes_on_without_a_failed_cluster():
     ("change", "words"),
     [
         ({"missing": "embed.weight"}, r"did not return embed.weight \(1 arrays are missing"),
+        ({"missing": "decoder.weight"}, r"c2 did not return decoder.weight .*: reply with every"),
         ({"extra": {"lm_head": torch.ones(1)}}, "lm_head, which was not sent"),
-        ({"extra": {"decoder.weight": torch.ones(2, 2)}}, "decoder.weight, which was not sent"),
         ({"extra": {"embed.weight": torch.ones(2, 3)}}, r"embed.weight as float32 \(2, 3\)"),
         ({"extra": {"embed.weight": torch.ones(3, 2).long()}}, r"embed.weight as int64 \(3, 2\)"),
         ({"extra": {"embed.weight": torch.full((3, 2), float("nan"))}}, "training diverged"),
@@ -132,22 +128,10 @@ def test_only_replies_that_were_aggregated_are_built_upon():
                 else super().aggregate_train(server_round, replies)
             )
 
-    class Noting(MemoryEdge):
-        def __init__(self) -> None:
-            super().__init__()
-            self.accepted: list[tuple[str, int]] = []
-
-        def accept(self, session) -> None:
-            request = self.requests[session.session_id]
-            assert session.session_id in self.replicas  # while it is open
-            self.accepted.append((request.cluster_id, request.server_round))
-
-    edge = Noting()
     diverging = {"extra": {"blocks.0.weight": torch.full((2, 2), torch.inf)}}
     grid = LocalGrid({1: trainer(1.0, 10), 2: trainer(3.0, 30, **diverging)})
     strategy = wrapped(FixedPlanner("c1", "c2"), [], Choosy(fraction_evaluate=0.0))
     strategy.start(grid, encode_tensors(model()), num_rounds=4)
-    assert edge.accepted == [("c1", 2), ("c1", 3), ("c1", 4)]
     told = [(m.metadata.dst_node_id, read_assignment(m.content).progress) for m in grid.sent]
     ours = [(p.rounds, p.last_round) for node, p in told if node == 1]
     assert ours == [(0, 0), (0, 0), (1, 2), (2, 3)]
@@ -161,33 +145,19 @@ def test_when_all_fail_the_run_ends_with_the_first_sentence():
         strategy.start(grid, encode_tensors(model()), num_rounds=2)
 
 
-def test_an_edge_that_refuses_the_second_cluster_closes_the_first():
-    class SmallEdge(MemoryEdge):
-        def open(self, request, weights, *, keep_optimizer):
-            if self.replicas:
-                raise LinkError("the edge holds 1 session, its limit")
-            return super().open(request, weights, keep_optimizer=keep_optimizer)
-
-    edge = SmallEdge()
-    grid = LocalGrid({1: failing, 2: failing})
-    with pytest.raises(LinkError, match="its limit"):
-        wrapped(FixedPlanner("c1", "c2"), []).start(grid, encode_tensors(model()))
-
-
-def asked(edge: MemoryEdge, inner: Strategy, config: ConfigRecord, server_round: int = 3):
-    """The optimizers of clusters and edge in one round."""
+def asked(inner: Strategy, config: ConfigRecord, server_round: int = 3):
+    """The optimizers of clusters in one round."""
     strategy = wrapped(FixedPlanner("c1", "c2"), [], inner)
     grid = LocalGrid({1: failing, 2: failing})
     sent = strategy.configure_train(server_round, encode_tensors(model()), config, grid)
     tasks = [read_assignment(message.content).split for message in sent]
-    edges = [edge.requests[task.session.session_id].optimizer for task in tasks]
     strategy.close()
-    return [task.learning.optimizer for task in tasks] + edges
+    return [task.learning.optimizer for task in tasks]
 
 
-def test_a_proximal_term_reaches_clusters_and_edge():
+def test_a_proximal_term_reaches_clusters():
     inner = FedProx(fraction_evaluate=0.0, proximal_mu=0.1)
-    for optimizer in asked(MemoryEdge(), inner, ConfigRecord()):
+    for optimizer in asked(inner, ConfigRecord()):
         assert optimizer == OptimizerConfig(learning_rate=0.1 * 3, proximal_mu=0.1)
 
 
@@ -199,14 +169,14 @@ def test_the_inner_strategys_learning_rate_goes_first(key):
             return super().configure_train(server_round, arrays, config, grid)
 
     for server_round in (1, 2):
-        found = asked(MemoryEdge(), Halving(), ConfigRecord({key: 0.8}), server_round)
+        found = asked(Halving(), ConfigRecord({key: 0.8}), server_round)
         assert {optimizer.learning_rate for optimizer in found} == {0.8 / server_round}
 
 
 @pytest.mark.parametrize(("key", "value"), [("lr", "fast"), ("lr", -1.0), ("proximal-mu", [0.1])])
 def test_learning_that_makes_no_sense_is_refused(key, value):
     with pytest.raises(ConfigError, match=rf"config sets {key} to .*: set a number >= 0"):
-        asked(edge, FedAvg(), ConfigRecord({key: value}))
+        asked(FedAvg(), ConfigRecord({key: value}))
 
 
 def test_a_strategy_that_sends_more_than_the_model_is_refused_with_a_split_model():
@@ -222,7 +192,7 @@ def test_a_strategy_that_sends_more_than_the_model_is_refused_with_a_split_model
         strategy.start(grid, encode_tensors(model()))
 
 
-def test_a_strategy_that_trains_nobody_opens_no_session():
+def test_a_strategy_that_trains_nobody_asks_nobody():
     records = []
     grid = LocalGrid({1: failing, 2: failing})
     inner = FedAvg(fraction_train=0.0)
@@ -248,7 +218,7 @@ def test_a_cluster_behind_two_nodes_is_refused():
             return replace(planned, cluster_ids=dict.fromkeys(nodes, "c1"))
 
     grid = LocalGrid({1: failing, 2: failing})
-    with pytest.raises(RunError, match="cluster c1 is asked twice in one round"):
+    with pytest.raises(RunError, match="cluster c1 is asked twice in a round"):
         wrapped(Twins("c1"), []).start(grid, encode_tensors(model()))
 
 
@@ -260,7 +230,7 @@ def test_a_global_model_without_the_edges_arrays_is_refused():
 
 
 def test_clusters_that_a_round_did_not_train_are_evaluated_all_the_same() -> None:
-    edge, arrays = MemoryEdge(), encode_tensors(model())
+    arrays = encode_tensors(model())
     inner = FedAvg(fraction_train=0.5, min_train_nodes=1)
     strategy = wrapped(rounds("uniform"), [], inner)
     grid = LocalGrid({node: trainer(1.0, 8) for node in NODES})

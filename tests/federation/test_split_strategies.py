@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod
+from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod, message_size_mod
 from flwr.serverapp.strategy import (
     DifferentialPrivacyClientSideAdaptiveClipping,
     DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyServerSideAdaptiveClipping,
     DifferentialPrivacyServerSideFixedClipping,
     FedAvg,
     Strategy,
 )
 
+from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors, load_into
 from collapipe_flwr.federation.local_grid import LocalGrid
@@ -27,15 +29,12 @@ from collapipe_flwr.federation.records import (
     EXAMPLES,
     METRICS,
     SHORT,
-    read_assignment,
-    read_profile,
-    write_profile,
 )
+from collapipe_flwr.federation.split import SplitRound
 from collapipe_flwr.federation.strategy import CollaPipe
 from collapipe_flwr.models.any_splitter import DescribedModel
-from tests.federation.split_clusters import EDGE_KEYS, FixedPlanner, model, trainer, wrapped
+from tests.federation.split_clusters import FixedPlanner, model, trainer, wrapped
 from tests.federation.strategies import AVERAGING, PRIVATE
-from tests.federation.test_discovery import profile
 
 NODES = (1, 2, 3, 4, 5)
 NAMES = tuple(f"c{node}" for node in NODES)
@@ -56,8 +55,8 @@ def start(*, integers: bool) -> dict[str, torch.Tensor]:
     return first if integers else {**first, INTEGER: torch.tensor([4.0])}
 
 
-def narrow(edge: MemoryEdge, planner: FixedPlanner, records: list, inner: Strategy) -> CollaPipe:
-    return wrapped(planner, records, inner, keys=start(integers=False))
+def narrow(inner: Strategy, *names: str) -> CollaPipe:
+    return wrapped(FixedPlanner(*names), [], inner, keys=start(integers=False))
 
 
 def unsplit(node: int):
@@ -100,7 +99,7 @@ def test_a_strategy_aggregates_the_split_model_as_it_would_the_unsplit_one(name,
         peers[node].model = tensors
     plain = trained(make(fraction_evaluate=0.0), Ordered(peers, wire=wire), arrays)
     clusters = {n: trainer(0.3 * n, 7 * n) for n in NODES}
-    strategy = narrow(edge, FixedPlanner(*NAMES), [], make(fraction_evaluate=0.0))
+    strategy = narrow(make(fraction_evaluate=0.0), *NAMES)
     found = trained(strategy, LocalGrid(clusters, wire=wire), arrays)
     expected = load_into(arrays, plain)
     assert list(found) == list(expected)
@@ -119,19 +118,12 @@ def test_the_integers_are_those_of_a_reply_that_krum_accepts():
     assert decode_tensors(final.arrays)["decoder.steps"] == 4 + 1
 
 
-def app(edge: MemoryEdge, node: int, *mods) -> ClientApp:
-    """A cluster whose ClientApp has mods."""
-    made = ClientApp()
-    made.train(mods=list(mods))(trainer(float(node), 7))
-    return made
-
-
 def floats() -> ArrayRecord:
     return encode_tensors(start(integers=False))
 
 
-def update(reply: ArrayRecord, before: ArrayRecord) -> torch.Tensor:
-    new, old = decode_tensors(reply), decode_tensors(before)
+def update(reply: ArrayRecord) -> torch.Tensor:
+    new, old = decode_tensors(reply), decode_tensors(floats())
     return torch.cat([(new[key] - old[key]).double().flatten() for key in old])
 
 
@@ -140,100 +132,160 @@ class Watching(FedAvg):
 
     def aggregate_train(self, server_round, replies):
         self.seen = [reply.content[ARRAYS].copy() for reply in replies if reply.has_content()]
-        self.failures = [reply.error.reason for reply in replies if reply.has_error()]
         return super().aggregate_train(server_round, replies)
 
 
-def private(edge: MemoryEdge, inner: Strategy, *mods) -> LocalGrid:
-    """One round of whole clusters 1 and 2 with these mods."""
-    grid = LocalGrid({n: app(edge, n, *mods) for n in (1, 2)})
-    strategy = narrow(edge, FixedPlanner("c1", "c2", whole=("c1", "c2")), [], inner)
-    strategy.start(grid, floats(), num_rounds=1)
-    return grid
+class Compressed(Strategy):
+    """Restores replies to `compressing` for the strategy inside."""
+
+    def __init__(self, inside: Strategy) -> None:
+        self.inside = inside
+
+    def summary(self) -> None:
+        self.inside.summary()
+
+    def configure_train(self, server_round, arrays, config, grid):
+        self.sent = arrays
+        return self.inside.configure_train(server_round, arrays, config, grid)
+
+    def aggregate_train(self, server_round, replies):
+        replies = list(replies)
+        for reply in replies:
+            signs = reply.content.array_records.pop("signs")
+            size, sent = reply.content[METRICS].pop("size"), decode_tensors(self.sent)
+            moved = {k: sent[k] + size * sign for k, sign in decode_tensors(signs).items()}
+            reply.content[ARRAYS] = encode_tensors(moved)
+        return self.inside.aggregate_train(server_round, replies)
+
+    def configure_evaluate(self, server_round, arrays, config, grid):
+        return self.inside.configure_evaluate(server_round, arrays, config, grid)
+
+    def aggregate_evaluate(self, server_round, replies):
+        return self.inside.aggregate_evaluate(server_round, replies)
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_clipping_mods_bound_the_whole_update(adaptive):
-    inner = Watching(fraction_evaluate=0.0)
-    if adaptive:
-        around = DifferentialPrivacyClientSideAdaptiveClipping(
-            inner, 0.0, 2, initial_clipping_norm=NORM
-        )
-    else:
-        around = DifferentialPrivacyClientSideFixedClipping(inner, 0.0, NORM, 2)
-    grid = private(edge, around, adaptiveclipping_mod if adaptive else fixedclipping_mod)
-    assert [set(m.content[ARRAYS]) for m in grid.sent] == [set(floats())] * 2
-    assert all(read_assignment(m.content).split.whole for m in grid.sent)
-    assert len(inner.seen) == 2
+def compressing(message: Message, context: Context, call_next) -> Message:
+    """A mod that replies with the signs of the whole update and its mean size."""
+    sent = decode_tensors(message.content[ARRAYS])
+    reply = call_next(message, context)
+    new = decode_tensors(reply.content.array_records.pop(ARRAYS))
+    moved = {key: tensor - sent[key] for key, tensor in new.items()}
+    sizes = torch.cat([tensor.double().abs().flatten() for tensor in moved.values()])
+    reply.content[METRICS]["size"] = float(sizes.mean())
+    reply.content["signs"] = encode_tensors({k: t.sign().char() for k, t in moved.items()})
+    return reply
+
+
+def noising() -> LocalDpMod:
+    return LocalDpMod(NORM, sensitivity=1.0, epsilon=1.0, delta=0.1)
+
+
+def fixed(strategy: Strategy) -> Strategy:
+    return DifferentialPrivacyClientSideFixedClipping(strategy, 0.3, NORM, len(NODES))
+
+
+def adaptive(strategy: Strategy) -> Strategy:
+    return DifferentialPrivacyClientSideAdaptiveClipping(
+        strategy, 0.3, len(NODES), initial_clipping_norm=NORM
+    )
+
+
+def at_the_server(strategy: Strategy) -> Strategy:
+    return DifferentialPrivacyServerSideFixedClipping(strategy, 0.3, NORM, len(NODES))
+
+
+def adaptive_at_the_server(strategy: Strategy) -> Strategy:
+    return DifferentialPrivacyServerSideAdaptiveClipping(
+        strategy, 0.3, len(NODES), initial_clipping_norm=NORM
+    )
+
+
+def alone(strategy: Strategy) -> Strategy:
+    return strategy
+
+
+PRIVACY = [
+    (fixed, fixedclipping_mod),
+    (adaptive, adaptiveclipping_mod),
+    (alone, noising()),
+    (at_the_server, message_size_mod),
+    (adaptive_at_the_server, message_size_mod),
+]
+
+
+def modded(train, mod) -> ClientApp:
+    app = ClientApp()
+    app.train(mods=[mod])(train)
+    return app
+
+
+def averaging() -> FedAvg:
+    return Watching(fraction_evaluate=0.0)
+
+
+def both_trained(around, mod, split: Strategy) -> tuple[ArrayRecord, ArrayRecord]:
+    """The models of a project with this mod: unsplit, and ``split``."""
+    peers = {n: unsplit(n) for n in NODES}
+    for peer in peers.values():
+        peer.model = start(integers=False)
+    plain = Ordered({n: modded(peers[n], mod) for n in NODES})
+    clusters = LocalGrid({n: modded(trainer(0.3 * n, 7 * n), mod) for n in NODES})
+    expected = trained(around(averaging()), plain, floats())
+    return load_into(floats(), expected), load_into(floats(), trained(split, clusters, floats()))
+
+
+def datas(arrays: ArrayRecord) -> dict[str, bytes]:
+    return {key: array.data for key, array in arrays.items()}
+
+
+@pytest.mark.parametrize(("around", "mod"), PRIVACY)
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+def test_privacy_bounds_and_noises_what_it_does_in_the_unsplit_project(around, mod, inside):
+    """Every strategy of Flower for it, inside CollaPipe and around it."""
+    inner = averaging()
+    split = narrow(around(inner), *NAMES) if inside else around(narrow(inner, *NAMES))
+    expected, found = both_trained(around, mod, split)
+    assert datas(found) == datas(expected)
     for reply in inner.seen:
-        moved = update(reply, floats())
-        assert moved.norm() == pytest.approx(NORM, rel=2e-3)  # of narrow floats
-        assert (moved != 0).all()  # the edge's part moves as well
+        moved = update(reply)
+        assert (moved[:-1] != 0).all()  # every part moves, besides the counter
+        if around is not alone:
+            assert moved.norm() == pytest.approx(NORM, rel=2e-3)  # of narrow floats
 
 
-def test_local_privacy_noises_the_whole_update():
-    inner = Watching(fraction_evaluate=0.0)
-    np.random.seed(1)
-    private(MemoryEdge(), inner, LocalDpMod(NORM, sensitivity=1.0, epsilon=1.0, delta=0.1))
-    noise = [update(reply, floats()) for reply in inner.seen]
-    assert all(moved.norm() > NORM for moved in noise)
-    assert noise[0].abs().min() > 0
-    assert not torch.equal(*noise)
+def test_a_mod_that_compresses_sees_the_whole_update_and_a_strategy_around_restores_it():
+    split = Compressed(narrow(averaging(), *NAMES))
+    expected, found = both_trained(Compressed, compressing, split)
+    assert datas(found) == datas(expected) != datas(floats())
 
 
-def test_a_cluster_that_is_not_whole_gets_its_part_beside_one_that_is():
-    edge, inner = MemoryEdge(), Watching(fraction_evaluate=0.0)
-    grid = LocalGrid({1: trainer(1.0, 10), 2: trainer(3.0, 30)})
-    strategy = narrow(edge, FixedPlanner("c1", "c2", whole=("c2",)), [], inner)
-    final = decode_tensors(strategy.start(grid, floats(), num_rounds=1).arrays)
-    sent = {m.metadata.dst_node_id: set(m.content[ARRAYS]) for m in grid.sent}
-    assert sent == {1: set(floats()) - EDGE_KEYS, 2: set(floats())}
-    first = decode_tensors(floats())
-    assert torch.equal(final["decoder.weight"], first["decoder.weight"] + 2.5)
-    assert not inner.failures
-
-
-def test_a_whole_cluster_that_replies_with_its_part_is_refused():
-    edge, inner, records = MemoryEdge(), Watching(fraction_evaluate=0.0), []
-    parts = trainer(1.0, 10, missing="decoder.weight")
-    grid = LocalGrid({1: parts, 2: trainer(3.0, 30)})
-    planner = FixedPlanner("c1", "c2", whole=("c1", "c2"))
-    narrow(edge, planner, records, inner).start(grid, floats(), num_rounds=1)
-    assert "did not return decoder.weight" in records[0].failures["c1"]
-    assert len(inner.seen) == 1
-
-
-def around(edge: MemoryEdge, planner: FixedPlanner) -> DifferentialPrivacyServerSideFixedClipping:
-    split = narrow(edge, planner, [], Watching(fraction_evaluate=0.0))
-    return DifferentialPrivacyServerSideFixedClipping(split, 0.0, NORM, 2)
-
-
-def test_clipping_at_the_server_around_collapipe_bounds_whole_replies():
-    strategy = around(edge, FixedPlanner("c1", "c2", whole=("c1", "c2")))
-    grid = LocalGrid({n: trainer(float(n), 10) for n in (1, 2)})
+def test_a_compressed_reply_that_nobody_restores_is_refused_with_a_sentence():
+    records = []
+    strategy = wrapped(FixedPlanner("c1", "c2"), records, keys=start(integers=False))
+    grid = LocalGrid({1: trainer(1.0, 7), 2: modded(trainer(2.0, 7), compressing)})
     strategy.start(grid, floats(), num_rounds=1)
-    for reply in strategy.strategy.seen:
-        assert update(reply, floats()).norm() == pytest.approx(NORM, rel=2e-3)
+    assert "embed.weight as int8 (3, 2), it was sent as float32" in records[0].failures["c2"]
 
 
-def test_clipping_at_the_server_around_collapipe_never_bounds_parts_in_silence():
-    strategy = around(edge, FixedPlanner("c1", "c2"))
-    grid = LocalGrid({n: trainer(float(n), 10) for n in (1, 2)})
-    with pytest.raises(ValueError, match="zip"):
-        strategy.start(grid, floats(), num_rounds=1)
-    strategy.strategy.close()
-
-
-def test_a_model_to_split_is_refused_inside_another_strategy():
-    described = DescribedModel(object(), SHORT)
-    inside = CollaPipe(FedAvg(), model=described, scheduler=FixedPlanner("c1", "c2"))
-    strategy = DifferentialPrivacyServerSideFixedClipping(inside, 0.0, NORM, 2)
-    grid = LocalGrid({n: trainer(float(n), 10) for n in (1, 2)})
+@pytest.mark.parametrize("options", [{"retries": 1}, {"late": "join"}])
+def test_replies_that_a_strategy_around_collapipe_would_not_see_are_refused(options):
+    """Those of a repeated round, and late ones, would be neither clipped nor restored by it."""
+    strategy = at_the_server(wrapped(FixedPlanner(*NAMES), [], averaging(), **options))
     with pytest.raises(RunError, match=r"put that inside, CollaPipe\(OtherStrategy\(FedAvg\(\)"):
-        strategy.start(grid, floats(), num_rounds=1)
+        strategy.start(LocalGrid({n: trainer(1.0, 7) for n in NODES}), floats(), num_rounds=1)
 
 
-def test_a_description_says_whether_a_cluster_is_whole():
-    plain = profile("c1")
-    assert not read_profile(write_profile(plain)).whole
-    assert read_profile(write_profile(replace(plain, whole=True))).whole
+@pytest.mark.parametrize("changed", ["embed.weight", "head.weight"])
+def test_a_tied_table_that_a_mod_tears_apart_is_one_again(changed: str) -> None:
+    """The value of the key that the split model trains counts, and the other key gets it too.
+
+    A mod treats both keys as two tables: noise differs between them. Their mean would be neither
+    what devices trained nor what the mod made of it, so one has to win.
+    """
+    splitter = SimpleNamespace(aliases={"head.weight": "embed.weight"}, constant_keys=frozenset())
+    split = SplitRound(DescribedModel(splitter, SHORT), "", LearningSettings())
+    sent = {"embed.weight": torch.ones(3, 2), "head.weight": torch.ones(3, 2)}
+    reply = {**sent, changed: torch.full((3, 2), 5.0)}
+    found = decode_tensors(split.checked("c1", encode_tensors(reply), encode_tensors(sent)))
+    assert torch.equal(found["embed.weight"], reply["embed.weight"])
+    assert torch.equal(found["head.weight"], found["embed.weight"])

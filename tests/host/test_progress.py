@@ -26,7 +26,7 @@ def edge() -> EdgeService:
 
 
 def opened(edge: EdgeService, session_id: str = "c1", **options: object) -> None:
-    edge.open(request(session_id, **{"cluster_id": "g", "server_round": 1, **options}))
+    edge.open(request(session_id, **{"cluster_id": "g", "attempt": 1, **options}))
     edge.push_weights(session_key(session_id), make_parts((1,))[-1].state_dict())
 
 
@@ -62,8 +62,8 @@ def train(edge: EdgeService, steps: Sequence[int], session_id: str = "c1") -> No
             first.train_step(BATCH)
 
 
-def trained(edge: EdgeService, server_round: int = 1) -> dict[str, int]:
-    return {name: done.trained for name, done in edge.progress(server_round).items()}
+def trained(edge: EdgeService, attempt: int = 1) -> dict[str, int]:
+    return {name: done.trained for name, done in edge.progress().items() if done.attempt == attempt}
 
 
 def test_a_report_adds_up_the_streams_of_a_session(edge: EdgeService) -> None:
@@ -108,9 +108,9 @@ def test_the_sessions_of_one_round_add_up_and_the_next_round_begins_at_nothing(
         train(edge, range(1), session_id)
         edge.close(session_key(session_id))
     assert (trained(edge), trained(edge, 2)) == ({"g": 4}, {})
-    opened(edge, "next", server_round=2)
+    opened(edge, "next", attempt=2)
     assert (trained(edge), trained(edge, 2)) == ({}, {"g": 0})
-    opened(edge, "other", cluster_id="w", server_round=2)
+    opened(edge, "other", cluster_id="w", attempt=2)
     train(edge, range(1), "other")
     assert trained(edge, 2) == {"g": 0, "w": 2}
 
@@ -136,7 +136,7 @@ def test_another_run_begins_at_nothing(edge: EdgeService) -> None:
 
 def test_only_the_last_stage_of_a_round_counts(edge: EdgeService) -> None:
     opened(edge, "segment", blocks=(0, 1))
-    opened(edge, "texts", server_round=0)
+    opened(edge, "texts", attempt=0)
     assert edge.progress(1) == edge.progress(0) == {}
     opened(edge)
     assert edge.progress(1) == {"g": PassesDone()}

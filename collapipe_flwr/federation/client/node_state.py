@@ -104,10 +104,7 @@ class NodeState:
 
 
 def recall_optimizer(state: NodeState) -> OptimizerState:
-    """The optimizer state of the last accepted round, of embedding and blocks or of a whole model.
-
-    Empty for a fresh optimizer. The head's part is kept by the server (`RpcEdgeGateway`).
-    """
+    """The optimizer state of the last accepted round, of all parts; empty for a fresh optimizer."""
     slots = state.recall(OPTIMIZER)
     if slots is None and state.progress.rounds:
         log.warning(

@@ -41,6 +41,7 @@ class PipelineRound:
     """What the server asks of a cluster in one round, and where the cluster does it."""
 
     server_round: int
+    attempt: int
     plan: ClusterPlan
     task: SplitTask
     site: Site
@@ -57,6 +58,7 @@ class PipelineRound:
             )
         return PipelineRound(
             server_round=assignment.server_round,
+            attempt=assignment.attempt,
             plan=assignment.plan,
             task=assignment.split,
             site=site,
@@ -133,6 +135,7 @@ class PipelineRound:
             learning=self.task.learning,
             dropout_seed=self._dropout_seed(),
             server_round=self.server_round,
+            attempt=self.attempt,
             compute=self.site.place,
         )
 
