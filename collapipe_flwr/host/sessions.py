@@ -88,7 +88,8 @@ class SessionTable:
         fails counts no longer: its steps are replayed.
         """
         with self._lock:
-            return dict(reduce(_counted, self._sessions.values(), self._closed))
+            found = reduce(_counted, self._sessions.values(), self._closed)
+        return dict(found)
 
     def drop(self, session: Session) -> None:
         """Forget a session whose last use has ended."""
