@@ -250,7 +250,9 @@ def next_steps(deployed: Deployment, path: Path, console: Console) -> None:
         f"to train, in the sources: flwr run . {inventory.name} --stream --run-config "
         f"{boards}\nwith this in ~/.flwr/config.toml:\n"
         f'[superlink.{inventory.name}]\naddress = "{superlink}"\n'
-        f'root-certificates = "{(folder / "ca.pem").resolve()}"',
+        f'root-certificates = "{(folder / "ca.pem").resolve()}"\n'
+        f"to look after it, on {inventory.registrar.host}: "
+        f"sudo collapipe cluster status {inventory.clusters[0]}",
         highlight=False,
         markup=False,
         soft_wrap=True,
