@@ -245,7 +245,8 @@ def check(
 
     Print speed, free memory, clock, rate and delay of the links, and what to fix. Exit code 1 if
     something needs fixing. To make plans use the figures, those of links included, name the --json
-    file as `measured` in the cluster file.
+    file as `measured` in the cluster file. Who trains is busy: nothing is measured there, because
+    that would slow it down, and figures of an earlier check stay.
     """
     from collapipe_flwr.config.cluster_file import read_cluster
 
@@ -253,7 +254,13 @@ def check(
     typer.echo(f"measuring cluster {config.id}", err=True)  # libraries take seconds to load
     from rich.console import Console
 
-    from collapipe_flwr.cluster.check import CheckSettings, check_cluster, measured_ways
+    from collapipe_flwr.cluster.check import (
+        CheckSettings,
+        check_cluster,
+        measured_ways,
+        with_earlier,
+    )
+    from collapipe_flwr.membership.figures import figures_of
     from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
     from collapipe_flwr.reporting.output import prepare, progress, write_json
     from collapipe_flwr.reporting.tables import show_measurements
@@ -265,7 +272,10 @@ def check(
     with progress(members + len(measured_ways(config, settings))) as on_done:
         found = check_cluster(config, settings, on_done)
     show_measurements(found, Console())
-    write_json(json_file, plain(found))
+    if json_file is not None:
+        write_json(
+            json_file, plain(with_earlier(found, figures_of(config)) if found.busy else found)
+        )
     raise typer.Exit(1 if found.faults else 0)
 
 

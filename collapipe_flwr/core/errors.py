@@ -75,6 +75,10 @@ class Unreachable(LinkError):
     """A peer that cannot be connected, or no longer."""
 
 
+class Busy(LinkError):
+    """A peer that is at work, so that measuring it would mislead and disturb."""
+
+
 class ProtocolError(LinkError):
     """A peer that sent something malformed."""
 

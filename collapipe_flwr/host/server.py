@@ -134,6 +134,7 @@ class Listener(Server):
             resident_bytes=_resident_bytes(),
             awake=self._servicer is not None,
             stopping=self._draining,
+            at_work=self._servicer is not None and self._servicer.service.at_work(),
             unix_s=time.time(),
             version=own_version(),
             energy_sensor=self._meter.name,

@@ -37,7 +37,8 @@ _COLOURS = {"ready": "green", "stopping": "yellow", "away": "red"}
 def show_measurements(found: Measurements, console: Console) -> None:
     """Print the tables and one sentence per fault."""
     console.print(measurements_table(found))
-    console.print(f"compute: {computing(found)}", highlight=False, markup=False)
+    if compute := computing(found):
+        console.print(f"compute: {compute}", highlight=False, markup=False)
     console.print(f"energy: {meters(found)}", highlight=False, markup=False)
     if found.links:
         console.print(links_table(found))
@@ -46,6 +47,14 @@ def show_measurements(found: Measurements, console: Console) -> None:
             f"{found.links_left_out} more links between devices were not measured: "
             "`--most-links 0` tries all of them",
             highlight=False,
+        )
+    if found.busy:
+        console.print(
+            f"at work, not measured: {', '.join(found.busy)}. Earlier figures stay in force; check "
+            "again when nothing trains there",
+            style="yellow",
+            highlight=False,
+            markup=False,
         )
     for fault in found.faults:
         console.print(f"mend {fault}", style="red", highlight=False, markup=False)
@@ -65,7 +74,7 @@ def measurements_table(found: Measurements) -> Table:
             number(member.clock_ahead_s, 1.0, 1),
             number(member.rate_bit_per_s, _MEGA, 0),
             number(member.delay_s, _MILLI, 2),
-            _mark(member.fault),
+            _mark(member.fault, busy=member.busy),
         )
     return table
 
@@ -100,8 +109,10 @@ def links_table(found: Measurements) -> Table:
     return table
 
 
-def _mark(fault: str) -> str:
-    return "[red]mend[/red]" if fault else "[green]ok[/green]"
+def _mark(fault: str, *, busy: bool = False) -> str:
+    if fault:
+        return "[red]mend[/red]"
+    return "[yellow]busy[/yellow]" if busy else "[green]ok[/green]"
 
 
 def show_forecast(found: Forecast, console: Console) -> None:

@@ -106,14 +106,15 @@ LIMITS = FrameLimits()
 class HostStatus:
     """``resident_bytes`` is the daemon's own memory (0: unknown), ``unix_s`` its clock.
 
-    An ``awake`` host has loaded the libraries of models; one that is ``stopping`` opens no session.
-    ``energy_sensor`` (empty: none) measured ``power_w``. ``rosters`` are the versions of its
-    cluster files by cluster id.
+    An ``awake`` host has loaded the libraries of models; one that is ``stopping`` opens no session,
+    and one ``at_work`` is not to be measured. ``energy_sensor`` (empty: none) measured ``power_w``.
+    ``rosters`` are the versions of its cluster files by cluster id.
     """
 
     resident_bytes: bounds.Bytes
     awake: bool
     stopping: bool
+    at_work: bool = False
     unix_s: bounds.Moment
     version: bounds.Text
     energy_sensor: bounds.Text = ""
