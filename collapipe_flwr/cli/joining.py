@@ -16,6 +16,7 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.membership.systemd import check_manager
 
 if TYPE_CHECKING:
+    from collapipe_flwr.cluster.profile import Measured
     from collapipe_flwr.deployment.ssh import Result
     from collapipe_flwr.membership.newcomer import Membership, Newcomer
     from collapipe_flwr.membership.tokens import JoinToken
@@ -90,10 +91,22 @@ def _join(token: JoinToken, newcomer: Newcomer, discover: bool) -> Membership:
     host = newcomer.address or here.host_towards(unit)
     address = here.with_port(host, here.PORTS[token.role])
     measures = token.role in (Role.DEVICE, Role.CONTROL_UNIT)
-    measure = here.measured if measures else None
-    if measures:
-        typer.echo("measuring this machine", err=True)
-    return here.join(token, replace(newcomer, address=address), measure, address=unit)
+
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    def measure(name: str) -> Measured:
+        say("measuring this machine")
+        return here.measured(name)
+
+    return here.join(
+        token,
+        replace(newcomer, address=address),
+        measure if measures else None,
+        address=unit,
+        patience_s=here.PATIENCE_S,
+        say=say,
+    )
 
 
 def _start(found: Membership, folder: Path, options: list[str]) -> None:

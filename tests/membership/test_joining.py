@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import socket
 import ssl
 import stat
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from cryptography import x509
 from typer.testing import CliRunner, Result
 
 from collapipe_flwr.cli import app
-from collapipe_flwr.cluster.profile import profile_of
+from collapipe_flwr.cluster.profile import Measured, profile_of
 from collapipe_flwr.config.access_control import SERVICE_NAME, access_control
 from collapipe_flwr.config.cluster_file import MemberConfig, Role
 from collapipe_flwr.core.errors import ConfigError, LinkError
@@ -140,6 +141,55 @@ def test_a_board_whose_clock_is_wrong_hears_it_and_may_use_the_token_later(
     with pytest.raises(JoinRefused, match=r"the clock of pi-1 is \d+ h off the control unit's"):
         admit(registry, asked)
     assert admit(registry, replace(asked, unix_s=time.time())).cluster_id == ID
+
+
+def test_who_only_asks_is_refused_as_others_and_changes_nothing(
+    tmp_path: Path, registry: Registry
+) -> None:
+    token = print_token(registry)
+    asked = replace(request(tmp_path, token, "pi-1"), only_asks=True)
+    before = {path: path.read_bytes() for path in registry.folder.rglob("*") if path.is_file()}
+    assert admit(registry, asked) is None
+    with pytest.raises(JoinRefused, match="not known"):
+        admit(registry, replace(asked, secret="00" * 16))
+    with pytest.raises(JoinRefused, match="called"):
+        admit(registry, replace(asked, name="Cu-Shed"))
+    after = {path: path.read_bytes() for path in registry.folder.rglob("*") if path.is_file()}
+    assert after == before
+
+
+def test_nothing_is_measured_of_a_board_that_is_refused(
+    tmp_path: Path, registry: Registry, service: JoiningService
+) -> None:
+    token = replace(print_token(registry), secret=bytes(16))
+    measured_names: list[str] = []
+
+    def measure(name: str) -> Measured:
+        measured_names.append(name)
+        return measured(name)
+
+    with pytest.raises(LinkError, match="not known"):
+        join(token, board(tmp_path, "pi-1"), measure, address=service.address)
+    assert not measured_names
+
+
+def test_a_board_waits_for_a_control_unit_that_is_starting(
+    tmp_path: Path, registry: Registry
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    token, newcomer, said = print_token(registry), board(tmp_path, "pi-1"), list[str]()
+    with pytest.raises(LinkError, match="no control unit answers"):
+        join(token, newcomer, measured, address=address)  # without patience
+    with ExitStack() as stack:
+
+        def start(text: str) -> None:
+            said.append(text)
+            stack.enter_context(JoiningService(registry, address))
+
+        found = join(token, newcomer, measured, address=address, patience_s=60.0, say=start)
+    assert found.name == "pi-1" and len(said) == 1 and address in said[0]
 
 
 @pytest.mark.parametrize("version", ["0.9.9", ""])
