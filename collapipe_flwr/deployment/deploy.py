@@ -54,6 +54,7 @@ class Deployment:
     results: list[Result] = field(default_factory=list)
     checks: list[Measurements] = field(default_factory=list)
     ca_pem: str = ""
+    unlisted: list[tuple[str, str]] = field(default_factory=list)  # cluster, member
 
     @property
     def failures(self) -> list[Result]:
@@ -138,6 +139,8 @@ class Deployment:
         check = from_json(Measurements, text, "what the check measured")
         self.checks.append(check)
         there = {member.name for member in check.members}
+        listed = {its.name for machine in self.inventory.machines for its in machine.roles}
+        self.unlisted += [(role.cluster, name) for name in sorted(there - listed)]
         for machine in self._well():
             mine = machine.role(DEVICE)
             if mine is not None and mine.cluster == role.cluster and mine.name not in there:
@@ -216,6 +219,18 @@ def show(deployed: Deployment, console: Console) -> None:
     for failure in deployed.failures:
         sentence = f"{failure.machine}: {failure.step}: {failure.why}"
         console.print(sentence, style="red", highlight=False, markup=False, soft_wrap=True)
+    where = deployed.inventory.registrar.host
+    several = len(deployed.inventory.clusters) > 1
+    for cluster, name in deployed.unlisted:
+        which = f" --cluster {cluster}" if several else ""
+        console.print(
+            f"{name} is a member of {cluster}, and not in the inventory: if it is to leave, on "
+            f"{where}: sudo collapipe cluster remove {name}{which}",
+            style="yellow",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
     outcomes = {result.outcome for result in deployed.results}
     if outcomes <= {Outcome.KEPT}:
         console.print("nothing was changed: all of it was done already", style="green")
