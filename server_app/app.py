@@ -36,9 +36,9 @@ from collapipe_flwr.federation.run.run_strategy import (
     learning_settings,
     make_clock,
     make_planner,
-    make_strategy,
 )
 from collapipe_flwr.federation.run.sinks import Sinks
+from collapipe_flwr.federation.run.strategies import make_strategy
 from collapipe_flwr.federation.wrapped_grid import polling
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.saving import save_adapter, save_whole
