@@ -156,6 +156,7 @@ def _recorder(
         story=RunStory(
             metric_name=evaluator.task.metric_name,
             energy_budget_j={device.device_id: device.energy_budget_j for device in devices},
+            share_asked=config.scheduler.settings.max_model_share,
             memory_limit_bytes={device.device_id: device.memory_bytes for device in devices},
             versions=installed_versions(),
             rounds_asked=config.run.num_server_rounds,

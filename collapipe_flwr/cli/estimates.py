@@ -47,7 +47,7 @@ def profile(
     schedule: Annotated[str, Option(help="As scheduler.schedule: gpipe or 1f1b.")] = "1f1b",
     max_model_share: Annotated[
         float, Option(help="As scheduler.max-model-share; 1: no cap on a device's share.")
-    ] = 1.0,
+    ] = 0.5,
     batch: Annotated[int, Option(help="Examples per batch of the timed block.", min=1)] = 8,
     seconds: Annotated[float, Option(help="Seconds to time a block; 0: do not.", min=0)] = 1.0,
     json_file: Annotated[

@@ -197,7 +197,7 @@ def cluster_of_presets(
     return ClusterProfile(
         cluster_id=cluster_id,
         examples=examples,
-        control_unit=replace(device_preset(control_unit), device_id=f"{cluster_id}/cu"),
+        control_unit=replace(device_preset(control_unit), device_id=f"{cluster_id}/control-unit"),
         devices=tuple(
             replace(device_preset(kind), device_id=f"{cluster_id}/{number}-{kind}")
             for number, kind in enumerate(kinds, start=1)

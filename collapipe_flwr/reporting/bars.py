@@ -110,6 +110,22 @@ class Bars:
         return max(slowest_s, sum(left.values()) / sum(rates.values())) - waited_s
 
 
+def plain_line(progress: RunProgress, now_s: float) -> str:
+    """The same in words, where no bar moves: ``round 3/12 training, 4 of 9 steps, 0:12 so far``."""
+    title = progress.phase
+    if progress.round_index:
+        title = f"round {progress.round_index}/{progress.rounds or '?'} {title}"
+    clusters = progress.clusters.values()
+    steps = ""
+    if clusters and all(cluster.of for cluster in clusters):
+        done, whole = (
+            sum(count // each.per_step for each, count in zip(clusters, counts, strict=True))
+            for counts in (map(_done, clusters), (each.of for each in clusters))
+        )
+        steps = f", {done} of {whole} steps"
+    return f"{title}{steps}, {_clock(now_s - progress.since_s)} so far"
+
+
 def _done(cluster: ClusterProgress) -> int:
     return cluster.trained or cluster.tested
 
