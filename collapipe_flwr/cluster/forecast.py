@@ -170,8 +170,8 @@ def _described(plan: ClusterPlan, cluster: ClusterProfile) -> str:
     return (
         f"{', '.join(segments)}; {plan.micro_batches} micro-batches of {plan.micro_batch_size}, a "
         f"round of {cluster.examples} examples takes about {plan.latency_s:.1f} s; the planned "
-        f"peak of the fullest device ({fullest.rpartition('/')[2]}) is {used[fullest] / 1e6:.0f} of "
-        f"{memory[fullest] / 1e6:.0f} MB allowed, and that of every device at most "
+        f"peak of the fullest device ({fullest.rpartition('/')[2]}) is {used[fullest] / 1e6:.0f} "
+        f"of {memory[fullest] / 1e6:.0f} MB allowed, and that of every device at most "
         f"{100 * plan.fullest_share:.0f} % of the {plan.whole_bytes / 1e6:.0f} MB that training "
         f"the whole model takes{allowed}"
     )

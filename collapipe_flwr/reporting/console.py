@@ -78,8 +78,9 @@ class RoundPrinter:
         if took := " | ".join(filter(None, (_took_text(event), queue))):
             self.say(f"    {took}")
         for plan in _plan_lines(event.plan):
-            room = inf if self._console.is_terminal else _MOST_CHARS
-            self.say(f"    {plan if len(plan) + 4 <= room else shorten(plan, room - 4)}")
+            if not self._console.is_terminal:
+                plan = shorten(plan, _MOST_CHARS - len("    "))
+            self.say(f"    {plan}")
         for failure in event.failures:
             self.say(f"    lost: {failure}")
 
