@@ -70,7 +70,9 @@ def preparing(inventory: Inventory, machine: Machine) -> Iterator[Step]:
     yield from _programs(machine)
     yield Step(
         name="users",
-        test=f"id {USER} && id {KEEPER}",
+        test=f"id {USER} && id {KEEPER} || exit 1\n"  # who restored a copy has made them
+        "for group in video render; do\n"
+        f"  ! getent group $group || id -nG {USER} | grep -qw $group || exit 1\ndone",
         action=f"id {USER} || useradd --system {USER}\n"
         f"for group in video render; do usermod -a -G $group {USER} || true; done\n"
         f"id {KEEPER} || useradd --system --no-user-group --gid {USER} {KEEPER}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from collapipe_flwr.membership.registry import Registry
 from tests.docs import pages
 
 PAGE = pages.ROOT / "docs" / "deploy.md"
-DEVICES = {"greenhouse": ("pi-1", "pi-2"), "workshop": ("nano",)}
+ONE = {"greenhouse": ("pi-1", "pi-2", "nano")}  # as section 5 leaves it
+BOTH = {"greenhouse": ("pi-1",), "workshop": ("nano",)}
 
 
 @pytest.fixture
@@ -29,14 +31,14 @@ def deployed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return registry.DEPLOYED
 
 
-def keep(folder: Path, *clusters: str) -> Registry:
+def keep(folder: Path, clusters: Mapping[str, Sequence[str]]) -> Registry:
     """These clusters with their devices, as members that are away."""
     kept = Registry(folder)
     with kept.changing():
-        for number, name in enumerate(clusters):
+        for number, (name, devices) in enumerate(clusters.items()):
             unit = MemberConfig(name=f"cu-{name}", address=f"127.0.0.1:5{number}")
             config = kept.create(name, unit, "127.0.0.1:1")
-            for port, device in enumerate(DEVICES[name], 10 + 10 * number):
+            for port, device in enumerate(devices, 10 + 10 * number):
                 member = MemberConfig(name=device, address=f"127.0.0.1:{port}")
                 config = kept.admit(config, Role.DEVICE, member)
     return kept
@@ -61,7 +63,7 @@ def test_steps_of_a_deployment_keep_clusters_where_commands_look() -> None:
 
 @pytest.mark.parametrize("words", printed(), ids=" ".join)
 def test_the_commands_of_the_page_find_the_cluster(deployed: Path, words: list[str]) -> None:
-    kept = keep(deployed, *(("greenhouse", "workshop") if "workshop" in words else ["greenhouse"]))
+    kept = keep(deployed, BOTH if "workshop" in words else ONE)
     done = CliRunner().invoke(app, words)
     assert not isinstance(done.exception, ConfigError), done.exception
     verb, name, *_ = [*words[1:], ""]
@@ -70,21 +72,21 @@ def test_the_commands_of_the_page_find_the_cluster(deployed: Path, words: list[s
 
 
 def test_a_folder_of_one_s_own_comes_first(deployed: Path) -> None:
-    keep(deployed, "greenhouse")
-    keep(deployed.parent, "workshop")
+    keep(deployed, {"greenhouse": ()})
+    keep(deployed.parent, {"workshop": ()})
     assert registry.registry_of(None).folder == deployed.parent
     assert registry.registry_of(None, "greenhouse").folder == deployed
     assert registry.registry_of(deployed).folder == deployed
 
 
 def test_who_finds_nothing_hears_where_it_was_looked_for(deployed: Path) -> None:
-    keep(deployed, "greenhouse")
+    keep(deployed, {"greenhouse": ()})
     with pytest.raises(ConfigError, match=rf"'barn' is kept in .*{deployed} \(greenhouse\)"):
         registry.registry_of(None, "barn")
 
 
 def test_who_may_not_look_hears_of_sudo(deployed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep(deployed, "greenhouse")
+    keep(deployed, {"greenhouse": ()})
     monkeypatch.setattr(registry.os, "access", lambda path, _: path != deployed)
     with pytest.raises(ConfigError, match=f"{deployed}.*sudo"):
         registry.registry_of(None)
