@@ -187,6 +187,7 @@ def status(
     registry, console = _kept(folder, cluster), Console()
 
     def look() -> ClusterStatus:
+        registry.void_expired()
         return cluster_status(registry.cluster(cluster))
 
     found = look()

@@ -100,7 +100,10 @@ class Registry:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Lock the folder for the body; raises ConfigError where it is not ours."""
+        """Lock the folder for the body; raises ConfigError where it is not ours.
+
+        Tokens that have expired meanwhile become worthless.
+        """
         with _changing, ExitStack() as stack:
             own_folder(self.folder, "--folder")
             stack.enter_context(_as_owner(self.folder))
@@ -110,6 +113,7 @@ class Registry:
                 raise ConfigError(f"{self.folder} cannot be changed: {error.strerror}") from error
             stack.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX)
+            self.tokens.void_expired(time.time())
             yield
 
     def clusters(self) -> dict[str, ClusterConfig]:
@@ -283,7 +287,7 @@ class Registry:
         """Make tokens whose time is over worthless, also by a clock that is put back later."""
         if self.tokens.has_expired(time.time()):
             with self.changing():
-                self.tokens.void_expired(time.time())
+                pass
 
     def roster(self, config: ClusterConfig) -> Roster:
         elsewhere, measured = bool(config.joining), config.measured

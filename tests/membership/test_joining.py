@@ -34,6 +34,7 @@ from collapipe_flwr.membership.admission import (
     JoiningService,
     admit,
 )
+from collapipe_flwr.membership.members import RosterSender
 from collapipe_flwr.membership.newcomer import forget, join, membership_of
 from collapipe_flwr.membership.registry import Registry, new_token
 from collapipe_flwr.membership.tokens import JoinRefused, parse_token
@@ -213,6 +214,28 @@ def test_a_token_that_expired_stays_so_when_the_clock_is_put_back(
     with pytest.raises(JoinRefused, match="the token has expired"):
         late_s = made_s + 3700
         admit(registry, request(tmp_path, token, "pi-1", late_s), clock=lambda: late_s)
+    with pytest.raises(JoinRefused, match="the token has expired"):
+        admit(registry, request(tmp_path, token, "pi-1"))
+
+
+@pytest.mark.parametrize(
+    "does",
+    [
+        print_token,
+        lambda registry: RosterSender(registry).look(),
+        lambda registry: CliRunner().invoke(
+            app, ["cluster", "status", f"--folder={registry.folder}"]
+        ),
+    ],
+    ids=["token", "serve", "status"],
+)
+def test_whatever_is_done_after_a_token_has_expired_it_stays_so_when_the_clock_is_put_back(
+    tmp_path: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch, does
+) -> None:
+    token, made_s = print_token(registry), time.time()
+    with monkeypatch.context() as later:
+        later.setattr(time, "time", lambda: made_s + 3700)
+        does(registry)
     with pytest.raises(JoinRefused, match="the token has expired"):
         admit(registry, request(tmp_path, token, "pi-1"))
 
