@@ -179,12 +179,11 @@ def status(
     On a terminal, a table that is updated until Ctrl-C; elsewhere, plain lines. Exit code 1 if a
     member is away or does not have the newest roster yet.
     """
-    from rich.console import Console
-
     from collapipe_flwr.membership.members import cluster_status
+    from collapipe_flwr.reporting.output import terminal
     from collapipe_flwr.reporting.tables import follow, status_lines, status_table
 
-    registry, console = _kept(folder, cluster), Console()
+    registry, console = _kept(folder, cluster), terminal()
 
     def look() -> ClusterStatus:
         registry.void_expired()
@@ -253,8 +252,6 @@ def check(
 
     config = read_cluster(file)
     typer.echo(f"measuring cluster {config.id}", err=True)  # libraries take seconds to load
-    from rich.console import Console
-
     from collapipe_flwr.cluster.check import (
         CheckSettings,
         check_cluster,
@@ -263,7 +260,7 @@ def check(
     )
     from collapipe_flwr.membership.figures import figures_of
     from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
-    from collapipe_flwr.reporting.output import prepare, progress, write_json
+    from collapipe_flwr.reporting.output import prepare, progress, terminal, write_json
     from collapipe_flwr.reporting.tables import show_measurements
 
     prepare("--json", json_file)
@@ -272,7 +269,7 @@ def check(
     members = len(config.devices) + 1 + bool(config.edge.address)
     with progress(members + len(measured_ways(config, settings))) as on_done:
         found = check_cluster(config, settings, on_done)
-    show_measurements(found, Console())
+    show_measurements(found, terminal())
     if json_file is not None:
         write_json(
             json_file, plain(with_earlier(found, figures_of(config)) if found.busy else found)

@@ -147,18 +147,17 @@ def deploy(
     Steps that are done already are skipped, so deploy again after a failure, or with more machines.
     Exit code 1 if something needs fixing.
     """
-    from rich.console import Console
-
     from collapipe_flwr.deployment.deploy import Deployment, next_steps, show
     from collapipe_flwr.deployment.inventory import read_inventory
     from collapipe_flwr.deployment.ssh import Outcome
+    from collapipe_flwr.reporting.output import terminal
 
-    console = Console()
+    console = terminal()
 
     def told(result: Result) -> None:
         if result.outcome is not Outcome.KEPT:
             line = f"{result.machine}: {result.outcome.value} {result.step}"
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            console.print(line, soft_wrap=True)
 
     deployed = Deployment(
         inventory=read_inventory(inventory),

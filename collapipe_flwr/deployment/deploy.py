@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from collapipe_flwr.cluster.profile import Measurements
 from collapipe_flwr.core.durable import write_text
@@ -214,11 +214,11 @@ def show(deployed: Deployment, console: Console) -> None:
         (),
     )
     for machine in deployed.inventory.machines:
-        table.add_row(machine.name, escape(machine.host), summary_of(deployed, machine))
+        table.add_row(machine.name, machine.host, summary_of(deployed, machine))
     console.print(table)
     for failure in deployed.failures:
         sentence = f"{failure.machine}: {failure.step}: {failure.why}"
-        console.print(sentence, style="red", highlight=False, markup=False, soft_wrap=True)
+        console.print(sentence, style="red", soft_wrap=True)
     where = deployed.inventory.registrar.host
     several = len(deployed.inventory.clusters) > 1
     for cluster, name in deployed.unlisted:
@@ -227,8 +227,6 @@ def show(deployed: Deployment, console: Console) -> None:
             f"{name} is a member of {cluster}, and not in the inventory: if it is to leave, on "
             f"{where}: sudo collapipe cluster remove {name}{which}",
             style="yellow",
-            highlight=False,
-            markup=False,
             soft_wrap=True,
         )
     outcomes = {result.outcome for result in deployed.results}
@@ -236,15 +234,15 @@ def show(deployed: Deployment, console: Console) -> None:
         console.print("nothing was changed: all of it was done already", style="green")
 
 
-def summary_of(deployed: Deployment, machine: Machine) -> str:
+def summary_of(deployed: Deployment, machine: Machine) -> Text:
     """A few words about one machine."""
     if failed := deployed.of(machine, Outcome.FAILED):
-        return f"[red]failed at {escape(failed[0].step)}[/red]"
+        return Text(f"failed at {failed[0].step}", style="red")
     did = deployed.of(machine, Outcome.DID)
     would = deployed.of(machine, Outcome.WOULD)
     if would:
-        return f"{len(would)} steps to do"
-    return f"[green]{len(did)} steps done[/green]" if did else "[green]nothing to do[/green]"
+        return Text(f"{len(would)} steps to do")
+    return Text(f"{len(did)} steps done" if did else "nothing to do", style="green")
 
 
 def next_steps(deployed: Deployment, path: Path, console: Console) -> None:
@@ -268,8 +266,6 @@ def next_steps(deployed: Deployment, path: Path, console: Console) -> None:
         f'root-certificates = "{(folder / "ca.pem").resolve()}"\n'
         f"to look after it, on {inventory.registrar.host}: "
         f"sudo collapipe cluster status {inventory.clusters[0]}",
-        highlight=False,
-        markup=False,
         soft_wrap=True,
     )
 

@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 
+from collapipe_flwr.reporting.output import PlainTable
 from collapipe_flwr.reporting.progress import ClusterProgress, RunProgress
 
 _MOST_CLUSTERS = 6  # that have a bar each
@@ -66,7 +67,7 @@ class Bars:
         tested = sum(cluster.tested for cluster in clusters.values())
         what = f"{title}, {tested} batches tested" if tested else title
         clock = _clock(passed_s)
-        line = Table.grid(padding=(0, 1, 0, 0))
+        line = PlainTable.grid(padding=(0, 1, 0, 0))
         line.add_column(width=1)
         line.add_column(no_wrap=True, overflow="ellipsis", max_width=width - len(clock) - 4)
         line.add_column(no_wrap=True)
@@ -131,7 +132,7 @@ def _done(cluster: ClusterProgress) -> int:
 
 
 def _grid(width: int) -> Table:
-    grid = Table.grid(padding=(0, 1, 0, 0), expand=False)
+    grid = PlainTable.grid(padding=(0, 1, 0, 0), expand=False)
     grid.add_column(no_wrap=True, overflow="ellipsis", max_width=max(width // 2 - 2, 8))
     grid.add_column(no_wrap=True, width=max(min(width // 4, 30), 6))
     grid.add_column(no_wrap=True, overflow="ellipsis")

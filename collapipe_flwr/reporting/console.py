@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from collapipe_flwr.reporting.events import (
     RoundEvent,
@@ -16,7 +17,7 @@ from collapipe_flwr.reporting.events import (
     control_unit_role,
     holders,
 )
-from collapipe_flwr.reporting.output import counted
+from collapipe_flwr.reporting.output import PlainTable, counted, terminal
 
 _WIDTH = 118
 _LEAST_WIDTH, _MOST_LINES = 16, 6  # of what is folded
@@ -31,7 +32,7 @@ _SO_FAR = ", above so far"
 _LINKS = {"d2d": "device to device", "d2e": "to edge", "flower": "Flower"}
 _MOST_ROUNDS = 8  # of one cluster that are named
 
-Row = tuple[str, str]
+Row = tuple[str, str | Text]
 
 
 class RoundPrinter:
@@ -39,7 +40,7 @@ class RoundPrinter:
 
     def __init__(self, rounds: int | None = None, console: Console | None = None) -> None:
         self.rounds = rounds
-        self._console = console or Console(width=_WIDTH, highlight=False, soft_wrap=True)
+        self._console = console or terminal(width=_WIDTH, soft_wrap=True)
 
     def say(self, text: str) -> None:
         """Print one line, wrapped on a terminal."""
@@ -54,7 +55,7 @@ class RoundPrinter:
                 placeholder=_MORE if width > len(_MORE) + len(indent) + 4 else " ...",
             )
             text = "\n".join(folded)
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(text, soft_wrap=True)
 
     def show_untrained(self, metrics: Mapping[str, float]) -> None:
         words = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
@@ -117,7 +118,7 @@ def _took_text(event: RoundEvent) -> str:
 
 def summary_table(summary: Mapping[str, Any], *, folds: bool = False) -> Table:
     """The table at the end of a run; fits 24 lines, unless cells wrap (``folds``)."""
-    table = Table(title=f"run {summary['status']}", show_header=False, title_justify="left")
+    table = PlainTable(show_header=False).named(f"run {summary['status']}")
     table.box, table.padding = None, (0, 2, 0, 0)
     for _ in range(2):
         table.add_column(no_wrap=not folds, overflow="fold" if folds else "ellipsis")
@@ -140,7 +141,8 @@ def _outcome_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
         names = ", ".join(f"{name} ({_first(rounds)})" for name, rounds in lost.items())
         yield "lost", f"{counted(count, 'round')} went on without a cluster: {names}"
     if never := summary.get("never_trained"):
-        yield "never trained", f"[red]{_first(never)}[/red]: events.jsonl has the reasons"
+        reasons = ": events.jsonl has the reasons"
+        yield "never trained", Text.assemble((_first(never), "red"), reasons)
     if (error := summary.get("prediction_error")) is not None:
         yield "predictions", f"off by {100 * error:.1f} % of a round in the median"
     links = summary["bytes"]
@@ -160,14 +162,14 @@ def _machine_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     peaks = sorted(summary["peak_memory_bytes"].items(), key=lambda item: -item[1])
     roles = _roles(summary)
     allowed = {roles.get(n, n): size for n, size in summary.get("memory_limit_bytes", {}).items()}
-    kinds = {
+    kinds: dict[str, list[Row]] = {
         "link": [_link_row(link) for link in links],
         "budget": _energy_rows(summary, roles),
         "peak": [(f"memory {name}", _peak_text(size, allowed.get(name))) for name, size in peaks],
     }
     for kind, rows in kinds.items():
         yield from rows[: _MOST_ROWS[kind]]
-    if any(text.endswith(_SO_FAR) for _, text in kinds["budget"]):
+    if any(str(text).endswith(_SO_FAR) for _, text in kinds["budget"]):
         yield "budgets", f"hold from {_KEPT_FROM} rounds on: what is above them is paid back"
     left = {kind: len(rows) - _MOST_ROWS[kind] for kind, rows in kinds.items()}
     words = [counted(count, kind) for kind, count in left.items() if count > 0]
@@ -195,13 +197,14 @@ def _energy_rows(summary: Mapping[str, Any], roles: Mapping[str, str]) -> list[R
     policies = {plan.get("policy") for plan in summary.get("plans", ()) if plan}
     early = summary["rounds"] < _KEPT_FROM and policies == {_PAYING}
     shares = {name: used.get(name, 0.0) / b if b else 0.0 for name, b in budgets.items()}
-    rows = []
+    rows = list[Row]()
     for device in sorted(shares, key=lambda name: -shares[name]):
         used_j, budget_j = used.get(device, 0.0), budgets[device]  # a budget of None: no limit
         limit = "" if budget_j is None else f" of {budget_j:.3g}"
-        text = f"{used_j:.3g}{limit} J per round"
+        text = Text(f"{used_j:.3g}{limit} J per round")
         if shares[device] > 1.0:
-            text = text + _SO_FAR if early else f"[red]{text}, over budget[/red]"
+            text += Text(_SO_FAR) if early else Text(", over budget")
+            text.style = "" if early else "red"
         rows.append((f"energy {roles.get(device, device)}", text))
     return rows
 

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.live import Live
 
 from collapipe_flwr.core.processes import meanwhile
@@ -23,6 +22,7 @@ from collapipe_flwr.reporting import run_directory
 from collapipe_flwr.reporting.bars import Bars, plain_line
 from collapipe_flwr.reporting.console import RoundPrinter, summary_table
 from collapipe_flwr.reporting.events import RoundEvent
+from collapipe_flwr.reporting.output import terminal
 from collapipe_flwr.reporting.progress import RunProgress, read_progress
 from collapipe_flwr.reporting.run_lock import LOG
 from collapipe_flwr.reporting.run_reader import EventTail
@@ -45,7 +45,7 @@ class Screen(RoundPrinter):
         verbose: bool = False,
         now: Callable[[], float] = time.time,
     ) -> None:
-        super().__init__(console=Console(quiet=quiet, highlight=False))
+        super().__init__(console=terminal(quiet=quiet))
         self.verbose = verbose
         self._now, self._said_s = now, now()
         self._progress: RunProgress | None = None
