@@ -11,6 +11,7 @@
 # make test-newest   the tests, or TESTS="tests/laws ...", with the newest libraries that pyproject.toml allows
 # make test-kernels  the tests with plain instead of vectorised CPU kernels, as on another processor
 # make test-accelerators  what computes on accelerators, with this machine's instead of a pretended one
+# make reference     the generated parts of docs/reference, from the code
 # make docs          the documentation site into site/; a warning is an error
 PYTHON ?= python3
 VENV ?= .venv
@@ -30,7 +31,7 @@ OLDEST_FLWR := flwr==1.41.0
 # Another, with the upper end: no pins at all.
 NEWEST := $(VENV)-newest
 
-.PHONY: demo test docs check static test-cluster test-slow soak test-arm test-oldest test-newest test-kernels test-accelerators clean
+.PHONY: demo test docs reference check static test-cluster test-slow soak test-arm test-oldest test-newest test-kernels test-accelerators clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/collapipe run . --federation-config sim.toml
@@ -73,6 +74,9 @@ test-kernels: $(VENV)/.test
 
 test-accelerators: $(VENV)/.test
 	WITH_ACCELERATORS=1 $(PYTEST) tests/laws/test_accelerators.py tests/pipeline/test_compute.py tests/host/test_ledger.py
+
+reference: $(VENV)/.test
+	$(BIN)/python docs/reference.py
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

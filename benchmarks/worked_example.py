@@ -72,7 +72,7 @@ def shown(name: str) -> list[str]:
         return (RECORD / ANSWERS).read_text(encoding="utf-8").splitlines()
     lines = (RECORD / CONSOLE).read_text(encoding="utf-8").splitlines()
     heads = [number for number, line in enumerate(lines) if _ROUND.match(line)]
-    last = heads[-1] + 2
+    last = next(n for n in range(heads[-1] + 1, len(lines)) if not lines[n].startswith(" "))
     pieces = {
         "start": lines[: heads[0]],
         "rounds": [*lines[heads[0] : heads[2]], "...", *lines[heads[-1] : last]],

@@ -1,4 +1,4 @@
-"""What the site does beyond MkDocs: generated tables, and links to files outside ``docs/``.
+"""What the site does beyond MkDocs: links to files outside ``docs/``.
 
 Pages link to other files of the repository by relative paths, which work where the repository is
 browsed. On the site, such a file is published below ``project/`` and links point there. A link to
@@ -10,23 +10,17 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files, InclusionLevel
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from reference import GENERATED
-
 ROOT = Path(__file__).parents[1]
 PROJECT = "project/"
 PAGES = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
 _LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
 _ROLE = re.compile(r":(?:class|func|meth|mod|data):(?=<code>)")
-_MARK = re.compile(r"<!-- generated: ([a-z-]+) -->")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -40,8 +34,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Fill in generated tables, and point links that leave ``docs/`` to where the site has them."""
-    markdown = _MARK.sub(lambda match: GENERATED[match[1]](), markdown)
+    """Point links that leave ``docs/`` to where the site has them."""
     return _LINK.sub(lambda match: _rewritten(match, page.file.src_uri), markdown)
 
 

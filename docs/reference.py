@@ -1,23 +1,24 @@
-"""Reference pages from the code: the keys of a run-config and the command line.
+"""Reference pages from the code: keys of a run-config, the command line, names of the library.
 
-    python docs/reference.py run-config     # or: commands
+    make reference
 
-prints the tables as Markdown. The site fills them in where a page says
-``<!-- generated: run-config -->``. Defaults come from ``pyproject.toml``, allowed values from what
-the parser refuses, meanings from ``reference/keys.toml``.
+writes what stands between ``<!-- generated: run-config -->`` and ``<!-- end -->`` on the pages of
+``reference/``. Defaults come from ``pyproject.toml``, allowed values from what the parser refuses,
+meanings from ``reference/keys.toml``, names from the page itself.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import sys
+import pkgutil
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Protocol, get_type_hints
 
 import click
 import typer
@@ -27,6 +28,7 @@ from collapipe_flwr.core.errors import ConfigError
 Value = bool | int | float | str
 
 ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs/reference"
 PARSERS = ("collapipe_flwr.config.schema", "collapipe_flwr.config.schema")
 TITLES = {
     "": "The run",
@@ -42,6 +44,8 @@ TITLES = {
     "reporting": "Reporting",
 }
 _TYPES = {bool: "true or false", int: "whole number", float: "number", str: "text"}
+_GENERATED = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
+_NAME = re.compile(r"^(?:## (?P<heading>.+)|::: (?P<name>\S+))$", re.MULTILINE)
 _REFUSED: Mapping[type, Value] = {int: -(10**9), float: -1e9, str: "?"}
 
 
@@ -115,18 +119,32 @@ def allowed(key: str, default: Value) -> str:
         try:
             parse({key: _REFUSED[type(default)]})
         except ConfigError as error:
-            said = str(error).removeprefix(f"{key} must ").partition(", got ")[0]
-            return (
-                said.removeprefix("be ")
-                .replace("lie between", "between")
-                .replace("list ", "list of ")
-            )
+            said, got, _ = str(error).partition(", got ")
+            if got:
+                said = said.removeprefix(f"{key} must ").removeprefix("be ")
+                return said.replace("lie between", "between").replace("list ", "list of ")
+            if known := re.search(r"known are (.+)", said):
+                return f"one of {known[1]}"
     return _TYPES[type(default)]
 
 
 def commands() -> str:
     """Every command with its arguments and options."""
     return "\n\n".join(_command(name, command) for name, command in command_tree().items())
+
+
+def names() -> str:
+    """The names that `reference/api.md` documents, with their arguments and methods, by heading."""
+    tables: dict[str, list[str]] = {}
+    heading = ""
+    for match in _NAME.finditer((FOLDER / "api.md").read_text(encoding="utf-8")):
+        if match["name"]:
+            tables.setdefault(heading, []).extend(_name_rows(match["name"]))
+        heading = match["heading"] or heading
+    return "\n\n".join(
+        f"**{heading}**\n\n" + _table("name", "what it is", rows=rows)
+        for heading, rows in tables.items()
+    )
 
 
 @cache
@@ -180,6 +198,34 @@ def _option(option: click.Option, context: click.Context) -> str:
     return _row(names, shown, option.help or "")
 
 
+def _name_rows(dotted: str) -> Iterator[str]:
+    """A name and, of a class, the public methods that say what they do."""
+    found, short = pkgutil.resolve_name(dotted), dotted.rpartition(".")[2]
+    bare = isinstance(found, type) and issubclass(found, (Exception, Protocol))  # not to be made
+    yield _row(f"`{short}{'' if bare else _arguments_of(found)}`", _summary(found))
+    for name, method in vars(found).items() if isinstance(found, type) else ():
+        if inspect.isfunction(method) and not name.startswith("_") and method.__doc__:
+            yield _row(f"`{short}.{name}{_arguments_of(method)}`", _summary(method))
+
+
+def _arguments_of(found: Any) -> str:
+    """``(a, *, b=...)``, without annotations and ``self``."""
+    plain = [
+        each.replace(
+            annotation=each.empty, default=each.empty if each.default is each.empty else ...
+        )
+        for each in inspect.signature(found).parameters.values()
+        if each.name != "self"
+    ]
+    return str(inspect.Signature(plain)).replace("Ellipsis", "...").replace(" = ", "=")
+
+
+def _summary(found: Any) -> str:
+    """The first paragraph of a docstring, without roles of Sphinx."""
+    text = " ".join(inspect.cleandoc(found.__doc__ or "").partition("\n\n")[0].split())
+    return re.sub(r":\w+:(?=`)", "", text).replace("``", "`")
+
+
 def _table(*header: str, rows: list[str]) -> str:
     return "\n".join([_row(*header), _row(*["---"] * len(header)), *rows])
 
@@ -188,7 +234,17 @@ def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-GENERATED: Mapping[str, Callable[[], str]] = {"run-config": run_config, "commands": commands}
+def page(text: str) -> str:
+    """The text of a page with its generated parts made anew."""
+    return _GENERATED.sub(lambda m: f"{m[1]}\n{GENERATED[m[2]]()}\n\n{m[3]}", text)
+
+
+GENERATED: Mapping[str, Callable[[], str]] = {
+    "run-config": run_config,
+    "commands": commands,
+    "names": names,
+}
 
 if __name__ == "__main__":
-    print(GENERATED[sys.argv[1]]())
+    for path in FOLDER.glob("*.md"):
+        path.write_text(page(path.read_text(encoding="utf-8")), encoding="utf-8")

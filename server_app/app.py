@@ -36,9 +36,9 @@ from collapipe_flwr.federation.run.run_strategy import (
     learning_settings,
     make_clock,
     make_planner,
-    make_strategy,
 )
 from collapipe_flwr.federation.run.sinks import Sinks
+from collapipe_flwr.federation.run.strategies import make_strategy
 from collapipe_flwr.federation.wrapped_grid import polling
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.saving import save_adapter, save_whole
@@ -156,6 +156,7 @@ def _recorder(
         story=RunStory(
             metric_name=evaluator.task.metric_name,
             energy_budget_j={device.device_id: device.energy_budget_j for device in devices},
+            share_asked=config.scheduler.settings.max_model_share,
             memory_limit_bytes={device.device_id: device.memory_bytes for device in devices},
             versions=installed_versions(),
             rounds_asked=config.run.num_server_rounds,

@@ -16,7 +16,7 @@ from collapipe_flwr.cli.generate import generate
 from collapipe_flwr.cli.hosting import control_unit, device, edge, supernode
 from collapipe_flwr.cli.joining import certs, deploy, join
 from collapipe_flwr.cli.report import compare, report, watch
-from collapipe_flwr.cli.run import check_config, run
+from collapipe_flwr.cli.run import check_config, run, stop
 from collapipe_flwr.core.errors import CollaPipeError
 from collapipe_flwr.core.imports import installed_versions
 
@@ -28,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 COMMANDS = (
-    *(run, check_config, watch, report, compare, edge, control_unit),
+    *(run, stop, check_config, watch, report, compare, edge, control_unit),
     *(generate, device, join, certs, deploy, profile, simulate),
 )
 for command in COMMANDS:

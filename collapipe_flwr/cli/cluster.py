@@ -44,6 +44,14 @@ Folder = Annotated[
         "root, else ~/.config/collapipe."
     ),
 ]
+Kept = Annotated[
+    Path | None,
+    Option(
+        help="Where the cluster is kept. Default: $COLLAPIPE_FOLDER, else the first that keeps it "
+        "of ~/.config/collapipe (not for root), /etc/collapipe and, of a deployment, "
+        "/etc/collapipe/control-unit."
+    ),
+]
 AsService = Annotated[
     Manager | None,
     Option("--service", help="Install and start a service of systemd, and return."),
@@ -80,8 +88,9 @@ def init(
     """
     from collapipe_flwr.config.cluster_file import MemberConfig, Role
     from collapipe_flwr.membership.newcomer import PORTS, kind_here, measured, with_port
+    from collapipe_flwr.membership.registry import Registry, default_folder
 
-    registry = _registry(folder)
+    registry = Registry(folder or default_folder())
     if service is not None:
         check_manager(service, registry.folder)
     if (found := registry.clusters().get(name)) is not None:
@@ -113,7 +122,7 @@ def init(
 
 
 def serve(
-    folder: Folder = None,
+    folder: Kept = None,
     listen: Annotated[
         str, Option(help="HOST:PORT for newcomers. Default: the control unit's address.")
     ] = "",
@@ -136,7 +145,7 @@ def serve(
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     stay(
-        _registry(folder),
+        _kept(folder),
         lambda text: typer.echo(text),
         listen=listen,
         edge=edge,
@@ -152,16 +161,16 @@ def token(
     ),
     members: Annotated[int, Option(help="How many may join by it.", min=1)] = 1,
     minutes: Minutes = 60.0,
-    folder: Folder = None,
+    folder: Kept = None,
 ) -> None:
     """Print another token; run it where the cluster was made."""
-    registry = _registry(folder)
+    registry = _kept(folder, cluster)
     _print_token(registry, registry.cluster(cluster), role, members, minutes)
 
 
 def status(
     cluster: Annotated[str, Argument(help="Its name, if there are several here.")] = "",
-    folder: Folder = None,
+    folder: Kept = None,
     as_json: Annotated[bool, Option("--json", help="Print JSON, once.")] = False,
     once: Annotated[bool, Option("--once", help="Print once on a terminal, too.")] = False,
 ) -> None:
@@ -170,14 +179,14 @@ def status(
     On a terminal, a table that is updated until Ctrl-C; elsewhere, plain lines. Exit code 1 if a
     member is away or does not have the newest roster yet.
     """
-    from rich.console import Console
-
     from collapipe_flwr.membership.members import cluster_status
+    from collapipe_flwr.reporting.output import terminal
     from collapipe_flwr.reporting.tables import follow, status_lines, status_table
 
-    registry, console = _registry(folder), Console()
+    registry, console = _kept(folder, cluster), terminal()
 
     def look() -> ClusterStatus:
+        registry.void_expired()
         return cluster_status(registry.cluster(cluster))
 
     found = look()
@@ -195,7 +204,7 @@ def status(
 def remove(
     member: Annotated[str, Argument(help="Its name.")],
     cluster: Annotated[str, Option(help="Its cluster, if there are several here.")] = "",
-    folder: Folder = None,
+    folder: Kept = None,
 ) -> None:
     """Remove a member that joined by a token; run it where the cluster was made.
 
@@ -204,7 +213,7 @@ def remove(
     """
     from collapipe_flwr.membership.members import listeners, send_rosters
 
-    registry = _registry(folder)
+    registry = _kept(folder, cluster)
     with registry.changing():
         before = registry.clusters()
         registry.remove(registry.cluster(cluster), member)
@@ -236,17 +245,22 @@ def check(
 
     Print speed, free memory, clock, rate and delay of the links, and what to fix. Exit code 1 if
     something needs fixing. To make plans use the figures, those of links included, name the --json
-    file as `measured` in the cluster file.
+    file as `measured` in the cluster file. Who trains is busy: nothing is measured there, because
+    that would slow it down, and figures of an earlier check stay.
     """
     from collapipe_flwr.config.cluster_file import read_cluster
 
     config = read_cluster(file)
     typer.echo(f"measuring cluster {config.id}", err=True)  # libraries take seconds to load
-    from rich.console import Console
-
-    from collapipe_flwr.cluster.check import CheckSettings, check_cluster, measured_ways
+    from collapipe_flwr.cluster.check import (
+        CheckSettings,
+        check_cluster,
+        measured_ways,
+        with_earlier,
+    )
+    from collapipe_flwr.membership.figures import figures_of
     from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
-    from collapipe_flwr.reporting.output import prepare, progress, write_json
+    from collapipe_flwr.reporting.output import prepare, progress, terminal, write_json
     from collapipe_flwr.reporting.tables import show_measurements
 
     prepare("--json", json_file)
@@ -255,8 +269,11 @@ def check(
     members = len(config.devices) + 1 + bool(config.edge.address)
     with progress(members + len(measured_ways(config, settings))) as on_done:
         found = check_cluster(config, settings, on_done)
-    show_measurements(found, Console())
-    write_json(json_file, plain(found))
+    show_measurements(found, terminal())
+    if json_file is not None:
+        write_json(
+            json_file, plain(with_earlier(found, figures_of(config)) if found.busy else found)
+        )
     raise typer.Exit(1 if found.faults else 0)
 
 
@@ -265,10 +282,10 @@ for command in (init, serve, token, status, remove, check):
     clusters.command()(command)
 
 
-def _registry(folder: Path | None) -> Registry:
-    from collapipe_flwr.membership.registry import Registry, default_folder
+def _kept(folder: Path | None, cluster: str = "") -> Registry:
+    from collapipe_flwr.membership.registry import registry_of
 
-    return Registry(folder or default_folder())
+    return registry_of(folder, cluster)
 
 
 def _joined_at(config: ClusterConfig) -> str:

@@ -47,7 +47,7 @@ def profile(
     schedule: Annotated[str, Option(help="As scheduler.schedule: gpipe or 1f1b.")] = "1f1b",
     max_model_share: Annotated[
         float, Option(help="As scheduler.max-model-share; 1: no cap on a device's share.")
-    ] = 1.0,
+    ] = 0.5,
     batch: Annotated[int, Option(help="Examples per batch of the timed block.", min=1)] = 8,
     seconds: Annotated[float, Option(help="Seconds to time a block; 0: do not.", min=0)] = 1.0,
     json_file: Annotated[
@@ -68,11 +68,9 @@ def profile(
     if folder_only(model) and not expanded(model).is_dir():
         raise ConfigError(no_such_path("MODEL", model))
     typer.echo(f"measuring {model}", err=True)  # libraries take seconds to load
-    from rich.console import Console
-
     from collapipe_flwr.cluster.forecast import ModelChoice, build_model, forecast
     from collapipe_flwr.models.spec import BatchShape
-    from collapipe_flwr.reporting.output import prepare, write_json
+    from collapipe_flwr.reporting.output import prepare, terminal, write_json
     from collapipe_flwr.reporting.tables import as_json, show_forecast
     from collapipe_flwr.scheduler.protocol import SchedulerConfig
     from collapipe_flwr.simulation.setting import whole_numbers
@@ -102,7 +100,7 @@ def profile(
         examples_at_once=batch,
         seconds=seconds,
     )
-    show_forecast(found, Console())
+    show_forecast(found, terminal())
     write_json(json_file, as_json(found))
     raise typer.Exit(1 if place is not None and found.plan is None else 0)
 

@@ -16,6 +16,7 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.membership.systemd import check_manager
 
 if TYPE_CHECKING:
+    from collapipe_flwr.cluster.profile import Measured
     from collapipe_flwr.deployment.ssh import Result
     from collapipe_flwr.membership.newcomer import Membership, Newcomer
     from collapipe_flwr.membership.tokens import JoinToken
@@ -91,10 +92,22 @@ def _join(token: JoinToken, newcomer: Newcomer, discover: bool) -> Membership:
     host = newcomer.address or host_towards(unit)
     address = here.with_port(host, here.PORTS[token.role])
     measures = token.role in (Role.DEVICE, Role.CONTROL_UNIT)
-    measure = here.measured if measures else None
-    if measures:
-        typer.echo("measuring this machine", err=True)
-    return here.join(token, replace(newcomer, address=address), measure, address=unit)
+
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    def measure(name: str) -> Measured:
+        say("measuring this machine")
+        return here.measured(name)
+
+    return here.join(
+        token,
+        replace(newcomer, address=address),
+        measure if measures else None,
+        address=unit,
+        patience_s=here.PATIENCE_S,
+        say=say,
+    )
 
 
 def _start(found: Membership, folder: Path, options: list[str]) -> None:
@@ -135,18 +148,17 @@ def deploy(
     Steps that are done already are skipped, so deploy again after a failure, or with more machines.
     Exit code 1 if something needs fixing.
     """
-    from rich.console import Console
-
     from collapipe_flwr.deployment.deploy import Deployment, next_steps, show
     from collapipe_flwr.deployment.inventory import read_inventory
     from collapipe_flwr.deployment.ssh import Outcome
+    from collapipe_flwr.reporting.output import terminal
 
-    console = Console()
+    console = terminal()
 
     def told(result: Result) -> None:
         if result.outcome is not Outcome.KEPT:
             line = f"{result.machine}: {result.outcome.value} {result.step}"
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            console.print(line, soft_wrap=True)
 
     deployed = Deployment(
         inventory=read_inventory(inventory),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -72,6 +73,28 @@ def run(
     typer.echo(attempt.run_dir)
 
 
+def stop(
+    run_dir: Annotated[Path, Argument(help="Run directory.")],
+    patience_s: Annotated[float, Option(help="Seconds until it is ended by force.", min=0)] = 20.0,
+) -> None:
+    """Stop a run that still runs on this machine, however it was started.
+
+    It ends as by Ctrl-C, and can be resumed. Exit code 0 also if it does not run.
+    """
+    from collapipe_flwr.reporting import stopping
+    from collapipe_flwr.reporting.run_directory import read_summary
+
+    with wrong_input():
+        process = stopping.stoppable(run_dir)
+    if process is None:
+        typer.echo(f"nothing to stop: no process of {run_dir} runs")
+    else:
+        say = partial(typer.echo, err=True)
+        stopping.stop(run_dir, process, say, patience_s=patience_s)
+    status = (read_summary(run_dir) or {}).get("status", "interrupted")
+    typer.echo(f"{run_dir}: {status}")
+
+
 def check_config(
     project: Project = Path("."),
     run_config: RunConfig = None,
@@ -100,5 +123,7 @@ def check_config(
         os.chdir(found.app)  # as the run does: paths in the run-config are relative to the app
         look({**declared_config(found.app), **found.settings})
         from collapipe_flwr.federation.run.preflight import check_launch
+        from collapipe_flwr.host.daemon import hide_unused_libraries
 
+        hide_unused_libraries()  # a tenth of the rest; a check computes no metric
         typer.echo(check_launch(found))

@@ -1,4 +1,7 @@
-"""Check a cluster: reach every member and measure it and the links between members."""
+"""Check a cluster: reach every member and measure it and the links between members.
+
+What trains is not measured, because that would mislead and slow its round.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
 
 from collapipe_flwr.cluster.profile import Measured, MeasuredLink, Measurements
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.bounds import LEAST_SPEED, MOST_SPEED
-from collapipe_flwr.core.errors import CollaPipeError, LinkTimeout
+from collapipe_flwr.core.errors import Busy, CollaPipeError, LinkTimeout, Unreachable
 from collapipe_flwr.core.keys import AUTO
 from collapipe_flwr.core.version import version_fault
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest, run_benchmark
@@ -24,7 +26,6 @@ from collapipe_flwr.transport.methods import MOST_PROBE_S, ProbeRequest
 _MEGA = 1e6
 CLOCKS_DIFFER_S = 60.0
 LEAST_MEMORY_BYTES = 400 * 10**6  # torch and transformers, before any model
-Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,8 @@ class CheckSettings:
     clock: Callable[[], float] = time.time
 
 
+# What a busy member says of itself:
+_SEEN = ("address", "clock_ahead_s", "energy_sensor", "power_w", "busy", "fault")
 Way = tuple[MemberConfig, MemberConfig]
 Benchmark = Callable[[BenchmarkRequest], BenchmarkAnswer]
 
@@ -72,22 +75,28 @@ def check_cluster(
     """Measure the control unit (here), every device, the edge if the file says where it is, and
     the links between them.
 
-    ``on_done`` is called with the name of each member and link. What fails has a ``fault``.
+    ``on_done`` is called with the name of each member and link. What fails has a ``fault``. While a
+    device is at work, the whole cluster is busy; an edge may be at work for another one.
     """
-    here = measure_here(config.control_unit.name, settings)
-    too_small = _memory_fault(config.control_unit, here.memory_bytes or 0)
-    members = [replace(here, fault=too_small)]
-    on_done(here.name)
     edge = (config.edge,) if config.edge.address and not config.edge_is_member else ()
     others = (*config.devices, *edge)
     with ThreadPoolExecutor(max(len(others), 1), thread_name_prefix="check") as pool:
         # All are asked at once, to share one deadline. Those that answer are measured one after the
         # other, as they share this machine's link.
-        faults = pool.map(lambda asked: _asked(config, asked, settings, EdgeClient.echo), others)
-        for member, fault in zip(others, faults, strict=True):
-            measure = partial(_measured, member=member, settings=settings)
-            members.append(_asked(config, member, settings, measure) if fault is None else fault)
-            on_done(member.name)
+        found = list(pool.map(lambda asked: _looked_at(config, asked, settings), others))
+    at_work = {member.name for member in found if member.busy}
+    whole = any(device.name in at_work for device in config.devices)
+    here = Measured(name=config.control_unit.name, busy=whole or _is_on(config, at_work))
+    members = [here if here.busy else _measured_here(config, settings)]
+    on_done(here.name)
+    for member, looked in zip(others, found, strict=True):
+        if whole and not looked.fault:
+            looked = replace(looked, busy=True)
+        idle = not (looked.busy or looked.fault)
+        measured = _measured(config, member, looked, settings) if idle else looked
+        faults = (measured.fault, _clock_fault(measured.clock_ahead_s or 0.0))
+        members.append(replace(measured, fault="; ".join(filter(None, faults))))
+        on_done(member.name)
     there = {member.name for member in members if member.delay_s is not None}
     links = []
     for source, target in measured_ways(config, settings):
@@ -100,6 +109,35 @@ def check_cluster(
         links=tuple(links),
         links_left_out=len(ways(config)) - len(measured_ways(config, settings)),
     )
+
+
+def with_earlier(found: Measurements, before: Measurements) -> Measurements:
+    """The figures to plan with: those of busy members and their links are from an earlier check."""
+    busy = set(found.busy)
+    members = [
+        replace(before.of(m.name), **{name: getattr(m, name) for name in _SEEN}) if m.busy else m
+        for m in found.members
+    ]
+    names, new = {m.name for m in members}, {(link.source, link.target) for link in found.links}
+    links = [
+        link
+        for link in before.links
+        if (ends := (link.source, link.target)) not in new
+        and busy & set(ends)
+        and names >= set(ends)
+    ]
+    return replace(found, members=tuple(members), links=(*found.links, *links))
+
+
+def _is_on(config: ClusterConfig, at_work: set[str]) -> bool:
+    """Whether an edge that is at work runs on this machine, the control unit's."""
+    edge = config.edge
+    return edge.name in at_work and edge.host in (config.control_unit.host, "127.0.0.1")
+
+
+def _measured_here(config: ClusterConfig, settings: CheckSettings) -> Measured:
+    here = measure_here(config.control_unit.name, settings)
+    return replace(here, fault=_memory_fault(config.control_unit, here.memory_bytes or 0))
 
 
 def measure_here(name: str, settings: CheckSettings) -> Measured:
@@ -155,8 +193,8 @@ def _asked(
     config: ClusterConfig,
     member: MemberConfig,
     settings: CheckSettings,
-    ask: Callable[[EdgeClient], Answer],
-) -> Answer | Measured:
+    ask: Callable[[EdgeClient], Measured],
+) -> Measured:
     """What ``ask`` returns, or the fault of a member that does not answer."""
     try:
         with _client(config, member, settings) as client:
@@ -166,28 +204,46 @@ def _asked(
         return Measured(name=member.name, address=member.address, fault=fault)
 
 
-def _measured(client: EdgeClient, member: MemberConfig, settings: CheckSettings) -> Measured:
-    client.echo()  # connects, which must not count as delay
-    before_s = settings.clock()
-    status = client.status()
-    ahead_s = status.unix_s - (before_s + settings.clock()) / 2
-    if other := version_fault("it", status.version, "this machine"):  # messages may differ too
-        return Measured(name=member.name, address=member.address, fault=other)
-    way = client.measure_way(settings.payload_bytes)
-    is_idle = bool(status.resident_bytes) and not status.awake
-    reached = Measured(
-        name=member.name,
-        address=member.address,
-        rate_bit_per_s=way.rate_bit_per_s,
-        delay_s=way.delay_s,
-        idle_bytes=status.resident_bytes if is_idle else None,
-        clock_ahead_s=ahead_s,
-        energy_sensor=status.energy_sensor,
-        power_w=status.power_w,
-    )
-    found = _computing(reached, settings, client.benchmark)
-    faults = (_memory_fault(member, found.memory_bytes or 0), _clock_fault(ahead_s))
-    return replace(found, fault="; ".join(filter(None, faults)))
+def _looked_at(config: ClusterConfig, member: MemberConfig, settings: CheckSettings) -> Measured:
+    """What a member says of itself, which disturbs nothing."""
+
+    def look(client: EdgeClient) -> Measured:
+        client.echo()  # connects, which must not count as delay
+        before_s = settings.clock()
+        status = client.status()
+        ahead_s = status.unix_s - (before_s + settings.clock()) / 2
+        found = Measured(name=member.name, address=member.address)
+        if other := version_fault("it", status.version, "this machine"):  # messages may differ too
+            return replace(found, fault=other)
+        is_idle = bool(status.resident_bytes) and not status.awake
+        return replace(
+            found,
+            idle_bytes=status.resident_bytes if is_idle else None,
+            clock_ahead_s=ahead_s,
+            energy_sensor=status.energy_sensor,
+            power_w=status.power_w,
+            busy=status.at_work,
+        )
+
+    return _asked(config, member, settings, look)
+
+
+def _measured(
+    config: ClusterConfig, member: MemberConfig, looked: Measured, settings: CheckSettings
+) -> Measured:
+    """The link to a member that is not at work, its speed and its memory."""
+
+    def measure(client: EdgeClient) -> Measured:
+        client.echo()
+        way = client.measure_way(settings.payload_bytes)
+        reached = replace(looked, rate_bit_per_s=way.rate_bit_per_s, delay_s=way.delay_s)
+        try:
+            found = _computing(reached, settings, client.benchmark)
+        except Busy:  # since a moment ago
+            return replace(looked, busy=True)
+        return replace(found, fault=_memory_fault(member, found.memory_bytes or 0))
+
+    return _asked(config, member, settings, measure)
 
 
 def _link(
@@ -237,9 +293,8 @@ def _memory_fault(member: MemberConfig, free_bytes: int) -> str:
 
 
 def _advice(config: ClusterConfig, member: MemberConfig, error: CollaPipeError) -> str:
-    text = str(error)
-    if not isinstance(error, LinkTimeout) and "cannot be reached" not in text:
-        return text
+    if not isinstance(error, LinkTimeout | Unreachable):
+        return str(error)
     known = diagnosis(
         member.address,
         config.certificate_name(member),

@@ -166,11 +166,12 @@ def _described(plan: ClusterPlan, cluster: ClusterProfile) -> str:
             f"{names} {f'block {first}' if first == last else f'blocks {first}-{last}'}"
         )
     assert plan.whole_bytes and plan.fullest_share, "every planner sets them"
+    allowed = "" if plan.model_share is None else f" ({100 * plan.model_share:.3g} % allowed)"
     return (
         f"{', '.join(segments)}; {plan.micro_batches} micro-batches of {plan.micro_batch_size}, a "
-        f"round of {cluster.examples} examples takes about {plan.latency_s:.1f} s, and the fullest "
-        f"device ({fullest.rpartition('/')[2]}) uses {used[fullest] / 1e6:.0f} of "
-        f"{memory[fullest] / 1e6:.0f} MB; no device holds more than "
+        f"round of {cluster.examples} examples takes about {plan.latency_s:.1f} s; the planned "
+        f"peak of the fullest device ({fullest.rpartition('/')[2]}) is {used[fullest] / 1e6:.0f} "
+        f"of {memory[fullest] / 1e6:.0f} MB allowed, and that of every device at most "
         f"{100 * plan.fullest_share:.0f} % of the {plan.whole_bytes / 1e6:.0f} MB that training "
-        "the whole model takes"
+        f"the whole model takes{allowed}"
     )

@@ -31,7 +31,7 @@ class Measured:
     the link from the control unit. ``idle_bytes`` is the memory of its daemon before the check made
     it load anything, ``clock_ahead_s`` how far its clock is ahead of the control unit's.
     ``power_w`` is the reading of its ``energy_sensor`` before the benchmark; without a sensor the
-    energy is modelled.
+    energy is modelled. Nothing that disturbs was measured of a ``busy`` one, which is at work.
     """
 
     name: bounds.Name
@@ -47,6 +47,7 @@ class Measured:
     clock_ahead_s: bounds.Moment | None = None
     energy_sensor: bounds.Text = ""
     power_w: bounds.Signed | None = None
+    busy: bool = False
     fault: str = ""
 
 
@@ -80,6 +81,11 @@ class Measurements:
             *(f"{m.name}: {m.fault}" for m in self.members if m.fault),
             *(f"{link.source} -> {link.target}: {link.fault}" for link in self.links if link.fault),
         )
+
+    @property
+    def busy(self) -> tuple[str, ...]:
+        """The members that were not measured because they, or their cluster, were at work."""
+        return tuple(member.name for member in self.members if member.busy)
 
     def of(self, name: str) -> Measured:
         """The figures of a member; all None if it is not listed."""
@@ -215,7 +221,7 @@ def cluster_of_presets(
     return ClusterProfile(
         cluster_id=cluster_id,
         examples=examples,
-        control_unit=replace(device_preset(control_unit), device_id=f"{cluster_id}/cu"),
+        control_unit=replace(device_preset(control_unit), device_id=f"{cluster_id}/control-unit"),
         devices=tuple(
             replace(device_preset(kind), device_id=f"{cluster_id}/{number}-{kind}")
             for number, kind in enumerate(kinds, start=1)

@@ -80,6 +80,10 @@ class AccessControl:
         """How many clusters share a host."""
         return sum(caller.role is Role.CONTROL_UNIT for caller in self.callers.values())
 
+    def knows(self, name: str, fingerprint: str) -> bool:
+        """Whether that is a caller with a certificate of its own."""
+        return name in self.callers and self.callers[name].may_show(fingerprint)
+
 
 def access_control(clusters: Iterable[ClusterConfig], allow: Iterable[str] = ()) -> AccessControl:
     """The members in these files, and the names in ``allow``.

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from collapipe_flwr.config.parsing import flatten_section, parse_section, refuse_unknown
+from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import AUTO as WHERE_BEST
 from collapipe_flwr.core.keys import (
     Value,
@@ -37,7 +38,7 @@ from collapipe_flwr.core.links import CODECS, Heartbeat, TlsFiles
 from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.models.spec import LoraConfig, ModelConfig
 from collapipe_flwr.pipeline.config import Execution
-from collapipe_flwr.pipeline.optimizer import OptimizerConfig
+from collapipe_flwr.pipeline.optimizer_settings import OptimizerConfig
 from collapipe_flwr.scheduler.protocol import NOISE_SCALE, SchedulerConfig
 
 AUTO = "auto"
@@ -80,6 +81,19 @@ class RunConfig:
     round_retries: int = key(5, at_least(0))  # of a round in which every cluster failed
     round_slack: float = key(0.0, off_or_at_least(1))  # close at so many times the usual; 0: never
     round_late: str = key("drop", one_of("drop", "join"))  # what comes after a round has closed
+
+    def __post_init__(self) -> None:
+        joins_late = self.round_late == "join"
+        if self.runtime == "whole" and (self.round_slack or joins_late):
+            key = f"round-slack={self.round_slack:g}" if self.round_slack else "round-late=join"
+            raise ConfigError(
+                f"{key} has no effect with runtime=whole, whose rounds have no predicted duration: "
+                "leave it out, or set runtime=pipeline"
+            )
+        if joins_late and not self.round_slack:
+            raise ConfigError(
+                "round-late=join has no effect without round-slack: set it, too, to 1.5"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +232,13 @@ class AppConfig:
     privacy: PrivacyConfig = inline(PrivacyConfig(), table="privacy")
     evaluation: EvaluationConfig = inline(EvaluationConfig(), table="evaluation")
     reporting: ReportingConfig = inline(ReportingConfig(), table="reporting")
+
+    def __post_init__(self) -> None:
+        if self.lora.rank and not self.model.pretrained:
+            raise ConfigError(
+                f"lora.rank is {self.lora.rank}, but model.pretrained is empty: adapters need a "
+                "checkpoint below them; name one, or set lora.rank=0"
+            )
 
     @property
     def seeded_data(self) -> DataConfig:

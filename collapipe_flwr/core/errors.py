@@ -79,6 +79,10 @@ class EdgeLost(LinkError):
     """The edge is gone, so no chain can end there."""
 
 
+class Busy(LinkError):
+    """A peer that is at work, so that measuring it would mislead and disturb."""
+
+
 class ProtocolError(LinkError):
     """A peer that sent something malformed."""
 

@@ -7,11 +7,14 @@ layers and models of torch.nn and transformers.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 from platform import python_version
 from types import FunctionType
 from typing import Any
@@ -101,6 +104,32 @@ def version_of(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
+
+
+def declared_names(package: str, file: str) -> tuple[str, ...]:
+    """``__all__`` of a file of an installed package, which is read and not imported."""
+    for text in _sources(package, file):
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                return tuple(ast.literal_eval(node.value))
+    return ()
+
+
+def is_spelled(text: str, package: str, files: str) -> bool:
+    """Whether some of these files of a package, which are not imported, have a text in quotes.
+
+    What is nowhere spelled is unknown to the package. True where it has no such files.
+    """
+    found = list(_sources(package, files))
+    return not found or any(f'"{text}"' in source for source in found)
+
+
+def _sources(package: str, files: str) -> Iterator[str]:
+    """The texts of source files in the folder of an installed package."""
+    spec = find_spec(package)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for path in Path(folder).glob(files):
+            yield path.read_text(encoding="utf-8")
 
 
 def _load(path: str) -> object:

@@ -6,7 +6,8 @@ pipe with the parent, also on SIGKILL, and the child ends itself as by SIGTERM.
 Run as ``python -P -m collapipe_flwr.core.processes SECONDS COMMAND ...`` with a pipe as stdin
 (`keeping`), this module runs another program. It ends with the status of the command, or ends the
 command, with its children, when the pipe is closed or on SIGTERM: by SIGTERM to all of them, and by
-SIGKILL to those that are left after so many seconds.
+SIGKILL to those that are left after so many seconds. It is in a session of its own, and so outlives
+a SIGKILL to the group of its parent for as long as that takes.
 """
 
 from __future__ import annotations
@@ -166,6 +167,8 @@ def keeping(command: Sequence[str], patience_s: float = _STOP_S) -> list[str]:
 
 def main() -> None:
     """Run the command on the command line in a new session, with an empty stdin."""
+    with suppress(PermissionError):  # it leads a group already
+        os.setsid()
     end_with_parent()
     patience_s, *command = sys.argv[1:]
     with stopping() as stop:

@@ -320,7 +320,8 @@ class Task(ABC):
         if self.settings.tokenizer != TRAIN_TOKENIZER:
             return load_tokenizer(self.settings.tokenizer, languages)
         languages.refuse('data.tokenizer "train" learns no languages')
-        rows = zip(*(self.train[name] for name in self.text_columns), strict=True)
+        read = self.train.select(range(min(len(self.train), _MOST_TOKENIZER_TEXTS)))[:]
+        rows = zip(*(read[name] for name in self.text_columns), strict=True)
         texts = (t if isinstance(t, str) else " ".join(t) for t in chain.from_iterable(rows))
         return train_tokenizer(
             list(islice(texts, _MOST_TOKENIZER_TEXTS)),

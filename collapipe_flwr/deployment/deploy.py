@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from collapipe_flwr.cluster.profile import Measurements
 from collapipe_flwr.core.durable import write_text
@@ -54,6 +54,7 @@ class Deployment:
     results: list[Result] = field(default_factory=list)
     checks: list[Measurements] = field(default_factory=list)
     ca_pem: str = ""
+    unlisted: list[tuple[str, str]] = field(default_factory=list)  # cluster, member
 
     @property
     def failures(self) -> list[Result]:
@@ -138,6 +139,8 @@ class Deployment:
         check = from_json(Measurements, text, "what the check measured")
         self.checks.append(check)
         there = {member.name for member in check.members}
+        listed = {its.name for machine in self.inventory.machines for its in machine.roles}
+        self.unlisted += [(role.cluster, name) for name in sorted(there - listed)]
         for machine in self._well():
             mine = machine.role(DEVICE)
             if mine is not None and mine.cluster == role.cluster and mine.name not in there:
@@ -211,25 +214,35 @@ def show(deployed: Deployment, console: Console) -> None:
         (),
     )
     for machine in deployed.inventory.machines:
-        table.add_row(machine.name, escape(machine.host), summary_of(deployed, machine))
+        table.add_row(machine.name, machine.host, summary_of(deployed, machine))
     console.print(table)
     for failure in deployed.failures:
         sentence = f"{failure.machine}: {failure.step}: {failure.why}"
-        console.print(sentence, style="red", highlight=False, markup=False, soft_wrap=True)
+        console.print(sentence, style="red", soft_wrap=True)
+    where = deployed.inventory.registrar.host
+    several = len(deployed.inventory.clusters) > 1
+    for cluster, name in deployed.unlisted:
+        which = f" --cluster {cluster}" if several else ""
+        console.print(
+            f"{name} is a member of {cluster}, and not in the inventory: if it is to leave, on "
+            f"{where}: sudo collapipe cluster remove {name}{which}",
+            style="yellow",
+            soft_wrap=True,
+        )
     outcomes = {result.outcome for result in deployed.results}
     if outcomes <= {Outcome.KEPT}:
         console.print("nothing was changed: all of it was done already", style="green")
 
 
-def summary_of(deployed: Deployment, machine: Machine) -> str:
+def summary_of(deployed: Deployment, machine: Machine) -> Text:
     """A few words about one machine."""
     if failed := deployed.of(machine, Outcome.FAILED):
-        return f"[red]failed at {escape(failed[0].step)}[/red]"
+        return Text(f"failed at {failed[0].step}", style="red")
     did = deployed.of(machine, Outcome.DID)
     would = deployed.of(machine, Outcome.WOULD)
     if would:
-        return f"{len(would)} steps to do"
-    return f"[green]{len(did)} steps done[/green]" if did else "[green]nothing to do[/green]"
+        return Text(f"{len(would)} steps to do")
+    return Text(f"{len(did)} steps done" if did else "nothing to do", style="green")
 
 
 def next_steps(deployed: Deployment, path: Path, console: Console) -> None:
@@ -250,9 +263,9 @@ def next_steps(deployed: Deployment, path: Path, console: Console) -> None:
         f"to train, in the sources: flwr run . {inventory.name} --stream --run-config "
         f"{boards}\nwith this in ~/.flwr/config.toml:\n"
         f'[superlink.{inventory.name}]\naddress = "{superlink}"\n'
-        f'root-certificates = "{(folder / "ca.pem").resolve()}"',
-        highlight=False,
-        markup=False,
+        f'root-certificates = "{(folder / "ca.pem").resolve()}"\n'
+        f"to look after it, on {inventory.registrar.host}: "
+        f"sudo collapipe cluster status {inventory.clusters[0]}",
         soft_wrap=True,
     )
 

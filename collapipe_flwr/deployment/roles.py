@@ -70,7 +70,9 @@ def preparing(inventory: Inventory, machine: Machine) -> Iterator[Step]:
     yield from _programs(machine)
     yield Step(
         name="users",
-        test=f"id {USER} && id {KEEPER}",
+        test=f"id {USER} && id {KEEPER} || exit 1\n"  # who restored a copy has made them
+        "for group in video render; do\n"
+        f"  ! getent group $group || id -nG {USER} | grep -qw $group || exit 1\ndone",
         action=f"id {USER} || useradd --system {USER}\n"
         f"for group in video render; do usermod -a -G $group {USER} || true; done\n"
         f"id {KEEPER} || useradd --system --no-user-group --gid {USER} {KEEPER}",
@@ -99,7 +101,7 @@ def _programs(machine: Machine) -> Iterator[Step]:
         yield Step(
             name="environment",
             test=f'[ "$(readlink {OPT}/venv)" = {quote(access.environment)} ] && {runs} --version',
-            action=f"{runs} --version || {{ echo {quote(missing)}; exit 1; }}\n"
+            action=f"[ -x {runs} ] && {runs} --version || {{ echo {quote(missing)}; exit 1; }}\n"
             f"mkdir -p {OPT}\n[ ! -e {OPT}/venv ] || [ -L {OPT}/venv ] || {{ echo '{OPT}/venv is "
             f"an environment of its own: move it away, or name it'; exit 1; }}\n"
             f"ln -sfn {quote(access.environment)} {OPT}/venv",
@@ -154,7 +156,7 @@ rm -f {OPT}/installed
 cd {OPT}/wheel
 {_base64(wheel, name)}
 {_base64(constraints, "constraints.txt")}
-{OPT}/venv/bin/pip --version || {{
+{OPT}/venv/bin/pip --version > /dev/null 2>&1 || {{
   rm -rf {OPT}/venv
   {quote(access.python or "python3")} -m venv {OPT}/venv
 }}

@@ -20,6 +20,7 @@ _CONNECT_S = 10
 _AS_ROOT = """sh -c 'if [ "$(id -u)" = 0 ]; then exec bash -s; else exec sudo -n bash -s; fi'"""
 _LOST = 255  # ssh's own exit status
 _LOCK_S = 60
+_LEAST_MB = 32  # of a disk on which a step fails for another reason
 
 
 class Outcome(StrEnum):
@@ -50,7 +51,16 @@ class Result:
     why: str = ""
 
 
+# `tight` prints the disks that steps write to where they have so few MB free, and nothing else.
 _PRELUDE = """
+tight() {{
+  df -P -m /opt /etc /var /tmp 2> /dev/null | awk -v least="$1" '
+    NR > 1 && !seen[$6]++ {{
+      all = all (all ? ", " : "") $6 " has " $4 " MB free of " $2
+      if ($4 < least) full = 1
+    }}
+    END {{ if (full) print all }}'
+}}
 exec 9< /opt
 flock -w {lock_s} 9 || {{
   printf 'failed\\tlock\\tanother deployment is at work there: wait until it has ended\\n'
@@ -65,7 +75,13 @@ step() {{
   else
     said=$( set -e; "do_$1" 2>&1 < /dev/null 9>&- )
     if [ $? -ne 0 ]; then
-      said=$(printf '%s' "$said" | grep -v '^ *$' | tail -n 3 | cut -c 1-300 | tr '\\t\\n' '  ')
+      case "$said" in
+        *'No space left on device'* | *'Errno 28'*) full=$(tight 1000000000) ;;
+        *) full=$(tight {least_mb}) ;;
+      esac
+      said=$(printf '%s' "$said" | grep -v '^ *$' | sed 's/^[^ ]*: line [0-9]*: //' | tail -n 3 |
+        cut -c 1-300 | tr '\\t\\n' '  ')
+      [ -z "$full" ] || said="its disk is full ($full): free some, then deploy again"
       printf 'failed\\t%s\\t%s\\n' "$2" "$said"
       exit 0
     fi
@@ -77,7 +93,7 @@ step() {{
 
 def script_of(steps: Sequence[Step], *, dry: bool) -> str:
     """The bash script of these steps, whose output `results_in` reads."""
-    parts = [_PRELUDE.format(lock_s=_LOCK_S, dry="dry" if dry else "")]
+    parts = [_PRELUDE.format(lock_s=_LOCK_S, least_mb=_LEAST_MB, dry="dry" if dry else "")]
     for number, each in enumerate(steps):
         parts.append(f"test_{number}() {{\n{each.test}\n}}")
         parts.append(f"do_{number}() {{\n{each.action}\n}}")

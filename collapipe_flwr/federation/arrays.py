@@ -130,6 +130,11 @@ def not_finite(record: ArrayRecord, like: ArrayRecord) -> str | None:
     return None
 
 
+def count_not_finite(record: ArrayRecord) -> int:
+    """How many float arrays hold infinities or NaN; raises ProtocolError on a malformed one."""
+    return sum(is_floating(a) and not _is_finite(key, a) for key, a in record.items())
+
+
 def _is_finite(key: str, array: Array) -> bool:
     return bool(torch.isfinite(widened(_decode_tensor(key, array))).all())
 

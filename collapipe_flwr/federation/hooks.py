@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
@@ -21,7 +22,13 @@ from collapipe_flwr.federation.checkpoint import Memory, Resumable, restore_rng_
 from collapipe_flwr.federation.default_edge import DefaultEdge, open_edge
 from collapipe_flwr.federation.hook_options import Learning, check_options, learning_of
 from collapipe_flwr.federation.inner import layers
-from collapipe_flwr.federation.inner_state import Undo, remember, undo_nothing
+from collapipe_flwr.federation.inner_state import (
+    Undo,
+    count_unsound,
+    find_spoilt,
+    remember,
+    undo_nothing,
+)
 from collapipe_flwr.federation.late_updates import LateUpdate, LateUpdates
 from collapipe_flwr.federation.messages import readdressed, restored
 from collapipe_flwr.federation.open_round import OpenRound
@@ -84,6 +91,7 @@ class StrategyHooks:
         self._grid: Grid  # of the newest round
         self._configure: Callable[[], list[Message]]  # plans and opens it, also another time
         self._undo: Undo = undo_nothing  # what the inner strategy did in the round
+        self._unsound = Counter[str]()  # of its moments, before the round
         self._was_run = self._runs = False
         self._timeout_s = DEFAULT_TIMEOUT_S
         self._joins_late = joins_late
@@ -176,6 +184,7 @@ class StrategyHooks:
         if self._accepted.holds(server_round):
             self._forget_run()
         self._grid, state, self._undo = grid, rng_state(), remember(self.inner_strategy)
+        self._unsound = count_unsound(self.inner_strategy, arrays)
         self._configure = partial(self._configured, server_round, arrays, config, state)
         return self._with_retries(self._configure)
 
@@ -270,16 +279,20 @@ class StrategyHooks:
     def _restored(self, made: ArrayRecord, closed: ClosedRound) -> ArrayRecord | None:
         """The new model in its own dtypes; None, which drops the round, if it is not finite.
 
-        The inner strategy is then as before the round.
+        So it is with the moments of the inner strategy, which is then as before the round.
         """
         before = closed.before
         arrays = narrow_raw(made, before) if self._model is None else load_into(before, made)
-        if (key := not_finite(arrays, before)) is None:
+        if (key := not_finite(arrays, before)) is not None:
+            what = f"{key} of the model"
+        elif name := find_spoilt(self.inner_strategy, self._unsound, before):
+            what = f"its {name}"
+        else:
             return arrays
         self._undo()
         why = (
-            f"round {closed.plan.server_round}: {type(self.inner_strategy).__name__} made {key} of "
-            "the model infinite or NaN from finite replies: change strategy-arguments"
+            f"round {closed.plan.server_round}: {type(self.inner_strategy).__name__} made {what} "
+            "infinite or NaN from finite replies: change strategy-arguments"
         )
         closed.remarks.append(why)
         self._lose_round(why)

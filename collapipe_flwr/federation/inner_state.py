@@ -1,5 +1,7 @@
 """The inner strategy's state before a round, to which a repeated or a refused one returns.
 
+A round is refused, too, if it leaves infinities or NaN in that state: moments do not recover.
+
 Strategies keep moments, clipping norms and counts in attributes, and may change them in place. So
 everything that a strategy holds is put back where it is: attributes, containers, arrays, tensors,
 random generators, and objects of its own package. Objects of other libraries, such as a logger or
@@ -9,20 +11,23 @@ an open file, are left alone.
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
+from collapipe_flwr.federation.arrays import count_not_finite
 from collapipe_flwr.federation.inner import layers
 
 Undo = Callable[[], object]
 _DATA = "torch.utils.data"  # examples, which no round changes
 _MISSING = object()
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 
 def undo_nothing() -> None:
@@ -31,45 +36,69 @@ def undo_nothing() -> None:
 
 def remember(strategy: Strategy) -> Undo:
     """A function that returns ``strategy`` to its present state, as often as it is called."""
+    packages = _packages(strategy)
+    undo = [step for found in _reached(strategy, packages) for step in _undos(found, packages)]
+    return lambda: [step() for step in undo]
+
+
+def count_unsound(strategy: Strategy, model: ArrayRecord) -> Counter[str]:
+    """How many of its moments hold infinities or NaN, by the strategy's attributes.
+
+    Moments are arrays and tensors shaped like one of the model's.
+    """
+    packages, shapes = _packages(strategy), {tuple(array.shape) for array in model.values()}
+    found = Counter[str]()
+    for layer in layers(strategy):
+        for name, value in vars(layer).items():
+            if not isinstance(value, Strategy):  # it is a layer of its own
+                moments = [each for each in _reached(value, packages) if _is_shaped(each, shapes)]
+                found[name] += sum(not _is_finite(moment) for moment in moments)
+    return found
+
+
+def find_spoilt(strategy: Strategy, before: Counter[str], model: ArrayRecord) -> str | None:
+    """The first attribute with more such moments than ``before``, if any.
+
+    As many as the model has arrays with infinities are theirs.
+    """
+    now = count_unsound(strategy, model)
+    if now <= before:
+        return None
+    theirs = count_not_finite(model)
+    return next((name for name in now if now[name] > max(before[name], theirs)), None)
+
+
+def _packages(strategy: Strategy) -> frozenset[str]:
+    """Those whose objects belong to the strategy."""
     kinds = {kind for layer in layers(strategy) for kind in type(layer).__mro__}
-    packages = {_package(kind) for kind in kinds} - {"builtins", "abc", "typing"}
-    undo: list[Undo] = []
+    return frozenset({_package(kind) for kind in kinds} - {"builtins", "abc", "typing"} | {"torch"})
+
+
+def _reached(first: object, packages: Collection[str]) -> Iterator[Any]:
+    """All that an object holds, itself included, each once."""
     seen: dict[int, object] = {}  # which keeps them alive, so that no id is used again
-    left: list[object] = [strategy]
+    left = [first]
     while left:
         found = left.pop()
         if id(found) not in seen:
             seen[id(found)] = found
-            left += _remember_one(found, {*packages, "torch"}, undo)
-    return lambda: [step() for step in undo]
+            left += _held(found, packages)
+            yield found
 
 
-def _remember_one(found: Any, packages: Collection[str], undo: list[Undo]) -> Iterable[object]:
-    """Add what restores this object without what it holds, which is returned."""
-    if isinstance(found, torch.Tensor):
-        undo.append(_tensor_undo(found))
-        return ()
-    if (state := _generator_undo(found)) is not None:
-        undo.append(state)
-        return ()
-    held: list[object] = []
+def _held(found: Any, packages: Collection[str]) -> list[object]:
+    """What an object holds directly."""
+    if isinstance(found, (torch.Tensor, *_GENERATORS)):
+        return []
     if isinstance(found, np.ndarray):
-        if found.flags.writeable:
-            undo.append(_call(np.copyto, found, found.copy()))
-        return list(found.flat) if found.dtype.hasobject else ()
+        return list(found.flat) if found.dtype.hasobject else []
+    held: list[object] = []
     if isinstance(found, dict):
-        items = dict(found)
-        undo.append(_call(_refill, found, items))
-        held += items.values()
-    elif isinstance(found, list | deque | set):
-        values = list(found)
-        fill = found.update if isinstance(found, set) else found.extend
-        undo.append(lambda: (found.clear(), fill(values)))
-        held += values
-    elif isinstance(found, tuple | frozenset):
+        held += found.values()
+    elif isinstance(found, list | deque | set | tuple | frozenset):
         held += found
     if _is_followed(type(found), packages):
-        held += _remember_attributes(found, undo)
+        held += [*_slots_of(found).values(), *getattr(found, "__dict__", {}).values()]
     return held
 
 
@@ -79,21 +108,38 @@ def _is_followed(kind: type, packages: Collection[str]) -> bool:
     return ours and not issubclass(kind, Grid)
 
 
-def _remember_attributes(found: Any, undo: list[Undo]) -> list[object]:
+def _slots_of(found: Any) -> dict[str, Any]:
     names = {name for kind in type(found).__mro__ for name in _slots(kind)}
-    slots = {n: v for n in names if (v := getattr(found, n, _MISSING)) is not _MISSING}
-    for name, value in slots.items():
-        undo.append(_call(object.__setattr__, found, name, value))
-    attributes = dict(vars(found)) if hasattr(found, "__dict__") else {}
-    if attributes:
-        undo.append(_call(_reset, vars(found), attributes))
-    return [*slots.values(), *attributes.values()]
+    return {n: v for n in names if (v := getattr(found, n, _MISSING)) is not _MISSING}
 
 
 def _slots(kind: type) -> tuple[str, ...]:
     named = vars(kind).get("__slots__", ())
     every = (named,) if isinstance(named, str) else tuple(named)
     return tuple(name for name in every if name not in ("__dict__", "__weakref__"))
+
+
+def _undos(found: Any, packages: Collection[str]) -> list[Undo]:
+    """What restores this object without what it holds."""
+    undo: list[Undo] = []
+    if isinstance(found, torch.Tensor):
+        return [_tensor_undo(found)]
+    if (generator := _generator_undo(found)) is not None:
+        return [generator]
+    if isinstance(found, np.ndarray):
+        return [_call(np.copyto, found, found.copy())] if found.flags.writeable else []
+    if isinstance(found, dict):
+        undo.append(_call(_refill, found, dict(found)))
+    elif isinstance(found, list | deque | set):
+        values = list(found)
+        fill = found.update if isinstance(found, set) else found.extend
+        undo.append(lambda: (found.clear(), fill(values)))
+    if _is_followed(type(found), packages):
+        for name, value in _slots_of(found).items():
+            undo.append(_call(object.__setattr__, found, name, value))
+        if getattr(found, "__dict__", None):
+            undo.append(_call(_reset, vars(found), dict(vars(found))))
+    return undo
 
 
 def _tensor_undo(tensor: torch.Tensor) -> Undo:
@@ -118,6 +164,16 @@ def _generator_undo(found: object) -> Undo | None:
     if isinstance(found, torch.Generator):
         return _call(found.set_state, found.get_state())
     return None
+
+
+def _is_shaped(found: object, shapes: Collection[tuple[int, ...]]) -> bool:
+    return isinstance(found, np.ndarray | torch.Tensor) and tuple(found.shape) in shapes
+
+
+def _is_finite(moment: Any) -> bool:
+    if isinstance(moment, torch.Tensor):
+        return bool(torch.isfinite(moment).all())
+    return moment.dtype.kind not in "fc" or bool(np.isfinite(moment).all())
 
 
 def _refill(found: dict[Any, Any], items: dict[Any, Any]) -> None:

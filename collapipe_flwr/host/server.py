@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from collapipe_flwr.config.access_control import Caller
+from collapipe_flwr.config.access_control import AccessControl, Caller
 from collapipe_flwr.core.errors import ConfigError, LinkError, ProtocolError
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.core.version import own_version
@@ -73,7 +73,7 @@ class Listener(Server):
         self._authorizer = Authorizer(rosters.access if rosters else None, on_edge=on_edge)
         self._rosters = rosters
         if rosters is not None:
-            rosters.on_change = self._authorizer.replace
+            rosters.on_change = self._apply
         self._servicer: Servicer | None = None
         self._meter = meter or EnergyMeter()
         self._lock = threading.Lock()
@@ -134,6 +134,7 @@ class Listener(Server):
             resident_bytes=_resident_bytes(),
             awake=self._servicer is not None,
             stopping=self._draining,
+            at_work=self._servicer is not None and self._servicer.service.at_work(),
             unix_s=time.time(),
             version=own_version(),
             energy_sensor=self._meter.name,
@@ -157,10 +158,20 @@ class Listener(Server):
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         raise AssertionError("abort raises")
 
+    def _apply(self, access: AccessControl) -> None:
+        """Cut the connections and calls of callers that are not members any more."""
+        calls = self._authorizer.replace(access)
+        self.intake.drop(calls)
+        for context in calls:
+            context.cancel()
+
     @contextmanager
     def _admitted(self, context: grpc.ServicerContext, method: Method) -> Iterator[Caller | None]:
         try:
-            with self._authorizer.admitted(context, method) as caller:
+            with (
+                self._authorizer.admitted(context, method) as caller,
+                self.intake.expecting(context, method),
+            ):
                 yield caller
         finally:
             if self._draining:

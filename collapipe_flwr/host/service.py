@@ -45,6 +45,7 @@ Reserve = Callable[[int], None]
 Receive = Callable[[Reserve], Mapping[str, Tensor]]
 
 ENDED_S = 5.0  # well within the deadline of a call
+_AT_WORK_S = 300.0  # since a session was used: weights may be on their way; later it was left
 
 _log = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class EdgeService:
         self._meter = meter or EnergyMeter()
         self._store = store
         self._cache = cache
+        self._clock = clock
         self._parts = Parts(build_part, cache, compute)
         self._connect = connect
         self._ledger = ledger or Ledger()
@@ -241,6 +243,12 @@ class EdgeService:
             held_bytes=self._ledger.held_bytes,
             most_bytes=self._ledger.most_bytes,
         )
+
+    def at_work(self) -> bool:
+        """Whether a stream runs, or a session was used a short time ago."""
+        since_s = self._clock() - _AT_WORK_S
+        sessions = self.sessions.all()
+        return any(s.stream is not None or s.used_s > since_s for s in sessions)
 
     def spare_bytes(self) -> int:
         """Bytes in use now that the next session can have."""

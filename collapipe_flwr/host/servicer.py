@@ -14,7 +14,13 @@ import grpc
 from torch import Tensor
 
 from collapipe_flwr.config.access_control import Caller
-from collapipe_flwr.core.errors import CheckpointMissing, CollaPipeError, LinkError, ProtocolError
+from collapipe_flwr.core.errors import (
+    Busy,
+    CheckpointMissing,
+    CollaPipeError,
+    LinkError,
+    ProtocolError,
+)
 from collapipe_flwr.core.json_log import logging_about
 from collapipe_flwr.core.texts import SHORT, one_line
 from collapipe_flwr.core.version import version_fault
@@ -177,8 +183,8 @@ class Servicer:
     def benchmark(self, data: bytes, _: Call) -> BenchmarkAnswer:
         """With the memory that the next session may have."""
         request, health = decode_message(BenchmarkRequest, data), self.service.health()
-        if health.running or not self._measuring.acquire(blocking=False):
-            raise SessionRefused("the host is at work, so a benchmark would mislead")
+        if self.service.at_work() or not self._measuring.acquire(blocking=False):
+            raise Busy("the host is at work, so a benchmark would mislead")
         try:
             spare_bytes = self.service.spare_bytes()
             found = run_benchmark(request, self.service.compute)
@@ -263,6 +269,8 @@ def _refusing(context: grpc.ServicerContext) -> Iterator[None]:
         yield
     except (SessionRefused, NoRoom) as error:
         context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+    except Busy as error:
+        context.abort(grpc.StatusCode.ABORTED, str(error))
     except CheckpointMissing as error:
         context.abort(grpc.StatusCode.NOT_FOUND, str(error))
     except CollaPipeError as error:

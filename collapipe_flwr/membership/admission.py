@@ -43,8 +43,11 @@ CLOCKS_DIFFER_S = 12 * 3600.0  # certificates hold from a day before they were m
 
 def admit(
     registry: Registry, request: joining.JoinRequest, clock: Callable[[], float] = time.time
-) -> joining.JoinAnswer:
-    """Make the bearer of a token a member. Raises JoinRefused, with a sentence for its screen."""
+) -> joining.JoinAnswer | None:
+    """Make the bearer of a token a member. Raises JoinRefused, with a sentence for its screen.
+
+    Who only asks stays none, and gets None; neither its token nor the cluster changes.
+    """
     key = joining.key_in_request(request.request_pem)
     try:
         secret = bytes.fromhex(request.secret)
@@ -64,7 +67,11 @@ def admit(
             raise JoinRefused(other)
         config = registry.cluster(token.cluster_id)
         try:
-            certificate = _certificate(registry, config, token.role, member, key)
+            certificate = _kept_certificate(registry, config, token.role, member, key)
+            if request.only_asks:
+                return None
+            hosts = hosts_of(member, token.role)
+            certificate = certificate or registry.certify(member.name, hosts, key)
             registry.tokens.redeem(token, use)  # not where the member is refused
             member = replace(member, fingerprint=fingerprint(certificate))
             if request.speed_flop_per_s > 0:  # before a roster with the member is sent
@@ -103,14 +110,14 @@ def _registered(config: ClusterConfig, role: Role, name: str) -> MemberConfig | 
     return next((m for m in config.having(role) if m.name == name), None)
 
 
-def _certificate(
+def _kept_certificate(
     registry: Registry,
     config: ClusterConfig,
     role: Role,
     member: MemberConfig,
     key: ec.EllipticCurvePublicKey,
-) -> bytes:
-    """The certificate that it has already, if it asks again; else a new one.
+) -> bytes | None:
+    """The certificate that it has already, if it asks again; None where it needs another.
 
     Raises JoinRefused if another member has the name, the role or the address.
     """
@@ -130,7 +137,7 @@ def _certificate(
             "which makes another key"
         )
     _check_free(registry, config, role, member)
-    return registry.certify(member.name, hosts_of(member, role), key)
+    return None
 
 
 def _check_free(
@@ -223,6 +230,8 @@ class JoiningService(Server):
         except CollaPipeError as error:
             _log.error("nobody can join: %s", error)
             context.abort(grpc.StatusCode.INTERNAL, "the control unit cannot do it: see its log")
+        if answer is None:
+            return b""
         _log.info("%s joined %s as %s", request.name, answer.cluster_id, answer.role)
         self._on_joined(request.name)
         return encode_message(answer)

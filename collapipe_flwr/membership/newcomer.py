@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import socket
+import threading
 import time
 import tomllib
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from collapipe_flwr.config.cluster_file import (
     read_cluster,
 )
 from collapipe_flwr.core.durable import own_folder, remove, write_file, write_text
-from collapipe_flwr.core.errors import ConfigError, ProtocolError
+from collapipe_flwr.core.errors import ConfigError, ProtocolError, Unreachable
 from collapipe_flwr.core.links import TlsFiles, host_and_port, host_towards
 from collapipe_flwr.core.version import own_version
 from collapipe_flwr.membership.figures import add_figures
@@ -37,6 +38,8 @@ from collapipe_flwr.transport.tls import check_validity, fingerprint
 
 PORTS = {Role.DEVICE: 50071, Role.EDGE: 50061, Role.CONTROL_UNIT: 50060, Role.SERVER: 8000}
 _DEADLINE_S = 20.0
+PATIENCE_S = 20.0  # with a control unit that is starting
+_AGAIN_S = 0.5
 _BOARD = Path("/proc/device-tree/model")
 _KINDS = {
     "raspberry pi 4": "raspberry-pi-4",
@@ -146,10 +149,13 @@ def join(
     measure: Callable[[str], Measured] | None,
     *,
     address: str = "",
+    patience_s: float = 0.0,
+    say: Callable[[str], object] = lambda _: None,
 ) -> Membership:
     """Become a member. Raises LinkError when the control unit refuses, is away or is another one.
 
-    ``address`` is that of the control unit, if not where the token says.
+    ``address`` is that of the control unit, if not where the token says; it gets ``patience_s`` to
+    begin to listen. Nothing is measured for a control unit that would refuse.
     """
     if not MEMBER_NAME.holds(newcomer.name):
         raise ConfigError(f"--name {MEMBER_NAME.says}, got {newcomer.name[:80]!r}")
@@ -159,13 +165,12 @@ def join(
             "with --folder"
         )
     address = address or token.address
-    ca_pem = joining.pinned_ca(address, token.pin, _DEADLINE_S)
+    ca_pem = _pinned_ca(address, token.pin, patience_s, say)
     own_folder(newcomer.folder, "--folder")
     own_folder(newcomer.ca.parent, "--folder")
     check_validity("of the control unit's CA", ca_pem, datetime.now(UTC))
     write_file(newcomer.ca, lambda path: path.write_bytes(ca_pem))
     key = joining.own_key(newcomer.own("key"))
-    measured = measure(newcomer.name) if measure else Measured(name=newcomer.name)
     request = joining.JoinRequest(
         secret=token.secret.hex(),
         name=newcomer.name,
@@ -173,9 +178,6 @@ def join(
         unix_s=time.time(),
         address=newcomer.address,
         kind=newcomer.kind,
-        speed_flop_per_s=measured.speed_flop_per_s or 0.0,
-        overhead_s=measured.overhead_s or 0.0,
-        memory_bytes=measured.memory_bytes or 0,
         version=own_version(),
     )
     with Connection(
@@ -185,10 +187,40 @@ def join(
         certificate_name=SERVICE_NAME,  # proved under the pinned CA
         deadline_s=_DEADLINE_S,
     ) as connection:
+        if measure is not None:  # which takes a board seconds
+            connection.call(joining.JOIN, replace(request, only_asks=True))
+            request = _with_figures(request, measure(newcomer.name))
         answer = connection.call(joining.JOIN, request, joining.JoinAnswer)
     joining.check_signed(answer.certificate_pem, newcomer.name, key, ca_pem)
     check_roster(answer.roster, newcomer.ca)
     return _settle(newcomer, answer)
+
+
+def _pinned_ca(address: str, pin: bytes, patience_s: float, say: Callable[[str], object]) -> bytes:
+    """As `joining.pinned_ca`, from a control unit that may just be starting."""
+    until_s = time.monotonic() + patience_s
+    told = False
+    while True:
+        try:
+            return joining.pinned_ca(address, pin, _DEADLINE_S)
+        except Unreachable as error:
+            starts = isinstance(error.__cause__, ConnectionRefusedError)
+            if not starts or time.monotonic() >= until_s:
+                raise
+        if not told:
+            say(f"nobody listens at {address} yet: waiting up to {patience_s:g} s for it")
+            told = True
+        threading.Event().wait(_AGAIN_S)
+
+
+def _with_figures(request: joining.JoinRequest, found: Measured) -> joining.JoinRequest:
+    return replace(
+        request,
+        unix_s=time.time(),
+        speed_flop_per_s=found.speed_flop_per_s or 0.0,
+        overhead_s=found.overhead_s or 0.0,
+        memory_bytes=found.memory_bytes or 0,
+    )
 
 
 def forget(newcomer: Newcomer) -> None:

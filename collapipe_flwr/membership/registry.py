@@ -48,6 +48,8 @@ SHARED = (Role.EDGE, Role.SERVER)  # of all clusters of a folder
 _SINGLE = (Role.CONTROL_UNIT, *SHARED)
 _CERTS, _LOCK, _TOKENS = "certs", ".lock", "tokens.json"
 _changing = threading.Lock()  # the effective user is one of the whole process
+_OF_THE_SYSTEM = Path("/etc/collapipe")
+DEPLOYED = _OF_THE_SYSTEM / "control-unit"  # where `collapipe deploy` keeps clusters
 
 
 def default_folder() -> Path:
@@ -55,9 +57,37 @@ def default_folder() -> Path:
     if (named := os.environ.get("COLLAPIPE_FOLDER", "")) != "":
         return Path(named)
     if os.geteuid() == 0:
-        return Path("/etc/collapipe")
+        return _OF_THE_SYSTEM
     home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(home) / "collapipe"
+
+
+def registry_of(folder: Path | None, cluster_id: str = "") -> Registry:
+    """The clusters of ``folder``; without one, of the first usual folder that keeps the cluster.
+
+    An empty ``cluster_id`` is any. Raises ConfigError that names the folders where none is.
+    """
+    if folder is not None or os.environ.get("COLLAPIPE_FOLDER"):
+        return Registry(folder or default_folder())
+    looked: list[str] = []
+    for path in dict.fromkeys((default_folder(), _OF_THE_SYSTEM, DEPLOYED)):
+        if path.exists() and not os.access(path, os.R_OK | os.X_OK):
+            raise ConfigError(
+                f"clusters of this machine are kept in {path}, which this user may not read: use "
+                "sudo"
+            )
+        registry = Registry(path)
+        if known := registry.clusters():
+            if not cluster_id or cluster_id in known:
+                return registry
+            looked.append(f"{path} ({', '.join(known)})")
+        else:
+            looked.append(str(path))
+    what = f"no cluster {cluster_id!r}" if cluster_id else "no cluster"
+    raise ConfigError(
+        f"{what} is kept in {' or '.join(looked)}: run this on the machine where it was made (by "
+        "`collapipe cluster init NAME`), or name its folder with --folder"
+    )
 
 
 class Registry:
@@ -70,7 +100,10 @@ class Registry:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Lock the folder for the body; raises ConfigError where it is not ours."""
+        """Lock the folder for the body; raises ConfigError where it is not ours.
+
+        Tokens that have expired meanwhile become worthless.
+        """
         with _changing, ExitStack() as stack:
             own_folder(self.folder, "--folder")
             stack.enter_context(_as_owner(self.folder))
@@ -80,6 +113,7 @@ class Registry:
                 raise ConfigError(f"{self.folder} cannot be changed: {error.strerror}") from error
             stack.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX)
+            self.tokens.void_expired(time.time())
             yield
 
     def clusters(self) -> dict[str, ClusterConfig]:
@@ -98,10 +132,8 @@ class Registry:
         if not cluster_id and len(known) == 1:
             return next(iter(known.values()))
         if cluster_id not in known:
-            raise ConfigError(
-                f"no cluster {cluster_id!r} is kept in {self.folder}: choose one of "
-                f"{', '.join(known)}"
-            )
+            what = f"no cluster {cluster_id!r} is" if cluster_id else "more than one cluster is"
+            raise ConfigError(f"{what} kept in {self.folder}: choose one of {', '.join(known)}")
         return known[cluster_id]
 
     @property
@@ -255,7 +287,7 @@ class Registry:
         """Make tokens whose time is over worthless, also by a clock that is put back later."""
         if self.tokens.has_expired(time.time()):
             with self.changing():
-                self.tokens.void_expired(time.time())
+                pass
 
     def roster(self, config: ClusterConfig) -> Roster:
         elsewhere, measured = bool(config.joining), config.measured

@@ -123,8 +123,7 @@ class TokenBook:
         Raises JoinRefused when it is not known, not valid now, or used up.
         """
         digest = sha256(secret).hexdigest()
-        if self.has_expired(now_s):
-            self.void_expired(now_s)
+        self.void_expired(now_s)
         # Every token is compared, each in constant time.
         found = [token for token in self._read() if hmac.compare_digest(token.digest, digest)]
         if not found:
@@ -134,16 +133,14 @@ class TokenBook:
 
     def has_expired(self, now_s: float) -> bool:
         """Whether there are tokens to `void_expired`."""
-        return any(token.made_s < token.ends_s <= now_s for token in self._read())
+        return any(_has_ended(token, now_s) for token in self._read())
 
     def void_expired(self, now_s: float) -> None:
         """Mark the tokens whose time is over, so that a clock put back does not revive them."""
-        self._write(
-            [
-                replace(token, ends_s=token.made_s) if token.ends_s <= now_s else token
-                for token in self._read()
-            ]
-        )
+        known = self._read()
+        after = [replace(t, ends_s=t.made_s) if _has_ended(t, now_s) else t for t in known]
+        if after != known:
+            self._write(after)
 
     def redeem(self, token: KnownToken, use: TokenUse) -> None:
         """Record that a member joins by a token that is `usable`."""
@@ -176,6 +173,11 @@ class TokenBook:
 
     def _write(self, tokens: Sequence[KnownToken]) -> None:
         write_private(self._path, to_json(tuple(tokens)).encode())
+
+
+def _has_ended(token: KnownToken, now_s: float) -> bool:
+    """Whether its time is over, and not marked as such yet."""
+    return token.made_s < token.ends_s <= now_s
 
 
 def _check(token: KnownToken, use: TokenUse, now_s: float) -> None:

@@ -24,7 +24,7 @@ from collapipe_flwr.models.likeness import refuse_unlike
 from collapipe_flwr.models.lora import default_targets, head_modules
 from collapipe_flwr.models.profile import profile_shapes
 from collapipe_flwr.models.skeleton import build_skeleton
-from collapipe_flwr.models.spec import BatchShape, LoraConfig, ModelSpec
+from collapipe_flwr.models.spec import BatchShape, LoraConfig, ModelSpec, unknown_type
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.tasks import built_class, find_task, known_task
 from collapipe_flwr.models.validation import LAYERDROPS, UNFIT, needs_token, refusing
@@ -193,8 +193,7 @@ def _starting_config(
         raise ModelError("name either a model_type (random weights) or a pretrained checkpoint")
     config = None if pretrained is None else read_pretrained_config(pretrained)
     if config is None and model_type not in CONFIG_MAPPING:
-        near = _near(str(model_type), FAMILIES) or f"choose one of {', '.join(FAMILIES)}"
-        raise ModelError(f"unknown model type {model_type!r}; {near}")
+        raise unknown_type(str(model_type))
     config_class: Any = type(config) if config else CONFIG_MAPPING[str(model_type)]
     with refusing(f"model type {config.model_type if config else model_type!r}"):
         _check_keys(config_class, overrides)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from collapipe_flwr.core.errors import ModelError, ProtocolError
 from collapipe_flwr.core.json_codec import from_json, to_json
@@ -24,6 +25,11 @@ from collapipe_flwr.core.keys import (
 
 TIE_POLICIES = ("untie", "rows")
 SHARED_POLICIES = ("freeze", "sum")
+MODEL_TYPES = (  # of transformers, that `families` splits by a record of their own
+    *("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "deberta-v2", "modernbert"),
+    *("vit", "marian", "bart", "mbart", "m2m_100", "t5", "mt5", "whisper"),
+    *("gpt2", "llama", "gemma", "mistral", "qwen2", "qwen3"),
+)
 FROZEN_DTYPES = ("float32", "bfloat16", "int8")
 _DEMO = (
     "d_model=64 encoder_layers=6 decoder_layers=2 encoder_attention_heads=4 "
@@ -68,6 +74,14 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         check_keys(self, "lora.")
+
+
+def unknown_type(model_type: str) -> ModelError:
+    """The refusal of a model type that transformers does not have."""
+    near = get_close_matches(model_type, MODEL_TYPES, n=3)
+    hint = f"did you mean {' or '.join(map(repr, near))}?"
+    known = f"choose one of {', '.join(MODEL_TYPES)}"
+    return ModelError(f"unknown model type {model_type!r}; {hint if near else known}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

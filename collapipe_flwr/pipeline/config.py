@@ -16,7 +16,7 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import at_least, check_keys, key, one_of
 from collapipe_flwr.core.links import Heartbeat, LinkConfig
 from collapipe_flwr.core.schedule import ALONE, Turn
-from collapipe_flwr.pipeline.optimizer import OptimizerConfig
+from collapipe_flwr.pipeline.optimizer_settings import OptimizerConfig
 
 PRECISIONS = ("fp32", "bf16")
 LONGEST_WAIT_S = 86_400.0

@@ -1,4 +1,4 @@
-"""The optimizer of a model in parts: its configuration, and the part of it that each stage runs.
+"""The optimizer of a model in parts: the part of it that each stage runs.
 
 A step of any optimizer here depends on one parameter at a time, so every stage updates its own
 parameters and together they take the step of the unsplit model. Parameters are named by their keys
@@ -8,201 +8,25 @@ in the whole model's state dict, which are the same however it is cut.
 from __future__ import annotations
 
 import inspect
-import json
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from glob import escape, has_magic
-from itertools import count
+from glob import escape
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ConfigError, ModelError
-from collapipe_flwr.core.keys import Rule, above, assignments, at_least, key, read_assignments
+from collapipe_flwr.pipeline.optimizer_settings import START as START
+from collapipe_flwr.pipeline.optimizer_settings import Argument, Keywords
+from collapipe_flwr.pipeline.optimizer_settings import OptimizerConfig as OptimizerConfig
+from collapipe_flwr.pipeline.optimizer_settings import ParameterGroup as ParameterGroup
 from collapipe_flwr.pipeline.update_rules import (
-    FUSED,
-    Argument,
-    Keywords,
-    check_arguments,
-    check_name,
-    check_of_group,
-    check_overridden,
-    check_schedule,
-    empty_state,
-    factor_of,
-    known_arguments,
     make_optimizer,
     state_by_name,
     tensors_in,
     torch_names,
 )
-
-START = "start/"  # no module path holds a slash
-_OWNERS = {"betas": "adamw", "eps": "adamw", "momentum": "sgd"}  # fields of one rule only
-
-
-def _frozen(value: Any) -> Argument:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _read_arguments(text: str) -> dict[str, Argument]:
-    if not assignments().holds(text):
-        raise ValueError(text)
-    return {name: _frozen(value) for name, value in read_assignments(text).items()}
-
-
-def _write_arguments(arguments: Keywords) -> str:
-    compact = {k: json.dumps(v, separators=(",", ":")) for k, v in arguments.items()}
-    return " ".join(f"{name}={value}" for name, value in compact.items())
-
-
-_ARGUMENTS = Rule(
-    lambda _: True,
-    'must read like "momentum=0.9 nesterov=true betas=[0.9,0.95]"',
-    read=_read_arguments,
-    write=_write_arguments,
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterGroup:
-    """Settings of the parameters whose keys match one of `patterns` (as `fnmatch`).
-
-    What is None or not named is as for all other parameters.
-    """
-
-    patterns: tuple[str, ...]
-    learning_rate: float | None = None
-    weight_decay: float | None = None
-    arguments: Mapping[str, Argument] = field(default_factory=dict, hash=False)
-
-    def matches(self, name: str) -> bool:
-        if name in self.patterns:
-            return True
-        # a user's instance names hundreds of parameters, and compiling a pattern is slow
-        return any(fnmatchcase(name, pattern) for pattern in self.patterns if has_magic(pattern))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerConfig:
-    """How gradients turn into weights, on all stages.
-
-    ``name`` is ``adamw`` or ``sgd`` (fused operators), or a class of torch.optim; ``arguments`` are
-    its keyword arguments. Without a ``weight_decay`` the class uses its own default, adamw 0.01 and
-    sgd 0. A parameter belongs to the first of ``groups`` that matches its key. ``betas``,
-    ``eps`` are for adamw, ``momentum`` for sgd.
-
-    All learning rates are multiplied by the factor of ``schedule`` (see `factor_of`), whose
-    ``total_steps`` are the batches of the round if they are 0. ``proximal_mu`` is that of FedProx:
-    the loss of every step has the term mu/2 * |w - w0|^2, where w0 are the weights that the round
-    began with.
-
-    Raises ConfigError for a name or an argument that does not exist or cannot be used.
-    """
-
-    name: str = key("adamw", name="optimizer")
-    learning_rate: float = key(1e-3, above(0))
-    weight_decay: float | None = key(None, at_least(0))
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    momentum: float = 0.0
-    arguments: Mapping[str, Argument] = key({}, _ARGUMENTS, name="optimizer-arguments")
-    groups: tuple[ParameterGroup, ...] = ()
-    schedule: str = "constant"
-    warmup_steps: int = 0
-    total_steps: int = 0
-    proximal_mu: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_name(self.name)
-        check_schedule(self.schedule)
-        if not (self.warmup_steps >= 0 and self.total_steps >= 0):
-            raise ConfigError(
-                f"warmup_steps and total_steps must be >= 0, got {self.warmup_steps} and "
-                f"{self.total_steps}"
-            )
-        if not 0 <= self.proximal_mu < math.inf:
-            raise ConfigError(f"proximal_mu must be >= 0, got {self.proximal_mu}")
-        if self.name not in FUSED:
-            self._check_fields()
-        check_overridden(self.arguments, self.weight_decay)
-        for group in self.groups:
-            check_overridden(group.arguments, group.weight_decay)
-            check_of_group(self.name, group.arguments)
-        for keywords in (self._keywords(None), *map(self._keywords, self.groups)):
-            rate: Any = keywords["lr"]
-            if not rate >= 0:
-                raise ConfigError(f"learning rate must be >= 0, got {rate}")
-            check_arguments(self.name, keywords)
-
-    def keywords(self, name: str) -> Keywords:
-        """All arguments, ``lr`` and defaults included, for the parameter with this key."""
-        return self._keywords(next((g for g in self.groups if g.matches(name)), None))
-
-    def rates(self, *, first: int = 0, batches: int = 0) -> Iterator[float]:
-        """The factors of a round's steps from number ``first`` on; 0 ``batches``: unknown.
-
-        Raises ConfigError as `factor_of`.
-        """
-        total = self.total_steps or batches
-        return map(factor_of(self.schedule, self.warmup_steps, total), count(first))
-
-    def with_learning_rate(self, rate: float) -> OptimizerConfig:
-        """The same with another rate; those of groups keep their ratio to it.
-
-        Raises ConfigError where groups have rates of their own and this one is 0.
-        """
-        if any(group.learning_rate for group in self.groups) and not self.learning_rate:
-            raise ConfigError("parameter groups cannot keep their ratio to a learning rate of 0")
-        groups = tuple(
-            replace(group, learning_rate=group.learning_rate * rate / self.learning_rate)
-            if group.learning_rate
-            else group
-            for group in self.groups
-        )
-        return replace(self, learning_rate=rate, groups=groups)
-
-    def state_bytes(self, parameters: Mapping[str, tuple[torch.Size, torch.dtype]]) -> int:
-        """Bytes of the state of such parameters, without counters of a few bytes each."""
-        kept = self.empty_states(parameters).values()
-        return sum(tensor.nbytes for tensors in kept for tensor in tensors if tensor.dim())
-
-    def empty_states(
-        self, parameters: Mapping[str, tuple[torch.Size, torch.dtype]]
-    ) -> dict[str, tuple[Tensor, ...]]:
-        """The state of every parameter as meta tensors, for its shapes and dtypes."""
-        found = {
-            name: empty_state(self.name, self.keywords(name), shape, dtype)
-            for name, (shape, dtype) in parameters.items()
-        }
-        if self.proximal_mu:
-            for name, (shape, dtype) in parameters.items():
-                found[START + name] = (torch.empty(shape, dtype=dtype, device="meta"),)
-        return found
-
-    def _keywords(self, group: ParameterGroup | None) -> Keywords:
-        own = {name: getattr(self, name) for name, owner in _OWNERS.items() if owner == self.name}
-        # All of them: torch fills what a group lacks with the arguments of another group.
-        known = known_arguments(self.name)
-        chosen = {**known, **own, **_given(self)}
-        if group is not None:
-            chosen |= _given(group)
-        if not chosen.get("weight_decay") and "weight_decay" not in known:
-            chosen.pop("weight_decay", None)  # 0 is what such a class does
-        return chosen
-
-    def _check_fields(self) -> None:
-        defaults = {field_.name: field_.default for field_ in fields(self)}
-        for name, owner in _OWNERS.items():
-            if getattr(self, name) != defaults[name]:
-                raise ConfigError(
-                    f"{name} is for the optimizer {owner}; {self.name} takes its own as "
-                    f"arguments={{{name!r}: {getattr(self, name)!r}}}"
-                )
 
 
 class Optimizer:
@@ -297,12 +121,6 @@ class Optimizer:
         return self.settings.empty_states(
             {name: (p.shape, p.dtype) for name, p in self.by_name.items()}
         )
-
-
-def _given(config: OptimizerConfig | ParameterGroup) -> dict[str, Argument]:
-    found = {name: _frozen(value) for name, value in config.arguments.items()}
-    named = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
-    return {**found, **{name: value for name, value in named.items() if value is not None}}
 
 
 def optimizer_config(optimizer: object, model: nn.Module | None = None) -> OptimizerConfig:

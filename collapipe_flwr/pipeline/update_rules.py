@@ -16,7 +16,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
@@ -26,22 +25,13 @@ from torch.optim.sgd import sgd
 
 from collapipe_flwr.core.errors import ConfigError, ModelError
 from collapipe_flwr.core.imports import load_function
+from collapipe_flwr.pipeline.optimizer_settings import (
+    FUSED,
+    LEARNING_RATE_SCHEDULES,
+    Argument,
+    Keywords,
+)
 
-Argument = tuple[float | None, ...] | bool | int | float | str | None
-Keywords = Mapping[str, Argument]
-
-FUSED: Mapping[str, Keywords] = {
-    "adamw": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
-    "sgd": {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0},
-}
-LEARNING_RATE_SCHEDULES = ("constant", "linear", "cosine")
-_REFUSED = {
-    "LBFGS": "it searches along all weights together, and no stage has them all",
-    "SparseAdam": "it takes sparse gradients only, and stages exchange dense ones",
-}
-_KEYS = {"lr": "learning_rate", "weight_decay": "weight_decay"}  # arguments with own fields
-_OF_ALL = {"Adagrad": ("initial_accumulator_value",)}  # arguments that groups cannot set
-_SWITCHES = ("foreach", "fused")  # None stands for torch's own choice
 _NOT_ARGUMENTS = {"self", "params", "lr", "differentiable", "capturable"}
 _STEP, _MOMENTUM = "step", "momentum_buffer"  # in a state of torch.optim
 _EXACT_FUSED = (torch.float32, torch.float64)  # others get wrong momenta of a fused SGD on CPUs
@@ -131,11 +121,6 @@ def tensors_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def rule_names() -> tuple[str, ...]:
-    """All names of optimizers that can train a model in parts."""
-    return (*FUSED, *(name for name in torch_names() if name not in _REFUSED))
-
-
 @cache
 def torch_names() -> tuple[str, ...]:
     """The optimizers of torch.optim."""
@@ -145,34 +130,14 @@ def torch_names() -> tuple[str, ...]:
 
 
 @cache
-def known_arguments(name: str) -> Keywords:
-    """The keyword arguments of an optimizer, besides ``lr``, and their defaults."""
-    if name in FUSED:
-        return FUSED[name]
+def arguments_of(name: str) -> Keywords:
+    """The keyword arguments of a class, besides ``lr``, and their defaults."""
     parameters = inspect.signature(_class(name)).parameters.items()
     return {n: parameter.default for n, parameter in parameters if n not in _NOT_ARGUMENTS}
 
 
-def check_name(name: str) -> None:
-    """Raise ConfigError for an optimizer that does not exist, or not for a model in parts."""
-    if name in _REFUSED:
-        raise ConfigError(f"optimizer {name} cannot train a model in parts: {_REFUSED[name]}")
-    if name not in rule_names():
-        near = get_close_matches(name, rule_names(), n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(rule_names())}"
-        raise ConfigError(f"optimizer {name!r} is unknown; {hint}")
-
-
-def check_arguments(name: str, keywords: Keywords) -> None:
-    """Raise ConfigError for arguments that the optimizer does not have, or values it refuses."""
-    known = known_arguments(name)
-    for argument, value in keywords.items():
-        if argument not in (*known, "lr"):
-            raise ConfigError(
-                f"optimizer {name} has no argument {argument!r}; it knows {', '.join(known)}"
-            )
-        if wanted := _wanted(argument, value, known.get(argument)):
-            raise ConfigError(f"optimizer {name}: {argument} must be {wanted}, got {value!r}")
+def try_out(name: str, keywords: Keywords) -> None:
+    """Raise ConfigError for arguments whose values the optimizer refuses."""
     matrix = torch.nn.Parameter(torch.zeros(2, 2))  # Muon asks for one
     optimizer = make_optimizer(name, [{"params": [matrix], **keywords}])
     if name in FUSED:
@@ -181,37 +146,6 @@ def check_arguments(name: str, keywords: Keywords) -> None:
     with _refusing(name):
         for _ in range(2):  # some arguments count from the second step on
             optimizer.step()
-
-
-def _wanted(argument: str, value: object, default: Argument) -> str:
-    """What an argument must be instead of a value that torch would take for another one."""
-    if isinstance(default, bool) or argument in _SWITCHES:
-        return "" if value is None or isinstance(value, int) else "true or false"
-    if isinstance(default, tuple):
-        fits = isinstance(value, tuple | list) and len(value) == len(default)
-        return "" if fits else f"a list of {len(default)}, such as {list(default)}"
-    return ""
-
-
-def check_overridden(arguments: Keywords, weight_decay: float | None) -> None:
-    """Raise ConfigError for an argument in whose place its field would count."""
-    for argument, field in _KEYS.items():
-        is_set = argument == "lr" or weight_decay is not None
-        if is_set and argument in arguments:
-            raise ConfigError(
-                f"the optimizer's arguments may not hold {argument}={arguments[argument]!r}: set "
-                f"train.{field.replace('_', '-')} instead, or in a program {field}"
-            )
-
-
-def check_of_group(name: str, arguments: Keywords) -> None:
-    """Raise ConfigError for an argument of a group that torch reads from the optimizer only."""
-    for argument in _OF_ALL.get(name, ()):
-        if argument in arguments:
-            raise ConfigError(
-                f"optimizer {name} has one {argument} for all parameters, and a group asks for "
-                f"{arguments[argument]!r}: give it to the optimizer"
-            )
 
 
 def empty_state(
@@ -273,21 +207,6 @@ def _probed(
     return tuple(
         (key, tuple(small.get(n, n) for n in tensor.shape), tensor.dtype)
         for key, tensor in tensors_in(optimizer.state[probe]).items()
-    )
-
-
-def check_schedule(schedule: str) -> None:
-    """Raise ConfigError unless it names a schedule or looks like ``module:function``."""
-    module, colon, name = schedule.partition(":")
-    path = [*module.split("."), name]
-    known = LEARNING_RATE_SCHEDULES
-    if schedule in known or (colon and all(part.isidentifier() for part in path)):
-        return
-    near = get_close_matches(schedule, known, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise ConfigError(
-        f"schedule must be one of {', '.join(known)} or the path of a function, as "
-        f"my_app.task:factor, got {schedule!r}{hint}"
     )
 
 

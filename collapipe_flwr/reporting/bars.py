@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 
+from collapipe_flwr.reporting.output import PlainTable
 from collapipe_flwr.reporting.progress import ClusterProgress, RunProgress
 
 _MOST_CLUSTERS = 6  # that have a bar each
@@ -66,7 +67,7 @@ class Bars:
         tested = sum(cluster.tested for cluster in clusters.values())
         what = f"{title}, {tested} batches tested" if tested else title
         clock = _clock(passed_s)
-        line = Table.grid(padding=(0, 1, 0, 0))
+        line = PlainTable.grid(padding=(0, 1, 0, 0))
         line.add_column(width=1)
         line.add_column(no_wrap=True, overflow="ellipsis", max_width=width - len(clock) - 4)
         line.add_column(no_wrap=True)
@@ -110,12 +111,28 @@ class Bars:
         return max(slowest_s, sum(left.values()) / sum(rates.values())) - waited_s
 
 
+def plain_line(progress: RunProgress, now_s: float) -> str:
+    """The same in words, where no bar moves: ``round 3/12 training, 4 of 9 steps, 0:12 so far``."""
+    title = progress.phase
+    if progress.round_index:
+        title = f"round {progress.round_index}/{progress.rounds or '?'} {title}"
+    clusters = progress.clusters.values()
+    steps = ""
+    if clusters and all(cluster.of for cluster in clusters):
+        done, whole = (
+            sum(count // each.per_step for each, count in zip(clusters, counts, strict=True))
+            for counts in (map(_done, clusters), (each.of for each in clusters))
+        )
+        steps = f", {done} of {whole} steps"
+    return f"{title}{steps}, {_clock(now_s - progress.since_s)} so far"
+
+
 def _done(cluster: ClusterProgress) -> int:
     return cluster.trained or cluster.tested
 
 
 def _grid(width: int) -> Table:
-    grid = Table.grid(padding=(0, 1, 0, 0), expand=False)
+    grid = PlainTable.grid(padding=(0, 1, 0, 0), expand=False)
     grid.add_column(no_wrap=True, overflow="ellipsis", max_width=max(width // 2 - 2, 8))
     grid.add_column(no_wrap=True, width=max(min(width // 4, 30), 6))
     grid.add_column(no_wrap=True, overflow="ellipsis")

@@ -4,31 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import inf
-from textwrap import wrap
+from textwrap import shorten, wrap
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from collapipe_flwr.reporting.events import RoundEvent, holders
-from collapipe_flwr.reporting.output import counted
+from collapipe_flwr.reporting.events import (
+    RoundEvent,
+    allowed_share,
+    control_unit_role,
+    holders,
+)
+from collapipe_flwr.reporting.output import PlainTable, counted, terminal
 
 _WIDTH = 118
 _LEAST_WIDTH, _MOST_LINES = 16, 6  # of what is folded
 _MORE = " ... (more in events.jsonl)"
 _MOST_ROWS = {"link": 2, "budget": 4, "peak": 3}  # in the table at the end
-_MOST_CHARS = 240  # of a line in a pipe, where no terminal folds it
+_MOST_CHARS = 120  # of a line in a pipe, where no terminal folds it
+_MOST_PLANS = 3  # of a round's clusters
+_KEPT_FROM = 10  # rounds: from then on, budgets hold
+_PAYING = "dssda"  # the policy that pays back what is above a budget
+_RATE = " Mbit/s"
+_SO_FAR = ", above so far"
+_LINKS = {"d2d": "device to device", "d2e": "to edge", "flower": "Flower"}
 _MOST_ROUNDS = 8  # of one cluster that are named
 
-Row = tuple[str, str]
+Row = tuple[str, str | Text]
 
 
 class RoundPrinter:
-    """Prints two lines per finished round, numbers and plan, wrapped on a terminal."""
+    """Prints lines for each finished round: numbers, then plans, wrapped on a terminal."""
 
     def __init__(self, rounds: int | None = None, console: Console | None = None) -> None:
         self.rounds = rounds
-        self._console = console or Console(width=_WIDTH, highlight=False, soft_wrap=True)
+        self._console = console or terminal(width=_WIDTH, soft_wrap=True)
 
     def say(self, text: str) -> None:
         """Print one line, wrapped on a terminal."""
@@ -43,7 +55,7 @@ class RoundPrinter:
                 placeholder=_MORE if width > len(_MORE) + len(indent) + 4 else " ...",
             )
             text = "\n".join(folded)
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(text, soft_wrap=True)
 
     def show_untrained(self, metrics: Mapping[str, float]) -> None:
         words = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
@@ -64,24 +76,24 @@ class RoundPrinter:
         queue = ""
         if event.queues_j:
             queue = f"energy queue at most {max(0.0, *event.queues_j.values()):.2g} J"
-        took = "".join(f"{text} | " for text in (_took_text(event), queue) if text)
-        room = inf if self._console.is_terminal else _MOST_CHARS - len(f"    {took}")
-        if plan := (took + _plan_text(event.plan, room)).removesuffix(" | "):
+        if took := " | ".join(filter(None, (_took_text(event), queue))):
+            self.say(f"    {took}")
+        for plan in _plan_lines(event.plan):
+            if not self._console.is_terminal:
+                plan = shorten(plan, _MOST_CHARS - len("    "))
             self.say(f"    {plan}")
         for failure in event.failures:
             self.say(f"    lost: {failure}")
 
 
-def _plan_text(plan: Mapping[str, Any] | None, room: float) -> str:
-    """``plan A pi5+pi4:0-3 nano:4-5 8x4 fp32-int8 | B ...``: blocks, micro-batches, codecs.
+def _plan_lines(plan: Mapping[str, Any] | None) -> Iterator[str]:
+    """``plan A pi5+pi4:0-3 nano:4-5 8x4 fp32-int8``: blocks, micro-batches, codecs of a cluster.
 
-    Of clusters that do not fit into ``room`` characters, the number; the first is always there.
+    Of many clusters, those after the first are a number.
     """
-    if plan is None:
-        return ""
-    clusters = []
-    for cluster in plan["clusters"]:
-        words = [cluster["cluster_id"]]
+    clusters = () if plan is None else plan["clusters"]
+    for cluster in clusters[:_MOST_PLANS]:
+        words = ["plan", cluster["cluster_id"]]
         for segment in cluster["segments"]:
             devices = "+".join(name.rpartition("/")[2] for name in holders(segment))
             words.append(f"{devices}:{segment['first_block']}-{segment['stop_block'] - 1}")
@@ -89,13 +101,9 @@ def _plan_text(plan: Mapping[str, Any] | None, room: float) -> str:
         codecs = [hop["codec"] for hop in cluster.get("hops", ())]
         if not set(codecs) <= {"fp32"}:
             words.append("-".join(codecs))
-        clusters.append(" ".join(words))
-    for shown in range(len(clusters), 0, -1):
-        more = [f"and {left} more"] if (left := len(clusters) - shown) else []
-        text = "plan " + " | ".join(clusters[:shown] + more)
-        if len(text) <= room:
-            break
-    return text
+        yield " ".join(words)
+    if (left := len(clusters) - _MOST_PLANS) > 0:
+        yield f"and {counted(left, 'plan')} more in events.jsonl"
 
 
 def _took_text(event: RoundEvent) -> str:
@@ -110,7 +118,7 @@ def _took_text(event: RoundEvent) -> str:
 
 def summary_table(summary: Mapping[str, Any], *, folds: bool = False) -> Table:
     """The table at the end of a run; fits 24 lines, unless cells wrap (``folds``)."""
-    table = Table(title=f"run {summary['status']}", show_header=False, title_justify="left")
+    table = PlainTable(show_header=False).named(f"run {summary['status']}")
     table.box, table.padding = None, (0, 2, 0, 0)
     for _ in range(2):
         table.add_column(no_wrap=not folds, overflow="fold" if folds else "ellipsis")
@@ -133,12 +141,13 @@ def _outcome_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
         names = ", ".join(f"{name} ({_first(rounds)})" for name, rounds in lost.items())
         yield "lost", f"{counted(count, 'round')} went on without a cluster: {names}"
     if never := summary.get("never_trained"):
-        yield "never trained", f"[red]{_first(never)}[/red]: events.jsonl has the reasons"
+        reasons = ": events.jsonl has the reasons"
+        yield "never trained", Text.assemble((_first(never), "red"), reasons)
     if (error := summary.get("prediction_error")) is not None:
         yield "predictions", f"off by {100 * error:.1f} % of a round in the median"
     links = summary["bytes"]
-    sizes = ", ".join(f"{name} {links[name] / 1e6:.0f} MB" for name in ("d2d", "d2e", "flower"))
-    yield "traffic", sizes
+    sizes = ", ".join(f"{name} {links[kind] / 1e6:.0f}" for kind, name in _LINKS.items())
+    yield "traffic in MB", sizes
     if moved := links.get("weights", 0) + links.get("spared", 0):
         spared = links["spared"] / 1e6
         yield "segments", f"{moved / 1e6:.1f} MB, {spared:.1f} MB of it there already"
@@ -147,42 +156,65 @@ def _outcome_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
 def _machine_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     """The most telling rows of links, energy and memory, and the number of the others."""
     if share := summary.get("model_share"):
-        cap = "" if share["cap"] is None else f", {100 * share['cap']:.3g} % allowed"
-        yield "memory share", f"{100 * share['most']:.3g} % of the whole model at most{cap}"
+        most = f"{100 * share['most']:.3g} % of the whole model"
+        yield "planned peak of a device", f"{most}{allowed_share(share)}"
     links = sorted(summary.get("links", ()), key=_slowest_bit_per_s)
     peaks = sorted(summary["peak_memory_bytes"].items(), key=lambda item: -item[1])
-    kinds = {
+    roles = _roles(summary)
+    allowed = {roles.get(n, n): size for n, size in summary.get("memory_limit_bytes", {}).items()}
+    kinds: dict[str, list[Row]] = {
         "link": [_link_row(link) for link in links],
-        "budget": _energy_rows(summary["energy"]),
-        "peak": [(f"memory {name}", f"{size / 1e6:.1f} MB peak") for name, size in peaks],
+        "budget": _energy_rows(summary, roles),
+        "peak": [(f"memory {name}", _peak_text(size, allowed.get(name))) for name, size in peaks],
     }
     for kind, rows in kinds.items():
         yield from rows[: _MOST_ROWS[kind]]
+    if any(str(text).endswith(_SO_FAR) for _, text in kinds["budget"]):
+        yield "budgets", f"hold from {_KEPT_FROM} rounds on: what is above them is paid back"
     left = {kind: len(rows) - _MOST_ROWS[kind] for kind, rows in kinds.items()}
     words = [counted(count, kind) for kind, count in left.items() if count > 0]
     if words:
         yield "more", f"{', '.join(words)} in summary.json"
 
 
-def _energy_rows(energy: Mapping[str, Any]) -> list[Row]:
-    """Devices by the share of their budget that they spent; red above it."""
-    budgets, used = energy["budget_j"], energy["mean_j"]  # a budget of None: without a limit
+def _roles(summary: Mapping[str, Any]) -> dict[str, str]:
+    """The control units of the last plan by id, see `control_unit_role`."""
+    plan = next((plan for plan in reversed(summary.get("plans", ())) if plan), {"clusters": ()})
+    return {id_: role for each in plan["clusters"] for id_, role in control_unit_role(each).items()}
+
+
+def _peak_text(size: int, allowed: int | None) -> str:
+    of = f" of {allowed / 1e6:.1f} MB allowed" if allowed else " MB"
+    return f"measured peak {size / 1e6:.1f}{of}"
+
+
+def _energy_rows(summary: Mapping[str, Any], roles: Mapping[str, str]) -> list[Row]:
+    """Devices by the share of their budget that they spent; red where it is not kept.
+
+    Budgets are long-term: what is above them after a few rounds, a longer run pays back.
+    """
+    budgets, used = summary["energy"]["budget_j"], summary["energy"]["mean_j"]
+    policies = {plan.get("policy") for plan in summary.get("plans", ()) if plan}
+    early = summary["rounds"] < _KEPT_FROM and policies == {_PAYING}
     shares = {name: used.get(name, 0.0) / b if b else 0.0 for name, b in budgets.items()}
-    rows = []
+    rows = list[Row]()
     for device in sorted(shares, key=lambda name: -shares[name]):
-        used_j, budget_j = used.get(device, 0.0), budgets[device]
+        used_j, budget_j = used.get(device, 0.0), budgets[device]  # a budget of None: no limit
         limit = "" if budget_j is None else f" of {budget_j:.3g}"
-        text = f"{used_j:.3g}{limit} J per round"
-        over = shares[device] > 1.0
-        rows.append((f"energy {device}", f"[red]{text}, over budget[/red]" if over else text))
+        text = Text(f"{used_j:.3g}{limit} J per round")
+        if shares[device] > 1.0:
+            text += Text(_SO_FAR) if early else Text(", over budget")
+            text.style = "" if early else "red"
+        rows.append((f"energy {roles.get(device, device)}", text))
     return rows
 
 
 def _link_row(link: Mapping[str, Any]) -> Row:
     """The hop, then codec and rates there and back."""
     ends = " > ".join(str(link[end]).rpartition("/")[2] for end in ("sender", "receiver"))
-    ways = " | ".join(_way_text(link[way]) for way in ("forward", "backward"))
-    return f"link {link['cluster']} {ends}", f"{link['codec']}  {ways}"
+    there, back = (_way_text(link[way]) for way in ("forward", "backward"))
+    there = there.removesuffix(_RATE) if back.endswith(_RATE) else there
+    return f"link {link['cluster']} {ends}", f"{link['codec']}  there {there}, back {back}"
 
 
 def _slowest_bit_per_s(link: Mapping[str, Any]) -> float:
@@ -195,7 +227,7 @@ def _way_text(way: Mapping[str, Any]) -> str:
         return f"{way['bytes'] / 1e6:.1f} MB"
     planned = way["planned_bit_per_s"]
     of = "" if planned is None else f" of {planned / 1e6:.3g}"
-    return f"{way['bit_per_s'] / 1e6:.3g}{of} Mbit/s"
+    return f"{way['bit_per_s'] / 1e6:.3g}{of}{_RATE}"
 
 
 def _first(items: Sequence[object]) -> str:

@@ -115,13 +115,16 @@ class RunSums:
             plan=event.plan or self.plan,
         )
 
-    def share_json(self) -> dict[str, float | None] | None:
-        """Largest share of the whole model's memory that plans gave a device, and its cap."""
+    def share_json(self, asked: float | None) -> dict[str, float | None] | None:
+        """Largest share of the whole model's memory that plans gave a device, and its cap.
+
+        The cap that was ``asked`` for is smaller than the other where no plan keeps it.
+        """
         if self.model_share is None:
             return None
         caps = [cap for cap in self.share_caps if cap is not None]
         cap = max(caps) if len(caps) == len(self.share_caps) else None
-        return {"most": self.model_share, "cap": cap}
+        return {"most": self.model_share, "cap": cap, "asked": asked}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +139,7 @@ class RunStory:
     initial: Mapping[str, float] = field(default_factory=dict)
     energy_budget_j: Mapping[str, float]
     memory_limit_bytes: Mapping[str, int] = field(default_factory=dict)
+    share_asked: float | None = None  # scheduler.max-model-share
     versions: Mapping[str, str] = field(default_factory=dict)  # of packages, on the server
     events: tuple[RoundEvent, ...] = field(default=())
     rounds_asked: int | None = None
@@ -210,16 +214,32 @@ class RunStory:
             "links": [link_json(link) for link in sums.links],
             "peak_memory_bytes": dict(sums.memory_bytes),
             "memory_limit_bytes": dict(self.memory_limit_bytes),
-            "model_share": sums.share_json(),
+            "model_share": sums.share_json(self.share_asked),
             "versions": dict(self.versions),
             "plans": [] if sums.plan is None else [sums.plan],
         }
         return dict(finite(summary))
 
 
+def allowed_share(share: Mapping[str, float | None]) -> str:
+    """`RunSums.share_json` in words: what was allowed, and why it is more than what was asked."""
+    cap, asked = share["cap"], share.get("asked")
+    if cap is None:
+        return ""
+    why = "" if asked is None or cap <= asked else f", as no plan keeps the {100 * asked:.3g} % set"
+    return f" ({100 * cap:.3g} % allowed{why})"
+
+
 def holders(segment: Mapping[str, Any]) -> tuple[str, ...]:
     """The device of a segment of ``plan``, and its replicas, which older plans lack."""
     return (segment["device_id"], *segment.get("replicas", ()))
+
+
+def control_unit_role(plan: Mapping[str, Any]) -> dict[str, str]:
+    """The control unit of a cluster's plan: its id, and how people know it, whatever its name."""
+    powers = set(plan.get("tx_power_w", ()))
+    alone = powers - set(plan.get("gradient_power_w", powers))  # it sends no gradients
+    return dict.fromkeys(alone, f"{plan['cluster_id']}/control-unit")
 
 
 def cluster_json(plan: ClusterPlan | None, outcome: ClusterOutcome) -> dict[str, Any]:

@@ -7,11 +7,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Self
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from collapipe_flwr.core.durable import write_text
 from collapipe_flwr.core.errors import ConfigError
@@ -46,9 +48,27 @@ def number(value: float | None, unit: float, digits: int) -> str:
     return "" if value is None else f"{value / unit:z.{digits}f}"
 
 
-def number_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Table:
+def terminal(**how: Any) -> Console:
+    """A console that prints texts as they are: names may look like rich's markup or emoji codes."""
+    return Console(highlight=False, markup=False, emoji=False, **how)
+
+
+class PlainTable(Table):
+    """A table that shows texts as they are, on every console; a coloured cell is a `Text`."""
+
+    def named(self, title: str) -> Self:
+        """Itself, with this title on its left."""
+        self.title, self.title_justify = Text(title, style="table.title"), "left"
+        return self
+
+    def add_row(self, *cells: RenderableType | None, **how: Any) -> None:
+        """Add a line."""
+        super().add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), **how)
+
+
+def number_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> PlainTable:
     """An empty table: names wrap on a narrow terminal, numbers do not."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = PlainTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)).named(title)
     for name in names:
         table.add_column(name, overflow="fold")
     for number in numbers:
@@ -67,8 +87,12 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
 
     Bars go to stderr; into a pipe goes a line when a step of another name comes first.
     """
-    columns = (TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn())
-    console, begun = Console(stderr=True, highlight=False), set[str]()
+    columns = (
+        TextColumn("{task.description:<16}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+    )
+    console, begun = terminal(stderr=True), set[str]()
     with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
         task = bar.add_task("", total=total)
 
@@ -76,6 +100,6 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
             bar.update(task, advance=1, description=doing)
             if not console.is_terminal and doing not in begun:  # where no bar moves
                 begun.add(doing)
-                console.print(f"{doing} ...", markup=False)
+                console.print(f"{doing} ...")
 
         yield tick

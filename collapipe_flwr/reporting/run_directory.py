@@ -35,7 +35,15 @@ from collapipe_flwr.core.durable import (
 from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.reporting.events import RoundEvent
 from collapipe_flwr.reporting.progress import PROGRESS
-from collapipe_flwr.reporting.run_lock import CONFIG, LOG, RUNNING, as_it_is, is_written, locked
+from collapipe_flwr.reporting.run_lock import (
+    CONFIG,
+    LAUNCHER,
+    LOG,
+    RUNNING,
+    as_it_is,
+    is_written,
+    locked,
+)
 
 Json = Mapping[str, object]
 EVENTS = "events.jsonl"
@@ -188,9 +196,11 @@ class RunDirectory:
 
 
 def is_new(path: Path) -> bool:
-    """Whether a folder holds only what is there before its run begins: a log, and progress."""
+    """Whether a folder holds only what is there before its run begins, as a log and progress."""
     names = {entry.name for entry in path.iterdir()}
-    return LOG in names and all(name == LOG or name.startswith(PROGRESS) for name in names)
+    return LOG in names and all(
+        name in (LOG, LAUNCHER) or name.startswith(PROGRESS) for name in names
+    )
 
 
 def _line(event: Json) -> str:

@@ -3,21 +3,28 @@
 The lock ends with its process, so a killed run does not count as running. On a file system without
 locks, the status in the summary stands. Before there is a run-config, `collapipe run` holds a lock
 on its log.
+
+The processes of a run note their ids in files, which they lock, too: an id in a file that nobody
+has locked is that of a process that has ended.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from collapipe_flwr.core.durable import remove, write_file
 from collapipe_flwr.core.errors import ConfigError
 
 CONFIG = "run-config.json"  # written once and never replaced
 LOG = "run.log"
+LAUNCHER, SERVER = "launcher.pid", "server.pid"  # of `collapipe run`, and of its ServerApp
 STARTING, RUNNING, INTERRUPTED = "starting", "running", "interrupted"
 _WHY = {
     STARTING: f"its process ended before the run began, see {LOG}",
@@ -53,11 +60,63 @@ def locked(draft: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunProcess:
+    """A process that a run notes; ``runs`` is None where the file system has no locks."""
+
+    pid: int
+    host: str
+    runs: bool | None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it runs on this machine."""
+        return self.host == socket.gethostname()
+
+    def __str__(self) -> str:
+        return f"process {self.pid}" + ("" if self.is_here else f" on {self.host}")
+
+
+@contextmanager
+def noted(run_dir: Path, name: str) -> Iterator[None]:
+    """Note this process in a file of that ``name`` while the body runs."""
+    path = run_dir / name
+    with ExitStack() as lock:
+
+        def save(draft: Path) -> None:
+            draft.write_text(f"{os.getpid()} {socket.gethostname()}\n")
+            lock.enter_context(locked(draft))
+
+        with suppress(OSError):  # a full disk is told by what must be written
+            write_file(path, save)
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # another attempt at the run may have noted itself
+                remove(path)
+
+
+def processes_of(run_dir: Path) -> tuple[RunProcess, ...]:
+    """The processes of a run that have not ended; the one that started the others comes first."""
+    return tuple(filter(None, (_noted(run_dir / name) for name in (LAUNCHER, SERVER))))
+
+
+def _noted(path: Path) -> RunProcess | None:
+    try:
+        runs = _is_locked(path)
+        pid, host = path.read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if runs is False else RunProcess(pid=int(pid), host=host, runs=runs)
+
+
 def check_not_written(run_dir: Path) -> None:
     """Raise ConfigError while a process writes the directory."""
     if is_written(run_dir):
+        who = ", ".join(map(str, processes_of(run_dir)))
         raise ConfigError(
-            f'resume: the run in "{run_dir}" is still running: wait for its end, or stop it'
+            f'resume: the run in "{run_dir}" is still running{who and f" ({who})"}: wait for its '
+            f"end, or stop it by `collapipe stop {run_dir}`"
         )
 
 

@@ -1,25 +1,28 @@
 """The terminal of `collapipe run`: phases, rounds and the final summary.
 
-On a terminal the last lines say what happens now (`bars`); elsewhere each phase is a plain line.
+On a terminal the last lines say what happens now (`bars`); elsewhere each phase is a plain line,
+and where a phase takes long, another line says every few seconds how far it is.
 The ServerApp is a process without a terminal, so what is shown is read from the run directory.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.live import Live
 
+from collapipe_flwr.core.processes import meanwhile
 from collapipe_flwr.reporting import run_directory
-from collapipe_flwr.reporting.bars import Bars
+from collapipe_flwr.reporting.bars import Bars, plain_line
 from collapipe_flwr.reporting.console import RoundPrinter, summary_table
 from collapipe_flwr.reporting.events import RoundEvent
+from collapipe_flwr.reporting.output import terminal
 from collapipe_flwr.reporting.progress import RunProgress, read_progress
 from collapipe_flwr.reporting.run_lock import LOG
 from collapipe_flwr.reporting.run_reader import EventTail
@@ -27,30 +30,58 @@ from collapipe_flwr.reporting.run_reader import EventTail
 _SCREEN = 80  # columns
 _PLAIN = 200  # of lines that no terminal folds
 _PER_S = 2.0  # redraws of the bars: the processor is for the run
+_SILENT_S = 10.0  # without a terminal, at most
+_LOOK_S = 1.0
 _ENDING = "stopping Flower"
 
 
 class Screen(RoundPrinter):
     """The terminal of `collapipe run`: ``quiet`` shows nothing, ``verbose`` the log itself."""
 
-    def __init__(self, *, quiet: bool = False, verbose: bool = False) -> None:
-        super().__init__(console=Console(quiet=quiet, highlight=False))
+    def __init__(
+        self,
+        *,
+        quiet: bool = False,
+        verbose: bool = False,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__(console=terminal(quiet=quiet))
         self.verbose = verbose
+        self._now, self._said_s = now, now()
+        self._progress: RunProgress | None = None
         if not self._console.is_terminal:
             self._console.width = _PLAIN
         self._draws = self._console.is_terminal and not verbose and not quiet
         self._bars = Bars()
         self._said = ""
 
+    def say(self, text: str) -> None:
+        """Print one line, wrapped on a terminal."""
+        self._said_s = self._now()
+        super().say(text)
+
+    def remind(self) -> None:
+        """Say what goes on, where nothing was said for a while."""
+        if self._progress is not None and self._now() - self._said_s >= _SILENT_S:
+            self.say(f"    {plain_line(self._progress, self._now())}")
+
+    def _remind(self, over: threading.Event) -> None:
+        while not over.wait(_LOOK_S):
+            self.remind()
+
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
         """Show ``text`` while the body runs, until :meth:`show_progress` replaces it."""
+        now_s = self._now()
+        begun = RunProgress(phase=text, since_s=now_s, at_s=now_s)
         if not self._draws:
             self.say(text)
-            yield
+            self._progress = None if self.verbose else begun
+            with meanwhile(self._remind, "screen"):
+                yield
+            self._progress = None
             return
-        now_s = time.time()
-        self._bars.show(RunProgress(phase=text, since_s=now_s, at_s=now_s))
+        self._bars.show(begun)
         try:
             with Live(self._bars, console=self._console, transient=True, refresh_per_second=_PER_S):
                 yield
@@ -61,7 +92,9 @@ class Screen(RoundPrinter):
         """Show the progress; without a terminal, each phase outside of rounds is printed once."""
         if self._draws:
             self._bars.show(progress)
-        elif not (self.verbose or progress.round_index) and progress.phase != self._said:
+            return
+        self._progress = None if self.verbose else progress
+        if not (self.verbose or progress.round_index) and progress.phase != self._said:
             self._said = progress.phase
             self.say(progress.phase)
 

@@ -12,12 +12,19 @@ from pathlib import Path
 from typing import cast
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from collapipe_flwr.core.errors import require
 from collapipe_flwr.core.links import CODECS
-from collapipe_flwr.reporting.output import counted, number_table, prepare, progress, write_json
+from collapipe_flwr.reporting.output import (
+    PlainTable,
+    counted,
+    number_table,
+    prepare,
+    progress,
+    terminal,
+    write_json,
+)
 from collapipe_flwr.reporting.simulation_figures import save_figures
 from collapipe_flwr.simulation import summary
 from collapipe_flwr.simulation.score import Score
@@ -56,18 +63,18 @@ def run_simulation(
     steps = setting.rounds * len(setting.seeds) * len(setting.policies)
     with progress(steps) as tick:
         simulation = simulate(setting, tick)
-    console = Console(highlight=False)
+    console = terminal()
     console.print(policy_table(simulation))
     refusals = [f"{p.policy}: {p.refusal}" for p in simulation.policies if p.refusal is not None]
     for sentence in (*bound_lines(simulation), *codec_lines(simulation), *refusals):
-        console.print(sentence, markup=False)
+        console.print(sentence)
     compared = summary.comparison(simulation)
     if compared is not None:
         console.print(claims_table(cast("dict[str, summary.Json]", compared["claims"])))
     write_json(json_file, summary.simulation_json(simulation))
     if plot_dir is not None:
         for path in save_figures(simulation, _tradeoff(simulation), plot_dir):
-            console.print(str(path), markup=False, soft_wrap=True)
+            console.print(str(path), soft_wrap=True)
 
 
 def _tradeoff(simulation: Simulation) -> Mapping[float, Score]:
@@ -135,7 +142,7 @@ def codec_lines(simulation: Simulation) -> list[str]:
 
 def claims_table(claims: Mapping[str, summary.Json]) -> Table:
     """Claims, results, and what a plan at the bound would reach."""
-    table = Table(title="dssda against the baselines", title_justify="left", box=box.SIMPLE_HEAD)
+    table = PlainTable(box=box.SIMPLE_HEAD).named("dssda against the baselines")
     for name in ("claim", "needed", "seen", "possible", ""):
         table.add_column(name)
     for key, (says, sign) in CLAIMS.items():

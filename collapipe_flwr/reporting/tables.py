@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from collapipe_flwr.core.json_codec import plain
 from collapipe_flwr.reporting.output import number, number_table
@@ -37,18 +37,24 @@ _COLOURS = {"ready": "green", "stopping": "yellow", "away": "red"}
 def show_measurements(found: Measurements, console: Console) -> None:
     """Print the tables and one sentence per fault."""
     console.print(measurements_table(found))
-    console.print(f"compute: {computing(found)}", highlight=False, markup=False)
-    console.print(f"energy: {meters(found)}", highlight=False, markup=False)
+    if compute := computing(found):
+        console.print(f"compute: {compute}")
+    console.print(f"energy: {meters(found)}")
     if found.links:
         console.print(links_table(found))
     if found.links_left_out:
         console.print(
             f"{found.links_left_out} more links between devices were not measured: "
             "`--most-links 0` tries all of them",
-            highlight=False,
+        )
+    if found.busy:
+        console.print(
+            f"at work, not measured: {', '.join(found.busy)}. Earlier figures stay in force; check "
+            "again when nothing trains there",
+            style="yellow",
         )
     for fault in found.faults:
-        console.print(f"mend {fault}", style="red", highlight=False, markup=False)
+        console.print(f"mend {fault}", style="red")
 
 
 def measurements_table(found: Measurements) -> Table:
@@ -58,14 +64,14 @@ def measurements_table(found: Measurements) -> Table:
     for member in found.members:
         table.add_row(
             member.name,
-            escape(member.address) or "here",
+            member.address or "here",
             number(member.speed_flop_per_s, _GIGA, 1),
             number(member.memory_bytes, _GIGA, 1),
             number(member.idle_bytes, _MEGA, 0),
             number(member.clock_ahead_s, 1.0, 1),
             number(member.rate_bit_per_s, _MEGA, 0),
             number(member.delay_s, _MILLI, 2),
-            _mark(member.fault),
+            _mark(member.fault, busy=member.busy),
         )
     return table
 
@@ -100,8 +106,10 @@ def links_table(found: Measurements) -> Table:
     return table
 
 
-def _mark(fault: str) -> str:
-    return "[red]mend[/red]" if fault else "[green]ok[/green]"
+def _mark(fault: str, *, busy: bool = False) -> Text:
+    if fault:
+        return Text("mend", style="red")
+    return Text("busy", style="yellow") if busy else Text("ok", style="green")
 
 
 def show_forecast(found: Forecast, console: Console) -> None:
@@ -113,10 +121,9 @@ def show_forecast(found: Forecast, console: Console) -> None:
             f"this machine: {timed.speed_flop_per_s / _GIGA:.1f} GFLOP/s on one block and "
             f"{timed.examples} examples (forward {timed.forward_s / _MILLI:.1f} ms, backward "
             f"{timed.backward_s / _MILLI:.1f} ms)",
-            highlight=False,
         )
     fits = found.cluster is None or found.plan is not None
-    console.print(found.verdict, style="green" if fits else "red", highlight=False, markup=False)
+    console.print(found.verdict, style="green" if fits else "red")
 
 
 def cost_table(found: Forecast) -> Table:
@@ -180,13 +187,11 @@ def status_table(found: ClusterStatus) -> Table:
     figures = ("GFLOP\n/s", "memory\nGB", "daemon\nMB", "clock\ns", "roster")
     table = number_table(title, ("member", "role", "address", "state"), figures)
     for member in found.members:
-        colour = _COLOURS.get(member.state, "")
-        state = f"[{colour}]{member.state}[/]" if colour else member.state
         table.add_row(
             member.name,
             member.role,
-            escape(member.address),
-            state,
+            member.address,
+            Text(member.state, style=_COLOURS.get(member.state, "")),
             number(member.speed_flop_per_s, _GIGA, 1),
             number(member.memory_bytes, _GIGA, 1),
             number(member.resident_bytes, _MEGA, 0),

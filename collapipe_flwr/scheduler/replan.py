@@ -189,13 +189,20 @@ def _energy_j(
 
 def _refusal(plan: ClusterPlan, rest: ReplanInput) -> str:
     gone = [d.device_id for d in rest.profile.devices if d.device_id not in rest.present]
+    if not rest.devices:
+        return (
+            f"cluster {plan.cluster_id!r} lost all its devices ({', '.join(gone)}): bring one "
+            "back; `collapipe cluster check` says which of them answer"
+        )
     need = float(_segment_bytes(plan, rest)[0, -1])
     room = (1.0 - rest.options.memory_margin) * sum(d.memory_bytes for d in rest.devices)
     why = f"all blocks need {compared(need, room, 'they have')}"
     if need <= room:
         why += ", but no cut into contiguous segments keeps every device within its own"
+    count = len(rest.devices)
+    left = "device that is" if count == 1 else f"{count} devices that are"
     return (
-        f"cluster {plan.cluster_id!r}: without {', '.join(gone) or 'any device'} no plan fits the "
-        f"{len(rest.devices)} devices that are left ({why}): bring the device back, add one, or "
+        f"cluster {plan.cluster_id!r}: without {', '.join(gone)} no plan fits the "
+        f"{left} left ({why}): bring the device back, add one, or "
         "lower the micro-batches"
     )

@@ -240,7 +240,7 @@ def _cluster(
 ) -> ClusterProfile:
     members = []
     for index, board in enumerate(boards):
-        name = "cu" if index == 0 else f"d{index}"
+        name = "control-unit" if index == 0 else f"d{index}"
         preset = device_preset(board) if isinstance(board, str) else board
         members.append(replace(preset, device_id=f"{cluster_id}/{name}"))
     return ClusterProfile(

@@ -62,14 +62,12 @@ class Authorizer:
         with self._under_way(caller, context, method):
             yield caller
 
-    def replace(self, access: AccessControl) -> None:
-        """Apply another access control, and cut the calls of callers that are not in it."""
+    def replace(self, access: AccessControl) -> list[grpc.ServicerContext]:
+        """Apply another access control; return the calls under way of callers not in it."""
         with self._lock:
             self._access = access
             calls = list(self._calls.items())
-        for context, (name, shown) in calls:
-            if (caller := access.callers.get(name)) is None or not caller.may_show(shown):
-                context.cancel()
+        return [context for context, (name, shown) in calls if not access.knows(name, shown)]
 
     def _known(self, context: grpc.ServicerContext, method: Method) -> Caller | None:
         """The caller by the common name of its certificate; None without a certificate.

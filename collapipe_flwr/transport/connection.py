@@ -13,6 +13,7 @@ from typing import Self, TypeVar
 import grpc
 
 from collapipe_flwr.core.errors import (
+    Busy,
     FrozenWanted,
     LinkError,
     LinkTimeout,
@@ -164,6 +165,8 @@ class Connection:
             return Unreachable(f"{self.peer} cannot be reached or broke off: {why}")
         if code is grpc.StatusCode.NOT_FOUND:
             return FrozenWanted(f"{self.peer} refused: {details}")
+        if code is grpc.StatusCode.ABORTED:
+            return Busy(f"{self.peer} refused: {details}")
         if code in _BROKEN:
             return PeerBroken(f"{self.peer} failed: {(details or '').removeprefix(_RAISED)}")
         kind = PeerBroken if code is grpc.StatusCode.INVALID_ARGUMENT else LinkError

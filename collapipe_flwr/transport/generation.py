@@ -89,11 +89,16 @@ class TextServer(Server):
             threads=most,
             most_calls=most + _WAITING,
             most_bytes=MESSAGE_BYTES,
+            strangers_bytes=_WAITING * MESSAGE_BYTES,  # a first call is the text, and may wait
             tls=tls,
         )
 
     def _serve(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        with self._authorizer.admitted(context, WRITE), call_deadline(context, _LONGEST_S):
+        with (
+            self._authorizer.admitted(context, WRITE),
+            self.intake.expecting(context, WRITE),
+            call_deadline(context, _LONGEST_S),
+        ):
             try:
                 request = decode_message(GenerateRequest, only_message(messages, context))
                 for text in self._write(request):

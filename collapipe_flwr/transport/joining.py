@@ -37,7 +37,7 @@ class JoinRequest:
     """A machine that asks to join; figures of 0 were not measured, ``kind`` may be empty.
 
     ``address`` is where it listens (empty: nowhere), ``unix_s`` its clock, ``version`` that of
-    its CollaPipe.
+    its CollaPipe. One that ``only_asks`` whether it would be admitted gets no answer but a refusal.
     """
 
     secret: bounds.Text = field(repr=False)  # of its token, in hexadecimal
@@ -50,6 +50,7 @@ class JoinRequest:
     overhead_s: bounds.Overhead = 0.0
     memory_bytes: bounds.Bytes = 0
     version: bounds.Text = ""
+    only_asks: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

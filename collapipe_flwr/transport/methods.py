@@ -27,6 +27,8 @@ STREAM_KEY = "collapipe-stream"  # of a `StreamRequest`
 HTTP2_FRAME_BYTES = 4 * 2**20
 MOST_CONNECTIONS = 512
 MESSAGE_BYTES = 4 * 2**20  # more than any model config needs
+METADATA_BYTES = 16 * 2**10  # of a call
+MOST_PROBE_BYTES = 16 * 2**20
 MOST_PROBE_S = 60  # the longest that a host waits for another one on behalf of a caller
 
 Metadata = tuple[tuple[str, str], ...]
@@ -46,6 +48,12 @@ class Method:
     uploads: bool = False
     downloads: bool = False
     service: str = SERVICE
+    message_bytes: int = MESSAGE_BYTES  # the most of one that is sent, where none is a frame
+
+    @property
+    def most_bytes(self) -> int:
+        """The most of a message that is sent."""
+        return LIMITS.frame_bytes if self.uploads else self.message_bytes
 
     @property
     def path(self) -> str:
@@ -81,7 +89,7 @@ STREAM = Method("Stream", "streams", uploads=True, downloads=True)
 HEALTH = Method("Health")
 BENCHMARK = Method("Benchmark")
 PROBE = Method("Probe")
-ECHO = Method("Echo")
+ECHO = Method("Echo", message_bytes=MOST_PROBE_BYTES)
 STATUS = Method("Status")
 ROSTER = Method("Roster", "rosters")
 METHODS = tuple(found for found in vars().copy().values() if isinstance(found, Method))
@@ -104,14 +112,15 @@ LIMITS = FrameLimits()
 class HostStatus:
     """``resident_bytes`` is the daemon's own memory (0: unknown), ``unix_s`` its clock.
 
-    An ``awake`` host has loaded the libraries of models; one that is ``stopping`` opens no session.
-    ``energy_sensor`` (empty: none) measured ``power_w``. ``rosters`` are the versions of its
-    cluster files by cluster id.
+    An ``awake`` host has loaded the libraries of models; one that is ``stopping`` opens no session,
+    and one ``at_work`` is not to be measured. ``energy_sensor`` (empty: none) measured ``power_w``.
+    ``rosters`` are the versions of its cluster files by cluster id.
     """
 
     resident_bytes: bounds.Bytes
     awake: bool
     stopping: bool
+    at_work: bool = False
     unix_s: bounds.Moment
     version: bounds.Text
     energy_sensor: bounds.Text = ""
@@ -156,7 +165,7 @@ class ProbeRequest:
     deadline_s: float = 10.0
 
     def __post_init__(self) -> None:
-        for name, most in (("payload_bytes", 16 * 2**20), ("deadline_s", MOST_PROBE_S)):
+        for name, most in (("payload_bytes", MOST_PROBE_BYTES), ("deadline_s", MOST_PROBE_S)):
             if not 0 < (value := getattr(self, name)) <= most:
                 raise ConfigError(f"{name} of a probe must be > 0 and <= {most}, got {value}")
 
@@ -194,6 +203,7 @@ def channel_options(most_bytes: int | None = None) -> Options:
     return [
         ("grpc.max_receive_message_length", most_bytes or LIMITS.frame_bytes),
         ("grpc.max_send_message_length", LIMITS.frame_bytes),
+        ("grpc.per_message_decompression", 0),  # a short message could become a very long one
         ("grpc.http2.max_frame_size", HTTP2_FRAME_BYTES),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 20_000),

@@ -6,14 +6,22 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Self
 
 import grpc
 
-from collapipe_flwr.core.links import TlsFiles
+from collapipe_flwr.core.links import TlsFiles, host_and_port
+from collapipe_flwr.core.processes import meanwhile
+from collapipe_flwr.transport.intake import STRANGERS_BYTES, Intake
 from collapipe_flwr.transport.keepalive import server_keepalive_options
-from collapipe_flwr.transport.methods import MOST_CONNECTIONS, Method, channel_options
+from collapipe_flwr.transport.methods import (
+    METADATA_BYTES,
+    MOST_CONNECTIONS,
+    Method,
+    channel_options,
+)
 from collapipe_flwr.transport.tls import bind
 
 _log = logging.getLogger(__name__)
@@ -26,8 +34,9 @@ class Server:
 
     Use as a context manager. `answers`, by the methods of one service, are called in one of
     `threads` with the stream of a call's messages and its context; calls beyond `most_calls` are
-    refused at once, and messages above `most_bytes` (None: as frames) before they are read. Raises
-    ConfigError when it cannot be bound.
+    refused at once, and messages above `most_bytes` (None: as frames) before they are read. What
+    comes without a call that its `intake` knows to be admitted is bounded. Raises ConfigError when
+    it cannot be bound.
     """
 
     def __init__(
@@ -38,6 +47,7 @@ class Server:
         threads: int,
         most_calls: int,
         most_bytes: int | None = None,
+        strangers_bytes: int = STRANGERS_BYTES,
         tls: TlsFiles | None = None,
     ) -> None:
         self._callers = ThreadPoolExecutor(threads, thread_name_prefix="rpc")
@@ -49,20 +59,27 @@ class Server:
                 ("grpc.so_reuseport", 0),
                 # One peer, or many that send nothing, must not fill this server's memory.
                 ("grpc.server_handshake_timeout_ms", 10_000),
+                ("grpc.http2.settings_timeout", 10_000),  # limits count once the peer agrees
                 ("grpc.max_allowed_incoming_connections", MOST_CONNECTIONS),
                 ("grpc.max_concurrent_streams", most_calls),  # of one connection
-                ("grpc.max_metadata_size", 16 * 2**10),
+                ("grpc.max_metadata_size", METADATA_BYTES),
             ],
             maximum_concurrent_rpcs=most_calls,
         )
         (service,) = {method.service for method in answers}
-        handlers = {method.name: method.handler(answer) for method, answer in answers.items()}
+        handlers = {
+            method.name: method.handler(partial(self._counted, answer))
+            for method, answer in answers.items()
+        }
         generic = grpc.method_handlers_generic_handler(service, handlers)
         self._server.add_generic_rpc_handlers((generic,))
         self.address = bind(self._server, listen, tls)
+        self.intake = Intake(host_and_port(self.address)[1], strangers_bytes)
+        self._life = ExitStack()
 
     def __enter__(self) -> Self:
         self._server.start()
+        self._life.enter_context(meanwhile(self.intake.watch, "intake"))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -71,11 +88,17 @@ class Server:
     def stop(self, grace_s: float = 1.0) -> None:
         """Refuse new calls, give running ones `grace_s`, then break them off."""
         self._server.stop(grace_s).wait(grace_s + 5.0)
+        self._life.close()
         self._let_go()
         end_threads(self._callers, "calls")
 
     def _let_go(self) -> None:
         """End what broken-off calls may wait for."""
+
+    def _counted(
+        self, answer: Callable[..., Any], messages: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Any:
+        return answer(self.intake.counted(messages, context), context)
 
 
 def end_threads(pool: ThreadPoolExecutor, what: str) -> None:

@@ -7,6 +7,8 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from collapipe_flwr.config.cluster_file import read_cluster
 from collapipe_flwr.core.errors import ConfigError, LinkTimeout
 from collapipe_flwr.core.json_codec import to_json
 from collapipe_flwr.core.version import own_version
+from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.pipeline.benchmark import (
     BenchmarkAnswer,
     BenchmarkRequest,
@@ -38,7 +41,9 @@ from collapipe_flwr.pipeline.benchmark import (
 from collapipe_flwr.pipeline.compute import torch_build
 from collapipe_flwr.transport.certificates import sign_all
 from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.methods import ProbeAnswer
 from tests.cluster.daemon_processes import Daemon, running
+from tests.host.chain_to_edge import request, service
 
 
 def _cluster(folder: Path, *devices: str, more: str = "") -> Path:
@@ -119,6 +124,89 @@ def test_a_members_sensor_of_energy_and_its_torch_are_found_and_told(
     assert (other["energy_sensor"], other["power_w"]) == ("", None)
     assert (other["computes"], other["torch"]) == ("cpu", torch_build())
     assert f"pi-2 on cpu, torch {torch_build()}" in told
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Path]:
+    """The file of a cluster of pi-1 and pi-2 with an edge, which are there."""
+    with ExitStack() as stack:
+        first, second, edge = (
+            stack.enter_context(EdgeServer("127.0.0.1:0", service())).address for _ in range(3)
+        )
+        more = f'measured = "found.json"\nedge.address = "{edge}"'
+        yield _cluster(tmp_path, first, second, more=more)
+
+
+def begin_to_train(path: Path) -> None:
+    """A session on the first device."""
+    with EdgeClient(read_cluster(path).devices[0].address) as client:
+        client.open_session(request())
+
+
+def measuring(name: str) -> Callable[..., object]:
+    def measured(*_: object, **__: object) -> object:
+        raise AssertionError(f"{name} disturbs who trains")
+
+    return measured
+
+
+def test_a_cluster_that_trains_is_busy_and_neither_broken_nor_disturbed(
+    pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("control-unit", "pi-1", "pi-2", "edge")
+    known = [Measured(name=name, speed_flop_per_s=7e9, rate_bit_per_s=3e6) for name in names]
+    link = MeasuredLink(source="pi-1", target="edge", rate_bit_per_s=5e6)
+    figures = pair.with_name("found.json")
+    before = Measurements(cluster_id="g", members=tuple(known), links=(link,))
+    figures.write_text(to_json(before))
+    begin_to_train(pair)
+    for name in ("benchmark", "probe", "measure_way"):
+        monkeypatch.setattr(EdgeClient, name, measuring(name))
+    monkeypatch.setattr(check, "run_benchmark", measuring("the benchmark here"))
+    done = _check(pair, "--json", str(figures))
+    said = " ".join(done.stdout.split())
+    assert done.exit_code == 0 and "mend" not in said, said
+    assert f"at work, not measured: {', '.join(names)}" in said
+    after = read_measurements(figures)  # plans go on with what was known
+    assert after.links == before.links and after.busy == names
+    assert [m.speed_flop_per_s for m in after.members] == [7e9] * 4
+    assert after.of("pi-2").rate_bit_per_s == 3e6 and after.of("pi-2").clock_ahead_s is not None
+
+
+def test_who_begins_to_train_during_the_check_is_busy(
+    pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = EdgeClient.measure_way
+
+    def begin(client: EdgeClient, payload_bytes: int) -> ProbeAnswer:
+        if client.peer.startswith("pi-1"):
+            begin_to_train(pair)
+        return measure(client, payload_bytes)
+
+    monkeypatch.setattr(EdgeClient, "measure_way", begin)
+    block = BenchmarkRequest(width=32, tokens=4, examples=2, seconds=0.05)
+    found = check_cluster(read_cluster(pair), CheckSettings(block=block), lambda _: None)
+    assert found.busy == ("pi-1",) and not found.of("pi-1").fault
+    assert found.of("pi-2").speed_flop_per_s is not None
+
+
+@pytest.mark.parametrize(
+    ("host", "busy"), [("127.0.0.1", ("control-unit", "edge")), ("localhost", ("edge",))]
+)
+def test_an_edge_that_trains_another_cluster_is_busy_with_its_machine_alone(
+    pair: Path, host: str, busy: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = read_cluster(pair)
+    edge = replace(config.edge, address=config.edge.address.replace("127.0.0.1", host))
+    status = EdgeClient.status
+    monkeypatch.setattr(
+        EdgeClient, "status", lambda c: replace(status(c), at_work=c.peer.startswith("edge"))
+    )
+    block = BenchmarkRequest(width=32, tokens=4, examples=2, seconds=0.05)
+    found = check_cluster(replace(config, edge=edge), CheckSettings(block=block), lambda _: None)
+    assert found.busy == busy
+    assert all((m.speed_flop_per_s is None) == m.busy for m in found.members)
+    assert {link.target for link in found.links} == {"pi-1", "pi-2"}
 
 
 def test_members_that_do_not_answer_are_waited_for_together(tmp_path: Path, monkeypatch) -> None:

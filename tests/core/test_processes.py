@@ -42,6 +42,17 @@ def test_a_program_and_its_children_end_with_their_owner(ending: signal.Signals)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="waits on pidfds")
+def test_a_program_and_its_children_end_though_the_whole_group_of_its_owner_is_killed() -> None:
+    alone = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "start_new_session": True}
+    with (
+        subprocess.Popen(python(OWNER, PROGRAM), text=True, **alone) as owner,
+        watched(told(owner)) as tree,
+    ):
+        os.killpg(owner.pid, signal.SIGKILL)
+        assert ended(tree)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="waits on pidfds")
 def test_a_programs_children_end_where_there_is_no_ps() -> None:
     bare = f"import os\nos.environ['PATH'] = '/nowhere'\n{OWNER}"
     with background(python(bare, PROGRAM)) as owner, watched(told(owner)) as tree:

@@ -48,6 +48,31 @@ def test_an_action_ends_at_its_first_failure_and_so_do_the_steps(tmp_path: Path)
     assert not (tmp_path / "never").exists()
 
 
+@pytest.mark.parametrize(
+    ("output", "free_mb", "full"),
+    [
+        ("OSError: [Errno 28] No space left on device", 900, True),  # pip has cleaned up since
+        ("Error: Command 'ensurepip' returned 1", 0, True),
+        ("no such wheel", 900, False),
+    ],
+)
+def test_a_full_disk_is_named_with_what_is_free(
+    output: str, free_mb: int, full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    df = tmp_path / "df"
+    df.write_text(
+        "#!/bin/sh\necho Filesystem 1048576-blocks Used Available Capacity Mounted on\n"
+        f"for folder in 1 2; do echo /dev/card 9000 100 {free_mb} 99% /opt; done\n"
+    )
+    df.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    steps = [Step(name="one", test="false", action=f'/no/pip || echo "{output}"; exit 1')]
+    ((outcome, _, why),) = carried_out(steps)
+    assert outcome == "failed" and "line" not in why
+    assert ("/opt has" in why) == full and why.count(f"{free_mb} MB free of 9000") == int(full)
+    assert (output in why) != full
+
+
 def test_a_service_starts_again_only_with_another_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

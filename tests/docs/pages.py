@@ -113,10 +113,10 @@ def _simple_commands(text: str) -> Iterator[list[str]]:
 
 
 def _arguments(words: list[str], program: str) -> Iterator[list[str]]:
-    """What follows the program's name; a word behind an option, such as a user, is not one."""
+    """What follows the program's name; a word behind an option or `userdel`, a user, is not one."""
     for place, word in enumerate(words):
         called = word == program or word.endswith(f"bin/{program}")
-        if called and not (place and words[place - 1].startswith("-")):
+        if called and not (place and words[place - 1].startswith(("-", "userdel"))):
             yield words[place + 1 :]
             return
 

@@ -143,6 +143,21 @@ def test_the_reference_shows_every_key_and_option() -> None:
         assert shown and all(f"`{option}`" in shown for option in options)
 
 
+def test_a_profile_plans_with_the_settings_of_a_run() -> None:
+    options = {p.name: p.default for p in reference.command_tree()["collapipe profile"].params}
+    run = reference.defaults()
+    assert options["max_model_share"] == run["scheduler.max-model-share"]
+    assert options["schedule"] == run["scheduler.schedule"]
+
+
+def test_the_pages_of_the_reference_are_what_the_code_says() -> None:
+    for path in reference.FOLDER.glob("*.md"):
+        text = path.read_text(encoding="utf-8")
+        assert text == reference.page(text), f"{path.name} is outdated: run `make reference`"
+    shown = (reference.FOLDER / "api.md").read_text(encoding="utf-8")
+    assert f"| `{collapipe_flwr.__all__[0]}(" in shown
+
+
 def test_every_imported_or_documented_name_exists() -> None:
     for block in pages.blocks("python"):
         for node in ast.walk(ast.parse(block.text)):

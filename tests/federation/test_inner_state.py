@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import Context, Message, MetricRecord, RecordDict
-from flwr.serverapp.strategy import FedAvgM
+from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvgM, FedYogi
 
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.inner_state import remember
@@ -96,3 +97,35 @@ def test_a_refused_aggregate_is_recorded_and_costs_its_round_alone() -> None:
     wanted = twin.start(grid, encode_tensors({"w": torch.ones(3)}), num_rounds=3)
     found, expected = (decode_tensors(each.arrays)["w"] for each in (result, wanted))
     assert torch.equal(found, expected)  # as if the refused round had not been
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kind", [FedAdam, FedAdagrad, FedYogi])
+def test_a_moment_that_becomes_infinite_is_refused_with_its_aggregate(kind: type) -> None:
+    """The second moment is a square: it overflows while the aggregate is finite."""
+    records: list = []
+
+    def train(message: Message, context: Context) -> Message:
+        reply = trained(message, context)
+        if len(records) == 1:
+            reply.content[ARRAYS] = encode_tensors({"w": torch.full_like(start["w"], 1e200)})
+        return reply
+
+    start = {"w": torch.ones(3, dtype=torch.float64)}
+    strategy = CollaPipe(kind(fraction_evaluate=0.0), on_round=records.append)
+    grid = LocalGrid(dict.fromkeys((1, 2), train))
+    strategy.start(grid, encode_tensors(start), num_rounds=4)
+    said = [remark for record in records for remark in record.remarks]
+    assert len(said) == 1 and "v_t infinite or NaN" in said[0]
+    assert np.isfinite(strategy.inner_strategy.v_t["w"]).all()
+
+
+def test_infinities_of_the_model_itself_are_no_fault_of_its_moments() -> None:
+    """A mask of -inf has no difference to what it was, so its moments are NaN."""
+    start = encode_tensors({"w": torch.ones(3), "mask": torch.full((3,), float("-inf"))})
+    records: list = []
+    strategy = CollaPipe(FedAdam(fraction_evaluate=0.0), on_round=records.append)
+    with np.errstate(invalid="ignore"):
+        strategy.start(LocalGrid(dict.fromkeys((1, 2), trained)), start, num_rounds=2)
+    assert np.isnan(strategy.inner_strategy.m_t["mask"]).all()
+    assert not any(record.remarks for record in records)

@@ -13,11 +13,13 @@ import tempfile
 from collections import Counter
 from contextlib import ExitStack
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvgM
@@ -27,7 +29,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.core.errors import LinkError
-from collapipe_flwr.federation import attempts
+from collapipe_flwr.federation import attempts, open_round
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.client.node_state import Kept, NodeState
 from collapipe_flwr.federation.local_grid import LocalGrid
@@ -187,6 +189,9 @@ class Rounds(RuleBasedStateMachine):
         self._open = ExitStack()
         self._folder = Path(self._open.enter_context(tempfile.TemporaryDirectory()))
         self._open.enter_context(mock.patch.object(attempts, "sleep", lambda _: None))
+        orders = partial(random.Random(3).getrandbits, 31)  # in no order, and the same every time
+        self._open.enter_context(mock.patch.object(open_round, "new_attempt", orders))
+        self.running = ExitStack()
         self.trained = 0  # trainings so far; each has its number
         self.fates: dict[int, list[str]] = {}
         self.now: dict[int, str] = {}
@@ -345,11 +350,14 @@ class Rounds(RuleBasedStateMachine):
         self.inner.current_arrays = self.inner.momentum_vector = None  # the user's own business
 
     def teardown(self) -> None:
-        self.running.close()
-        self._open.close()
+        with self._open:
+            self.running.close()
 
 
-Rounds.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=12, deadline=None, derandomize=True
-)
-TestRounds = Rounds.TestCase
+class TestRounds(Rounds.TestCase):
+    settings = settings(max_examples=60, stateful_step_count=12, derandomize=True)
+
+
+@pytest.mark.slow
+class TestManyRounds(Rounds.TestCase):
+    settings = settings(max_examples=1000, stateful_step_count=20, derandomize=True)

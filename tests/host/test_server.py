@@ -10,12 +10,13 @@ import grpc
 import pytest
 import torch
 
-from collapipe_flwr.core.errors import ConfigError, LinkError, LinkTimeout, ModelError
+from collapipe_flwr.core.errors import Busy, ConfigError, LinkError, LinkTimeout, ModelError
 from collapipe_flwr.core.json_codec import to_json
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.core.version import own_version
 from collapipe_flwr.host.ledger import Ledger
 from collapipe_flwr.host.server import EdgeServer
+from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
 from collapipe_flwr.pipeline.link import Frame, FrameKind
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.client import EdgeClient
@@ -71,6 +72,17 @@ def assert_equals_reference(loss, parts):
     assert loss == near(expected)
     for part, whole in zip(parts, wholes, strict=True):
         assert_near(list(part.parameters()), list(whole.parameters()))
+
+
+def test_a_host_at_work_says_so_and_is_not_measured(client):
+    quick = BenchmarkRequest(width=32, tokens=4, examples=2, seconds=0.05)
+    assert not client.status().at_work and client.benchmark(quick).seconds > 0
+    open_session(client, make_parts((2,))[2])
+    assert client.status().at_work
+    with pytest.raises(Busy, match="at work"):
+        client.benchmark(quick)
+    client.session(session_key()).close()
+    assert not client.status().at_work and client.benchmark(quick).seconds > 0
 
 
 def test_a_round_over_grpc_equals_one_process(client):

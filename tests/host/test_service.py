@@ -129,6 +129,20 @@ def test_a_part_in_use_stays_beside_the_next_one():
     assert edge.health().sessions == 2
 
 
+def test_a_host_is_at_work_while_its_sessions_are_used_and_not_by_those_that_were_left():
+    now_s = 0.0
+    edge = EdgeService(build_head, clock=lambda: now_s)
+    assert not edge.at_work()
+    edge.open(request("left"))
+    assert edge.at_work()
+    now_s = 3600.0
+    assert not edge.at_work()
+    edge.push_weights(session_key("left"), Head().state_dict())
+    assert edge.at_work()
+    edge.close(session_key("left"))
+    assert not edge.at_work()
+
+
 def test_running_needs_weights_and_reporting_needs_a_run():
     edge = service()
     edge.open(request())

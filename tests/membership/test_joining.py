@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import socket
 import ssl
 import stat
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from cryptography import x509
 from typer.testing import CliRunner, Result
 
 from collapipe_flwr.cli import app
-from collapipe_flwr.cluster.profile import profile_of
+from collapipe_flwr.cluster.profile import Measured, profile_of
 from collapipe_flwr.config.access_control import SERVICE_NAME, access_control
 from collapipe_flwr.config.cluster_file import MemberConfig, Role
 from collapipe_flwr.core.errors import ConfigError, LinkError
@@ -33,6 +34,7 @@ from collapipe_flwr.membership.admission import (
     JoiningService,
     admit,
 )
+from collapipe_flwr.membership.members import RosterSender
 from collapipe_flwr.membership.newcomer import forget, join, membership_of
 from collapipe_flwr.membership.registry import Registry, new_token
 from collapipe_flwr.membership.tokens import JoinRefused, parse_token
@@ -142,6 +144,55 @@ def test_a_board_whose_clock_is_wrong_hears_it_and_may_use_the_token_later(
     assert admit(registry, replace(asked, unix_s=time.time())).cluster_id == ID
 
 
+def test_who_only_asks_is_refused_as_others_and_changes_nothing(
+    tmp_path: Path, registry: Registry
+) -> None:
+    token = print_token(registry)
+    asked = replace(request(tmp_path, token, "pi-1"), only_asks=True)
+    before = {path: path.read_bytes() for path in registry.folder.rglob("*") if path.is_file()}
+    assert admit(registry, asked) is None
+    with pytest.raises(JoinRefused, match="not known"):
+        admit(registry, replace(asked, secret="00" * 16))
+    with pytest.raises(JoinRefused, match="called"):
+        admit(registry, replace(asked, name="Cu-Shed"))
+    after = {path: path.read_bytes() for path in registry.folder.rglob("*") if path.is_file()}
+    assert after == before
+
+
+def test_nothing_is_measured_of_a_board_that_is_refused(
+    tmp_path: Path, registry: Registry, service: JoiningService
+) -> None:
+    token = replace(print_token(registry), secret=bytes(16))
+    measured_names: list[str] = []
+
+    def measure(name: str) -> Measured:
+        measured_names.append(name)
+        return measured(name)
+
+    with pytest.raises(LinkError, match="not known"):
+        join(token, board(tmp_path, "pi-1"), measure, address=service.address)
+    assert not measured_names
+
+
+def test_a_board_waits_for_a_control_unit_that_is_starting(
+    tmp_path: Path, registry: Registry
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    token, newcomer, said = print_token(registry), board(tmp_path, "pi-1"), list[str]()
+    with pytest.raises(LinkError, match="no control unit answers"):
+        join(token, newcomer, measured, address=address)  # without patience
+    with ExitStack() as stack:
+
+        def start(text: str) -> None:
+            said.append(text)
+            stack.enter_context(JoiningService(registry, address))
+
+        found = join(token, newcomer, measured, address=address, patience_s=60.0, say=start)
+    assert found.name == "pi-1" and len(said) == 1 and address in said[0]
+
+
 @pytest.mark.parametrize("version", ["0.9.9", ""])
 def test_a_board_of_another_version_hears_it_and_may_use_the_token_later(
     tmp_path: Path, registry: Registry, version: str
@@ -163,6 +214,28 @@ def test_a_token_that_expired_stays_so_when_the_clock_is_put_back(
     with pytest.raises(JoinRefused, match="the token has expired"):
         late_s = made_s + 3700
         admit(registry, request(tmp_path, token, "pi-1", late_s), clock=lambda: late_s)
+    with pytest.raises(JoinRefused, match="the token has expired"):
+        admit(registry, request(tmp_path, token, "pi-1"))
+
+
+@pytest.mark.parametrize(
+    "does",
+    [
+        print_token,
+        lambda registry: RosterSender(registry).look(),
+        lambda registry: CliRunner().invoke(
+            app, ["cluster", "status", f"--folder={registry.folder}"]
+        ),
+    ],
+    ids=["token", "serve", "status"],
+)
+def test_whatever_is_done_after_a_token_has_expired_it_stays_so_when_the_clock_is_put_back(
+    tmp_path: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch, does
+) -> None:
+    token, made_s = print_token(registry), time.time()
+    with monkeypatch.context() as later:
+        later.setattr(time, "time", lambda: made_s + 3700)
+        does(registry)
     with pytest.raises(JoinRefused, match="the token has expired"):
         admit(registry, request(tmp_path, token, "pi-1"))
 

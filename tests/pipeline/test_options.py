@@ -176,7 +176,7 @@ import torch
 from dataclasses import replace
 from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
-from collapipe_flwr.pipeline.update_rules import rule_names
+from collapipe_flwr.pipeline.optimizer_settings import rule_names
 from tests.pipeline.chains import Chain, classic, make_batch, make_parts
 recomputing = Execution(recompute=True)
 settings = lambda *place: replace(classic("1f1b")(*place), seed=1, execution=recomputing)

@@ -17,7 +17,7 @@ from collapipe_flwr.pipeline.optimizer import (
     ParameterGroup,
     optimizer_config,
 )
-from collapipe_flwr.pipeline.update_rules import rule_names
+from collapipe_flwr.pipeline.optimizer_settings import rule_names
 
 SHAPES = ((3, 5), (4,), (2, 3, 2), (), (5, 1), (6, 2))
 ALL = range(len(SHAPES))

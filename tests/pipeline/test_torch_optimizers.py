@@ -17,8 +17,8 @@ from collapipe_flwr.pipeline.optimizer import (
     ParameterGroup,
     optimizer_config,
 )
+from collapipe_flwr.pipeline.optimizer_settings import rule_names
 from collapipe_flwr.pipeline.state import PartState, live_state, load_optimizer_state, state_bytes
-from collapipe_flwr.pipeline.update_rules import rule_names
 from tests.pipeline.chains import Chain, classic, make_batch, make_parts
 
 MADE = [

@@ -120,7 +120,7 @@ def _summary(devices: int) -> dict[str, object]:
 def test_the_closing_table_fits_a_screen_and_names_overruns_first() -> None:
     lines = _lines(summary_table(_summary(1000)), 80)
     assert max(map(len, lines)) <= 80 and len(lines) <= 21  # of 24: the path, and the prompt
-    assert any("31 % of the whole model at most, 33.3 % allowed" in line for line in lines)
+    assert any("31 % of the whole model (33.3 % allowed)" in line for line in lines)
     energy = [line for line in lines if line.startswith("energy")]
     assert "over budget" in energy[0] and "over budget" not in energy[1]
     assert "998 links, 996 budgets, 997 peaks in summary.json" in lines[-1]

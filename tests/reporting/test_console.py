@@ -1,11 +1,16 @@
-"""The two lines of a round in plain output."""
+"""The lines of a round in plain output, and the table at the end."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from collapipe_flwr.reporting.console import RoundPrinter
-from collapipe_flwr.reporting.events import RoundEvent
+from collapipe_flwr.reporting.console import RoundPrinter, summary_table
+from collapipe_flwr.reporting.events import RoundEvent, RunSums, allowed_share
+from tests.reporting.made_up_runs import MadeUpRun
 
 
 def test_empty_energy_queues_have_no_sign(capsys: pytest.CaptureFixture[str]) -> None:
@@ -15,16 +20,20 @@ def test_empty_energy_queues_have_no_sign(capsys: pytest.CaptureFixture[str]) ->
     assert "energy queue at most 0 J" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("clusters", [2, 40])
-def test_in_a_pipe_a_plan_of_many_clusters_is_cut_to_the_first(
-    capsys: pytest.CaptureFixture[str], clusters: int
+@pytest.mark.parametrize(("clusters", "devices"), [(2, 3), (40, 3), (1, 200)])
+def test_in_a_pipe_no_line_of_a_round_is_long(
+    capsys: pytest.CaptureFixture[str], clusters: int, devices: int
 ) -> None:
+    segments = [
+        {"device_id": f"c/{n}-raspberry-pi-4", "first_block": n, "stop_block": n + 1}
+        for n in range(devices)
+    ]
     plan = {
         "latency_s": 3.1,
         "clusters": [
             {
                 "cluster_id": f"c{number}",
-                "segments": [{"device_id": f"c{number}/pi", "first_block": 0, "stop_block": 4}],
+                "segments": segments,
                 "micro_batch_size": 8,
                 "micro_batches": 4,
             }
@@ -33,7 +42,58 @@ def test_in_a_pipe_a_plan_of_many_clusters_is_cut_to_the_first(
     }
     event = RoundEvent(round_index=1, wall_s=1.0, metrics={}, loss=1.0, plan=plan)
     RoundPrinter(1).show(event)
-    line = capsys.readouterr().out.splitlines()[1]
-    shown = line.count("pi:0-3 8x4")
-    assert len(line) <= 240 and 2 <= shown < 20
-    assert line.endswith(f"| and {clusters - shown} more") == (shown < clusters)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 120 and len(lines) <= 6
+    shown = sum(line.startswith("    plan c") for line in lines)
+    assert shown == min(clusters, 3)
+    assert (f"    and {clusters - shown} plans more in events.jsonl" in lines) == (shown < clusters)
+
+
+def rows(summary: dict[str, Any]) -> dict[str, str]:
+    """The table at the end of a run: texts by the names of their rows."""
+    table = summary_table(summary)
+    names, texts = (list(column.cells) for column in table.columns)
+    return {str(name): str(text) for name, text in zip(names, texts, strict=True)}
+
+
+def ended(path: Path, rounds: int, policy: str = "dssda") -> dict[str, Any]:
+    """The summary of a run with devices above and below their budgets."""
+    run = MadeUpRun(path / "run")
+    for _ in range(rounds):
+        run.end_round()
+    found = run.story.summary(status="completed", wall_s=1.0)
+    return {**found, "plans": [{**plan, "policy": policy} for plan in found["plans"]]}
+
+
+def test_every_number_of_the_table_says_what_it_is(tmp_path: Path) -> None:
+    found = rows(ended(tmp_path, 2))
+    assert found["traffic in MB"] == "device to device 20, to edge 2, Flower 200"
+    link = next(text for name, text in found.items() if name.startswith("link "))
+    assert re.fullmatch(r"fp32  there [\d.]+ of [\d.]+, back [\d.]+ of [\d.]+ Mbit/s", link)
+    peak = next(text for name, text in found.items() if name.startswith("memory "))
+    assert re.fullmatch(r"measured peak [\d.]+ of 120.0 MB allowed", peak)
+    assert not any(name.endswith("/cu") for name in found)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "policy", "early"), [(3, "dssda", True), (12, "dssda", False), (3, "fedavg", False)]
+)
+def test_a_budget_is_broken_only_where_nothing_pays_back(
+    tmp_path: Path, rounds: int, policy: str, early: bool
+) -> None:
+    summary = ended(tmp_path, rounds, policy)
+    summary["energy"]["mean_j"] = dict.fromkeys(summary["energy"]["mean_j"], 3.0)
+    found = rows(summary)
+    above = [text for name, text in found.items() if name.startswith("energy ")]
+    assert above and all(("above so far" in text) == early for text in above)
+    assert all(("over budget" in text) != early for text in above)
+    assert ("budgets" in found) == early
+
+
+def test_a_share_above_the_one_that_was_set_says_why() -> None:
+    sums = RunSums(model_share=0.6, share_caps=(0.645,))
+    found = sums.share_json(0.5)
+    assert found is not None
+    assert allowed_share(found) == " (64.5 % allowed, as no plan keeps the 50 % set)"
+    same = RunSums(model_share=0.4, share_caps=(0.5,)).share_json(0.5)
+    assert same is not None and allowed_share(same) == " (50 % allowed)"

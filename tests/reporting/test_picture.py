@@ -21,7 +21,7 @@ def test_a_chain_begins_with_the_control_unit_and_ends_with_the_edge(event: dict
     picture, _ = round_picture(event, {plan["segments"][0]["device_id"]: 3.0})
     names = [device["name"] for stage in picture["stages"] for device in stage["devices"]]
     planned = [segment["device_id"].partition("/")[2] for segment in plan["segments"]]
-    assert names == ["cu", *planned, "edge"]
+    assert names == ["control-unit", *planned, "edge"]
     assert [stage["blocks"] for stage in picture["stages"]] == [None, [0, 2], [2, 4], [4, 6], None]
     assert len(picture["hops"]) == 4
     first = picture["stages"][1]["devices"][0]

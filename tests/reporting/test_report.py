@@ -122,12 +122,13 @@ def test_energy_links_and_memory_are_those_of_the_events(tmp_path: Path) -> None
     page = run_page(read_run(run.path)).html()
     assert summary is not None
     energy = {row[0]: row for row in table(page, "Devices")[1:]}
-    for device, mean_j in summary["energy"]["mean_j"].items():
+    for key, mean_j in summary["energy"]["mean_j"].items():
+        device = key.replace("/cu", "/control-unit")
         assert float(energy[device][1]) == pytest.approx(mean_j, rel=1e-3)
-        share = round(100 * mean_j / summary["energy"]["budget_j"][device])
+        share = round(100 * mean_j / summary["energy"]["budget_j"][key])
         assert energy[device][4].startswith(f"{share} %")
-        assert ("▲" in energy[device][4]) == (mean_j > summary["energy"]["budget_j"][device])
-        queue_j = events[-1]["queues_j"][device]
+        assert ("▲" in energy[device][4]) == (mean_j > summary["energy"]["budget_j"][key])
+        queue_j = events[-1]["queues_j"][key]
         assert float(energy[device][5]) == pytest.approx(queue_j, rel=1e-2)
     assert len(energy) == len(summary["energy"]["budget_j"])
     hops = table(page, "Hops")[1:]
@@ -140,6 +141,23 @@ def test_energy_links_and_memory_are_those_of_the_events(tmp_path: Path) -> None
     for role, peak in summary["peak_memory_bytes"].items():
         assert float(members[role][1].split()[0]) * 1e6 == pytest.approx(peak, rel=1e-2)
         assert members[role][3] == "120 MB"
+
+
+def test_a_control_unit_has_one_name_on_the_page(tmp_path: Path) -> None:
+    page = run_page(read_run(made_up(tmp_path).path)).html()
+    said = json.dumps(charts(page)) + "".join(re.findall(r"<td[^>]*>(.*?)</td>", page))
+    assert "cluster-0/control-unit" in said and "/cu" not in said
+
+
+def test_memory_is_said_alike_on_tiles_charts_and_tables(tmp_path: Path) -> None:
+    page = run_page(read_run(made_up(tmp_path).path))
+    tile = next(each for each in page.tiles if each.title.startswith("Memory"))
+    head, fullest, *_ = table(page.html(), "Members")
+    assert head == ["member", "measured peak", "planned peak", "allowed", "measured", "planned"]
+    assert tile.title == "Memory, measured peak" and tile.value == f"{fullest[4]} of allowed"
+    assert fullest[0] in tile.note
+    figure = page.charts["memory"]["figure"]
+    assert [each["name"] for each in figure["data"]] == ["measured peak", "planned peak"]
 
 
 def test_incidents_are_listed_by_kind(tmp_path: Path) -> None:

@@ -57,7 +57,10 @@ def test_a_killed_run_is_interrupted_from_then_on(tmp_path: Path) -> None:
         assert process.stdout is not None and process.stdout.readline() == "writes\n"
         reader = RunReader(folder)
         assert (_status(folder), _status_read(reader)) == ("running", "running")
-        with pytest.raises(ConfigError, match="is still running: wait"), writing(folder):
+        with (
+            pytest.raises(ConfigError, match=f"is still running: wait.*collapipe stop {folder}"),
+            writing(folder),
+        ):
             pass
         process.send_signal(signal.SIGKILL)
         process.wait(30)

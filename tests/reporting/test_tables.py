@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from rich.console import Console
 
-from collapipe_flwr.cluster.profile import Measured, Measurements
+from collapipe_flwr.cluster.profile import Measured, MeasuredLink, Measurements
+from collapipe_flwr.core.domain import BlockCost
+from collapipe_flwr.deployment.deploy import show as show_deployment
+from collapipe_flwr.deployment.ssh import Outcome
 from collapipe_flwr.membership.members import AWAY, EXPECTED, READY, ClusterStatus, MemberStatus
-from collapipe_flwr.reporting.output import counted, number, progress
+from collapipe_flwr.reporting import output, tables
+from collapipe_flwr.reporting.bars import Bars
+from collapipe_flwr.reporting.console import RoundPrinter, summary_table
+from collapipe_flwr.reporting.output import counted, number, progress, terminal
+from collapipe_flwr.reporting.progress import ClusterProgress, RunProgress
 from collapipe_flwr.reporting.tables import (
     follow,
-    measurements_table,
+    show_forecast,
+    show_measurements,
     status_lines,
     status_table,
 )
@@ -57,17 +72,108 @@ def test_the_table_has_what_is_known() -> None:
     ]
 
 
-def test_addresses_of_measured_members_are_no_markup() -> None:
-    found = Measurements(
-        cluster_id="shed", members=(Measured(name="pi-1", address="[fd00::11]:50071"),)
+STRANGE = "a[bold]b[/]:b:c[/x]"  # rich would show it otherwise, or raise an error
+STRANGELY_MEASURED = Measurements(
+    cluster_id=STRANGE,
+    members=(Measured(name=STRANGE, address="[fd00:1:2:a:1]:50071"),),
+    links=(MeasuredLink(source=STRANGE, target=STRANGE, fault=STRANGE),),
+)
+
+
+def deployed() -> Any:
+    """A deployment that failed, on machines with strange names."""
+    machine = SimpleNamespace(name=STRANGE, host=STRANGE)
+    failure = SimpleNamespace(machine=STRANGE, step=STRANGE, why=STRANGE, outcome=Outcome.FAILED)
+    return SimpleNamespace(
+        inventory=SimpleNamespace(clusters=[STRANGE], machines=[machine], registrar=machine),
+        checks=[STRANGELY_MEASURED],
+        failures=[failure],
+        results=[failure],
+        unlisted=[(STRANGE, STRANGE)],
+        of=lambda *_: [failure],
     )
-    console = Console(width=160)
+
+
+def forecast() -> Any:
+    piece = BlockCost(
+        forward_flop=1,
+        backward_flop=1,
+        parameter_bytes=1,
+        state_bytes=1,
+        stash_bytes=1,
+        output_bytes=1,
+    )
+    return SimpleNamespace(
+        model_type=STRANGE,
+        task=STRANGE,
+        parameter_bytes=1,
+        profile=SimpleNamespace(embedding=piece, blocks=[piece], decoder=piece),
+        measured=None,
+        cluster=None,
+        verdict=STRANGE,
+    )
+
+
+def bars() -> Bars:
+    each = ClusterProgress(trained=1, of=4, per_step=1, examples=8)
+    shown = Bars(now=lambda: 1.0)
+    clusters = {STRANGE: each, f"{STRANGE}2": each}
+    shown.show(RunProgress(phase=STRANGE, since_s=0.0, at_s=1.0, clusters=clusters))
+    return shown
+
+
+def summary() -> dict[str, Any]:
+    return {
+        "status": STRANGE,
+        "metric": {"name": STRANGE, "initial": 0.0, "final": 0.5},
+        "rounds": 1,
+        "wall_s": 1.0,
+        "lost": {STRANGE: [1]},
+        "never_trained": [STRANGE],
+        "energy": {"budget_j": {STRANGE: 1.0}, "mean_j": {STRANGE: 2.0}},
+        "bytes": dict.fromkeys(("d2d", "d2e", "flower", "weights", "spared"), 1),
+        "peak_memory_bytes": {STRANGE: 1},
+    }
+
+
+@pytest.mark.parametrize(
+    ("show", "times"),
+    [
+        (lambda console: show_measurements(STRANGELY_MEASURED, console), 6),
+        (lambda console: show_deployment(deployed(), console), 14),
+        (lambda console: show_forecast(forecast(), console), 3),
+        (lambda console: console.print(status_table(replace(FOUND, cluster_id=STRANGE))), 1),
+        (lambda console: console.print(summary_table(summary())), 6),
+        (lambda console: console.print(bars()), 3),
+        (lambda console: RoundPrinter(console=console).say(STRANGE), 1),
+    ],
+    ids=["check", "deploy", "profile", "status", "summary", "bars", "lines"],
+)
+def test_names_and_addresses_are_shown_as_they_are(
+    show: Callable[[Console], object], times: int
+) -> None:
+    console = terminal(width=400)
     with console.capture() as capture:
-        console.print(measurements_table(found))
-    assert "[fd00::11]:50071" in capture.get()
+        show(console)
+    assert capture.get().count(STRANGE) >= times
+    if "fd00" in capture.get():
+        assert "[fd00:1:2:a:1]:50071" in capture.get()
 
 
-def test_it_follows_until_ctrl_c() -> None:
+def test_tables_and_consoles_are_made_where_markup_is_off() -> None:
+    made = re.compile(r"(?<![\w.])(Table|Console)(\.grid)?\(")
+    package = Path(output.__file__).parents[1]
+    modules = {path: path.read_text() for path in package.rglob("*.py")}
+    found = {
+        path.name
+        for path, text in modules.items()
+        if re.search(r"from rich[.\w]* import", text) and made.search(text)
+    }
+    assert found == {"output.py"}
+
+
+def test_it_follows_until_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "_LOOK_S", 0.01)
     console = Console(force_terminal=True, width=120)
     later = ClusterStatus(cluster_id="shed", version=6, members=MEMBERS[:1])
     looks = iter([later])

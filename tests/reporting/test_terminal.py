@@ -10,7 +10,7 @@ from typing import cast
 
 import pytest
 
-from collapipe_flwr.reporting.progress import ProgressFile
+from collapipe_flwr.reporting.progress import ClusterProgress, ProgressFile, RunProgress
 from collapipe_flwr.reporting.run_lock import LOG
 from collapipe_flwr.reporting.screen import Follower, Screen
 from tests.reporting.pseudo_terminal import in_terminal
@@ -73,3 +73,36 @@ def test_after_the_server_apps_last_phase_flower_is_what_still_runs(folder: Path
     follower.look()
     follower.look()
     assert shown == ["saving the model", "stopping Flower", "stopping Flower"]
+
+
+def test_without_a_terminal_a_line_comes_every_ten_seconds(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    time_s = [1000.0]
+    screen = Screen(now=lambda: time_s[0])
+    clusters = {"A": ClusterProgress(trained=36, of=80, per_step=4)}
+    training = RunProgress(
+        phase="training", since_s=1000.0, round_index=2, rounds=3, clusters=clusters
+    )
+    said = []
+    for time_s[0] in (1000.0 + second for second in range(31)):
+        screen.show_progress(training)
+        screen.remind()
+        said.append(capsys.readouterr().out.strip())
+    assert [second for second, line in enumerate(said) if line] == [10, 20, 30]
+    assert said[10] == "round 2/3 training, 9 of 20 steps, 0:10 so far"
+
+
+def test_before_anything_is_known_the_phase_is_said_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("collapipe_flwr.reporting.screen._LOOK_S", 600.0)  # we look ourselves
+    time_s = [1000.0]
+    screen = Screen(now=lambda: time_s[0])
+    with screen.phase("starting Flower"):
+        time_s[0] = 1012.0
+        screen.remind()
+    assert capsys.readouterr().out.splitlines() == [
+        "starting Flower",
+        "    starting Flower, 0:12 so far",
+    ]

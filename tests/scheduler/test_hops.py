@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from collapipe_flwr.core.domain import ClusterPlan
-from collapipe_flwr.core.errors import ScheduleError
+from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.costs.work import PricingOptions
@@ -69,3 +69,12 @@ def test_hops_between_old_neighbours_stay_and_new_ones_are_coarse(plan: ClusterP
     known = dict(zip(pairwise(before), plan.hops, strict=True))
     for pair, hop in zip(pairwise(names), after.hops, strict=True):
         assert hop == known.get(pair, LinkConfig(codec="int8"))  # of unknown rate: not paced
+
+
+def test_a_cluster_that_lost_all_its_devices_hears_the_way_out(plan: ClusterPlan) -> None:
+    rest = ReplanInput(profile=WORLD.clusters[0], model=MODEL, present=(), options=PricingOptions())
+    with pytest.raises(InfeasibleError) as refused:
+        replan(plan, rest)
+    said = str(refused.value)
+    assert all(segment.device_id in said for segment in plan.segments)
+    assert "MiB" not in said and "collapipe cluster check" in said

@@ -71,7 +71,7 @@ def test_a_file_of_clusters_defines_boards_and_examples(tmp_path: Path, small: S
     assert first.devices[0].speed_flop_per_s == 20e9
     assert first.devices[0].energy_per_flop_j == pytest.approx(4 / 20e9)
     assert (first.examples, second.examples) == (80, small.examples)
-    assert second.control_unit.device_id == "attic/cu"
+    assert second.control_unit.device_id == "attic/control-unit"
 
 
 def test_toml_says_the_same(tmp_path: Path) -> None:

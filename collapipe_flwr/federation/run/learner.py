@@ -119,7 +119,6 @@ def _spec(config: AppConfig, task: Task) -> ModelSpec:
     labels = dict(enumerate(task.labels))
     pretrained = config.model.pretrained
     tokens = _token_settings(config, task)
-    _refuse_lora_from_scratch(config)
     keys = "model.pretrained" if pretrained else "model.type, model.overrides"
     with blaming(f"{keys}, model.edge-blocks" if config.model.edge_blocks else keys):
         return make_spec(
@@ -134,15 +133,6 @@ def _spec(config: AppConfig, task: Task) -> ModelSpec:
             shared=config.model.shared,
             lora=config.lora,
             **tokens,
-        )
-
-
-def _refuse_lora_from_scratch(config: AppConfig) -> None:
-    """Raise ConfigError for adapters without a checkpoint."""
-    if config.lora.rank and not config.model.pretrained:
-        raise ConfigError(
-            f"lora.rank is {config.lora.rank}, but model.pretrained is empty: adapters need a "
-            "checkpoint below them; name one, or set lora.rank=0"
         )
 
 

@@ -27,6 +27,7 @@ from collapipe_flwr.federation.run.launcher import Launch
 from collapipe_flwr.host.metrics import check_address
 from collapipe_flwr.reporting.output import counted
 from collapipe_flwr.reporting.sinks import check_sinks
+from collapipe_flwr.scheduler.policies import make_scheduler
 
 if TYPE_CHECKING:  # slow to import, and not needed by the first checks
     from collapipe_flwr.cluster.local_data import Place
@@ -70,32 +71,38 @@ def preflight(
     if not cluster_files:
         check_federation(config, federation)
     check_paths(config.data, config.model)
+    check_names(config, clusters)
     return _loaded(config, run_dir, clusters)
+
+
+def check_names(config: AppConfig, clusters: Sequence[ClusterConfig]) -> None:
+    """Raise ConfigError for an unknown policy, device or strategy, or its wrong arguments."""
+    with blaming("scheduler.policy"):
+        make_scheduler(config.scheduler.policy, config.scheduling)
+    for index in range(config.run.clusters):
+        _described(config, index, clusters, 1)
+    from collapipe_flwr.federation.run.strategies import make_strategy
+
+    make_strategy(config)
 
 
 def _loaded(config: AppConfig, run_dir: Path | None, clusters: Sequence[ClusterConfig]) -> str:
     """The checks that need the data and the model."""
     from collapipe_flwr.cluster.local_data import Place
-    from collapipe_flwr.federation.run.run_strategy import make_clock, make_planner, make_strategy
-
-    make_strategy(config)
-    make_clock(config)
     from collapipe_flwr.federation.run.learner import make_learner
+    from collapipe_flwr.federation.run.run_strategy import make_planner
     from collapipe_flwr.models.checkpoint import check_stored
     from collapipe_flwr.models.profile import profile_model
 
     count = config.run.clusters
     places = [Place(index=index, count=count) for index in range(count)]
-    files = dict(enumerate(clusters))
-    for place in places:  # whose device presets may be unknown
-        _described(config, place, files.get(place.index), 1)
     check_stored(config.model.pretrained)
     learner = make_learner(config)
     check_examples(config, learner)
     model = profile_model(learner.splitter, learner.shape, config.train.optimizer.state_bytes)
     check_disk(config, run_dir, model)
     profiles = tuple(
-        _described(config, place, files.get(place.index), _examples(config, learner, place))
+        _described(config, place.index, clusters, _examples(config, learner, place))
         for place in places
     )
     if config.run.runtime == "pipeline":
@@ -254,10 +261,11 @@ def check_federation(config: AppConfig, path: Path | None) -> None:
 
 
 def _described(
-    config: AppConfig, place: Place, file: ClusterConfig | None, examples: int
+    config: AppConfig, index: int, clusters: Sequence[ClusterConfig], examples: int
 ) -> ClusterProfile:
-    if file is None:
-        return describe_cluster(config.world, place.index, examples)
+    if not clusters:
+        return describe_cluster(config.world, index, examples)
+    file = clusters[index]
     with blaming(f"cluster file of {file.id}"):
         return profile_of(file, examples)
 

@@ -33,7 +33,7 @@ from collapipe_flwr.reporting.run_directory import (
     read_summary,
     rounds_done,
 )
-from collapipe_flwr.reporting.run_lock import check_not_written, writing
+from collapipe_flwr.reporting.run_lock import SERVER, check_not_written, noted, writing
 
 log = logging.getLogger("flwr.collapipe")
 _FAILED_S = 5.0  # for sinks to take the last rounds of a run that is not completed
@@ -259,12 +259,14 @@ def open_run(config: AppConfig, lock: ExitStack) -> RunFolder:
         path = Path(config.run.resume).resolve()
         directory, checkpoints = check_resumable(config, path)
         lock.enter_context(writing(path))
+        lock.enter_context(noted(path, SERVER))
         past = read_past(path, checkpoints.newest_round())
         return RunFolder(directory=directory, checkpoints=checkpoints, past=past)
     name = config.run.run_name or time.strftime("%Y%m%d-%H%M%S")
     path = Path(config.run.output_dir).resolve() / name
     directory = RunDirectory(path, numbered=not config.run.run_name)
     directory.write_config(flatten(config), lock)
+    lock.enter_context(noted(directory.path, SERVER))
     return RunFolder(directory=directory, checkpoints=_checkpoints(config, directory))
 
 

@@ -1,28 +1,21 @@
-"""The strategy of a run, its clients' settings and its planner, from the run-config.
-
-The app itself decides on the number of nodes, the names of records, and how metrics are joined.
-Strategies of boosted trees and those that need a mod in the ClientApp have no name in a run-config.
-"""
+"""The strategy that an app wraps, its clients' settings and its planner, from the run-config."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from inspect import Parameter, signature
 from math import fsum
 from operator import mul
-from typing import Any, cast
+from typing import cast
 
 from flwr.app import MetricRecord, RecordDict
-from flwr.serverapp import strategy as strategies
-from flwr.serverapp.strategy import FedAvg, Strategy
+from flwr.serverapp.strategy import Strategy
 
 from collapipe_flwr.cluster.order import LearningSettings
-from collapipe_flwr.config.schema import STRATEGIES, AppConfig
+from collapipe_flwr.config.schema import AppConfig
 from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
-from collapipe_flwr.core.errors import ConfigError, blaming
-from collapipe_flwr.core.keys import read_assignments
+from collapipe_flwr.core.errors import blaming
 from collapipe_flwr.data.metrics import added
 from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.federation.deadline import RoundClock
@@ -30,103 +23,18 @@ from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.records import read_tally
 from collapipe_flwr.federation.run.learner import scores
+from collapipe_flwr.federation.run.strategies import make_strategy
 from collapipe_flwr.simulation.world import EnergyBudget
 
 log = logging.getLogger("flwr.collapipe")
-_OURS = {"strategy", "accountant", "selection_rule", "fraction_evaluate", "train_loss_key"}
-_OUR_ENDINGS = ("_nodes", "_key", "_aggr_fn")
-_COUNT = "num_malicious_nodes"
 Aggregate = Callable[[list[RecordDict], str], MetricRecord]
 TellScores = Callable[[Mapping[str, float]], None]
 
 
-def make_strategy(config: AppConfig, **own: Any) -> Strategy:
-    """The strategy of a run; ``own`` are the arguments of every FedAvg.
-
-    Raises ConfigError for arguments that its class does not take or refuses.
-    """
-    name = config.run.strategy
-    kind = _kind(name)
-    given = read_assignments(config.run.strategy_arguments)
-    chosen = {**_suited(name, config), **given}
-    _check_arguments(name, given, chosen)
-    _check_clusters(name, given, config.run.clusters)
-    try:
-        made: Strategy = (
-            kind(**own, **chosen) if issubclass(kind, FedAvg) else kind(FedAvg(**own), **chosen)
-        )
-    except ValueError as error:
-        raise ConfigError(f"strategy-arguments: {error}") from error
-    return made
-
-
-def _kind(name: str) -> Any:
-    return getattr(strategies, STRATEGIES[name])
-
-
-def known_arguments(name: str) -> dict[str, Parameter]:
-    """The arguments of a strategy that the run-config may set."""
-    parameters = signature(_kind(name).__init__).parameters.items()
-    return {k: p for k, p in parameters if k != "self" and not _is_ours(k)}
-
-
-def _is_ours(argument: str) -> bool:
-    return argument in _OURS or (argument.endswith(_OUR_ENDINGS) and argument != _COUNT)
-
-
-def _suited(name: str, config: AppConfig) -> dict[str, Any]:
-    """Default arguments that follow from the rest of the run-config."""
-    if name.startswith("dp-"):
-        return {"num_sampled_clients": config.run.clusters}
-    if name == "qfedavg":
-        rate = config.train.optimizer.learning_rate
-        return {"client_learning_rate": rate}
-    return {}
-
-
-def _check_arguments(name: str, given: Mapping[str, object], chosen: Mapping[str, object]) -> None:
-    known = known_arguments(name)
-    for argument, value in given.items():
-        if argument not in known:
-            raise ConfigError(
-                f"strategy-arguments: {name} has no argument {argument}; known: {', '.join(known)}"
-            )
-        whole = type(known[argument].default) is int
-        if type(value) not in ((int,) if whole else (int, float)):
-            wanted = "a whole number" if whole else "a number"
-            raise ConfigError(f"strategy-arguments: {argument} must be {wanted}, got {value!r}")
-    missing = [k for k, p in known.items() if p.default is p.empty and k not in chosen]
-    if missing:
-        raise ConfigError(
-            f"strategy {name} needs {' and '.join(missing)}: set "
-            f'strategy-arguments="{" ".join(f"{k}=..." for k in missing)}"'
-        )
-
-
-def _check_clusters(name: str, given: Mapping[str, object], clusters: int) -> None:
-    """Raise ConfigError where Bulyan would drop every round: it needs 4 f + 3 replies."""
-    if name != "bulyan":
-        return
-    malicious = int(str(given.get(_COUNT, 0)))
-    if clusters < (needed := 4 * malicious + 3):
-        raise ConfigError(
-            f"strategy bulyan with {_COUNT}={malicious} needs {needed} clusters, clusters is "
-            f"{clusters}: use more, or krum"
-        )
-
-
 def make_clock(config: AppConfig) -> RoundClock | None:
-    """What closes the rounds early, if the run has it; raises ConfigError where it cannot."""
-    slack, joins_late = config.run.round_slack, config.run.round_late == "join"
-    if config.run.runtime == "whole" and (slack or joins_late):
-        key = f"round-slack={slack:g}" if slack else "round-late=join"
-        raise ConfigError(
-            f"{key} has no effect with runtime=whole, whose rounds have no predicted duration: "
-            "leave it out, or set runtime=pipeline"
-        )
-    if joins_late and not slack:
-        raise ConfigError("round-late=join has no effect without round-slack: set it, too, to 1.5")
-    return RoundClock(slack, joins_late=joins_late) if slack else None
+    """What closes the rounds early, if the run has it."""
+    slack = config.run.round_slack
+    return RoundClock(slack, joins_late=config.run.round_late == "join") if slack else None
 
 
 def learning_settings(config: AppConfig, run_id: str, server_round: int) -> LearningSettings:

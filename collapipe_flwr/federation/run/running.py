@@ -32,7 +32,7 @@ from collapipe_flwr.reporting.run_directory import (
     rounds_done,
     summary_stamp,
 )
-from collapipe_flwr.reporting.run_lock import INTERRUPTED, RUNNING, locked
+from collapipe_flwr.reporting.run_lock import INTERRUPTED, LAUNCHER, RUNNING, locked, noted
 from collapipe_flwr.reporting.screen import Follower, Screen
 
 _OURS = ("output-dir", "run-name", "train.state-dir")  # run-config of the launcher's own
@@ -188,7 +188,9 @@ class Attempt:
         Raises RunError for any other, SystemExit on a signal.
         """
         with ExitStack() as lock:
-            return self._carried_out(self._open_log(lock))
+            begin = self._open_log(lock)
+            lock.enter_context(noted(self.run_dir, LAUNCHER))
+            return self._carried_out(begin)
 
     def _carried_out(self, begin: int) -> Mapping[str, Any]:
         follower = Follower(self.run_dir, self._screen)

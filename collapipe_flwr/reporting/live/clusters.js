@@ -203,7 +203,7 @@ function shareBar(kind) {
 }
 
 function blocksText(stage) {
-  if (!stage.blocks) return stage.devices[0].name === "edge" ? "head and loss" : "control unit";
+  if (!stage.blocks) return stage.devices[0].name === "edge" ? "head and loss" : "data and embedding";
   const [first, stop] = stage.blocks;
   return stop - first === 1 ? `block ${first}` : `blocks ${first}–${stop - 1}`;
 }

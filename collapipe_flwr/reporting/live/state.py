@@ -19,7 +19,7 @@ from collapipe_flwr.reporting.report.run_data import incidents_of
 _MOST_INCIDENTS = 50  # that are sent at once: the newest
 Json = dict[str, Any]
 Event = Mapping[str, Any]  # or a part of one
-CONTROL_UNIT, EDGE = "control unit", "edge"
+CONTROL_UNIT, EDGE = "control-unit", "edge"
 _DIGITS = 4  # more than a page shows
 
 
@@ -216,7 +216,7 @@ def _stages(cluster: str, plan: Event, members: Mapping[str, Json]) -> list[Json
     busy = {device for devices, _ in held for device in devices}
     control_unit = next((d for d in plan["tx_power_w"] if d not in busy), CONTROL_UNIT)
     rows = [((control_unit,), None), *held, ((EDGE,), None)]
-    return [
+    stages: list[Json] = [
         {
             "ids": list(ids),
             "blocks": blocks,
@@ -224,6 +224,8 @@ def _stages(cluster: str, plan: Event, members: Mapping[str, Json]) -> list[Json
         }
         for ids, blocks in rows
     ]
+    stages[0]["devices"] = [{**device, "name": CONTROL_UNIT} for device in stages[0]["devices"]]
+    return stages
 
 
 def _with_shares(stage: Json, passes: int, latency_s: float | None) -> Json:
@@ -241,7 +243,7 @@ def _with_shares(stage: Json, passes: int, latency_s: float | None) -> Json:
 def _hops(stages: list[Json], planned: Iterable[Event], links: Iterable[Event]) -> list[Json]:
     """From each stage to the next one; between replicas there are several links."""
     place = {name: index for index, stage in enumerate(stages) for name in stage["ids"]}
-    place["control-unit"] = 0
+    place[CONTROL_UNIT] = 0
     carried: list[list[Event]] = [[] for _ in stages[1:]]
     for link in links:
         sender, receiver = place.get(link["sender"]), place.get(link["receiver"])

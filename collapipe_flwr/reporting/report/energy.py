@@ -42,7 +42,7 @@ def spent(run: RunData) -> list[Spent]:
     rounds = max(len(run.rounds), 1)
     found = [
         Spent(
-            name=name,
+            name=run.role(name),
             mean_j=run.mean_j[name] or 0.0,
             budget_j=run.budget_j.get(name),
             predicted_j=device.predicted_j / rounds,
@@ -116,7 +116,9 @@ def _budgets(devices: Sequence[Spent]) -> Chart:
 
 def _queues(run: RunData) -> Chart | None:
     count = len(run.rounds)
-    queues = {n: d.queue_j.padded(count) for n, d in run.devices.items() if d.queue_j.known}
+    queues = {
+        run.role(n): d.queue_j.padded(count) for n, d in run.devices.items() if d.queue_j.known
+    }
     if not queues:
         return None
     columns = zip(*queues.values(), strict=True)

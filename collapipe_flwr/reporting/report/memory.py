@@ -1,4 +1,4 @@
-"""Peaks of memory beside what was planned and what a device has."""
+"""Measured peaks of memory beside planned ones and what is allowed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from collapipe_flwr.reporting.events import allowed_share
 from collapipe_flwr.reporting.report import charts
 from collapipe_flwr.reporting.report.charts import Chart, Section
 from collapipe_flwr.reporting.report.run_data import RunData
@@ -18,23 +19,27 @@ class Peak:
     name: str
     measured: int
     planned: int
-    limit: int | None
+    allowed: int | None  # what plans may use of it
 
     @property
-    def most(self) -> int:
-        """The larger of what was planned and what was measured."""
-        return max(self.measured, self.planned)
+    def known(self) -> int:
+        """What was measured, or else planned."""
+        return self.measured or self.planned
 
     @property
     def share(self) -> float | None:
-        """Of the limit; None without one."""
-        return self.most / self.limit if self.limit else None
+        """The share of what is allowed that was measured, or else planned."""
+        return self.share_of(self.known)
+
+    def share_of(self, peak: int) -> float | None:
+        """None where nothing is known."""
+        return peak / self.allowed if self.allowed and peak else None
 
 
 def peaks(run: RunData) -> list[Peak]:
     """All members, the fullest first."""
-    planned = {_role(run, name): d.planned_bytes for name, d in run.devices.items()}
-    limits = {_role(run, name): limit for name, limit in run.memory_limit_bytes.items()}
+    planned = {run.role(name): d.planned_bytes for name, d in run.devices.items()}
+    allowed = {run.role(name): limit for name, limit in run.memory_limit_bytes.items()}
     measured = run.summary.get("peak_memory_bytes", {})
     names = dict.fromkeys((*measured, *(n for n, held in planned.items() if held)))
     found = [
@@ -42,19 +47,11 @@ def peaks(run: RunData) -> list[Peak]:
             name=name,
             measured=measured.get(name, 0),
             planned=planned.get(name, 0),
-            limit=limits.get(name),
+            allowed=allowed.get(name),
         )
         for name in names
     ]
-    return sorted(found, key=lambda peak: (-(peak.share or 0), -peak.most))
-
-
-def _role(run: RunData, name: str) -> str:
-    """The key of a member in ``memory_bytes``: a control unit is recorded by its role."""
-    if name not in run.control_units:
-        return name
-    cluster = run.devices[name].cluster if name in run.devices else name.rpartition("/")[0]
-    return f"{cluster}/control-unit"
+    return sorted(found, key=lambda peak: (-(peak.share or 0), -peak.known))
 
 
 def memory(run: RunData) -> Section:
@@ -62,21 +59,26 @@ def memory(run: RunData) -> Section:
     found = peaks(run)
     if not found:
         return Section(key="memory", title="Memory", empty="No peak of memory was recorded.")
-    text = "Weights, gradients, optimizer state and activations at their peak over all rounds."
+    text = (
+        "Weights, gradients, optimizer state and activations at their peak over all rounds, as "
+        "planned and as measured. Allowed is what plans may use of a member."
+    )
     if share := run.summary.get("model_share"):
-        cap = "" if share["cap"] is None else f" (allowed: {100 * share['cap']:.3g} %)"
         text += (
-            f" No plan gave a device more than {100 * share['most']:.3g} % of what training the "
-            f"whole model takes with the same micro-batches{cap}."
+            f" The planned peak of every device stays below {100 * share['most']:.3g} % of what "
+            f"training the whole model takes with the same micro-batches{allowed_share(share)}."
         )
-    head = ["member", "measured", "planned", "limit", "share"]
+    head = ["member", "measured peak", "planned peak", "allowed", "measured", "planned"]
     rows = [
         [
             peak.name,
             charts.size(peak.measured or None),
             charts.size(peak.planned or None),
-            charts.size(peak.limit),
-            "-" if peak.share is None else f"{100 * peak.share:.0f} %",
+            charts.size(peak.allowed),
+            *(
+                "-" if share is None else f"{100 * share:.0f} %"
+                for share in map(peak.share_of, (peak.measured, peak.planned))
+            ),
         ]
         for peak in found
     ]
@@ -91,17 +93,17 @@ def memory(run: RunData) -> Section:
 
 
 def _chart(found: Sequence[Peak]) -> Chart:
-    bounded = [peak for peak in found if peak.limit]
+    bounded = [peak for peak in found if peak.allowed]
     shown = (bounded or found)[: charts.MOST_BARS]
     labels = [peak.name for peak in shown]
 
     def scaled(count: int, peak: Peak) -> float | None:
         if not count:
             return None
-        return 100 * count / peak.limit if peak.limit else count / 1e6
+        return 100 * count / peak.allowed if peak.allowed else count / 1e6
 
     def text(peak: Peak) -> str:
-        known = {"measured": peak.measured, "planned": peak.planned, "limit": peak.limit}
+        known = {"measured": peak.measured, "planned": peak.planned, "allowed": peak.allowed}
         return ", ".join(f"{name} {charts.size(count)}" for name, count in known.items() if count)
 
     hover: dict[str, Any] = {
@@ -109,16 +111,16 @@ def _chart(found: Sequence[Peak]) -> Chart:
         "hovertemplate": "%{y}<br>%{customdata}<extra></extra>",
     }
     traces = [
-        charts.bars("measured", labels, [scaled(p.measured, p) for p in shown], **hover),
-        charts.marks("planned", labels, [scaled(p.planned, p) for p in shown], **hover),
+        charts.bars("measured peak", labels, [scaled(p.measured, p) for p in shown], **hover),
+        charts.marks("planned peak", labels, [scaled(p.planned, p) for p in shown], **hover),
     ]
-    unit = "% of the limit" if bounded else "MB"
+    unit = "% of the allowed memory" if bounded else "MB"
     figure = charts.by_row(traces, unit)
     rest = charts.left_out(found, shown, "member", "more in the table")
-    limit = "The dashed line is what plans may use of a device." if bounded else ""
+    limit = "The dashed line is what is allowed." if bounded else ""
     return Chart(
         key="memory",
-        title="Peak of memory by member",
+        title="Peak memory by member",
         note=f"{limit} {rest}".strip(),
         figure=charts.limited(figure) if bounded else figure,
     )

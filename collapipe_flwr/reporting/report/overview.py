@@ -70,12 +70,15 @@ def _machines(run: RunData) -> Iterator[Tile]:
         note = f"{over} of {len(shares)} devices over budget"
         yield Tile(title="Energy, worst device", value=value, note=note, warning=over > 0)
     for fullest in peaks(run)[:1]:
-        most, share = size(fullest.most), fullest.share
+        title = f"Memory, {'measured' if fullest.measured else 'planned'} peak"
+        most, share = size(fullest.known), fullest.share
         if share is None:
-            yield Tile(title="Memory, largest peak", value=most, note=fullest.name)
+            yield Tile(title=title, value=most, note=fullest.name)
         else:
-            value, note = f"{100 * share:.0f} % of limit", f"{fullest.name}, {most}"
-            yield Tile(title="Memory, fullest device", value=value, note=note, warning=share > 1)
+            value, note = f"{100 * share:.0f} % of allowed", f"{fullest.name}, {most}"
+            if fullest.measured and (planned := fullest.share_of(fullest.planned)) is not None:
+                note += f"; planned peak {100 * planned:.0f} %"
+            yield Tile(title=title, value=value, note=note, warning=share > 1)
     if (error := run.summary.get("prediction_error")) is not None:
         value, note = f"{100 * error:.1f} %", "of a round, in the median"
         yield Tile(title="Prediction error", value=value, note=note)

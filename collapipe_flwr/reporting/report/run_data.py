@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from collapipe_flwr.reporting import run_directory
-from collapipe_flwr.reporting.events import holders, incident_json
+from collapipe_flwr.reporting.events import control_unit_role, holders, incident_json
 from collapipe_flwr.reporting.report.series import Series
 
 Json = Mapping[str, Any]
@@ -66,7 +66,7 @@ class RunData:
         self.bytes: dict[str, Series] = {kind: Series() for kind in KINDS}
         self.clusters: defaultdict[str, ClusterData] = defaultdict(ClusterData)
         self.devices: dict[str, DeviceData] = {}
-        self.control_units: set[str] = set()
+        self.control_units: dict[str, str] = {}  # how they are called, see `role`
         self.blocks = 0  # that were cut into segments
         self.incidents: list[Json] = []  # see `incidents_of`
         self._known: dict[Placed, Placed] = {}  # each segment once
@@ -129,6 +129,10 @@ class RunData:
             found = self.devices[name] = DeviceData(cluster or name.rpartition("/")[0])
         return found
 
+    def role(self, name: str) -> str:
+        """What a member is called: a control unit by its role, as in ``memory_bytes``."""
+        return self.control_units.get(name, name)
+
     def _add_plan(self, place: int, plan: Json) -> None:
         for cluster in plan.get("clusters", ()):
             segments = (
@@ -138,8 +142,7 @@ class RunData:
             )
             placed = tuple(self._known.setdefault(segment, segment) for segment in segments)
             self.blocks = max(self.blocks, placed[-1][2] if placed else 0)
-            powers = set(cluster.get("tx_power_w", ()))
-            self.control_units |= powers - set(cluster.get("gradient_power_w", powers))
+            self.control_units |= control_unit_role(cluster)
             data = self.clusters[cluster["cluster_id"]]
             data.placed[place] = placed
             data.last_plan = cluster

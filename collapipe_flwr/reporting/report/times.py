@@ -101,7 +101,11 @@ def _pairs(run: RunData) -> Chart | None:
 def _stages(run: RunData) -> Chart | None:
     """The devices that compute longest, which set the pace."""
     timed = [
-        (device.measured_s / device.stage_rounds, device.predicted_s / device.stage_rounds, name)
+        (
+            device.measured_s / device.stage_rounds,
+            device.predicted_s / device.stage_rounds,
+            run.role(name),
+        )
         for name, device in run.devices.items()
         if device.stage_rounds and device.measured_s > 0
     ]

@@ -9,59 +9,92 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from collapipe_flwr.config.parsing import declared_config
 from collapipe_flwr.core.errors import CollaPipeError
 from collapipe_flwr.core.keys import Value
-from collapipe_flwr.data.config import TASK_CLASSES, TASK_COLUMNS
-from collapipe_flwr.federation.run.first_look import look
+from collapipe_flwr.data.config import TASK_CLASSES, TASK_COLUMNS, DataConfig
+from collapipe_flwr.federation.run.first_look import check_paths, look
+from collapipe_flwr.models.families import FAMILIES
+from collapipe_flwr.models.spec import MODEL_TYPES, ModelConfig
+from collapipe_flwr.pipeline.optimizer_settings import rule_names
+from collapipe_flwr.pipeline.update_rules import torch_names
 from tests.federation.wrong_inputs import ROWS
 
 PROJECT = Path(__file__).parents[3]
-LARGE = ("torch", "transformers", "datasets", "flwr", "grpc", "pandas", "numpy")
-SCRIPT = f"""
-import sys
+SLOW = ("torch", "transformers", "datasets", "pandas")
+LARGE = (*SLOW, "flwr", "grpc", "numpy")
+SCRIPT = """
+import json, sys
 from collapipe_flwr.cli import main
-try:
-    main()
-finally:
-    loaded = [name for name in {LARGE} if name in sys.modules]
-    print("loaded", *loaded)
+before = set(sys.modules)
+for words in json.loads(sys.argv[1]):
+    sys.argv[1:] = words
+    try:
+        main()
+    except SystemExit as end:
+        print(end.code)
+print(*(name for name in set(sys.modules) - before))
 """
 TASK = ["-c", "data.task=classification"]
 CHECK = ["check-config", str(PROJECT), *TASK, "-c"]
 GENERATE = ["generate", "--text"]
+MISSING = [
+    [*CHECK, "data.train=nope.csv"],
+    [*CHECK, "data.train={}/good.csv", "-c", "data.label-column=mood"],
+    [*CHECK, "data.train={}/good.csv", "-c", "data.max-source-length=1"],
+    [*CHECK, "data.train={}/good.csv", "-c", "model.pretrained={}/nope"],
+    [*CHECK, "data.train={}/good.csv", "-c", "model.type=brt"],
+    [*CHECK, "data.train={}/good.csv", "-c", "data.tokenizer={}/nope"],
+    [*CHECK, "data.trian={}/good.csv"],
+    [*GENERATE, " ", "--run", "{}"],
+    [*GENERATE, "a", "--run", "{}/nope"],
+    [*GENERATE, "a", "--run", "{}", "--listen", "127.0.0.1:70000"],
+]
+OF_A_RUN = [
+    ["check-config", str(PROJECT), "-c", wrong]
+    for wrong in (
+        "train.learning-rate=-1",
+        "train.optimizer=adamm",
+        "train.optimizer=LBFGS",
+        "train.optimizer-arguments=betta=1",
+        "scheduler.policy=dsda",
+        "scheduler.micro-batches=0",
+        "world.devices=raspbery-pi-4",
+        "strategy=fedavgg",
+        "strategy-arguments=eta=5",
+        "lora.rank=2",
+        "round-late=join",
+    )
+]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [*CHECK, "data.train=nope.csv"],
-        [*CHECK, "data.train={}/good.csv", "-c", "data.label-column=mood"],
-        [*CHECK, "data.train={}/good.csv", "-c", "data.max-source-length=1"],
-        [*CHECK, "data.train={}/good.csv", "-c", "model.pretrained={}/nope"],
-        [*CHECK, "data.train={}/good.csv", "-c", "data.tokenizer={}/nope"],
-        [*CHECK, "data.trian={}/good.csv"],
-        [*GENERATE, " ", "--run", "{}"],
-        [*GENERATE, "a", "--run", "{}/nope"],
-        [*GENERATE, "a", "--run", "{}", "--listen", "127.0.0.1:70000"],
-    ],
-)
+@pytest.mark.parametrize(("wrong", "large"), [(MISSING, LARGE), (OF_A_RUN, SLOW)])
 def test_a_wrong_name_is_refused_before_large_libraries_are_loaded(
-    arguments: list[str], tmp_path: Path
+    wrong: list[list[str]], large: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "good.csv").write_text(f"text,label\n{ROWS}")
-    words = [word.replace("{}", str(tmp_path)) for word in arguments]
+    words = json.dumps(wrong).replace("{}", str(tmp_path))
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *words],
+        [sys.executable, "-c", SCRIPT, words],
         capture_output=True,
         text=True,
         timeout=250,
         check=False,
     )
-    assert done.returncode in (1, 2)
-    assert done.stdout.splitlines() == ["loaded"]
-    assert "Traceback" not in done.stderr and done.stderr.count("Error: ") == 1
+    *codes, loaded = done.stdout.splitlines()
+    assert len(codes) == len(wrong) and set(codes) <= {"1", "2"}
+    assert "Traceback" not in done.stderr and done.stderr.count("Error: ") == len(wrong)
+    assert not set(large) & set(loaded.split())
+
+
+def test_the_names_that_are_read_from_sources_are_those_of_the_libraries() -> None:
+    of_torch = (name for name in torch_names() if name not in ("LBFGS", "SparseAdam"))
+    assert rule_names() == ("adamw", "sgd", *of_torch)
+    assert tuple(FAMILIES) == MODEL_TYPES
+    for name in CONFIG_MAPPING:
+        check_paths(DataConfig(), ModelConfig(type=name))
 
 
 @pytest.mark.parametrize("task", sorted(TASK_COLUMNS))

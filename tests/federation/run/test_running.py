@@ -65,5 +65,5 @@ def test_a_run_is_prepared_as_long_as_its_command_goes_on(
     monkeypatch.setattr(durable, "publish", published)
     monkeypatch.setattr(running, "run_app", lambda launch, _: seen.append(_status(launch.run_dir)))
     run_dir = _fails(launch_of(PROJECT, output_dir=tmp_path))
-    assert seen == ["starting", "starting"]
+    assert len(seen) > 1 and set(seen) == {"starting"}
     assert _status(run_dir) == "interrupted"

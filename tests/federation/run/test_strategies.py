@@ -7,7 +7,7 @@ from flwr.serverapp.strategy import FedAvg, FedProx, QFedAvg
 
 from collapipe_flwr.config.schema import STRATEGIES, parse
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.federation.run.run_strategy import known_arguments, make_strategy
+from collapipe_flwr.federation.run.strategies import known_arguments, make_strategy
 
 ARGUMENTS = {
     "dp-fixed-clipping": "noise_multiplier=0.1 clipping_norm=1.0",
