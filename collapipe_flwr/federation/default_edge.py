@@ -22,10 +22,11 @@ _PROGRESS_S = 2.0  # the caller polls
 
 
 class DefaultEdge:
-    """An edge as the server sees it, which need not reach it."""
+    """An edge as the server sees it, which need not reach it unless it ``is_here``."""
 
-    def __init__(self, client: EdgeClient) -> None:
+    def __init__(self, client: EdgeClient, *, is_here: bool = False) -> None:
         self._client = client
+        self.is_here = is_here
 
     @property
     def address(self) -> str:
@@ -59,4 +60,4 @@ def open_edge(config: EdgeConfig) -> Iterator[DefaultEdge]:
         EdgeClient(server.address, deadline_s=config.timeout_s) as client,
     ):
         log.info("edge server on %s", server.address)
-        yield DefaultEdge(client)
+        yield DefaultEdge(client, is_here=True)

@@ -356,8 +356,8 @@ class StrategyHooks:
         """The messages of a round that is open from now on; closed again on an error."""
         split = None
         if self._model is not None:
-            address = self._opened_edge().address
-            split = SplitRound(self._model, address, self._learning(server_round))
+            edge = self._opened_edge()
+            split = SplitRound(self._model, edge, self._learning(server_round))
         self._round = OpenRound(
             plan,
             arrays,

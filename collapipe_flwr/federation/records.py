@@ -52,10 +52,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitTask:
-    """What a cluster needs to train the model; the edge is for clusters that name none."""
+    """What a cluster needs to train the model.
+
+    Clusters that name no edge use that of the run (``edge_address``, empty if it names none, too),
+    simulated ones else the ``simulated_edge`` in the server's process.
+    """
 
     model_spec_json: str
     edge_address: str
+    simulated_edge: str = ""
     learning: LearningSettings
     shape: BatchShape = SHORT  # of the training data
 

@@ -21,15 +21,18 @@ from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.core.errors import Diverged, ProtocolError, RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors, is_floating, widened
 from collapipe_flwr.federation.checkpoint import Memory
+from collapipe_flwr.federation.default_edge import DefaultEdge
 from collapipe_flwr.federation.messages import diverged
 from collapipe_flwr.federation.records import SplitTask, asked_optimizer
 from collapipe_flwr.models.any_splitter import DescribedModel
 
 
 class SplitRound:
-    """The split model in one round; ``edge`` is the address for clusters that name none."""
+    """The split model in one round; ``edge`` is for clusters that name none."""
 
-    def __init__(self, model: DescribedModel, edge: str, learning: LearningSettings) -> None:
+    def __init__(
+        self, model: DescribedModel, edge: DefaultEdge, learning: LearningSettings
+    ) -> None:
         self.model = model
         self._edge = edge
         self._learning = learning
@@ -43,7 +46,8 @@ class SplitRound:
         optimizer = asked_optimizer(content, self._learning.optimizer)
         return SplitTask(
             model_spec_json=self.model.spec_json,
-            edge_address=self._edge,
+            edge_address="" if self._edge.is_here else self._edge.address,
+            simulated_edge=self._edge.address if self._edge.is_here else "",
             learning=replace(self._learning, optimizer=optimizer),
             shape=self.model.shape,
         )

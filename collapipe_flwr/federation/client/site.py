@@ -119,9 +119,10 @@ class Site:
 
     def _edge_for_threads(self, task: SplitTask) -> Edge:
         """The run's edge, else one in this process."""
-        if not task.edge_address or task.learning.labels_at_home:
+        address = task.edge_address or task.simulated_edge
+        if not address or task.learning.labels_at_home:
             return ThreadEdge(self.place)
-        return _hosted(task, task.edge_address, self.edge.certificate_name, self.edge.tls())
+        return _hosted(task, address, self.edge.certificate_name, self.edge.tls())
 
     @contextmanager
     def _edge(self, cluster: ClusterConfig, task: SplitTask) -> Iterator[HostedEdge]:

@@ -197,8 +197,8 @@ def check_members(config: AppConfig, clusters: Sequence[ClusterConfig]) -> None:
     """Raise ConfigError for an unusable edge or certificate, or for clashing clusters."""
     if (tls := config.edge.tls()) is not None:
         _check_files("edge.tls-ca, edge.tls-cert, edge.tls-key", tls)
-    if config.edge.address:
-        _check_edge(config.edge.address)
+    if config.edge.address and not clusters:
+        _check_edge("edge.address", config.edge.address)
     if clusters and len(clusters) != config.run.clusters:
         raise ConfigError(
             f"clusters is {config.run.clusters}, but {len(clusters)} cluster files were given: "
@@ -209,6 +209,8 @@ def check_members(config: AppConfig, clusters: Sequence[ClusterConfig]) -> None:
     if twice is not None:
         raise ConfigError(f'two cluster files have the id "{twice}": give each its own')
     for cluster in clusters:
+        if cluster.edge.address and not cluster.edge_is_control_unit:
+            _check_edge(f"cluster {cluster.id}: [edge]", cluster.edge.address)
         files = cluster.tls_files(cluster.control_unit.name)
         if files is not None:
             _check_files(f"cluster {cluster.id}: [tls] of {cluster.control_unit.name}", files)
@@ -223,15 +225,15 @@ def _check_files(what: str, files: TlsFiles) -> None:
             )
 
 
-def _check_edge(address: str) -> None:
-    with blaming("edge.address"):
+def _check_edge(what: str, address: str) -> None:
+    with blaming(what):
         place = host_and_port(address)
     try:
         socket.create_connection(place, _CONNECT_S).close()
     except OSError as error:
         raise ConfigError(
-            f"edge.address {address}: no edge at {address} answers ({error}); start it there by "
-            f"`collapipe edge --listen {address}`, or leave edge.address empty"
+            f"{what} {address}: no edge at {address} answers ({error}); start it there by "
+            f"`collapipe edge --listen {address}`, or leave the address empty"
         ) from error
 
 

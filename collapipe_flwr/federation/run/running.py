@@ -84,34 +84,26 @@ def _where_it_is(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def edge_of(files: Sequence[Path]) -> dict[str, Any]:
-    """The run-config by which a server on this machine reaches the edge of cluster files.
+    """The run-config for these cluster files: how a server here reaches the edge of all of them.
 
-    Raises ConfigError if a file has TLS but no address of its edge, or if edges differ.
+    The server only asks it how far rounds are. Clusters with different edges have none in common.
     """
-    cluster = read_cluster(files[0])
-    if cluster.tls and not cluster.edge.address:
-        raise ConfigError(
-            f"--cluster {files[0]}: [edge] has no address: write it there, or let an edge join"
-        )
-    found: dict[str, Any] = {"clusters": len(files), "edge.address": _shared_edge(files)}
-    if (tls := _server_files(cluster, alone=len(files) == 1)) is not None:
+    clusters = [read_cluster(file) for file in files]
+    found: dict[str, Any] = {"clusters": len(files), "edge.address": ""}
+    named = [cluster for cluster in clusters if _serves_edge(cluster)]
+    if not named or len({cluster.edge.address for cluster in named}) > 1:
+        return found
+    found["edge.address"] = named[0].edge.address
+    if (tls := _server_files(named[0], alone=len(files) == 1)) is not None:
         pem = {"edge.tls-ca": tls.ca, "edge.tls-cert": tls.certificate, "edge.tls-key": tls.key}
-        found |= {"edge.certificate-name": cluster.edge.name}
+        found |= {"edge.certificate-name": named[0].edge.name}
         found |= {key: str(path and path.resolve()) for key, path in pem.items()}
     return found
 
 
-def _shared_edge(files: Sequence[Path]) -> str:
-    """The address of the edge of all cluster files: those without one are told the server's."""
-    named = [(file, address) for file in files if (address := read_cluster(file).edge.address)]
-    for file, address in named[1:]:
-        if address != named[0][1]:
-            raise ConfigError(
-                f"--cluster {file}: [edge] has the address {address!r}, but {named[0][0]} has "
-                f"{named[0][1]!r}, and a run has one edge: write the same address into both, or "
-                "train them in runs of their own"
-            )
-    return named[0][1] if named else ""
+def _serves_edge(cluster: ClusterConfig) -> bool:
+    """Whether a daemon serves the cluster's edge; a control unit does only while it trains."""
+    return bool(cluster.edge.address) and not cluster.edge_is_control_unit
 
 
 def _server_files(cluster: ClusterConfig, *, alone: bool) -> TlsFiles | None:
