@@ -304,6 +304,7 @@ def test_the_proximal_term_of_shared_weights_counts_once() -> None:
     assert_equal_runs(found, expected, weights)
 
 
+@pytest.mark.parametrize("every", [0, 1])
 @pytest.mark.parametrize(
     "made",
     [
@@ -313,18 +314,22 @@ def test_the_proximal_term_of_shared_weights_counts_once() -> None:
     ],
     ids=lambda made: made.func.__name__,
 )
-def test_kept_state_continues_and_the_proximal_term_starts_anew(bert: Splitter, made) -> None:
+def test_kept_state_continues_and_the_proximal_term_starts_anew(
+    bert: Splitter, made, every: int
+) -> None:
+    """That of the edge as well, which comes back with the devices'."""
     weights = bert.initial_weights(seed=4)
     config = replace(optimizer_config(made), proximal_mu=0.5)
     loop = Loop(lambda model: made(model.parameters()), mu=0.5)
-    model, cluster = bert.build_whole(weights), Cluster(bert, config, every=1)
+    model, cluster = bert.build_whole(weights), Cluster(bert, config, every=every)
     slots: OptimizerState = {}
     found = weights
     for _ in range(2):
         _, expected = loop.train(bert, model, steps_of(bert, 2))
         result, found = cluster.train(found, steps_of(bert, 2), slots)
         slots = result.slots
-    assert slots and not any(key.startswith("start/") for key in slots)
+    assert slots.keys() >= set(bert.edge_keys())
+    assert not any(key.startswith("start/") for key in slots)
     assert_equal_runs(found, expected, weights)
 
 
