@@ -5,20 +5,14 @@ from __future__ import annotations
 import json
 import threading
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from collapipe_flwr.config.schema import EdgeConfig
 from collapipe_flwr.core.errors import CollaPipeError
-from collapipe_flwr.federation.rpc_gateway import open_edge
-from collapipe_flwr.host.server import EdgeServer
-from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.transport.client import EdgeClient
-from tests.cluster.daemon_processes import Daemon, running, where_torch_never_loads
+from tests.cluster.daemon_processes import Daemon, running
 from tests.integration.conftest import RunApp
-from tests.ports import free_port
 
 START_S, NOTICE_S = 120.0, 60.0
 
@@ -32,24 +26,6 @@ def _kill_when_busy(edge: Daemon, killed_s: list[float]) -> None:
                 killed_s.append(time.monotonic())
                 return
             time.sleep(0.01)
-
-
-def test_an_edge_that_has_not_loaded_torch_is_there(tmp_path: Path) -> None:
-    daemon = Daemon("edge", first=where_torch_never_loads(tmp_path))
-    with running(daemon) as (edge,), open_edge(EdgeConfig(address=edge.address)) as client:
-        assert not client.status().awake
-
-
-def test_an_edge_that_comes_after_the_run_has_begun_is_waited_for() -> None:
-    address = f"127.0.0.1:{free_port()}"
-    with ExitStack() as stack:
-        later = threading.Timer(
-            1.0, lambda: stack.enter_context(EdgeServer(address, EdgeService()))
-        )
-        later.start()
-        with open_edge(EdgeConfig(address=address, timeout_s=START_S)) as client:
-            assert not client.silent
-        later.join()
 
 
 def test_killing_the_edge_in_a_round_ends_the_run_with_a_sentence(
