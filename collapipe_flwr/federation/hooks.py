@@ -19,7 +19,7 @@ from collapipe_flwr.federation.attempts import DEFAULT_TIMEOUT_S, Attempts, are_
 from collapipe_flwr.federation.border import averages, evaluations
 from collapipe_flwr.federation.checkpoint import Memory, Resumable, restore_rng_state, rng_state
 from collapipe_flwr.federation.hook_options import Learning, check_options, learning_of
-from collapipe_flwr.federation.inner import layers
+from collapipe_flwr.federation.inner import layers, returned
 from collapipe_flwr.federation.inner_state import (
     Undo,
     count_unsound,
@@ -73,7 +73,14 @@ class StrategyHooks:
         retries: int,
         joins_late: bool = False,
     ) -> None:
-        check_options(model, optimizer=optimizer, learning=learning, edge=edge)
+        check_options(
+            model,
+            optimizer=optimizer,
+            learning=learning,
+            edge=edge,
+            on_round=on_round,
+            retries=retries,
+        )
         if model is not None and (weighted_by := weight_key(inner)) != EXAMPLES:
             raise ConfigError(
                 f"weighted_by_key must be {EXAMPLES} with a model to split, since the edge counts "
@@ -195,6 +202,7 @@ class StrategyHooks:
             self._undo()
         view = inner_view(arrays, self._hidden_keys)
         asked = self.inner_strategy.configure_train(server_round, view, config, self._grid)
+        asked = returned(asked, self.inner_strategy, "configure_train")
         messages = self._to_idle_nodes(asked)
         nodes = [message.metadata.dst_node_id for message in messages]
         self._planned = self._plan(server_round, nodes, arrays)
@@ -212,7 +220,8 @@ class StrategyHooks:
             raise RunError(f"round {server_round}: aggregate_train needs configure_train first")
         with closing(self):
             closed, joined = self._collect(replies)
-            arrays, metrics = self.inner_strategy.aggregate_train(server_round, closed.replies)
+            made = self.inner_strategy.aggregate_train(server_round, closed.replies)
+            arrays, metrics = returned(made, self.inner_strategy, "aggregate_train")
             arrays = closed.after = self._restored(arrays, closed) if arrays else None
             self._undo = undo_nothing  # frees what it holds
             if arrays:
