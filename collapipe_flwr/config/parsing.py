@@ -117,7 +117,7 @@ def _as_text(value: Any) -> Any:
 
 def _typed(name: str, value: Value, wanted: str) -> Value:
     """Accept exactly the declared type; a whole number also serves where a float is asked."""
-    if wanted == "float" and type(value) in (int, float):
+    if wanted == "float" and isinstance(value, int | float) and not isinstance(value, bool):
         if not abs(value) <= sys.float_info.max:
             raise ConfigError(f"{name} must be a finite number, got {value}")
         return float(value)
