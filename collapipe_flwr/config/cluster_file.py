@@ -178,6 +178,11 @@ _TABLES = {"control-unit": "control_unit", "edge": "edge", "server": "server", "
 def read_cluster(path: Path) -> ClusterConfig:
     """The cluster in a TOML file; raises ConfigError that names the file, the key and the value."""
     values = read_toml(path, f"cluster file {path}")
+    if "cluster" in values:
+        raise ConfigError(
+            f"{path} is an inventory of `collapipe deploy`, by its key cluster: name the file of "
+            "the cluster, which `collapipe cluster` keeps on the control unit"
+        )
     try:
         return replace(parse_cluster(values, path.resolve().parent), path=path)
     except ConfigError as error:

@@ -107,6 +107,8 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
     configure_malloc()
     if settings.cache_folder is not None:
         own_folder(settings.cache_folder, "--cache-dir")  # it is used when the first caller comes
+    if settings.state_dir is not None:
+        own_folder(settings.state_dir, "--state-dir")  # before libraries are loaded
     allow(*settings.imports)
     if settings.tls is None:
         _log.warning(
