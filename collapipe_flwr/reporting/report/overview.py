@@ -81,7 +81,7 @@ def _machines(run: RunData) -> Iterator[Tile]:
         else:
             value, note = f"{100 * share:.0f} % of allowed", f"{fullest.name}, {most}"
             if fullest.measured and (planned := fullest.share_of(fullest.planned)) is not None:
-                note += f"; planned peak {100 * planned:.0f} %"
+                note += f"; planned peak {100 * planned:.0f}\N{NO-BREAK SPACE}%"
             yield Tile(title=title, value=value, note=note, warning=share > 1)
     if (error := run.summary.get("prediction_error")) is not None:
         value, note = f"{100 * error:.1f} %", "of a round, in the median"
