@@ -5,7 +5,8 @@ Commands import what they need when they run, so that a small board pays for not
 
 from __future__ import annotations
 
-from typing import Annotated
+import math
+from typing import Annotated, Any
 
 import typer
 from typer import Option
@@ -17,7 +18,7 @@ from collapipe_flwr.cli.hosting import control_unit, device, edge, supernode
 from collapipe_flwr.cli.joining import certs, deploy, join
 from collapipe_flwr.cli.report import compare, report, watch
 from collapipe_flwr.cli.run import check_config, run, stop
-from collapipe_flwr.core.errors import CollaPipeError
+from collapipe_flwr.core.errors import CollaPipeError, ConfigError
 from collapipe_flwr.core.imports import installed_versions
 
 app = typer.Typer(
@@ -43,12 +44,33 @@ app.add_typer(clusters, name="cluster")
 
 
 def run_commands(commands: typer.Typer) -> None:
-    """Run ``commands``; a CollaPipeError becomes one sentence on stderr and its exit code."""
+    """Run ``commands``; a CollaPipeError becomes one sentence on stderr and its exit code.
+
+    No option of theirs is infinite or not a number.
+    """
+    command = typer.main.get_command(commands)
+    _refuse_endless(command)
     try:
-        commands()
+        command()
     except CollaPipeError as error:
         typer.secho(f"Error: {error}", fg=typer.colors.RED, err=True)
         raise SystemExit(error.exit_code) from error
+
+
+def _refuse_endless(command: Any) -> None:
+    """Let numbers of a command's options, and of those below it, be finite."""
+    for parameter in command.params:
+        if parameter.type.name.startswith("float"):
+            parameter.callback = _finite
+    for below in getattr(command, "commands", {}).values():
+        _refuse_endless(below)
+
+
+def _finite(context: Any, parameter: Any, value: float | None) -> float | None:
+    del context
+    if value is not None and not math.isfinite(value):
+        raise ConfigError(f"{parameter.opts[0]} must be a finite number, got {value}")
+    return value
 
 
 def _show_version(wanted: bool) -> None:

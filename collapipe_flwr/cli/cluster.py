@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.errors import ConfigError, blaming
 from collapipe_flwr.core.json_codec import plain, to_json
+from collapipe_flwr.core.keys import check as check_value
+from collapipe_flwr.core.links import host_and_port
 from collapipe_flwr.membership.systemd import Manager, Service, check_manager, install, lingers
 
 if TYPE_CHECKING:
@@ -56,7 +58,7 @@ AsService = Annotated[
     Manager | None,
     Option("--service", help="Install and start a service of systemd, and return."),
 ]
-Minutes = Annotated[float, Option(help="For how long the token is valid.", min=1)]
+Minutes = Annotated[float, Option(help="For how long the token is valid.", min=1, max=525600)]
 
 
 def init(
@@ -86,10 +88,16 @@ def init(
     there already, only another token is made: its addresses stay. With --elsewhere control-unit,
     run it on any machine that stays, as that of the first of several clusters.
     """
-    from collapipe_flwr.config.cluster_file import MemberConfig, Role
+    from collapipe_flwr.config.cluster_file import MEMBER_NAME, MemberConfig, Role
     from collapipe_flwr.membership.newcomer import PORTS, kind_here, measured, with_port
     from collapipe_flwr.membership.registry import Registry, default_folder
 
+    check_value("NAME", name, MEMBER_NAME)
+    asked = address and with_port(address, PORTS[Role.CONTROL_UNIT])
+    for option, text in (("--address", asked), ("--edge-address", edge_address)):
+        if text:
+            with blaming(option):
+                host_and_port(text)
     registry = Registry(folder or default_folder())
     if service is not None:
         check_manager(service, registry.folder)

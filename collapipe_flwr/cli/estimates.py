@@ -13,10 +13,10 @@ from typer import Argument, Option
 import collapipe_flwr
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import ConfigError, extra
-from collapipe_flwr.core.hub import expanded, folder_only, no_such_path
-from collapipe_flwr.core.keys import Rule, assignments, check, one_of, read_assignments
+from collapipe_flwr.core.hub import absent_model, expanded, folder_only, no_such_path
+from collapipe_flwr.core.keys import Rule, assignments, check, counts, one_of, read_assignments
 from collapipe_flwr.core.schedule import SCHEDULES
-from collapipe_flwr.models.spec import TIE_POLICIES
+from collapipe_flwr.models.spec import MODEL_TYPES, TIE_POLICIES, may_be_type, nearest_types
 
 
 def profile(
@@ -67,15 +67,32 @@ def profile(
         check(option, value, rule)
     if folder_only(model) and not expanded(model).is_dir():
         raise ConfigError(no_such_path("MODEL", model))
-    typer.echo(f"measuring {model}", err=True)  # libraries take seconds to load
-    from collapipe_flwr.cluster.forecast import ModelChoice, build_model, forecast
-    from collapipe_flwr.models.spec import BatchShape
     from collapipe_flwr.reporting.output import prepare, terminal, write_json
-    from collapipe_flwr.reporting.tables import as_json, show_forecast
     from collapipe_flwr.scheduler.protocol import SchedulerConfig
     from collapipe_flwr.simulation.setting import whole_numbers
 
     prepare("--json", json_file)
+    sizes = whole_numbers("micro-batch-sizes", micro_batch_sizes)
+    numbers = whole_numbers("micro-batches", micro_batches)
+    check("--micro-batch-sizes", sizes, counts())
+    check("--micro-batches", numbers, counts())
+    settings = SchedulerConfig(
+        micro_batch_sizes=sizes,
+        micro_batches=numbers,
+        schedule=schedule,
+        max_model_share=max_model_share,
+    )
+    place = _cluster(cluster, devices, control_unit, examples)
+    typer.echo(f"measuring {model}", err=True)  # libraries take seconds to load
+    if not may_be_type(model) and (why := absent_model(model)):
+        raise ConfigError(
+            f"MODEL: {why}; give a folder, a hub name or a model type, such as "
+            f"{', '.join(nearest_types(model) or MODEL_TYPES[:2])}"
+        )
+    from collapipe_flwr.cluster.forecast import ModelChoice, build_model, forecast
+    from collapipe_flwr.models.spec import BatchShape
+    from collapipe_flwr.reporting.tables import as_json, show_forecast
+
     request = ModelChoice(
         model=model,
         task=task,
@@ -85,13 +102,6 @@ def profile(
         lora_rank=lora_rank,
         ties=ties,
     )
-    settings = SchedulerConfig(
-        micro_batch_sizes=whole_numbers("micro-batch-sizes", micro_batch_sizes),
-        micro_batches=whole_numbers("micro-batches", micro_batches),
-        schedule=schedule,
-        max_model_share=max_model_share,
-    )
-    place = _cluster(cluster, devices, control_unit, examples)
     found = forecast(
         build_model(request),
         request.shape,

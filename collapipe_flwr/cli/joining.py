@@ -182,7 +182,7 @@ def certs(
         Argument(help="NAME or NAME=HOST of members without a cluster file."),
     ] = None,
     cluster: Annotated[list[Path] | None, Option(help="Cluster files (TOML).")] = None,
-    days: Annotated[int, Option(help="Validity in days.", min=1)] = 825,
+    days: Annotated[int, Option(help="Validity in days.", min=1, max=36500)] = 825,
     renew: Annotated[bool, Option(help="Replace these members' certificates.")] = False,
     new_ca: Annotated[
         bool, Option("--new-ca", help="Replace the CA, which invalidates all certificates.")
@@ -201,7 +201,9 @@ def certs(
     access_control(clusters)  # refuses a name that two clusters would share
     members = certificate_hosts(clusters)
     for text in names or ():
-        name, _, host = text.partition("=")
+        name, equals, host = text.partition("=")
+        if equals and not host:
+            raise ConfigError(f"{text} has no host: write {text}HOST, or {name} alone")
         members[name] = (*members.get(name, ()), *([host] if host else []))
     if not members:
         raise ConfigError("nobody to sign for: name members, or a cluster file with --cluster")

@@ -72,6 +72,10 @@ class LoaderBatches:
     examples: int = field(default=0, init=False)  # of the last epoch that was iterated over
     fresh_examples: int = field(default=0, init=False)
 
+    def __post_init__(self) -> None:
+        if self.loader is None:
+            raise DataError("a Cluster needs the batches of your DataLoader, got None: return it")
+
     def probe(self, batch_size: int, micro_batch_size: int) -> Iterable[list[dict[str, Tensor]]]:
         del batch_size, micro_batch_size
         return ()

@@ -194,6 +194,11 @@ _TABLES = {"control-unit": "control_unit", "edge": "edge", "server": "server", "
 def read_cluster(path: Path) -> ClusterConfig:
     """The cluster in a TOML file; raises ConfigError that names the file, the key and the value."""
     values = read_toml(path, f"cluster file {path}")
+    if "cluster" in values:
+        raise ConfigError(
+            f"{path} is an inventory of `collapipe deploy`, by its key cluster: name the file of "
+            "the cluster, which `collapipe cluster` keeps on the control unit"
+        )
     try:
         return replace(parse_cluster(values, path.resolve().parent), path=path)
     except ConfigError as error:
@@ -267,10 +272,15 @@ def _check_members(config: ClusterConfig) -> None:
 
 
 def certificate_hosts(clusters: Iterable[ClusterConfig]) -> dict[str, tuple[str, ...]]:
-    """Every member's name with the hosts it listens on; an edge may belong to several clusters."""
+    """Every member's name with the hosts of its certificate; an edge may be in several clusters.
+
+    Devices are verified by name only: with the host of a machine that also runs the edge or the
+    SuperLink, a device could pass as those.
+    """
     hosts: dict[str, tuple[str, ...]] = {}
-    for member in (m for cluster in clusters for m in cluster.members):
-        hosts[member.name] = (*hosts.get(member.name, ()), *filter(None, [member.host]))
+    for member, role in (found for cluster in clusters for found in cluster.roles):
+        own = () if role is Role.DEVICE else filter(None, [member.host])
+        hosts[member.name] = (*hosts.get(member.name, ()), *own)
     return hosts
 
 

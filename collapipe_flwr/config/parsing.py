@@ -11,6 +11,7 @@ import difflib
 import json
 import math
 import re
+import sys
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, fields, replace
@@ -20,14 +21,13 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.keys import Value, check, is_key, name_of, prefix_of, rule_of
+from collapipe_flwr.core.keys import Value, check, is_key, name_of, prefix_of, rule_of, word_of
 
 T = TypeVar("T")
 _PAIR = re.compile(r"""(\S+?)=('[^']*'|"[^"]*"|\S+)""")  # Flower's
 
 # The launcher sets these itself, to find the run again.
 _OPTIONS = {"output-dir": "output-dir", "run-name": "output-dir", "resume": "resume"}
-_WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 
 
 def parse_section(default: T, prefix: str, values: Mapping[str, Value]) -> T:
@@ -117,10 +117,12 @@ def _as_text(value: Any) -> Any:
 
 def _typed(name: str, value: Value, wanted: str) -> Value:
     """Accept exactly the declared type; a whole number also serves where a float is asked."""
-    if wanted == "float" and isinstance(value, int) and not isinstance(value, bool):
+    if wanted == "float" and isinstance(value, int | float) and not isinstance(value, bool):
+        if not abs(value) <= sys.float_info.max:
+            raise ConfigError(f"{name} must be a finite number, got {value}")
         return float(value)
     if type(value).__name__ != wanted:
-        raise ConfigError(f"{name} must be {_WORDS.get(wanted, 'a string')}, got {value!r}")
+        raise ConfigError(f"{name} must be {word_of(wanted)}, got {value!r}")
     return value
 
 
@@ -158,8 +160,14 @@ def declared_config(project: Path) -> dict[str, Value]:
         raise ConfigError(
             f"{project} is no Flower app: it has no pyproject.toml; name the folder of the app"
         )
-    tables = read_toml(path, str(path))
-    return _flat(tables.get("tool", {}).get("flwr", {}).get("app", {}).get("config", {}))
+    found: Any = read_toml(path, str(path))
+    for name in ("tool", "flwr", "app", "config"):
+        found = found.get(name, {})
+        if not isinstance(found, dict):
+            raise ConfigError(
+                f"{path}: {name} of [tool.flwr.app.config] must be a table, got {found!r}"
+            )
+    return _flat(found)
 
 
 def overridden(declared: Mapping[str, Value], overrides: Mapping[str, Value]) -> dict[str, Value]:
@@ -231,5 +239,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
         name = prefix + key
         if isinstance(value, date | time):  # such as the name of a folder
             value = value.isoformat()
+        if isinstance(value, list) and any(isinstance(part, dict) for part in value):
+            raise ConfigError(f"{name} must be a table, [{name}], and not several, [[{name}]]")
         flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return flat

@@ -24,6 +24,7 @@ from collapipe_flwr.core.keys import (
     assignments,
     at_least,
     between,
+    check_keys,
     compute_name,
     inline,
     key,
@@ -111,6 +112,9 @@ class TrainConfig:
     threads: int = key(1, at_least(1))  # torch threads of a cluster's process, and of the server's
     snapshot_every: int = key(0, at_least(0))  # steps that a lost device costs at most; 0: a round
 
+    def __post_init__(self) -> None:
+        check_keys(self, "train.")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerConfig:
@@ -145,6 +149,9 @@ class WorldConfig:
     energy_share: float = key(0.5, above(0))  # budget: this share of training all blocks alone
     truth_error: float = key(0.0, at_least(0))  # of what plans believe of devices, in ln
 
+    def __post_init__(self) -> None:
+        check_keys(self, "world.")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinksConfig:
@@ -177,6 +184,9 @@ class EdgeConfig:
     tls_key: Path | None = key(None, path())
     timeout_s: float = key(30.0, above(0))  # longest time for the edge or a device to answer
     heartbeat: Heartbeat = inline(Heartbeat())
+
+    def __post_init__(self) -> None:
+        check_keys(self, "edge.")
 
     def tls(self) -> TlsFiles | None:
         """The PEM files; None where none is named."""

@@ -35,7 +35,8 @@ MEMBER_NAME = matches(
     r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", "must be a name of letters, digits, dots and dashes"
 )
 MemberName = Annotated[str, MEMBER_NAME]
-Name = Annotated[str, text(200, least=1)]  # of a cluster, or of a device, which begins with it
+NAME = text(200, least=1)
+Name = Annotated[str, NAME]  # of a cluster, or of a device, which begins with it
 Text = Annotated[str, text(200)]
 Address = Annotated[str, text(300)]
 Sentence = Annotated[str, text(2000)]

@@ -1,25 +1,32 @@
 """Names of folders, or of models and data sets on the Hugging Face hub.
 
 A name that can only be a folder is never looked up. Before the first look-up the hub is tried once,
-since the library alone would retry for a minute. If the hub does not answer, the process continues
-offline: earlier downloads are used at once and everything else is refused.
+since the library alone would retry for a minute. A slow answer is announced. If the hub does not
+answer, the process continues offline: earlier downloads are used at once and everything else is
+refused.
 """
 
 from __future__ import annotations
 
+import logging as logs
+import re
 import sys
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import cache
 from logging import CRITICAL
 from pathlib import Path
 from typing import Any
 
 LIMIT_S = 5.0
-_MOST_SLASHES = 1  # in owner/name
+SILENT_S = 1.0  # of it, without a word
+_NAME = re.compile(r"(\b[\w.-]+\b/)?\b[\w.-]{1,96}\b")  # as the hub allows them
+_CONFIG = "config.json"
+_log = logs.getLogger(__name__)
 
 
 def expanded(name: str) -> Path:
@@ -31,10 +38,12 @@ def expanded(name: str) -> Path:
 
 
 def folder_only(name: str) -> bool:
-    """Whether a name can only be that of a file or folder on this machine."""
-    starts, path = name.startswith((".", "/", "~")), expanded(name)
-    beside = "/" in name and path.parent.is_dir()
-    return starts or beside or name.endswith("/") or "\\" in name or name.count("/") > _MOST_SLASHES
+    """Whether a name can only be that of a file or folder on this machine.
+
+    Configuration and split of a data set may follow its name.
+    """
+    beside = "/" in name and expanded(name).parent.is_dir()
+    return beside or _NAME.fullmatch(name.partition(":")[0]) is None
 
 
 def no_such_path(key: str, name: str) -> str:
@@ -52,7 +61,10 @@ def is_reachable() -> bool:
     asking = threading.Thread(target=_ask, args=(constants.ENDPOINT, answers), daemon=True)
     if not constants.HF_HUB_OFFLINE:
         asking.start()  # a name server may take longer than any limit of a connection
-        asking.join(LIMIT_S)
+        asking.join(min(SILENT_S, LIMIT_S))
+        if asking.is_alive():
+            _log.warning("waiting for %s for up to %g s", constants.ENDPOINT, LIMIT_S)
+            asking.join(LIMIT_S - SILENT_S)
     if not answers.is_set():
         constants.HF_HUB_OFFLINE = True
         if "datasets" in sys.modules:
@@ -64,20 +76,24 @@ def unreachable(name: str) -> str:
     """The message for a name that was not found because the hub does not answer; else empty."""
     if is_reachable():
         return ""
+    near = get_close_matches(name, (path.name for path in Path().iterdir() if path.is_dir()), n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
     return (
-        f"there is no folder {name!r}, the hub cannot be reached from this machine, and nothing of "
-        "that name was downloaded before"
+        f"there is no folder {name!r}{hint}, the hub cannot be reached from this machine, and "
+        "nothing of that name was downloaded before"
     )
 
 
-def was_downloaded(name: str, file: str) -> bool:
-    """Whether the hub's cache on this machine has a file of a model."""
+def absent_model(name: str) -> str:
+    """The message for a model that is neither a folder nor to be had from the hub; else empty.
+
+    The hub may still not know the name.
+    """
+    if expanded(name).is_dir() or not (why := unreachable(name)):
+        return ""
     from huggingface_hub import try_to_load_from_cache
 
-    try:
-        return isinstance(try_to_load_from_cache(name, file), str)
-    except ValueError:  # no name on the hub
-        return False
+    return "" if isinstance(try_to_load_from_cache(name, _CONFIG), str) else why
 
 
 @contextmanager

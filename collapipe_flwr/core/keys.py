@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from difflib import get_close_matches
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -23,6 +24,12 @@ Value = bool | int | float | str
 T = TypeVar("T")
 _RULE, _NAME, _INLINE = "rule", "name", "inline"
 MOST_COUNTED = 1_000_000  # tables of costs have a row for each
+_PLAIN: Mapping[str, tuple[type, str]] = {  # fields of these types, as a program may set them
+    "int": (Integral, "a whole number"),
+    "float": (Real, "a number"),
+    "bool": (bool, "true or false"),
+    "str": (str, "a string"),
+}
 AUTO, CPU = "auto", "cpu"  # where a process computes
 
 
@@ -197,8 +204,26 @@ def check(name: str, value: object, rule: Rule | None) -> None:
 
 def check_keys(section: Any, prefix: str) -> None:
     """Check the keys of an object that was built by hand; raises ConfigError."""
+    check_types(section, prefix)
     for field_ in filter(is_key, fields(section)):
         check(prefix + name_of(field_), getattr(section, field_.name), rule_of(field_))
+
+
+def check_types(section: Any, prefix: str) -> None:
+    """Raise ConfigError for a text, number or truth value in place of another of these."""
+    for field_ in filter(is_key, fields(section)):
+        value, kind = getattr(section, field_.name), str(field_.type)
+        wanted = kind.removesuffix(" | None")
+        if wanted not in _PLAIN or (value is None and wanted != kind):
+            continue
+        if not isinstance(value, _PLAIN[wanted][0]) or isinstance(value, bool) > (wanted == "bool"):
+            name = prefix + name_of(field_)
+            raise ConfigError(f"{name} must be {word_of(wanted)}, got {value!r}")
+
+
+def word_of(kind: str) -> str:
+    """What values of a type are called in sentences."""
+    return _PLAIN[kind][1]
 
 
 def _any(read: Callable[[str], Any], write: Callable[[Any], str]) -> Rule:

@@ -50,11 +50,25 @@ def host_and_port(address: str, *, least: int = 1) -> tuple[str, int]:
 
 
 def _is_name(host: str) -> bool:
-    """Whether no part between dots is empty or too long, which connecting would stumble over."""
+    """Whether no part between dots is empty or too long, which connecting would stumble over.
+
+    Nor is it an IP address with a slip, or has blanks.
+    """
     try:
-        return bool(host.encode("idna"))
+        return host.split() == [host] and bool(host.encode("idna")) and not is_slip(host)
     except UnicodeError:
         return False
+
+
+def is_slip(host: str) -> bool:
+    """Whether a host is made of numbers as an IP address, and is none."""
+    if not set(host) <= set("0123456789."):
+        return False
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return True
+    return False
 
 
 def is_address(text: str) -> bool:

@@ -77,7 +77,7 @@ def read_conll(path: Path, key: str, *, skip_bad_rows: bool = False) -> Dataset:
 _SAVED = ("state.json", "dataset_dict.json")  # written by save_to_disk of datasets
 _WRONG = (ValueError, TypeError, KeyError, AttributeError)  # what datasets trips over
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-_NO_DATA = "corresponds to no data"  # as datasets says it
+_NO_DATA = ("corresponds to no data", "BatchSize must be greater than 0")  # as datasets says it
 
 
 def load_table(
@@ -274,7 +274,7 @@ def _reason(error: BaseException, local: bool) -> str:
     """The error of datasets, and what to do with a local file or another name."""
     cause = error.__cause__ or error
     first = str(cause).strip().split("\n", maxsplit=1)[0] or "it is empty"
-    if _NO_DATA in first:
+    if any(words in first for words in _NO_DATA):
         return "(it has no rows): give a file with examples"
     if local:
         said = next(said for said in _WAYS_OUT if said in first.lower())

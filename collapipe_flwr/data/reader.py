@@ -21,6 +21,7 @@ with extra("data"):
 
 _BLANKS = re.compile(r"[ \t\r\n]+")
 _PLAIN = (str, int, float)
+_BINARY = (bytes, bytearray)
 _LEAST_ROUNDED = 2.0**53  # from here on, two whole numbers may be one fraction
 _MOST_NAMED = 20  # rows in a sentence
 ReadColumn = Callable[..., list[Any]]  # as `column`
@@ -95,6 +96,8 @@ def column(table: Dataset, name: str, *, key: str, of: str) -> list[str]:
         )
     if odd is not None:
         raise DataError(f"{what} holds lists: name a column with one text or number in each row")
+    if any(isinstance(value, _BINARY) for value in values):
+        raise DataError(f"{what} holds bytes: store them as texts, or name another column")
     _refuse_mixed(table.features[name], what)
     if names := class_names(table, name):
         unknown = (None, -1)  # hidden labels of a hub's test set

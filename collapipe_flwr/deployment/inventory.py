@@ -142,6 +142,11 @@ class _Top:
 def read_inventory(path: Path) -> Inventory:
     """The inventory in a TOML file; raises ConfigError that names file, key and value."""
     values = parsing.read_toml(path, f"inventory {path}")
+    if "id" in values:
+        raise ConfigError(
+            f"{path} is a cluster file, by its id: name an inventory, which has `cluster` and says "
+            "where ssh finds the machines (docs/deploy.md)"
+        )
     try:
         return _parsed(values, path.resolve().parent)
     except ConfigError as error:

@@ -181,6 +181,8 @@ def _why(machine: Machine, code: int, said: str) -> str:
             f'sudo asks for a password on {host}: allow it without (`echo "$USER ALL=(ALL) '
             'NOPASSWD: ALL" | sudo tee /etc/sudoers.d/collapipe` there), or deploy as root'
         )
+    if "No space left on device" in said:
+        return f"a disk of {host} is full ({last}): free some there, then deploy again"
     if code == _LOST:
         return f"{where} cannot be reached ({last}): see that it is on and that ssh runs there"
     return f"{where}: {last or f'ended with {code}'}"

@@ -8,7 +8,8 @@ from functools import partial
 
 from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.config.schema import EdgeConfig
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.errors import ConfigError, blaming
+from collapipe_flwr.core.links import host_and_port
 from collapipe_flwr.models.any_splitter import DescribedModel
 from collapipe_flwr.models.split_model import SplitModel
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig, optimizer_config
@@ -16,8 +17,22 @@ from collapipe_flwr.pipeline.optimizer import OptimizerConfig, optimizer_config
 Learning = LearningSettings | Callable[[int], LearningSettings]  # the same, or by server round
 
 
-def check_options(model: object, *, optimizer: object, learning: object, edge: object) -> None:
+def check_options(
+    model: object,
+    *,
+    optimizer: object,
+    learning: object,
+    edge: object,
+    on_round: object,
+    retries: object,
+) -> None:
     """Raise ConfigError for an option of the wrong type, or one that has no effect."""
+    if not (on_round is None or callable(on_round)):
+        raise ConfigError(
+            f"on_round must be a function that takes the record of a round, got {on_round!r}"
+        )
+    if type(retries) is not int or retries < 0:
+        raise ConfigError(f"retries must be a whole number of at least 0, got {retries!r}")
     if not isinstance(model, DescribedModel | None):
         raise ConfigError(
             f"model must be a SplitModel, got {type(model).__name__}: describe it, "
@@ -37,6 +52,9 @@ def check_options(model: object, *, optimizer: object, learning: object, edge: o
         )
     if not isinstance(edge, str | EdgeConfig | None):
         raise ConfigError(f"edge must be an address, host:port, or an EdgeConfig, got {edge!r}")
+    if isinstance(edge, str) and edge:
+        with blaming("edge"):
+            host_and_port(edge)
 
 
 def learning_of(

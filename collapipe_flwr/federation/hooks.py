@@ -21,7 +21,7 @@ from collapipe_flwr.federation.border import averages, evaluations
 from collapipe_flwr.federation.checkpoint import Memory, Resumable, restore_rng_state, rng_state
 from collapipe_flwr.federation.default_edge import DefaultEdge, open_edge
 from collapipe_flwr.federation.hook_options import Learning, check_options, learning_of
-from collapipe_flwr.federation.inner import layers
+from collapipe_flwr.federation.inner import layers, returned
 from collapipe_flwr.federation.inner_state import (
     Undo,
     count_unsound,
@@ -74,7 +74,14 @@ class StrategyHooks:
         retries: int,
         joins_late: bool = False,
     ) -> None:
-        check_options(model, optimizer=optimizer, learning=learning, edge=edge)
+        check_options(
+            model,
+            optimizer=optimizer,
+            learning=learning,
+            edge=edge,
+            on_round=on_round,
+            retries=retries,
+        )
         self.inner_strategy = inner
         self._model = model
         self._learning = learning_of(optimizer, learning, model)
@@ -206,6 +213,7 @@ class StrategyHooks:
             self._undo()
         view = inner_view(arrays, self._hidden_keys)
         asked = self.inner_strategy.configure_train(server_round, view, config, self._grid)
+        asked = returned(asked, self.inner_strategy, "configure_train")
         messages = self._to_idle_nodes(asked)
         nodes = [message.metadata.dst_node_id for message in messages]
         self._planned = self._plan(server_round, nodes, arrays)
@@ -223,7 +231,8 @@ class StrategyHooks:
             raise RunError(f"round {server_round}: aggregate_train needs configure_train first")
         with closing(self):
             closed, joined = self._collect(replies)
-            arrays, metrics = self.inner_strategy.aggregate_train(server_round, closed.replies)
+            made = self.inner_strategy.aggregate_train(server_round, closed.replies)
+            arrays, metrics = returned(made, self.inner_strategy, "aggregate_train")
             arrays = closed.after = self._restored(arrays, closed) if arrays else None
             self._undo = undo_nothing  # frees what it holds
             if arrays:

@@ -11,15 +11,20 @@ from copy import copy
 from inspect import Parameter, signature
 from numbers import Real
 from types import new_class
-from typing import Any
+from typing import Any, TypeVar
 
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedXgbBagging, FedXgbCyclic, Strategy
 
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.errors import ConfigError, RunError
 
 _LEGACY = "flwr.server.strategy"
 _TREES = (FedXgbBagging, FedXgbCyclic)
+_RETURNED = {
+    "configure_train": "the messages to the nodes",
+    "aggregate_train": "arrays and metrics",
+}
+T = TypeVar("T")
 _HOOKS = (
     "configure_train",
     "aggregate_train",
@@ -66,6 +71,15 @@ def layers(strategy: Strategy) -> list[Strategy]:
     for layer in found:
         values = vars(layer).values()
         found += [v for v in values if isinstance(v, Strategy) and v not in found]
+    return found
+
+
+def returned(found: T | None, strategy: Strategy, hook: str) -> T:
+    """What a hook of the strategy returned; raises RunError where that was forgotten."""
+    if found is None:
+        raise RunError(
+            f"{hook} of {type(strategy).__name__} returned None: let it return {_RETURNED[hook]}"
+        )
     return found
 
 

@@ -278,6 +278,10 @@ def planner_of(
     """
     if isinstance(scheduler, RoundPlanner):
         return scheduler
+    if not isinstance(scheduler, str | Scheduler | Planning | None):
+        raise ConfigError(
+            f"scheduler must be the name of a policy, a Scheduler or a Planning, got {scheduler!r}"
+        )
     if isinstance(scheduler, Planning):
         planning = scheduler
     else:

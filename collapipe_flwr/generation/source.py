@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.core.hub import expanded, folder_only, unreachable, was_downloaded
+from collapipe_flwr.core.hub import absent_model, expanded, folder_only
 
 _CONFIG = "config.json"
 _WRITES_NO_TEXT = re.compile(r".*For(\w*Classification|MaskedLM|QuestionAnswering|MultipleChoice)")
@@ -31,7 +31,7 @@ def find_model(name: str) -> str:
             f"--run {name!r}: there is no such folder (looked for {folder.absolute()}): "
             "correct the path"
         )
-    if (why := unreachable(name)) and not was_downloaded(name, _CONFIG):
+    if why := absent_model(name):
         raise ModelError(f"--run {name!r}: {why}; correct the path")
     return name
 

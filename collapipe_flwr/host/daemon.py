@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from collapipe_flwr.core.bounds import NAME
 from collapipe_flwr.core.durable import own_folder
 from collapipe_flwr.core.errors import ConfigError, blaming
 from collapipe_flwr.core.imports import allow
@@ -85,6 +86,7 @@ class HostSettings:
                 "change the model: give --tls-ca, --tls-cert and --tls-key (`collapipe certs` "
                 "makes them), or --insecure if that is meant"
             )
+        check("--name", self.name, NAME)
         check(_COMPUTE, self.compute, compute_name())
         if not self.memory_bytes >= 0:
             raise ConfigError(f"--memory-mb must be >= 0, got {self.memory_bytes / 1e6:g}")

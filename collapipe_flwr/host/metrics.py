@@ -9,12 +9,14 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from collapipe_flwr.core.errors import ConfigError, blaming, extra
+from collapipe_flwr.core.http import BoundedRequest, FewClientsServer
 from collapipe_flwr.core.links import host_and_port
+from collapipe_flwr.core.processes import meanwhile
 from collapipe_flwr.core.texts import one_line
 
 if TYPE_CHECKING:  # a host that waits has not loaded torch
@@ -170,18 +172,21 @@ class MetricsServer:
 
     def __init__(self, address: str, collector: Any) -> None:
         with extra("prometheus"):
-            from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+            from prometheus_client import CollectorRegistry, MetricsHandler, ProcessCollector
         host, port = metrics_place(address)
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)  # memory, processor time and open files
         registry.register(collector)
+        handler = type("Scrape", (BoundedRequest, MetricsHandler.factory(registry)), {})
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            self._server = FewClientsServer(host, port, handler)
         except OSError as error:
             raise _taken(address, error) from error
         self.address = f"{host}:{self._server.server_port}"
+        self._life = ExitStack()
+        self._life.enter_context(meanwhile(lambda _: self._server.serve_forever(0.1), "metrics"))
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join()
+        self._life.close()

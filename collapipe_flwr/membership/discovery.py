@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -18,6 +18,7 @@ from collapipe_flwr.core.links import is_address
 _TYPE = "_collapipe._tcp.local."
 _PIN_DIGITS = 16
 FIND_S = 10.0
+_ASK_MS = 1000  # for the address of a service that was announced
 
 
 @contextmanager
@@ -46,7 +47,7 @@ def found(pin: bytes, *, interface: str = "", deadline_s: float = FIND_S) -> str
 
     def look(zeroconf: Any, service_type: str, name: str, state_change: Any) -> None:
         del state_change
-        for place in _places(zeroconf.get_service_info(service_type, name, timeout=1000), pin):
+        for place in _answered(zeroconf, service_type, name, pin):
             heard.put(place)
 
     with _zeroconf(interface) as network:
@@ -60,6 +61,20 @@ def found(pin: bytes, *, interface: str = "", deadline_s: float = FIND_S) -> str
                 f"no control unit of this token is announced on the network within {deadline_s:g} "
                 "s: start `collapipe cluster serve --announce` there, or join without --discover"
             ) from error
+
+
+def _answered(network: Any, service_type: str, name: str, pin: bytes) -> list[str]:
+    """Where a service of this CA is; what others announce is not asked for, which takes time.
+
+    Anybody may announce anything, and an error here would end the search.
+    """
+    from zeroconf import Error
+
+    if not name.endswith(f"-{pin.hex()[:_PIN_DIGITS]}.{_TYPE}"):
+        return []
+    with suppress(Error, ValueError):
+        return _places(network.get_service_info(service_type, name, timeout=_ASK_MS), pin)
+    return []
 
 
 def _places(info: Any, pin: bytes) -> list[str]:

@@ -1,6 +1,6 @@
 """Calls from a control unit to the members of its clusters: rosters to them, their status back.
 
-A member that does not have the newest roster gets it again and again until it has.
+A member that does not have the newest roster gets it again, ever more rarely, until it has.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from collapipe_flwr.transport.roster import Roster, send_roster
 _log = logging.getLogger(__name__)
 _ROSTER_S, _STATUS_S = 3.0, 2.0  # deadlines
 _LOOK_S = 0.25
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 4.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0
+_SAID_FROM_S = 4.0  # of pauses: it is not just about to start
 _ROSTERS_AT_ONCE, _STATUS_AT_ONCE = 16, 32
 READY, STOPPING, AWAY, EXPECTED = "ready", "stopping", "away", "has not joined"
 BEHIND = "behind"  # it has an older roster, for another moment
@@ -96,7 +97,7 @@ class RosterSender:
                 self.look()
             except CollaPipeError as error:  # a file that somebody is editing
                 _log.error("rosters are not sent: %s", error)
-                stop.wait(_LONGEST_PAUSE_S)
+                stop.wait(_SAID_FROM_S)
 
     def look(self) -> None:
         """Send the newest roster to members that lack it, with a pause after each failure.
@@ -127,7 +128,7 @@ class RosterSender:
         _, before_s = self._pauses.get(key, (0.0, 0.0))
         pause_s = min(max(2 * before_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
         self._pauses[key] = (self._clock() + pause_s, pause_s)
-        if before_s < pause_s == _LONGEST_PAUSE_S:  # it is not just about to start
+        if before_s < _SAID_FROM_S <= pause_s:
             _log.warning("%s does not have the newest roster yet: %s", key[1], fault)
 
 

@@ -26,11 +26,13 @@ from collapipe_flwr.config.cluster_file import (
     read_cluster,
 )
 from collapipe_flwr.core.durable import own_folder, remove, write_file, write_text
-from collapipe_flwr.core.errors import ConfigError, ProtocolError, Unreachable
+from collapipe_flwr.core.errors import ConfigError, ProtocolError, Unreachable, blaming
+from collapipe_flwr.core.keys import check
 from collapipe_flwr.core.links import TlsFiles, host_and_port, host_towards
 from collapipe_flwr.core.version import own_version
 from collapipe_flwr.membership.figures import add_figures
 from collapipe_flwr.membership.tokens import JoinToken
+from collapipe_flwr.simulation.devices import device_preset
 from collapipe_flwr.transport import joining
 from collapipe_flwr.transport.connection import Connection
 from collapipe_flwr.transport.roster import check_roster
@@ -157,13 +159,20 @@ def join(
     ``address`` is that of the control unit, if not where the token says; it gets ``patience_s`` to
     begin to listen. Nothing is measured for a control unit that would refuse.
     """
-    if not MEMBER_NAME.holds(newcomer.name):
-        raise ConfigError(f"--name {MEMBER_NAME.says}, got {newcomer.name[:80]!r}")
+    check("--name", newcomer.name, MEMBER_NAME)
+    if newcomer.address:
+        with blaming("--address"):
+            host_and_port(newcomer.address)
+    if newcomer.kind:
+        with blaming("--kind"):
+            device_preset(newcomer.kind)
     if newcomer.ca.with_name("ca.key").exists():
         raise ConfigError(
             f"{newcomer.folder} keeps the cluster itself: choose another folder for this member "
             "with --folder"
         )
+    if newcomer.folder.exists():
+        own_folder(newcomer.folder, "--folder")
     address = address or token.address
     ca_pem = _pinned_ca(address, token.pin, patience_s, say)
     own_folder(newcomer.folder, "--folder")

@@ -22,6 +22,7 @@ from collapipe_flwr.config.cluster_file import Role
 from collapipe_flwr.core.durable import write_private
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.json_codec import from_json, to_json
+from collapipe_flwr.core.links import is_address
 
 SECRET_BYTES, _PIN_BYTES = 16, 32
 _FORM = re.compile(
@@ -59,7 +60,7 @@ def parse_token(text: str) -> JoinToken:
     """Read what `collapipe cluster token` printed; raises ConfigError, without the secret."""
     found = _FORM.fullmatch(text.strip())
     role = _ROLES.get((found and found[3]) or Role.DEVICE.word)
-    if found is None or role is None:
+    if found is None or role is None or not is_address(found[2]):
         raise ConfigError(
             "this is no join token: it reads like NAME@HOST:PORT/ and 64 characters; copy the "
             "whole line that `collapipe cluster token` printed"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from collapipe_flwr.core.errors import ModelError, ProtocolError
+from collapipe_flwr.core.imports import is_spelled
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.core.keys import (
     assignments,
@@ -76,12 +77,22 @@ class LoraConfig:
         check_keys(self, "lora.")
 
 
+def may_be_type(name: str) -> bool:
+    """Whether transformers, which is not loaded for it, may have models of this type."""
+    return is_spelled(name, "transformers", "models/auto/*.py")
+
+
 def unknown_type(model_type: str) -> ModelError:
     """The refusal of a model type that transformers does not have."""
-    near = get_close_matches(model_type, MODEL_TYPES, n=3)
+    near = nearest_types(model_type)
     hint = f"did you mean {' or '.join(map(repr, near))}?"
     known = f"choose one of {', '.join(MODEL_TYPES)}"
     return ModelError(f"unknown model type {model_type!r}; {hint if near else known}")
+
+
+def nearest_types(name: str) -> list[str]:
+    """Model types that may have been meant."""
+    return get_close_matches(name, MODEL_TYPES, n=3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

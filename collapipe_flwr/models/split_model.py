@@ -150,8 +150,11 @@ class SplitModel(DescribedModel):
             if len(sizes) < len(self._example):
                 raise ModelError("the example holds a single number: pass a batch, no single item")
             given = next(iter(sizes), None)
-        if given is None or given < 1:
-            raise ModelError("SplitModel needs the batch_size of your loader")
+        if not isinstance(given, int) or given < 1:
+            raise ModelError(
+                "SplitModel needs the batch_size of your loader, a whole number of at least 1, got "
+                f"{given!r}"
+            )
         return given
 
     def _shape(self, spec: ModelSpec | ModuleSpec, length: int | None) -> BatchShape:
@@ -163,6 +166,8 @@ class SplitModel(DescribedModel):
             if ids is None:
                 raise ModelError("SplitModel needs the length of texts in tokens: length=128, say")
             length = ids.shape[-1]
+        if length is not None and not (isinstance(length, int) and length > 0):
+            raise ModelError(f"length must be a whole number of at least 1, got {length!r}")
         return BatchShape(source_length=length or 1, target_length=length or 1)
 
     def _check(self) -> None:
@@ -323,7 +328,10 @@ def _builder(model: Any, arguments: Mapping[str, object] | None) -> tuple[Any, s
     if isinstance(model, type) and not issubclass(model, nn.Module):
         raise ModelError(f"SplitModel needs an nn.Module, got the class {model.__name__}")
     if not callable(model):
-        raise ModelError(f"SplitModel needs an nn.Module, got {type(model).__name__}")
+        raise ModelError(
+            f"SplitModel needs an nn.Module, got {model!r}: make it first, or load it by "
+            "from_pretrained"
+        )
     try:
         return model, json.dumps(dict(arguments or {}), sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as cause:

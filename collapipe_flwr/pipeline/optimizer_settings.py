@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.imports import declared_names
-from collapipe_flwr.core.keys import Rule, above, assignments, at_least, key, read_assignments
+from collapipe_flwr.core.keys import (
+    Rule,
+    above,
+    assignments,
+    at_least,
+    check_types,
+    key,
+    read_assignments,
+)
 
 if TYPE_CHECKING:  # slow to import
     import torch
@@ -118,6 +126,7 @@ class OptimizerConfig:
     proximal_mu: float = 0.0
 
     def __post_init__(self) -> None:
+        check_types(self, "")
         _check_name(self.name)
         check_schedule(self.schedule)
         if not (self.warmup_steps >= 0 and self.total_steps >= 0):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting import figures
+from collapipe_flwr.reporting.report.learning import identical_text, points_of
 from collapipe_flwr.reporting.report.run_data import RunData, read_run
 from collapipe_flwr.reporting.run_directory import labelled_run
 
@@ -48,7 +48,7 @@ def markdown(runs: Sequence[RunData], metrics: Sequence[str] = ()) -> str:
     names = metric_names(runs, metrics)
     columns = [(run, name) for name in names for run in runs if name in run.metrics]
     head = ["round", *(f"{run.name}: {name}" for run, name in columns)]
-    points = list(zip_longest(*(_points(run, name) for run, name in columns)))
+    points = list(zip_longest(*(points_of(run, name) for run, name in columns)))
     untrained = tuple(run.untrained.get(name) for run, name in columns)
     first = 1 if all(value is None for value in untrained) else 0
     points = points if first else [untrained, *points]
@@ -56,23 +56,8 @@ def markdown(runs: Sequence[RunData], metrics: Sequence[str] = ()) -> str:
         [str(index), *("" if value is None else f"{value:.4f}" for value in values)]
         for index, values in enumerate(points, start=first)
     ]
-    return "\n".join((_table(head, rows), _costs(runs), *_identical(runs, names)))
-
-
-def _identical(runs: Sequence[RunData], names: Sequence[str]) -> list[str]:
-    """A sentence on the runs that do not differ from the first in any of these metrics."""
-    curves = [[_points(run, name) for name in names] for run in runs]
-    pairs = zip(runs[1:], curves[1:], strict=True)
-    same = [run.name for run, curve in pairs if curve == curves[0] and any(map(any, curve))]
-    words = f"identical to {runs[0].name} in all metrics of all rounds above"
-    return [f"{', '.join(same)}: {words}.\n"] if same else []
-
-
-def _points(run: RunData, name: str) -> list[float | None]:
-    """One metric by round; None where a round was not evaluated."""
-    series = run.metrics.get(name)
-    values = [] if series is None else series.padded(len(run.rounds))
-    return [None if isnan(value) else value for value in values]
+    same = identical_text(runs, names)
+    return "\n".join((_table(head, rows), _costs(runs), *([f"{same}\n"] if same else [])))
 
 
 def _costs(runs: Sequence[RunData]) -> str:
@@ -86,7 +71,7 @@ def _column(run: RunData, first: RunData) -> dict[str, str]:
     """The costs of a run by name, empty where they are nothing or unknown."""
     summary, sizes = run.summary, run.summary.get("bytes", {})
     lost = {index for rounds in summary.get("lost", {}).values() for index in rounds}
-    pairs = zip(_points(run, "loss"), _points(first, "loss"), strict=False)
+    pairs = zip(points_of(run, "loss"), points_of(first, "loss"), strict=False)
     gaps = [abs(ours - theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
     peaks = [
         size
@@ -133,7 +118,7 @@ def drawn(runs: Sequence[RunData], names: Sequence[str]) -> Figure:
     panels = list(figure.subplots(rows, wide, squeeze=False).flat)
     for axes, name in zip(panels, names, strict=False):
         axes.set(title=name, yscale="log" if name == "perplexity" else "linear")
-        scores = [(run.name, [run.untrained.get(name), *_points(run, name)]) for run in runs]
+        scores = [(run.name, [run.untrained.get(name), *points_of(run, name)]) for run in runs]
         known = [(run, {i: v for i, v in enumerate(y) if v is not None}) for run, y in scores]
         figures.draw_curves(
             axes, [figures.Curve(run, list(y), list(y.values())) for run, y in known]

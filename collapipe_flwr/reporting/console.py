@@ -12,10 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from collapipe_flwr.reporting.events import (
+    KEPT_FROM,
     RoundEvent,
     allowed_share,
     control_unit_role,
     holders,
+    paid_back,
 )
 from collapipe_flwr.reporting.output import PlainTable, counted, terminal
 
@@ -25,8 +27,6 @@ _MORE = " ... (more in events.jsonl)"
 _MOST_ROWS = {"link": 2, "budget": 4, "peak": 3}  # in the table at the end
 _MOST_CHARS = 120  # of a line in a pipe, where no terminal folds it
 _MOST_PLANS = 3  # of a round's clusters
-_KEPT_FROM = 10  # rounds: from then on, budgets hold
-_PAYING = "dssda"  # the policy that pays back what is above a budget
 _RATE = " Mbit/s"
 _SO_FAR = ", above so far"
 _LINKS = {"d2d": "device to device", "d2e": "to edge", "flower": "Flower"}
@@ -170,7 +170,7 @@ def _machine_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     for kind, rows in kinds.items():
         yield from rows[: _MOST_ROWS[kind]]
     if any(str(text).endswith(_SO_FAR) for _, text in kinds["budget"]):
-        yield "budgets", f"hold from {_KEPT_FROM} rounds on: what is above them is paid back"
+        yield "budgets", f"hold from {KEPT_FROM} rounds on: what is above them is paid back"
     left = {kind: len(rows) - _MOST_ROWS[kind] for kind, rows in kinds.items()}
     words = [counted(count, kind) for kind, count in left.items() if count > 0]
     if words:
@@ -179,8 +179,12 @@ def _machine_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
 
 def _roles(summary: Mapping[str, Any]) -> dict[str, str]:
     """The control units of the last plan by id, see `control_unit_role`."""
-    plan = next((plan for plan in reversed(summary.get("plans", ())) if plan), {"clusters": ()})
-    return {id_: role for each in plan["clusters"] for id_, role in control_unit_role(each).items()}
+    clusters = _last_plan(summary).get("clusters", ())
+    return {id_: role for each in clusters for id_, role in control_unit_role(each).items()}
+
+
+def _last_plan(summary: Mapping[str, Any]) -> Mapping[str, Any]:
+    return next((plan for plan in reversed(summary.get("plans", ())) if plan), {})
 
 
 def _peak_text(size: int, allowed: int | None) -> str:
@@ -194,8 +198,7 @@ def _energy_rows(summary: Mapping[str, Any], roles: Mapping[str, str]) -> list[R
     Budgets are long-term: what is above them after a few rounds, a longer run pays back.
     """
     budgets, used = summary["energy"]["budget_j"], summary["energy"]["mean_j"]
-    policies = {plan.get("policy") for plan in summary.get("plans", ()) if plan}
-    early = summary["rounds"] < _KEPT_FROM and policies == {_PAYING}
+    early = paid_back(summary["rounds"], _last_plan(summary).get("policy"))
     shares = {name: used.get(name, 0.0) / b if b else 0.0 for name, b in budgets.items()}
     rows = list[Row]()
     for device in sorted(shares, key=lambda name: -shares[name]):

@@ -16,6 +16,8 @@ from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan
 from collapipe_flwr.core.links import LinkConfig, LinkReport, LinkTraffic, totals
 
 _RECENT = 5  # rounds
+KEPT_FROM = 10  # rounds: from then on, energy budgets hold
+_PAYING = "dssda"  # the policy that pays back what is above them
 # Of an event in a `RunStory`: most of it, which curves do not need.
 _LEFT_OUT: dict[str, Any] = {
     **{key: {} for key in ("clusters", "energy_j", "queues_j", "memory_bytes")},
@@ -228,6 +230,11 @@ def allowed_share(share: Mapping[str, float | None]) -> str:
         return ""
     why = "" if asked is None or cap <= asked else f", as no plan keeps the {100 * asked:.3g} % set"
     return f" ({100 * cap:.3g} % allowed{why})"
+
+
+def paid_back(rounds: int, policy: str | None) -> bool:
+    """Whether what is above a budget says nothing yet, as budgets are long-term."""
+    return rounds < KEPT_FROM and policy == _PAYING
 
 
 def holders(segment: Mapping[str, Any]) -> tuple[str, ...]:

@@ -20,8 +20,12 @@ if TYPE_CHECKING:  # matplotlib is an optional extra
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours for all kinds of sight, without the yellow that white swallows.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+# Okabe and Ito's colours for all kinds of sight, without the yellow that white swallows, then
+# others that differ from them: there is one for every policy.
+COLOURS = (
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"),
+    *("#882255", "#999933", "#332288", "#7f7f7f", "#8c5a2b"),
+)
 _DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)))
 _MARKERS = "osD^vPX*<>hp"
 _DPI = 120

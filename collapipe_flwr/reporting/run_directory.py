@@ -240,12 +240,12 @@ def labelled_run(source: str) -> tuple[str, Path]:
     if not equals or Path(source).is_dir():
         label, name = Path(source).resolve().name, source
     try:
-        known = (Path(name) / _SUMMARY).is_file()
+        known = bool(name) and (Path(name) / _SUMMARY).is_file()
     except PermissionError as error:
         raise ConfigError(f"{name}: its files are not for this user; {BY_OWNER}") from error
     if not known:
         raise ConfigError(
-            f"{name} is not the folder of a run: it has no {_SUMMARY}; give RUN_DIRECTORY or "
+            f"{source} is not the folder of a run: it has no {_SUMMARY}; give RUN_DIRECTORY or "
             "LABEL=RUN_DIRECTORY"
         )
     return label, Path(name)

@@ -106,6 +106,14 @@ class RunReader:
         self._generation = self._tail.generation
         self.head = self._head(written)
 
+    def _members(self) -> dict[str, list[str]]:
+        """The control unit and devices of each cluster, which only plans say later."""
+        members: dict[str, list[str]] = {}
+        for name in self.summary.get("energy", {}).get("budget_j") or {}:
+            cluster, _, device = name.rpartition("/")
+            members.setdefault(cluster, []).append(device)
+        return members
+
     def _newest(self) -> Json | None:
         """The last round if much is left to read before it and it has changed."""
         size = run_directory.events_bytes(self.run_dir)
@@ -125,6 +133,7 @@ class RunReader:
             "metric": self.summary.get("metric", {}).get("name"),
             "broken": self._broken,
             "config": self._config or {},
+            "members": {} if self._tail.place else self._members(),
             "changed_s": self._stamp[1] / 1e9 if self._stamp else None,
             "progress": plain(read_progress(self.run_dir)) if running else None,
         }

@@ -115,7 +115,8 @@ class Follower:
     def __init__(self, run_dir: Path, screen: Screen) -> None:
         self._run_dir = run_dir
         self._screen = screen
-        self._began_s = time.time()  # older progress is of an earlier attempt
+        found = read_progress(run_dir)  # left by an earlier attempt that was killed
+        self._left_s = None if found is None else found.since_s
         self._last = run_directory.newest_checkpoint(run_dir)
         self._stamp = run_directory.summary_stamp(run_dir)
         self._events = EventTail(run_dir)
@@ -135,7 +136,7 @@ class Follower:
             self._stamp = stamp
             self._show_rounds()
         progress = read_progress(self._run_dir)
-        if progress is not None and progress.since_s >= self._began_s:
+        if progress is not None and progress.since_s != self._left_s:  # clocks may be set back
             self._shown = progress
         elif self._shown is not None and self._shown.phase != _ENDING:
             # The ServerApp removes its progress file last; what still runs is Flower.

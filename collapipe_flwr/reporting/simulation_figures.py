@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _INCHES = (9.0, 5.0)
 _MOST_NAMED = 6  # seeds
 _BELOW_0 = 0.1  # so that a curve at 0 is not cut
-_LIGHT = figures.COLOURS[3:6]  # black is read better on them than white
+_LIGHT = (*figures.COLOURS[3:6], figures.COLOURS[8])  # black is read better on them than white
 
 
 def save_figures(

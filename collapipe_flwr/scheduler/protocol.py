@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from collapipe_flwr.core.domain import Plan, RoundOutcome, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
@@ -209,6 +209,7 @@ class SchedulerConfig(PricingOptions):
         return CODECS[ladder(self.codecs)[-1]]
 
 
+@runtime_checkable
 class Scheduler(Protocol):
     """Plans one round at a time."""
 

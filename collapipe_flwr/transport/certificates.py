@@ -23,7 +23,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from collapipe_flwr.config.cluster_file import MEMBER_NAME
 from collapipe_flwr.core.durable import draft, own_folder, publish, sync, write_file
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.links import TlsFiles
+from collapipe_flwr.core.links import TlsFiles, is_slip
 from collapipe_flwr.transport.tls import check_pair
 
 AUTHORITY = "ca"
@@ -186,7 +186,7 @@ def check_names(members: Hosts, signed: Hosts) -> None:
             what = f"{MEMBER_NAME.says}, and not {AUTHORITY!r}, whose files are the CA's own"
             raise ConfigError(f"a member cannot be called {name[:80]!r}: its name {what}")
         for host in hosts:
-            if _address(host) is None and not _HOST.fullmatch(host):
+            if _address(host) is None and (is_slip(host) or not _HOST.fullmatch(host)):
                 raise ConfigError(
                     f"{name} is reached at {host[:80]!r}: give an IP address or a host name"
                 )

@@ -30,6 +30,8 @@ from collapipe_flwr.transport.server import Server, call_deadline, only_message
 WRITE = Method("Write", "texts", downloads=True, service="collapipe.Texts")
 _WAITING = 16  # calls that wait for a free place; more are refused at once
 _LONGEST_S = 3600.0  # from a call to the end of its text
+_MOST_BEAMS, _MOST_STOPS = 64, 64  # a server's memory grows with either
+_MOST_NEW_TOKENS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +57,24 @@ class GenerateRequest:
         least = min(self.max_new_tokens, self.num_beams, self.temperature, self.top_k, self.top_p)
         if not (least >= 0 and self.top_p <= 1 and self.temperature < math.inf):
             raise ConfigError("numbers of a request must be >= 0 and finite, top-p at most 1")
+        for what, found, most in (
+            ("num-beams", self.num_beams, _MOST_BEAMS),
+            ("max-new-tokens", self.max_new_tokens, _MOST_NEW_TOKENS),
+            ("the number of stop strings", len(self.stop), _MOST_STOPS),
+        ):
+            if found > most:
+                raise ConfigError(f"{what} of a request must be at most {most}, got {found}")
+        if not all(map(_is_whole, (self.text, *self.stop))):
+            raise ConfigError("a text of a request holds half a character: give it in UTF-8")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must be >= 0 and below 2^63, got {self.seed}")
         if not all(self.stop):
             raise ConfigError("an empty stop string would end every text at once")
+
+
+def _is_whole(text: str) -> bool:
+    """Whether it can be written: JSON, and shells of another encoding, know halves of a pair."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 Write = Callable[[GenerateRequest], Iterator[str]]

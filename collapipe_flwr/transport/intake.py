@@ -31,8 +31,8 @@ from collapipe_flwr.transport.methods import METADATA_BYTES, Method
 STRANGERS_BYTES = 2**20  # of all connections together of which nothing was read yet
 UNASKED_BYTES = 32 * 2**20  # of all others together
 _LEFT_SHARE = 0.25  # of a bound that was exceeded
-_SPARED_LOOKS = 5  # after a read: the next call may wait for its thread
-_LOOK_S, _SOON_S, _SAY_S = 0.2, 0.03, 10.0
+_SPARED_LOOKS = 5  # after a read, and 2 at first: the next call may wait for its thread
+_LOOK_S, _SOON_S, _SAY_S = 0.2, 0.05, 10.0
 _AHEAD_BYTES = 2**16  # by which answers may come before what they answer, as those to pings do
 _FRAMING_BYTES, _FRAMING_SHARE = 2**10, 2**-8  # more than TLS and HTTP/2 add to a message
 _TCP = socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP
@@ -48,7 +48,7 @@ Peer = tuple[str, int]
 class _Connection:
     peer: Peer
     is_stranger: bool = True
-    spared_looks: int = 1
+    spared_looks: int = 2
     answered_bytes: int = 0
     received_bytes: int = 0
     unasked_bytes: int = 0
@@ -124,9 +124,10 @@ class Intake:
         """The connections now, given what was ``read`` since the last look."""
         for inode, peer, copy in self._accepted():
             found = self._connections.get(inode) or _Connection(peer)
-            answered, received = _COUNTS.unpack(
-                copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _COUNTS.size)
-            )
+            info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _COUNTS.size)
+            if len(info) < _COUNTS.size:  # a kernel before 4.2
+                continue
+            answered, received = _COUNTS.unpack(info)
             came = received - found.received_bytes - (answered - found.answered_bytes)
             found.unasked_bytes = max(found.unasked_bytes + came - read[peer], -_AHEAD_BYTES)
             found.answered_bytes, found.received_bytes = answered, received

@@ -48,7 +48,7 @@ def test_a_file_names_members_addresses_and_certificates(tmp_path: Path) -> None
     assert files is not None
     assert files.ca == tmp_path / "keys/ca.pem"
     assert files.key == tmp_path / "certs/pi-1.key"
-    assert certificate_hosts([cluster])["pi-1"] == ("10.0.0.11",)
+    assert certificate_hosts([cluster])["pi-1"] == ()
 
 
 @pytest.mark.parametrize(

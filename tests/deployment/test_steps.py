@@ -129,6 +129,7 @@ def says(ssh: Path, text: str, code: int) -> None:
         ("pi@10.0.0.11: Permission denied (publickey).", 255, "ssh-copy-id pi@10.0.0.11"),
         ("ssh: connect to host: Connection refused", 255, "cannot be reached .*refused"),
         ("sudo: a password is required", 1, "sudo asks for a password on 10.0.0.11: .*NOPASSWD"),
+        ("mktemp: failed: No space left on device", 1, "a disk of 10.0.0.11 is full .*mktemp"),
         ("bash: no such thing", 127, "pi@10.0.0.11: bash: no such thing"),
         ("", 3, "ended with 3"),
     ],

@@ -17,6 +17,7 @@ from flwr.serverapp.strategy import FedAvg
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import LinkError, ProtocolError
 from collapipe_flwr.core.json_codec import to_json
 from collapipe_flwr.federation import border
@@ -43,6 +44,8 @@ TELEMETRY, PROFILE = "collapipe.telemetry", "collapipe.profile"
 NODES_OF_RUN = (1, 2, 3)
 LIAR = 3
 Lie = Callable[[RecordDict], object]
+
+FEW, MANY = (settings(max_examples=count, derandomize=True) for count in (12, 400))
 
 # ---------------------------------------------------------------- what one member may send
 
@@ -125,7 +128,7 @@ def describing(of_device: dict[str, object], of_cluster: dict[str, object]) -> L
 
 
 def profile_json(of_device, of_cluster, name: str) -> dict[str, object]:
-    found = json.loads(to_json(replace(rounds().world.clusters[0], cluster_id=name)))
+    found = json.loads(to_json(replace(one_cluster(), cluster_id=name)))
     found["devices"][0] |= of_device
     return {**found, **of_cluster}
 
@@ -242,11 +245,7 @@ def bits_without_it() -> dict[str, bytes]:
     return split_run(absent)[0]
 
 
-@settings(max_examples=40, derandomize=True)
-@pytest.mark.parametrize("kind", LIES)
-@given(st.data())
-def test_the_others_go_on_with_the_bits_of_a_run_without_it(kind: str, data: st.DataObject) -> None:
-    lie = data.draw(LIES[kind])
+def assert_the_others_go_on(lie: Lie) -> None:
     found, records = split_run(lying(trainer(0.3, 30), lie))
     assert found == bits_without_it()
     for record in records:
@@ -256,9 +255,24 @@ def test_the_others_go_on_with_the_bits_of_a_run_without_it(kind: str, data: st.
         assert set(record.telemetry) == {"c1", "c2"}
 
 
+@FEW
+@pytest.mark.parametrize("kind", LIES)
+@given(st.data())
+def test_the_others_go_on_with_the_bits_of_a_run_without_it(kind: str, data: st.DataObject) -> None:
+    assert_the_others_go_on(data.draw(LIES[kind]))
+
+
+@pytest.mark.slow
+@MANY
+@pytest.mark.parametrize("kind", LIES)
+@given(st.data())
+def test_so_they_do_beside_every_liar(kind: str, data: st.DataObject) -> None:
+    assert_the_others_go_on(data.draw(LIES[kind]))
+
+
 @pytest.mark.parametrize("whole", [LIES["metrics"], LIES["arrays"]])
 @given(st.data())
-@settings(max_examples=40, derandomize=True)
+@FEW
 def test_so_it_is_with_clients_that_train_whole_models(whole, data: st.DataObject) -> None:
     lie = data.draw(whole)
 
@@ -285,7 +299,7 @@ def test_so_it_is_with_clients_that_train_whole_models(whole, data: st.DataObjec
         assert found == run(absent)[0]
 
 
-@settings(max_examples=60, derandomize=True)
+@FEW
 @given(st.text(max_size=50) | st.just("\x1b[31m" * 50_000) | st.just("'>" + " " * 50_000))
 def test_the_words_of_an_error_are_one_printable_line(words: str) -> None:
     def failing(message: Message, _: object) -> Message:
@@ -385,13 +399,18 @@ def test_nobody_tells_how_long_another_cluster_took() -> None:
 # ---------------------------------------------------------------- descriptions
 
 
+@cache
+def one_cluster() -> ClusterProfile:
+    return rounds().world.clusters[0]
+
+
 @settings(max_examples=80, derandomize=True)
 @given(
     changes(DEVICE).map(lambda change: (change, {}))
     | changes(CLUSTER).map(lambda change: ({}, change))
 )
 def test_a_description_that_cannot_be_is_one_sentence(change) -> None:
-    content = write_profile(rounds().world.clusters[0])
+    content = write_profile(one_cluster())
     content[PROFILE]["json"] = json.dumps(profile_json(*change, NAME))
     with pytest.raises(ProtocolError) as refused:
         border.described(content)

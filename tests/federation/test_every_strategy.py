@@ -254,16 +254,11 @@ def test_with_a_sample_of_the_clients(name, wire):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_without_evaluation(name, wire):
-    plain = compare(name, Floats, wire, own={"fraction_evaluate": 0.0})
+def test_without_evaluation_and_with_keys_of_ones_own(name, wire):
+    keys = {"weighted_by_key": "num-examples", "configrecord_key": "settings"}
+    plain = compare(name, Floats, wire, own={"fraction_evaluate": 0.0, **keys})
     if name != "FedXgbCyclic":  # it asks one node all the same
         assert not plain.evaluate_metrics_clientapp
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_keys_of_records_and_weights_of_ones_own(name, wire):
-    own = {"weighted_by_key": "num-examples", "configrecord_key": "settings"}
-    compare(name, Floats, wire, own=own)
 
 
 @pytest.mark.parametrize("name", PRIVATE)

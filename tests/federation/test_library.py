@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -36,6 +36,7 @@ from collapipe_flwr.federation.client.pipeline_round import MOST_PREDICTED, _in_
 from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.rounds import RoundRecord
 from collapipe_flwr.federation.split import PersonalArrays
+from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.transport.methods import FrameLimits
@@ -54,6 +55,7 @@ CONFIG = BertConfig(
     num_labels=CLASSES,
 )
 Weights = dict[str, torch.Tensor]
+collapipe = partial(CollaPipe, scheduler="uniform")  # for what any plan shows
 
 
 def new_model() -> BertForSequenceClassification:
@@ -138,6 +140,14 @@ def run(strategy, app, rounds: int = 2, **options) -> tuple[Weights, object]:
     return result.arrays.to_torch_state_dict(), result
 
 
+@pytest.fixture(scope="module", autouse=True)
+def a_profile_is_made_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("collapipe_flwr.federation.planning.profile_model", cache(profile_model))
+        yield
+
+
+@cache
 def split(**options) -> SplitModel:
     return SplitModel(new_model(), batch_size=BATCH, length=LENGTH, **options)
 
@@ -164,7 +174,7 @@ def test_a_clusters_seconds_count_from_its_order_to_its_reply(monkeypatch) -> No
         return missing(fleet, device_ids)
 
     records: list[RoundRecord] = []
-    strategy = CollaPipe(FedAvg(), model=split(), optimizer=RULE, on_round=records.append)
+    strategy = collapipe(FedAvg(), model=split(), optimizer=RULE, on_round=records.append)
     monkeypatch.setattr(Cluster, "_weights", slowly_read)
     monkeypatch.setattr(ThreadFleet, "missing", slowly_missing)
     run(strategy, client(), rounds=1)
@@ -172,7 +182,7 @@ def test_a_clusters_seconds_count_from_its_order_to_its_reply(monkeypatch) -> No
 
 
 def test_metrics_are_those_of_all_examples_at_once() -> None:
-    found, result = run(CollaPipe(FedAvg(), model=split(), optimizer=RULE), client(), rounds=1)
+    found, result = run(collapipe(FedAvg(), model=split(), optimizer=RULE), client(), rounds=1)
     model = new_model()
     model.load_state_dict(found)
     model.train(False)
@@ -191,7 +201,7 @@ def test_metrics_are_those_of_all_examples_at_once() -> None:
 def test_an_optimizer_that_is_kept_goes_on_in_the_next_round() -> None:
     learning = LearningSettings(keep_optimizer=True)
     alone = FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
-    strategy = CollaPipe(alone, model=split(), optimizer=RULE, learning=learning)
+    strategy = collapipe(alone, model=split(), optimizer=RULE, learning=learning)
     start = ArrayRecord(new_model().state_dict())
     result = strategy.start(grid=grid(client(), NODES[:1]), initial_arrays=start, num_rounds=3)
     expected = new_model()
@@ -203,7 +213,7 @@ def test_an_optimizer_that_is_kept_goes_on_in_the_next_round() -> None:
 
 
 def test_a_batch_of_another_size_than_planned_is_refused() -> None:
-    strategy = CollaPipe(FedAvg(), model=split(), on_total_failure="raise")
+    strategy = collapipe(FedAvg(), model=split(), on_total_failure="raise")
     with pytest.raises(RunError, match=r"batch of 5 examples.*planned for batches of 8"):
         run(strategy, client(batch_size=5), rounds=1)
 
@@ -249,7 +259,7 @@ def test_a_message_is_consumed_once_and_a_second_use_says_so() -> None:
         refusals.append(str(caught.value))
         return reply
 
-    run(CollaPipe(FedAvg(fraction_evaluate=0.0), model=split(), optimizer=RULE), app, rounds=1)
+    run(collapipe(FedAvg(fraction_evaluate=0.0), model=split(), optimizer=RULE), app, rounds=1)
     assert len(refusals) == len(NODES)
     assert all("consumed by an earlier call" in refusal for refusal in refusals)
 
@@ -303,7 +313,7 @@ def test_personal_arrays_survive_a_checkpoint() -> None:
 
 def test_plans_choose_only_the_cut() -> None:
     records = []
-    run(CollaPipe(FedAvg(), model=split(), on_round=records.append), client(), rounds=1)
+    run(collapipe(FedAvg(), model=split(), on_round=records.append), client(), rounds=1)
     cuts = {c.micro_batch_size * c.micro_batches for r in records for c in r.plan.clusters}
     assert cuts == {BATCH}
     assert all(len(r.plan.clusters) == len(NODES) for r in records)
@@ -342,7 +352,7 @@ def test_options_that_would_do_nothing_are_refused(options: dict, reason: str) -
 def test_a_global_model_that_is_another_one_is_refused(lost: str, wrong: str) -> None:
     state = {**new_model().state_dict(), "more": torch.zeros(1)}
     state.pop(lost, None)
-    strategy = CollaPipe(FedAvg(), model=split())
+    strategy = collapipe(FedAvg(), model=split())
     with pytest.raises(RunError, match=f"{wrong}, unlike the model to split"):
         strategy.start(grid=grid(client()), initial_arrays=ArrayRecord(state))
 
@@ -355,7 +365,7 @@ def test_described_memories_count() -> None:
 
 def test_described_devices_hold_the_blocks() -> None:
     records = []
-    strategy = CollaPipe(FedAvg(), model=split(), on_round=records.append)
+    strategy = collapipe(FedAvg(), model=split(), on_round=records.append)
     run(strategy, client(devices="phone;jetson-nano"), rounds=1)
     held = {c.cluster_id: [s.device_id for s in c.segments] for c in records[0].plan.clusters}
     assert held == {"cluster-0": ["cluster-0/1-phone"], "cluster-1": ["cluster-1/1-jetson-nano"]}
@@ -370,7 +380,7 @@ def test_a_clipping_mod_bounds_the_whole_update() -> None:
         num_sampled_clients=2,
     )
     found, _ = run(
-        CollaPipe(inner, model=split(), optimizer=RULE), client([fixedclipping_mod]), rounds=1
+        collapipe(inner, model=split(), optimizer=RULE), client([fixedclipping_mod]), rounds=1
     )
     moved = sum(float((found[k] - v).float().square().sum()) for k, v in before.items()) ** 0.5
     assert 0.01 < moved <= norm * (1 + 1e-5)
@@ -391,7 +401,7 @@ def test_mods_of_a_train_function_with_a_name_count() -> None:
 
 
 def test_a_personal_head_is_trained_and_never_mixed() -> None:
-    strategy = CollaPipe(
+    strategy = collapipe(
         FedAvg(fraction_evaluate=0.0), model=split(personal=("classifier",)), optimizer=RULE
     )
     found, _ = run(strategy, client(), rounds=2)
@@ -420,14 +430,14 @@ def _with_personal_heads(rounds: int) -> Weights:
 
 def test_clusters_that_did_not_train_evaluate() -> None:
     inner = FedAvg(fraction_train=0.5, fraction_evaluate=1.0, min_train_nodes=1)
-    _, result = run(CollaPipe(inner, model=split(), optimizer=RULE), client(), rounds=2)
+    _, result = run(collapipe(inner, model=split(), optimizer=RULE), client(), rounds=2)
     assert set(result.evaluate_metrics_clientapp) == {1, 2}
 
 
 def test_the_learning_rate_of_the_train_config_is_followed() -> None:
     config = ConfigRecord({"lr": 0.1})
     found, _ = run(
-        CollaPipe(
+        collapipe(
             FedAvg(fraction_evaluate=0.0),
             model=split(),
             optimizer=partial(torch.optim.SGD, lr=1.0, momentum=0.9),
@@ -443,9 +453,9 @@ def test_the_learning_rate_of_the_train_config_is_followed() -> None:
 
 def test_the_proximal_term_of_fedprox_is_exact() -> None:
     prox = partial(FedProx, proximal_mu=5.0, fraction_evaluate=0.0)
-    found, _ = run(CollaPipe(prox(), model=split(), optimizer=RULE), client(), rounds=1)
+    found, _ = run(collapipe(prox(), model=split(), optimizer=RULE), client(), rounds=1)
     without, _ = run(
-        CollaPipe(FedAvg(fraction_evaluate=0.0), model=split(), optimizer=RULE), client(), rounds=1
+        collapipe(FedAvg(fraction_evaluate=0.0), model=split(), optimizer=RULE), client(), rounds=1
     )
     ends = []
     for node in NODES:
@@ -473,7 +483,7 @@ def test_an_evaluation_without_weight_does_not_spoil_the_average() -> None:
 
     apps = {1: client(), 2: client(mods=[weightless])}
     places = {node: {"partition-id": node} for node in apps}
-    result = CollaPipe(FedAvg(), model=split(), optimizer=RULE).start(
+    result = collapipe(FedAvg(), model=split(), optimizer=RULE).start(
         grid=LocalGrid(apps, node_configs=places),
         initial_arrays=ArrayRecord(new_model().state_dict()),
         num_rounds=1,
@@ -483,7 +493,7 @@ def test_an_evaluation_without_weight_does_not_spoil_the_average() -> None:
 
 def test_a_client_without_a_cluster_is_named(caplog, monkeypatch) -> None:
     monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
-    strategy = CollaPipe(FedAvg(), model=split())
+    strategy = collapipe(FedAvg(), model=split())
     with pytest.raises(RunError, match=r"none of 2 nodes describes a cluster"):
         run(strategy, plain_client(), rounds=1)
     assert "make a collapipe_flwr.Cluster from the ClientApp" in caplog.text
@@ -511,13 +521,13 @@ def test_a_round_whose_only_node_describes_no_cluster_has_failed(odd: int) -> No
     here = LocalGrid({1: client(), 2: plain_client()}, node_configs={1: {"partition-id": 0}})
     records: list[RoundRecord] = []
     start = ArrayRecord(new_model().state_dict())
-    strategy = CollaPipe(Taking(odd), model=split(), optimizer=RULE, on_round=records.append)
+    strategy = collapipe(Taking(odd), model=split(), optimizer=RULE, on_round=records.append)
     strategy.start(here, start, num_rounds=2)
     assert [len(record.telemetry) for record in records] == ([0, 1] if odd == 1 else [1, 0])
     assert records[odd - 1].failures == {
         "node-2": "it does not describe its cluster: look into its log"
     }
-    raising = CollaPipe(Taking(odd), model=split(), optimizer=RULE, on_total_failure="raise")
+    raising = collapipe(Taking(odd), model=split(), optimizer=RULE, on_total_failure="raise")
     with pytest.raises(
         RunError, match=f"round {odd}: all 1 clusters failed, first node-2: it does"
     ):

@@ -37,7 +37,7 @@ NODES = {11: "cluster-0", 12: "cluster-1"}
 EMPTY = ArrayRecord()
 
 
-def rounds(policy: str = "dssda", **settings) -> ScheduledRounds:
+def rounds(policy: str = "uniform", **settings) -> ScheduledRounds:
     budget = EnergyBudget(joule=0.5)
     chosen = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(2,), **settings)
     world = make_world(
@@ -109,12 +109,12 @@ def test_every_described_cluster_gets_its_own_plan_that_covers_all_blocks():
 
 
 def test_the_first_plan_knows_the_links_that_were_measured_before() -> None:
-    planner = rounds()
+    planner = rounds("dssda")
     believed = planner.plan(1, [11, 12], EMPTY).cluster_plan(11)
     device, rate = believed.device_ids[-1], 1e3
     first, second = planner.world.clusters
     known = replace(first, link_rates=(LinkRate(ends=(device, ""), bit_per_s=rate),))
-    planner = rounds()
+    planner = rounds("dssda")
     planner.world = replace(planner.world, clusters=(known, second))
     for _ in range(2):  # again, as after a round that failed
         plan = planner.plan(1, [11, 12], EMPTY).cluster_plan(11)
@@ -234,7 +234,9 @@ def test_movement_is_that_of_the_averaged_arrays():
     assert meter.measure(replace(ended, after=None), nothing) == nothing
 
 
-@pytest.mark.parametrize("policy", ["dssda", "uniform", "static"])
+@pytest.mark.parametrize(
+    "policy", ["dssda", "uniform", pytest.param("static", marks=pytest.mark.slow)]
+)
 def test_a_planner_loaded_from_its_dump_goes_on_like_the_one_that_never_stopped(policy):
     alive, dead = rounds(policy), rounds(policy)
     for planner in (alive, dead):

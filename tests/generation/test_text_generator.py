@@ -208,10 +208,17 @@ def test_chance_repeats_itself_with_a_seed_only(storyteller: Path) -> None:
     assert greedy == unsplit(storyteller, TEXTS[0])
 
 
-@pytest.mark.parametrize("wrong", [{"seed": -1}, {"top_p": 2.0}, {"stop": ("",)}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"seed": -1}, {"top_p": 2.0}, {"temperature": float("nan")}, {"stop": ("",)}),
+        *({"text": "a\ud800"}, {"stop": ("\ud800",)}, {"stop": ("a",) * 1000}),
+        *({"num_beams": 10**7}, {"max_new_tokens": 10**12}),
+    ],
+)
 def test_a_wish_that_makes_no_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        GenerateRequest(text="hello", **wrong)
+        GenerateRequest(**{"text": "hello", **wrong})
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:

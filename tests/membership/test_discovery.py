@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.membership.admission import JoiningService
-from collapipe_flwr.membership.discovery import announced, found
+from collapipe_flwr.membership.discovery import _answered, announced, found
 from collapipe_flwr.membership.newcomer import reachable
 from tests.membership.clusters import board, joined, new_registry, print_token
 
-pytest.importorskip("zeroconf")
+BadTypeInNameException = pytest.importorskip("zeroconf").BadTypeInNameException
 LOOPBACK = "127.0.0.1"
 
 
@@ -40,3 +42,50 @@ def test_where_nobody_is_announced_the_way_out_is_named() -> None:
         LinkError, match=r"no control unit of this token is announced .* --announce"
     ):
         found(bytes(range(32)), interface=LOOPBACK, deadline_s=0.5)
+
+
+PIN = bytes(range(32))
+TYPE = "_collapipe._tcp.local."
+OURS = PIN.hex()[:16]
+OURS_TOLD = OURS.encode()
+
+
+class Network:
+    """Answers what it is asked for with ``info``, or raises it."""
+
+    def __init__(self, info: Any) -> None:
+        self.info, self.asked = info, list[str]()
+
+    def get_service_info(self, kind: str, name: str, timeout: int) -> Any:
+        del kind, timeout
+        self.asked.append(name)
+        if isinstance(self.info, Exception):
+            raise self.info
+        return self.info
+
+
+def info(port: Any = 9, pin: Any = OURS_TOLD, address: str = "10.0.0.2") -> SimpleNamespace:
+    return SimpleNamespace(port=port, properties={b"pin": pin}, parsed_addresses=lambda: [address])
+
+
+@pytest.mark.parametrize("name", ["evil.example.", "", f"{OURS}.local.", f"a-{'0' * 16}.{TYPE}"])
+def test_what_others_announce_is_not_asked_for(name: str) -> None:
+    network = Network(info())
+    assert _answered(network, TYPE, name, PIN) == [] and not network.asked
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        None,
+        BadTypeInNameException("x" * 300),
+        info(port=None),
+        info(port=99_999),
+        info(pin=None),
+        info(pin=b"\xff" * 99),
+        info(address="/../etc"),
+    ],
+)
+def test_an_odd_announcement_ends_no_search(told: Any) -> None:
+    assert _answered(Network(told), TYPE, f"garage-{OURS}.{TYPE}", PIN) == []
+    assert _answered(Network(info()), TYPE, f"garage-{OURS}.{TYPE}", PIN) == ["10.0.0.2:9"]

@@ -16,6 +16,7 @@ from collapipe_flwr.host import server
 from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import Listener
 from collapipe_flwr.host.servicer import Servicer
+from collapipe_flwr.membership import members
 from collapipe_flwr.membership.admission import JoiningService
 from collapipe_flwr.membership.members import (
     AWAY,
@@ -150,6 +151,27 @@ def test_a_member_that_was_down_hears_of_it_when_it_is_back(
         pytest.raises(LinkError, match="names pi-2, which is no member here"),
     ):
         removed.echo()
+
+
+def test_a_member_that_stays_away_is_called_ever_more_rarely_and_mentioned_once(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now_s, called_s = [0.0], list[float]()
+
+    def send(_config: object, members: list[MemberConfig], _roster: Roster) -> dict[str, str]:
+        called_s.append(now_s[0])
+        return {member.name: "nobody answers" for member in members}
+
+    away = MemberConfig(name="pi-1", address="10.0.0.9:1", fingerprint="ab")
+    monkeypatch.setattr(members, "listeners", lambda _: (away,))
+    monkeypatch.setattr(members, "send_rosters", send)
+    sender = RosterSender(registry, clock=lambda: now_s[0])
+    while now_s[0] < 600.0:
+        sender.look()
+        now_s[0] += 10.0
+    assert len(called_s) < 20
+    assert called_s[-1] - called_s[-2] == 60.0
+    assert caplog.text.count("does not have the newest roster yet: nobody answers") == 1
 
 
 def back(member: Membership) -> Membership:

@@ -140,6 +140,19 @@ def test_a_long_round_shows_how_far_it_is(browser: Any, run: MadeUpRun) -> None:
         assert "micro-batches/s" in tab.page.inner_text("[data-cluster=cluster-0] .rate")
 
 
+def test_before_the_first_round_it_shows_what_is_known(browser: Any, tmp_path: Path) -> None:
+    run = MadeUpRun(tmp_path / "run", rounds_asked=4)
+    with _serving(run.path) as server, _open(browser, server) as tab:
+        _shows(tab, "#status", "running")
+        tiles = tab.page.inner_text("#tiles")
+        assert "0 of 4" in tiles and "clusters, 8 members in all" in tiles
+        known = tab.page.inner_text("#known")
+        assert "cluster-1: " in known and "3-phone" in known and "waiting for" in known
+        run.end_round()
+        _shows(tab, "#drawn", "as of round 1")
+        assert tab.page.locator("#known").is_hidden()
+
+
 def test_it_waits_for_a_run_that_is_not_there(browser: Any, tmp_path: Path) -> None:
     with _serving(tmp_path / "run") as server, _open(browser, server) as tab:
         _shows(tab, "#status", "waiting")
@@ -180,7 +193,7 @@ def test_names_from_elsewhere_are_text(browser: Any, tmp_path: Path) -> None:
     run = MadeUpRun(tmp_path / "run")
     event = run.event(1).as_json()
     text = run.directory.path / "events.jsonl"
-    line = json.dumps({**event, "failures": [f"{evil}: {evil}"]})
+    line = json.dumps({**event, "incidents": [incident_json("remark", f"{evil}: {evil}")]})
     text.write_text(line.replace("cluster-0", evil).replace("phone", "<b>phone") + "\n")
     with _serving(run.path) as server, _open(browser, server) as tab:
         _shows(tab, "#drawn", "as of round 1")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from collapipe_flwr.core import http as http_server
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting.live import server as live
 from collapipe_flwr.reporting.live.feed import Feed
@@ -168,7 +169,7 @@ def test_a_page_that_was_away_is_told_what_it_missed(server: LiveServer, run: Ma
 def test_a_client_that_does_not_say_what_it_wants_is_cut_off(
     run: MadeUpRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live, "_REQUEST_S", 0.2)
+    monkeypatch.setattr(http_server, "REQUEST_S", 0.2)
     with (
         _serving(run.path) as server,
         socket.create_connection(("127.0.0.1", server.server_port), _ANSWER_S) as client,
@@ -178,7 +179,7 @@ def test_a_client_that_does_not_say_what_it_wants_is_cut_off(
 
 
 def test_too_many_clients_are_told_so(run: MadeUpRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "_MOST_CLIENTS", 2)
+    monkeypatch.setattr(http_server, "MOST_CLIENTS", 2)
     monkeypatch.setattr(live, "_PING_S", 0.05)  # a client that left is noticed by then
     with _serving(run.path) as server:
         with _stream(server) as first, _stream(server) as second:

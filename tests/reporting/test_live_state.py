@@ -106,8 +106,27 @@ def test_a_run_that_was_killed_is_interrupted(run: MadeUpRun) -> None:
     _, news = _told(feed, known)
     assert news["head"]["status"] == "interrupted"
     assert news["head"]["reason"]
-    title, status, _, warns = json.loads(feed.figures.text())["tiles"][0]
-    assert (title, status, warns) == ("Run", "interrupted", True)
+
+
+def test_no_number_stands_on_the_page_twice(run: MadeUpRun) -> None:
+    feed = _feed(run.path)
+    run.end_round()
+    _, news = _told(feed, Place())
+    titles = [title for title, *_ in json.loads(feed.figures.text())["tiles"]]
+    assert "Traffic" in titles and not {"Run", news["head"]["metric"]} & set(titles)
+
+
+def test_before_the_first_round_a_page_knows_who_takes_part(run: MadeUpRun) -> None:
+    feed = _feed(run.path)
+    known, news = _told(feed, Place())
+    members = news["head"]["members"]
+    assert {name: len(devices) for name, devices in members.items()} == {
+        "cluster-0": 4,
+        "cluster-1": 4,
+    }
+    assert news["head"]["config"]["clusters"] == 2
+    run.end_round()
+    assert _told(feed, known)[1]["head"]["members"] == {}
 
 
 def test_a_run_that_was_killed_before_its_first_summary_is_interrupted(run: MadeUpRun) -> None:

@@ -14,14 +14,16 @@ import pytest
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting.events import incident_json
-from collapipe_flwr.reporting.report.charts import bars, by_row
+from collapipe_flwr.reporting.report.charts import COLOURS, bars, by_row
 from collapipe_flwr.reporting.report.page import (
+    balanced,
     closing_report,
     run_page,
     write_reports,
     write_run_report,
 )
 from collapipe_flwr.reporting.report.run_data import read_run
+from collapipe_flwr.reporting.report.template import SCRIPT
 from collapipe_flwr.reporting.run_directory import read_events, read_summary
 from tests.reporting.made_up_runs import MadeUpRun
 
@@ -141,6 +143,43 @@ def test_energy_links_and_memory_are_those_of_the_events(tmp_path: Path) -> None
     for role, peak in summary["peak_memory_bytes"].items():
         assert float(members[role][1].split()[0]) * 1e6 == pytest.approx(peak, rel=1e-2)
         assert members[role][3] == "120 MB"
+
+
+def test_every_chart_has_a_table_and_every_table_scrolls_by_keys(tmp_path: Path) -> None:
+    page = run_page(read_run(made_up(tmp_path).path)).html()
+    assert set(re.findall(r'<details class="values" data-values="([^"]+)"', page)) == (
+        set(charts(page))
+    )
+    shown = page.partition("</main>")[0]
+    assert shown.count("<table") == len(
+        re.findall(
+            r'<div class="scroll" role="region" aria-label="[^"]+" tabindex="0"><table', shown
+        )
+    )
+
+
+@pytest.mark.parametrize("tiles", range(1, 20))
+def test_tiles_stand_in_rows_of_about_one_length(tiles: int) -> None:
+    columns = balanced(tiles)
+    rows = -(-tiles // columns)
+    assert columns <= 7 and rows == -(-tiles // 7)
+    assert rows * columns - tiles < rows  # no row lacks more than the others together have
+
+
+def test_colours_of_curves_differ_in_light_and_dark() -> None:
+    for theme in ("light", "dark"):
+        found = re.search(theme + r": \{(.*?)muted", SCRIPT, re.S)
+        assert found is not None
+        colours = dict(re.findall(r'(c\d): "(#\w+)"', found[1]))
+        assert [f"@{name}" for name in colours] == list(COLOURS)
+        assert len(set(colours.values())) == len(COLOURS)
+
+
+def test_few_rounds_break_no_budget_that_is_paid_back(tmp_path: Path) -> None:
+    short, long = (run_page(read_run(made_up(tmp_path / str(n), rounds=n).path)) for n in (4, 12))
+    few, many = (next(t for t in page.tiles if "Energy" in t.title) for page in (short, long))
+    assert "so far: 10 rounds keep budgets" in few.note and not few.warning
+    assert "over budget" in many.note and many.warning
 
 
 def test_a_control_unit_has_one_name_on_the_page(tmp_path: Path) -> None:
@@ -268,6 +307,28 @@ def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
         expected = [event["metrics"]["accuracy"] for event in read_events(run.path)]
         assert curve["y"] == close(expected)
     assert table(page, "Run-config")[1:] == [["num-server-rounds", "50", "6"]]
+
+
+def test_runs_that_are_identical_are_said_to_be(tmp_path: Path) -> None:
+    first, other = made_up(tmp_path / "a"), made_up(tmp_path / "b", rounds=6)
+    sources = [f"one={first.path}", f"two={first.path}", f"three={other.path}"]
+    page = write_reports(sources, tmp_path / "all.html").read_text()
+    assert "two: identical to one in all metrics of all rounds: accuracy, loss." in page
+    assert "three: identical" not in page
+
+
+def test_what_a_run_did_not_measure_is_no_zero(tmp_path: Path) -> None:
+    run, bare = made_up(tmp_path / "a"), MadeUpRun(tmp_path / "b" / "run")
+    plain = {"plan": None, "clusters": {}, "energy_j": {}, "queues_j": {}, "latency_s": None}
+    bare.end_round(**plain)
+    bare.story = replace(bare.story, energy_budget_j={})
+    bare.save("completed")
+    page = write_reports([f"one={run.path}", f"two={bare.path}"], tmp_path / "both.html")
+    found = charts(page.read_text())
+    for key in ("energy", "worst"):
+        (bar,) = found[key]["figure"]["data"]
+        assert bar["text"] == ["", "not measured"]
+    assert "Not measured: two." in page.read_text()
 
 
 def test_runs_of_one_name_and_other_folders_are_refused(tmp_path: Path) -> None:

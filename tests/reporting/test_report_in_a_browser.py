@@ -137,6 +137,47 @@ def test_another_cluster_can_be_chosen(browser: Browser, report: Path) -> None:
     assert window.said == []
 
 
+def test_a_phone_shows_all_numbers_and_that_tables_go_on(browser: Browser, report: Path) -> None:
+    window = Window(size="phone")
+    with window.page(browser) as page:
+        window.open(page, report)
+        assert page.evaluate("document.documentElement.scrollWidth") <= SIZES["phone"][0]
+        cue = page.evaluate(
+            "[...document.querySelectorAll('.scroll')].filter((e) => e.scrollWidth > e.clientWidth)"
+            ".map((e) => getComputedStyle(e).backgroundImage)"
+        )
+        assert cue and all("gradient" in image for image in cue)
+        page.evaluate("document.querySelectorAll('details').forEach((e) => { e.open = true; })")
+        page.wait_for_function(
+            "[...document.querySelectorAll('.values')].every((e) => e.querySelector('td'))"
+        )
+        values = page.evaluate(
+            "[...document.querySelectorAll('[data-values=metric-accuracy] tr')]"
+            ".map((row) => row.children[1].textContent)"
+        )
+        drawn = page.evaluate("report.charts['metric-accuracy'].figure.data[0].y.map(String)")
+        assert values == ["test, by the server", *drawn]
+        cells = page.evaluate("document.querySelectorAll('[data-values=placement] td').length")
+        assert cells == 4 * 41  # devices, and rounds behind their names
+    assert window.said == []
+
+
+def test_a_phone_shows_the_blocks_of_a_dozen_rounds(browser: Browser, tmp_path: Path) -> None:
+    run = MadeUpRun(tmp_path / "run", devices=3)
+    for _ in range(12):
+        run.end_round()
+    run.save("completed")
+    window = Window(size="phone")
+    with window.page(browser) as page:
+        window.open(page, write_run_report(run.path))
+        texts = page.evaluate(
+            "[...document.querySelectorAll('[data-chart=placement] .heatmap-label')]"
+            ".filter((each) => each.textContent).length"
+        )
+        assert texts == 3 * 12
+    assert window.said == []
+
+
 def test_charts_follow_a_change_of_theme_and_new_data(browser: Browser, report: Path) -> None:
     window = Window(size="laptop")
     with window.page(browser) as page:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.reporting.figures import colour
 from collapipe_flwr.reporting.simulation import run_simulation
 from collapipe_flwr.reporting.simulation_figures import describe, drawn
 from collapipe_flwr.scheduler.policies import POLICIES
@@ -58,6 +59,7 @@ def test_every_policy_is_seen_and_no_legend_covers_a_curve(everything: Simulatio
     for name in ("latency", "queues"):
         lines = found[name].axes[0].lines
         assert [line.get_label() for line in lines] == ran
+        assert len({line.get_color() for line in lines}) == len(ran)
         assert [text.get_text() for text in found[name].legends[0].get_texts()] == ran
         looks = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in lines}
         assert len(looks) == len(ran)
@@ -83,3 +85,7 @@ def test_plot_without_matplotlib_says_how_to_get_it(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"pip install 'collapipe-flwr\[plot\]'"):
         run_simulation(SMALL, plot_dir=tmp_path)
+
+
+def test_every_policy_has_a_colour_of_its_own() -> None:
+    assert len({colour(number) for number in range(len(POLICIES))}) == len(POLICIES)

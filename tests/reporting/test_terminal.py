@@ -75,6 +75,22 @@ def test_after_the_server_apps_last_phase_flower_is_what_still_runs(folder: Path
     assert shown == ["saving the model", "stopping Flower", "stopping Flower"]
 
 
+def test_a_clock_that_is_set_back_hides_no_phase(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ProgressFile(folder).enter("training")  # of an attempt that was killed
+    shown: list[str] = []
+    screen = SimpleNamespace(
+        verbose=False, show_progress=lambda progress: shown.append(progress.phase)
+    )
+    follower = Follower(folder, cast(Screen, screen))
+    follower.look()
+    monkeypatch.setattr("collapipe_flwr.reporting.progress.time.time", lambda: 5.0)
+    ProgressFile(folder).enter("saving the model")
+    follower.look()
+    assert shown == ["saving the model"]
+
+
 def test_without_a_terminal_a_line_comes_every_ten_seconds(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

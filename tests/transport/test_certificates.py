@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from collapipe_flwr.cli import app
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.transport.certificates import Authority, sign_all
+from collapipe_flwr.transport.certificates import Authority, names_in, sign_all
 from collapipe_flwr.transport.tls import client_credentials, server_credentials
 
 
@@ -218,6 +218,16 @@ def test_the_command_signs_for_every_member_of_its_cluster_files(tmp_path: Path)
     assert again.exit_code == 0
     assert "pi-1: kept" in again.output and "pi-2.pem" in again.output
     assert (folder / "pi-1.pem").read_bytes() == before
+
+
+def test_a_device_does_not_pass_as_the_edge_on_the_same_machine(tmp_path: Path):
+    file, at = tmp_path / "c.toml", 'address = "127.0.0.1:'
+    file.write_text(f'id = "g"\n[[device]]\nname = "pi-1"\n{at}1"\n[edge]\n{at}2"\n')
+    done = CliRunner().invoke(app, ["certs", str(tmp_path / "certs"), "--cluster", str(file)])
+    assert done.exit_code == 0, done.exception
+    hosts = names_in(tmp_path / "certs")
+    assert hosts["pi-1"] == ("pi-1",)
+    assert hosts["edge"] == ("edge", "127.0.0.1")
 
 
 def test_two_clusters_do_not_share_a_members_certificate(tmp_path: Path):

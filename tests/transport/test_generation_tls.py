@@ -97,3 +97,25 @@ def test_a_caller_that_never_says_what_it_wants_frees_its_place(
         with pytest.raises(grpc.RpcError):
             next(call)
         silence.set()
+
+
+def test_whatever_is_sent_is_refused_and_the_next_text_written() -> None:
+    wish = '{"text": "a", "%s": %s}'
+    odd = [
+        *(b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"text": 5}', b"[" * 10**5, b"9" * 10**5),
+        *((wish % each).encode() for each in (("top_p", "NaN"), ("temperature", "Infinity"))),
+        *((wish % each).encode() for each in (("num_beams", 10**9), ("seed", 2**63))),
+        *((wish % each).encode() for each in (("stop", '["\\ud800"]'), ("../../x", 1))),
+        b'{"text": "\\ud800"}',
+    ]
+    with (
+        TextServer("127.0.0.1:0", echo, most=1) as server,
+        grpc.insecure_channel(server.address, channel_options()) as channel,
+    ):
+        for message in odd:
+            call = channel.stream_stream("/collapipe.Texts/Write", None, None)(iter([message]))
+            with pytest.raises(grpc.RpcError) as refusal:
+                list(call)
+            assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT, message[:80]
+        with TextClient(server.address, deadline_s=15) as client:
+            assert list(client.write(GenerateRequest(text="a b"))) == ["a", "b"]

@@ -80,6 +80,10 @@ class Cluster:
         compute: str = AUTO,
         site: Callable[[Context], Site | None] | None = None,
     ) -> None:
+        if not isinstance(app, ClientApp):
+            raise ConfigError(f"Cluster needs your ClientApp, got {app!r}: Cluster(app)")
+        if not isinstance(devices, str):
+            raise ConfigError(f'devices must be a string, such as "{DEVICES}", got {devices!r}')
         self._app = app
         lists = tuple(tuple(map(str.strip, each.split(","))) for each in devices.split(";"))
         world = WorldConfig(devices=lists, control_unit=control_unit, memory_share=memory_share)

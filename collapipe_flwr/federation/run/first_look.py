@@ -11,13 +11,10 @@ from collections.abc import Mapping
 from collapipe_flwr.config.parsing import flatten_section, parse_section
 from collapipe_flwr.core.errors import DataError, ModelError, blaming
 from collapipe_flwr.core.hub import expanded, folder_only, no_such_path
-from collapipe_flwr.core.imports import is_spelled
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.data.config import TASK_COLUMNS, TRAIN_TOKENIZER, DataConfig, key_of
 from collapipe_flwr.data.headers import FORMATS, column_names, no_such_column, suffix_of
-from collapipe_flwr.models.spec import ModelConfig, unknown_type
-
-_MODEL_TYPES = "models/auto/*.py"  # of transformers: where it lists them
+from collapipe_flwr.models.spec import ModelConfig, may_be_type, unknown_type
 
 
 def look(values: Mapping[str, Value]) -> None:
@@ -52,7 +49,7 @@ def check_paths(data: DataConfig, model: ModelConfig) -> None:
         raise ModelError(f'model.pretrained "{model.pretrained}" is a file: name its folder')
     if model.pretrained and _is_missing(model.pretrained):
         raise ModelError(no_such_path("model.pretrained", model.pretrained))
-    if not model.pretrained and not is_spelled(model.type, "transformers", _MODEL_TYPES):
+    if not model.pretrained and not may_be_type(model.type):
         with blaming("model.type"):
             raise unknown_type(model.type)
 

@@ -19,8 +19,8 @@ from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
 from collapipe_flwr.config.parsing import declared_config, read_toml, refuse_unknown
 from collapipe_flwr.config.schema import AppConfig, known_keys, parse
 from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
-from collapipe_flwr.core.errors import ConfigError, blaming, require
-from collapipe_flwr.core.hub import expanded
+from collapipe_flwr.core.errors import CheckpointMissing, ConfigError, blaming, require
+from collapipe_flwr.core.hub import absent_model, expanded
 from collapipe_flwr.core.links import TlsFiles, host_and_port
 from collapipe_flwr.federation.run.first_look import check_paths
 from collapipe_flwr.federation.run.launcher import Launch
@@ -72,6 +72,11 @@ def preflight(
         check_federation(config, federation)
     check_paths(config.data, config.model)
     check_names(config, clusters)
+    if config.model.pretrained and (why := absent_model(config.model.pretrained)):
+        raise CheckpointMissing(
+            f"model.pretrained: {why}; give a folder with config.json or a hub name that this "
+            "machine can reach"
+        )
     return _loaded(config, run_dir, clusters)
 
 

@@ -170,9 +170,9 @@ class Device {
     setText(this.queue, queueText(device));
     this.queue.classList.toggle("over", queueOf(device) >= QUEUE_FULL);
     setAttribute(this.queueBar.bar, "width", Math.round(1000 * Math.min(1, queueOf(device) / QUEUE_FULL)));
-    setText(this.memory, known(device.peak_bytes) ? `memory ${bytes(device.peak_bytes)}` : "");
+    setText(this.memory, known(device.peak_bytes) ? `measured peak ${bytes(device.peak_bytes)}` : "");
     const energy = known(device.energy_j) ? `${joules(device.energy_j)} in the round, ${device.metered ? "metered" : "modelled"}; ` : "";
-    this.root.title = `${energy}planned memory ${bytes(device.planned_bytes)}; expected ${seconds(device.expected_s)} per micro-batch`;
+    this.root.title = `${energy}planned peak ${bytes(device.planned_bytes)}; expected ${seconds(device.expected_s)} per micro-batch`;
   }
 }
 

@@ -182,5 +182,8 @@ class Figures:
             ]
         except (ConfigError, RunError) as error:
             return {"sections": [], "missing": str(error)}
-        found = [[t.title, t.value, t.note, t.warning] for t in tiles(self._data)]
+        told = ("Run", self._data.metric)  # at the head of the page already
+        found = [
+            [t.title, t.value, t.note, t.warning] for t in tiles(self._data) if t.title not in told
+        ]
         return {"sections": sections, "tiles": found}

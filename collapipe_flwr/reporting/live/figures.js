@@ -73,11 +73,11 @@ const figures = (() => {
   }
 
   function exchange(old, fresh) {
-    const open = old.querySelector("details")?.open;
+    const open = [...old.querySelectorAll("details")].map((details) => details.open);
     const place = old.querySelector(".scroll")?.scrollTop;
     const chosen = [...old.querySelectorAll("select")].map((select) => [select.dataset.choices, select.value]);
     old.replaceWith(fresh);
-    if (open) fresh.querySelector("details")?.setAttribute("open", "");
+    fresh.querySelectorAll("details").forEach((details, index) => { details.open = Boolean(open[index]); });
     if (place) fresh.querySelector(".scroll").scrollTop = place;
     for (const [key, value] of chosen) {
       const select = fresh.querySelector(`select[data-choices="${CSS.escape(key)}"]`);

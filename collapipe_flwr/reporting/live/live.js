@@ -101,10 +101,30 @@ function drawHead() {
   const all = told.reduce((sum, cluster) => sum + cluster.of, 0);
   const part = head.progress?.round_index > done && all ? told.reduce((sum, cluster) => sum + cluster.trained, 0) / all : 0;
   bar.firstChild.style.width = head.rounds_asked ? `${(100 * (done + part)) / head.rounds_asked}%` : "0";
-  const waits = { waiting: "There is no such run yet; the page begins with it.", starting: "The run is being prepared: no round has ended yet." };
-  const nothing = waits[status] || (cards.size ? "" : run.last ? "The rounds of this run have no plan: clusters train whole models." : "No round has ended yet.");
+  const waits = { waiting: "There is no such run yet; the page begins with it.", starting: "The run is being prepared: waiting for its first round." };
+  const nothing = waits[status] || (cards.size ? "" : run.last ? "The rounds of this run have no plan: clusters train whole models." : "Waiting for the end of the first round: until then, this is what is known.");
   setText(byId("nobody"), nothing);
   byId("nobody").hidden = !nothing;
+  drawMembers(head);
+}
+
+// Who takes part, and what is planned for the round that has not ended, before there are cards.
+function drawMembers({ members, config, progress }) {
+  const told = progress?.clusters || {};
+  const items = run.last ? [] : Object.entries(members || {}).map(([name, devices]) => {
+    const { of, examples, predicted_s } = told[name] || {};
+    const planned = of ? `; planned: ${digits(of)} micro-batches${examples ? ` of ${digits(examples)}` : ""}${known(predicted_s) ? `, predicted ${seconds(predicted_s)}` : ""}` : "; waiting for its first plan";
+    return `${name}: ${devices.join(", ")}${planned}`;
+  });
+  const devices = (config || {})["world.devices"];
+  if (!run.last && !items.length && devices) items.push(`simulated devices: ${devices}`);
+  const list = byId("known");
+  while (list.children.length > items.length) list.lastChild.remove();
+  items.forEach((text, index) => {
+    if (!list.children[index]) list.append(element("li"));
+    setText(list.children[index], text);
+  });
+  list.hidden = !items.length;
 }
 
 // What goes on inside the round that has not ended.
@@ -129,13 +149,31 @@ function drawProgress() {
 
 function drawTiles() {
   const { last, head } = run;
-  const tiles = last ? roundTiles(last, head) : [];
+  const tiles = last ? roundTiles(last, head) : firstTiles(head);
   showTiles(byId("tiles"), tiles);
   const behind = last && run.rounds < last.round ? `; rounds before it are being read: ${run.rounds} so far` : "";
   setText(byId("drawn"), last ? `as of round ${last.round}${behind}` : "");
 }
 
+// What a run-config and the untrained model tell before the first round has ended.
+function firstTiles({ config, members, rounds_asked, untrained }) {
+  const set = config || {};
+  const devices = Object.values(members || {}).flat().length;
+  const scores = Object.entries(untrained || {}).slice(0, 2);
+  return [
+    [known(rounds_asked) ? `0 of ${rounds_asked}` : set["num-server-rounds"], "rounds"],
+    [set.clusters, devices ? `clusters, ${digits(devices)} members in all` : "clusters"],
+    [set["model.pretrained"] || set["model.type"], "model"],
+    [set["data.task"], `task${set["data.train"] ? `, from ${set["data.train"]}` : ""}`],
+    [set.strategy, "strategy"],
+    [set["scheduler.policy"], "scheduler"],
+    ...scores.map(([name, value]) => [digits(value, 4), `test ${name}, untrained`]),
+  ].filter(([value]) => known(value) && value !== "");
+}
+
 function showTiles(parent, tiles) {
+  const rows = Math.max(1, Math.ceil(tiles.length / 7));
+  parent.style.setProperty("--columns", Math.ceil(tiles.length / rows) || 1);
   while (parent.children.length > tiles.length) parent.lastChild.remove();
   tiles.forEach(([value, label, warning], index) => {
     if (!parent.children[index]) parent.append(element("div", "card tile", element("div", "value"), element("div", "quiet")));
@@ -154,7 +192,7 @@ function roundTiles(last, head) {
   return [
     [`${last.round}${head.rounds_asked ? ` of ${head.rounds_asked}` : ""}`, "rounds"],
     [digits(last.loss, 4), "training loss"],
-    ...scores.map(([name, value]) => [digits(value, 4), `test ${name}`]),
+    ...scores.map(([name, value]) => [digits(value, 4), `test ${name}${known(head.untrained?.[name]) ? `, untrained ${digits(head.untrained[name])}` : ""}`]),
     ...(known(last.latency_s) ? [[seconds(last.latency_s), `round, ${measured ? "measured" : "simulated"}; predicted ${seconds(last.predicted_s)}`]] : []),
     [seconds(last.wall_s), "round, wall clock"],
     ...(perSecond ? [[digits(perSecond), `micro-batches/s${measured ? "" : " simulated"}, all clusters`]] : []),
@@ -201,7 +239,7 @@ function tellLink(there) {
   const link = byId("link");
   link.classList.toggle("away", !there);
   const changed = run.head.changed_s ? (Date.now() - run.offset_ms) / 1000 - run.head.changed_s : null;
-  const news = known(changed) && run.head.status === "running" ? `, last round ${seconds(Math.max(0, Math.round(changed)))} ago` : "";
+  const news = known(changed) && run.last && run.head.status === "running" ? `, last round ${seconds(Math.max(0, Math.round(changed)))} ago` : "";
   setText(link, there ? `${run.head.status === "running" ? "live" : "connected"}${news}` : "no connection to collapipe watch; trying again");
 }
 

@@ -11,18 +11,15 @@ import ipaddress
 import re
 import secrets
 import socket
-import sys
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
-from typing import Any
 from urllib.parse import parse_qs
 
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.http import BoundedRequest, FewClientsServer
 from collapipe_flwr.core.links import is_loopback
 from collapipe_flwr.core.processes import meanwhile
 from collapipe_flwr.reporting.live.feed import Feed
@@ -30,10 +27,7 @@ from collapipe_flwr.reporting.live.state import Place
 from collapipe_flwr.reporting.report.page import plotly_js
 from collapipe_flwr.reporting.report.template import CSS, SCRIPT
 
-_REQUEST_S = 10.0  # within which a client must send its request
-_SEND_S = 10.0  # within which it must accept an answer
 _PING_S = 5.0  # a page without pings connects again
-_MOST_CLIENTS = 32
 _PORT = re.compile(r":\d*$")
 _RETRY_MS = 1000  # after which a page whose stream broke off connects again
 _SCRIPTS = ("numbers.js", "clusters.js", "figures.js", "live.js")
@@ -44,20 +38,14 @@ def token_for(host: str) -> str:
     return "" if is_loopback(host) else secrets.token_urlsafe(16)
 
 
-class LiveServer(ThreadingHTTPServer):
+class LiveServer(FewClientsServer):
     """One thread per open page, up to a limit."""
-
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = _MOST_CLIENTS
 
     def __init__(self, feed: Feed, host: str = "127.0.0.1", port: int = 0) -> None:
         """Raises ConfigError where it cannot listen."""
         self.feed, self.host, self.token = feed, host, token_for(host)
-        self.clients = threading.BoundedSemaphore(_MOST_CLIENTS)
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            super().__init__((host, port), _Handler)
+            super().__init__(host, port, _Handler)
         except OSError as error:
             raise ConfigError(
                 f"--host {host} --port {port}: cannot listen there ({error.strerror}); "
@@ -72,10 +60,6 @@ class LiveServer(ThreadingHTTPServer):
         query = f"?token={self.token}" if self.token else ""
         return f"http://{shown}:{self.server_port}/{query}"
 
-    def server_bind(self) -> None:
-        """Bind without the base class's look-up of this machine's name."""
-        super(ThreadingHTTPServer, self).server_bind()
-
     @contextmanager
     def serving(self) -> Iterator[None]:
         with meanwhile(lambda _: self.serve_forever(0.1), "http"):
@@ -85,50 +69,13 @@ class LiveServer(ThreadingHTTPServer):
                 self.shutdown()
                 self.server_close()
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a thread for a client, or answer that too many are connected."""
-        if self.clients.acquire(blocking=False):
-            super().process_request(request, client_address)
-            return
-        with suppress(OSError):
-            request.settimeout(1.0)
-            request.sendall(b"HTTP/1.0 503 Too many pages are open\r\nRetry-After: 5\r\n\r\n")
-        self.shutdown_request(request)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.clients.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore pages that were closed or stopped reading."""
-        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
-            super().handle_error(request, client_address)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    """One request; the connection is closed behind it."""
+class _Handler(BoundedRequest):
+    """One request of a page."""
 
     server: LiveServer
-    timeout = _SEND_S
-    server_version, sys_version = "collapipe", ""
 
-    def setup(self) -> None:
-        """Start the clock within which the request must be there."""
-        super().setup()
-        self._late = threading.Timer(_REQUEST_S, self._cut_off)
-        self._late.daemon = True
-        self._late.start()
-
-    def parse_request(self) -> bool:
-        """Read the request; the clock stops when it is there."""
-        try:
-            return super().parse_request()
-        finally:
-            self._late.cancel()
-
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802 - as http.server names it
         """Check the host name and the token, then answer."""
         path, _, text = self.path.partition("?")
         query = {key: values[-1] for key, values in parse_qs(text).items()}
@@ -139,9 +86,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(HTTPStatus.FORBIDDEN, "Open the URL that `collapipe watch` printed")
         else:
             self._answer(path, query)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: URLs hold the token."""
 
     def _is_for_us(self) -> bool:
         """Whether it was sent to an address, which cannot be redirected, or to a name of ours."""
@@ -199,10 +143,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Referrer-Policy", "no-referrer")
         self.send_header("Cache-Control", "no-store")
         self.end_headers()
-
-    def _cut_off(self) -> None:
-        with suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
 
 
 @cache

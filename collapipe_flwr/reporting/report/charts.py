@@ -11,19 +11,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape, unescape
 from math import isfinite
-from typing import Any
+from typing import Any, Protocol
 
 from collapipe_flwr.reporting.output import counted
 from collapipe_flwr.reporting.report.series import Series, stride_of, thinned
 
 Json = dict[str, Any]
-FIRST, SECOND, THIRD, FOURTH, FIFTH, SIXTH = (f"@c{number}" for number in range(6))
-COLOURS = (FIRST, SECOND, THIRD, FOURTH, FIFTH, SIXTH)
+COLOURS = tuple(f"@c{number}" for number in range(10))
+FIRST, SECOND, THIRD, FOURTH, FIFTH, SIXTH, *_ = COLOURS
+NOT_MEASURED = "not measured"
 MUTED, WARNING = "@muted", "@warning"
 MOST_BARS = 24  # of a chart
 _MOST_ROWS, _FOLDED_ROWS = 200, 12  # of a table: shown in all, and without a click
 _NAME = 30  # letters of a label
 _BAR_PIXELS, _FRAME_PIXELS, _LEAST_PIXELS = 24, 96, 150
+
+
+class Named(Protocol):
+    """A run."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,10 +269,22 @@ def by_row(
     }
 
 
-def per_run(key: str, title: str, name: str, values: Mapping[str, float], unit: str) -> Chart:
-    """A chart with one horizontal bar for each of several runs."""
-    traces = [bars(name, list(values), list(values.values()))]
+def per_run(
+    key: str, title: str, name: str, values: Mapping[str, float | None], unit: str
+) -> Chart:
+    """A chart with one horizontal bar for each of several runs; None: "not measured" instead."""
+    texts = ["" if value is not None else NOT_MEASURED for value in values.values()]
+    heights = [value or 0.0 for value in values.values()]
+    beside: Json = {"text": texts, "textposition": "outside", "cliponaxis": False}
+    traces = [bars(name, list(values), heights, **beside)]
     return Chart(key=key, title=title, figure=by_row(traces, unit, showlegend=False))
+
+
+def not_measured(runs: Sequence[Named], traces: Sequence[Json]) -> str:
+    """``Not measured: A, B.``: the runs without a curve; nothing where each has one."""
+    there = {trace["name"] for trace in traces}
+    left = [run.name for run in runs if plain(run.name) not in there]
+    return f"{NOT_MEASURED.capitalize()}: {', '.join(left)}." if left else ""
 
 
 def colour_of(place: int) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isnan
 
+from collapipe_flwr.reporting.events import KEPT_FROM
 from collapipe_flwr.reporting.output import counted
 from collapipe_flwr.reporting.report import charts
 from collapipe_flwr.reporting.report.charts import Chart, Section
@@ -64,15 +65,18 @@ def energy(run: RunData) -> Section:
     rows = [_row(each) for each in devices]
     table = charts.long_table("Devices", head, rows, "device", "more in events.jsonl")
     found = charts.present(_budgets(devices), _queues(run))
-    return Section(key="energy", title="Energy", text=_text(devices), charts=found, tables=[table])
+    text = _text(devices, early=run.paid_back)
+    return Section(key="energy", title="Energy", text=text, charts=found, tables=[table])
 
 
-def _text(devices: Sequence[Spent]) -> str:
+def _text(devices: Sequence[Spent], *, early: bool) -> str:
     budgeted = [each for each in devices if each.budget_j]
     over = sum(each.over for each in budgeted)
     if not budgeted:
         return "No device has an energy budget."
     kept = "all keep their budget" if not over else f"{over} spent more than their budget"
+    if over and early:
+        kept += f" so far: budgets hold from {KEPT_FROM} rounds on, the scheduler pays back"
     metered = sum(each.metered for each in devices)
     source = f"A sensor metered {metered} of {len(devices)}; the rest is modelled from times."
     return f"{counted(len(budgeted), 'device')} with a budget: {kept}. {source}"
@@ -99,7 +103,7 @@ def _budgets(devices: Sequence[Spent]) -> Chart:
         )
         for name, colour, over in (
             ("within budget", charts.FIRST, False),
-            ("over budget", charts.WARNING, True),
+            ("above budget", charts.WARNING, True),
         )
         if (kept := [each for each in shown if each.over is over])
     ]
@@ -158,11 +162,14 @@ def _row(each: Spent) -> list[str]:
 def compared_energy(runs: Sequence[RunData]) -> Section:
     """Joules of all devices together in a round, run by run."""
     found = {run.name: spent(run) for run in runs}
-    totals = {name: sum(each.mean_j for each in devices) for name, devices in found.items()}
+    totals = {
+        name: sum(each.mean_j for each in devices) if devices else None
+        for name, devices in found.items()
+    }
     if not any(totals.values()):
         return Section(key="energy", title="Energy", empty="No run recorded energy.")
     worst = {
-        name: 100 * max((each.share or 0 for each in devices), default=0)
+        name: max((100 * each.share for each in devices if each.share is not None), default=None)
         for name, devices in found.items()
     }
     total = charts.per_run("energy", "Mean energy of a round, all devices", "energy", totals, "J")

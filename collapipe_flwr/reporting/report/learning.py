@@ -99,19 +99,37 @@ def compared_learning(runs: Sequence[RunData]) -> Section:
     found = [_compared(runs, f"test {name}", [r.metrics.get(name) for r in runs]) for name in names]
     found.append(_compared(runs, "training loss", [run.numbers["loss"] for run in runs]))
     found.insert(1, _over_time(runs))
-    return Section(key="learning", title="Learning", charts=charts.present(*found))
+    text = identical_text(runs, names)
+    return Section(key="learning", title="Learning", text=text, charts=charts.present(*found))
+
+
+def identical_text(runs: Sequence[RunData], names: Sequence[str]) -> str:
+    """A sentence on the runs that do not differ from the first in any of these metrics, or none."""
+    curves = [[points_of(run, name) for name in names] for run in runs]
+    pairs = zip(runs[1:], curves[1:], strict=True)
+    same = [run.name for run, curve in pairs if curve == curves[0] and any(map(any, curve))]
+    words = f"identical to {runs[0].name} in all metrics of all rounds: {', '.join(names)}."
+    return f"{', '.join(same)}: {words}" if same else ""
+
+
+def points_of(run: RunData, name: str) -> list[float | None]:
+    """One metric by round; None where a round was not evaluated."""
+    series = run.metrics.get(name)
+    values = [] if series is None else series.padded(len(run.rounds))
+    return [None if isnan(value) else value for value in values]
 
 
 def _compared(runs: Sequence[RunData], name: str, series: Sequence[Series | None]) -> Chart | None:
     traces = [
-        charts.curve(run.name, run.rounds, values, "") | _run_style(place, len(runs))
+        charts.curve(run.name, run.rounds, values, "") | run_style(place, len(runs))
         for place, (run, values) in enumerate(zip(runs, series, strict=True))
         if values is not None and values.known
     ]
     if not traces:
         return None
     figure = charts.by_round(traces, log="perplexity" in name)
-    return Chart(key=f"compared-{name.replace(' ', '-')}", title=name, figure=figure)
+    key, missing = f"compared-{name.replace(' ', '-')}", charts.not_measured(runs, traces)
+    return Chart(key=key, title=name, note=missing, figure=figure)
 
 
 def _over_time(runs: Sequence[RunData]) -> Chart | None:
@@ -124,16 +142,17 @@ def _over_time(runs: Sequence[RunData]) -> Chart | None:
             known = [(minute, value) for minute, value in pairs if not isnan(value)]
             known = known[:: stride_of(len(known))]
             x, y = [minute for minute, _ in known], [value for _, value in known]
-            traces.append(charts.line(run.name, x, y, "") | _run_style(place, len(runs)))
+            traces.append(charts.line(run.name, x, y, "") | run_style(place, len(runs)))
     if not traces:
         return None
     figure = charts.by_round(traces, log=name == "perplexity")
     axis = {"title": {"text": "minutes by the clock"}}
     figure["layout"] |= {"xaxis": axis, "hovermode": "closest"}
-    return Chart(key="over-time", title=f"test {name} over time", figure=figure)
+    missing = charts.not_measured(runs, traces)
+    return Chart(key="over-time", title=f"test {name} over time", note=missing, figure=figure)
 
 
-def _run_style(place: int, count: int) -> Json:
+def run_style(place: int, count: int) -> Json:
     """Wider curves behind narrower ones, so that those which coincide are all seen."""
     colour = charts.colour_of(place)
     dash = ("solid", "dash", "dot")[place // len(charts.COLOURS) % 3]

@@ -114,7 +114,7 @@ def _chart(found: Sequence[Peak]) -> Chart:
         charts.bars("measured peak", labels, [scaled(p.measured, p) for p in shown], **hover),
         charts.marks("planned peak", labels, [scaled(p.planned, p) for p in shown], **hover),
     ]
-    unit = "% of the allowed memory" if bounded else "MB"
+    unit = "% of allowed" if bounded else "MB"
     figure = charts.by_row(traces, unit)
     rest = charts.left_out(found, shown, "member", "more in the table")
     limit = "The dashed line is what is allowed." if bounded else ""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from collapipe_flwr.reporting.events import KEPT_FROM
 from collapipe_flwr.reporting.report import charts
 from collapipe_flwr.reporting.report.charts import Chart, Section, Table, number, seconds, size
 from collapipe_flwr.reporting.report.energy import spent
@@ -67,8 +68,11 @@ def _machines(run: RunData) -> Iterator[Tile]:
     if shares := [each.share for each in spent(run) if each.share is not None]:
         over = sum(share > 1 for share in shares)
         value = f"{100 * shares[0]:.0f} % of budget"
-        note = f"{over} of {len(shares)} devices over budget"
-        yield Tile(title="Energy, worst device", value=value, note=note, warning=over > 0)
+        note, early = f"{over} of {len(shares)} devices over budget", run.paid_back
+        if over and early:
+            note = f"{over} of {len(shares)} devices above so far: {KEPT_FROM} rounds keep budgets"
+        warning = over > 0 and not early
+        yield Tile(title="Energy, worst device", value=value, note=note, warning=warning)
     for fullest in peaks(run)[:1]:
         title = f"Memory, {'measured' if fullest.measured else 'planned'} peak"
         most, share = size(fullest.known), fullest.share
@@ -77,7 +81,7 @@ def _machines(run: RunData) -> Iterator[Tile]:
         else:
             value, note = f"{100 * share:.0f} % of allowed", f"{fullest.name}, {most}"
             if fullest.measured and (planned := fullest.share_of(fullest.planned)) is not None:
-                note += f"; planned peak {100 * planned:.0f} %"
+                note += f"; planned peak {100 * planned:.0f}\N{NO-BREAK SPACE}%"
             yield Tile(title=title, value=value, note=note, warning=share > 1)
     if (error := run.summary.get("prediction_error")) is not None:
         value, note = f"{100 * error:.1f} %", "of a round, in the median"
@@ -122,7 +126,9 @@ def compared_settings(runs: Sequence[RunData]) -> Section:
         *_differing("Run-config", runs, [run.config for run in runs]),
         *_differing("Versions", runs, [run.summary.get("versions") or {} for run in runs]),
     ]
-    empty = "Nothing: all runs have the same settings and versions, or recorded none."
+    empty = "Nothing: all runs have the same settings and versions."
+    if not any(run.config for run in runs):
+        empty = "Unknown: no run recorded its settings."
     return Section(key="settings", title="What differs", tables=tables, empty=empty)
 
 

@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # jinja2 is an optional extra
     from jinja2 import Environment
 
 REPORT = "report.html"
+_MOST_COLUMNS = 7  # of tiles
 _SECTIONS = (learning, placement, times, energy, links, memory, incidents)
 _COMPARED = (
     compared_overview,
@@ -74,8 +75,16 @@ class Page:
 
     def html(self) -> str:
         """The whole page; raises ConfigError where the extra is not installed."""
-        template = _templates().get_template("page")
-        return template.render(page=self, css=CSS, script=SCRIPT, plotly=plotly_js())
+        template, columns = _templates().get_template("page"), balanced(len(self.tiles))
+        return template.render(
+            page=self, columns=columns, css=CSS, script=SCRIPT, plotly=plotly_js()
+        )
+
+
+def balanced(tiles: int) -> int:
+    """Columns in which so many tiles make rows of about one length."""
+    rows = max(1, -(-tiles // _MOST_COLUMNS))
+    return -(-tiles // rows)
 
 
 def plotly_js() -> str:

@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from collapipe_flwr.reporting import run_directory
-from collapipe_flwr.reporting.events import control_unit_role, holders, incident_json
+from collapipe_flwr.reporting.events import (
+    control_unit_role,
+    holders,
+    incident_json,
+    paid_back,
+)
 from collapipe_flwr.reporting.report.series import Series
 
 Json = Mapping[str, Any]
@@ -67,6 +72,7 @@ class RunData:
         self.clusters: defaultdict[str, ClusterData] = defaultdict(ClusterData)
         self.devices: dict[str, DeviceData] = {}
         self.control_units: dict[str, str] = {}  # how they are called, see `role`
+        self.policy: str | None = None  # of the last plan
         self.blocks = 0  # that were cut into segments
         self.incidents: list[Json] = []  # see `incidents_of`
         self._known: dict[Placed, Placed] = {}  # each segment once
@@ -101,6 +107,11 @@ class RunData:
         """Whether machines timed any round; else seconds and joules are simulated."""
         return any(cluster.measured for cluster in self.clusters.values())
 
+    @property
+    def paid_back(self) -> bool:
+        """Whether the run is too short for its energy budgets, see `events.paid_back`."""
+        return paid_back(len(self.rounds), self.policy)
+
     def add(self, event: Json) -> None:
         """Add a round; raises KeyError for a value that is no event."""
         place = len(self.rounds)
@@ -134,6 +145,7 @@ class RunData:
         return self.control_units.get(name, name)
 
     def _add_plan(self, place: int, plan: Json) -> None:
+        self.policy = plan.get("policy", self.policy)
         for cluster in plan.get("clusters", ()):
             segments = (
                 (name, segment["first_block"], segment["stop_block"])

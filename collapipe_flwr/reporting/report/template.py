@@ -24,7 +24,7 @@ PAGE = """<!doctype html>
 {% if page.reason %}<p class="warning" id="reason">{{ page.reason }}</p>{% endif %}
 <p class="quiet">{{ page.made }}</p>
 {% if page.tiles %}
-<div class="tiles" id="overview">
+<div class="tiles" id="overview" style="--columns: {{ columns }}">
 {% for tile in page.tiles %}
 <div class="card tile">
 <div class="quiet">{{ tile.title }}</div>
@@ -72,7 +72,13 @@ SECTION = """<section id="{{ section.key }}">
 {% for name in chart.choices %}<option value="{{ name }}">{{ name }}</option>{% endfor %}
 </select>
 {% endif %}
-<div class="chart" data-chart="{{ chart.key }}" role="img" aria-label="{{ chart.title }}"></div>
+<div class="scroll">
+<div class="chart" data-chart="{{ chart.key }}" role="img"
+ aria-label="{{ chart.title }}: a picture, whose values are in the table below"></div>
+</div>
+<details class="values" data-values="{{ chart.key }}">
+<summary>Values<span class="unseen"> of: {{ chart.title }}</span></summary>
+</details>
 </div>
 {% endfor %}
 </div>
@@ -85,7 +91,7 @@ SECTION = """<section id="{{ section.key }}">
 <h3>{{ table.title }}</h3>
 {% endif %}
 {% if table.note %}<p class="quiet">{{ table.note }}</p>{% endif %}
-<div class="scroll"><table>
+<div class="scroll" role="region" aria-label="{{ table.title }}" tabindex="0"><table>
 <thead><tr>{% for cell in table.head %}<th scope="col">{{ cell }}</th>{% endfor %}</tr></thead>
 <tbody>
 {% for row in table.rows %}
@@ -131,9 +137,11 @@ p { margin: 0 0 8px; }
 nav { display: flex; flex-wrap: wrap; gap: 4px 16px; margin: 12px 0; font-size: .9rem; }
 a { color: var(--accent); }
 .tiles {
-  display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr));
-  margin: 16px 0;
+  --share: calc((100% - 12px * (var(--columns, 7) - 1)) / var(--columns, 7));
+  display: grid; gap: 12px; margin: 16px 0;
+  grid-template-columns: repeat(auto-fit, minmax(max(140px, var(--share)), 1fr));
 }
+@media (max-width: 460px) { .tiles > :last-child:nth-child(odd) { grid-column: 1 / -1; } }
 .card {
   background: var(--card); border: 1px solid var(--rule); border-radius: 10px; padding: 14px 16px;
   min-width: 0;
@@ -150,7 +158,19 @@ select {
   font: inherit; color: inherit; background: var(--card); border: 1px solid var(--rule);
   border-radius: 6px; padding: 2px 6px; margin: 4px 0; max-width: 100%;
 }
-.scroll { overflow: auto; max-height: 32rem; }
+.unseen { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
+/* A shadow shows on which side there is more to see. */
+.scroll {
+  --shade: rgba(128, 128, 128, .55);
+  overflow: auto; max-height: 32rem; position: relative;
+  background:
+    linear-gradient(to right, var(--card) 40%, transparent) 0 0 / 40px 100% no-repeat local,
+    linear-gradient(to left, var(--card) 40%, transparent) 100% 0 / 40px 100% no-repeat local,
+    linear-gradient(to right, var(--shade), transparent) 0 0 / 14px 100% no-repeat scroll,
+    linear-gradient(to left, var(--shade), transparent) 100% 0 / 14px 100% no-repeat scroll;
+}
+.values { font-size: .875rem; }
+.values summary { color: var(--quiet); font-weight: 400; }
 table { border-collapse: collapse; font-size: .875rem; width: 100%; }
 caption, summary { text-align: left; font-weight: 600; }
 summary { cursor: pointer; }
@@ -177,7 +197,8 @@ footer { padding-top: 8px; padding-bottom: 32px; }
   .charts .card + .card { margin-top: 12px; }
   .card { break-inside: avoid; border-color: #ccc; }
   .card:has(table) { break-inside: auto; }
-  .scroll { overflow: visible; max-height: none; }
+  .scroll { overflow: visible; max-height: none; background: none; }
+  .values { display: none; }
   tr, h2, h3 { break-inside: avoid; break-after: avoid; }
 }
 """
@@ -187,17 +208,19 @@ const report = (() => {
   const charts = JSON.parse(document.getElementById("charts").textContent);
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const touch = matchMedia("(pointer: coarse)");
-  const PAPER_PIXELS = 640, LEAST_CELL_PIXELS = 30;
+  const PAPER_PIXELS = 640, LEAST_CELL_PIXELS = 30, MOST_WIDTHS = 3;
   let printing = false;
   const themes = {
     light: {
       c0: "#0072b2", c1: "#d55e00", c2: "#009e73", c3: "#b5679a", c4: "#c98700", c5: "#56b4e9",
+      c6: "#5d3a9b", c7: "#8c1c13", c8: "#6b7a00", c9: "#4d4d4d",
       muted: "#9aa1aa", warning: "#d55e00", band: "rgba(0,114,178,0.20)",
       scale: [[0, "#edf4fa"], [1, "#5b9fd3"]],
       text: "#1b1f24", grid: "#e6e9ed", card: "#ffffff",
     },
     dark: {
       c0: "#56b4e9", c1: "#f28e3d", c2: "#3ecf9f", c3: "#e3a0c8", c4: "#e8dc4f", c5: "#b3a5ff",
+      c6: "#ff8f80", c7: "#8fe3e8", c8: "#c4d97a", c9: "#d0d0d0",
       muted: "#7f8894", warning: "#f28e3d", band: "rgba(86,180,233,0.25)",
       scale: [[0, "#1c3042"], [1, "#3f7fb5"]],
       text: "#dfe3e8", grid: "#2b323b", card: "#181c22",
@@ -252,9 +275,16 @@ const report = (() => {
     return chart.choices[select ? select.value : Object.keys(chart.choices)[0]];
   }
 
-  // Texts of cells that are too narrow for them would be drawn too small to read.
+  // Texts of cells that are too narrow for them would be drawn too small to read. A picture that
+  // is not much too wide scrolls; the texts of one that is are in its table.
+  function widthOf(figure, width) {
+    const columns = Math.max(0, ...figure.data.map((t) => (t.type === "heatmap" ? t.x.length : 0)));
+    const wanted = columns && LEAST_CELL_PIXELS * (columns + 4);
+    return wanted <= MOST_WIDTHS * width ? Math.max(width, wanted) : width;
+  }
+
   function legible(trace, width) {
-    if (trace.type !== "heatmap" || width > LEAST_CELL_PIXELS * (trace.x.length + 4)) return trace;
+    if (trace.type !== "heatmap" || width >= LEAST_CELL_PIXELS * (trace.x.length + 4)) return trace;
     return { ...trace, texttemplate: "" };
   }
 
@@ -262,9 +292,69 @@ const report = (() => {
     const element = document.querySelector(`[data-chart="${CSS.escape(key)}"]`);
     const figure = element && chosen(key);
     if (!figure) return Promise.resolve();
-    const width = printing ? PAPER_PIXELS : element.clientWidth;
+    const room = element.parentElement.clientWidth;
+    const width = printing ? PAPER_PIXELS : widthOf(figure, room);
+    element.style.width = !printing && width > room ? `${width}px` : "";
+    tabulate(key, figure);
     const data = painted(figure.data, "").map((trace) => legible(trace, width));
     return Plotly.react(element, data, laidOut(painted(figure.layout, "")), config());
+  }
+
+  // The values of a chart as a table, once somebody opens it: for ears, and for exact numbers.
+  function tabulate(key, figure) {
+    const details = document.querySelector(`[data-values="${CSS.escape(key)}"]`);
+    if (!details || !details.open) return;
+    const [head, ...rows] = cellsOf(figure);
+    const cells = (tag, texts) => {
+      const row = document.createElement("tr");
+      for (const text of texts) row.append(document.createElement(tag));
+      texts.forEach((text, place) => { row.children[place].textContent = text; });
+      return row;
+    };
+    const table = document.createElement("table");
+    table.append(cells("th", head), ...rows.map((row) => cells("td", row)));
+    const box = document.createElement("div");
+    box.className = "scroll";
+    box.tabIndex = 0;
+    box.append(table);
+    details.querySelector(".scroll")?.remove();
+    details.append(box);
+  }
+
+  const plain = (text) => new DOMParser().parseFromString(text, "text/html").body.textContent;
+  const shown = (value) => (typeof value === "number" ? String(value) : plain(value ?? ""));
+
+  // Rows of texts, the head first: spans one by one, points that have texts likewise, the cells of
+  // a picture, and of curves and bars one column each.
+  function cellsOf({ data, layout }) {
+    const title = (axis) => (layout[axis]?.title?.text ?? "");
+    const traces = data.filter((trace) => trace.hoverinfo !== "skip");
+    const [first] = traces;
+    if (first?.type === "heatmap") {
+      const rows = first.y.map((name, row) => [name, ...first.text[row]].map(shown));
+      return [[title("xaxis"), ...first.x.map(shown)], ...rows];
+    }
+    if (first?.base) {
+      const spans = traces.flatMap((t) => t.base.map((from, at) =>
+        [t.y[at], t.name, t.customdata[at], from, t.x[at]].map(shown)));
+      return [["stage", "work", "span", "begins [ms]", "lasts [ms]"], ...spans];
+    }
+    if (first?.text && first.mode === "markers") {
+      const points = first.text.map((name, at) => [name, first.x[at], first.y[at]].map(shown));
+      return [["point", title("xaxis"), title("yaxis")], ...points];
+    }
+    const sideways = traces.some((trace) => trace.orientation === "h");
+    const [keys, values, unit] = sideways ? ["y", "x", "xaxis"] : ["x", "y", "yaxis"];
+    const rows = new Map();
+    traces.forEach((trace, column) => trace[keys].forEach((name, at) => {
+      if (!rows.has(name)) rows.set(name, traces.map(() => ""));
+      rows.get(name)[column] = trace.text?.[at] || shown(trace[values][at]);
+    }));
+    const named = [...rows].map(([name, texts]) => [shown(name), ...texts]);
+    if (!sideways) named.sort(([a], [b]) => a - b);
+    const of = title(unit) && ` [${title(unit)}]`;
+    const head = [title(sideways ? "yaxis" : "xaxis"), ...traces.map((t) => plain(t.name) + of)];
+    return [head, ...named];
   }
 
   const drawAll = () => Promise.all(Object.keys(charts).map(draw));
@@ -278,10 +368,14 @@ const report = (() => {
     const key = event.target.dataset.choices;
     if (key) draw(key);
   });
+  document.addEventListener("toggle", ({ target }) => {
+    const key = target.dataset.values;
+    if (key && target.open) tabulate(key, chosen(key));
+  }, true);
   dark.addEventListener("change", drawAll);
   addEventListener("beforeprint", () => {
     printing = true;
-    for (const details of document.querySelectorAll("details")) details.open = true;
+    for (const each of document.querySelectorAll("details:not(.values)")) each.open = true;
     drawAll();
   });
   addEventListener("afterprint", () => {

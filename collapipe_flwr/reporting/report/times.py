@@ -8,6 +8,7 @@ from statistics import median
 
 from collapipe_flwr.reporting.report import charts
 from collapipe_flwr.reporting.report.charts import Chart, Section, Table
+from collapipe_flwr.reporting.report.learning import run_style
 from collapipe_flwr.reporting.report.run_data import ClusterData, RunData
 from collapipe_flwr.reporting.report.series import MOST_COLUMNS, stride_of, thinned
 
@@ -176,14 +177,17 @@ def _row(name: str, data: ClusterData) -> list[str]:
 def compared_times(runs: Sequence[RunData]) -> Section:
     """Seconds of rounds of all runs, and their wall-clock time."""
     traces = [
-        charts.curve(run.name, run.rounds, run.numbers["latency_s"], charts.colour_of(place))
+        charts.curve(run.name, run.rounds, run.numbers["latency_s"], "")
+        | run_style(place, len(runs))
         for place, run in enumerate(runs)
         if run.numbers["latency_s"].known
     ]
-    walls = {run.name: sum(run.numbers["wall_s"].known) for run in runs}
+    clocks = {run.name: run.numbers["wall_s"].known for run in runs}
+    walls = {name: sum(known) if known else None for name, known in clocks.items()}
     wall = charts.per_run("wall", "Wall-clock seconds of all rounds", "wall clock", walls, "s")
     if not traces:
         return Section(key="time", title="Time of a round", charts=[wall])
     figure = charts.by_round(traces, zero=True)
-    rounds = Chart(key="round-time", title="Seconds of a round", figure=figure)
+    missing = charts.not_measured(runs, traces)
+    rounds = Chart(key="round-time", title="Seconds of a round", note=missing, figure=figure)
     return Section(key="time", title="Time of a round", charts=[rounds, wall])
