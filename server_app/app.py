@@ -135,7 +135,9 @@ def _clusters(
     if config.run.runtime != "pipeline":
         return members, None
     model = profile_model(learner.splitter, learner.shape, config.train.optimizer.state_bytes)
-    return members, make_planner(config, model, clusters, members.clusters)
+    whole = learner.splitter.whole_batches
+    planner = make_planner(config, model, clusters, members.clusters, whole_batches=whole)
+    return members, planner
 
 
 def _recorder(

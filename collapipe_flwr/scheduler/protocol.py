@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Protocol, runtime_checkable
 
@@ -197,6 +197,12 @@ class SchedulerConfig(PricingOptions):
         """All pairs (size, count) of micro-batches that a plan may choose."""
         pairs = product(self.micro_batch_sizes, self.micro_batches)
         return tuple(p for p in pairs if not self.batch_size or p[0] * p[1] == self.batch_size)
+
+    @property
+    def uncut(self) -> SchedulerConfig:
+        """The same with batches as large, each of which is one micro-batch."""
+        sizes = tuple(sorted({size * count for size, count in self.batches}))
+        return replace(self, micro_batch_sizes=sizes, micro_batches=(1,))
 
     def aimed(self, rounds: int) -> float:
         """The share of its budget that a device gets for the ``rounds``-th round, from 1."""

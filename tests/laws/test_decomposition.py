@@ -125,6 +125,13 @@ def spoken(random: torch.Generator) -> dict[str, Tensor]:
     return {"x": in_rows(random)["x"], "words": words, "lengths": lengths}
 
 
+def painted(random: torch.Generator) -> dict[str, Tensor]:
+    pieces = torch.randn(EXAMPLES, LENGTH, own.CLASSES, generator=random)
+    x = torch.randn(EXAMPLES, LENGTH, 5, generator=random)
+    places = torch.tensor([[7], [1], [4], [2], [6], [3]])
+    return {"x": x, "pieces": pieces, "covered": (torch.arange(LENGTH) < places).float()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A model with its loss, whether its batches may be cut, and what it learns from."""
@@ -167,6 +174,9 @@ NET = {
     ),
     "labels of another name": Case(cut=True, loss=own.named_otherwise, batches=of_kinds),
     "connectionist": Case(cut=True, loss=own.connectionist, batches=spoken),
+    "covered pieces by a tensor": Case(
+        cut=True, loss=own.of_covered_pieces, batches=painted, choices={"weight": "covered"}
+    ),
     "experts": Case(cut=True, loss=own.unbalanced, model=own.Experts, choices=BLOCKS),
     "a dataclass": Case(cut=True, loss=own.of_fields, model=own.Returning),
     "unnamed arguments": Case(
@@ -179,6 +189,7 @@ NET = {
     "shifted labels": Case(
         cut=False, loss=own.shifted, batches=in_rows, choices={"weight": "labels"}
     ),
+    "covered pieces": Case(cut=False, loss=own.of_covered_pieces, batches=painted),
     "contrastive": Case(cut=False, loss=own.contrastive, batches=viewed),
     "ranked": Case(cut=False, loss=own.ranked, batches=tall),
     "dice": Case(cut=False, loss=own.dice, batches=labelled_often),

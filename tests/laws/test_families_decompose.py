@@ -6,7 +6,7 @@ import pytest
 
 from collapipe_flwr.models.decomposition import find_means, made_up_batch
 from collapipe_flwr.models.splitter import Splitter
-from tests.models.conftest import OVERRIDES, Tiny
+from tests.models.conftest import Tiny
 
 TASKS = {
     **dict.fromkeys(("marian", "bart", "mbart", "m2m_100", "t5", "mt5", "pegasus"), "seq2seq"),
@@ -19,7 +19,13 @@ TASKS = {
 }
 
 
-@pytest.mark.parametrize("model_type", [name for name in TASKS if name in OVERRIDES])
+USUAL = ("marian", "vit", "bert", "distilbert", "gpt2", "qwen2", "whisper")
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [*USUAL, *(pytest.param(t, marks=pytest.mark.slow) for t in TASKS if t not in USUAL)],
+)
 def test_a_family_may_be_cut_by_its_labels(model_type: str) -> None:
     splitter = Splitter(Tiny().spec(model_type, TASKS[model_type]))
     found = find_means(splitter, splitter.initial_weights(seed=1), made_up_batch(splitter))

@@ -253,6 +253,12 @@ def two_tasks(outputs: Tensor, batch: Batch) -> Tensor:
     return cross_entropy(outputs, batch) + named_otherwise(outputs, batch)
 
 
+def of_covered_pieces(outputs: Tensor, batch: Batch) -> Tensor:
+    """Of a masked picture: the mean over the pieces that were covered."""
+    errors = (outputs - batch["pieces"]).abs().mean(-1) * batch["covered"]
+    return errors.sum() / batch["covered"].sum()
+
+
 def connectionist(outputs: Tensor, batch: Batch) -> Tensor:
     """The mean over examples of what each row is long."""
     lengths = torch.full((len(outputs),), outputs.shape[1])

@@ -112,7 +112,9 @@ def _loaded(config: AppConfig, run_dir: Path | None, clusters: Sequence[ClusterC
     )
     if config.run.runtime == "pipeline":
         nodes = dict(enumerate(profiles, 1))
-        make_planner(config, model, nodes, {n: p.cluster_id for n, p in nodes.items()})
+        names = {n: p.cluster_id for n, p in nodes.items()}
+        whole = learner.splitter.whole_batches
+        make_planner(config, model, nodes, names, whole_batches=whole)
     task, spec = learner.task, learner.splitter.spec
     found = f"{spec.model_type} of {len(model.blocks)} blocks for {spec.task}"
     sizes = f"{_share_text(config, learner)} and {len(task.test)} test examples"

@@ -58,14 +58,26 @@ def make_planner(
     model: ModelProfile,
     clusters: Mapping[int, ClusterProfile],
     names: Mapping[int, str],
+    *,
+    whole_batches: bool = False,
 ) -> ScheduledRounds:
     """The planner with the run's policy; ``names`` maps nodes to the ids of ``clusters``.
 
-    Raises ConfigError for unknown names and InfeasibleError when no plan fits the devices.
+    With ``whole_batches``, a batch is one micro-batch. Raises ConfigError for unknown names and
+    InfeasibleError when no plan fits the devices.
     """
+    settings = config.scheduling
+    if whole_batches:
+        settings = settings.uncut
+        log.warning(
+            "%s gets whole batches, uncut, of %s examples: its layers learn from batches as a "
+            "whole",
+            config.model.type,
+            " or ".join(map(str, settings.micro_batch_sizes)),
+        )
     planning = Planning(
         policy=config.scheduler.policy,
-        settings=config.scheduling,
+        settings=settings,
         radio=config.world.radio,
         channel=config.world.channel,
         seed=config.run.seed,

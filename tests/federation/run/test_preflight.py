@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 import os
 import re
 import subprocess
@@ -20,11 +21,14 @@ from collapipe_flwr.config.schema import flatten, parse
 from collapipe_flwr.core import errors, hub
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError
 from collapipe_flwr.core.keys import Value
+from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.run import running
 from collapipe_flwr.federation.run.preflight import check_launch, preflight
 from collapipe_flwr.federation.run.running import Attempt, launch_of
 from collapipe_flwr.reporting.run_directory import RunDirectory
 from collapipe_flwr.reporting.screen import Screen
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig
 from tests.federation.wrong_inputs import (
     DATA,
     EXTRAS,
@@ -70,6 +74,26 @@ def check(values: Mapping[str, Value], **options: Any) -> str:
 def assert_one_sentence(sentence: str, key: str, way_out: str) -> None:
     assert key in sentence and way_out in sentence
     assert "\n" not in sentence and "Traceback" not in sentence and len(sentence) < 600
+
+
+def test_a_model_that_learns_from_batches_as_a_whole_gets_them_uncut(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("collapipe_flwr.models.splitter.normalises_batches", lambda _: True)
+    planned: list[SchedulerConfig] = []
+    monkeypatch.setattr(
+        Planning, "scheduler", property(lambda self: first_plan(planned, self.settings))
+    )
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+    check({**TEXTS, "scheduler.micro-batch-sizes": "4,8", "scheduler.micro-batches": "1,2"})
+    assert {settings.batches for settings in planned} == {((4, 1), (8, 1), (16, 1))}
+    (line,) = caplog.messages
+    assert "whole batches, uncut, of 4 or 8 or 16 examples" in line and "\n" not in line
+
+
+def first_plan(planned: list[SchedulerConfig], settings: SchedulerConfig) -> Scheduler:
+    planned.append(settings)
+    return make_scheduler("uniform", settings)
 
 
 def test_there_are_enough_of_them() -> None:
