@@ -39,7 +39,8 @@ TITLES = {
     "scheduler": "Scheduler",
     "world": "Simulated devices and radio",
     "links": "Links between stages",
-    "edge": "Edge server",
+    "edge": "Edge",
+    "privacy": "Privacy",
     "evaluation": "Evaluation",
     "reporting": "Reporting",
 }

@@ -20,7 +20,6 @@ PROCESS_BOUNDS: Mapping[str, float] = {
 # The same of places on disk.
 DISK_BOUNDS: Mapping[str, float] = {
     "states of control units": 1e6,
-    "state of the edge": 1e6,
     "devices' caches": 1e6,
     "temporary files": 1e6,
     "run directory": 16e6,  # a line of events per round

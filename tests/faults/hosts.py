@@ -95,7 +95,7 @@ class Host:
 
 @contextmanager
 def hosts(folder: Path, devices: int) -> Iterator[tuple[Sequence[Host], Host]]:
-    """Devices d0, d1, ... and an edge that keeps its state, while the body runs."""
+    """Devices d0, d1, ... and an edge, while the body runs."""
     with wires() as loop, ExitStack() as stack:
 
         def hosted(command: str, *options: str) -> Host:
@@ -105,4 +105,4 @@ def hosts(folder: Path, devices: int) -> Iterator[tuple[Sequence[Host], Host]]:
 
         names = [f"d{n}" for n in range(devices)]
         found = [hosted("device", "--name", name) for name in names]
-        yield found, hosted("edge", "--state-dir", str(folder / "state"))
+        yield found, hosted("edge")

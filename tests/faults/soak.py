@@ -142,7 +142,6 @@ def places(folder: Path) -> dict[str, list[Path]]:
     """Where programs write, by the names of `DISK_BOUNDS`."""
     return {
         "states of control units": [folder / f"state-{name}" for name in CLUSTERS],
-        "state of the edge": [folder / "edge-state"],
         "devices' caches": [folder / "cache"],
         "temporary files": [folder / "tmp"],
         "run directory": [folder / "runs"],

@@ -93,10 +93,9 @@ class Deployment:
         return unit
 
     def start_edge(self) -> Program:
-        """The edge, with what it kept of an earlier life."""
+        """The edge of all clusters."""
         files = self._cluster_files()
         command = [*_COLLAPIPE, "edge", "--listen", self.members["edge"].listen, *files]
-        command += ["--state-dir", str(self.folder / "edge-state")]
         edge = self.programs.start("edge", "edge", command, cwd=self.folder)
         edge.wait_for("edge server on", deadline_s=_START_S)
         return edge

@@ -131,7 +131,7 @@ def test_two_boards_and_a_computer_train_by_their_page_within_five_minutes(tmp_p
     addresses = {LAPTOP: "10.0.0.3", "pi-1": "10.0.0.11", "pi-2": "10.0.0.12"}
     env = environment(tmp_path) | {"OMP_NUM_THREADS": "1", "HOME": "/root"}
     (tmp_path / "machines").mkdir()
-    device, file, edge, train = blocks_of(TWO_BOARDS)
+    device, file, check, train = blocks_of(TWO_BOARDS)
     busy, ours = is_busy(), f"FLWR_HOME={tmp_path}"
     with (
         namespaces(list(addresses), rate_bit_per_s=100_000_000, addresses=addresses) as network,
@@ -146,10 +146,7 @@ def test_two_boards_and_a_computer_train_by_their_page_within_five_minutes(tmp_p
         home = found[LAPTOP].path("/root")
         home.mkdir(parents=True, exist_ok=True)
         (home / file.place).write_text(file.text)
-        begin, check = edge.text.splitlines()
-        started = running.start_here("edge", found[LAPTOP].enter(f"{begin} wait"), cwd=tmp_path)
-        started.wait_for("edge server on", deadline_s=90)
-        checked = running.start_here("check", found[LAPTOP].enter(check), cwd=tmp_path)
+        checked = running.start_here("check", found[LAPTOP].enter(check.text), cwd=tmp_path)
         assert checked.wait(deadline_s=200) == 0, checked.tail()
         words = f"cd {PROJECT}; {train.text.strip()} --output-dir {tmp_path}/runs"
         run = running.start_here("run", found[LAPTOP].enter(words), cwd=tmp_path)
