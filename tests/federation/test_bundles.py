@@ -208,8 +208,8 @@ def test_rounds_with_bundles_are_those_without() -> None:
     plain, wanted = rounds(FixedPlanner("c1", "c2"), lambda train: train)
     grid, found = rounds(FixedPlanner("c1", "c2", bundles=("c1",)), bundled)
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
-    assert [len(m.content[ARRAYS]) for m in plain.sent] == [3, 3, 3, 3]
+    assert [len(m.content[ARRAYS]) for m in plain.sent] == [5] * 4
     for sent in grid.sent:
         first = sent.metadata.dst_node_id == 1
         assert takes_bundles(sent.content) == first
-        assert len(sent.content[ARRAYS]) == (1 if first else 3)
+        assert len(sent.content[ARRAYS]) == (1 if first else 5)
