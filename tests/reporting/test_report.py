@@ -352,8 +352,10 @@ def test_without_the_extra_a_run_ends_with_one_sentence(
 
 def test_damage_never_keeps_a_run_from_ending(tmp_path: Path) -> None:
     run = made_up(tmp_path)
-    (run.path / "events.jsonl").write_text('{"no": "event of a round"}\n')
-    assert closing_report(run.path).startswith("no report: unexpected KeyError ('round_index')")
+    (run.path / "events.jsonl").write_text('{"no": "event of a round"}\n' * 2)
+    assert "line 1: no event of a round (round_index is no whole" in closing_report(run.path)
+    (run.path / "events.jsonl").write_text('{"round_index": 1, "plan": {"clusters": [1]}}\n')
+    assert "line 1: no event of a round (AttributeError" in closing_report(run.path)
 
 
 def test_a_report_is_made_once_after_the_last_word(tmp_path: Path) -> None:
