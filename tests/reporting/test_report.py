@@ -355,7 +355,7 @@ def test_damage_never_keeps_a_run_from_ending(tmp_path: Path) -> None:
     (run.path / "events.jsonl").write_text('{"no": "event of a round"}\n' * 2)
     assert "line 1: no event of a round (round_index is no whole" in closing_report(run.path)
     (run.path / "events.jsonl").write_text('{"round_index": 1, "plan": {"clusters": [1]}}\n')
-    assert "line 1: no event of a round (AttributeError" in closing_report(run.path)
+    assert "line 1: no event of a round (TypeError" in closing_report(run.path)
 
 
 def test_a_report_is_made_once_after_the_last_word(tmp_path: Path) -> None:
