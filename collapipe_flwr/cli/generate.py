@@ -105,7 +105,7 @@ def generate(
     from collapipe_flwr.generation.text_generator import text_generator
     from collapipe_flwr.generation.text_model import TextModel
 
-    disable_progress_bar()  # it would stand around the answer
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # it would surround the answer
     config = None if cluster is None else read_cluster(cluster)
     access = _access(config, allow, listen, tls)
     model = TextModel.load(run, edge_blocks=edge_blocks)
