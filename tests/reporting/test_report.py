@@ -385,3 +385,11 @@ def test_rows_with_long_names_stay_apart() -> None:
     axis = figure["layout"]["yaxis"]
     assert axis["tickvals"] == figure["data"][0]["y"] == names
     assert all(text.startswith("…") and len(text) <= 30 for text in axis["ticktext"])
+
+
+def test_legends_show_short_names_as_they_are(tmp_path: Path) -> None:
+    name = "a&b-" + "x" * 60
+    page = run_page(read_run(made_up(tmp_path, rounds=2, name=name).path))
+    legends = [t["name"] for key in ("loss", "queues") for t in page.charts[key]["figure"]["data"]]
+    assert all(len(text) <= 45 for text in legends)
+    assert "&amp;amp;" not in json.dumps(page.charts)
