@@ -257,8 +257,12 @@ def check(
     that would slow it down, and figures of an earlier check stay.
     """
     from collapipe_flwr.config.cluster_file import read_cluster
+    from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
+    from collapipe_flwr.reporting.output import prepare, progress, terminal, write_json
 
     config = read_cluster(file)
+    prepare("--json", json_file)
+    block = BenchmarkRequest(width=width, seconds=seconds)
     typer.echo(f"measuring cluster {config.id}", err=True)  # libraries take seconds to load
     from collapipe_flwr.cluster.check import (
         CheckSettings,
@@ -267,21 +271,16 @@ def check(
         with_earlier,
     )
     from collapipe_flwr.membership.figures import figures_of
-    from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
-    from collapipe_flwr.reporting.output import prepare, progress, terminal, write_json
     from collapipe_flwr.reporting.tables import show_measurements
 
-    prepare("--json", json_file)
-    block = BenchmarkRequest(width=width, seconds=seconds)
     settings = CheckSettings(block=block, deadline_s=deadline_s, most_links=most_links)
     members = len(config.devices) + 1 + bool(config.edge.address)
     with progress(members + len(measured_ways(config, settings))) as on_done:
         found = check_cluster(config, settings, on_done)
     show_measurements(found, terminal())
-    if json_file is not None:
-        write_json(
-            json_file, plain(with_earlier(found, figures_of(config)) if found.busy else found)
-        )
+    if found.busy and json_file is not None:
+        found = with_earlier(found, figures_of(config))
+    write_json(json_file, plain(found))
     raise typer.Exit(1 if found.faults else 0)
 
 

@@ -99,10 +99,13 @@ def generate(
             _print(client.write, requests, stream, slots)
         return
     assert run is not None
+    from transformers.utils.logging import disable_progress_bar
+
     from collapipe_flwr.config.cluster_file import read_cluster
     from collapipe_flwr.generation.text_generator import text_generator
     from collapipe_flwr.generation.text_model import TextModel
 
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # it would surround the answer
     config = None if cluster is None else read_cluster(cluster)
     access = _access(config, allow, listen, tls)
     model = TextModel.load(run, edge_blocks=edge_blocks)

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 _MOST_BESIDE = 3  # panels
 # Costs that are left out where all runs have one of these values.
-_USUAL = {"status": {"completed", ""}, "rounds without a cluster": {""}}
+_USUAL = {
+    "status": {"completed", ""},
+    "rounds without a cluster": {""},
+    "largest difference of the loss": {""},
+}
 
 
 def read_curves(sources: Sequence[str]) -> list[RunData]:
@@ -57,7 +61,8 @@ def markdown(runs: Sequence[RunData], metrics: Sequence[str] = ()) -> str:
         for index, values in enumerate(points, start=first)
     ]
     same = identical_text(runs, names)
-    return "\n".join((_table(head, rows), _costs(runs), *([f"{same}\n"] if same else [])))
+    curves = _table(head, rows) if columns else "No run was evaluated yet.\n"
+    return "\n".join((curves, _costs(runs), *([f"{same}\n"] if same else [])))
 
 
 def _costs(runs: Sequence[RunData]) -> str:

@@ -51,6 +51,13 @@ BY_OWNER = "run this command as their owner, say with `sudo -u collapipe`"
 _SUMMARY = "summary.json"
 _PENDING, _RUN_ID, _CHECKPOINTS = "pending-round.json", "run-id", "checkpoints"
 _PLANS = b',\n  "plans": ['  # as `write_summary` lays it out
+# Of values of the summary that are not plain text or numbers.
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("metric", "energy", "bytes", "untrained", "lost", "versions"), dict),
+    **dict.fromkeys(("peak_memory_bytes", "memory_limit_bytes", "model_share"), dict),
+    **dict.fromkeys(("links", "notes", "plans"), list),
+    "wall_s": (int, float),
+}
 _BLOCK_BYTES = 1 << 20
 MANY_BYTES = 50_000_000  # of events, which take about a second to read
 _ROUND = re.compile(r"round-(\d{6,})")
@@ -209,8 +216,9 @@ def _line(event: Json) -> str:
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
     """The summary of a run directory, or None where there is none yet; see `run_lock.as_it_is`."""
-    written, summary = is_written(run_dir), _read(run_dir / _SUMMARY)
-    return None if summary is None else as_it_is(summary, run_dir, written)
+    written, path = is_written(run_dir), run_dir / _SUMMARY
+    summary = _read(path)
+    return None if summary is None else as_it_is(_shaped(path, summary), run_dir, written)
 
 
 def read_summary_head(run_dir: Path) -> dict[str, Any] | None:
@@ -221,7 +229,19 @@ def read_summary_head(run_dir: Path) -> dict[str, Any] | None:
     with path.open("rb") as file:
         while (place := text.find(_PLANS)) < 0 and (block := file.read(_BLOCK_BYTES)):
             text += block
-    return _parsed(path, text if place < 0 else text[:place] + b"}")
+    return _shaped(path, _parsed(path, text if place < 0 else text[:place] + b"}"))
+
+
+def _shaped(path: Path, summary: dict[str, Any]) -> dict[str, Any]:
+    """A summary without what is null in it; raises RunError for values of another kind."""
+    for key, kind in _KINDS.items():
+        if summary.get(key, 0) is None:
+            del summary[key]
+        elif key in summary and not isinstance(summary[key], kind):
+            raise RunError(
+                f"{path} is damaged ({key} is {summary[key]!r}): bring it back, or start a new run"
+            )
+    return summary
 
 
 def untrained_metrics(summary: Mapping[str, Any]) -> Mapping[str, float]:
@@ -361,6 +381,8 @@ def parse_event(path: Path, number: int, line: bytes) -> dict[str, Any]:
         event = json.loads(line)
         if not isinstance(event, dict):
             raise ValueError(f"no JSON object, but {type(event).__name__}")
+        if not isinstance(event.get("round_index"), int):
+            raise ValueError("round_index is no whole number")
     except ValueError as error:
         raise RunError(
             f"{path}, line {number}: no event of a round ({error}); delete the line to go "

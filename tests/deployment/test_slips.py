@@ -30,6 +30,8 @@ SLIPS = [
     (("deploy", "i.toml"), "did you mean control-unit.host"),
     (("deploy", "i.toml", "--deadline-s", "0"), "--deadline-s"),
     (("cluster", "check", "i.toml"), "is an inventory"),
+    (("cluster", "check", "c.toml", "--width", "33"), "width must be a multiple"),
+    (("cluster", "check", "c.toml", "--json", "file/f.json"), "--json"),
     (("cluster", "check", "nowhere.toml"), "nowhere.toml cannot be read"),
     (("cluster", "status", "--folder", "file"), "no cluster is kept in file"),
     (("cluster", "token", "--role", "devices"), "devices"),

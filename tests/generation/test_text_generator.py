@@ -240,6 +240,7 @@ def test_the_command_prints_a_line_per_text(
     result = command.invoke(app, ["generate", "--run", str(storyteller), *texts, *new, *options])
     assert result.exit_code == 0, result.output
     assert result.stdout == "".join(unsplit(storyteller, text) + "\n" for text in TEXTS[:2])
+    assert result.stderr == ""
 
 
 @pytest.mark.parametrize(

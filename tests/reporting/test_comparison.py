@@ -181,6 +181,29 @@ def test_costs_that_a_summary_does_not_know_are_empty(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["compare", "report"])
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"metric": "accuracy"}, "summary.json is damaged (metric is 'accuracy')"),
+        ({"wall_s": "12"}, "summary.json is damaged (wall_s is '12')"),
+        (dict.fromkeys(("metric", "bytes", "wall_s", "lost", "energy", "links")), ""),
+    ],
+)
+def test_values_of_another_kind_are_one_sentence_and_null_is_unknown(
+    tmp_path: Path, command: str, change: dict[str, Any], sentence: str
+) -> None:
+    run = _run(tmp_path / "run", [0.1], **change)
+    done = CliRunner().invoke(app, [command, run])
+    assert (sentence in str(done.exception)) if sentence else (done.exit_code == 0)
+
+
+def test_runs_that_were_not_evaluated_are_said_to_be(tmp_path: Path) -> None:
+    found = markdown(read_curves([_run(tmp_path / "run", [])]))
+    assert found.startswith("No run was evaluated yet.")
+    assert "largest difference" not in found
+
+
+@pytest.mark.parametrize("command", ["compare", "report"])
 def test_a_command_that_finds_no_run_ends_with_exit_code_2(command: str) -> None:
     done = CliRunner().invoke(app, [command, "no-run"])
     assert isinstance(done.exception, ConfigError) and done.exception.exit_code == 2

@@ -352,8 +352,10 @@ def test_without_the_extra_a_run_ends_with_one_sentence(
 
 def test_damage_never_keeps_a_run_from_ending(tmp_path: Path) -> None:
     run = made_up(tmp_path)
-    (run.path / "events.jsonl").write_text('{"no": "event of a round"}\n')
-    assert closing_report(run.path).startswith("no report: unexpected KeyError ('round_index')")
+    (run.path / "events.jsonl").write_text('{"no": "event of a round"}\n' * 2)
+    assert "line 1: no event of a round (round_index is no whole" in closing_report(run.path)
+    (run.path / "events.jsonl").write_text('{"round_index": 1, "plan": {"clusters": [1]}}\n')
+    assert "line 1: no event of a round (TypeError" in closing_report(run.path)
 
 
 def test_a_report_is_made_once_after_the_last_word(tmp_path: Path) -> None:
@@ -383,3 +385,11 @@ def test_rows_with_long_names_stay_apart() -> None:
     axis = figure["layout"]["yaxis"]
     assert axis["tickvals"] == figure["data"][0]["y"] == names
     assert all(text.startswith("…") and len(text) <= 30 for text in axis["ticktext"])
+
+
+def test_legends_show_short_names_as_they_are(tmp_path: Path) -> None:
+    name = "a&b-" + "x" * 60
+    page = run_page(read_run(made_up(tmp_path, rounds=2, name=name).path))
+    legends = [t["name"] for key in ("loss", "queues") for t in page.charts[key]["figure"]["data"]]
+    assert all(len(text) <= 45 for text in legends)
+    assert "&amp;amp;" not in json.dumps(page.charts)

@@ -108,8 +108,13 @@ def plain(name: str) -> str:
 
 
 def label(name: str) -> str:
-    """A name shortened for an axis; its end is kept, which says most."""
-    return plain(name if len(name) <= _NAME else f"…{name[1 - _NAME :]}")
+    """A name shortened for an axis, see `short`."""
+    return plain(short(name))
+
+
+def short(name: str) -> str:
+    """A name shortened for a legend; its end is kept, which says most."""
+    return name if len(name) <= _NAME else f"…{name[1 - _NAME :]}"
 
 
 def line(

@@ -133,7 +133,7 @@ def _queues(run: RunData) -> Chart | None:
     peaks = sorted(queues, key=lambda n: -max(v for v in queues[n] if not isnan(v)))[:_QUEUES]
     traces += [
         charts.line(
-            charts.label(name), *thinned(run.rounds, queues[name], of=max), colour, width=1.5
+            charts.short(name), *thinned(run.rounds, queues[name], of=max), colour, width=1.5
         )
         for name, colour in zip(peaks, charts.COLOURS, strict=False)
         if any(v > 0 for v in queues[name])

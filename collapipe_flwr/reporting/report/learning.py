@@ -80,7 +80,11 @@ def _each_cluster(run: RunData) -> list[Json]:
     if len(series) <= _SINGLE:
         return [
             charts.line(
-                f"training, {name}", *thinned(run.rounds, y), charts.MUTED, dash=dash, width=1.2
+                f"training, {charts.short(name)}",
+                *thinned(run.rounds, y),
+                charts.MUTED,
+                dash=dash,
+                width=1.2,
             )
             for (name, y), dash in zip(series.items(), cycle(_DASHES), strict=False)
         ]

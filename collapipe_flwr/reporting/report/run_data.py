@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.reporting import run_directory
 from collapipe_flwr.reporting.events import (
     control_unit_role,
@@ -196,6 +197,12 @@ def read_run(run_dir: Path, name: str = "") -> RunData:
     """The rounds of a run directory so far; raises RunError for a damaged file."""
     summary, config = run_directory.read_summary(run_dir), run_directory.read_config(run_dir)
     data = RunData(name or run_dir.resolve().name, summary, config)
-    for event in run_directory.iter_events(run_dir):
-        data.add(event)
+    for number, event in enumerate(run_directory.iter_events(run_dir), start=1):
+        try:
+            data.add(event)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise RunError(
+                f"{run_dir / run_directory.EVENTS}, line {number}: no event of a round "
+                f"({error!r}); delete the line to go on without it"
+            ) from error
     return data
