@@ -34,6 +34,7 @@ from collapipe_flwr.simulation.world import (
     World,
     budgeted,
     make_world,
+    with_divided_memory,
     with_edge_at_home,
 )
 
@@ -91,6 +92,7 @@ class Planning:
     def described(self, profile: ClusterProfile, model: ModelProfile | None) -> ClusterProfile:
         """A cluster as it is planned with."""
         profile = with_edge_at_home(profile) if self.labels_at_home else profile
+        profile = profile if model is None else with_divided_memory(profile, model)
         return budgeted(profile, self.budget, model)
 
     @property

@@ -275,6 +275,8 @@ def _at_home(cluster: ClusterProfile, channel: ChannelState) -> ChannelState:
 
 def with_edge_at_home(cluster: ClusterProfile) -> ClusterProfile:
     """The cluster whose control unit is its edge, with the measured links to it."""
+    if has_edge_at_home(cluster):
+        return cluster
     unit = cluster.control_unit
     edge = EdgeProfile(
         speed_flop_per_s=unit.speed_flop_per_s,
@@ -290,6 +292,24 @@ def with_edge_at_home(cluster: ClusterProfile) -> ClusterProfile:
             ends = ("", other if one == unit.device_id else one)
             rates.append(replace(link, ends=ends))
     return replace(cluster, edge=edge, link_rates=tuple(rates))
+
+
+def with_divided_memory(cluster: ClusterProfile, model: ModelProfile) -> ClusterProfile:
+    """The cluster whose control unit's memory is divided among its two parts, if it is the edge.
+
+    Each gets the state of its part and half of what is left.
+    """
+    unit, edge = cluster.control_unit, cluster.edge
+    if edge is None or not has_edge_at_home(cluster) or edge.memory_bytes != unit.memory_bytes:
+        return cluster  # or it is divided already
+    own, last = model.embedding.state_bytes, model.decoder.state_bytes
+    here = max(own + (unit.memory_bytes - own - last) // 2, 1)
+    there = max(unit.memory_bytes - here, 1)
+    return replace(
+        cluster,
+        control_unit=replace(unit, memory_bytes=here),
+        edge=replace(edge, memory_bytes=there),
+    )
 
 
 def has_edge_at_home(cluster: ClusterProfile) -> bool:
