@@ -49,9 +49,10 @@ def taken_s(profile: DeviceProfile | EdgeProfile, passes: float, flop: float) ->
 
 
 def server_s(profile: ClusterProfile, model: ModelProfile) -> float:
-    """Seconds of a round's weights from the Flower server and back."""
-    parts = (model.embedding, *model.blocks, model.decoder)
-    return 16.0 * sum(part.parameter_bytes for part in parts) / profile.server_rate_bit_per_s
+    """Seconds of a round's weights from the Flower server and back; see `tables`."""
+    whole = model.embedding.parameter_bytes + sum(b.parameter_bytes for b in model.blocks)
+    whole += model.decoder.parameter_bytes if profile.real_links else 0
+    return 16.0 * whole / profile.server_rate_bit_per_s
 
 
 def as_measured(snapshot: Snapshot, cluster_id: str, samples: Collection[StageSample]) -> Snapshot:

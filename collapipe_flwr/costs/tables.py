@@ -149,13 +149,18 @@ def _edges(snapshot: Snapshot) -> EdgeTable:
 
 
 def _server_rates(snapshot: Snapshot) -> Array:
-    """Rates at which weights there and back take as long as they do with the round's overhead."""
+    """Rates at which embedding and blocks take as long there and back as all that a round takes.
+
+    That is the round's overhead, and for machines the decoder's weights, too. A simulated edge
+    stands beside the server, as the paper's does.
+    """
     model, profiles = snapshot.model, [c.profile for c in snapshot.clusters]
-    parts = (model.embedding, *model.blocks, model.decoder)
-    bits = 16.0 * sum(part.parameter_bytes for part in parts)
+    bits = 16.0 * sum(part.parameter_bytes for part in (model.embedding, *model.blocks))
     rate = np.array([profile.server_rate_bit_per_s for profile in profiles], dtype=np.float64)
     overhead = np.array([profile.overhead_s for profile in profiles], dtype=np.float64)
-    return rate / (1.0 + overhead * rate / max(bits, 1.0))
+    real = np.array([profile.real_links for profile in profiles], dtype=np.float64)
+    more_bits = overhead * rate + real * 16.0 * model.decoder.parameter_bytes
+    return rate / (1.0 + more_bits / max(bits, 1.0))
 
 
 def block_table(model: ModelProfile) -> BlockTable:

@@ -128,9 +128,7 @@ def bulk_of(tables: Tables, rows: Layouts) -> tuple[Array, Array]:
 
 def server_s(tables: Tables, clusters: Ints | int) -> Array:
     """Seconds of a round's weights from the Flower server to ``clusters`` and back."""
-    model = tables.snapshot.model
-    whole = model.embedding.parameter_bytes + model.decoder.parameter_bytes
-    whole += tables.blocks.parameter_bytes_l[-1]
+    whole = tables.snapshot.model.embedding.parameter_bytes + tables.blocks.parameter_bytes_l[-1]
     return np.asarray(2.0 * 8.0 * whole / tables.server_rate_m[clusters])
 
 
