@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 import collapipe_flwr
@@ -117,6 +118,16 @@ def test_flower_is_an_extra_where_flower_looks_for_it() -> None:
     assert of_extras == ["flwr>=1.41,<1.43; extra == 'flower'"]
     assert table["optional-dependencies"]["flower"] == []
     assert any("[flower" in text for text in table["optional-dependencies"]["simulation"])
+
+
+def test_pins_forbid_no_flower_that_is_supported() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line]
+    pins = {r.name: r.specifier for r in map(Requirement, lines)}
+    asked = map(Requirement, project()["project"]["dependencies"])
+    (supported,) = (r.specifier for r in asked if r.name == "flwr")
+    for version in ("1.41.0", "1.42.0"):
+        assert supported.contains(version) and pins["flwr"].contains(version)
+    assert pins["certifi"].contains("2026.10.19") and pins["uv"].contains("0.13.5")  # 1.42 asks it
 
 
 def test_flower_installs_what_the_apps_import() -> None:
