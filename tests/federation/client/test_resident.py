@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -80,8 +81,15 @@ METRICS = {"loss": 0.1, "rows": 2**60, "each": [1.5, float("inf")]}
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with made_project(tmp_path, monkeypatch) as package:
+        yield package
+
+
+@contextmanager
+def made_project(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A project whose app imports flwr alone, where Python finds it."""
-    package = tmp_path / "fab" / "probe_app"
+    forget_probes()
+    package = folder / "fab" / "probe_app"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "work.py").write_text(APP)
@@ -90,6 +98,11 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(TaskIdentity, "_run_id", 1)
     monkeypatch.setattr(TaskIdentity, "_node_id", 1)
     yield package
+    forget_probes()
+
+
+def forget_probes() -> None:
+    """The next project has an app of the same name."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "probe_app"]:
         del sys.modules[name]
 
@@ -111,6 +124,28 @@ def control_unit(folder: Path, *options: str) -> Iterator[tuple[Path, subprocess
             yield path, process
         finally:
             process.kill()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """A control unit with its folder: two imports of all that it needs, one for the app's code."""
+
+    folder: Path
+    path: Path
+    process: subprocess.Popen[str]
+
+
+@pytest.fixture(scope="module")
+def unit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Unit]:
+    """For tests that leave it as it was, but for its counters."""
+    folder = tmp_path_factory.mktemp("unit")
+    options = ("--state-dir", str(folder / "kept"), "--metrics", "0", "--log-format", "json")
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        made_project(folder, patch),
+        control_unit(folder, *options) as (path, process),
+    ):
+        yield Unit(folder=folder, path=path, process=process)
 
 
 def ask(
@@ -141,18 +176,16 @@ def told(path: Path | str, run: int = 1) -> dict[str, object]:
     return dict(ask(path, run=run)[0].content["told"])
 
 
-@pytest.mark.usefixtures("project")
-def test_a_message_is_answered_there_as_it_would_be_here(tmp_path: Path) -> None:
+def test_a_message_is_answered_there_as_it_would_be_here(unit: Unit) -> None:
     here, context = ask("")
     assert here.content["told"]["pid"] == os.getpid()
-    with control_unit(tmp_path) as (path, process):
-        there, lent = ask(path)
-        assert there.content["told"]["pid"] == process.pid
-        for name in ("asked", "arrays", "metrics"):
-            assert there.content[name] == here.content[name]
-        assert lent.state == context.state
-        assert there.metadata.dst_node_id == here.metadata.dst_node_id
-        assert told(path)["calls"] == 2, "it stayed"
+    there, lent = ask(unit.path)
+    assert there.content["told"]["pid"] == unit.process.pid
+    for name in ("asked", "arrays", "metrics"):
+        assert there.content[name] == here.content[name]
+    assert set(lent.state) == set(context.state)
+    assert there.metadata.dst_node_id == here.metadata.dst_node_id
+    assert told(unit.path)["calls"] == there.content["told"]["calls"] + 1, "it stayed"
 
 
 def test_it_runs_the_files_of_the_run_and_never_older_ones(project: Path, tmp_path: Path) -> None:
@@ -165,14 +198,13 @@ def test_it_runs_the_files_of_the_run_and_never_older_ones(project: Path, tmp_pa
         assert process.poll() is None
 
 
-@pytest.mark.usefixtures("project")
-def test_errors_there_are_raised_here(tmp_path: Path) -> None:
-    with control_unit(tmp_path) as (path, _):
-        with pytest.raises(DataError, match=r"^no rows$"):
-            ask(path, "raise")
-        with pytest.raises(RunError, match=r"^ZeroDivisionError: by nothing$"):
-            ask(path, "break")
-        assert told(path)["calls"] == 3
+def test_errors_there_are_raised_here(unit: Unit) -> None:
+    before = told(unit.path)["calls"]
+    with pytest.raises(DataError, match=r"^no rows$"):
+        ask(unit.path, "raise")
+    with pytest.raises(RunError, match=r"^ZeroDivisionError: by nothing$"):
+        ask(unit.path, "break")
+    assert told(unit.path)["calls"] == before + 3
 
 
 @pytest.mark.parametrize("kind", [MemberFailed, MemberSilent])
@@ -322,27 +354,28 @@ def test_a_stop_gives_a_message_its_grace_and_no_more(tmp_path: Path) -> None:
         assert waited_s[0] >= 0.5
 
 
-@pytest.mark.usefixtures("project")
-def test_what_a_run_keeps_lies_in_its_folder_unless_the_node_names_one(tmp_path: Path) -> None:
-    with control_unit(tmp_path, "--state-dir", str(tmp_path / "kept")) as (path, _):
-        assert ask(path)[0].content["node"]["state-dir"] == str(tmp_path / "kept")
+def test_what_a_run_keeps_lies_in_its_folder_unless_the_node_names_one(unit: Unit) -> None:
+    assert ask(unit.path)[0].content["node"]["state-dir"] == str(unit.folder / "kept")
     assert ask("")[0].content["node"]["state-dir"] == ""
 
 
-@pytest.mark.usefixtures("project")
-def test_it_tells_and_logs_what_it_answers(tmp_path: Path) -> None:
+def test_it_tells_and_logs_what_it_answers(unit: Unit) -> None:
     pytest.importorskip("prometheus_client")
-    with control_unit(tmp_path, "--metrics", "0", "--log-format", "json") as (path, process):
-        told(path)
-        with pytest.raises(DataError):
-            ask(path, "raise")
-        wait_for_its_turn(path)  # it counts a message after its relay has the answer
-        (port,) = listening_ports(process.pid)
-        found = scrape(f"127.0.0.1:{port}")
-    assert found["collapipe_control_unit_messages_total", "answered"] == 1
-    assert found["collapipe_control_unit_messages_total", "raised"] == 1
+    told(unit.path)  # its code is loaded in any case
+    wait_for_its_turn(unit.path)
+    (port,) = listening_ports(unit.process.pid)
+    before, log = scrape(f"127.0.0.1:{port}"), unit.folder / "log"
+    known = len(log.read_text().splitlines())
+    told(unit.path)
+    with pytest.raises(DataError):
+        ask(unit.path, "raise")
+    wait_for_its_turn(unit.path)  # it counts a message after its relay has the answer
+    found = scrape(f"127.0.0.1:{port}")
+    for how in ("answered", "raised"):
+        key = ("collapipe_control_unit_messages_total", how)
+        assert found[key] == before.get(key, 0) + 1
     assert found["collapipe_control_unit_busy",] == 0
-    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    lines = [json.loads(line) for line in log.read_text().splitlines()[known:]]
     about = [(line["level"], line["type"], line["device"]) for line in lines]
     assert about == [(level, "train", "control-unit") for level in ("info", "error")]
     assert "DataError: no rows" in lines[1]["error"]
