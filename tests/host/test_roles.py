@@ -126,7 +126,7 @@ def test_a_neighbour_may_stream_with_the_token_only(device: Host) -> None:
 def shared(edge: Host) -> Host:
     """The edge, where the control unit of cluster g opened a session."""
     with edge.seen_by("cu-g") as unit:
-        unit.open_session(request("s-g", cluster_id="g", server_round=3))
+        unit.open_session(request("s-g", cluster_id="g", attempt=1))
         unit.session(session_key("s-g")).push_weights(Head().state_dict())
     return edge
 
