@@ -124,7 +124,8 @@ def test_checkpoints_every_second_round_lose_one_more_and_change_nothing(
 
 
 def test_a_run_resumes_only_as_itself(run_app: RunApp, shared_run: RunApp, tmp_path: Path) -> None:
-    run_dir = shared_run({"num-server-rounds": 1})
+    run_dir = tmp_path / "copy"  # a resumed run writes into its folder
+    shutil.copytree(shared_run({"num-server-rounds": 1}), run_dir)
     resume: dict[str, Value] = {"num-server-rounds": 1, "resume": str(run_dir)}
     with pytest.raises(ConfigError, match=r"train\.learning-rate is 0\.5, but the run in .* 0\.00"):
         run_app({**resume, "train.learning-rate": 0.5})
