@@ -32,7 +32,8 @@ def test_a_plain_run_tells_its_training_loss_and_what_it_sent(shared_run: RunApp
     split = _events(shared_run({**ALONE, "runtime": "pipeline"}, nodes=1))
     for ours, theirs in zip(plain, split, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
-        assert ours["bytes"]["flower"] > theirs["bytes"]["flower"] > 0  # no decoder in the latter
+        flower = ours["bytes"]["flower"]
+        assert 0 < flower < theirs["bytes"]["flower"] < 1.1 * flower  # a plan and measurements more
 
 
 def test_one_cluster_has_all_the_data() -> None:

@@ -21,7 +21,7 @@ ONE_BATCH: dict[str, Value] = {
     "world.memory-share": 1.0,
     "world.energy-share": 100.0,
 }
-LONGEST = 1.1  # the longest batch over the mean one, by which plans are priced
+CAUTIOUS = 1.2  # the price of a plan over what was measured
 
 
 def _event(run_dir: Path) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def test_measured_peaks_keep_the_share(shared_run: RunApp) -> None:
     whole_bytes = sum(whole["memory_bytes"].values())  # of all three parts
     (all_blocks,) = _devices(whole).values()
     (plan,) = whole["plan"]["clusters"]
-    assert plan["whole_bytes"] <= whole_bytes <= plan["whole_bytes"] * LONGEST
+    assert whole_bytes <= plan["whole_bytes"] <= CAUTIOUS * whole_bytes
 
     share = round(0.7 * all_blocks / whole_bytes, 3)
     capped = {**ONE_BATCH, "world.devices": "jetson-orin-nano,phone,phone"}
@@ -69,7 +69,7 @@ def test_measured_peaks_under_1f1b_keep_the_share_at_every_depth(
     capped: dict[str, Value] = {"scheduler.max-model-share": 0.4, "run-name": "capped"}
     event = _event(run_app({**batch, **capped}))
     (plan,) = event["plan"]["clusters"]
-    assert plan["model_share"] == 0.4 and plan["whole_bytes"] <= whole_bytes
+    assert plan["model_share"] == 0.4 and plan["whole_bytes"] <= CAUTIOUS * whole_bytes
     assert min(plan["warmup_depth"][1:-1]) > 1 and len(plan["segments"]) > 1
     assert any(s["replicas"] for s in plan["segments"]) == replicas
     assert max(_devices(event).values()) <= 0.4 * whole_bytes
