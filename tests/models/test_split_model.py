@@ -427,7 +427,7 @@ def test_a_model_without_blocks_is_refused() -> None:
 @pytest.mark.parametrize(
     ("model", "choices", "reason"),
     [
-        (3, {}, "needs an nn.Module, got int"),
+        (3, {}, "needs an nn.Module, got 3"),
         (dict, {}, "needs an nn.Module, got the class dict"),
         (own_models.makes_a_number, {}, "must return an nn.Module, got int"),
         (lambda: nn.Linear(1, 1), {}, "stands in a function or lambda"),

@@ -147,7 +147,7 @@ def test_all_policies_start_on_equal_terms() -> None:
         ("--profile-error 1", "--profile-error must be >= 0 and < 1, got 1"),
         ("--profile-error-kind bia", "--profile-error-kind must be one of noise, bias, got 'bia'"),
         ("--profile-delay -1", "--profile-delay must be at least 0, got -1"),
-        ("--truth-error inf", "--truth-error must be >= 0 and finite, got inf"),
+        ("--truth-error inf", "--truth-error must be a finite number, got inf"),
         ("--policies ,", "--policies needs at least one"),
         ("--policies dssda,dssda", "--policies names one twice"),
         ("--seeds x", "--seeds must list whole numbers"),
