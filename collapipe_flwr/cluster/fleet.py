@@ -98,8 +98,9 @@ class ThreadFleet:
                 return _segments(stages, keep_optimizer) + last_part
 
             try:
-                collect = partial(partial, collected)
-                yield Chain(link, collect, edge.targets)
+                yield Chain(
+                    link, lambda keep_optimizer: partial(collected, keep_optimizer), edge.targets
+                )
             except BaseException as error:
                 link.close(str(error) or type(error).__name__)
                 raise

@@ -140,9 +140,10 @@ class StrategyHooks:
             self._close_edge()
 
     def _opened_edge(self) -> DefaultEdge:
-        """The edge of clusters that name none; one in this process ends with the run, or with it.
+        """The edge of clusters that name none, opened in the first round.
 
-        A strategy around this one calls no :meth:`running`.
+        It ends with :meth:`running`, which a strategy around this one does not call, else with the
+        process.
         """
         if self._default_edge is None:
             self._default_edge = self._running.enter_context(open_edge(self._edge))

@@ -128,10 +128,8 @@ class Site:
     def _edge(self, cluster: ClusterConfig, task: SplitTask) -> Iterator[HostedEdge]:
         """The edge of the cluster file, else the run's, else the control unit."""
         address = cluster.edge.address or task.edge_address
-        name, tls = (
-            cluster.certificate_name(cluster.edge),
-            cluster.tls_files(cluster.control_unit.name),
-        )
+        name = cluster.certificate_name(cluster.edge)
+        tls = cluster.tls_files(cluster.control_unit.name)
         with ExitStack() as stack:
             service = None
             if cluster.edge_is_control_unit or task.learning.labels_at_home or not address:
