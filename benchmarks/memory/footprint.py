@@ -13,7 +13,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -83,13 +83,29 @@ LLAMA_1B = ModelSize(
     tokens=64,
     steps=1,
 )
-SIZES = {size.name: size for size in (BERT_BASE, LLAMA_1B)}
+T5_BASE = ModelSize(
+    name="t5-base",
+    task="seq2seq",
+    model_type="t5",
+    overrides={
+        "d_model": 768,
+        "d_ff": 3072,
+        "d_kv": 64,
+        "num_heads": 12,
+        "num_layers": 12,
+        "num_decoder_layers": 12,
+        "dropout_rate": 0.0,
+    },
+    vocabulary=32_128,
+    narrow_on_disk=False,
+)
+SIZES = {size.name: size for size in (BERT_BASE, T5_BASE, LLAMA_1B)}
 MODES = (FULL, LORA, f"{LORA}-bfloat16", f"{LORA}-int8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleOrder:
-    """What one process is asked to be: control-unit, device, edge or whole."""
+    """What one process is asked to be: a role of `benchmarks.memory.role`."""
 
     spec_json: str
     role: str
@@ -120,6 +136,8 @@ class MemoryCase:
     whole_model_peak_bytes: int
     ratio: float | None
     needed_bytes: int  # weights, gradients and optimiser state by the profile
+    message_bytes: int | None = None  # of a control unit, from the server and as much back
+    edge_message_bytes: int | None = None  # the part of it that is the edge's
     peak_anonymous_bytes: int | None = None
     left_out: str = ""  # why it was not measured
     whole_model_measured: bool = True
@@ -157,6 +175,7 @@ def drawn_spec(size: ModelSize) -> ModelSpec:
         overrides=size.overrides,
         vocab_size=size.vocabulary,
         num_labels=size.labels,
+        decoder_start_token_id=0 if size.task == "seq2seq" else None,
         ties="rows",
     )
 
@@ -182,6 +201,7 @@ def _cases(
         peak = peaks.resident if peaks else None
         if order.role == "whole":
             whole, measured = peak or needed, peak is not None
+        carried = _message(spec) if order.role.startswith("control-unit") else (None, None)
         yield MemoryCase(
             model=size.name,
             mode=mode,
@@ -192,6 +212,8 @@ def _cases(
             whole_model_peak_bytes=whole,
             ratio=None if peak is None else peak / whole,
             needed_bytes=needed,
+            message_bytes=carried[0],
+            edge_message_bytes=carried[1],
             peak_anonymous_bytes=peaks.anonymous if peaks else None,
             left_out=left_out,
             whole_model_measured=measured,
@@ -212,15 +234,28 @@ def _orders(size: ModelSize, spec: ModelSpec) -> Iterator[tuple[RoleOrder, int]]
     )
     ends = profile.embedding.state_bytes, profile.decoder.state_bytes
     yield order, _whole_bytes(size, splitter)
-    parts = (profile.embedding, *profile.blocks, profile.decoder)
-    message = sum(part.parameter_bytes for part in parts)
-    yield replace(order, role="control-unit", devices=size.devices), max(ends[0], message)
+    message, _ = _message(spec)
+    unit = replace(order, role="control-unit", devices=size.devices)
+    yield unit, max(ends[0], message)
+    yield replace(unit, role="control-unit-and-edge"), max(sum(ends), message)
     each = splitter.num_blocks // size.devices
     for first in range(0, splitter.num_blocks, each):
         stop = first + each
         device = replace(order, role="device", first_block=first, stop_block=stop)
         yield device, sum(blocks[first:stop])
     yield replace(order, role="edge"), ends[1]
+
+
+def _message(spec: ModelSpec) -> tuple[int, int]:
+    """Bytes of what a message carries, and of the edge's part of it."""
+    splitter = Splitter(spec)
+    shapes = splitter.shapes
+
+    def size(keys: Iterable[str]) -> int:
+        return sum(math.prod(shapes[key][0]) * shapes[key][1].itemsize for key in keys)
+
+    carried = set(splitter.all_keys())
+    return size(carried), size(carried.intersection(splitter.edge_keys()))
 
 
 def _whole_bytes(size: ModelSize, splitter: Splitter) -> int:

@@ -121,14 +121,26 @@ class NearEdge(HostedEdge):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OwnEdge(HostedEdge):
+    """The edge of a control unit that serves it itself; ``feed`` plays the last device."""
+
+    feed: Callable[[Link], None]
+
+    def targets_of(self, hosted: Hosted) -> None:
+        """Run the session, which is open and filled; its targets come in frames."""
+        with hosted.session.connect(LinkConfig()) as link:
+            self.feed(link)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NearFleet(RemoteFleet):
     """Devices that `NearClient` stands in for."""
 
     splitter: Splitter
 
     @staticmethod
-    def of(splitter: Splitter, devices: int) -> NearFleet:
-        """So many devices."""
+    def of(splitter: Splitter, devices: int, edge: HostedEdge | None = None) -> NearFleet:
+        """So many devices, and an ``edge``, else one near, too."""
         members = tuple(MemberConfig(name=f"d{n}", address=_NOWHERE) for n in range(devices))
         return NearFleet(
             splitter=splitter,
@@ -140,7 +152,7 @@ class NearFleet(RemoteFleet):
                 edge=MemberConfig(name="edge"),
                 server=MemberConfig(name="server"),
             ),
-            edge=NearEdge(address=_NOWHERE),
+            edge=edge or NearEdge(address=_NOWHERE),
             deadline_s=WAIT_S,
         )
 

@@ -48,6 +48,8 @@ def _table(cases: list[MemoryCase]) -> Table:
         "whole model",
         "ratio",
         "state by profile",
+        "message",
+        "edge's part",
     ):
         table.add_column(column, justify="left" if column in ("model", "mode", "role") else "right")
     for case in cases:
@@ -55,7 +57,8 @@ def _table(cases: list[MemoryCase]) -> Table:
         whole = ("" if case.whole_model_measured else "> ") + _size(case.whole_model_peak_bytes)
         anonymous = _size(case.peak_anonymous_bytes)
         sizes = _size(case.peak_bytes), anonymous, whole, ratio, _size(case.needed_bytes)
-        table.add_row(case.model, case.mode, case.role, *sizes)
+        carried = _size(case.message_bytes), _size(case.edge_message_bytes)
+        table.add_row(case.model, case.mode, case.role, *sizes, *carried)
     return table
 
 

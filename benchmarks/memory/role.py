@@ -19,12 +19,14 @@ from benchmarks.memory.footprint import RoleOrder
 from benchmarks.memory.neighbours import (
     WAIT_S,
     NearFleet,
+    OwnEdge,
     answer,
     answering_thread,
     even_plan,
 )
 from benchmarks.resident import AnonymousPeak, peak_bytes
 from collapipe_flwr.cluster.control_unit import train_round
+from collapipe_flwr.cluster.hosted import HostedEdge
 from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.unsplit import train_unsplit
 from collapipe_flwr.core.processes import end_with_parent
@@ -40,7 +42,7 @@ from collapipe_flwr.pipeline.link import (
     LEARNS,
     Frame,
     FrameKind,
-    MemoryLink,
+    Link,
     memory_pair,
 )
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
@@ -74,7 +76,22 @@ class Player:
         optimizer = Optimizer(RULE, model.named_parameters())
         train_unsplit(splitter, model, optimizer, steps)
 
-    def control_unit(self) -> None:
+    def control_unit_and_edge(self) -> None:
+        """A round of a control unit that serves its cluster's edge."""
+        from collapipe_flwr.host.server import EdgeServer
+        from collapipe_flwr.host.service import EdgeService
+
+        with EdgeServer("127.0.0.1:0", service := EdgeService(most_sessions=1)) as server:
+            self.control_unit(
+                OwnEdge(
+                    address=server.address,
+                    service=service,
+                    deadline_s=WAIT_S,
+                    feed=lambda link: self._feed(link, learns=True),
+                )
+            )
+
+    def control_unit(self, edge: HostedEdge | None = None) -> None:
         """A round, from all that Flower's message carries to all that the reply does."""
         from flwr.app import RecordDict
 
@@ -101,7 +118,7 @@ class Player:
             weights=weights,
             learning=LearningSettings(optimizer=RULE, deadline_s=WAIT_S),
         )
-        fleet = NearFleet.of(splitter, order.devices)
+        fleet = NearFleet.of(splitter, order.devices, edge)
         result = train_round(splitter, asked, [[micro_batch]] * order.steps, fleet)
         content["arrays"] = reply = take_record(result.weights)
         assert len(reply) == len(keys)
@@ -138,7 +155,7 @@ class Player:
         self._feed(up, learns=True)
         serving.join(WAIT_S)
 
-    def _feed(self, link: MemoryLink, *, learns: bool) -> None:
+    def _feed(self, link: Link, *, learns: bool) -> None:
         """Play the stages before: one micro-batch per step, then the end."""
         batch, width = self._batch(), self._splitter.config.hidden_size
         weight = float(self._splitter.weight_of(batch))
@@ -183,6 +200,7 @@ def main() -> None:
     roles = {
         "whole": player.whole,
         "control-unit": player.control_unit,
+        "control-unit-and-edge": player.control_unit_and_edge,
         "device": player.device,
         "edge": player.edge,
     }

@@ -29,7 +29,7 @@ from collapipe_flwr.pipeline.compute import bring, home, place_of
 from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.link import HIDDEN, Frame, FrameKind, Link, Mailbox
 
-TOKENS, INPUT_IDS, ATTENTION_MASK, ROWS = "tokens", "input_ids", "attention_mask", "rows"
+TOKENS, INPUT_IDS, ATTENTION_MASK, ROWS = "/tokens", "input_ids", "attention_mask", "/rows"
 PAST, PROMPT, ASK, DONE, SLOTS = "past", "prompt", "ask", "done", "slots"
 LATE = "late"  # with DONE: the text failed by a timeout
 MOST_SLOTS = 64

@@ -24,8 +24,9 @@ from collapipe_flwr.core.texts import printable
 if TYPE_CHECKING:
     from torch import Tensor
 
-HIDDEN = "hidden"  # the tensor of an ACTIVATION frame that carries gradients
-GRAD = "grad"  # the tensor of a GRADIENT frame
+# A batch's own tensors travel in the same frames, by names that begin with no stroke.
+HIDDEN = "/hidden"  # the tensor of an ACTIVATION frame that carries gradients
+GRAD = "/grad"  # the tensor of a GRADIENT frame
 LEARNS = "learns"  # scalar of an ACTIVATION: 0 where everything ahead is frozen
 
 Item = TypeVar("Item")

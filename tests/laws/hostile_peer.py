@@ -28,7 +28,7 @@ import torch
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.core.version import own_version
 from collapipe_flwr.pipeline.config import SessionKey, SessionRequest
-from collapipe_flwr.pipeline.link import Frame, FrameKind
+from collapipe_flwr.pipeline.link import HIDDEN, Frame, FrameKind
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.codec import encode_frame
 from collapipe_flwr.transport.methods import encode_message
@@ -118,7 +118,7 @@ def bad_frames() -> list[list[bytes]]:
         [piece("[274877906944]"), end],
         [struct.pack("<4sI", b"CPF1", 2**31) + b"[" * 4000],
         [struct.pack("<4sI", b"CPF1", 4088) + b"[" * 4088],
-        [encode_frame(Frame(kind=FrameKind.ACTIVATION, tensors={"hidden": torch.zeros(4)}))],
+        [encode_frame(Frame(kind=FrameKind.ACTIVATION, tensors={HIDDEN: torch.zeros(4)}))],
     ]
 
 

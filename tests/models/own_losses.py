@@ -264,3 +264,10 @@ def connectionist(outputs: Tensor, batch: Batch) -> Tensor:
     lengths = torch.full((len(outputs),), outputs.shape[1])
     scores = outputs.log_softmax(-1).transpose(0, 1)
     return functional.ctc_loss(scores, batch["words"], lengths, batch["lengths"])
+
+
+def weighed(scores: Tensor, batch: Batch) -> Tensor:
+    """The mean over examples, each weighed by what stands beside features and labels."""
+    (name,) = (name for name in batch if name not in ("x", "labels") and "/" not in name)
+    losses = functional.cross_entropy(scores, batch["labels"], reduction="none")
+    return (losses * batch[name]).mean()

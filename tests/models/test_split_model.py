@@ -32,7 +32,7 @@ from tests.laws.test_cluster_equals_whole import (
     _train_unsplit,
 )
 from tests.laws.test_execution import split
-from tests.models import own_models
+from tests.models import own_losses, own_models
 from tests.models.test_own_models import CALM, CUTS, by_hand, cut_up
 
 WHOLE = Cut(stops=(2, 4), micro_batches=(6,))
@@ -522,3 +522,18 @@ def test_a_class_within_a_function_is_refused() -> None:
 
     with pytest.raises(ModelError, match="move it to the top of a module of your app"):
         SplitModel(Inner(), example=pictures(0))
+
+
+@pytest.mark.parametrize("name", ["hidden", "grad", "tokens", "rows"])
+def test_a_tensor_of_a_batch_may_bear_any_name(name: str) -> None:
+    model = own_losses.Net()
+    batches = [features(seed) | {name: 1.0 + torch.rand(6)} for seed in range(2)]
+    split_model = SplitModel(
+        model, example=batches[0], blocks="blocks", inputs=["x"], loss=own_losses.weighed
+    )
+    splitter, weights = split_model.splitter, split_model.weights()
+    steps = [cut_up(batch, (4, 2)) for batch in batches]
+    losses, trained = _train_split(splitter, weights, CUTS[1], steps, SGD)
+    whole_losses, whole = _train_unsplit(splitter, weights, [[b] for b in batches], SGD)
+    assert losses == near(whole_losses)
+    assert_near(trained, whole)

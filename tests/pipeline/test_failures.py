@@ -25,7 +25,7 @@ from collapipe_flwr.core.errors import (
     ScheduleError,
 )
 from collapipe_flwr.pipeline.config import Execution
-from collapipe_flwr.pipeline.link import Frame, FrameKind, memory_pair
+from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, FrameKind, memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MiddleStage
 from collapipe_flwr.pipeline.soundness import check_sound, odd_numbers
@@ -127,7 +127,7 @@ def begin(step: int = 0, **changes: object) -> Frame:
 
 
 def activation(step=0, micro_batch=0, **more) -> Frame:
-    tensors = {"hidden": torch.zeros(1, 2, 16), "labels": torch.zeros(1, 2).long()}
+    tensors = {HIDDEN: torch.zeros(1, 2, 16), "labels": torch.zeros(1, 2).long()}
     scalars = {"scale": 0.5, "weight": 2.0}
     return Frame(
         kind=FrameKind.ACTIVATION,
@@ -181,9 +181,9 @@ def test_frames_out_of_order_or_malformed_are_refused(frames):
     "answer",
     [
         {"tensors": {}, "scalars": {"loss": 1.0}},
-        {"tensors": {"grad": torch.zeros(2, 2)}, "scalars": {"loss": 1.0}},
-        {"tensors": {"grad": torch.zeros(1, 2, 16)}},
-        {"tensors": {"grad": torch.zeros(1, 2, 16)}, "scalars": {"loss": 1.0}, "step": 3},
+        {"tensors": {GRAD: torch.zeros(2, 2)}, "scalars": {"loss": 1.0}},
+        {"tensors": {GRAD: torch.zeros(1, 2, 16)}},
+        {"tensors": {GRAD: torch.zeros(1, 2, 16)}, "scalars": {"loss": 1.0}, "step": 3},
     ],
 )
 def test_gradients_that_do_not_fit_are_refused(answer):
@@ -191,7 +191,7 @@ def test_gradients_that_do_not_fit_are_refused(answer):
     part = make_parts((1,))[1]
     stage = MiddleStage(part, Optimizer(SGD, ()), settings("device"), upstream=up, downstream=down)
     cu.send(begin(micro_batches=1.0), deadline_s=1)
-    mask = {"hidden": torch.zeros(1, 2, 16), "attention_mask": torch.ones(1, 2)}
+    mask = {HIDDEN: torch.zeros(1, 2, 16), "attention_mask": torch.ones(1, 2)}
     cu.send(activation(tensors=mask), deadline_s=1)
     edge.send(Frame(kind=FrameKind.GRADIENT, **answer), deadline_s=1)
     with pytest.raises(ProtocolError):
@@ -220,7 +220,7 @@ def test_a_norm_that_no_gradient_has_is_refused_and_its_sender_blamed(square_nor
     )
     hidden, (batch,) = torch.zeros(2, 7, 16), make_batch((2,))
     device.send(
-        Frame(kind=FrameKind.GRADIENT, tensors={"grad": hidden}, scalars={"loss": 1.0}),
+        Frame(kind=FrameKind.GRADIENT, tensors={GRAD: hidden}, scalars={"loss": 1.0}),
         deadline_s=1,
     )
     device.send(Frame(kind=FrameKind.TOTALS, scalars={"square_norm": square_norm}), deadline_s=1)
@@ -229,7 +229,7 @@ def test_a_norm_that_no_gradient_has_is_refused_and_its_sender_blamed(square_nor
     assert (failure.value.witness, failure.value.accused) == ("control unit", "device")
 
 
-@pytest.mark.parametrize("name", ["hidden", "grad", "sum/w", "shared/w", "rows/w"])
+@pytest.mark.parametrize("name", [HIDDEN, GRAD, "sum/w", "shared/w", "rows/w"])
 def test_whatever_is_added_to_weights_or_gradients_is_checked_on_arrival(name):
     link, _ = memory_pair("edge", "A/1")
     wrong = Frame(kind=FrameKind.SUM, tensors={name: torch.tensor([1.0, torch.nan])})
@@ -277,7 +277,7 @@ def test_a_mask_is_no_odd_input(tensor, odd):
 
 
 odd_tensors = st.dictionaries(
-    st.sampled_from(["hidden", "labels", "attention_mask", "grad", "x"]),
+    st.sampled_from([HIDDEN, "labels", "attention_mask", GRAD, "x"]),
     st.builds(
         lambda shape, dtype: torch.ones(shape, dtype=dtype),
         st.lists(st.integers(0, 17), max_size=4),

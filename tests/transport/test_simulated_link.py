@@ -11,11 +11,11 @@ import torch
 
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.core.links import LinkConfig, slower
-from collapipe_flwr.pipeline.link import Frame, FrameKind, MemoryLink
+from collapipe_flwr.pipeline.link import HIDDEN, Frame, FrameKind, MemoryLink
 from collapipe_flwr.transport import simulated_link
 from collapipe_flwr.transport.simulated_link import simulated_pair
 
-FRAME = Frame(kind=FrameKind.ACTIVATION, tensors={"hidden": torch.zeros(250)})  # 1000 bytes
+FRAME = Frame(kind=FrameKind.ACTIVATION, tensors={HIDDEN: torch.zeros(250)})  # 1000 bytes
 PACE = LinkConfig(forward_bit_per_s=8_000.0, backward_bit_per_s=4_000.0)
 DEADLINE_S = 60.0
 
