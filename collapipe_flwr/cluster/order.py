@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.core.domain import ClusterPlan, Segment
+from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import Heartbeat, LinkConfig
-from collapipe_flwr.core.schedule import ALONE, Turn, turns
+from collapipe_flwr.core.schedule import ALONE, SCHEDULES, Turn, turns
 from collapipe_flwr.pipeline.compute import CPU, hold
-from collapipe_flwr.pipeline.config import Execution, StageConfig
+from collapipe_flwr.pipeline.config import LONGEST_WAIT_S, Execution, StageConfig
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.offload import Lookup
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
@@ -25,7 +26,10 @@ PATIENCE_PER_STAGE = 0.5  # upstream waits longer, so that the neighbour of a si
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningSettings:
-    """How a cluster learns in one round, set by the server for all clusters."""
+    """How a cluster learns in one round, set by the server for all clusters.
+
+    Raises ConfigError for an unknown schedule, and for numbers that no round could run with.
+    """
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: str = "1f1b"
@@ -37,6 +41,18 @@ class LearningSettings:
     run_id: str = ""  # the same for a run that is resumed
     keep_optimizer: bool = False  # its state continues in the next round
     labels_at_home: bool = False  # the control unit is the edge, and no link carries labels
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ConfigError(
+                f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}"
+            )
+        if not 0 < self.deadline_s <= LONGEST_WAIT_S:
+            raise ConfigError(
+                f"deadline_s must be > 0 and <= {LONGEST_WAIT_S:g}, got {self.deadline_s}"
+            )
+        if self.snapshot_every < 0:
+            raise ConfigError(f"snapshot_every must be >= 0, got {self.snapshot_every}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
