@@ -103,9 +103,11 @@ class Player:
         message = encode_tensors({})
         for key in keys:
             message.update(encode_tensors(self._weights([key])))
-        bundle(content := RecordDict({"arrays": message}))  # as it comes
+        content = RecordDict({"arrays": message})
+        del message  # bundling leaves a record that somebody else holds as it is
+        bundle(content)  # as it comes
         unbundle(content)
-        weights = stow_tensors(message)
+        weights = stow_tensors(content.array_records["arrays"])
         give_back()
         batch = self._batch()
         micro_batch = MicroBatch(
@@ -122,6 +124,7 @@ class Player:
         result = train_round(splitter, asked, [[micro_batch]] * order.steps, fleet)
         content["arrays"] = reply = take_record(result.weights)
         assert len(reply) == len(keys)
+        del reply
         bundle(content)
 
     def device(self) -> None:

@@ -217,7 +217,11 @@ def _run(stack: PreTrainedModel, blocks_path: str, spec: ModelSpec) -> _Trace:
     inputs = example_inputs(stack.config, stack.main_input_name, _LENGTH, _EXAMPLES)
     for name in arguments_of(stack, needed=True):
         if name not in inputs:
-            raise refusal(spec, f"it reads {name!r}, which examples of {spec.task} do not hold")
+            raise refusal(
+                spec,
+                f"it needs {name!r}, and models are traced with {', '.join(sorted(inputs))} only: "
+                "give SplitModel a module of your own around it, with an example",
+            )
     try:
         with _MarkingDrawn():
             trace.output = stack(**inputs, **without_cache(stack))

@@ -16,6 +16,7 @@ from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
@@ -64,7 +65,7 @@ def _differences(
     ours, theirs = (dict(m.named_modules(remove_duplicate=False)) for m in (live, rebuilt))
     for path in (*ours, *theirs):
         here, there = (_kind(modules.get(path)) for modules in (ours, theirs))
-        if here != there or type(ours[path]) is not type(theirs[path]):
+        if here != there or _class_of(ours[path]) is not _class_of(theirs[path]):
             yield f"module {path!r}", here, there
             return
     paths: dict[int, str] = {}
@@ -233,6 +234,11 @@ def _size(tensor: Any) -> str:
     if not isinstance(tensor, Tensor):
         return "missing" if tensor is None else type(tensor).__name__
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _class_of(module: nn.Module) -> type:
+    """A module's class; torch gives each module with a parametrization a class of its own."""
+    return type_before_parametrizations(module)
 
 
 def _kind(module: nn.Module | None) -> str:

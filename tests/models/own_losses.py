@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.parametrizations import weight_norm
 
 CLASSES = 3
 WEIGHTS = torch.tensor([0.2, 1.0, 3.0])  # by class
@@ -55,6 +56,14 @@ class Named(Net):
     def forward(self, **features: Tensor) -> Any:
         """Of two features (B, 5)."""
         return super().forward(features["x"] + features["y"])
+
+
+class WeightNormed(Net):
+    """Has parametrizations, for which torch makes classes of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.blocks[1].linear = map(weight_norm, (self.stem, self.blocks[1].linear))
 
 
 @dataclass

@@ -537,3 +537,14 @@ def test_a_tensor_of_a_batch_may_bear_any_name(name: str) -> None:
     whole_losses, whole = _train_unsplit(splitter, weights, [[b] for b in batches], SGD)
     assert losses == near(whole_losses)
     assert_near(trained, whole)
+
+
+def test_modules_with_parametrizations_are_cut() -> None:
+    batch = features(0)
+    model = own_losses.WeightNormed()
+    split_model = SplitModel(model, example=batch, blocks="blocks")
+    splitter, weights = split_model.splitter, split_model.weights()
+    losses, trained = _train_split(splitter, weights, CUTS[1], [cut_up(batch, (4, 2))], SGD)
+    whole_losses, whole = _train_unsplit(splitter, weights, [[batch]], SGD)
+    assert losses == near(whole_losses)
+    assert_near(trained, whole)
