@@ -1,5 +1,6 @@
-"""One round between configuration and aggregation: each message gets its plan and its part of the
-model, each reply is joined with the edge's part.
+"""One round between configuration and aggregation.
+
+Each message gets its cluster's plan; each reply is checked before the inner strategy sees it.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@
     result = strategy.start(grid=grid, initial_arrays=ArrayRecord(model.state_dict()))
 
 The inner strategy samples, configures and aggregates as usual, and its own ``start`` runs. Each
-node's message becomes a record of its own with its own plan; with a model to split, the message
-carries only embedding and encoder, the decoder goes to the edge, and both are one model again
-before the inner strategy aggregates. The inner strategy is not modified, and all other attributes
-of a `CollaPipe` are the inner strategy's.
+node's message becomes a record of its own with its cluster's plan; it carries the whole model, and
+so does the reply. The inner strategy is not modified, and all other attributes of a `CollaPipe` are
+the inner strategy's.
 """
 
 from __future__ import annotations
