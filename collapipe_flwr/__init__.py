@@ -8,8 +8,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from collapipe_flwr.renamed import install
-
 if TYPE_CHECKING:
     from collapipe_flwr.cluster.order import LearningSettings as LearningSettings
     from collapipe_flwr.config.schema import EdgeConfig as EdgeConfig
@@ -58,8 +56,6 @@ _HOMES = {
     "SplitModel": "models.split_model",
 }
 __all__ = [*_HOMES, "__version__"]
-
-install()
 
 
 def __getattr__(name: str) -> Any:

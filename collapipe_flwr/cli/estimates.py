@@ -199,13 +199,6 @@ def simulate(
             help="DSSDA lets devices share a stage; what is possible is without replicas.",
         ),
     ] = None,
-    overlap: Annotated[
-        bool | None,
-        Option(
-            "--overlap",
-            help="Weights travel while other devices compute; what is possible is without that.",
-        ),
-    ] = None,
     profile_error: Annotated[
         float | None, Option(help="Largest relative error of the profiles schedulers see.")
     ] = None,

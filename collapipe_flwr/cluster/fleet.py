@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Protocol
 
 from collapipe_flwr.cluster.hosted import Edge
@@ -28,22 +28,18 @@ from collapipe_flwr.pipeline.state import PartState, optimizer_state_of
 from collapipe_flwr.pipeline.targets import Targets
 from collapipe_flwr.transport.simulated_link import simulated_pair
 
-Collected = Callable[[], Segments]
-
 
 @dataclass(frozen=True, slots=True)
 class Chain:
     """Device 1 -> ... -> device K -> edge, ready for steps; ``link`` is that to device 1.
 
-    ``collect`` begins to collect all parts behind it, with slots or not, and returns what waits for
-    them. In a plan with overlap it may be called before the last step: every host is asked as soon
-    as it has ended. What waits is called after the chain's last frame was sent down ``link``. It
-    returns when every device and the edge have ended, or raises the LinkError of one that failed or
-    did not.
+    ``collect`` returns all parts behind it, with slots or not, after the chain's last frame was
+    sent down ``link``. It waits for every device and the edge to end, and raises the LinkError of
+    one that failed or did not.
     """
 
     link: Link
-    collect: Callable[[bool], Collected]
+    collect: Callable[[bool], Segments]
     targets: Targets | None = None  # for the last stage, where it is in this process
 
 
@@ -53,7 +49,6 @@ class Fleet(Protocol):
     def chain(self, splitter: AnySplitter, order: RoundOrder) -> AbstractContextManager[Chain]:
         """Place the segments of ``order`` and connect them; everything is freed afterwards.
 
-        In a plan with overlap they may still be on their way to the devices when this returns.
         Raises LinkError when a device or the edge cannot be reached or refuses. ``order`` is
         never changed, so a round that fails can be tried again.
         """
@@ -90,17 +85,15 @@ class ThreadFleet:
             threads = [DeviceThread(stage) for stage in stages]
             deadline_s = order.learning.deadline_s
 
-            def collected(keep_optimizer: bool) -> Segments:
+            def collect(keep_optimizer: bool) -> Segments:
                 for thread in threads:
                     thread.finish(deadline_s)
                 links.close()
-                last_part = edge.part.collect(keep_optimizer, nullcontext())
+                last_part = edge.collect(keep_optimizer, nullcontext())
                 return _segments(stages, keep_optimizer) + last_part
 
             try:
-                yield Chain(
-                    link, lambda keep_optimizer: partial(collected, keep_optimizer), edge.targets
-                )
+                yield Chain(link, collect, edge.targets)
             except BaseException as error:
                 link.close(str(error) or type(error).__name__)
                 raise

@@ -53,17 +53,14 @@ class Hosted:
         self._pushed: Mapping[str, Tensor] = {}
         self._moved = TransferStats()
 
-    def open(self) -> None:
-        """Open the session; an edge that restarts is waited for."""
+    def open(self, splitter: AnySplitter, order: RoundOrder) -> None:
+        """Open the session and send it its weights; an edge that restarts is waited for."""
+        placement = self.request.placement
         with self._telling_loss():
-            if self.request.placement is None:
+            if placement is None:
                 self.client.patiently(lambda: self.client.open_session(self.request))
             else:
                 self.client.open_session(self.request)
-
-    def fill(self, splitter: AnySplitter, order: RoundOrder) -> None:
-        """Send the session its weights."""
-        placement = self.request.placement
         own = splitter.edge_keys()
         if placement is not None:
             own = splitter.segment_keys(*placement.blocks)
@@ -85,8 +82,6 @@ class Hosted:
 
         Replicas but the first, which hold the same, return their report only.
         """
-        if self.request.stage.overlap:
-            self.session.await_end()
         report = self.session.report()
         state = PartState(weights={})
         if not self.request.stage.turn.replica:
@@ -135,27 +130,15 @@ def edge_request(splitter: AnySplitter, order: RoundOrder) -> SessionRequest:
     )
 
 
-class Filled(Protocol):
-    """A part that is opened and filled before a chain runs, and collected after it."""
-
-    def open(self) -> None:
-        """Make room for the part."""
-
-    def fill(self, splitter: AnySplitter, order: RoundOrder) -> None:
-        """Set its weights."""
-
-    def collect(self, keep_optimizer: bool, turn: AbstractContextManager[object]) -> Segments:
-        """The trained part; see `Hosted.collect`."""
-
-
 @dataclass(frozen=True, slots=True)
 class EdgePart:
     """The last stage of a chain for devices of this process, which connect one lane each.
 
-    Where the stage is in this process, too, ``targets`` is how it gets what only it reads.
+    ``collect`` returns the trained part, see `Hosted.collect`. Where the stage is in this process,
+    too, ``targets`` is how it gets what only it reads.
     """
 
-    part: Filled
+    collect: Callable[[bool, AbstractContextManager[object]], Segments]
     connect: Callable[[LinkConfig], AbstractContextManager[Link]]
     targets: Targets | None = None
 
@@ -164,7 +147,7 @@ class Edge(Protocol):
     """A place for the last stage of chains whose devices are in this process."""
 
     def opened(self, splitter: AnySplitter, order: RoundOrder) -> AbstractContextManager[EdgePart]:
-        """The last stage of this order's chain, open and filled; it is freed afterwards."""
+        """The last stage of this order's chain, open with its weights; it is freed afterwards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,9 +194,8 @@ class HostedEdge:
     def opened(self, splitter: AnySplitter, order: RoundOrder) -> Iterator[EdgePart]:
         """See `Edge.opened`."""
         with self.session(splitter, order) as (hosted, _):
-            hosted.open()
-            hosted.fill(splitter, order)
-            yield EdgePart(hosted, hosted.session.connect, self.targets_of(hosted))
+            hosted.open(splitter, order)
+            yield EdgePart(hosted.collect, hosted.session.connect, self.targets_of(hosted))
 
     def targets_of(self, hosted: Hosted) -> Targets | None:
         """How an open session gets its targets; None where they travel."""
@@ -231,10 +213,9 @@ class ThreadEdge:
         """See `Edge.opened`; the thread has ended afterwards."""
         last = order.plan.segments[-1].device_ids
         part = _ThreadPart(EdgeService(compute=self._compute), edge_request(splitter, order), last)
-        part.open()
-        part.fill(splitter, order)
+        part.open(splitter, order)
         try:
-            yield EdgePart(part, part.connect, part.targets())
+            yield EdgePart(part.collect, part.connect, part.targets())
         finally:
             part.join(order.learning.deadline_s)
 
@@ -249,10 +230,8 @@ class _ThreadPart:
         self._device_ids = device_ids  # that connect, by lane
         self._threads: list[threading.Thread] = []
 
-    def open(self) -> None:
+    def open(self, splitter: AnySplitter, order: RoundOrder) -> None:
         self._service.open(self._request)
-
-    def fill(self, splitter: AnySplitter, order: RoundOrder) -> None:
         state = PartState(weights=order.weights, optimizer=order.slots)
         keys = (*splitter.edge_keys(), *splitter.shared_keys)
         self._service.push_weights(self._request.key, state.only(keys).copy().tensors())

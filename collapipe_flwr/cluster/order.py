@@ -109,7 +109,6 @@ class RoundOrder:
             deadline_s=learning.deadline_s,
             idle_s=self.idle_s,
             execution=learning.execution.without_recompute,
-            overlap=self.plan.overlap,
         )
 
     def settings(self, stage: int, turn: Turn = ALONE) -> StageConfig:
@@ -125,7 +124,6 @@ class RoundOrder:
             seed=self.dropout_seed,
             execution=learning.execution if stage else learning.execution.without_recompute,
             turn=turn,
-            overlap=self.plan.overlap,
         )
 
 

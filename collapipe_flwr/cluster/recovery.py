@@ -77,13 +77,10 @@ def run_interval(
     fleet: Fleet,
     probe: Iterable[Batch],
     keep_optimizer: Callable[[], bool],
-    has_more: Callable[[], bool],
 ) -> ReplayInterval:
     """Run every batch as one optimizer step on the devices of ``fleet``, from ``order``'s state.
 
-    ``probe`` is tested before the first step. ``has_more`` says whether there is a batch behind the
-    one taken last, ``keep_optimizer`` whether slots are to be collected: both are asked before the
-    last step in a plan with overlap.
+    ``probe`` is tested before the first step; ``keep_optimizer`` is called after the last one.
 
     Raises LinkError when a device or the edge fails or stays silent; then nothing of the interval
     is left on any device.
@@ -103,11 +100,7 @@ def run_interval(
         )
         with first.telling_neighbours():
             tested = EvalResult.mean(_losses(first.evaluate(batch) for batch in probe))
-            steps, collected = [], None
-            for batch in batches:
-                if order.plan.overlap and not has_more():
-                    collected = chain.collect(keep_optimizer())
-                steps.append(first.train_step(batch, last=collected is not None))
+            steps = [first.train_step(batch) for batch in batches]
             first.finish()
         keeps = keep_optimizer()
         slots = optimizer.state_tensors() if keeps else {}
@@ -115,7 +108,7 @@ def run_interval(
         ahead, next_step = Segments(state=own, reports=(first.report(),)), first.next_step
         del first, optimizer, embedding, slots  # freed before the segments arrive
         give_back(order.compute)
-        held = ahead + (collected or chain.collect(keeps))()
+        held = ahead + chain.collect(keeps)
         give_back(order.compute)
     _check_sound(splitter, order, held.state)
     return ReplayInterval(
@@ -146,8 +139,6 @@ def evaluate_chain(
     wanted: PredictionConfig | None,
 ) -> EvalResult:
     """Loss and predictions of one chain without training; raises as ``run_interval``."""
-    # Its devices wait for each other: generating begins when all are there.
-    order = replace(order, plan=replace(order.plan, overlap=False))
     embedding, optimizer = order.placed(splitter.build_embedding(order.weights))
     taken, generates = tuple(batches), wanted is not None and wanted.generates(splitter.decodes)
     if generates:  # a text stays on the devices that keep its hidden states
@@ -287,7 +278,6 @@ class RecoveringRound:
             self._fleet,
             self._probe,
             keep_optimizer=lambda: buffer.has_next() or self.order.keep_optimizer,
-            has_more=buffer.has_more,
         )
 
     def _recover(self, recovery: Recovery, error: LinkError, *, last: bool) -> Incident:
@@ -366,11 +356,6 @@ class ReplayBuffer:
             self._next = next(self._source, None)
         return self._next is not None
 
-    def has_more(self) -> bool:
-        """Whether the last replay gives another batch."""
-        kept = self._given < len(self._kept)
-        return kept or (self._given < self._limit and self.has_next())
-
     @property
     def past_first(self) -> bool:
         """Whether the last replay has given more than one batch."""
@@ -384,8 +369,7 @@ class ReplayBuffer:
         for index in count():
             if index == 1:
                 self.first_done_s = time.monotonic()
-            self._given = index
-            if index == len(self._kept) and self.has_more():
+            if index == len(self._kept) and index < self._limit and self.has_next():
                 assert self._next is not None
                 self._kept.append(self._next)
                 self._next = None

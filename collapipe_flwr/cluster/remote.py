@@ -8,14 +8,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import compress
 from typing import TypeVar
 
-from collapipe_flwr.cluster.fleet import Chain, Collected
+from collapipe_flwr.cluster.fleet import Chain
 from collapipe_flwr.cluster.hosted import Hosted, HostedEdge
 from collapipe_flwr.cluster.order import CONTROL_UNIT, RoundOrder, Segments
 from collapipe_flwr.cluster.routes import Routes
@@ -63,19 +63,7 @@ class RemoteFleet:
     @contextmanager
     def chain(self, splitter: AnySplitter, order: RoundOrder) -> Iterator[Chain]:
         """See `Fleet.chain`; every session is closed afterwards, as far as devices answer."""
-
-        def fill(hosted: Hosted) -> None:
-            hosted.fill(splitter, order)
-
-        def place(hosted: Hosted) -> None:
-            hosted.open()
-            hosted.fill(splitter, order)
-
-        count = len(order.plan.device_ids) + 1
         with ExitStack() as stack:
-            # Threads that wait for a device end when its connection is closed.
-            senders = stack.enter_context(ThreadPoolExecutor(count, "hand-out"))
-            collectors = stack.enter_context(ThreadPoolExecutor(count, "collect"))
             limits = self.cluster.links
             rate_bit_per_s = limits.rate_mbit_per_s * _MEGA or None
             places = {name: self._hop(name) for name in order.plan.device_ids}
@@ -95,44 +83,25 @@ class RemoteFleet:
             ]
             stack.callback(_at_once, Hosted.close, tuple(sessions))
             sessions.append(edge)
-            begin, late = (Hosted.open, sessions) if order.plan.overlap else (place, ())
-            _at_once(_attributed(begin), sessions)
+            _at_once(lambda hosted: hosted.open(splitter, order), sessions)
             targets = self.edge.targets_of(edge)  # before its stage begins
-            first_links, width = [], order.plan.replicas[1]
-            for hosted in sessions[:width]:
+            first_links = []
+            for hosted in sessions[: order.plan.replicas[1]]:
                 first_links.append(hosted.session.stream(name=CONTROL_UNIT, config=routes.links[0]))
                 stack.callback(first_links[-1].close)
             link = fan_of(first_links, ALONE)
             try:
-                with _handing_out(late, _attributed(fill), senders, width, link):
-                    collect = partial(self.collect, order, link, sessions, collectors)
-                    yield Chain(link, collect, targets)
+                yield Chain(link, partial(self.collect, link, sessions), targets)
             except BaseException as error:
                 link.close(str(error) or type(error).__name__)
                 raise
 
-    def collect(
-        self,
-        order: RoundOrder,
-        link: Link,
-        sessions: Sequence[Hosted],
-        pool: Executor,
-        keep_optimizer: bool,
-    ) -> Collected:
+    def collect(self, link: Link, sessions: Sequence[Hosted], keep_optimizer: bool) -> Segments:
         """See `Chain`; segments go to files as they arrive, `AT_ONCE` at a time."""
+        link.close()  # returns when device 1, and with it the chain behind it, has ended
         turn = threading.BoundedSemaphore(AT_ONCE)
-        collect = _attributed(lambda hosted: hosted.collect(keep_optimizer, turn))
-
-        def begin() -> list[Future[Segments]]:
-            return [pool.submit(collect, hosted) for hosted in sessions]
-
-        begun = begin() if order.plan.overlap else []
-
-        def collected() -> Segments:
-            link.close()  # returns when device 1, and with it the chain behind it, has ended
-            return reduce(Segments.__add__, [future.result() for future in begun or begin()])
-
-        return collected
+        parts = _at_once(lambda hosted: hosted.collect(keep_optimizer, turn), sessions)
+        return reduce(Segments.__add__, parts)
 
     def missing(self, device_ids: Collection[str]) -> frozenset[str]:
         """See `Fleet.missing`; a device need not load its libraries to answer.
@@ -200,47 +169,11 @@ class RemoteFleet:
         )
 
 
-@contextmanager
-def _handing_out(
-    sessions: Sequence[Hosted],
-    fill: Callable[[Hosted], None],
-    pool: Executor,
-    first: int,
-    link: Link,
-) -> Iterator[None]:
-    """``fill`` the ``first`` sessions, then all others, while the body uses ``link``.
+def _at_once(work: Callable[[Hosted], Answer], sessions: Sequence[Hosted]) -> list[Answer]:
+    """Do the same with every session in parallel; raises the first one's error.
 
-    An error closes the link, so that the body ends, and is raised instead of the body's.
+    A device that answers but fails or refuses is blamed for it.
     """
-    errors: list[Exception] = []
-
-    def send(hosted: Hosted) -> None:
-        try:
-            fill(hosted)
-        except Exception as error:
-            errors.append(error)
-            link.close(error if isinstance(error, LinkError) else str(error))
-
-    def send_behind(hosted: Hosted) -> None:
-        wait(ahead)
-        if not errors:
-            send(hosted)
-
-    ahead = [pool.submit(send, hosted) for hosted in sessions[:first]]
-    behind = [pool.submit(send_behind, hosted) for hosted in sessions[first:]]
-    try:
-        yield
-    except LinkError as error:
-        if errors:
-            raise errors[0] from error
-        raise
-    finally:
-        for future in behind:
-            future.cancel()
-
-
-def _attributed(work: Callable[[Hosted], Answer]) -> Callable[[Hosted], Answer]:
-    """``work``; a device that answers but fails or refuses is blamed for it."""
 
     def attributed(hosted: Hosted) -> Answer:
         try:
@@ -251,10 +184,5 @@ def _attributed(work: Callable[[Hosted], Answer]) -> Callable[[Hosted], Answer]:
             blame = Blame.RAISED if isinstance(error, PeerBroken) else Blame.UNREACHABLE
             raise MemberFailed(hosted.request.stage.name, str(error), blame) from error
 
-    return attributed
-
-
-def _at_once(work: Callable[[Hosted], Answer], sessions: Sequence[Hosted]) -> list[Answer]:
-    """Do the same with every session in parallel; raises the first one's error."""
     with ThreadPoolExecutor(len(sessions), thread_name_prefix="fleet") as pool:
-        return list(pool.map(work, sessions))
+        return list(pool.map(attributed, sessions))

@@ -221,7 +221,6 @@ class ClusterPlan:
     whole_bytes: int | None = None  # that training the whole model takes with these micro-batches
     memory_margin: float = MEMORY_MARGIN  # left free on every device
     hops: tuple[LinkConfig, ...] = ()  # control unit to the first device, ..., the last to the edge
-    overlap: bool = False  # weights travel while other devices compute
 
     @property
     def member_ids(self) -> tuple[str, ...]:

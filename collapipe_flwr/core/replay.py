@@ -88,7 +88,6 @@ class StepTimes:
     Without `replicas` (of every stage) a stage is a worker. A hop between stages is one link
     however many replicas they have. `weights_s[worker]` is the part of a backward pass after its
     gradient was sent (empty: none). Half-duplex links serve both directions with one resource.
-    `ready_s[worker]` is when it may begin its first action (empty: at once).
     """
 
     stage_s: tuple[tuple[float, ...], tuple[float, ...]]
@@ -96,7 +95,6 @@ class StepTimes:
     half_duplex: bool = False
     weights_s: tuple[float, ...] = ()
     replicas: tuple[int, ...] = ()
-    ready_s: tuple[float, ...] = ()
 
     @property
     def stages(self) -> int:
@@ -206,15 +204,10 @@ class _Replay:
         self.now = 0.0
 
     def run(self) -> Trace:
-        ready_s = self.times.ready_s or (0.0,) * len(self.workers)
-        for worker, start_s in zip(self.workers, ready_s, strict=True):
+        for worker in self.workers:
             if worker.stage == 0:
                 worker.arrived.update(a for a in worker.queue if a.op is Op.FORWARD)
-            if worker.queue:
-                worker.busy = True
-                serial = worker.place - len(self.workers)  # before all spans
-                event = (start_s, serial, self._free, worker, worker.queue[0])
-                heapq.heappush(self.events, event)
+            self._serve(worker)
         while self.events:
             self.now, _, done, resource, action = heapq.heappop(self.events)
             done(resource, action)

@@ -50,7 +50,7 @@ def price(plan: Plan, snapshot: Snapshot, options: PricingOptions | None = None)
     clusters = price_clusters(chain, price_rows(chain, times, powers).energy_j, depths, step_s)
     clusters = tuple(
         ReplicatedPricing(chain.tables, m, each, chain.options).costs()
-        if each.overlap or max(each.replicas) > 1
+        if max(each.replicas) > 1
         else priced
         for m, (each, priced) in enumerate(zip(plan.clusters, clusters, strict=True))
     )

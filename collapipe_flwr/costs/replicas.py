@@ -1,4 +1,4 @@
-"""What a round costs a cluster whose stages have replicas, or whose plan has overlap (`overlap`).
+"""What a round costs a cluster whose stages have replicas.
 
 A replica does a share of its stage's micro-batches, and all of the optimiser's work. The hops of a
 plan stay one channel each: whichever replicas it joins, it carries one payload at a time, and is as
@@ -24,7 +24,6 @@ from collapipe_flwr.core.schedule import PIECE_BYTES, pieces_ahead
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import chain_of, hop_bandwidth_hz
 from collapipe_flwr.costs.layouts import planned_codecs, segment_sums
-from collapipe_flwr.costs.overlap import WeightTimes, overlapped_s
 from collapipe_flwr.costs.radio import power_for_time_w, rate_bit_per_s, send_time_s
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.variants import Variants
@@ -101,8 +100,8 @@ class ReplicatedPricing:
         self.meetings = [self.at.meetings(hop) for hop in range(self.at.edge)]
 
         self.hop_s = np.array([self._hop_s(hop) for hop in range(self.at.edge)])
-        self.out, self.back = hand_out_s(tables, rows)
-        self.handed_s = sum(float(self.out[self.at.row(s, r), s - 1]) for s, r in self.at.devices)
+        out, self.back = hand_out_s(tables, rows)
+        self.handed_s = sum(float(out[self.at.row(s, r), s - 1]) for s, r in self.at.devices)
         self.exchange_s = max(self._exchange_s(stage) for stage in self.at.segments)
 
     def least(self) -> tuple[float, dict[str, float]]:
@@ -121,7 +120,7 @@ class ReplicatedPricing:
         members = self.tables.snapshot.clusters[self.m].profile.members
         return ReplicatedCosts(
             cluster_id=self.plan.cluster_id,
-            latency_s=self._overlapped_s() if self.plan.overlap else self._latency_s(step_s),
+            latency_s=self._latency_s(step_s),
             step_s=step_s,
             exchange_s=self.exchange_s,
             slowest_stage=max(self.at.segments, key=self._busy_s) - 1,
@@ -191,27 +190,16 @@ class ReplicatedPricing:
         fixed_s += max(float(round_i[self.at.member(*place)]) for place in self.at.devices)
         return fixed_s + self.steps * (step_s + self.exchange_s + self._optimiser_s())
 
-    def _overlapped_s(self) -> float:
-        """Of a round whose devices begin and end it one by one."""
-        out_s = [float(self.out[self.at.row(s, r), s - 1]) for s, r in self.at.devices]
-        weights = WeightTimes(out_s=out_s, back_s=self.back[0].tolist())
-        plan, times = self.plan, self._step_times()
-        taken_s = overlapped_s(times, plan.warmup_depth, plan.micro_batches, self.steps, weights)
-        return self._latency_s(0.0) - sum(weights.out_s) - sum(weights.back_s) + taken_s
-
     def _step_s(self) -> float:
-        times = self._step_times()
-        return replay(times, self.plan.warmup_depth, self.plan.micro_batches).makespan_s
-
-    def _step_times(self) -> StepTimes:
         passes = [self._passes_s(*place) for place in (*self.at.members, (self.at.edge, 0))]
         ahead, back = zip(*passes, strict=True)
-        return StepTimes(
+        times = StepTimes(
             stage_s=(ahead, back),
             hop_s=(tuple(self.hop_s[:, 0].tolist()), tuple(self.hop_s[:, 1].tolist())),
             half_duplex=self.options.half_duplex,
             replicas=self.at.replicas,
         )
+        return replay(times, self.plan.warmup_depth, self.plan.micro_batches).makespan_s
 
     def _legs(self, stage: int) -> list[tuple[float, float]]:
         """Seconds up and down every link of the line of a stage's replicas, in one step."""

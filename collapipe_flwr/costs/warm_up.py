@@ -126,7 +126,7 @@ def _with_slack(limit: Sequence[int], slack: int) -> Depths:
 
 def one_f_one_b_makespan_s(step: StepTimes, depths: Depths, micro_batches: int) -> float:
     """What `replay` says, by recurrence where possible. Raises ScheduleError on deadlock."""
-    in_order = not (step.half_duplex or step.weights_s or step.ready_s)
+    in_order = not (step.half_duplex or step.weights_s)
     if in_order and all(a >= b for a, b in pairwise(depths)):
         return _waves_s(step, depths, micro_batches)
     return replay(step, depths, micro_batches).makespan_s

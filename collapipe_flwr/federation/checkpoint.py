@@ -35,7 +35,7 @@ from collapipe_flwr.core.durable import clean, draft, make_folder, publish, writ
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 
-VERSION = 5
+VERSION = 6
 KEPT_CHECKPOINTS = 2  # so that a damaged one leaves another
 _NAME = re.compile(r"round-(\d{6,})")
 _MODEL, _ARRAYS, _TENSORS = "global.safetensors", "arrays.safetensors", "tensors.safetensors"

@@ -44,7 +44,6 @@ log = logging.getLogger("flwr.collapipe")
 Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 T = TypeVar("T")
 _INNER = "inner"  # the inner strategy's place among the memories
-_EDGE = "edge"  # that of the decoders' optimizers in older checkpoints
 
 
 class Checkpointed(Strategy):
@@ -164,11 +163,6 @@ class Checkpointed(Strategy):
         for name, part in self._parts.items():
             with self._reading(checkpoint, name):
                 part.load(checkpoint.memories.get(name, Memory()))
-        if checkpoint.memories.get(_EDGE, Memory()).tensors:
-            log.warning(
-                "the checkpoint holds the decoders' optimizers, which clusters keep now: they are "
-                "not taken up, and each decoder's optimizer starts anew"
-            )
         self._rng_state = checkpoint.rng_state
         self._done = checkpoint.server_round
         log.info("resumed after round %d", self._done)

@@ -44,7 +44,6 @@ Connect = Callable[[NextHop], AbstractContextManager[Link]]
 Reserve = Callable[[int], None]
 Receive = Callable[[Reserve], Mapping[str, Tensor]]
 
-ENDED_S = 5.0  # well within the deadline of a call
 _AT_WORK_S = 300.0  # since a session was used: weights may be on their way; later it was left
 
 _log = logging.getLogger(__name__)
@@ -207,10 +206,6 @@ class EdgeService:
             raise SessionRefused(f"session {key.session_id} has not run yet")
         return report
 
-    def ended(self, key: SessionKey) -> bool:
-        """Whether a stream has ended since the weights were set; waits `ENDED_S` for that."""
-        return self.find(key).await_end(ENDED_S)
-
     def progress(self) -> dict[str, PassesDone]:
         """The micro-batches of every cluster's newest order; see `SessionTable.progress`."""
         return self.sessions.progress()
@@ -273,8 +268,7 @@ class EdgeService:
             if (stream := session.joined(lane)) is not None:
                 return stream
             with session.at_rest():
-                if not session.awaits_weights:
-                    self._parts.part(session)
+                self._parts.part(session)
                 return session.claim(lane)
 
     def release(self, stream: Stream, why: str = "the stream was given up") -> None:

@@ -167,9 +167,6 @@ class Servicer:
     def report(self, _: bytes, call: Call) -> StageReport:
         return self.service.report(call.key)
 
-    def ended(self, _: bytes, call: Call) -> bool:
-        return self.service.ended(call.key)
-
     def progress(self, _data: bytes, _call: Call) -> dict[str, PassesDone]:
         return self.service.progress()
 

@@ -1,10 +1,9 @@
 """One cluster's part on a host, and what may use it now.
 
 A session is at rest, in use by one call, or by one stream, which begins when all its links are
-there; one that is broken off before never runs. Where the stage's weights may come later than its
-links, a stream waits for them, and calls may set them meanwhile. All changes happen under one lock.
-A use that is over cannot end or disturb a later one. A closed session begins no new use, and its
-last use frees what it held.
+there; one that is broken off before never runs. All changes happen under one lock. A use that is
+over cannot end or disturb a later one. A closed session begins no new use, and its last use frees
+what it held.
 """
 
 from __future__ import annotations
@@ -123,15 +122,14 @@ class Session:
     wanted: Mapping[str, str] = field(default_factory=dict)  # digests that `missing` was asked for
     claiming: threading.Lock = field(default_factory=threading.Lock)  # one lane at a time
     closed: str = ""  # why no use begins any more; the last one may not have ended yet
-    stream: Stream | None = None  # that has the part, or waits for it
-    _call: object = None  # that has the part
+    _use: object = None  # of the part now: a stream, or a token of one call; None at rest
     _turn: threading.Condition = field(default_factory=threading.Condition)
     _dropped: threading.Event = field(default_factory=threading.Event)
 
     @property
-    def awaits_weights(self) -> bool:
-        """Whether a stream may claim it and wait for weights that are on their way."""
-        return self.request.stage.overlap and self.part is None
+    def stream(self) -> Stream | None:
+        """The stream that has the part."""
+        return self._use if isinstance(self._use, Stream) else None
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
@@ -140,33 +138,27 @@ class Session:
             if not self._turn.wait_for(self._has_no_call, BUSY_S):
                 raise SessionRefused(f"the session has been busy for {BUSY_S:g} s")
             self._refuse_if_closed()
-            if self.stream is not None and not self.awaits_weights:
+            if self._use is not None:
                 raise SessionRefused("the session is in the middle of a stream")
-            self._call = object()
+            use = self._use = object()
         try:
             yield
         finally:
-            with self._turn:
-                self._call = None
-                last = self._left()
-            self._drop_if(last)
+            self._leave(use)
 
     def claim(self, lane: Lane) -> Stream:
         """Give the part to a stream; the caller has it at rest.
 
-        Raises SessionRefused for a lane that the stage does not have, and while another stream
-        waits for the part.
+        Raises SessionRefused for a lane that the stage does not have.
         """
         with self._turn:
             self._refuse_if_closed()
-            if self.stream is not None:
-                raise SessionRefused("another stream waits for the session's weights")
             lanes = Lanes(self.request.stage.turn)
             if not lanes.accepts(lane):
                 raise SessionRefused(f"the session's stage has no lane {lane.number} of {lane.of}")
             lanes.links[lane] = None
-            self.stream = Stream(self, lanes)
-            return self.stream
+            self._use = stream = Stream(self, lanes)
+            return stream
 
     def joined(self, lane: Lane) -> Stream | None:
         """Reserve this lane of a claimed stream that waits for it; None if there is none."""
@@ -188,17 +180,9 @@ class Session:
             return stream.lanes.complete
 
     def begin(self, stream: Stream, upstream: Link) -> None:
-        """Begin a claimed stream, as soon as there are weights.
-
-        Raises SessionRefused when it was broken off before, and when no weights come in time.
-        """
+        """Begin a claimed stream. Raises SessionRefused when it was broken off before."""
         with self._turn:
             self.add_link(stream, upstream)
-            patience_s = self.request.stage.pause_s
-            if not self._turn.wait_for(lambda: stream.broken or self._is_set, patience_s):
-                self._end_stream(f"no weights came within {patience_s:g} s")
-            if stream.broken:
-                raise SessionRefused(stream.broken)
             stream.runs = True
 
     def add_link(self, stream: Stream, link: Link) -> None:
@@ -213,12 +197,7 @@ class Session:
 
     def end(self, stream: Stream) -> None:
         """The stream is over; may be called twice."""
-        with self._turn:
-            last = self.stream is stream
-            if last:
-                self.stream = None
-                last = self._left()
-        self._drop_if(last)
+        self._leave(stream)
         stream.over.set()
 
     def fail(self, why: str) -> None:
@@ -248,8 +227,7 @@ class Session:
             self._turn.wait_for(self._has_no_call, LEAVING_S)
             self._refuse_if_closed()
             self.closed = why
-            self._turn.notify_all()
-            whole = self._call is None and (self.stream is None or not self.stream.runs)
+            whole = self._use is None or (self.stream is not None and not self.stream.runs)
             links = self._end_stream(why) if whole else ()
         if whole:
             for link in links:
@@ -271,7 +249,7 @@ class Session:
     def retire(self) -> bool:
         """Close a session that is not in use, without `drop`; return whether it was not."""
         with self._turn:
-            if self._call is not None or self.stream is not None or self.closed:
+            if self._use is not None or self.closed:
                 return False
             self.closed = "it was not in use"
             self.empty()
@@ -303,26 +281,8 @@ class Session:
         self.part = self.optimizer = None
         self.found, self.wanted = {}, {}
 
-    def await_end(self, within_s: float) -> bool:
-        """Wait for a stream to have ended in good order since the weights were set.
-
-        Returns whether it has. Raises SessionRefused when the session is closed.
-        """
-        with self._turn:
-            self._turn.wait_for(lambda: self.closed or self._has_ended, within_s)
-            self._refuse_if_closed()
-            return self._has_ended
-
     def _has_no_call(self) -> bool:
-        return self._call is None
-
-    @property
-    def _is_set(self) -> bool:
-        return self._call is None and self.part is not None
-
-    @property
-    def _has_ended(self) -> bool:
-        return self.stream is None and self.report is not None
+        return self._use is None or self.stream is not None
 
     def _end_stream(self, why: str) -> tuple[Link, ...]:
         """Break off the stream, if any; one that has not begun is over at once. Its links."""
@@ -332,17 +292,18 @@ class Session:
         stream.broken = stream.broken or why
         if not stream.runs:
             stream.over.set()
-            self.stream = None
-        self._turn.notify_all()
+            self._use = None
+            self._turn.notify_all()
         return tuple(stream.links)
 
-    def _left(self) -> bool:
-        """A use has ended; whether it was the last one of a closed session."""
-        self._turn.notify_all()
-        return bool(self.closed) and self._call is None and self.stream is None
-
-    def _drop_if(self, last: bool) -> None:
-        """The last use frees what the session held."""
+    def _leave(self, use: object) -> None:
+        """End a use, unless it has ended already; the last one frees what the session held."""
+        with self._turn:
+            if self._use is not use:
+                return
+            self._use = None
+            self._turn.notify_all()
+            last = bool(self.closed)
         if last:
             self.empty()
             self._drop()

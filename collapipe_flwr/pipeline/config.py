@@ -64,8 +64,7 @@ class StageConfig:
     `depth` is the number of micro-batches in flight before the first backward pass. `deadline_s`
     bounds each wait inside a step, `pause_s` those between steps or texts. `seed` makes dropout
     independent of the cut (`randomness`); the first stage's is used by the whole chain and should
-    change from round to round. `turn` is the place among the replicas of the stage. With `overlap`
-    the stages behind may still wait for their weights when this one begins.
+    change from round to round. `turn` is the place among the replicas of the stage.
     """
 
     name: bounds.Text
@@ -76,7 +75,6 @@ class StageConfig:
     seed: int | None = None
     execution: Execution = field(default_factory=Execution)
     turn: Turn = ALONE
-    overlap: bool = False
 
     def __post_init__(self) -> None:
         if self.seed is not None and not 0 <= self.seed < MOST_SEED:
@@ -91,11 +89,6 @@ class StageConfig:
     def pause_s(self) -> float:
         """`idle_s`, but at least `deadline_s`: stages ahead may still run the last step."""
         return max(self.idle_s, self.deadline_s)
-
-    @property
-    def first_deadline_s(self) -> float:
-        """Of each wait inside the first step, which may include that for others' weights."""
-        return self.idle_s + self.deadline_s if self.overlap else self.deadline_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,17 +108,15 @@ class FirstStage(_Leader):
         self._batch: Sequence[MicroBatch] = ()
         self._loss = 0.0
         self.next_step = first_step  # evaluations count as well
-        self._ended = False  # the chain behind
         self._rates = rates
         self._targets = targets
 
-    def train_step(self, batch: Sequence[MicroBatch], *, last: bool = False) -> StepResult:
+    def train_step(self, batch: Sequence[MicroBatch]) -> StepResult:
         """Run one optimizer step of all stages; none, and loss 0, for a batch without any label.
 
-        In the ``last`` one each stage ends as soon as it has applied it. Raises LinkError when the
-        chain fails.
+        Raises LinkError when the chain fails.
         """
-        return self._drive(batch, train=True, last=last)
+        return self._drive(batch, train=True)
 
     def evaluate(self, batch: Sequence[MicroBatch], *, predict: str = "") -> StepResult:
         """Compute the loss without training, and predictions.
@@ -128,15 +126,11 @@ class FirstStage(_Leader):
         return self._drive(batch, train=False, predict=predict)
 
     def finish(self) -> None:
-        """End the chain after the last step, unless that said that it was the last."""
-        if self._ended:
-            return
+        """End the chain after the last step."""
         with self.telling_neighbours():
             self._send(self.downstream, Frame(kind=FrameKind.END, step=self.next_step))
 
-    def _drive(
-        self, batch: Sequence[MicroBatch], *, train: bool, predict: str = "", last: bool = False
-    ) -> StepResult:
+    def _drive(self, batch: Sequence[MicroBatch], *, train: bool, predict: str = "") -> StepResult:
         weight = float(sum(m.weight for m in batch))
         if not (batch and weight >= 0):
             raise ScheduleError(f"a batch of {len(batch)} micro-batches weighs {weight}")
@@ -151,7 +145,6 @@ class FirstStage(_Leader):
             settle=train and (self._shared or self._clip_norm > 0),
             predict=predict,
             rate=next(self._rates) if train else 1.0,
-            last=last,
             seed=self.settings.seed,
             rows=gradient_sums.wanted_rows(self.part, (m.inputs for m in batch)),
         )
@@ -168,7 +161,6 @@ class FirstStage(_Leader):
                 self._loss = _scalar(frame, "loss")
                 found = _predictions(frame, step) if predict else ()
         self.next_step += 1
-        self._ended = last
         return StepResult(
             loss=self._loss, weight=weight, gradient_norm=self._gradient_norm, predictions=found
         )
@@ -244,7 +236,7 @@ class _Follower(Stage):
     upstream: Link
 
     def serve(self) -> None:
-        """Run steps until the last one or END. Raises LinkError when a neighbour fails."""
+        """Run steps until the END frame. Raises LinkError when a neighbour fails."""
         with self.telling_neighbours():
             while (frame := self._next_order()).kind is not FrameKind.END:
                 if frame.kind is FrameKind.SERVE:
@@ -257,8 +249,6 @@ class _Follower(Stage):
                 self.run_step(step)
                 if not step.train:
                     self._send(self.upstream, self._totals(step))
-                if step.last:
-                    return
             self._relay(frame)
 
     def _next_order(self) -> Frame:

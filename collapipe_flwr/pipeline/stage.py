@@ -93,7 +93,6 @@ class Stage(ABC):
         self._steps = StageReport(name=settings.name)  # their number, and norms of gradients
         self._first = StageReport(name=settings.name)  # of a step's first micro-batch
         self._mode: bool | None = None  # of the part: it trains, or not
-        self._deadline_s = settings.first_deadline_s
         self._micro_batches = 0  # in training
         self._weights = tuple(part.parameters())
         self._learns = borrows(part) or any(weight.requires_grad for weight in self._weights)
@@ -152,7 +151,6 @@ class Stage(ABC):
         if step.train:
             self._apply(step)
         self._sent.clear()
-        self._deadline_s = own.deadline_s
 
     def report(self) -> StageReport:
         """The measurements of this stage since it was opened."""
@@ -390,14 +388,14 @@ class Stage(ABC):
         self._sent.append(frame)
         frame = replace(frame, tensors=home(frame.tensors))
         with self._blaming(link), self.recorder.span("send", frame.step, frame.micro_batch):
-            link.send(frame, deadline_s=self._deadline_s)
+            link.send(frame, deadline_s=self.settings.deadline_s)
 
     def _receive(self, link: Link, kind: FrameKind, step: int, micro_batch: int) -> Frame:
         """Receive a frame from a neighbour. Raises ProtocolError for an unexpected one."""
         side, link = self._side(link), lane_of(link, kind, micro_batch)
         with blaming(self.settings.name, link, side):
             with self.recorder.span("receive", step, micro_batch):
-                frame = link.receive(deadline_s=self._deadline_s)
+                frame = link.receive(deadline_s=self.settings.deadline_s)
             if (frame.kind, frame.step, frame.micro_batch) != (kind, step, micro_batch):
                 raise ProtocolError(
                     f"{link.peer} sent {frame.kind.name} of step {frame.step}, micro-batch "

@@ -28,7 +28,7 @@ class Step:
     With `settle` the stages sum their gradient norms, and the gradients of shared parameters,
     before any of them applies the step. In an evaluation the last stage also returns the best
     classes, or all logits, if `predict` says so (`PREDICTIONS`). All learning rates are multiplied
-    by `rate`. After the `last` one every stage ends by itself, without an END frame.
+    by `rate`.
     """
 
     index: int
@@ -38,7 +38,6 @@ class Step:
     settle: bool = False
     predict: str = ""
     rate: float = 1.0
-    last: bool = False
     seed: int | None = None  # of all random operations; None: unseeded
     rows: Mapping[str, Tensor] = field(default_factory=dict)  # ids of borrowed rows, by table
 

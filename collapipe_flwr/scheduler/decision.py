@@ -23,7 +23,6 @@ from collapipe_flwr.costs.layouts import of_members, with_codecs
 from collapipe_flwr.costs.radio import NOISE, SHARES, ladder
 from collapipe_flwr.scheduler.base import solution_plan
 from collapipe_flwr.scheduler.model_share import with_model_shares
-from collapipe_flwr.scheduler.overlapping import with_overlap
 from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.replicating import with_replicas
 
@@ -115,5 +114,4 @@ class Decision:
         if self.planner.settings.replicas:
             plan = with_replicas(plan, self.planner, refined_solution.rho)
         tables, settings = self.planner.tables, self.planner.settings
-        plan = with_overlap(plan, tables.snapshot, settings)
         return with_model_shares(plan, self.model_share_m, tables, settings)

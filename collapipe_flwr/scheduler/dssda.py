@@ -29,7 +29,6 @@ from collapipe_flwr.scheduler.estimates import with_profiles
 from collapipe_flwr.scheduler.gain_estimates import robust, with_averages, with_forecast
 from collapipe_flwr.scheduler.model_share import capped, least_shares, widened
 from collapipe_flwr.scheduler.multipliers import Dual, unlearned_weight, weight_for
-from collapipe_flwr.scheduler.overlapping import with_overlap
 from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.protocol import Nested, SchedulerConfig, SchedulerState
 
@@ -92,8 +91,7 @@ class Dssda(Policy):
                 share = 1.0 - settings.budget_margin
                 limited = dual.at(theta, share * tables.members.budget_mi)
                 kept = within(limited, limited.solve())
-                plan = solution_plan(kept, self.name, 1.0)
-                theta, spare = dual.multipliers(kept), with_overlap(plan, snapshot, settings)
+                theta, spare = dual.multipliers(kept), solution_plan(kept, self.name, 1.0)
         except InfeasibleError:  # the round's own search widens the caps
             pass
         usual = weight_for(theta) if dual.learns else unlearned_weight(int(dual.limited.sum()))

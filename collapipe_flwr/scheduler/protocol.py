@@ -169,7 +169,6 @@ class SchedulerConfig(PricingOptions):
     rounds_of_search: int = 6  # alternations at most
     late_slack: float = 0.0  # rounds close at so many times the median's latency; 0: with the last
     replicas: bool = key(False)  # DSSDA lets devices share a stage where that wins
-    overlap: bool = key(False)  # weights travel while other devices compute, where that wins
 
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():

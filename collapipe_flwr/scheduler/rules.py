@@ -30,7 +30,6 @@ from collapipe_flwr.scheduler.base import (
 from collapipe_flwr.scheduler.estimates import with_profiles
 from collapipe_flwr.scheduler.initial_layouts import rows_by_weight
 from collapipe_flwr.scheduler.model_share import capped, least_shares, with_model_shares
-from collapipe_flwr.scheduler.overlapping import with_overlap
 from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.protocol import SchedulerState
 from collapipe_flwr.scheduler.radio.interior_point import equal_shares
@@ -117,7 +116,6 @@ class RuleScheduler(Policy):
             picks = _kept_picks(choices, state.last_plan, snapshot)
         solution = _at_full_power(planner, _picked(choices, picks))
         plan = solution_plan(solution, self.name, 1.0)
-        plan = with_overlap(plan, snapshot, self.settings)
         return with_model_shares(plan, shares, tables, self.settings)
 
     def _within_caps(self, tables: Tables) -> tuple[Tables, Array, list[Layouts]]:

@@ -19,8 +19,7 @@ class Bounds:
     """Of the mean over the rounds of an episode in the world of one seed, or averages of these.
 
     They hold for plans of pipelines in which all clusters take part, with micro-batches of the
-    grid and every device within its memory and the cap on its share of the model; without replicas
-    and without overlap.
+    grid and every device within its memory and the cap on its share of the model; without replicas.
     """
 
     latency_s: float  # whatever energy it takes

@@ -217,14 +217,6 @@ class Session:
         """What the session measured over all steps that count; see `EdgeService.report`."""
         return self._call(methods.REPORT, None, StageReport, patiently=True)
 
-    def await_end(self) -> None:
-        """Wait for its stream to end, however long its steps take.
-
-        Raises LinkError when the session is closed, or the host breaks off.
-        """
-        while not self._call(methods.ENDED, None, bool):
-            pass
-
     def close(self, *, within_s: float | None = None) -> None:
         """Free everything that the session holds."""
         self._call(methods.CLOSE_SESSION, within_s=within_s)

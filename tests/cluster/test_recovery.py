@@ -105,12 +105,11 @@ def run(
     *faults: Fault,
     every: int = 0,
     die: Callable[[], None] | None = None,
-    plan: ClusterPlan | None = None,
 ) -> tuple[RoundResult, dict[str, Tensor]]:
     """A round in which devices die; its result, and all weights."""
     fleet = ThreadFleet(ThreadEdge(), failing(*faults, die=die))
     batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
-    asked = order(first, plan, every=every)
+    asked = order(first, every=every)
     plans = recovery(splitter)
     result = train_round(splitter, asked, iter(batches), fleet, recovery=plans)
     return result, dict(result.weights)
@@ -163,23 +162,6 @@ def test_whatever_dies_whenever_the_weights_are_those_of_the_new_plan(
         assert incident.from_step == (step if every else 0)
         assert incident.resumed_s > incident.noticed_s
         assert not [t for t in threading.enumerate() if t.name.startswith("device ")]
-
-
-@pytest.mark.parametrize("every", [0, 2])
-@pytest.mark.parametrize("place", [("forward", 0), ("backward", STEPS - 1), ("apply", STEPS - 1)])
-def test_devices_that_end_one_by_one_may_die_as_well(
-    splitter: Splitter, first, undisturbed, place: tuple[str, int], every: int
-) -> None:
-    """In the last step those behind the one that dies may have ended already."""
-    phase, step = place
-    plan = replace(CUT.plan(), overlap=True)
-    for device_id in DEVICES:
-        fault = Fault(step=step, device_id=device_id, phase=phase)
-        result, weights = run(splitter, first, fault, every=every, plan=plan)
-        assert device_id not in {s.device_id for s in result.plan.segments}
-        assert result.plan.overlap
-        assert_same(weights, undisturbed(replace(result.plan, overlap=False)))
-        assert len(result.losses) == STEPS
 
 
 def test_a_loss_leaves_the_optimiser_that_an_undisturbed_round_leaves(

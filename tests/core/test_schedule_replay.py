@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -68,44 +67,6 @@ def test_resources_do_one_thing_at_a_time() -> None:
     for name in {span.resource for span in trace.spans}:
         spans = sorted((s.start_s, s.end_s) for s in trace.spans if s.resource == name)
         assert all(a[1] <= b[0] + 1e-12 for a, b in pairwise(spans))
-
-
-@settings(max_examples=80)
-@given(
-    seed=st.integers(0, 10**6),
-    stages=st.integers(2, 6),
-    count=st.integers(1, 8),
-    half=st.booleans(),
-)
-def test_workers_begin_when_they_are_ready(seed: int, stages: int, count: int, half: bool) -> None:
-    times, depths = random_times(seed, stages, half_duplex=half), [*range(stages, 0, -1)]
-    plain, late = (
-        replay(times, depths, count),
-        np.random.default_rng(seed).uniform(0.0, 9.0, stages),
-    )
-    assert replay(replace(times, ready_s=(0.0,) * stages), depths, count) == plain
-    together = replay(replace(times, ready_s=(7.0,) * stages), depths, count)
-    assert together.makespan_s == pytest.approx(7.0 + plain.makespan_s, rel=1e-12)
-    trace = replay(replace(times, ready_s=tuple(late.tolist())), depths, count)
-    for stage, ready_s in enumerate(late):
-        begun = [span.start_s for span in trace.spans if span.resource == f"stage {stage}"]
-        assert len(begun) == 2 * count and min(begun) >= ready_s
-    if not half:  # over full-duplex links nobody overtakes
-        assert plain.makespan_s <= trace.makespan_s * (1 + 1e-12)
-        assert trace.makespan_s <= (late.max() + plain.makespan_s) * (1 + 1e-12)
-
-
-def test_a_stage_that_is_late_holds_up_what_it_passes_on() -> None:
-    times = StepTimes(stage_s=((1.0, 1.0), (2.0, 2.0)), hop_s=((3.0,), (4.0,)), ready_s=(0.0, 10.0))
-    trace = replay(times, [1, 1], 1)
-    assert [(s.resource, s.start_s, s.end_s) for s in trace.spans] == [
-        ("stage 0", 0.0, 1.0),
-        ("hop 0 forward", 1.0, 4.0),
-        ("stage 1", 10.0, 11.0),
-        ("stage 1", 11.0, 13.0),
-        ("hop 0 backward", 13.0, 17.0),
-        ("stage 0", 17.0, 19.0),
-    ]
 
 
 def test_depths_must_match_stages() -> None:

@@ -107,12 +107,12 @@ def test_ticks_count_rounds(small: Setting) -> None:
 
 
 def test_options_reach_the_schedulers(run: Callable[..., bytes]) -> None:
-    more = "--schedule 1f1b --half-duplex --edge-shared --recompute --best-batches --overlap"
+    more = "--schedule 1f1b --half-duplex --edge-shared --recompute --best-batches"
     seen = "--profile-error 0.2 --profile-error-kind bias --profile-delay 1 --max-model-share 0.5"
     setting = json.loads(run(*more.split(), *seen.split()))["setting"]
     chosen = setting["settings"]
     assert chosen["schedule"] == "1f1b" and chosen["max_model_share"] == 0.5
-    switches = ("half_duplex", "edge_shared", "recompute", "overlap")
+    switches = ("half_duplex", "edge_shared", "recompute")
     assert all(chosen[k] for k in (*switches, "best_batches"))
     assert setting["distortion"] == {"error": 0.2, "kind": "bias", "delay": 1}
     plain = json.loads(run())["setting"]
