@@ -27,7 +27,7 @@ from flwr.serverapp.strategy import (
 
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
-from collapipe_flwr.federation.checkpoint import Checkpoint, Checkpoints, Memory
+from collapipe_flwr.federation.checkpoint import VERSION, Checkpoint, Checkpoints, Memory
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.resuming import Checkpointed
 from collapipe_flwr.federation.state_values import encode_state, restore_state
@@ -193,17 +193,12 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, drifting):
         checkpointed("fedavg", tmp_path, resume=True).start(grid(drifting), ArrayRecord(), 2)
 
 
-def test_an_older_checkpoint_is_taken_up_but_for_the_decoders_optimizers(
-    tmp_path, drifting, caplog
-):
-    """The server kept them for its clusters; now they keep the optimizer of every part."""
-    checkpointed("fedadam", tmp_path / "now", resume=False).start(grid(drifting), model(), 1)
-    found = Checkpoints(folder=tmp_path / "now").newest()
-    for name, slots in {"empty": {}, "kept": {"c1": {"exp_avg": torch.ones(2)}}}.items():
-        memories = {**found.memories, "edge": Memory.by_name(slots)}
-        Checkpoints(folder=tmp_path / name).save(replace(found, memories=memories))
-        checkpointed("fedadam", tmp_path / name, resume=True).start(grid(drifting), model(), 1)
-        assert ("each decoder's optimizer starts anew" in caplog.text) == (name == "kept")
+def test_a_checkpoint_of_another_version_is_refused_in_one_sentence(tmp_path, drifting):
+    checkpointed("fedavg", tmp_path, resume=False).start(grid(drifting), model(), 1)
+    file = next(tmp_path.glob("round-*/state.json"))
+    file.write_text(json.dumps({**json.loads(file.read_text()), "version": VERSION - 1}))
+    with pytest.raises(RunError, match=rf"is of version {VERSION - 1}, this program of {VERSION}$"):
+        checkpointed("fedavg", tmp_path, resume=True).start(grid(drifting), model(), 2)
 
 
 def test_a_strategy_whose_memory_has_no_plain_form_is_refused_before_it_matters():
