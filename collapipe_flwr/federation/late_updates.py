@@ -1,7 +1,8 @@
 """Semi-synchronous rounds: a reply that misses its round joins a later one.
 
 A round closes with the clusters that have replied at the planned time. The others keep training
-and get no new order before they have replied. Their result joins the round that is open when the reply arrives, as an update of the current model,
+and get no new order before they have replied. Their result joins the round that is open when the
+reply arrives, as an update of the current model,
 
     x_now + (x_cluster - x_sent),   weighing its examples times 1 / sqrt(1 + s),
 

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from copy import copy
 
 from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
 
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.core.texts import one_line, printable
@@ -23,6 +24,10 @@ BAD_REPLY = 300  # Error.code of replies that arrived but cannot be used; Flower
 LATE = 301  # Error.code of replies that were not waited for
 LONGEST_SENTENCE = 400  # characters of a client's error message
 _FLOWER_WRAPPING = re.compile(r"\A.*occurred\. Message: ?|^<class '[^']*'>:<'|'>\s*$", re.DOTALL)
+_NO_SECURE_AGGREGATION = (
+    "its ClientApp asks for secure aggregation, which Flower has for its legacy ServerApp only: "
+    "leave out secaggplus_mod; Flower's differential privacy works (SECURITY.md)"
+)
 MOST_EXAMPLES = 1e12  # of one cluster in one round, tokens included
 
 
@@ -37,6 +42,8 @@ def sender_of(reply: Message, sent: Sequence[Sent]) -> Sent | None:
 def error_text(error: Error) -> str:
     """A client's error message without Flower's wrapping, on one line of bounded length."""
     reason = printable(error.reason or f"error {error.code} without a reason")
+    if RECORD_KEY_CONFIGS in reason:
+        return _NO_SECURE_AGGREGATION
     return one_line(_FLOWER_WRAPPING.sub("", reason), LONGEST_SENTENCE)
 
 

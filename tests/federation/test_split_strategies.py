@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod, message_size_mod
 from flwr.serverapp.strategy import (
@@ -265,6 +266,15 @@ def test_a_compressed_reply_that_nobody_restores_is_refused_with_a_sentence():
     grid = LocalGrid({1: trainer(1.0, 7), 2: modded(trainer(2.0, 7), compressing)})
     strategy.start(grid, floats(), num_rounds=1)
     assert "embed.weight as int8 (3, 2), it was sent as float32" in records[0].failures["c2"]
+
+
+def test_secure_aggregation_is_refused_with_a_sentence():
+    """A mod of Flower's legacy API, which no strategy of the message API answers."""
+    records = []
+    strategy = wrapped(FixedPlanner("c1", "c2"), records, keys=start(integers=False))
+    grid = LocalGrid({1: trainer(1.0, 7), 2: modded(trainer(2.0, 7), secaggplus_mod)})
+    strategy.start(grid, floats(), num_rounds=1)
+    assert records[0].failures["c2"].startswith("its ClientApp asks for secure aggregation")
 
 
 @pytest.mark.parametrize("options", [{"retries": 1}, {"late": "join"}])
