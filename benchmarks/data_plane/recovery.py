@@ -38,6 +38,7 @@ from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.step import MicroBatch
 
 START_S, STOP_S = 120.0, 10.0
+SPARE_S = 1.0  # for an edge, where there is another
 _ID = "recovery"
 _VOCABULARY, _LENGTH, _LABELS = 50, 16, 4
 
@@ -200,14 +201,18 @@ def run_job(
             job.splitter, BatchShape(source_length=_LENGTH, target_length=1)
         ),
     )
-    edge = HostedEdge(
-        address=cluster.edge.address,
-        deadline_s=job.deadline_s,
-        patience_s=START_S,
-        heartbeat=job.heartbeat,
-    )
+    several = bool(cluster.other_edges)
+    edges = {
+        edge.name if several else "": HostedEdge(
+            address=edge.address,
+            deadline_s=job.deadline_s,
+            patience_s=SPARE_S if several else START_S,
+            heartbeat=job.heartbeat,
+        )
+        for edge in cluster.edges
+    }
     fleet = RemoteFleet(
-        cluster=cluster, edge=edge, deadline_s=job.deadline_s, heartbeat=job.heartbeat
+        cluster=cluster, edges=edges, deadline_s=job.deadline_s, heartbeat=job.heartbeat
     )
     result = train_round(
         job.splitter, job.order(), batches or job.batches(), fleet, recovery=recovery

@@ -152,7 +152,7 @@ class NearFleet(RemoteFleet):
                 edge=MemberConfig(name="edge"),
                 server=MemberConfig(name="server"),
             ),
-            edge=edge or NearEdge(address=_NOWHERE),
+            edges={"": edge or NearEdge(address=_NOWHERE)},
             deadline_s=WAIT_S,
         )
 

@@ -274,7 +274,7 @@ def check(
     from collapipe_flwr.reporting.tables import show_measurements
 
     settings = CheckSettings(block=block, deadline_s=deadline_s, most_links=most_links)
-    members = len(config.devices) + 1 + bool(config.edge.address)
+    members = len(config.devices) + 1 + sum(bool(edge.address) for edge in config.edge_machines)
     with progress(members + len(measured_ways(config, settings))) as on_done:
         found = check_cluster(config, settings, on_done)
     show_measurements(found, terminal())

@@ -47,14 +47,15 @@ Benchmark = Callable[[BenchmarkRequest], BenchmarkAnswer]
 
 
 def ways(config: ClusterConfig) -> tuple[Way, ...]:
-    """The links that plans may choose from: each device to the edge, and to every other device.
+    """The links that plans may choose from: each device to each edge, and to every other device.
 
-    Those to the edge come first, then from each device to the next one in the file, to the one
+    Those to edges come first, then from each device to the next one in the file, to the one
     behind that, and so on: the first few include every device.
     """
     devices = config.workers
-    reaches = config.edge.address and not config.edge_is_control_unit
-    to_edge = [(device, config.edge) for device in devices] if reaches else []
+    others = (config.control_unit.name, *(device.name for device in devices))
+    edges = [edge for edge in config.edges if edge.address and edge.name not in others]
+    to_edge = [(device, edge) for edge in edges for device in devices]
     count = len(devices)
     between = [
         (devices[place], devices[(place + offset) % count])
@@ -72,14 +73,13 @@ def measured_ways(config: ClusterConfig, settings: CheckSettings) -> tuple[Way, 
 def check_cluster(
     config: ClusterConfig, settings: CheckSettings, on_done: Callable[[str], None]
 ) -> Measurements:
-    """Measure the control unit (here), every device, the edge if the file says where it is, and
-    the links between them.
+    """Measure the control unit (here), every device, edges whose address the file says, and the
+    links between them.
 
     ``on_done`` is called with the name of each member and link. What fails has a ``fault``. While a
     device is at work, the whole cluster is busy; an edge may be at work for another one.
     """
-    edge = (config.edge,) if config.edge.address and not config.edge_is_member else ()
-    others = (*config.devices, *edge)
+    others = (*config.devices, *(edge for edge in config.edge_machines if edge.address))
     with ThreadPoolExecutor(max(len(others), 1), thread_name_prefix="check") as pool:
         # All are asked at once, to share one deadline. Those that answer are measured one after the
         # other, as they share this machine's link.
@@ -131,8 +131,8 @@ def with_earlier(found: Measurements, before: Measurements) -> Measurements:
 
 def _is_on(config: ClusterConfig, at_work: set[str]) -> bool:
     """Whether an edge that is at work runs on this machine, the control unit's."""
-    edge = config.edge
-    return edge.name in at_work and edge.host in (config.control_unit.host, "127.0.0.1")
+    here = (config.control_unit.host, "127.0.0.1")
+    return any(edge.name in at_work and edge.host in here for edge in config.edges)
 
 
 def _measured_here(config: ClusterConfig, settings: CheckSettings) -> Measured:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import harmonic_mean
 
@@ -18,7 +19,12 @@ from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile, EdgeProfil
 from collapipe_flwr.core.errors import ConfigError, ProtocolError, blaming
 from collapipe_flwr.core.json_codec import from_json
 from collapipe_flwr.simulation.devices import device_preset, radio_preset
-from collapipe_flwr.simulation.world import SERVER_RATE_BIT_PER_S
+from collapipe_flwr.simulation.world import (
+    EDGE_BYTES_PER_CLUSTER,
+    EDGE_FLOP_PER_S,
+    EDGE_TX_POWER_W,
+    SERVER_RATE_BIT_PER_S,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +124,7 @@ def profile_of(config: ClusterConfig, examples: int) -> ClusterProfile:
         )
     nothing = Measurements(cluster_id=config.id, members=())
     measured = read_measurements(config.measured) if config.measured else nothing
+    edge, *others = edges_of(config, measured)
     return ClusterProfile(
         cluster_id=config.id,
         examples=examples,
@@ -128,44 +135,56 @@ def profile_of(config: ClusterConfig, examples: int) -> ClusterProfile:
         link_codec=config.links.codec,
         real_links=True,
         link_rates=_link_rates(config, measured),
-        edge=_edge(config, measured.of(config.edge.name)),
+        edge=edge,
+        other_edges=tuple(filter(None, others)),
     )
 
 
-def _edge(config: ClusterConfig, measured: Measured) -> EdgeProfile | None:
-    """The cluster's own edge; None where nothing is known of its speed, so that the run assumes it.
+def edges_of(config: ClusterConfig, measured: Measurements) -> list[EdgeProfile | None]:
+    """The edges to choose from, with their names in the file as ids where there are several.
 
-    Clusters whose files give the same address share it.
+    Of a single one of unknown speed None, so that the run assumes it.
     """
-    member = config.control_unit if config.edge_is_control_unit else config.edge
-    if not (config.edge_is_member or member.speed_gflop_per_s or measured.speed_flop_per_s):
-        return None
+    several = bool(config.other_edges)
+    return [_edge(config, edge, measured.of(edge.name), several) for edge in config.edges]
+
+
+def _edge(
+    config: ClusterConfig, edge: MemberConfig, measured: Measured, several: bool
+) -> EdgeProfile | None:
+    """An edge; clusters whose files give the same address share it."""
+    at_home = edge.name == config.control_unit.name
+    member = config.control_unit if at_home else edge
+    is_machine = edge in config.edge_machines
     device = _device(config, member, measured)
-    at_home = config.edge_is_control_unit
+    assumed = is_machine and not (member.speed_gflop_per_s or measured.speed_flop_per_s)
+    if assumed and not several:
+        return None
     return EdgeProfile(
-        speed_flop_per_s=device.speed_flop_per_s,
-        memory_bytes=device.memory_bytes,
-        tx_power_w=device.tx_power_max_w,
-        overhead_s=device.overhead_s,
+        speed_flop_per_s=EDGE_FLOP_PER_S if assumed else device.speed_flop_per_s,
+        memory_bytes=EDGE_BYTES_PER_CLUSTER if assumed else device.memory_bytes,
+        tx_power_w=EDGE_TX_POWER_W if assumed else device.tx_power_max_w,
+        overhead_s=0.0 if assumed else device.overhead_s,
         name=device.device_id if at_home else member.fingerprint or member.address,
+        id=edge.name if several else "",
+        device_id="" if is_machine else device.device_id,
     )
 
 
 def _link_rates(config: ClusterConfig, measured: Measurements) -> tuple[LinkRate, ...]:
     """The measured rates by device ids; of a link measured both ways, the mean by time."""
     members = (config.control_unit, *config.workers)
-    unit = config.device_id(config.control_unit)
-    edge = {} if config.edge_is_control_unit else {config.edge.name: ""}
-    ids = {member.name: config.device_id(member) for member in members} | edge
+    ids = {member.name: [config.device_id(member)] for member in members}
+    for edge in config.edges:  # its links are also those of the member that it is
+        ids.setdefault(edge.name, []).append(edge.name if config.other_edges else "")
     ways = [(config.control_unit.name, m.name, m.rate_bit_per_s) for m in measured.members]
     ways += [(link.source, link.target, link.rate_bit_per_s) for link in measured.links]
     found: dict[tuple[str, str], list[float]] = {}
     for source, target, rate in ways:
-        if rate and {source, target} <= ids.keys():
-            one, other = sorted((ids[source], ids[target]))
-            found.setdefault((one, other), []).append(rate)
-            if config.edge_is_control_unit and unit in (one, other):  # the same link to the edge
-                found.setdefault(("", other if one == unit else one), []).append(rate)
+        if rate:
+            for one, other in product(ids.get(source, ()), ids.get(target, ())):
+                ends = (min(one, other), max(one, other))
+                found.setdefault(ends, []).append(rate)
     return tuple(LinkRate(ends=e, bit_per_s=harmonic_mean(r)) for e, r in sorted(found.items()))
 
 

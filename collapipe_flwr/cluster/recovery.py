@@ -7,7 +7,8 @@ is void on all sides: the parts are placed again by a plan for the devices that 
 (without moving a block where every stage has a replica left), and the same batches are replayed
 with the same seeds. So no step is applied twice or in part, and the weights are those of an
 undisturbed run on the new plan. The edge is one more host: one that restarts is waited for and gets
-its part again.
+its part again. Where the cluster has another, it is not waited for long: the next one gets the part
+from the control unit, which has the state of all.
 
 With ``snapshot_every`` 0 in the order the round is one interval: its first state came with the
 order and costs nothing, and at most one round is replayed. With S > 0 a loss costs at most S steps,
@@ -20,6 +21,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +32,7 @@ from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig, gene
 from collapipe_flwr.cluster.fleet import Fleet
 from collapipe_flwr.cluster.order import CONTROL_UNIT, EDGE, RoundOrder, Segments
 from collapipe_flwr.cluster.suspects import Suspects
-from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, ModelProfile
+from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, EdgeProfile, ModelProfile
 from collapipe_flwr.core.errors import Blame, EdgeLost, InfeasibleError, LinkError, MemberFailed
 from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.host.allocator import give_back
@@ -41,6 +43,7 @@ from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.soundness import implausible
 from collapipe_flwr.pipeline.state import PartState
 from collapipe_flwr.pipeline.step import MicroBatch, StepResult
+from collapipe_flwr.scheduler.refusal import compared
 from collapipe_flwr.scheduler.remaining import without_lost
 from collapipe_flwr.scheduler.replan import ReplanInput, replan
 
@@ -216,6 +219,7 @@ class RecoveringRound:
         self._buffer: ReplayBuffer | None = None
         self._done = 0  # optimizer steps
         self._lost: set[str] = set()  # device ids
+        self._edges_lost: Counter[str] = Counter()
 
     def run(self, batches: Iterable[Batch], probe: Iterable[Batch] = ()) -> None:
         """Every batch as one step, after testing ``probe``.
@@ -253,6 +257,9 @@ class RecoveringRound:
             try:
                 result = attempt()
             except EdgeLost as gone:
+                if (moved := self._move_edge(gone)) is not None:
+                    ended.append(moved)
+                    continue
                 if not ended:
                     raise
                 why = f"{ended[-1].reason}; the round cannot be replayed: {gone}"
@@ -297,8 +304,9 @@ class RecoveringRound:
             log.warning("%s is quarantined: %s", quarantined, self.suspects.quarantined[lost[0]])
         self._lost.update(lost)
         if lost:
-            present = [name for name in ids if name not in missing | self._lost]
-            plan = self._plan_for(present, recovery, error)
+            edge = {e.device_id for e in recovery.profile.edges if e.id == plan.edge}
+            present = [name for name in ids if name not in missing | self._lost | edge]
+            plan = self._plan_for(plan, present, recovery, error)
             self.order = replace(self.order, plan=plan)
         where = ", ".join(plan.device_ids)
         log.warning("replaying from step %d on %s", self._done, where)
@@ -311,15 +319,63 @@ class RecoveringRound:
             resumed_s=noticed_s,
         )
 
+    def _move_edge(self, gone: EdgeLost) -> Incident | None:
+        """Continue on the next edge that has room; None where there is none.
+
+        One that was lost before may be back: it is tried once more after all others.
+        """
+        plan, noticed_s, recovery = self.order.plan, time.monotonic(), self._recovery
+        lost = self._edges_lost
+        lost[plan.edge] += 1
+        if recovery is None:
+            return None
+        edges = [e for e in recovery.profile.edges if e.id != plan.edge and lost[e.id] < 2]
+        for edge in sorted(edges, key=lambda each: lost[each.id]):
+            try:
+                self.order = replace(self.order, plan=self._plan_on(edge, recovery, gone))
+            except InfeasibleError as short:
+                log.warning("the edge %s cannot go on: %s", edge.id, short)
+                continue
+            why = f"the edge {plan.edge} is lost, continues on {edge.id}: {gone}"
+            log.warning("cluster %s: %s; from step %d", plan.cluster_id, why, self._done)
+            self.suspects.quarantined[plan.edge] = str(gone)
+            return Incident(
+                reason=why,
+                lost=(plan.edge,),
+                from_step=self._done,
+                noticed_s=noticed_s,
+                resumed_s=noticed_s,
+            )
+        return None
+
+    def _plan_on(self, edge: EdgeProfile, recovery: Recovery, gone: EdgeLost) -> ClusterPlan:
+        """The plan with another edge; raises InfeasibleError where that has no room."""
+        plan, profile, model = self.order.plan, recovery.profile, recovery.model()
+        need, room = model.decoder, (1.0 - plan.memory_margin) * edge.memory_bytes
+        need_bytes = need.state_bytes + (
+            plan.warmup_depth[-1] * plan.micro_batch_size * need.stash_bytes
+        )
+        if edge.device_id == profile.control_unit.device_id:
+            need_bytes += model.embedding.state_bytes
+        if need_bytes > room:
+            raise InfeasibleError(f"its part {compared(need_bytes, room, 'it has')}")
+        hops = (*plan.hops[:-1], *(hop.unpaced for hop in plan.hops[-1:]))
+        plan = replace(plan, edge=edge.id, hops=hops)
+        if edge.device_id not in plan.device_ids:
+            return plan
+        ids = (device.device_id for device in profile.devices)
+        present = [n for n in ids if n not in self._lost and n != edge.device_id]
+        return self._plan_for(plan, present, recovery, gone)
+
     def _suspect(self, error: LinkError, *, last: bool) -> str:
         untrained = not self._done and (self._buffer is None or not self._buffer.past_first)
         return self.suspects.quarantine(error, self.order.plan, last=last, untrained=untrained)
 
     def _plan_for(
-        self, present: Collection[str], recovery: Recovery, error: LinkError
+        self, plan: ClusterPlan, present: Collection[str], recovery: Recovery, error: LinkError
     ) -> ClusterPlan:
         """The plan for the devices that are left; raises InfeasibleError where none fits."""
-        learning, plan = self.order.learning, self.order.plan
+        learning = self.order.learning
         remains = ReplanInput(
             profile=recovery.profile,
             model=recovery.model(),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -49,14 +49,14 @@ Answer = TypeVar("Answer")
 class RemoteFleet:
     """A `Fleet` of the daemons in a cluster file.
 
-    ``edge`` is where the last device sends its activations. Links are configured by the order; a
-    codec in the cluster file overrides it, and the smaller of two rates counts. Calls end within
-    ``deadline_s``; with a ``heartbeat`` every member also watches the next one, and the control
-    unit watches all.
+    ``edges`` are those to which the last device may send its activations, by their ids. Links are
+    configured by the order; a codec in the cluster file overrides it, and the smaller of two rates
+    counts. Calls end within ``deadline_s``; with a ``heartbeat`` every member also watches the next
+    one, and the control unit watches all.
     """
 
     cluster: ClusterConfig
-    edge: HostedEdge
+    edges: Mapping[str, HostedEdge]
     deadline_s: float = 20.0
     heartbeat: Heartbeat | None = None
 
@@ -67,7 +67,8 @@ class RemoteFleet:
             limits = self.cluster.links
             rate_bit_per_s = limits.rate_mbit_per_s * _MEGA or None
             places = {name: self._hop(name) for name in order.plan.device_ids}
-            edge, hop = stack.enter_context(self.edge.session(splitter, order))
+            last = self._edge_of(order.plan.edge)
+            edge, hop = stack.enter_context(last.session(splitter, order))
             routes = Routes(
                 order,
                 places,
@@ -84,7 +85,7 @@ class RemoteFleet:
             stack.callback(_at_once, Hosted.close, tuple(sessions))
             sessions.append(edge)
             _at_once(lambda hosted: hosted.open(splitter, order), sessions)
-            targets = self.edge.targets_of(edge)  # before its stage begins
+            targets = last.targets_of(edge)  # before its stage begins
             first_links = []
             for hosted in sessions[: order.plan.replicas[1]]:
                 first_links.append(hosted.session.stream(name=CONTROL_UNIT, config=routes.links[0]))
@@ -146,6 +147,15 @@ class RemoteFleet:
         if stopping:
             _log.warning("%s is lost: it is stopping", device_id)
         return not stopping
+
+    def _edge_of(self, name: str) -> HostedEdge:
+        """The edge of a plan; raises EdgeLost for one that the cluster file does not list."""
+        if name not in self.edges:
+            raise EdgeLost(
+                f"the plan uses the edge {name!r}, which the cluster file does not list; it has "
+                f"{', '.join(map(repr, self.edges))}"
+            )
+        return self.edges[name]
 
     def _client(self, hop: NextHop) -> EdgeClient:
         tls = self.cluster.tls_files(self.cluster.control_unit.name)

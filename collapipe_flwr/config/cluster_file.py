@@ -105,6 +105,7 @@ class ClusterConfig:
     control_unit: MemberConfig = MemberConfig(name="control-unit")
     devices: tuple[MemberConfig, ...] = ()
     edge: MemberConfig = MemberConfig(name="edge")
+    other_edges: tuple[MemberConfig, ...] = ()  # where [[edge]] is repeated
     server: MemberConfig = MemberConfig(name="server")
     links: ClusterLinks = ClusterLinks()
     tls: TlsConfig | None = None
@@ -113,13 +114,23 @@ class ClusterConfig:
     @property
     def roles(self) -> tuple[tuple[MemberConfig, Role], ...]:
         """Everybody who has a certificate, with its role."""
-        own_edge = () if self.edge_is_member else ((self.edge, Role.EDGE),)
         return (
             (self.control_unit, Role.CONTROL_UNIT),
             *((device, Role.DEVICE) for device in self.devices),
-            *own_edge,
+            *((edge, Role.EDGE) for edge in self.edge_machines),
             (self.server, Role.SERVER),
         )
+
+    @property
+    def edges(self) -> tuple[MemberConfig, ...]:
+        """The edges to choose from, in order of preference."""
+        return (self.edge, *self.other_edges)
+
+    @property
+    def edge_machines(self) -> tuple[MemberConfig, ...]:
+        """The edges that are neither the control unit nor a device."""
+        others = {self.control_unit.name, *(device.name for device in self.devices)}
+        return tuple(edge for edge in self.edges if edge.name not in others)
 
     @property
     def edge_is_control_unit(self) -> bool:
@@ -127,14 +138,10 @@ class ClusterConfig:
         return self.edge.name == self.control_unit.name
 
     @property
-    def edge_is_member(self) -> bool:
-        """Whether [edge] names the control unit or a device."""
-        return self.edge.name in (self.control_unit.name, *(d.name for d in self.devices))
-
-    @property
     def workers(self) -> tuple[MemberConfig, ...]:
-        """The devices that may hold blocks: all but one that is the edge."""
-        return tuple(device for device in self.devices if device.name != self.edge.name)
+        """The devices that may hold blocks: all but one that is the only edge."""
+        only = "" if self.other_edges else self.edge.name
+        return tuple(device for device in self.devices if device.name != only)
 
     @property
     def members(self) -> tuple[MemberConfig, ...]:
@@ -223,6 +230,9 @@ def parse_cluster(values: Mapping[str, Any], folder: Path) -> ClusterConfig:
     are_tables = isinstance(devices, Sequence) and all(isinstance(d, Mapping) for d in devices[:1])
     if not are_tables or not (devices or config.version):
         raise ConfigError("at least one [[device]] table with a name and an address is needed")
+    edges = values.get("edge", {})
+    first, *others = edges if isinstance(edges, list) and edges else [edges]
+    values = {**values, "edge": first}
     tables: dict[str, Any] = {
         field: parse_table(getattr(_USUAL, field), name, values.get(name, {}))
         for name, field in _TABLES.items()
@@ -235,39 +245,56 @@ def parse_cluster(values: Mapping[str, Any], folder: Path) -> ClusterConfig:
             parse_table(MemberConfig(), f"device[{i}]", table) for i, table in enumerate(devices, 1)
         ),
         tls=parse_table(TlsConfig(), "tls", values["tls"]) if "tls" in values else None,
+        other_edges=tuple(
+            parse_table(_USUAL.edge, f"edge[{i}]", table) for i, table in enumerate(others, 2)
+        ),
         **tables,
     )
     _check_members(config)
-    return replace(config, edge=_edge_device(config) or config.edge)
-
-
-def _edge_device(config: ClusterConfig) -> MemberConfig | None:
-    """The device that [edge] names."""
-    return next((device for device in config.devices if device.name == config.edge.name), None)
+    devices = {device.name: device for device in config.devices}
+    edge, *others = (devices.get(edge.name, edge) for edge in config.edges)
+    return replace(config, edge=edge, other_edges=tuple(others))
 
 
 def _check_members(config: ClusterConfig) -> None:
     for index, device in enumerate(config.devices, 1):
         if not device.address:
             raise ConfigError(f"device[{index}].address of {device.name} is missing")
-    compared = [name.casefold() for name in config.names]  # hosts and some disks ignore case
-    twice = [name for name in config.names if compared.count(name.casefold()) > 1]
-    if twice:
-        raise ConfigError(f"two members are called {twice[0]!r}: names must differ")
-    named = _edge_device(config)
-    if named is not None and config.edge.address not in ("", device.address):
+    for names in (config.names, [edge.name for edge in config.edges]):
+        compared = [name.casefold() for name in names]  # hosts and some disks ignore case
+        twice = [name for name in names if compared.count(name.casefold()) > 1]
+        if twice:
+            raise ConfigError(f"two members are called {twice[0]!r}: names must differ")
+    edges = {edge.name: edge.address for edge in config.edges}
+    for device in config.devices:
+        if edges.get(device.name, "") not in ("", device.address):
+            raise ConfigError(
+                f"edge.address is {edges[device.name]!r}, but [edge] names the device "
+                f"{device.name!r} at {device.address!r}: leave edge.address out, or give the edge "
+                "a name of its own"
+            )
+    nowhere = [edge.name for edge in config.edge_machines if not edge.address]
+    if config.other_edges and nowhere:
         raise ConfigError(
-            f"edge.address is {config.edge.address!r}, but [edge] names the device {named.name!r} "
-            f"at {named.address!r}: leave edge.address out, or give the edge a name of its own"
+            f"[[edge]] {nowhere[0]!r} has no address: of several edges each needs one, or the name "
+            "of a device or of the control unit"
         )
-    hosts = config.devices if named is not None else (*config.devices, config.edge)
+    strangers = [edge.name for edge in config.edge_machines if edge is not config.edge]
+    if strangers and config.version:
+        raise ConfigError(
+            f"[[edge]] {strangers[0]!r} has no token to join by: in a file that `collapipe "
+            "cluster` keeps, further edges are devices or the control unit, by their names"
+        )
+    atop = [edge for edge in config.edges if edge.name == config.control_unit.name]
+    hosts = (*config.devices, *config.edge_machines, *atop)
     addresses = [member.address for member in hosts if member.address]
     shared = [address for address in addresses if addresses.count(address) > 1]
     if shared:
         raise ConfigError(f"two members have the address {shared[0]!r}: each needs its own")
-    if not config.workers and config.devices:
+    if len(config.devices) == 1 and config.devices[0].name in edges:
         raise ConfigError(
-            f"[edge] names {config.edge.name!r}, the only device: no other is left to hold blocks"
+            f"[edge] names {config.devices[0].name!r}, the only device: no other is left to hold "
+            "blocks"
         )
 
 
@@ -292,6 +319,9 @@ def cluster_text(config: ClusterConfig) -> str:
         (f"[{name}]", _changed(getattr(config, field), getattr(_USUAL, field)))
         for name, field in _TABLES.items()
     ]
+    if config.other_edges:
+        usual = replace(_USUAL.edge, name="")
+        tables[1:2] = [("[[edge]]", _changed(edge, usual)) for edge in config.edges]
     tables[1:1] = [("[[device]]", _changed(device, MemberConfig())) for device in config.devices]
     for head, keys in tables:
         lines += ["", head, *_lines(keys)] if keys else []

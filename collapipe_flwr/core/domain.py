@@ -7,7 +7,7 @@ unless a name says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Annotated
@@ -18,7 +18,9 @@ from collapipe_flwr.core.links import CODECS, LinkConfig
 
 IGNORED_LABEL = -100  # transformers' mark for positions without a target
 MOST_DEVICES = 1000  # of one cluster
+MOST_EDGES = 16  # that may be a cluster's
 MEMORY_MARGIN = 0.05  # share of every memory that plans leave free, unless told otherwise
+Matrix = tuple[tuple[float, ...], ...]  # of numbers by pair of members
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +73,9 @@ class DeviceProfile:
 class EdgeProfile:
     """An edge: decoder speed and transmit power towards the devices.
 
-    Edges of the same ``name`` are one machine, whose speed and memory its clusters share.
+    Edges of the same ``name`` are one machine, whose speed and memory its clusters share. Where a
+    cluster has several to choose from, ``id`` tells them apart, and ``device_id`` is the member
+    that one of them is, if it is one.
     """
 
     speed_flop_per_s: bounds.Speed
@@ -79,6 +83,8 @@ class EdgeProfile:
     tx_power_w: bounds.Watts
     overhead_s: bounds.Overhead = 0.0  # as a device's, for the decoder
     name: bounds.Text = ""
+    id: bounds.Text = ""
+    device_id: bounds.Text = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +99,8 @@ class RadioProfile:
 class LinkRate:
     """The rate of a link as measured before a run, both directions together.
 
-    ``ends`` are device ids, the control unit's and "" for the edge included.
+    ``ends`` are device ids, the control unit's included, and the id of an edge, which is "" where
+    there is one.
     """
 
     ends: tuple[bounds.Text, bounds.Text]
@@ -114,6 +121,7 @@ class ClusterProfile:
     real_links: bool = False  # machines: measured traffic corrects the planned rates
     bundles: bool = False  # its app sends and receives arrays in bundles
     edge: EdgeProfile | None = None  # its own; None: the snapshot's
+    other_edges: Annotated[tuple[EdgeProfile, ...], bounds.most_entries(MOST_EDGES)] = ()
     overhead_s: bounds.Overhead = 0.0  # of every round, besides transfers and steps
     link_rates: Annotated[
         tuple[LinkRate, ...], bounds.most_entries(MOST_DEVICES**2)
@@ -123,6 +131,27 @@ class ClusterProfile:
     def members(self) -> tuple[DeviceProfile, ...]:
         """The control unit and then the devices: the order of every member axis."""
         return (self.control_unit, *self.devices)
+
+    @property
+    def edges(self) -> tuple[EdgeProfile, ...]:
+        """Its own edges in order of preference, of which one serves in a round."""
+        return () if self.edge is None else (self.edge, *self.other_edges)
+
+    @property
+    def edge_id(self) -> str:
+        """The id of the edge that it has, or prefers."""
+        return "" if self.edge is None else self.edge.id
+
+    def has_devices_beside(self, edge: EdgeProfile) -> bool:
+        """Whether a device is left to hold blocks if this is the edge."""
+        return any(device.device_id != edge.device_id for device in self.devices)
+
+    @property
+    def can_train(self) -> bool:
+        """Whether a device is left to hold blocks beside some edge."""
+        return bool(self.devices) and (
+            not self.other_edges or any(map(self.has_devices_beside, self.edges))
+        )
 
     def with_members(self, change: Callable[[DeviceProfile], DeviceProfile]) -> ClusterProfile:
         """The same cluster with every member changed."""
@@ -138,8 +167,13 @@ class ChannelState:
     and member n+1 is ``devices[n]``; ``edge_gain[i]`` is the gain between member i and the edge.
     """
 
-    d2d_gain: tuple[tuple[float, ...], ...]
+    d2d_gain: Matrix
     edge_gain: tuple[float, ...]
+
+    def to_member(self, place: int) -> ChannelState:
+        """The channel to an edge that stands where a member does."""
+        own = self.d2d_gain[place]
+        return replace(self, edge_gain=(*own[:place], max(own), *own[place + 1 :]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +183,7 @@ class LinkShares:
     A link of share f takes 1 / f as long, whatever its power and bandwidth.
     """
 
-    d2d: tuple[tuple[float, ...], ...]
+    d2d: Matrix
     edge: tuple[float, ...]
 
 
@@ -160,6 +194,37 @@ class ClusterSnapshot:
     profile: ClusterProfile
     channel: ChannelState
     links: LinkShares | None = None
+
+    def channel_to(self, edge: EdgeProfile) -> ChannelState:
+        """The channel if this is the edge, which may stand where a member does."""
+        names = [member.device_id for member in self.profile.members]
+        if edge.device_id not in names:
+            return self.channel
+        return self.channel.to_member(names.index(edge.device_id))
+
+    def without(self, device_ids: Collection[str]) -> ClusterSnapshot:
+        """The cluster without these devices; itself where it has none of them."""
+        devices, channel, links = self.profile.devices, self.channel, self.links
+        kept = [n for n, device in enumerate(devices) if device.device_id not in device_ids]
+        if len(kept) == len(devices):
+            return self
+        members = [0, *(n + 1 for n in kept)]  # 0 is the control unit
+        return replace(
+            self,
+            profile=replace(self.profile, devices=tuple(devices[n] for n in kept)),
+            channel=ChannelState(
+                d2d_gain=_between(channel.d2d_gain, members),
+                edge_gain=tuple(channel.edge_gain[i] for i in members),
+            ),
+            links=links
+            and LinkShares(
+                d2d=_between(links.d2d, members), edge=tuple(links.edge[i] for i in members)
+            ),
+        )
+
+
+def _between(matrix: Matrix, members: Sequence[int]) -> Matrix:
+    return tuple(tuple(matrix[i][j] for j in members) for i in members)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +286,7 @@ class ClusterPlan:
     whole_bytes: int | None = None  # that training the whole model takes with these micro-batches
     memory_margin: float = MEMORY_MARGIN  # left free on every device
     hops: tuple[LinkConfig, ...] = ()  # control unit to the first device, ..., the last to the edge
+    edge: bounds.Text = ""  # the id of the edge, where the cluster has several
 
     @property
     def member_ids(self) -> tuple[str, ...]:
@@ -287,8 +353,8 @@ class GradientNoise:
 class LinkSample:
     """The planned and the measured rate of a real link in one round.
 
-    ``ends`` are device ids, the control unit's and "" for the edge included, in chain order. Rates
-    are means over both directions by time: that of as many bytes there as back.
+    ``ends`` are as those of a `LinkRate`, in chain order. Rates are means over both directions by
+    time: that of as many bytes there as back.
     """
 
     ends: tuple[str, str]
@@ -299,7 +365,7 @@ class LinkSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSample:
-    """The computing of a member, or of the edge (``device_id`` ""), in one round.
+    """The computing of a member, or of the edge (``device_id`` is its id), in one round.
 
     ``flop``, ``passes`` and ``busy_s`` are means over micro-batches, forward and backward together;
     ``passes`` counts blocks, each as 1 (4/3 with activation checkpointing), as `DeviceProfile`'s

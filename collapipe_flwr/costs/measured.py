@@ -22,7 +22,7 @@ from collapipe_flwr.costs.price import price
 from collapipe_flwr.costs.work import AHEAD, PricingOptions
 
 Profile = TypeVar("Profile", DeviceProfile, EdgeProfile)
-EDGE = ""  # in place of a device's id
+EDGE = ""  # in place of a device's id, where there is one edge
 
 
 def stage_parts(
@@ -30,9 +30,9 @@ def stage_parts(
 ) -> dict[str, tuple[float, float]]:
     """Passes and operations of one example's way through every stage, forward and backward.
 
-    Control unit, devices and `EDGE`; see `StageSample` for what counts as a pass.
+    Control unit, devices and the edge by its id; see `StageSample` for what counts as a pass.
     """
-    ends = {plan.member_ids[0]: model.embedding, EDGE: model.decoder}
+    ends = {plan.member_ids[0]: model.embedding, plan.edge: model.decoder}
     parts = {n: (1.0, cost.forward_flop + cost.backward_flop) for n, cost in ends.items()}
     for segment in plan.segments:
         blocks = model.blocks[segment.first_block : segment.stop_block]
@@ -69,7 +69,7 @@ def as_measured(snapshot: Snapshot, cluster_id: str, samples: Collection[StageSa
         if cluster.profile.cluster_id != cluster_id:
             return cluster
         profile = cluster.profile.with_members(lambda member: measured(member, member.device_id))
-        own = profile.edge and measured(profile.edge, EDGE)
+        own = profile.edge and measured(profile.edge, profile.edge.id)
         return replace(cluster, profile=replace(profile, edge=own))
 
     has_own = any(c.profile.edge for c in snapshot.clusters if c.profile.cluster_id == cluster_id)

@@ -13,16 +13,15 @@ for most that die are only started again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from collapipe_flwr.core.domain import ChannelState, ClusterSnapshot, LinkShares, Snapshot
+from collapipe_flwr.core.domain import ClusterSnapshot, Snapshot
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 
 log = logging.getLogger("flwr.collapipe")
 FIRST_ROUNDS, MOST_ROUNDS = 2, 64
 Absent = Mapping[str, Collection[str]]  # device ids by cluster id
-Matrix = tuple[tuple[float, ...], ...]  # of numbers by pair of members
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +49,19 @@ class Absence:
             found[name] = (*found.get(name, ()), *held)
         return found
 
-    def learn(self, server_round: int, cluster_id: str, measured: ClusterTelemetry) -> None:
-        """Record absences and offences that a cluster reports, and devices that worked."""
+    def learn(
+        self, server_round: int, cluster_id: str, measured: ClusterTelemetry, edge: str = ""
+    ) -> None:
+        """Record absences and offences that a cluster reports, and devices that worked.
+
+        Its ``edge`` did, too, at the end.
+        """
         self.absent[cluster_id] = measured.absent
         found = self.quarantines.setdefault(cluster_id, {})
         reasons = {**dict.fromkeys(measured.lost, "it died again"), **measured.quarantined}
-        for report in measured.reports:
-            if report.name not in reasons:
-                found.pop(report.name, None)
+        for name in (edge, *(report.name for report in measured.reports)):
+            if name not in reasons:
+                found.pop(name, None)
         for device_id, why in reasons.items():
             offences = found[device_id].offences + 1 if device_id in found else 1
             rounds = min(FIRST_ROUNDS * 2 ** min(offences - 1, 30), MOST_ROUNDS)
@@ -82,30 +86,19 @@ class Absence:
 
 
 def without_absent(snapshot: Snapshot, absent: Absent) -> Snapshot:
-    """The snapshot without absent devices, and without clusters that have no device left."""
+    """The snapshot without absent devices, and without clusters that have no device left.
+
+    Also without absent edges, where a cluster has another.
+    """
     left = [_without(c, absent.get(c.profile.cluster_id, ())) for c in snapshot.clusters]
-    return replace(snapshot, clusters=tuple(c for c in left if c.profile.devices))
+    return replace(snapshot, clusters=tuple(c for c in left if c.profile.can_train))
 
 
 def _without(cluster: ClusterSnapshot, missing: Collection[str]) -> ClusterSnapshot:
-    devices, channel, links = cluster.profile.devices, cluster.channel, cluster.links
-    kept = [n for n, device in enumerate(devices) if device.device_id not in missing]
-    if len(kept) == len(devices):
-        return cluster
-    members = [0, *(n + 1 for n in kept)]  # 0 is the control unit
-    return replace(
-        cluster,
-        profile=replace(cluster.profile, devices=tuple(devices[n] for n in kept)),
-        channel=ChannelState(
-            d2d_gain=_between(channel.d2d_gain, members),
-            edge_gain=tuple(channel.edge_gain[i] for i in members),
-        ),
-        links=links
-        and LinkShares(
-            d2d=_between(links.d2d, members), edge=tuple(links.edge[i] for i in members)
-        ),
-    )
-
-
-def _between(matrix: Matrix, members: Sequence[int]) -> Matrix:
-    return tuple(tuple(matrix[i][j] for j in members) for i in members)
+    profile = cluster.profile
+    edges = [e for e in profile.edges if not {e.id, e.device_id}.intersection(missing)]
+    if edges and len(edges) < len(profile.edges):
+        one, *others = edges
+        profile = replace(profile, edge=one, other_edges=tuple(others))
+        cluster = replace(cluster, profile=profile)
+    return cluster.without(missing)

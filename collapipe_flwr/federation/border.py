@@ -104,7 +104,12 @@ def _check_profile(profile: ClusterProfile) -> None:
     ids = [member.device_id for member in profile.members]
     if twice := [name for name, count in Counter(ids).items() if count > 1]:
         raise ProtocolError(f"cluster {profile.cluster_id} describes two devices as {twice[0]!r}")
-    if not profile.devices:
+    edges = [edge.id for edge in profile.edges]
+    if profile.other_edges and ("" in edges or len({*edges, *ids}) < len(edges) + len(ids)):
+        raise ProtocolError(
+            f"cluster {profile.cluster_id} describes several edges, but not by distinct names"
+        )
+    if not profile.can_train:
         raise ProtocolError(f"cluster {profile.cluster_id} describes no device")
 
 

@@ -30,7 +30,7 @@ from collapipe_flwr.core.domain import (
     RoundOutcome,
     StageSample,
 )
-from collapipe_flwr.costs.measured import EDGE, server_s, stage_parts
+from collapipe_flwr.costs.measured import server_s, stage_parts
 from collapipe_flwr.costs.replicas import PricedCluster
 from collapipe_flwr.federation.arrays import averaging_view
 from collapipe_flwr.federation.rounds import ClosedRound
@@ -75,12 +75,12 @@ def measured_outcome(
 
 
 def _by_member(plan: ClusterPlan, measured: ClusterTelemetry) -> dict[str, StageReport]:
-    """Reports by device id; the edge is `EDGE`."""
+    """Reports by device id; the edge's by its id."""
     control_unit, *devices = measured.reports or (None,)
     found = {report.name: report for report in devices if report is not None}
     if control_unit is not None:
         found[plan.member_ids[0]] = control_unit
-    return found if measured.edge is None else {**found, EDGE: measured.edge}
+    return found if measured.edge is None else {**found, plan.edge: measured.edge}
 
 
 def _busy_s(report: StageReport) -> float:

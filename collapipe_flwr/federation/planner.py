@@ -38,6 +38,7 @@ from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.outcomes import MovementMeter, measured_outcome
 from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan
 from collapipe_flwr.federation.telemetry import ClusterTelemetry, link_samples
+from collapipe_flwr.scheduler.edge_choice import edges_in, on_edges
 from collapipe_flwr.scheduler.estimates import expected_s
 from collapipe_flwr.scheduler.link_estimates import links_begun, links_learned, with_links
 from collapipe_flwr.scheduler.protocol import SchedulerState
@@ -138,7 +139,7 @@ class ScheduledRounds:
         self.state = state
         # Clusters that take no part report nothing: they are tried with all devices next time.
         self._absence.lift([name for name in out if plan.cluster(name) is None])
-        return with_rates(plan, snapshot)
+        return with_rates(plan, on_edges(snapshot, edges_in(plan), links))
 
     def settle(self, closed: ClosedRound) -> Outcome:
         """Price the finished part of the plan, and let the scheduler observe it."""
@@ -177,10 +178,10 @@ class ScheduledRounds:
 
     def _observe(self, done: Plan, closed: ClosedRound) -> Outcome:
         assert closed.plan.plan is not None and self.state is not None
-        known = {profile.cluster_id: _devices(profile) for profile in self.world.clusters}
+        known = {c.cluster_id: _devices(c) | _edges(c) for c in self.world.clusters}
         for name, measured in closed.telemetry.items():
-            own = _of_devices(measured, known.get(name, set()))
-            self._absence.learn(closed.plan.server_round, name, own)
+            own, part = _of_devices(measured, known.get(name, set())), done.cluster(name)
+            self._absence.learn(closed.plan.server_round, name, own, part.edge if part else "")
         self._examples |= _other_examples(done, closed.telemetry, self._snapshot(closed))
         outcome = self._outcome(done, closed)
         asked = (*closed.plan.plan.clusters, *closed.joined.values())
@@ -206,7 +207,8 @@ class ScheduledRounds:
 
     def _outcome(self, plan: Plan, closed: ClosedRound) -> RoundOutcome:
         """What the scheduler may learn from the round."""
-        seen = self._snapshot(closed)
+        assert self.state is not None
+        seen = on_edges(self._snapshot(closed), edges_in(plan), self.state.links)
         truth = self.world.truth(seen)
         parts = zip(
             plan.clusters, price(plan, truth, self._planning.settings).clusters, strict=True
@@ -255,6 +257,7 @@ class ScheduledRounds:
         assert self.state is not None
         known = links_learned(self.state.links, outcome)
         shown = with_links(self._described(outcome.round_index), known)
+        shown = on_edges(shown, edges_in(plan), known)
         clusters = [
             replace(
                 found, explained_s=explained_s(part, found.stages, shown, self._planning.settings)
@@ -288,6 +291,10 @@ class ScheduledRounds:
 
 def _devices(profile: ClusterProfile) -> set[str]:
     return {device.device_id for device in profile.devices}
+
+
+def _edges(profile: ClusterProfile) -> set[str]:
+    return {edge.id for edge in profile.edges}
 
 
 def _of_devices(measured: ClusterTelemetry, known: set[str]) -> ClusterTelemetry:
@@ -329,13 +336,14 @@ def _other_examples(
 def finished(plan: Plan, closed: ClosedRound, world: World) -> Plan:
     """The plans that ended with this round, as each cluster finished it.
 
-    A plan on devices that the world lacks has no price: that cluster counts as it began.
+    A plan with parties that the world lacks has no price: that cluster counts as it began.
     """
-    known = {profile.cluster_id: _devices(profile) for profile in world.clusters}
+    known = {c.cluster_id: (_devices(c), _edges(c) or {""}) for c in world.clusters}
     ends = {
         name: last
         for name, measured in closed.telemetry.items()
-        if (last := measured.replanned) and known.get(name, set()).issuperset(last.device_ids)
+        if (last := measured.replanned) and name in known
+        if known[name][0].issuperset(last.device_ids) and last.edge in known[name][1]
     }
     begun = (*plan.clusters, *closed.joined.values())
     done = (ends.get(c.cluster_id, c) for c in begun if c.cluster_id in closed.models)

@@ -91,8 +91,11 @@ class Planning:
 
     def described(self, profile: ClusterProfile, model: ModelProfile | None) -> ClusterProfile:
         """A cluster as it is planned with."""
-        profile = with_edge_at_home(profile) if self.labels_at_home else profile
-        profile = profile if model is None else with_divided_memory(profile, model)
+        if self.labels_at_home:
+            chosen = None if profile.other_edges else profile.edge
+            profile = with_edge_at_home(replace(profile, edge=chosen, other_edges=()))
+        if model is not None and not profile.other_edges:
+            profile = with_divided_memory(profile, model)
         return budgeted(profile, self.budget, model)
 
     @property

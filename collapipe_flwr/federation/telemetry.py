@@ -153,7 +153,8 @@ def link_samples(
     if measured.incidents or max(plan.replicas) > 1:
         return
     reports = measured.links(plan, paced=paced)
-    for ends, hop, seen in zip(pairwise((*plan.member_ids, "")), plan.hops, reports, strict=False):
+    stages = (*plan.member_ids, plan.edge)
+    for ends, hop, seen in zip(pairwise(stages), plan.hops, reports, strict=False):
         ways = ((hop.forward_bit_per_s, seen.forward), (hop.backward_bit_per_s, seen.backward))
         rates = [
             (planned, reached)

@@ -133,7 +133,7 @@ def daemon_backend(
         tls=cluster.tls_files(cluster.control_unit.name),
         deadline_s=served.deadline_s,
     )
-    fleet = RemoteFleet(cluster=cluster, edge=edge)
+    fleet = RemoteFleet(cluster=cluster, edges={"": edge})
     return GenerationBackend(
         device_ids=tuple(map(cluster.device_id, cluster.workers)),
         chain=partial(served.over, fleet, cluster_id=cluster.id),

@@ -34,8 +34,11 @@ BEHIND = "behind"  # it has an older roster, for another moment
 
 def listeners(config: ClusterConfig) -> tuple[MemberConfig, ...]:
     """The members that have joined and can be called."""
-    edge = () if config.edge_is_member else (config.edge,)
-    members = (*config.devices, *edge, *([config.control_unit] if config.joining else []))
+    members = (
+        *config.devices,
+        *config.edge_machines,
+        *([config.control_unit] if config.joining else []),
+    )
     return tuple(m for m in members if m.address and m.fingerprint)
 
 
@@ -169,8 +172,8 @@ class ClusterStatus:
 def cluster_status(config: ClusterConfig) -> ClusterStatus:
     """Ask all at once: devices, edge, and a control unit on another machine than the CA."""
     members = [(device, Role.DEVICE) for device in config.devices]
-    if (config.edge.address or config.version) and not config.edge_is_member:
-        members.append((config.edge, Role.EDGE))
+    machines = config.edge_machines
+    members += [(edge, Role.EDGE) for edge in machines if edge.address or config.version]
     if config.joining:
         members.append((config.control_unit, Role.CONTROL_UNIT))
     known = figures_of(config)

@@ -358,8 +358,7 @@ def _as_owner(folder: Path) -> Iterator[None]:
 
 def member_in(config: ClusterConfig, role: Role) -> MemberConfig:
     """The member of a role that only one has."""
-    (member,) = config.having(role)
-    return member
+    return (*config.having(role), config.edge)[0]
 
 
 def hosts_of(member: MemberConfig, role: Role = Role.DEVICE) -> tuple[str, ...]:

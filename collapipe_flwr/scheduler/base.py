@@ -18,6 +18,7 @@ from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.warm_up import Depths
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.accounts import opened_accounts, settled_accounts
+from collapipe_flwr.scheduler.edge_choice import on_edges
 from collapipe_flwr.scheduler.estimates import plausible_j, profiles_learned
 from collapipe_flwr.scheduler.gain_estimates import with_error
 from collapipe_flwr.scheduler.initial_layouts import rows_by_weight
@@ -50,7 +51,7 @@ class Policy:
 
     def init(self, snapshot: Snapshot) -> SchedulerState:
         """Empty queues and the reference plan of ``snapshot``."""
-        return initial_state(snapshot, self.settings)
+        return initial_state(on_edges(snapshot, {}, {}), self.settings)
 
     def observe(self, state: SchedulerState, plan: Plan, outcome: RoundOutcome) -> SchedulerState:
         """Queues by realised energy, estimates by telemetry; rules keep them for reporting."""
@@ -298,4 +299,5 @@ def _cluster_plan(solution: Solution, m: int, priced: PricedCluster, depths: Dep
         energy_j=priced.energy_j,
         memory_bytes=priced.memory_bytes,
         hops=hop_plans(chain.hops, m),
+        edge=chain.tables.snapshot.clusters[m].profile.edge_id,
     )

@@ -25,6 +25,7 @@ from collapipe_flwr.scheduler.base import (
 from collapipe_flwr.scheduler.catching_up import caught_up
 from collapipe_flwr.scheduler.closing_early import closing_early
 from collapipe_flwr.scheduler.decision import Decision
+from collapipe_flwr.scheduler.edge_choice import on_edges
 from collapipe_flwr.scheduler.estimates import with_profiles
 from collapipe_flwr.scheduler.gain_estimates import robust, with_averages, with_forecast
 from collapipe_flwr.scheduler.model_share import capped, least_shares, widened
@@ -44,6 +45,7 @@ class Dssda(Policy):
 
     def step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
         """Plan one round; an unusable snapshot repeats the last plan and says so in it."""
+        snapshot = on_edges(snapshot, {}, state.links)
         seen, profiles = with_profiles(snapshot, state.beliefs, self.settings.profile_memory)
         gains = state.doubt
         try:
@@ -261,7 +263,7 @@ def usable_plans(last: Plan | None, snapshot: Snapshot) -> tuple[ClusterPlan, ..
         if profile is None:
             return False
         names = {device.device_id for device in profile.devices}
-        return names.issuperset(plan.device_ids)
+        return names.issuperset(plan.device_ids) and plan.edge == profile.edge_id
 
     return () if last is None else tuple(c for c in last.clusters if stands(c))
 

@@ -67,7 +67,7 @@ Averages = Mapping[str, Mapping[str, Claim]]
 """cluster -> device -> claim."""
 Filters = Mapping[str, Mapping[str, LogFilter]]
 """cluster -> device -> filter; the snapshot's edge is ``EDGE`` of ``EDGE``, a cluster's own is
-``EDGE`` of the cluster."""
+its id of the cluster, which is ``EDGE`` where there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,10 +137,10 @@ def _claims(snapshot: Snapshot) -> Iterator[tuple[str, str, Claim]]:
     if _usable(edge.speed_flop_per_s):
         yield EDGE, EDGE, (math.log(edge.speed_flop_per_s), 0.0, edge.overhead_s)
     for cluster in snapshot.clusters:
-        own = cluster.profile.edge
-        if own is not None and _usable(own.speed_flop_per_s):
-            claim = (math.log(own.speed_flop_per_s), 0.0, own.overhead_s)
-            yield cluster.profile.cluster_id, EDGE, claim
+        for own in cluster.profile.edges:
+            if _usable(own.speed_flop_per_s):
+                claim = (math.log(own.speed_flop_per_s), 0.0, own.overhead_s)
+                yield cluster.profile.cluster_id, own.id, claim
         for d in cluster.profile.members:
             if _usable(d.speed_flop_per_s) and _usable(d.energy_per_flop_j):
                 logs = math.log(d.speed_flop_per_s), math.log(d.energy_per_flop_j)
@@ -205,8 +205,8 @@ def _planned(cluster_id: str, estimates: ProfileEstimates, device: DeviceProfile
 
 
 def _planned_edge(edge: EdgeProfile, estimates: ProfileEstimates, place: str = EDGE) -> EdgeProfile:
-    claim = _of(estimates.claimed, place, EDGE)
-    stage = claim and _believed(_of(estimates.stages, place, EDGE), claim)
+    claim = _of(estimates.claimed, place, edge.id)
+    stage = claim and _believed(_of(estimates.stages, place, edge.id), claim)
     if not stage:
         return edge
     overhead_s, per_flop_s = stage.values

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from collapipe_flwr.core.domain import ChannelState, Plan, RoundOutcome, Snapshot
+from collapipe_flwr.core.domain import ChannelState, ClusterSnapshot, Plan, RoundOutcome, Snapshot
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.costs.work import PricingOptions
@@ -49,7 +49,7 @@ def with_averages(gains: RobustGains, snapshot: Snapshot) -> RobustGains:
     tabulate(snapshot)
     rounds = min(gains.rounds + 1, LONGEST_AVERAGE)
     average = {
-        c.profile.cluster_id: _mixed(gains.average.get(c.profile.cluster_id), c.channel, rounds)
+        _place(c): _mixed(gains.average.get(_place(c)), c.channel, rounds)
         for c in snapshot.clusters
     }
     careful = gains.careful or gains.error > FAR_OFF
@@ -61,7 +61,7 @@ def robust(gains: RobustGains, snapshot: Snapshot) -> Snapshot:
     if not gains.careful:
         return snapshot
 
-    averages = (gains.average[c.profile.cluster_id] for c in snapshot.clusters)
+    averages = (gains.average[_place(c)] for c in snapshot.clusters)
     cautious = tuple(
         replace(cluster, channel=_each_gain(lambda gain: CAUTION * gain, average))
         for cluster, average in zip(snapshot.clusters, averages, strict=True)
@@ -93,6 +93,11 @@ def with_error(gains: RobustGains, outcome: RoundOutcome) -> RobustGains:
     missed = abs(math.log(latency_s / max(expected_s)))
     error = MEMORY * gains.error + (1.0 - MEMORY) * missed
     return replace(gains, error=error, forecast_s={})
+
+
+def _place(cluster: ClusterSnapshot) -> str:
+    """The cluster with the id of its edge, if there are several."""
+    return f"{cluster.profile.cluster_id} {cluster.profile.edge_id}".rstrip()
 
 
 def _mixed(old: ChannelState | None, new: ChannelState, rounds: int) -> ChannelState:

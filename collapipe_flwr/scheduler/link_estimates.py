@@ -141,7 +141,7 @@ LinkEstimates = Mapping[str, Mapping[str, LinkEstimate]]
 
 
 def link_key(one: str, other: str) -> str:
-    """A link by its ends, whichever way the chain runs; the edge is ""."""
+    """A link by its ends, whichever way the chain runs; an edge is its id."""
     return " - ".join(sorted((one, other)))
 
 
@@ -171,14 +171,16 @@ def _begun(link: LinkRate, cluster: ClusterSnapshot, snapshot: Snapshot) -> Link
     """The estimate of a link before its first round; as promised where its ends are unknown."""
     profile, channel = cluster.profile, cluster.channel
     place = {member.device_id: i for i, member in enumerate(profile.members)}
-    to_edge, (one, other) = "" in link.ends, sorted(link.ends, reverse=True)
-    if not (0 < link.bit_per_s < math.inf and one in place and (to_edge or other in place)):
+    edges = {edge.id: edge for edge in profile.edges} or {"": snapshot.edge}
+    edge = next((edges[end] for end in link.ends if end in edges), None)
+    one, other = sorted(sorted(link.ends, reverse=True), key=lambda end: end not in place)
+    if not (0 < link.bit_per_s < math.inf and one in place and (edge or other in place)):
         return LinkEstimate()
     first = profile.members[place[one]]
-    if to_edge:
+    if edge is not None:
         width = snapshot.radio.bandwidth_hz / len(snapshot.clusters)
-        powers = (first.tx_power_max_w, snapshot.edge_of(profile).tx_power_w)
-        gain = channel.edge_gain[place[one]]
+        powers = (first.tx_power_max_w, edge.tx_power_w)
+        gain = cluster.channel_to(edge).edge_gain[place[one]]
     else:
         second = profile.members[place[other]]
         radios = (first.d2d_bandwidth_hz, second.d2d_bandwidth_hz, profile.d2d_bandwidth_hz)
@@ -215,10 +217,11 @@ def _estimated(cluster: ClusterSnapshot, known: Mapping[str, LinkEstimate]) -> C
     if not any(estimate.believed for estimate in known.values()):
         return cluster
     names = [member.device_id for member in cluster.profile.members]
+    edge = cluster.profile.edge_id
 
     def shares(name: str, others: list[str]) -> tuple[float, ...]:
         estimates = (known.get(link_key(name, other), LinkEstimate()) for other in others)
         return tuple(math.exp(estimate.believed) for estimate in estimates)
 
-    links = LinkShares(d2d=tuple(shares(name, names) for name in names), edge=shares("", names))
+    links = LinkShares(d2d=tuple(shares(name, names) for name in names), edge=shares(edge, names))
     return replace(cluster, links=links)

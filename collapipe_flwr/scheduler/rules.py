@@ -27,6 +27,7 @@ from collapipe_flwr.scheduler.base import (
     planner_for,
     solution_plan,
 )
+from collapipe_flwr.scheduler.edge_choice import on_edges
 from collapipe_flwr.scheduler.estimates import with_profiles
 from collapipe_flwr.scheduler.initial_layouts import rows_by_weight
 from collapipe_flwr.scheduler.model_share import capped, least_shares, with_model_shares
@@ -92,7 +93,9 @@ class RuleScheduler(Policy):
         """Apply the rule; raises InfeasibleError where nothing it names fits.
 
         Where nothing fits the devices as they showed themselves, they are believed as described.
+        Clusters that may choose among edges have their first.
         """
+        snapshot = on_edges(snapshot, {}, state.links)
         seen, beliefs = with_profiles(snapshot, state.beliefs, self.settings.profile_memory)
         try:
             plan = self._plan(state, seen)

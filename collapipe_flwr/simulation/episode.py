@@ -33,6 +33,7 @@ from collapipe_flwr.costs.measured import explained_s, stage_parts, taken_s
 from collapipe_flwr.costs.price import PricedRound, price
 from collapipe_flwr.costs.replicas import PricedCluster
 from collapipe_flwr.costs.work import PricingOptions
+from collapipe_flwr.scheduler.edge_choice import edges_in, on_edges
 from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerState
 from collapipe_flwr.simulation.devices import scaled
 from collapipe_flwr.simulation.world import World
@@ -117,6 +118,9 @@ def run_episode(
         started = time.perf_counter()
         plan, state = scheduler.step(state, believed)
         decision_s = time.perf_counter() - started
+        truth, believed = (
+            on_edges(each, edges_in(plan), state.links) for each in (truth, believed)
+        )
         priced = price(plan, truth, options)
         outcome = simulated_outcome(plan, priced, truth, believed, options)
         state = scheduler.observe(state, plan, outcome)

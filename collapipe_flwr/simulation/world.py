@@ -267,10 +267,8 @@ def budgeted(
 
 def _at_home(cluster: ClusterProfile, channel: ChannelState) -> ChannelState:
     """The channel in which the edge stands where the control unit does, if it is the edge."""
-    if not has_edge_at_home(cluster):
-        return channel
-    own = channel.d2d_gain[0]
-    return replace(channel, edge_gain=(max(own), *own[1:]))
+    is_home = has_edge_at_home(cluster) and not cluster.other_edges
+    return channel.to_member(0) if is_home else channel
 
 
 def with_edge_at_home(cluster: ClusterProfile) -> ClusterProfile:

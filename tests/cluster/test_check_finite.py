@@ -56,7 +56,7 @@ def _fleet(remote: bool) -> Iterator[Fleet]:
         yield ThreadFleet(ThreadEdge())
         return
     with daemons(3) as (cluster, address):
-        yield RemoteFleet(cluster=cluster, edge=HostedEdge(address=address))
+        yield RemoteFleet(cluster=cluster, edges={"": HostedEdge(address=address)})
 
 
 def _train(

@@ -113,7 +113,7 @@ def _train(splitter: Splitter, weights: Mapping[str, Tensor], steps, cache: Path
         boards = [{"name": name, "address": address} for name, address in addresses.items()]
         fleet = RemoteFleet(
             cluster=parse_cluster({"id": "A", "device": boards}, Path()),
-            edge=HostedEdge(address=edge.address),
+            edges={"": HostedEdge(address=edge.address)},
         )
         return train_round(splitter, order, _micro_batches(splitter, steps), fleet)
 

@@ -16,9 +16,12 @@ from benchmarks.data_plane.recovery import Daemon, cluster_of, daemons, run_job,
 from collapipe_flwr.cluster.hosted import CLOSE_S
 from collapipe_flwr.cluster.order import PATIENCE_PER_STAGE
 from collapipe_flwr.cluster.remote import RemoteFleet
+from collapipe_flwr.config.cluster_file import MemberConfig
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.pipeline.roles import FirstStage
 from tests.cluster.conftest import WarmDaemons
+from tests.cluster.daemon_processes import Daemon as Spare
+from tests.cluster.daemon_processes import running
 
 JOB = replace(small_job(3, steps=4), deadline_s=120.0)
 NOTICE_S = 20.0  # on a starved machine; a closed connection tells, long before any deadline
@@ -180,6 +183,22 @@ def test_an_edge_that_restarts_is_waited_for_and_the_steps_replayed(phase: str, 
         finally:
             for daemon in later:
                 daemon.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("phase", "every"), [("backward", 0), ("apply", 1)])
+def test_an_edge_that_is_killed_is_replaced_by_the_next(phase: str, every: int) -> None:
+    job = replace(JOB, snapshot_every=every, plan=replace(JOB.plan, edge="edge"))
+    with daemons(3) as (hosts, edge), running(Spare("edge")) as (spare,):
+        table = MemberConfig(name="spare", address=spare.address)
+        cluster = replace(cluster_of(hosts, edge), other_edges=(table,))
+        with striking(phase, 2, edge.process.kill):
+            result, weights = run_job(job, cluster)
+        (first, *_, last) = (*result.incidents, *result.incidents)
+        assert result.plan.edge == "spare" and last.lost == ("edge",)
+        assert first.from_step == (2 if every else 0)
+        _, undisturbed = run_job(replace(job, plan=result.plan), cluster)
+        assert_same(weights, undisturbed)
 
 
 @pytest.mark.slow

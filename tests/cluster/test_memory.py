@@ -90,7 +90,7 @@ class Cluster:
             keep_optimizer=True,
         )
         steps = [[tiny_batch(self._splitter, SIZE, seed=stop)]] * 2
-        fleet = RemoteFleet(cluster=self._config, edge=HostedEdge(address=self._edge))
+        fleet = RemoteFleet(cluster=self._config, edges={"": HostedEdge(address=self._edge)})
         batches = _micro_batches(self._splitter, steps)
         result = train_round(self._splitter, order, batches, fleet)
         self._weights = {**self._weights, **result.weights}

@@ -102,7 +102,7 @@ def _round(
         order = _order(
             splitter, _plan((names[0], names[1]), hops), paced=paced, every=snapshot_every
         )
-        fleet: Fleet = RemoteFleet(cluster=cluster, edge=HostedEdge(address=address))
+        fleet: Fleet = RemoteFleet(cluster=cluster, edges={"": HostedEdge(address=address)})
         if not remote:
             fleet = ThreadFleet(ThreadEdge())
         recovery = Recovery(

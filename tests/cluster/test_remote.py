@@ -29,7 +29,7 @@ def fleet(*addresses: str) -> RemoteFleet:
     """Of boards 0, 1, ..."""
     boards = [{"name": str(index), "address": there} for index, there in enumerate(addresses)]
     cluster = parse_cluster({"id": "shed", "device": boards}, Path())
-    return RemoteFleet(cluster=cluster, edge=NOWHERE)
+    return RemoteFleet(cluster=cluster, edges={"": NOWHERE})
 
 
 def test_a_daemon_that_has_not_loaded_torch_is_there(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_cluster_file_that_is_being_edited_costs_no_device(
     with EdgeServer("127.0.0.1:0", service()) as server:
         device = f'[[device]]\nname = "0"\naddress = "{server.address}"\n'
         file.write_text(f'id = "shed"\nversion = 1\n{device}')
-        boards = RemoteFleet(cluster=read_cluster(file), edge=NOWHERE)
+        boards = RemoteFleet(cluster=read_cluster(file), edges={"": NOWHERE})
         file.write_text("[[device")
         assert boards.missing(["shed/0"]) == frozenset()
     assert f"cluster file {file} is not TOML" in caplog.text

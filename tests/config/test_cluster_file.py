@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from collapipe_flwr.config.cluster_file import (
     Role,
     certificate_hosts,
+    cluster_text,
     parse_cluster,
     read_cluster,
 )
@@ -51,9 +53,45 @@ def test_a_file_names_members_addresses_and_certificates(tmp_path: Path) -> None
     assert certificate_hosts([cluster])["pi-1"] == ()
 
 
+def edges(*tables: dict, **more: object) -> dict:
+    return {"id": "g", "device": DEVICES, "edge": list(tables), **more}
+
+
+def test_several_edges_are_machines_devices_or_the_control_unit_in_order() -> None:
+    spare = {"name": "spare", "address": "h:2"}
+    cluster = parse_cluster(
+        edges({"address": "h:1"}, spare, {"name": "pi-2"}, {"name": "control-unit"}), Path()
+    )
+    assert [edge.name for edge in cluster.edges] == ["edge", "spare", "pi-2", "control-unit"]
+    assert cluster.edges[2] is cluster.devices[1]
+    assert [member.name for member in cluster.having(Role.EDGE)] == ["edge", "spare"]
+    assert cluster.workers == cluster.devices
+    assert parse_cluster(tomllib.loads(cluster_text(cluster)), Path()) == cluster
+    assert parse_cluster(edges(spare), Path()) == parse_cluster(
+        {"id": "g", "device": DEVICES, "edge": spare}, Path()
+    )
+
+
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
+        (edges({"address": "h:1"}, {"address": "h:2"}), "two members are called 'edge'"),
+        (edges({"name": "pi-1"}, {"name": "pi-1"}), "two members are called 'pi-1'"),
+        (
+            edges({"address": "h:1"}, {"name": "e", "address": "h:1"}),
+            "two members have the address",
+        ),
+        (edges({"address": "h:1"}, {"name": "e"}), r"\[\[edge\]\] 'e' has no address"),
+        (edges({"address": "h:1"}, {"adress": "h:2"}), r"edge\[2\].adress"),
+        (edges(), "edge must be a table"),
+        (
+            edges({"address": "h:1"}, {"name": "e", "address": "h:2"}, version=1),
+            "'e' has no token to join by",
+        ),
+        (
+            {**edges({"address": "h:1"}, {"name": "pi-1"}), "device": DEVICES[:1]},
+            r"\[edge\] names 'pi-1', the only device",
+        ),
         ({"device": DEVICES}, "id must be a name of letters, digits, dots and dashes, got ''"),
         ({"id": "a/b", "device": DEVICES}, "id must be a name .* got 'a/b'"),
         ({"id": "g"}, r"at least one \[\[device\]\] table"),

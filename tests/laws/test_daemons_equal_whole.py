@@ -73,7 +73,7 @@ class Cluster:
             tls=self.config.tls_files("cu"),
             deadline_s=self.deadline_s,
         )
-        fleet = RemoteFleet(cluster=self.config, edge=edge, deadline_s=self.deadline_s)
+        fleet = RemoteFleet(cluster=self.config, edges={"": edge}, deadline_s=self.deadline_s)
         batches = (b for b in _micro_batches(splitter, steps) if between() is None)
         order = replace(order, learning=replace(order.learning, snapshot_every=every))
         kept = recovery(splitter) if every else None
@@ -205,7 +205,7 @@ def test_a_round_that_fails_leaves_no_session(cluster: Cluster) -> None:
     cut = Cut(stops=(2, 5), micro_batches=(2,))
     order = _order(splitter.initial_weights(seed=1), cut, SGD)
     nobody = HostedEdge(address="127.0.0.1:1", patience_s=0.1)
-    fleet = RemoteFleet(cluster=cluster.config, edge=nobody)
+    fleet = RemoteFleet(cluster=cluster.config, edges={"": nobody})
     batches = _micro_batches(splitter, _steps(splitter, cut, count=1))
     with pytest.raises(EdgeLost, match=r"edge at 127.0.0.1:1 cannot be reached"):
         train_round(splitter, order, batches, fleet)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from collapipe_flwr.cluster.control_unit import train_round
+from collapipe_flwr.cluster.control_unit import RoundResult, train_round
 from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.profile import describe_cluster, profile_of
 from collapipe_flwr.config.cluster_file import parse_cluster
@@ -28,6 +28,7 @@ from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.transport.client import Dialer
 from tests.closeness import assert_near, near
+from tests.cluster.test_killed_processes import striking
 from tests.laws.test_cluster_equals_whole import (
     ADAMW,
     Cut,
@@ -40,6 +41,12 @@ from tests.laws.test_cluster_equals_whole import (
 __all__ = ["_one_thread"]
 CUT = Cut(stops=(2, 5), micro_batches=(3, 2), schedule="1f1b")
 STEPS = 2
+SEVERAL = {
+    "the first of three": "first",
+    "the second of three": "second",
+    "a device of three": "d2",
+    "the control unit of three": "control-unit",
+}
 PLACES = (
     "a host",
     "the run's",
@@ -60,11 +67,21 @@ class Tap:
 
     def __post_init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
+        self._ends: list[socket.socket] = []
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
+        """Reach nobody new; who is connected stays so."""
         self._listener.close()
+
+    def cut(self) -> None:
+        """As if the host had died."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self.close()
+        for end in self._ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
         host, _, port = self.target.rpartition(":")
@@ -74,6 +91,7 @@ class Tap:
             except OSError:
                 return
             far = socket.create_connection((host, int(port)))
+            self._ends += [near_end, far]
             for source, sink in ((near_end, far), (far, near_end)):
                 threading.Thread(target=self._pass, args=(source, sink), daemon=True).start()
 
@@ -95,6 +113,8 @@ class Place:
     site: Site
     address: str
     taps: tuple[Tap, ...] = ()
+    edge: str = ""  # that the plan has
+    result: RoundResult | None = None
 
     @property
     def seen(self) -> bytes:
@@ -120,7 +140,7 @@ def place(name: str) -> Iterator[Place]:
             site = Site(index=0, edge=EdgeConfig(), cluster=None, simulated=described, train=train)
             yield Place(site, "" if name == "threads alone" else edge.address, (edge,))
             return
-        count = 3 if name == "a device" else 2
+        count = 3 if name == "a device" or name.endswith("of three") else 2
         boards = [host(EdgeService(connect=Dialer(name=f"d{n}"))) for n in range(count)]
         devices = [{"name": f"d{n}", "address": tap.address} for n, tap in enumerate(boards)]
         named = {
@@ -131,10 +151,17 @@ def place(name: str) -> Iterator[Place]:
         values = {"id": "A", "device": devices}
         if name in named:
             values["edge"] = named[name]
+        elif name.endswith("of three"):
+            spare = host(EdgeService())
+            places = [("first", edge.address), ("second", spare.address), ("d2", "")]
+            tables = [{"name": edge, "address": address} for edge, address in places]
+            values["edge"] = [*tables, {"name": "control-unit"}]
+            boards = [edge, spare, *boards]
         cluster = parse_cluster(values, Path())
         described = partial(profile_of, cluster)
         site = Site(index=0, edge=EdgeConfig(), cluster=cluster, simulated=described, train=train)
-        yield Place(site, edge.address if name == "the run's" else "", (edge, *boards))
+        run_s = edge.address if name == "the run's" else ""
+        yield Place(site, run_s, (edge, *boards), SEVERAL.get(name, ""))
 
 
 def train(
@@ -146,11 +173,13 @@ def train(
     task = SplitTask(
         model_spec_json=splitter.spec.to_json(), edge_address=at.address, learning=settings
     )
-    order = RoundOrder(plan=CUT.plan(), weights=weights, learning=settings, server_round=1)
+    plan = replace(CUT.plan(), edge=at.edge)
+    order = RoundOrder(plan=plan, weights=weights, learning=settings, server_round=1)
     batches = [[micro_batch(splitter, batch) for batch in step] for step in steps]
     with at.site.devices(task, splitter) as (fleet, recovery):
         result = train_round(splitter, order, batches, fleet, recovery=recovery)
     assert [report.name for report in result.reports][-1] == "edge"
+    at.result = result
     return result.losses, {**result.weights}
 
 
@@ -166,8 +195,10 @@ def whole(splitter: Splitter):
     return weights, steps, _train_unsplit(splitter, weights, steps, ADAMW)
 
 
-@pytest.mark.parametrize("every", [0, 1])
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize(
+    ("name", "every"),
+    [*((name, every) for name in PLACES for every in (0, 1)), *((name, 0) for name in SEVERAL)],
+)
 def test_the_edge_may_be_anywhere(splitter: Splitter, whole, name: str, every: int) -> None:
     weights, steps, (losses, expected) = whole
     with place(name) as at:
@@ -200,6 +231,38 @@ def test_labels_that_travel_are_seen(splitter: Splitter, whole) -> None:
     with place("a host") as at:
         train(at, splitter, weights, steps)
         assert [row for row in rows_of(steps) if row in at.seen]
+
+
+@pytest.mark.parametrize("every", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_an_edge_that_dies_is_replaced_by_the_next_and_nothing_is_lost(
+    splitter: Splitter, whole, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("collapipe_flwr.federation.client.site.SPARE_S", 0.2)
+    weights, steps, (losses, expected) = whole
+    with place("the first of three") as at, striking("backward", 1, at.taps[0].cut) as struck:
+        found, trained = train(at, splitter, weights, steps, snapshot_every=every)
+    assert struck and at.result is not None
+    assert at.result.plan.edge == "second"
+    assert at.result.incidents[-1].lost == ("first",)
+    assert at.result.incidents[-1].from_step == every
+    assert "the edge first is lost, continues on second" in str(at.result.incidents[-1])
+    assert list(at.result.quarantined) == ["first"]
+    assert found == near(losses)
+    assert_near(trained, expected)
+    with place("the second of three") as undisturbed:
+        again = train(undisturbed, splitter, weights, steps, snapshot_every=every)
+    assert found == again[0]
+    assert all(torch.equal(trained[key], again[1][key]) for key in again[1])
+
+
+def test_labels_at_home_have_no_other_edge(splitter: Splitter, whole) -> None:
+    weights, steps, (losses, expected) = whole
+    with place("the first of three") as at:
+        home = replace(at, edge="")
+        found, trained = train(home, splitter, weights, steps, labels_at_home=True)
+        assert not [row for row in rows_of(steps) if row in at.seen]
+    assert found == near(losses)
+    assert_near(trained, expected)
 
 
 def test_an_edge_that_is_the_only_device_is_refused() -> None:

@@ -16,7 +16,7 @@ from collapipe_flwr.cluster.hosted import Edge, HostedEdge, ThreadEdge
 from collapipe_flwr.cluster.profile import describe_cluster, profile_of
 from collapipe_flwr.cluster.recovery import Recovery
 from collapipe_flwr.cluster.remote import RemoteFleet
-from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
+from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig, read_cluster
 from collapipe_flwr.config.schema import EdgeConfig, TrainConfig, WorldConfig
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.hub import expanded
@@ -38,6 +38,7 @@ from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.pipeline.compute import resolve
 
 _MOST_HERE = 4  # sessions: one chain at a time, besides those that end
+SPARE_S = 5.0  # that an edge is waited for where there is another
 _ANY = 1  # the number of examples does not matter within a round
 
 
@@ -101,17 +102,20 @@ class Site:
     def devices(self, task: SplitTask, splitter: AnySplitter) -> Iterator[tuple[Fleet, Recovery]]:
         """The devices with their edge, and how a round recovers when some are lost."""
         learning = task.learning
+        profile = self.profile(_ANY)
+        if learning.labels_at_home:
+            profile = replace(profile, edge=None, other_edges=())
         recovery = Recovery(
-            profile=self.profile(_ANY),
+            profile=profile,
             model=lambda: profile_model(splitter, task.shape, learning.optimizer.state_bytes),
         )
         if self.cluster is None:
             yield ThreadFleet(self._edge_for_threads(task)), recovery
             return
-        with self._edge(self.cluster, task) as edge:
+        with self._edges(self.cluster, task) as edges:
             fleet = RemoteFleet(
                 cluster=self.cluster,
-                edge=edge,
+                edges=edges,
                 deadline_s=learning.deadline_s,
                 heartbeat=learning.heartbeat,
             )
@@ -125,18 +129,30 @@ class Site:
         return _hosted(task, address, self.edge.certificate_name, self.edge.tls())
 
     @contextmanager
-    def _edge(self, cluster: ClusterConfig, task: SplitTask) -> Iterator[HostedEdge]:
-        """The edge of the cluster file, else the run's, else the control unit."""
-        address = cluster.edge.address or task.edge_address
-        name = cluster.certificate_name(cluster.edge)
-        tls = cluster.tls_files(cluster.control_unit.name)
+    def _edges(self, cluster: ClusterConfig, task: SplitTask) -> Iterator[dict[str, HostedEdge]]:
+        """The edges of the cluster file by their ids, else the run's, else the control unit."""
+        unit, several = cluster.control_unit, bool(cluster.other_edges)
+        tls = cluster.tls_files(unit.name)
         with ExitStack() as stack:
-            service = None
-            if cluster.edge_is_control_unit or task.learning.labels_at_home or not address:
+
+            def at_home() -> HostedEdge:
                 service = EdgeService(compute=self.place, most_sessions=_MOST_HERE)
                 address = stack.enter_context(edge_here(cluster, service))
-                name = cluster.certificate_name(cluster.control_unit)
-            yield replace(_hosted(task, address, name, tls), service=service)
+                found = _hosted(task, address, cluster.certificate_name(unit), tls)
+                return replace(found, service=service)
+
+            def hosted(edge: MemberConfig) -> HostedEdge:
+                address = edge.address or ("" if several else task.edge_address)
+                if edge.name == unit.name or not address:
+                    return at_home()
+                found = _hosted(task, address, cluster.certificate_name(edge), tls)
+                most_s = min(SPARE_S, found.patience_s) if several else found.patience_s
+                return replace(found, name=edge.name if several else found.name, patience_s=most_s)
+
+            if task.learning.labels_at_home:
+                yield {"": at_home()}
+            else:
+                yield {edge.name if several else "": hosted(edge) for edge in cluster.edges}
 
 
 def _hosted(task: SplitTask, address: str, name: str, tls: TlsFiles | None) -> HostedEdge:
@@ -160,9 +176,8 @@ def edge_here(cluster: ClusterConfig, service: EdgeService) -> Iterator[str]:
     """
     unit = cluster.control_unit
     tls, rosters = cluster.tls_files(unit.name), None
-    listen = f"{host_towards(cluster.devices[0].address)}:0"
-    if cluster.edge_is_control_unit and cluster.edge.address:
-        listen = cluster.edge.address
+    listen = next((edge.address for edge in cluster.edges if edge.name == unit.name), "")
+    listen = listen or f"{host_towards(cluster.devices[0].address)}:0"
     if tls is not None and tls.ca is not None:
         rosters = Rosters(unit.name, [cluster], tls.ca)
     with EdgeServer(listen, service, tls=tls, rosters=rosters) as server:

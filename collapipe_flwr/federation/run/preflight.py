@@ -216,8 +216,9 @@ def check_members(config: AppConfig, clusters: Sequence[ClusterConfig]) -> None:
     if twice is not None:
         raise ConfigError(f'two cluster files have the id "{twice}": give each its own')
     for cluster in clusters:
-        if cluster.edge.address and not cluster.edge_is_control_unit:
-            _check_edge(f"cluster {cluster.id}: [edge]", cluster.edge.address)
+        others = [edge for edge in cluster.edges if edge.name != cluster.control_unit.name]
+        if others == list(cluster.edges) and all(edge.address for edge in others):
+            _check_edge(f"cluster {cluster.id}: [edge]", *(edge.address for edge in others))
         files = cluster.tls_files(cluster.control_unit.name)
         if files is not None:
             _check_files(f"cluster {cluster.id}: [tls] of {cluster.control_unit.name}", files)
@@ -232,12 +233,15 @@ def _check_files(what: str, files: TlsFiles) -> None:
             )
 
 
-def _check_edge(what: str, address: str) -> None:
+def _check_edge(what: str, address: str, *others: str) -> None:
+    """Raise ConfigError where none of these edges answers."""
     with blaming(what):
         place = host_and_port(address)
     try:
         socket.create_connection(place, _CONNECT_S).close()
     except OSError as error:
+        if others:
+            return _check_edge(what, *others)
         raise ConfigError(
             f"{what} {address}: no edge at {address} answers ({error}); start it there by "
             f"`collapipe edge --listen {address}`, or leave the address empty"
