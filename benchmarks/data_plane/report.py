@@ -1,7 +1,7 @@
 """What ``bench pipeline`` and ``bench codecs`` show and write.
 
 ``python -m benchmarks.data_plane.report FILE`` prints a file of ``bench pipeline`` as Markdown for
-docs/pipeline.md; a test compares the page with it.
+docs/results-pipeline.md; a test compares the page with it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The numbers of docs/pipeline.md are those of the recorded file."""
+"""The numbers of docs/results-pipeline.md are those of the recorded file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_codec_table_is_the_file() -> None:
-    document = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
+    document = (ROOT / "docs" / "results-pipeline.md").read_text(encoding="utf-8")
     recorded = json.loads((ROOT / "docs/results/data-plane/codecs.json").read_text())
     settings = recorded["settings"]
     assert f"--steps {settings['steps']} --seeds {len(settings['seeds'])} " in document
@@ -23,7 +23,7 @@ def test_the_codec_table_is_the_file() -> None:
 
 def test_the_table_of_step_times_is_the_recorded_bench() -> None:
     recorded = json.loads((ROOT / "docs/results/data-plane/pipeline.json").read_text())
-    assert markdown(recorded) in (ROOT / "docs/pipeline.md").read_text(encoding="utf-8")
+    assert markdown(recorded) in (ROOT / "docs/results-pipeline.md").read_text(encoding="utf-8")
 
 
 def test_the_table_of_memory_is_the_recorded_bench() -> None:

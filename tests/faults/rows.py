@@ -3,7 +3,7 @@
     FAULT_ROWS=rows.jsonl python -m pytest tests/faults        # appends to that file
     python -m tests.faults.rows rows.jsonl                      # records them, writes the table
 
-What is recorded lies in docs/results/faults.json, the table in docs/recovery.md.
+What is recorded lies in docs/results/faults.json, the table in docs/results-failures.md.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 FILE_KEY = "FAULT_ROWS"
 DOCS = Path(__file__).parents[2] / "docs"
-RECORDED, DOCUMENT = DOCS / "results/faults.json", DOCS / "recovery.md"
+RECORDED, DOCUMENT = DOCS / "results/faults.json", DOCS / "results-failures.md"
 BEGIN, END = "<!-- table faults -->\n", "<!-- end -->"
 PHASES = (
     "planning",

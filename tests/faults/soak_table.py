@@ -1,4 +1,4 @@
-"""What a soak recorded, as the table in docs/recovery.md.
+"""What a soak recorded, as the table in docs/results-failures.md.
 
 python -m tests.faults.soak_table FILE      # records it in docs/results/soak.json, writes the table
 """

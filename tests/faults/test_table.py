@@ -1,4 +1,4 @@
-"""The table in docs/recovery.md is what is recorded, and every recorded row has its test."""
+"""The tables in docs/results-failures.md are what is recorded, and every row has its test."""
 
 from __future__ import annotations
 

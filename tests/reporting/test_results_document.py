@@ -32,7 +32,7 @@ def test_every_recorded_curve_is_shown_and_every_picture_is_there() -> None:
     ("page", "name", "script"),
     [
         ("online.md", "online-drift", "benchmarks/online_drift.py"),
-        ("recovery.md", "late-updates", "benchmarks/late_updates.py"),
+        ("results-failures.md", "late-updates", "benchmarks/late_updates.py"),
     ],
 )
 def test_the_table_is_the_recorded_one(
