@@ -125,7 +125,7 @@ def share_lines(folder: Path) -> Iterator[str]:
         return
     yield from ("", "## No device holds most of the model: what that costs")
     yield from (*old_terms(next(iter(runs.values()))), "")
-    yield f"`{SWEEP} --max-model-share SHARE`; memory is that of the fullest device."
+    yield f"`{SWEEP} -c scheduler.max-model-share=SHARE`; memory is that of the fullest device."
     yield from ("", "| share | latency s | p95 s | efficiency | memory MiB | energy / budget |")
     yield "|---:|---:|---:|---:|---:|---:|"
     for share, run in runs.items():

@@ -25,7 +25,7 @@ TABLES = {
         "Five clusters of four boards, everything else by default",
     ),
     "paper-32": (
-        f"{PAPER} --micro-batches 1,2,4,8,16,32 {RIVALS}",
+        f"{PAPER} -c scheduler.micro-batches=1,2,4,8,16,32 {RIVALS}",
         "The first of these with up to 32 micro-batches",
     ),
     "one-strong": (
@@ -89,7 +89,7 @@ def commands() -> Iterator[tuple[str, str]]:
                 f"collapipe simulate {options.replace(SEEDS, f'--seeds {seeds}')}",
             )
     for share in SHARES:
-        yield f"share-{share}", f"collapipe simulate {SWEEP} --max-model-share {share}"
+        yield f"share-{share}", f"collapipe simulate {SWEEP} -c scheduler.max-model-share={share}"
     for name, (options, _) in WRONG.items():
         yield f"wrong-{name}", f"collapipe simulate {ALONE} {options}"
     for world, name in PRICED.items():

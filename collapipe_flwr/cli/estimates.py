@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -147,8 +148,14 @@ def simulate(
         Option("--seeds", "--seed", help="0,1,2 or 100-119; may be repeated."),
     ] = None,
     policies: Annotated[str | None, Option(help="Policies to compare: dssda,fedavg,...")] = None,
-    penalty_weight: Annotated[
-        float | None, Option(help="V of DSSDA: latency against energy queues.")
+    run_config: Annotated[
+        list[str] | None,
+        Option(
+            "--run-config",
+            "-c",
+            metavar="KEY=VALUE",
+            help="A key of a run's planning, scheduler.schedule=gpipe; may be repeated.",
+        ),
     ] = None,
     energy_budget: Annotated[
         str | None,
@@ -162,17 +169,11 @@ def simulate(
     devices_from: Annotated[
         Path | None, Option(help="JSON or TOML file of clusters and device kinds.")
     ] = None,
-    micro_batch_sizes: Annotated[str | None, Option(help="Sizes to choose from.")] = None,
-    micro_batches: Annotated[str | None, Option(help="Counts to choose from.")] = None,
     codecs: Annotated[
         str | None, Option(help="fp32,bf16,int8: DSSDA chooses hop by hop; else fp16.")
     ] = None,
-    schedule: Annotated[str | None, Option(help="gpipe or 1f1b.")] = None,
     memory_margin: Annotated[
         float | None, Option(help="Share of each device's memory that plans leave free.")
-    ] = None,
-    max_model_share: Annotated[
-        float | None, Option(help="Largest share of the model's memory on one device.")
     ] = None,
     best_batches: Annotated[
         bool | None,
@@ -192,13 +193,6 @@ def simulate(
         bool | None,
         Option("--recompute", help="Recompute activations instead of keeping them."),
     ] = None,
-    replicas: Annotated[
-        bool | None,
-        Option(
-            "--replicas",
-            help="DSSDA lets devices share a stage; what is possible is without replicas.",
-        ),
-    ] = None,
     profile_error: Annotated[
         float | None, Option(help="Largest relative error of the profiles schedulers see.")
     ] = None,
@@ -217,12 +211,23 @@ def simulate(
 ) -> None:
     """Let scheduling policies plan rounds in a simulated world; nothing is trained."""
     options = dict(locals())  # by name, as they were given
+    from collapipe_flwr.config.parsing import (
+        flatten_section,
+        parse_section,
+        read_overrides,
+        refuse_unknown,
+    )
     from collapipe_flwr.reporting.simulation import run_simulation
     from collapipe_flwr.simulation.setting import overridden
     from collapipe_flwr.simulation.setting import preset as preset_setting
 
     options["seeds"] = ",".join(seeds) if seeds else None
     setting = overridden(preset_setting(preset), **options)
+    known = flatten_section(setting.settings, "scheduler.")
+    values = read_overrides(run_config or (), known)
+    refuse_unknown(values, known)
+    planning = parse_section(setting.settings, "scheduler.", values)
+    setting = replace(setting, settings=planning)
     run_simulation(setting, json_file=json_file, plot_dir=plot)
 
 

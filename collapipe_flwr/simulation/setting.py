@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
 from typing import Any, TypeVar
 
 from collapipe_flwr.core.domain import ModelProfile
@@ -165,7 +164,6 @@ def overridden(base: Setting, **options: Any) -> Setting:
     """
     readers: dict[str, Callable[[Any], Any]] = {
         **dict.fromkeys(("policies", "kinds", "codecs"), _words),
-        **{n: partial(whole_numbers, n) for n in ("micro_batch_sizes", "micro_batches")},
         "seeds": seeds_of,
         "energy_budget": energy_budget,
         "devices_from": read_fleet,

@@ -15,8 +15,8 @@ SMALL = overridden(
     width=64,
     tokens=16,
     policies="dssda,uniform",
-    micro_batch_sizes="4",
-    micro_batches="2",
+    micro_batch_sizes=(4,),
+    micro_batches=(2,),
     max_model_share=1.0,
 )
 

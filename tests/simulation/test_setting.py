@@ -115,11 +115,8 @@ def test_an_energy_budget_has_one_unit(text: str) -> None:
 
 def test_choices_change_a_preset_and_leave_the_rest() -> None:
     base = preset("paper")
-    setting = overridden(
-        base, clusters=3, blocks=6, seeds="1,2", policies="dssda", micro_batches="2"
-    )
+    setting = overridden(base, clusters=3, blocks=6, seeds="1,2", policies="dssda")
     assert (setting.clusters, setting.model.blocks, setting.seeds) == (3, 6, (1, 2))
-    assert setting.settings.micro_batches == (2,)
     assert setting.devices == base.devices
     assert overridden(preset(None), recompute=False, radio=None) == Setting()
 
@@ -157,7 +154,9 @@ def test_all_policies_start_on_equal_terms() -> None:
         ("--seeds 1,0-2", "--seeds names one twice"),
         ("--preset home", "--preset: unknown preset 'home'"),
         ("--energy-budget -3", "--energy-budget must be joules per round"),
-        ("--penalty-weight -1", "penalty-weight must be at least 0"),
+        ("-c scheduler.penalty-weight=-1", "scheduler.penalty-weight must be at least 0"),
+        ("-c scheduler.horizon=1", "run-config key scheduler.horizon is unknown"),
+        ("-c train.recompute=true", "run-config key train.recompute is unknown"),
         ("--channel rain", "--channel: unknown channel 'rain'"),
         ("--channel trace:/nowhere", "--channel: channel trace '/nowhere' cannot be read (No such"),
         ("--radio am", "--radio: unknown radio 'am'"),

@@ -21,7 +21,8 @@ from collapipe_flwr.simulation.world import EnergyBudget
 
 SMALL = (
     "simulate --clusters 2 --devices 2 --blocks 3 --width 64 --tokens 16 --examples 100 --rounds 2 "
-    "--micro-batch-sizes 2,4 --micro-batches 2,4 --policies dssda,uniform,random "
+    "-c scheduler.micro-batch-sizes=2,4 -c scheduler.micro-batches=2,4 "
+    "--policies dssda,uniform,random "
     "--channel block-fading --seeds 3,4"
 )
 
@@ -107,12 +108,15 @@ def test_ticks_count_rounds(small: Setting) -> None:
 
 
 def test_options_reach_the_schedulers(run: Callable[..., bytes]) -> None:
-    more = "--schedule 1f1b --half-duplex --edge-shared --recompute --best-batches"
-    seen = "--profile-error 0.2 --profile-error-kind bias --profile-delay 1 --max-model-share 0.5"
-    setting = json.loads(run(*more.split(), *seen.split()))["setting"]
+    more = "-c scheduler.schedule=gpipe -c scheduler.replicas=true --best-batches"
+    more += " --half-duplex --edge-shared --recompute"
+    seen = "--profile-error 0.2 --profile-error-kind bias --profile-delay 1"
+    keys = ("-c", "scheduler.max-model-share=0.5 scheduler.penalty-weight=2")
+    setting = json.loads(run(*more.split(), *seen.split(), *keys))["setting"]
     chosen = setting["settings"]
-    assert chosen["schedule"] == "1f1b" and chosen["max_model_share"] == 0.5
-    switches = ("half_duplex", "edge_shared", "recompute")
+    assert chosen["schedule"] == "gpipe" and chosen["penalty_weight"] == 2
+    assert chosen["max_model_share"] == 0.5 and chosen["micro_batches"] == [2, 4]
+    switches = ("replicas", "half_duplex", "edge_shared", "recompute")
     assert all(chosen[k] for k in (*switches, "best_batches"))
     assert setting["distortion"] == {"error": 0.2, "kind": "bias", "delay": 1}
     plain = json.loads(run())["setting"]
