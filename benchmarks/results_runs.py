@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from collapipe_flwr.core.processes import lifeline
-from collapipe_flwr.reporting.comparison import draw, markdown, read_curves
+from collapipe_flwr.reporting.comparison import draw, read_runs, render_markdown
 from collapipe_flwr.reporting.run_directory import read_events
 
 ROOT = Path(__file__).parents[1]
@@ -171,7 +171,7 @@ def rendered(text: str) -> str:
 
 
 def _table(name: str, metrics: str) -> str:
-    return markdown(read_curves(_sources(name)), metrics.split(","))
+    return render_markdown(read_runs(_sources(name)), metrics.split(","))
 
 
 def _sources(name: str) -> list[str]:
@@ -184,7 +184,7 @@ def write() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     DOCUMENT.write_text(rendered(text), encoding="utf-8")
     for table in _TABLE.finditer(text):
-        draw(read_curves(_sources(table[2])), RESULTS / f"{table[2]}.png", table[3].split(","))
+        draw(read_runs(_sources(table[2])), RESULTS / f"{table[2]}.png", table[3].split(","))
 
 
 def main(arguments: list[str]) -> None:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from collapipe_flwr.core.processes import lifeline
-from collapipe_flwr.reporting.figures import Curve, draw_curves, new_figure, whole_rounds
-from collapipe_flwr.reporting.report.placement import placed_blocks
+from collapipe_flwr.reporting.figures import Curve, draw_curves, label_whole_rounds, new_figure
+from collapipe_flwr.reporting.report.placement import draw_blocks
 from collapipe_flwr.reporting.report.run_data import RunData, read_run
 from collapipe_flwr.reporting.run_directory import EVENTS
 
@@ -110,7 +110,7 @@ def _learning(data: RunData) -> Figure:
             curves.insert(0, Curve("training", rounds, data.numbers["loss"].known))
         axes.set_ylim(0, 1.05 * max(value for curve in curves for value in curve.y))
         draw_curves(axes, curves)
-        whole_rounds(axes)
+        label_whole_rounds(axes)
         axes.legend(frameon=False)
     return figure
 
@@ -128,7 +128,7 @@ def _placement(data: RunData) -> Figure:
 
 
 def _draw_blocks(axes: Axes, data: RunData, cluster: str) -> None:
-    (table,) = placed_blocks(data, cluster)["data"]
+    (table,) = draw_blocks(data, cluster)["data"]
     values = [[float("nan") if z is None else z for z in row] for row in table["z"]]
     shades = {"cmap": "Blues", "vmin": -1, "vmax": 1.6 * data.blocks}
     axes.pcolormesh(values, edgecolors="white", linewidth=2, **shades)

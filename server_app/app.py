@@ -69,7 +69,7 @@ def run(grid: Grid, config: AppConfig) -> None:
     """Check everything, then create the run directory and train."""
     printer, rounds = RoundPrinter(config.run.num_server_rounds), config.run.num_server_rounds
     progress = ProgressFile(prepared_folder(config), rounds=rounds, say=printer.say)
-    with progress.watching():
+    with progress.watch():
         _run(grid, config, progress, printer)
 
 

@@ -49,14 +49,14 @@ def compare(
     plot: Annotated[Path | None, Option(help="Draw the curves to this file.")] = None,
 ) -> None:
     """Print learning curves and costs of several runs side by side, as Markdown."""
-    from collapipe_flwr.reporting.comparison import draw, markdown, read_curves
+    from collapipe_flwr.reporting.comparison import draw, read_runs, render_markdown
 
     if plot is not None:
         require("matplotlib", "plot")
     chosen = [m.strip() for m in metrics.split(",") if m.strip()]
     with wrong_input():
-        curves = read_curves(runs)
-        tables = markdown(curves, chosen)
+        curves = read_runs(runs)
+        tables = render_markdown(curves, chosen)
         if plot is not None:
             draw(curves, plot, chosen)
     typer.echo(tables, nl=False)
@@ -123,6 +123,6 @@ def _serve(find: Find, host: str, port: int) -> None:
             "it is not encrypted.",
             err=True,
         )
-    with stopping() as stop, server.serving(), feed.following():
+    with stopping() as stop, server.serve(), feed.follow():
         typer.echo(server.url)
         stop.wait()

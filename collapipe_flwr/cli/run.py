@@ -85,7 +85,7 @@ def stop(
     from collapipe_flwr.reporting.run_directory import read_summary
 
     with wrong_input():
-        process = stopping.stoppable(run_dir)
+        process = stopping.find_stoppable(run_dir)
     if process is None:
         typer.echo(f"nothing to stop: no process of {run_dir} runs")
     else:

@@ -92,13 +92,16 @@ class Bars:
         grid.add_row(title, bar, "  ".join(filter(None, cells)))
 
     def _rate(self, name: str, progress: RunProgress) -> float:
-        """Micro-batches per second of a cluster that is working, else 0."""
+        """Return the micro-batches per second of a cluster that is working, else 0."""
         done, of = _done(progress.clusters[name]), progress.clusters[name].of
         passed_s = progress.at_s - self._begun_s.get(name, progress.since_s)
         return done / passed_s if passed_s > 0.0 and done < of else 0.0
 
     def _left_s(self, names: list[str], progress: RunProgress) -> float | None:
-        """Seconds until all have finished; clusters that have not begun count at the mean rate."""
+        """Estimate the seconds until all have finished; None before any cluster has begun.
+
+        Clusters that have not begun count at the mean rate of the others.
+        """
         clusters = {name: progress.clusters[name] for name in names}
         left = {name: max(each.of - _done(each), 0) for name, each in clusters.items()}
         rates = {name: rate for name in names if (rate := self._rate(name, progress))}
@@ -112,7 +115,7 @@ class Bars:
 
 
 def plain_line(progress: RunProgress, now_s: float) -> str:
-    """The same in words, where no bar moves: ``round 3/12 training, 4 of 9 steps, 0:12 so far``."""
+    """Say the progress in words: ``round 3/12 training, 4 of 9 steps, 0:12 so far``."""
     title = progress.phase
     if progress.round_index:
         title = f"round {progress.round_index}/{progress.rounds or '?'} {title}"

@@ -11,7 +11,7 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting import figures
 from collapipe_flwr.reporting.report.learning import identical_text, points_of
 from collapipe_flwr.reporting.report.run_data import RunData, read_run
-from collapipe_flwr.reporting.run_directory import labelled_run
+from collapipe_flwr.reporting.run_directory import find_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,9 +25,9 @@ _USUAL = {
 }
 
 
-def read_curves(sources: Sequence[str]) -> list[RunData]:
-    """The runs of ``sources``, see `labelled_run`; raises ConfigError where there is no summary."""
-    runs = [labelled_run(source) for source in sources]
+def read_runs(sources: Sequence[str]) -> list[RunData]:
+    """Read the runs of ``sources``, see `find_run`; raises ConfigError where one has no summary."""
+    runs = [find_run(source) for source in sources]
     labels = [label for label, _ in runs]
     return [
         read_run(folder, str(folder) if labels.count(label) > 1 else label)
@@ -35,8 +35,8 @@ def read_curves(sources: Sequence[str]) -> list[RunData]:
     ]
 
 
-def metric_names(runs: Sequence[RunData], wanted: Sequence[str] = ()) -> list[str]:
-    """The metrics that are wanted, else all; raises ConfigError for one that no run has."""
+def choose_metrics(runs: Sequence[RunData], wanted: Sequence[str] = ()) -> list[str]:
+    """Return the wanted metrics, or all; raises ConfigError for one that no run has."""
     known = dict.fromkeys(name for run in runs for name in run.metrics)
     missing = set(wanted) - set(known)
     if missing:
@@ -44,12 +44,12 @@ def metric_names(runs: Sequence[RunData], wanted: Sequence[str] = ()) -> list[st
     return list(wanted or known)
 
 
-def markdown(runs: Sequence[RunData], metrics: Sequence[str] = ()) -> str:
-    """Tables of metrics by round (all, or those named) and of costs; empty cells are unknown.
+def render_markdown(runs: Sequence[RunData], metrics: Sequence[str] = ()) -> str:
+    """Render metrics by round (all, or those named) and costs as tables; unknown cells are empty.
 
     Round 0 is the untrained model. Raises ConfigError for a metric that no run has.
     """
-    names = metric_names(runs, metrics)
+    names = choose_metrics(runs, metrics)
     columns = [(run, name) for name in names for run in runs if name in run.metrics]
     head = ["round", *(f"{run.name}: {name}" for run, name in columns)]
     points = list(zip_longest(*(points_of(run, name) for run, name in columns)))
@@ -73,7 +73,7 @@ def _costs(runs: Sequence[RunData]) -> str:
 
 
 def _column(run: RunData, first: RunData) -> dict[str, str]:
-    """The costs of a run by name, empty where they are nothing or unknown."""
+    """Return the costs of a run by name, empty where they are nothing or unknown."""
     summary, sizes = run.summary, run.summary.get("bytes", {})
     lost = {index for rounds in summary.get("lost", {}).values() for index in rounds}
     pairs = zip(points_of(run, "loss"), points_of(first, "loss"), strict=False)
@@ -107,16 +107,16 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def draw(runs: Sequence[RunData], path: Path, metrics: Sequence[str] = ()) -> None:
     """Draw all metrics, or those named, to a file.
 
-    Raises ConfigError as `markdown`, without matplotlib, or where it cannot be written.
+    Raises ConfigError as `render_markdown`, without matplotlib, or where it cannot be written.
     """
-    names = metric_names(runs, metrics)
+    names = choose_metrics(runs, metrics)
     if not names:
         raise ConfigError(f"--plot {path}: no run was evaluated yet, so there is nothing to draw")
-    figures.write_picture(drawn(runs, names), path)
+    figures.write_picture(draw_panels(runs, names), path)
 
 
-def drawn(runs: Sequence[RunData], names: Sequence[str]) -> Figure:
-    """A panel for each metric with a curve for each run; round 0 is the untrained model."""
+def draw_panels(runs: Sequence[RunData], names: Sequence[str]) -> Figure:
+    """Draw a panel per metric with a curve per run; round 0 is the untrained model."""
     wide = min(len(names), _MOST_BESIDE)
     rows = -(-len(names) // wide)
     figure = figures.new_figure((2.5 + 4.0 * wide, 0.5 + 3.0 * rows), "")
@@ -128,9 +128,9 @@ def drawn(runs: Sequence[RunData], names: Sequence[str]) -> Figure:
         figures.draw_curves(
             axes, [figures.Curve(run, list(y), list(y.values())) for run, y in known]
         )
-        figures.plain_numbers(axes)
-        figures.whole_rounds(axes)
+        figures.write_plain_numbers(axes)
+        figures.label_whole_rounds(axes)
     for axes in panels[len(names) :]:
         axes.set_axis_off()
-    figures.legend_outside(figure, panels[0])
+    figures.place_legend_outside(figure, panels[0])
     return figure

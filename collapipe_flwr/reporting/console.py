@@ -14,12 +14,12 @@ from rich.text import Text
 from collapipe_flwr.reporting.events import (
     KEPT_FROM,
     RoundEvent,
-    allowed_share,
     control_unit_role,
+    describe_share_cap,
     holders,
-    paid_back,
+    is_early,
 )
-from collapipe_flwr.reporting.output import PlainTable, counted, terminal
+from collapipe_flwr.reporting.output import PlainTable, format_count, terminal
 
 _WIDTH = 118
 _LEAST_WIDTH, _MOST_LINES = 16, 6  # of what is folded
@@ -87,7 +87,7 @@ class RoundPrinter:
 
 
 def _plan_lines(plan: Mapping[str, Any] | None) -> Iterator[str]:
-    """``plan A pi5+pi4:0-3 nano:4-5 8x4 fp32-int8``: blocks, micro-batches, codecs of a cluster.
+    """Yield ``plan A pi5+pi4:0-3 nano:4-5 8x4 fp32-int8``: blocks, micro-batches, codecs.
 
     Of many clusters, those after the first are a number.
     """
@@ -103,11 +103,11 @@ def _plan_lines(plan: Mapping[str, Any] | None) -> Iterator[str]:
             words.append("-".join(codecs))
         yield " ".join(words)
     if (left := len(clusters) - _MOST_PLANS) > 0:
-        yield f"and {counted(left, 'plan')} more in events.jsonl"
+        yield f"and {format_count(left, 'plan')} more in events.jsonl"
 
 
 def _took_text(event: RoundEvent) -> str:
-    """``predicted 3.10, took 3.30 simulated seconds``; just ``seconds`` where machines timed it."""
+    """Say ``predicted 3.10, took 3.30 simulated seconds``; ``seconds`` if machines timed it."""
     if event.plan is None:
         return ""
     numbers = {"predicted": event.plan["latency_s"], "took": event.latency_s}
@@ -117,8 +117,8 @@ def _took_text(event: RoundEvent) -> str:
 
 
 def summary_table(summary: Mapping[str, Any], *, folds: bool = False) -> Table:
-    """The table at the end of a run; fits 24 lines, unless cells wrap (``folds``)."""
-    table = PlainTable(show_header=False).named(f"run {summary['status']}")
+    """Build the table at the end of a run; fits 24 lines, unless cells wrap (``folds``)."""
+    table = PlainTable(show_header=False).set_title(f"run {summary['status']}")
     table.box, table.padding = None, (0, 2, 0, 0)
     for _ in range(2):
         table.add_column(no_wrap=not folds, overflow="fold" if folds else "ellipsis")
@@ -139,7 +139,7 @@ def _outcome_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     if lost := summary.get("lost"):
         count = len({index for rounds in lost.values() for index in rounds})
         names = ", ".join(f"{name} ({_first(rounds)})" for name, rounds in lost.items())
-        yield "lost", f"{counted(count, 'round')} went on without a cluster: {names}"
+        yield "lost", f"{format_count(count, 'round')} went on without a cluster: {names}"
     if never := summary.get("never_trained"):
         reasons = ": events.jsonl has the reasons"
         yield "never trained", Text.assemble((_first(never), "red"), reasons)
@@ -154,10 +154,10 @@ def _outcome_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _machine_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
-    """The most telling rows of links, energy and memory, and the number of the others."""
+    """Yield the most telling rows of links, energy and memory, and the number of the others."""
     if share := summary.get("model_share"):
         most = f"{100 * share['most']:.3g} % of the whole model"
-        yield "planned peak of a device", f"{most}{allowed_share(share)}"
+        yield "planned peak of a device", f"{most}{describe_share_cap(share)}"
     links = sorted(summary.get("links", ()), key=_slowest_bit_per_s)
     peaks = sorted(summary["peak_memory_bytes"].items(), key=lambda item: -item[1])
     roles = _roles(summary)
@@ -172,13 +172,13 @@ def _machine_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     if any(str(text).endswith(_SO_FAR) for _, text in kinds["budget"]):
         yield "budgets", f"hold from {KEPT_FROM} rounds on: what is above them is paid back"
     left = {kind: len(rows) - _MOST_ROWS[kind] for kind, rows in kinds.items()}
-    words = [counted(count, kind) for kind, count in left.items() if count > 0]
+    words = [format_count(count, kind) for kind, count in left.items() if count > 0]
     if words:
         yield "more", f"{', '.join(words)} in summary.json"
 
 
 def _roles(summary: Mapping[str, Any]) -> dict[str, str]:
-    """The control units of the last plan by id, see `control_unit_role`."""
+    """Return the control units of the last plan by id, see `control_unit_role`."""
     clusters = _last_plan(summary).get("clusters", ())
     return {id_: role for each in clusters for id_, role in control_unit_role(each).items()}
 
@@ -193,12 +193,12 @@ def _peak_text(size: int, allowed: int | None) -> str:
 
 
 def _energy_rows(summary: Mapping[str, Any], roles: Mapping[str, str]) -> list[Row]:
-    """Devices by the share of their budget that they spent; red where it is not kept.
+    """List devices by the share of their budget that they spent; red if over budget.
 
     Budgets are long-term: what is above them after a few rounds, a longer run pays back.
     """
     budgets, used = summary["energy"]["budget_j"], summary["energy"]["mean_j"]
-    early = paid_back(summary["rounds"], _last_plan(summary).get("policy"))
+    early = is_early(summary["rounds"], _last_plan(summary).get("policy"))
     shares = {name: used.get(name, 0.0) / b if b else 0.0 for name, b in budgets.items()}
     rows = list[Row]()
     for device in sorted(shares, key=lambda name: -shares[name]):
@@ -213,7 +213,7 @@ def _energy_rows(summary: Mapping[str, Any], roles: Mapping[str, str]) -> list[R
 
 
 def _link_row(link: Mapping[str, Any]) -> Row:
-    """The hop, then codec and rates there and back."""
+    """Format a hop with its codec and the rates there and back."""
     ends = " > ".join(str(link[end]).rpartition("/")[2] for end in ("sender", "receiver"))
     there, back = (_way_text(link[way]) for way in ("forward", "backward"))
     there = there.removesuffix(_RATE) if back.endswith(_RATE) else there
@@ -234,7 +234,7 @@ def _way_text(way: Mapping[str, Any]) -> str:
 
 
 def _first(items: Sequence[object]) -> str:
-    """``3, 5``; a long list is cut short."""
+    """Join as ``3, 5``; a long list is cut short."""
     shown = ", ".join(map(str, items[:_MOST_ROUNDS]))
     more = len(items) - _MOST_ROUNDS
     return f"{shown}, {more} more" if more > 0 else shown

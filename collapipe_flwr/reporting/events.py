@@ -65,13 +65,13 @@ class RoundEvent:
     prequential_loss: float | None = None  # on them, before training on them
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data for the event log; JSON knows no NaN, so a diverged number becomes null."""
+        """Return plain data for the event log; JSON knows no NaN, so a diverged number is null."""
         links = [link_json(link) for link in self.links]
-        return dict(finite({**asdict(self), "links": links}))
+        return dict(replace_nonfinite({**asdict(self), "links": links}))
 
     @staticmethod
     def of_json(data: Mapping[str, Any]) -> RoundEvent:
-        """What :meth:`as_json` wrote; a metric that was no number is NaN again."""
+        """Read what :meth:`as_json` wrote; a metric that was null is NaN again."""
         values: dict[str, Any] = dict(data)
         for name in ("metrics", "clusters_metrics"):
             scores = data.get(name, {}).items()
@@ -95,8 +95,8 @@ class RunSums:
     share_caps: tuple[float | None, ...] = ()  # that differ
     plan: Mapping[str, Any] | None = None  # the last one
 
-    def plus(self, event: RoundEvent) -> RunSums:
-        """Add a round."""
+    def with_event(self, event: RoundEvent) -> RunSums:
+        """Return the sums with one more round."""
         energy_j, memory_bytes = dict(self.energy_j), dict(self.memory_bytes)
         for device, joules in event.energy_j.items():
             energy_j[device] = energy_j.get(device, 0.0) + joules
@@ -118,7 +118,7 @@ class RunSums:
         )
 
     def share_json(self, asked: float | None) -> dict[str, float | None] | None:
-        """Largest share of the whole model's memory that plans gave a device, and its cap.
+        """Return the largest share of the model's memory that plans gave a device, and its cap.
 
         The cap that was ``asked`` for is smaller than the other where no plan keeps it.
         """
@@ -133,8 +133,8 @@ class RunSums:
 class RunStory:
     """The data of ``summary.json`` but plans; grows by one event per round.
 
-    A run of 1,000 rounds on 1,000 devices writes more events than memory holds, so `grown` keeps
-    of a round what a curve needs, and adds the rest to ``sums``.
+    A run of 1,000 rounds on 1,000 devices writes more events than memory holds, so `with_event`
+    keeps of a round what a curve needs, and adds the rest to ``sums``.
     """
 
     metric_name: str
@@ -148,10 +148,10 @@ class RunStory:
     notes: tuple[str, ...] = ()  # about the run as a whole
     sums: RunSums = RunSums()  # of what ``events`` leave out
 
-    def grown(self, event: RoundEvent) -> RunStory:
-        """Add a round."""
+    def with_event(self, event: RoundEvent) -> RunStory:
+        """Return the story with one more round."""
         curve = replace(event, **_LEFT_OUT)
-        return replace(self, events=(*self.events, curve), sums=self.sums.plus(event))
+        return replace(self, events=(*self.events, curve), sums=self.sums.with_event(event))
 
     @property
     def lost(self) -> dict[str, list[int]]:
@@ -165,7 +165,7 @@ class RunStory:
         return [name for name, rounds in self.lost.items() if len(rounds) == len(self.events)]
 
     def expected_wall_s(self, event: RoundEvent) -> float | None:
-        """Expected seconds of a round without its evaluation, before it begins.
+        """Predict the seconds of a round without its evaluation, before it begins.
 
         The planned latency of the slowest cluster, plus the median of what server, messages and
         aggregation took in the last rounds. None where no machines are timed.
@@ -178,7 +178,7 @@ class RunStory:
         return event.predicted_latency_s + (median(besides) if besides else 0.0)
 
     def summary(self, *, status: str, wall_s: float, reason: str | None = None) -> dict[str, Any]:
-        """The content of ``summary.json``, with the last of the plans (see `RunDirectory`)."""
+        """Return the content of ``summary.json`` with the last plan (see `RunDirectory`)."""
         sums = self.sums
         total = {
             f.name: sum(getattr(e.bytes, f.name) for e in self.events) for f in fields(LinkBytes)
@@ -220,11 +220,11 @@ class RunStory:
             "versions": dict(self.versions),
             "plans": [] if sums.plan is None else [sums.plan],
         }
-        return dict(finite(summary))
+        return dict(replace_nonfinite(summary))
 
 
-def allowed_share(share: Mapping[str, float | None]) -> str:
-    """`RunSums.share_json` in words: what was allowed, and why it is more than what was asked."""
+def describe_share_cap(share: Mapping[str, float | None]) -> str:
+    """Say `RunSums.share_json` in words: the cap, and why it is more than what was asked."""
     cap, asked = share["cap"], share.get("asked")
     if cap is None:
         return ""
@@ -232,25 +232,25 @@ def allowed_share(share: Mapping[str, float | None]) -> str:
     return f" ({100 * cap:.3g} % allowed{why})"
 
 
-def paid_back(rounds: int, policy: str | None) -> bool:
-    """Whether what is above a budget says nothing yet, as budgets are long-term."""
+def is_early(rounds: int, policy: str | None) -> bool:
+    """Return whether the run is too short to judge budgets, which are long-term."""
     return rounds < KEPT_FROM and policy == _PAYING
 
 
 def holders(segment: Mapping[str, Any]) -> tuple[str, ...]:
-    """The device of a segment of ``plan``, and its replicas, which older plans lack."""
+    """Return the device of a segment of ``plan``, and its replicas, which older plans lack."""
     return (segment["device_id"], *segment.get("replicas", ()))
 
 
 def control_unit_role(plan: Mapping[str, Any]) -> dict[str, str]:
-    """The control unit of a cluster's plan: its id, and how people know it, whatever its name."""
+    """Map the id of a cluster's control unit to ``CLUSTER/control-unit``, as people know it."""
     powers = set(plan.get("tx_power_w", ()))
     alone = powers - set(plan.get("gradient_power_w", powers))  # it sends no gradients
     return dict.fromkeys(alone, f"{plan['cluster_id']}/control-unit")
 
 
 def cluster_json(plan: ClusterPlan | None, outcome: ClusterOutcome) -> dict[str, Any]:
-    """The prediction of a cluster's round beside its outcome.
+    """Return the prediction of a cluster's round beside its outcome.
 
     ``measured`` is whether machines timed it, ``error`` is ln(predicted / real). Seconds of stages
     are of one micro-batch, forward and backward.
@@ -286,7 +286,7 @@ def cluster_json(plan: ClusterPlan | None, outcome: ClusterOutcome) -> dict[str,
 
 
 def incident_json(kind: str, text: str, cluster: str = "") -> dict[str, str]:
-    """One incident of a round.
+    """Return one incident of a round as plain data.
 
     ``kind`` is "retry" (an attempt at the round failed), "lost" (a cluster's reply), "recovered"
     (a device was lost and its steps were replayed), "quarantined" (a device), "late" (a reply to an
@@ -296,7 +296,7 @@ def incident_json(kind: str, text: str, cluster: str = "") -> dict[str, str]:
 
 
 def link_json(report: LinkReport) -> dict[str, Any]:
-    """A hop with its measured and planned rates."""
+    """Return a hop with its measured and planned rates."""
     return {
         "cluster": report.cluster_id,
         "sender": report.sender,
@@ -308,7 +308,7 @@ def link_json(report: LinkReport) -> dict[str, Any]:
 
 
 def link_of_json(data: Mapping[str, Any]) -> LinkReport:
-    """What :func:`link_json` wrote."""
+    """Read what :func:`link_json` wrote."""
     forward, backward = data["forward"], data["backward"]
     return LinkReport(
         cluster_id=data["cluster"],
@@ -333,13 +333,13 @@ def _way_json(traffic: LinkTraffic, planned_bit_per_s: float | None) -> dict[str
     }
 
 
-def finite(value: Any, digits: int | None = None) -> Any:
-    """Plain data with every NaN or infinity replaced by None, and others rounded to ``digits``."""
+def replace_nonfinite(value: Any, digits: int | None = None) -> Any:
+    """Replace every NaN or infinity in plain data by None; round other floats to ``digits``."""
     if isinstance(value, float):
         rounded = value if digits is None else float(f"{value:.{digits}g}")
         return rounded if isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: finite(item, digits) for key, item in value.items()}
+        return {key: replace_nonfinite(item, digits) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(item, digits) for item in value]
+        return [replace_nonfinite(item, digits) for item in value]
     return value

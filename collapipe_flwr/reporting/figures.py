@@ -35,7 +35,7 @@ _MARKED = 8  # times on a curve
 
 
 def new_figure(inches: tuple[float, float], title: str, caption: str = "") -> Figure:
-    """An empty figure with a title, and a caption below it."""
+    """Make an empty figure with a title, and a caption below it."""
     with extra("plot"):
         from matplotlib.figure import Figure
     figure = Figure(figsize=inches, layout="constrained")
@@ -65,7 +65,7 @@ def draw_curves(axes: Axes, curves: Sequence[Curve]) -> None:
             curve.x,
             curve.y,
             label=curve.label,
-            color=colour(number),
+            color=colour_of(number),
             linestyle=_DASHES[number // len(COLOURS) % len(_DASHES)],
             linewidth=width,
             marker=_MARKERS[number % len(_MARKERS)],
@@ -78,7 +78,7 @@ def draw_curves(axes: Axes, curves: Sequence[Curve]) -> None:
 
 
 def _covers(curves: Sequence[Mapping[float, float]]) -> list[int]:
-    """For each curve (heights by x), the number of later ones close to it at most points."""
+    """Count for each curve (heights by x) the later ones close to it at most points."""
     heights = [y for curve in curves for y in curve.values()]
     near = _NEAR * (max(heights, default=0.0) - min(heights, default=0.0))
 
@@ -92,7 +92,7 @@ def _covers(curves: Sequence[Mapping[float, float]]) -> list[int]:
     ]
 
 
-def plain_numbers(axes: Axes) -> None:
+def write_plain_numbers(axes: Axes) -> None:
     """Write 600 and 1000 on a logarithmic axis, not powers of ten."""
     from matplotlib.ticker import FuncFormatter, LogFormatter
 
@@ -103,18 +103,18 @@ def plain_numbers(axes: Axes) -> None:
         axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
 
 
-def colour(number: int) -> str:
-    """The colour of the curve or bar with this number."""
+def colour_of(number: int) -> str:
+    """Return the colour of the curve or bar with this number."""
     return COLOURS[number % len(COLOURS)]
 
 
-def legend_outside(figure: Figure, axes: Axes) -> None:
+def place_legend_outside(figure: Figure, axes: Axes) -> None:
     """Put the legend of ``axes`` beside all axes."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize="small", frameon=False)
 
 
-def whole_rounds(axes: Axes) -> None:
+def label_whole_rounds(axes: Axes) -> None:
     """Label the x axis with whole rounds."""
     from matplotlib.ticker import MaxNLocator
 

@@ -22,13 +22,13 @@ _MOST_BYTES = 256 << 20  # of one line, unpacked
 
 
 def log_line(kind: str, value: Mapping[str, Any]) -> str:
-    """One write: ``kind`` is ``config``, ``anew`` (no events yet), ``event`` or ``summary``."""
+    """Encode a write of ``config``, ``anew`` (no events yet), ``event`` or ``summary``."""
     packed = zlib.compress(json.dumps(value, allow_nan=False).encode())
     return f"{_MARK}{kind} {base64.b64encode(packed).decode()}"
 
 
 def parse_line(line: str) -> tuple[str, dict[str, Any]] | None:
-    """Kind and value of a line of a log; None without the mark, ProtocolError for a damaged one."""
+    """Decode a line of a log; None without the mark. Raises ProtocolError for a damaged one."""
     _, mark, text = line.partition(_MARK)
     kind, _, packed = text.strip().partition(" ")
     if not mark:

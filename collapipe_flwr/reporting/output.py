@@ -17,7 +17,7 @@ from rich.text import Text
 
 from collapipe_flwr.core.durable import write_text
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.reporting.events import finite
+from collapipe_flwr.reporting.events import replace_nonfinite
 
 
 def prepare(option: str, path: Path | None) -> None:
@@ -36,28 +36,28 @@ def write_json(path: Path | None, values: object) -> None:
     """Replace ``path``, if given; numbers unknown to JSON become null. Raises ConfigError."""
     if path is None:
         return
-    text = json.dumps(finite(values), indent=2, allow_nan=False)
+    text = json.dumps(replace_nonfinite(values), indent=2, allow_nan=False)
     try:
         write_text(path, text + "\n")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error})") from error
 
 
-def number(value: float | None, unit: float, digits: int) -> str:
-    """A cell of :func:`number_table`: the value in this unit, empty for None."""
+def format_cell(value: float | None, unit: float, digits: int) -> str:
+    """Format a cell of :func:`number_table`: the value in this unit, empty for None."""
     return "" if value is None else f"{value / unit:z.{digits}f}"
 
 
 def terminal(**how: Any) -> Console:
-    """A console that prints texts as they are: names may look like rich's markup or emoji codes."""
+    """Make a console that prints texts as they are, even if they look like rich's markup."""
     return Console(highlight=False, markup=False, emoji=False, **how)
 
 
 class PlainTable(Table):
     """A table that shows texts as they are, on every console; a coloured cell is a `Text`."""
 
-    def named(self, title: str) -> Self:
-        """Itself, with this title on its left."""
+    def set_title(self, title: str) -> Self:
+        """Put a title on its left; returns the table."""
         self.title, self.title_justify = Text(title, style="table.title"), "left"
         return self
 
@@ -67,8 +67,8 @@ class PlainTable(Table):
 
 
 def number_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> PlainTable:
-    """An empty table: names wrap on a narrow terminal, numbers do not."""
-    table = PlainTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)).named(title)
+    """Make an empty table: names wrap on a narrow terminal, numbers do not."""
+    table = PlainTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)).set_title(title)
     for name in names:
         table.add_column(name, overflow="fold")
     for number in numbers:
@@ -76,8 +76,8 @@ def number_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Pl
     return table
 
 
-def counted(count: int, noun: str) -> str:
-    """``1 round``, ``2 rounds``."""
+def format_count(count: int, noun: str) -> str:
+    """Format as ``1 round``, ``2 rounds``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 

@@ -62,7 +62,7 @@ Look = Callable[[], Mapping[str, ClusterProgress]]
 class ProgressFile:
     """Keeps `progress.json` of one run up to date, in a ``folder`` that may not exist yet.
 
-    While :meth:`watching`, a thread polls the clusters, rarely enough to take half a percent of a
+    While :meth:`watch`, a thread polls the clusters, rarely enough to take half a percent of a
     processor. ``say`` is called once with each phase outside of rounds.
     """
 
@@ -88,17 +88,17 @@ class ProgressFile:
             self._say(phase)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         """Poll while the body runs, then remove the file."""
         try:
-            with meanwhile(self._watch, "progress"):
+            with meanwhile(self._poll, "progress"):
                 yield
         finally:
             if self.folder is not None:
                 with suppress(OSError):
                     (self.folder / PROGRESS).unlink(missing_ok=True)
 
-    def _watch(self, over: threading.Event) -> None:
+    def _poll(self, over: threading.Event) -> None:
         pause_s = LOOK_S
         while not over.wait(pause_s):
             start_s = time.thread_time()
@@ -121,7 +121,7 @@ class ProgressFile:
 
 
 def read_progress(folder: Path) -> RunProgress | None:
-    """The progress of a run; None without a valid file."""
+    """Read the progress of a run; None without a valid file."""
     try:
         return from_json(RunProgress, (folder / PROGRESS).read_text(encoding="utf-8"), PROGRESS)
     except (OSError, ProtocolError):  # none, or what a power cut left of it

@@ -40,9 +40,9 @@ from collapipe_flwr.reporting.run_lock import (
     LAUNCHER,
     LOG,
     RUNNING,
-    as_it_is,
     is_written,
-    locked,
+    lock_file,
+    mark_interrupted,
 )
 
 Json = Mapping[str, object]
@@ -92,7 +92,7 @@ class RunDirectory:
 
     @classmethod
     def reopen(cls, path: Path) -> RunDirectory:
-        """The folder of an earlier run, to resume it; raises ConfigError if it is none."""
+        """Open the folder of an earlier run to resume it; raises ConfigError if it is none."""
         if not (path / CONFIG).is_file():
             raise ConfigError(f'resume: "{path}" is not the folder of a run')
         directory = cls.__new__(cls)
@@ -120,7 +120,7 @@ class RunDirectory:
         return self.path / "adapter"
 
     def timeline_path(self, server_round: int) -> Path:
-        """Where the timeline of a round goes (``train.timeline``)."""
+        """Return where the timeline of a round goes (``train.timeline``)."""
         return self.path / f"timeline-round{server_round}.json"
 
     def append_event(self, event: Json) -> None:
@@ -181,7 +181,7 @@ class RunDirectory:
         def save(path: Path) -> None:
             path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             if lock is not None:
-                lock.enter_context(locked(path))
+                lock.enter_context(lock_file(path))
 
         with self._writing():
             write_file(self.path / CONFIG, save)
@@ -203,7 +203,7 @@ class RunDirectory:
 
 
 def is_new(path: Path) -> bool:
-    """Whether a folder holds only what is there before its run begins, as a log and progress."""
+    """Return whether a folder holds only what comes before its run, as a log and progress."""
     names = {entry.name for entry in path.iterdir()}
     return LOG in names and all(
         name in (LOG, LAUNCHER) or name.startswith(PROGRESS) for name in names
@@ -215,25 +215,27 @@ def _line(event: Json) -> str:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """The summary of a run directory, or None where there is none yet; see `run_lock.as_it_is`."""
+    """Read the summary of a run; None before there is one. See `run_lock.mark_interrupted`."""
     written, path = is_written(run_dir), run_dir / _SUMMARY
     summary = _read(path)
-    return None if summary is None else as_it_is(_shaped(path, summary), run_dir, written)
+    return (
+        None if summary is None else mark_interrupted(_check_shape(path, summary), run_dir, written)
+    )
 
 
 def read_summary_head(run_dir: Path) -> dict[str, Any] | None:
-    """The summary without the plans of all rounds, which are its last key and most of its size."""
+    """Read the summary without the plans, which are its last key and most of its size."""
     path, text = run_dir / _SUMMARY, b""
     if not path.exists():
         return None
     with path.open("rb") as file:
         while (place := text.find(_PLANS)) < 0 and (block := file.read(_BLOCK_BYTES)):
             text += block
-    return _shaped(path, _parsed(path, text if place < 0 else text[:place] + b"}"))
+    return _check_shape(path, _parse(path, text if place < 0 else text[:place] + b"}"))
 
 
-def _shaped(path: Path, summary: dict[str, Any]) -> dict[str, Any]:
-    """A summary without what is null in it; raises RunError for values of another kind."""
+def _check_shape(path: Path, summary: dict[str, Any]) -> dict[str, Any]:
+    """Drop what is null in a summary; raises RunError for values of another kind."""
     for key, kind in _KINDS.items():
         if summary.get(key, 0) is None:
             del summary[key]
@@ -245,14 +247,14 @@ def _shaped(path: Path, summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def untrained_metrics(summary: Mapping[str, Any]) -> Mapping[str, float]:
-    """What the model scored before the first round; older runs know the task's metric alone."""
+    """Return the scores of the untrained model; older runs know the task's metric alone."""
     metric = summary.get("metric", {})
     known = {} if metric.get("initial") is None else {metric["name"]: metric["initial"]}
     return summary.get("untrained") or known
 
 
-def labelled_run(source: str) -> tuple[str, Path]:
-    """``LABEL=RUN_DIRECTORY``, or a run directory under the name of its folder.
+def find_run(source: str) -> tuple[str, Path]:
+    """Find ``LABEL=RUN_DIRECTORY``, or a run directory under the name of its folder.
 
     Raises ConfigError where there is no summary.
     """
@@ -272,12 +274,12 @@ def labelled_run(source: str) -> tuple[str, Path]:
 
 
 def read_config(run_dir: Path) -> dict[str, Any] | None:
-    """The run-config of a run directory, or None where it is none."""
+    """Read the run-config of a run directory, or None where it is none."""
     return _read(run_dir / CONFIG)
 
 
-def resumed_config(run_dir: Path, overrides: Json) -> dict[str, Any]:
-    """The run-config that resumes a run: its own, with ``overrides`` in front.
+def resume_config(run_dir: Path, overrides: Json) -> dict[str, Any]:
+    """Make the run-config that resumes a run: its own, with ``overrides`` in front.
 
     Raises ConfigError if the folder is not that of a run.
     """
@@ -288,7 +290,10 @@ def resumed_config(run_dir: Path, overrides: Json) -> dict[str, Any]:
 
 
 def run_id_of(folder: Path) -> str:
-    """The id by which sinks recognise the run of this folder; drawn once. Raises OSError."""
+    """Return the id by which sinks recognise the run of this folder.
+
+    It is drawn once. Raises OSError.
+    """
     path = folder / _RUN_ID
     if not path.exists():
         write_text(path, secrets.token_hex(16))
@@ -296,7 +301,7 @@ def run_id_of(folder: Path) -> str:
 
 
 def summary_stamp(run_dir: Path) -> tuple[int, int] | None:
-    """Changes whenever the summary is replaced; None where there is none, or none can be."""
+    """Return a value that changes whenever the summary is replaced; None without one."""
     try:
         found = (run_dir / _SUMMARY).stat()
     except OSError:
@@ -305,20 +310,20 @@ def summary_stamp(run_dir: Path) -> tuple[int, int] | None:
 
 
 def events_bytes(run_dir: Path) -> int:
-    """Size of the events of all rounds; 0 before the first."""
+    """Return the size of the events of all rounds; 0 before the first."""
     path = run_dir / EVENTS
     return path.stat().st_size if path.exists() else 0
 
 
 def newest_checkpoint(run_dir: Path) -> int:
-    """The round of the newest checkpoint in a run directory; 0 where there is none."""
+    """Return the round of the newest checkpoint in a run directory; 0 where there is none."""
     folder = run_dir / _CHECKPOINTS
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return max((int(n[1]) for name in names if (n := _ROUND.fullmatch(name))), default=0)
 
 
 def rounds_done(run_dir: Path) -> int:
-    """The last round in a run directory; 0 before the first."""
+    """Return the index of the last round in a run directory; 0 before the first."""
     with suppress(RunError):  # a damaged last line, before which the last round is
         if event := newest_event(run_dir):
             return int(event["round_index"])
@@ -326,17 +331,17 @@ def rounds_done(run_dir: Path) -> int:
 
 
 def read_pending(run_dir: Path) -> dict[str, Any] | None:
-    """The last round that replied, as it was before its evaluation; None before the first."""
+    """Read the last round that replied, as before its evaluation; None before the first."""
     return _read(run_dir / _PENDING)
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
-    """The rounds of a run directory so far, oldest first; see `iter_events`."""
+    """Read the rounds of a run directory so far, oldest first; see `iter_events`."""
     return list(iter_events(run_dir))
 
 
 def iter_events(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """The same, one by one: a long run on many devices writes more than memory holds.
+    """Yield rounds one by one: a long run on many devices writes more than memory holds.
 
     A damaged last line is skipped; raises RunError for any other that is damaged.
     """
@@ -357,7 +362,7 @@ def iter_events(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 def newest_event(run_dir: Path) -> dict[str, Any] | None:
-    """The last complete line of ``events.jsonl``, however long the file is; None without any."""
+    """Read the last complete line of ``events.jsonl`` from its end; None without any."""
     path = run_dir / EVENTS
     try:
         file = path.open("rb")
@@ -376,7 +381,7 @@ def newest_event(run_dir: Path) -> dict[str, Any] | None:
 
 
 def parse_event(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    """One line of ``events.jsonl``; raises RunError where it is damaged."""
+    """Parse one line of ``events.jsonl``; raises RunError where it is damaged."""
     try:
         event = json.loads(line)
         if not isinstance(event, dict):
@@ -392,10 +397,10 @@ def parse_event(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    return _parsed(path, path.read_bytes()) if path.exists() else None
+    return _parse(path, path.read_bytes()) if path.exists() else None
 
 
-def _parsed(path: Path, text: bytes) -> dict[str, Any]:
+def _parse(path: Path, text: bytes) -> dict[str, Any]:
     try:
         content = json.loads(text)
         if not isinstance(content, dict):
@@ -417,7 +422,7 @@ class Past:
 
 
 def read_past(run_dir: Path, done: int) -> Past:
-    """The past of a run whose newest checkpoint is of round ``done`` (0: there is none)."""
+    """Read the past of a run whose newest checkpoint is of round ``done`` (0: there is none)."""
     if not done:
         return Past()
     events = [RoundEvent.of_json(e) for e in read_events(run_dir) if e["round_index"] <= done]

@@ -33,7 +33,7 @@ _WHY = {
 
 
 @contextmanager
-def writing(run_dir: Path) -> Iterator[None]:
+def hold_lock(run_dir: Path) -> Iterator[None]:
     """Hold the lock while the body runs; raises ConfigError if another process holds it."""
     descriptor = os.open(run_dir / CONFIG, os.O_RDONLY)
     try:
@@ -49,7 +49,7 @@ def writing(run_dir: Path) -> Iterator[None]:
 
 
 @contextmanager
-def locked(draft: Path) -> Iterator[None]:
+def lock_file(draft: Path) -> Iterator[None]:
     """Hold the lock of a file that nobody else knows yet; it stays locked when it is moved."""
     descriptor = os.open(draft, os.O_RDONLY)
     try:
@@ -78,14 +78,14 @@ class RunProcess:
 
 
 @contextmanager
-def noted(run_dir: Path, name: str) -> Iterator[None]:
+def note_process(run_dir: Path, name: str) -> Iterator[None]:
     """Note this process in a file of that ``name`` while the body runs."""
     path = run_dir / name
     with ExitStack() as lock:
 
         def save(draft: Path) -> None:
             draft.write_text(f"{os.getpid()} {socket.gethostname()}\n")
-            lock.enter_context(locked(draft))
+            lock.enter_context(lock_file(draft))
 
         with suppress(OSError):  # a full disk is told by what must be written
             write_file(path, save)
@@ -97,11 +97,11 @@ def noted(run_dir: Path, name: str) -> Iterator[None]:
 
 
 def processes_of(run_dir: Path) -> tuple[RunProcess, ...]:
-    """The processes of a run that have not ended; the one that started the others comes first."""
-    return tuple(filter(None, (_noted(run_dir / name) for name in (LAUNCHER, SERVER))))
+    """Return a run's processes that have not ended; the one that started the others first."""
+    return tuple(filter(None, (_read_process(run_dir / name) for name in (LAUNCHER, SERVER))))
 
 
-def _noted(path: Path) -> RunProcess | None:
+def _read_process(path: Path) -> RunProcess | None:
     try:
         runs = _is_locked(path)
         pid, host = path.read_text().split()
@@ -121,7 +121,7 @@ def check_not_written(run_dir: Path) -> None:
 
 
 def is_written(run_dir: Path) -> bool | None:
-    """Whether a process writes the directory; None if unknown.
+    """Return whether a process writes the directory; None if unknown.
 
     A writer's last words may come between the reading of a file and this question: ask first.
     """
@@ -147,8 +147,10 @@ def _is_locked(path: Path) -> bool | None:
     return False
 
 
-def as_it_is(summary: Mapping[str, Any], run_dir: Path, written: bool | None) -> dict[str, Any]:
-    """The summary, with the status "interrupted" for a running one that no process writes.
+def mark_interrupted(
+    summary: Mapping[str, Any], run_dir: Path, written: bool | None
+) -> dict[str, Any]:
+    """Return the summary; "running" becomes "interrupted" where no process writes it.
 
     ``written`` is what `is_written` said before the summary was read. It is asked again, as a
     resumed run may have begun since.

@@ -10,7 +10,7 @@ from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.core.json_codec import plain
 from collapipe_flwr.reporting import run_directory
 from collapipe_flwr.reporting.progress import read_progress
-from collapipe_flwr.reporting.run_lock import RUNNING, STARTING, as_it_is, is_written
+from collapipe_flwr.reporting.run_lock import RUNNING, STARTING, is_written, mark_interrupted
 
 Json = dict[str, Any]
 _MARK_BYTES = 256  # before the place: where they differ, the file is not the one that was read
@@ -31,8 +31,8 @@ class EventTail:
         self._inode = 0
         self.place, self._number, self._mark = 0, 0, b""
 
-    def new(self, about_bytes: int = -1) -> list[dict[str, Any]]:
-        """The rounds written since the last call, oldest first, about ``about_bytes`` of them.
+    def read_new(self, about_bytes: int = -1) -> list[dict[str, Any]]:
+        """Read the rounds written since the last call, oldest first, about ``about_bytes`` of them.
 
         -1: all. Raises RunError for a damaged line.
         """
@@ -41,7 +41,7 @@ class EventTail:
         except FileNotFoundError:
             return []
         with file:
-            if not self._continues(file):
+            if not self._is_same_file(file):
                 self.generation += 1
                 self.place, self._number, self._mark = 0, 0, b""
             self._inode = os.fstat(file.fileno()).st_ino
@@ -57,8 +57,8 @@ class EventTail:
             events.append(run_directory.parse_event(self._path, self._number, line))
         return events
 
-    def _continues(self, file: BinaryIO) -> bool:
-        """Whether this is still the file that was read, also where an inode was used again."""
+    def _is_same_file(self, file: BinaryIO) -> bool:
+        """Return whether this is still the file that was read; an inode may be used again."""
         if self._inode and os.fstat(file.fileno()).st_ino != self._inode:
             return False
         file.seek(self.place - len(self._mark))
@@ -98,8 +98,8 @@ class RunReader:
                     self.summary = run_directory.read_summary_head(self.run_dir) or {}
                 if self._config is None:
                     self._config = run_directory.read_config(self.run_dir)
-                self.events = self._tail.new(_ABOUT_BYTES)
-                self.newest = self._newest()
+                self.events = self._tail.read_new(_ABOUT_BYTES)
+                self.newest = self._read_newest()
         except RunError as error:
             self._broken = str(error)
         self.anew = self._tail.generation != self._generation
@@ -107,25 +107,25 @@ class RunReader:
         self.head = self._head(written)
 
     def _members(self) -> dict[str, list[str]]:
-        """The control unit and devices of each cluster, which only plans say later."""
+        """Return control unit and devices by cluster, which only plans say later."""
         members: dict[str, list[str]] = {}
         for name in self.summary.get("energy", {}).get("budget_j") or {}:
             cluster, _, device = name.rpartition("/")
             members.setdefault(cluster, []).append(device)
         return members
 
-    def _newest(self) -> Json | None:
-        """The last round if much is left to read before it and it has changed."""
+    def _read_newest(self) -> Json | None:
+        """Read the last round if much is left to read before it and it has changed."""
         size = run_directory.events_bytes(self.run_dir)
         grown, self._size = size != self._size, size
         behind = size - self._tail.place > _ABOUT_BYTES
         return run_directory.newest_event(self.run_dir) if grown and behind else None
 
     def _head(self, written: bool | None) -> Json:
-        """Short values of the summary, or their defaults before there is one."""
+        """Return short values of the summary, or their defaults before there is one."""
         before = STARTING if self.run_dir.is_dir() else "waiting"
         summary = self.summary or {"status": before}
-        told = as_it_is({key: summary.get(key) for key in _TOLD}, self.run_dir, written)
+        told = mark_interrupted({key: summary.get(key) for key in _TOLD}, self.run_dir, written)
         running = told["status"] in (STARTING, RUNNING)
         return {
             **told,

@@ -29,7 +29,7 @@ class Scalar:
 
 
 def scalars(event: RoundEvent) -> list[Scalar]:
-    """Every known number of a round; round 0 has only the scores of the untrained model."""
+    """Return every known number of a round; round 0 has only the untrained model's scores."""
     found = [Scalar(name=f"test/{name}", value=value) for name, value in event.metrics.items()]
     if event.round_index:
         found += _of_training(event)
@@ -82,7 +82,7 @@ def _of_devices(event: RoundEvent) -> Iterator[Scalar]:
 
 
 def _planned_blocks(plan: Mapping[str, Any]) -> dict[str, float]:
-    """How many blocks each device of the plan holds."""
+    """Count the blocks that each device of the plan holds."""
     return {
         device: segment["stop_block"] - segment["first_block"]
         for cluster in plan.get("clusters", ())

@@ -154,7 +154,7 @@ class Follower:
         if summary.get("untrained") and not self._untrained:
             self._untrained = True
             self._screen.show_untrained(summary["untrained"])
-        for event in self._events.new():
+        for event in self._events.read_new():
             if event["round_index"] > self._last:
                 self._last = event["round_index"]
                 self._screen.show(RoundEvent.of_json(event))

@@ -18,7 +18,7 @@ from collapipe_flwr.core.errors import require
 from collapipe_flwr.core.links import CODECS
 from collapipe_flwr.reporting.output import (
     PlainTable,
-    counted,
+    format_count,
     number_table,
     prepare,
     progress,
@@ -78,7 +78,7 @@ def run_simulation(
 
 
 def _tradeoff(simulation: Simulation) -> Mapping[float, Score]:
-    """The sweep over the penalty weight; nothing if our policy did not take part."""
+    """Sweep the penalty weight; nothing if our policy did not take part."""
     if simulation.policy(OURS) is None:
         return {}
     with progress(simulation.setting.rounds * len(FACTORS)) as tick:
@@ -86,9 +86,9 @@ def _tradeoff(simulation: Simulation) -> Mapping[float, Score]:
 
 
 def policy_table(simulation: Simulation) -> Table:
-    """One line per policy."""
+    """Build a table with a line per policy."""
     setting = simulation.setting
-    size = f"{counted(setting.rounds, 'round')}, {counted(len(setting.seeds), 'seed')}"
+    size = f"{format_count(setting.rounds, 'round')}, {format_count(len(setting.seeds), 'seed')}"
     where = f"{size}, budget {setting.budget}"
     table = number_table(f"scheduler only, no training: {where}", ("policy",), COLUMNS)
     for row in summary.summaries(simulation):
@@ -111,7 +111,7 @@ def policy_table(simulation: Simulation) -> Table:
 
 
 def bound_lines(simulation: Simulation) -> list[str]:
-    """The bound of any pipeline, the distance of our policy from it, and a note on budgets."""
+    """Say the bound of any pipeline, our distance from it, and who breaks a budget."""
     rows, bound = summary.summaries(simulation), summary.bound_summary(simulation)
     lines = [
         f"No plan within budgets takes less than {bound.latency_in_budget_s:.1f} s a round on "
@@ -128,7 +128,7 @@ def bound_lines(simulation: Simulation) -> list[str]:
 
 
 def codec_lines(simulation: Simulation) -> list[str]:
-    """Number of hops by codec in each policy's last plans; nothing if there is one codec."""
+    """Count hops by codec in each policy's last plans; nothing if there is one codec."""
     if len(simulation.setting.settings.codecs) < 2:
         return []
     lines = []
@@ -141,8 +141,8 @@ def codec_lines(simulation: Simulation) -> list[str]:
 
 
 def claims_table(claims: Mapping[str, summary.Json]) -> Table:
-    """Claims, results, and what a plan at the bound would reach."""
-    table = PlainTable(box=box.SIMPLE_HEAD).named("dssda against the baselines")
+    """Build a table of claims, results, and what a plan at the bound would reach."""
+    table = PlainTable(box=box.SIMPLE_HEAD).set_title("dssda against the baselines")
     for name in ("claim", "needed", "seen", "possible", ""):
         table.add_column(name)
     for key, (says, sign) in CLAIMS.items():

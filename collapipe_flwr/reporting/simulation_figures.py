@@ -29,27 +29,27 @@ def save_figures(
 ) -> list[Path]:
     """Draw everything; returns the files written."""
     paths = []
-    for name, figure in drawn(simulation, tradeoff).items():
+    for name, figure in draw_figures(simulation, tradeoff).items():
         paths.append(folder / f"{name}.png")
         figures.write_picture(figure, paths[-1])
     return paths
 
 
-def drawn(simulation: Simulation, tradeoff: Mapping[float, Score]) -> dict[str, Figure]:
-    """All pictures by the names of their files."""
+def draw_figures(simulation: Simulation, tradeoff: Mapping[float, Score]) -> dict[str, Figure]:
+    """Draw all pictures, by the names of their files."""
     setting = simulation.setting
     ran = [p for p in simulation.policies if p.refusal is None]
     where, first = describe(setting), f"seed {setting.seeds[0]}"
     found = {
         "latency": _by_round(
-            {p.policy: _over_seeds(median, [s.latency_s for s in p.scores]) for p in ran},
+            {p.policy: _join_seeds(median, [s.latency_s for s in p.scores]) for p in ran},
             "Latency over rounds",
             "latency of the round [s]",
             "log",
             f"{where}\n{_seeds(setting, 'median over ')}",
         ),
         "queues": _by_round(
-            {p.policy: _over_seeds(max, [s.queue_share for s in p.scores]) for p in ran},
+            {p.policy: _join_seeds(max, [s.queue_share for s in p.scores]) for p in ran},
             "Longest energy queue: what stays bounded keeps its budget",
             "queue [budgets of a round]",
             "symlog",
@@ -63,7 +63,7 @@ def drawn(simulation: Simulation, tradeoff: Mapping[float, Score]) -> dict[str, 
 
 
 def describe(setting: Setting) -> str:
-    """One line on what was simulated: the preset and the setting."""
+    """Say in one line what was simulated: the preset and the setting."""
     parts = []
     if setting.preset:
         base = PRESETS[setting.preset]
@@ -87,7 +87,7 @@ def _seeds(setting: Setting, how: str) -> str:
     return f"{how}{len(seeds)} seeds from {min(seeds)} to {max(seeds)}"
 
 
-def _over_seeds(
+def _join_seeds(
     join: Callable[[Sequence[float]], float], series: Sequence[Sequence[float]]
 ) -> list[float]:
     return [join(values) for values in zip(*series, strict=True)]
@@ -96,21 +96,21 @@ def _over_seeds(
 def _by_round(
     series: Mapping[str, Sequence[float]], title: str, label: str, scale: str, caption: str
 ) -> Figure:
-    """A curve for each policy."""
+    """Draw a curve for each policy."""
     figure = figures.new_figure(_INCHES, title, caption)
     axes = figure.add_subplot(ylabel=label, yscale=scale)
     curves = [figures.Curve(name, range(1, len(y) + 1), y) for name, y in series.items()]
     figures.draw_curves(axes, curves)
-    figures.plain_numbers(axes)
+    figures.write_plain_numbers(axes)
     if scale == "symlog":
         axes.set_ylim(bottom=-_BELOW_0)
-    figures.whole_rounds(axes)
-    figures.legend_outside(figure, axes)
+    figures.label_whole_rounds(axes)
+    figures.place_legend_outside(figure, axes)
     return figure
 
 
 def _weights(scores: Mapping[float, Score], caption: str) -> Figure:
-    """Two panels, as two scales on one would differ by colour only."""
+    """Draw two panels, as two scales on one would differ by colour only."""
     figure = figures.new_figure(_INCHES, "Trade-off of the penalty weight V", caption)
     above, below = figure.subplots(2, sharex=True)
     for axes, label, values in (
@@ -129,7 +129,7 @@ def _weights(scores: Mapping[float, Score], caption: str) -> Figure:
 
 
 def _segments(ran: Sequence[PolicyResult], caption: str) -> Figure:
-    """The device of each block, by policy; devices are numbered."""
+    """Draw the device of each block, by policy; devices are numbered."""
     from matplotlib.patches import Patch
 
     plans = [(r.policy, r.scores[0].last_plan.clusters[0]) for r in ran]
@@ -152,7 +152,9 @@ def _segments(ran: Sequence[PolicyResult], caption: str) -> Figure:
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     handles = [
-        Patch(facecolor=figures.colour(number - 1), label=f"{number}: {device.rpartition('/')[2]}")
+        Patch(
+            facecolor=figures.colour_of(number - 1), label=f"{number}: {device.rpartition('/')[2]}"
+        )
         for device, number in numbers.items()
     ]
     figure.legend(handles=handles, loc="outside right upper", fontsize="small", frameon=False)
@@ -163,7 +165,12 @@ def _draw_segment(axes: Axes, row: int, segment: Segment, numbers: dict[str, int
     holders = [numbers[device] for device in segment.device_ids]
     left, width = segment.first_block, segment.stop_block - segment.first_block
     axes.barh(
-        row, width, left=left, color=figures.colour(holders[0] - 1), edgecolor="white", linewidth=2
+        row,
+        width,
+        left=left,
+        color=figures.colour_of(holders[0] - 1),
+        edgecolor="white",
+        linewidth=2,
     )
     axes.text(
         left + width / 2,
@@ -171,5 +178,5 @@ def _draw_segment(axes: Axes, row: int, segment: Segment, numbers: dict[str, int
         "+".join(map(str, holders)),
         ha="center",
         va="center",
-        color="black" if figures.colour(holders[0] - 1) in _LIGHT else "white",
+        color="black" if figures.colour_of(holders[0] - 1) in _LIGHT else "white",
     )

@@ -77,7 +77,7 @@ class TensorBoard:
         self._writer.close()
 
     def _write_settings(self, metrics: dict[str, int]) -> None:
-        """For the tab HPARAMS; `add_hparams` would make another run of it."""
+        """Write the tab HPARAMS; `add_hparams` would make another run of it."""
         from torch.utils.tensorboard.summary import hparams
 
         for summary in hparams(dict(self._settings), metrics):
@@ -122,14 +122,14 @@ class MLflow:
         store = run.folder.parent
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{store / 'mlflow.db'}"
         self._client = MlflowClient(uri)
-        known = self._known(run, None if "MLFLOW_TRACKING_URI" in os.environ else store)
+        known = self._find_run(run, None if "MLFLOW_TRACKING_URI" in os.environ else store)
         self._id = known.info.run_id
         self._client.update_run(self._id, status="RUNNING")
         self._last = int(known.data.metrics.get(_ROUND, -1))
         self._write_settings({k: v for k, v in run.settings.items() if k not in known.data.params})
 
-    def _known(self, run: WatchedRun, store: Path | None) -> Any:
-        """The run under its id, made where there is none yet."""
+    def _find_run(self, run: WatchedRun, store: Path | None) -> Any:
+        """Find the run by its id, or create it."""
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         found = self._client.get_experiment_by_name(name)
         place = None if store is None else (store / "mlflow-artefacts").as_uri()
@@ -185,7 +185,7 @@ class Prometheus:
         self._server.close()
 
     def collect(self) -> Iterator[Any]:
-        """What prometheus_client asks for at every scrape."""
+        """Yield the metrics; prometheus_client asks for them at every scrape."""
         from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 
         known = {"name": self._run.name, "id": self._run.run_id}
@@ -245,13 +245,13 @@ class Feeder:
         self._inbox.put(None)
 
     def wait(self, within_s: float) -> None:
-        """After :meth:`end`, wait until the sink has everything, at most this long."""
+        """Wait after :meth:`end` until the sink has everything, at most this long."""
         self._thread.join(within_s)
         if self._thread.is_alive():
             self._blame("it took too long")
 
     def take_problem(self) -> str:
-        """The first failure as a sentence, once; empty if none is new."""
+        """Return the first failure as a sentence, once; empty if none is new."""
         if self._told or not self._problem:
             return ""
         self._told = True

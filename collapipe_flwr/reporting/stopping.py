@@ -17,8 +17,8 @@ _KILLED_S = 15.0  # for what a killed process started to end itself
 _LOOK_S = 0.1
 
 
-def stoppable(run_dir: Path) -> RunProcess | None:
-    """The process whose end is that of the run; None where the run has ended already.
+def find_stoppable(run_dir: Path) -> RunProcess | None:
+    """Find the process whose end is that of the run; None where the run has ended.
 
     Raises ConfigError for a folder that is no run, and for a run that cannot be stopped from here.
     """
@@ -76,7 +76,7 @@ def _send(process: RunProcess, sign: signal.Signals) -> None:
 
 
 def _has_ended(run_dir: Path, within_s: float) -> bool:
-    """Whether no process of the run is left before the deadline."""
+    """Wait until no process of the run is left; returns False at the deadline."""
     until_s, pause = time.monotonic() + within_s, threading.Event()
     while processes_of(run_dir) or is_written(run_dir):
         if time.monotonic() >= until_s:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from collapipe_flwr.core.json_codec import plain
-from collapipe_flwr.reporting.output import number, number_table
+from collapipe_flwr.reporting.output import format_cell, number_table
 
 if TYPE_CHECKING:
     from collapipe_flwr.cluster.forecast import Forecast
@@ -37,9 +37,9 @@ _COLOURS = {"ready": "green", "stopping": "yellow", "away": "red"}
 def show_measurements(found: Measurements, console: Console) -> None:
     """Print the tables and one sentence per fault."""
     console.print(measurements_table(found))
-    if compute := computing(found):
+    if compute := describe_compute(found):
         console.print(f"compute: {compute}")
-    console.print(f"energy: {meters(found)}")
+    console.print(f"energy: {describe_meters(found)}")
     if found.links:
         console.print(links_table(found))
     if found.links_left_out:
@@ -58,26 +58,26 @@ def show_measurements(found: Measurements, console: Console) -> None:
 
 
 def measurements_table(found: Measurements) -> Table:
-    """One line per member."""
+    """Build a table with a line per member."""
     figures = ("GFLOP\n/s", "free\nGB", "idle\nMB", "clock\ns", "Mbit\n/s", "delay\nms", "")
     table = number_table(f"cluster {found.cluster_id}", ("member", "address"), figures)
     for member in found.members:
         table.add_row(
             member.name,
             member.address or "here",
-            number(member.speed_flop_per_s, _GIGA, 1),
-            number(member.memory_bytes, _GIGA, 1),
-            number(member.idle_bytes, _MEGA, 0),
-            number(member.clock_ahead_s, 1.0, 1),
-            number(member.rate_bit_per_s, _MEGA, 0),
-            number(member.delay_s, _MILLI, 2),
+            format_cell(member.speed_flop_per_s, _GIGA, 1),
+            format_cell(member.memory_bytes, _GIGA, 1),
+            format_cell(member.idle_bytes, _MEGA, 0),
+            format_cell(member.clock_ahead_s, 1.0, 1),
+            format_cell(member.rate_bit_per_s, _MEGA, 0),
+            format_cell(member.delay_s, _MILLI, 2),
             _mark(member.fault, busy=member.busy),
         )
     return table
 
 
-def computing(found: Measurements) -> str:
-    """The processor and torch version of the benchmark; equal members are grouped."""
+def describe_compute(found: Measurements) -> str:
+    """Name the processor and torch version of the benchmark; equal members are grouped."""
     alike: dict[str, list[str]] = {}
     for member in found.members:
         if member.computes:
@@ -85,8 +85,8 @@ def computing(found: Measurements) -> str:
     return "; ".join(f"{', '.join(names)} on {what}" for what, names in alike.items())
 
 
-def meters(found: Measurements) -> str:
-    """The sensor and one reading of each metered device, then the devices that are modelled."""
+def describe_meters(found: Measurements) -> str:
+    """Name sensor and power of each metered device, then the devices that are modelled."""
 
     def meter(member: Measured) -> str:
         tells = "tells no power now" if member.power_w is None else f"{member.power_w:.1f} W"
@@ -98,10 +98,13 @@ def meters(found: Measurements) -> str:
 
 
 def links_table(found: Measurements) -> Table:
-    """One line per way between two hosts."""
+    """Build a table with a line per direction between two hosts."""
     table = number_table("links", ("from", "to"), ("Mbit\n/s", "delay\nms", ""))
     for link in found.links:
-        rate, delay = number(link.rate_bit_per_s, _MEGA, 0), number(link.delay_s, _MILLI, 2)
+        rate, delay = (
+            format_cell(link.rate_bit_per_s, _MEGA, 0),
+            format_cell(link.delay_s, _MILLI, 2),
+        )
         table.add_row(link.source, link.target, rate, delay, _mark(link.fault))
     return table
 
@@ -127,7 +130,7 @@ def show_forecast(found: Forecast, console: Console) -> None:
 
 
 def cost_table(found: Forecast) -> Table:
-    """One line per piece, equal neighbors together; costs are per example."""
+    """Build a table with a line per piece, equal neighbors together; costs are per example."""
     size = f"{found.parameter_bytes / _MEGA:.1f} MB of weights"
     title = f"{found.model_type} for {found.task}: {size}, costs per example"
     table = number_table(title, ("piece",), _COLUMNS)
@@ -143,7 +146,7 @@ def cost_table(found: Forecast) -> Table:
 
 
 def as_json(found: Forecast) -> dict[str, Any]:
-    """Everything in SI units, for a file."""
+    """Return everything in SI units, for a file."""
     values: dict[str, Any] = plain(found)
     speed = None if found.measured is None else found.measured.speed_flop_per_s
     return {
@@ -182,7 +185,7 @@ def follow(
 
 
 def status_table(found: ClusterStatus) -> Table:
-    """One line per member."""
+    """Build a table with a line per member."""
     title = f"cluster {found.cluster_id}, roster {found.version}"
     figures = ("GFLOP\n/s", "memory\nGB", "daemon\nMB", "clock\ns", "roster")
     table = number_table(title, ("member", "role", "address", "state"), figures)
@@ -192,17 +195,17 @@ def status_table(found: ClusterStatus) -> Table:
             member.role,
             member.address,
             Text(member.state, style=_COLOURS.get(member.state, "")),
-            number(member.speed_flop_per_s, _GIGA, 1),
-            number(member.memory_bytes, _GIGA, 1),
-            number(member.resident_bytes, _MEGA, 0),
-            number(member.clock_ahead_s, 1.0, 1),
-            number(member.roster, 1, 0),
+            format_cell(member.speed_flop_per_s, _GIGA, 1),
+            format_cell(member.memory_bytes, _GIGA, 1),
+            format_cell(member.resident_bytes, _MEGA, 0),
+            format_cell(member.clock_ahead_s, 1.0, 1),
+            format_cell(member.roster, 1, 0),
         )
     return table
 
 
 def status_lines(found: ClusterStatus) -> Iterator[str]:
-    """The same as text, with the reason why a member is away."""
+    """Yield the status as text, with the reason why a member is away."""
     yield f"cluster {found.cluster_id}, roster {found.version}, {len(found.members)} members"
     for member in found.members:
         where = f" at {member.address}" if member.address else ""

@@ -77,7 +77,7 @@ class MadeUpRun:
     def end_round(self, **changes: Any) -> RoundEvent:
         """One round more, in the events and in the summary."""
         event = replace(self.event(len(self.story.events) + 1), **changes)
-        self.story = self.story.grown(event)
+        self.story = self.story.with_event(event)
         self.directory.append_event(event.as_json())
         self.save("running")
         return event

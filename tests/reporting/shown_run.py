@@ -81,7 +81,7 @@ class Shown:
 def pretend(path: Path, shown: Shown) -> None:
     """Write what a ServerApp writes."""
     progress = ProgressFile(path, rounds=2)
-    with progress.watching():
+    with progress.watch():
         progress.enter("reading the data and the model")
         shown.wait_for(lambda lines: any("reading the data" in line for line in lines))
         directory = RunDirectory(path)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from collapipe_flwr.reporting.console import RoundPrinter, summary_table
-from collapipe_flwr.reporting.events import RoundEvent, RunSums, allowed_share
+from collapipe_flwr.reporting.events import RoundEvent, RunSums, describe_share_cap
 from tests.reporting.made_up_runs import MadeUpRun
 
 
@@ -94,6 +94,6 @@ def test_a_share_above_the_one_that_was_set_says_why() -> None:
     sums = RunSums(model_share=0.6, share_caps=(0.645,))
     found = sums.share_json(0.5)
     assert found is not None
-    assert allowed_share(found) == " (64.5 % allowed, as no plan keeps the 50 % set)"
+    assert describe_share_cap(found) == " (64.5 % allowed, as no plan keeps the 50 % set)"
     same = RunSums(model_share=0.4, share_caps=(0.5,)).share_json(0.5)
-    assert same is not None and allowed_share(same) == " (50 % allowed)"
+    assert same is not None and describe_share_cap(same) == " (50 % allowed)"

@@ -50,8 +50,8 @@ def _serving(run: Path, port: int = 0) -> Iterator[LiveServer]:
     feed = Feed(lambda: run)
     with ExitStack() as stack:
         server = LiveServer(feed, port=port)
-        stack.enter_context(server.serving())
-        stack.enter_context(feed.following())
+        stack.enter_context(server.serve())
+        stack.enter_context(feed.follow())
         yield server
 
 

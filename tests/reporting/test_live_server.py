@@ -28,7 +28,7 @@ _ANSWER_S = 30.0
 def _serving(run: Path, host: str = "127.0.0.1") -> Iterator[LiveServer]:
     feed = Feed(lambda: run)
     server = LiveServer(feed, host)
-    with server.serving(), feed.following():
+    with server.serve(), feed.follow():
         yield server
 
 

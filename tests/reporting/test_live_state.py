@@ -14,7 +14,7 @@ from collapipe_flwr.reporting.live.feed import Feed, newest_run
 from collapipe_flwr.reporting.live.state import Place
 from collapipe_flwr.reporting.progress import ClusterProgress, ProgressFile
 from collapipe_flwr.reporting.run_directory import EVENTS
-from collapipe_flwr.reporting.run_lock import locked
+from collapipe_flwr.reporting.run_lock import lock_file
 from tests.reporting.made_up_runs import MadeUpRun
 
 
@@ -84,7 +84,7 @@ def test_a_run_is_awaited_then_prepared_then_running(tmp_path: Path) -> None:
     assert news["head"]["status"] == "waiting"
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.log").touch()
-    with locked(tmp_path / "run" / "run.log"):
+    with lock_file(tmp_path / "run" / "run.log"):
         known, news = _told(feed, known)
     assert news["head"]["status"] == "starting"
     (tmp_path / "run" / "run.log").unlink()
@@ -141,7 +141,7 @@ def test_a_run_that_was_killed_before_its_first_summary_is_interrupted(run: Made
 def test_a_run_that_ended_before_it_began_is_interrupted(tmp_path: Path) -> None:
     feed, log = _feed(tmp_path), tmp_path / "run.log"
     log.touch()
-    with locked(log):  # as by `collapipe run`
+    with lock_file(log):  # as by `collapipe run`
         known, news = _told(feed, Place())
         assert news["head"]["status"] == "starting"
     _, news = _told(feed, known)

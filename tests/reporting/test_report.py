@@ -14,11 +14,11 @@ import pytest
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting.events import incident_json
-from collapipe_flwr.reporting.report.charts import COLOURS, bars, by_row
+from collapipe_flwr.reporting.report.charts import COLOURS, bars, plot_by_row
 from collapipe_flwr.reporting.report.page import (
-    balanced,
-    closing_report,
+    balance_columns,
     run_page,
+    write_closing_report,
     write_reports,
     write_run_report,
 )
@@ -160,7 +160,7 @@ def test_every_chart_has_a_table_and_every_table_scrolls_by_keys(tmp_path: Path)
 
 @pytest.mark.parametrize("tiles", range(1, 20))
 def test_tiles_stand_in_rows_of_about_one_length(tiles: int) -> None:
-    columns = balanced(tiles)
+    columns = balance_columns(tiles)
     rows = -(-tiles // columns)
     assert columns <= 7 and rows == -(-tiles // 7)
     assert rows * columns - tiles < rows  # no row lacks more than the others together have
@@ -344,7 +344,7 @@ def test_without_the_extra_a_run_ends_with_one_sentence(
 ) -> None:
     run = made_up(tmp_path)
     monkeypatch.setattr("collapipe_flwr.core.errors.find_spec", lambda _: None)
-    said = closing_report(run.path, "runs/one")
+    said = write_closing_report(run.path, "runs/one")
     assert "pip install 'collapipe-flwr[report]'" in said
     assert said.endswith("`collapipe report runs/one` makes it")
     assert not (run.path / "report.html").exists()
@@ -353,20 +353,20 @@ def test_without_the_extra_a_run_ends_with_one_sentence(
 def test_damage_never_keeps_a_run_from_ending(tmp_path: Path) -> None:
     run = made_up(tmp_path)
     (run.path / "events.jsonl").write_text('{"no": "event of a round"}\n' * 2)
-    assert "line 1: no event of a round (round_index is no whole" in closing_report(run.path)
+    assert "line 1: no event of a round (round_index is no whole" in write_closing_report(run.path)
     (run.path / "events.jsonl").write_text('{"round_index": 1, "plan": {"clusters": [1]}}\n')
-    assert "line 1: no event of a round (TypeError" in closing_report(run.path)
+    assert "line 1: no event of a round (TypeError" in write_closing_report(run.path)
 
 
 def test_a_report_is_made_once_after_the_last_word(tmp_path: Path) -> None:
     run = made_up(tmp_path)
     report = run.path / "report.html"
-    assert closing_report(run.path) == f"report: {report}"
+    assert write_closing_report(run.path) == f"report: {report}"
     made = report.stat().st_mtime_ns
-    closing_report(run.path)
+    write_closing_report(run.path)
     assert report.stat().st_mtime_ns == made
     run.save("failed", "no power")
-    closing_report(run.path)
+    write_closing_report(run.path)
     assert "no power" in report.read_text()
 
 
@@ -381,7 +381,7 @@ def test_a_large_and_long_run_has_a_page_that_opens(tmp_path: Path) -> None:
 
 def test_rows_with_long_names_stay_apart() -> None:
     names = [f"{letter}{'x' * 40}/1-pi" for letter in "ab"]
-    figure = by_row([bars("joules", names, [1.0, 2.0])], "J")
+    figure = plot_by_row([bars("joules", names, [1.0, 2.0])], "J")
     axis = figure["layout"]["yaxis"]
     assert axis["tickvals"] == figure["data"][0]["y"] == names
     assert all(text.startswith("…") and len(text) <= 30 for text in axis["ticktext"])

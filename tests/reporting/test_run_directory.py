@@ -47,8 +47,8 @@ def _story() -> RunStory:
         initial={"exact_match": 0.0},
         energy_budget_j={"A/pi": 3.0, "A/idle": 3.0},
     )
-    story = story.grown(_event(1, energy_j=4.0, memory=7, score=0.5))
-    return story.grown(_event(2, energy_j=0.0, memory=9, score=None))
+    story = story.with_event(_event(1, energy_j=4.0, memory=7, score=0.5))
+    return story.with_event(_event(2, energy_j=0.0, memory=9, score=None))
 
 
 def test_summary_adds_up_bytes_averages_energy_and_keeps_peaks() -> None:

@@ -13,18 +13,18 @@ import pytest
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting import run_directory
-from collapipe_flwr.reporting.comparison import markdown, read_curves
+from collapipe_flwr.reporting.comparison import read_runs, render_markdown
 from collapipe_flwr.reporting.events import RunStory
 from collapipe_flwr.reporting.run_directory import RunDirectory, read_summary
-from collapipe_flwr.reporting.run_lock import is_written, writing
+from collapipe_flwr.reporting.run_lock import hold_lock, is_written
 from collapipe_flwr.reporting.run_reader import RunReader
 from tests.reporting.made_up_runs import MadeUpRun
 
 WRITER = """
 import sys
 from pathlib import Path
-from collapipe_flwr.reporting.run_lock import writing
-with writing(Path(sys.argv[1])):
+from collapipe_flwr.reporting.run_lock import hold_lock
+with hold_lock(Path(sys.argv[1])):
     print("writes", flush=True)
     sys.stdin.read()
 """
@@ -59,13 +59,13 @@ def test_a_killed_run_is_interrupted_from_then_on(tmp_path: Path) -> None:
         assert (_status(folder), _status_read(reader)) == ("running", "running")
         with (
             pytest.raises(ConfigError, match=f"is still running: wait.*collapipe stop {folder}"),
-            writing(folder),
+            hold_lock(folder),
         ):
             pass
         process.send_signal(signal.SIGKILL)
         process.wait(30)
         assert (_status(folder), _status_read(reader)) == ("interrupted", "interrupted")
-    with writing(folder):  # who resumes it
+    with hold_lock(folder):  # who resumes it
         assert _status(folder) == "running"
     assert is_written(folder) is False
 
@@ -74,7 +74,7 @@ def test_a_killed_run_is_interrupted_from_then_on(tmp_path: Path) -> None:
 def test_a_run_that_ends_while_it_is_read_is_not_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], str]
 ) -> None:
-    run, parsed = MadeUpRun(tmp_path / "run"), run_directory._parsed
+    run, parsed = MadeUpRun(tmp_path / "run"), run_directory._parse
 
     def ends(path: Path, text: bytes) -> dict[str, Any]:
         if path.name == "summary.json":  # which is read by now
@@ -82,7 +82,7 @@ def test_a_run_that_ends_while_it_is_read_is_not_interrupted(
             run.die()
         return parsed(path, text)
 
-    monkeypatch.setattr(run_directory, "_parsed", ends)
+    monkeypatch.setattr(run_directory, "_parse", ends)
     assert (read(run.path), read(run.path)) == ("running", "completed")
 
 
@@ -93,4 +93,4 @@ def test_an_ending_that_was_told_stands(tmp_path: Path, status: str) -> None:
 
 def test_a_comparison_says_which_runs_were_interrupted(tmp_path: Path) -> None:
     runs = [f"{name}={_run(tmp_path / name, name)}" for name in ("completed", "running")]
-    assert "| status | completed | interrupted |" in markdown(read_curves(runs))
+    assert "| status | completed | interrupted |" in render_markdown(read_runs(runs))

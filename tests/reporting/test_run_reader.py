@@ -17,7 +17,7 @@ def _event(index: int, text: str = "") -> dict[str, object]:
 
 
 def _rounds(tail: EventTail) -> list[int]:
-    return [event["round_index"] for event in tail.new()]
+    return [event["round_index"] for event in tail.read_new()]
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_much_is_read_piece_by_piece(directory: RunDirectory) -> None:
     for index in range(1, 8):
         directory.append_event(_event(index, "x" * 100))
     tail, pieces = EventTail(directory.path), []
-    while found := tail.new(250):
+    while found := tail.read_new(250):
         pieces.append([event["round_index"] for event in found])
     assert pieces == [[1, 2], [3, 4], [5, 6], [7]]
 
@@ -91,7 +91,7 @@ def test_a_damaged_line_is_named(directory: RunDirectory) -> None:
     with (directory.path / EVENTS).open("a") as file:
         file.write("{nonsense\n")
     with pytest.raises(RunError, match=r"events\.jsonl, line 2: no event of a round"):
-        EventTail(directory.path).new()
+        EventTail(directory.path).read_new()
 
 
 @pytest.mark.parametrize("size", [1, 1 << 20, 3 << 20])

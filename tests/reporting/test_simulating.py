@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.reporting.figures import colour
+from collapipe_flwr.reporting.figures import colour_of
 from collapipe_flwr.reporting.simulation import run_simulation
-from collapipe_flwr.reporting.simulation_figures import describe, drawn
+from collapipe_flwr.reporting.simulation_figures import describe, draw_figures
 from collapipe_flwr.scheduler.policies import POLICIES
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.models import ModelShape
@@ -51,7 +51,7 @@ def tradeoff(simulation: Simulation) -> dict[float, Score]:
 
 def test_every_policy_is_seen_and_no_legend_covers_a_curve(everything: Simulation) -> None:
     pytest.importorskip("matplotlib")
-    found = drawn(everything, tradeoff(everything))
+    found = draw_figures(everything, tradeoff(everything))
     ran = [p.policy for p in everything.policies if p.refusal is None]
     assert len(ran) >= 7
     for figure in found.values():
@@ -70,7 +70,8 @@ def test_every_policy_is_seen_and_no_legend_covers_a_curve(everything: Simulatio
 def test_pictures_name_preset_and_seeds(everything: Simulation) -> None:
     pytest.importorskip("matplotlib")
     captions = {
-        name: f.get_supxlabel() for name, f in drawn(everything, tradeoff(everything)).items()
+        name: f.get_supxlabel()
+        for name, f in draw_figures(everything, tradeoff(everything)).items()
     }
     assert all(text.startswith("preset paper, changed; 1 clusters") for text in captions.values())
     assert captions["latency"].endswith("median over seeds 3, 4")
@@ -88,4 +89,4 @@ def test_plot_without_matplotlib_says_how_to_get_it(
 
 
 def test_every_policy_has_a_colour_of_its_own() -> None:
-    assert len({colour(number) for number in range(len(POLICIES))}) == len(POLICIES)
+    assert len({colour_of(number) for number in range(len(POLICIES))}) == len(POLICIES)

@@ -23,7 +23,7 @@ from collapipe_flwr.reporting.run_lock import (
     LOG,
     SERVER,
     check_not_written,
-    noted,
+    note_process,
     processes_of,
 )
 
@@ -31,9 +31,9 @@ RUN = """
 import signal, sys
 from contextlib import ExitStack
 from pathlib import Path
-from collapipe_flwr.reporting.run_lock import noted, writing
+from collapipe_flwr.reporting.run_lock import hold_lock, note_process
 signal.signal(signal.SIGTERM, getattr(signal, sys.argv[3], lambda *_: sys.exit(143)))
-with writing(Path(sys.argv[1])), noted(Path(sys.argv[1]), sys.argv[2]):
+with hold_lock(Path(sys.argv[1])), note_process(Path(sys.argv[1]), sys.argv[2]):
     print("runs", flush=True)
     while True:
         signal.pause()
@@ -76,11 +76,11 @@ def test_a_run_ends_in_order_and_a_second_time_there_is_nothing_to_stop(
 
 def test_a_run_that_does_not_hear_is_ended_by_force(run: Path) -> None:
     with running(run, answer="SIG_IGN") as process:
-        found = stopping.stoppable(run)
+        found = stopping.find_stoppable(run)
         assert found is not None
         stopping.stop(run, found, lambda _: None, patience_s=0.0)
         assert process.wait(60) == -signal.SIGKILL
-    assert stopping.stoppable(run) is None
+    assert stopping.find_stoppable(run) is None
 
 
 def test_a_run_that_still_runs_is_not_resumed_and_its_process_is_named(run: Path) -> None:
@@ -93,21 +93,21 @@ def test_a_run_that_still_runs_is_not_resumed_and_its_process_is_named(run: Path
 def test_the_process_of_a_run_that_was_killed_is_not_that_of_another_program(run: Path) -> None:
     (run / SERVER).write_text(f"{os.getpid()} {socket.gethostname()}\n")  # that has its id now
     (run / LAUNCHER).write_text("")
-    assert processes_of(run) == () and stopping.stoppable(run) is None
+    assert processes_of(run) == () and stopping.find_stoppable(run) is None
 
 
 def test_a_run_on_another_machine_is_stopped_there(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with noted(run, LAUNCHER):
+    with note_process(run, LAUNCHER):
         monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
         with pytest.raises(ConfigError, match=r"on .*: give this command there"):
-            stopping.stoppable(run)
+            stopping.find_stoppable(run)
 
 
 def test_a_note_lasts_as_long_as_its_process_and_a_run_may_begin_beside_it(tmp_path: Path) -> None:
     (tmp_path / LOG).touch()
-    with noted(tmp_path, LAUNCHER):
+    with note_process(tmp_path, LAUNCHER):
         assert [found.pid for found in processes_of(tmp_path)] == [os.getpid()]
         assert is_new(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [LOG]

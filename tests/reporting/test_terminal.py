@@ -67,7 +67,7 @@ def test_after_the_server_apps_last_phase_flower_is_what_still_runs(folder: Path
     follower = Follower(folder, cast(Screen, screen))
     follower.look()
     progress = ProgressFile(folder)
-    with progress.watching():
+    with progress.watch():
         progress.enter("saving the model")
         follower.look()
     follower.look()

@@ -25,7 +25,7 @@ from collapipe_flwr.core.links import TlsFiles, host_and_port
 from collapipe_flwr.federation.run.first_look import check_paths
 from collapipe_flwr.federation.run.launcher import Launch
 from collapipe_flwr.host.metrics import check_address
-from collapipe_flwr.reporting.output import counted
+from collapipe_flwr.reporting.output import format_count
 from collapipe_flwr.reporting.sinks import check_sinks
 from collapipe_flwr.scheduler.policies import make_scheduler
 
@@ -119,7 +119,7 @@ def _loaded(config: AppConfig, run_dir: Path | None, clusters: Sequence[ClusterC
     found = f"{spec.model_type} of {len(model.blocks)} blocks for {spec.task}"
     sizes = f"{_share_text(config, learner)} and {len(task.test)} test examples"
     devices = sum(len(profile.devices) for profile in profiles)
-    where = f"{counted(len(profiles), 'cluster')} of {devices} devices in all"
+    where = f"{format_count(len(profiles), 'cluster')} of {devices} devices in all"
     return "\n".join((f"{found}, {sizes}, {where}", *task.skipped.values(), *task.warnings))
 
 

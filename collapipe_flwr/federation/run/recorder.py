@@ -23,7 +23,7 @@ from collapipe_flwr.pipeline.meter import write_trace
 from collapipe_flwr.reporting.console import RoundPrinter
 from collapipe_flwr.reporting.events import RoundEvent, RunStory
 from collapipe_flwr.reporting.progress import Look, ProgressFile
-from collapipe_flwr.reporting.report.page import closing_report
+from collapipe_flwr.reporting.report.page import write_closing_report
 from collapipe_flwr.reporting.run_directory import (
     Past,
     RunDirectory,
@@ -33,7 +33,7 @@ from collapipe_flwr.reporting.run_directory import (
     read_summary,
     rounds_done,
 )
-from collapipe_flwr.reporting.run_lock import SERVER, check_not_written, noted, writing
+from collapipe_flwr.reporting.run_lock import SERVER, check_not_written, hold_lock, note_process
 
 log = logging.getLogger("flwr.collapipe")
 _FAILED_S = 5.0  # for sinks to take the last rounds of a run that is not completed
@@ -72,7 +72,7 @@ class RunRecorder:
         self.testing: Look | None = None  # and how far the evaluation is
         past = past or Past()
         story = replace(story, initial=past.initial, notes=past.notes)
-        self.story = reduce(RunStory.grown, past.events, story)
+        self.story = reduce(RunStory.with_event, past.events, story)
         self.weights: Mapping[str, Tensor] | None = None  # of the last round
         self._directory = directory
         self._printer = printer
@@ -170,7 +170,7 @@ class RunRecorder:
 
     def _report(self, *, hasty: bool = False) -> None:
         self._progress.enter("writing the report")
-        log.info("%s", closing_report(self._directory.path, hasty=hasty))
+        log.info("%s", write_closing_report(self._directory.path, hasty=hasty))
 
     def _finish_round(
         self, server_round: int, metrics: Mapping[str, float], evaluation_s: float
@@ -187,7 +187,7 @@ class RunRecorder:
             evaluation_s=evaluation_s,
         )
         self._round_started_s, self._pending, self._clusters = now_s, None, {}
-        self.story = self.story.grown(event)
+        self.story = self.story.with_event(event)
         self._directory.append_event(event.as_json())
         self._save("running")
         self._printer.show(event)
@@ -258,15 +258,15 @@ def open_run(config: AppConfig, lock: ExitStack) -> RunFolder:
     if config.run.resume:
         path = Path(config.run.resume).resolve()
         directory, checkpoints = check_resumable(config, path)
-        lock.enter_context(writing(path))
-        lock.enter_context(noted(path, SERVER))
+        lock.enter_context(hold_lock(path))
+        lock.enter_context(note_process(path, SERVER))
         past = read_past(path, checkpoints.newest_round())
         return RunFolder(directory=directory, checkpoints=checkpoints, past=past)
     name = config.run.run_name or time.strftime("%Y%m%d-%H%M%S")
     path = Path(config.run.output_dir).resolve() / name
     directory = RunDirectory(path, numbered=not config.run.run_name)
     directory.write_config(flatten(config), lock)
-    lock.enter_context(noted(directory.path, SERVER))
+    lock.enter_context(note_process(directory.path, SERVER))
     return RunFolder(directory=directory, checkpoints=_checkpoints(config, directory))
 
 

@@ -23,16 +23,22 @@ from collapipe_flwr.core.durable import make_numbered_folder, write_file
 from collapipe_flwr.core.errors import ConfigError, RunError, require, wrong_input
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.federation.run.launcher import CLUSTERS, Launch, first_error, run_app
-from collapipe_flwr.reporting.report.page import closing_report, has_report
+from collapipe_flwr.reporting.report.page import has_report, write_closing_report
 from collapipe_flwr.reporting.run_directory import (
     RunDirectory,
     newest_checkpoint,
     read_summary,
-    resumed_config,
+    resume_config,
     rounds_done,
     summary_stamp,
 )
-from collapipe_flwr.reporting.run_lock import INTERRUPTED, LAUNCHER, RUNNING, locked, noted
+from collapipe_flwr.reporting.run_lock import (
+    INTERRUPTED,
+    LAUNCHER,
+    RUNNING,
+    lock_file,
+    note_process,
+)
 from collapipe_flwr.reporting.screen import Follower, Screen
 
 _OURS = ("output-dir", "run-name", "train.state-dir")  # run-config of the launcher's own
@@ -65,7 +71,7 @@ def launch_of(
     run_dir = output_dir.resolve() / time.strftime("%Y%m%d-%H%M%S")
     if resume is not None:
         run_dir = resume.resolve()
-        overrides = _where_it_is(resumed_config(run_dir, overrides))
+        overrides = _where_it_is(resume_config(run_dir, overrides))
     return Launch(
         app=project.resolve(),
         output_dir=run_dir.parent,
@@ -181,7 +187,7 @@ class Attempt:
         """
         with ExitStack() as lock:
             begin = self._open_log(lock)
-            lock.enter_context(noted(self.run_dir, LAUNCHER))
+            lock.enter_context(note_process(self.run_dir, LAUNCHER))
             return self._carried_out(begin)
 
     def _carried_out(self, begin: int) -> Mapping[str, Any]:
@@ -225,7 +231,7 @@ class Attempt:
 
         def begin(log: Path) -> None:
             log.touch()
-            lock.enter_context(locked(log))
+            lock.enter_context(lock_file(log))
 
         try:
             if not self._launch.resumes:
@@ -252,7 +258,7 @@ class Attempt:
         logged = self._screen.verbose and has_report(self.run_dir)
         if self._wrote and not logged:
             name = shown(self.run_dir)
-            self._screen.say(closing_report(self.run_dir, name, hasty=hasty))
+            self._screen.say(write_closing_report(self.run_dir, name, hasty=hasty))
 
     def _failure(self, why: str) -> str:
         why = why.rstrip(".")

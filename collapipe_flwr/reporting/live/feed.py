@@ -42,10 +42,10 @@ class Feed:
         self._over = False
 
     @contextmanager
-    def following(self) -> Iterator[None]:
+    def follow(self) -> Iterator[None]:
         """Follow the run while the body runs; afterwards pages are told that it is over."""
         try:
-            with meanwhile(self._follow, "watch"):
+            with meanwhile(self._poll, "watch"):
                 yield
         finally:
             with self._changed:
@@ -53,7 +53,7 @@ class Feed:
                 self._changed.notify_all()
 
     def next(self, known: Place, timeout_s: float) -> tuple[Place, str] | None:
-        """What a page at ``known`` lacks, as JSON, and the place that this leads to.
+        """Return what a page at ``known`` lacks, as JSON, and the place that this leads to.
 
         None if nothing is new within the time; raises EOFError when the run is no longer followed.
         """
@@ -88,7 +88,7 @@ class Feed:
         self.figures.take(reader)
         return bool(reader.events)
 
-    def _follow(self, over: threading.Event) -> None:
+    def _poll(self, over: threading.Event) -> None:
         while not over.is_set():
             if not self.look():
                 over.wait(_LOOK_S)
@@ -112,14 +112,14 @@ def run_finder(run: Path | None, output_dir: Path) -> Find:
 
 
 def newest_run(folder: Path) -> Path | None:
-    """The run directory that began last; None while there is none."""
+    """Return the run directory that began last; None while there is none."""
     paths = folder.iterdir() if folder.is_dir() else ()
     found = [(began_s, path) for path in paths if (began_s := _began_s(path))]
     return max(found)[1] if found else None
 
 
 def _began_s(run: Path) -> float | None:
-    """When the run-config, or the log before it, was written; None for no run."""
+    """Return when the run-config, or the log before it, was written; None for no run."""
     for name in (CONFIG, LOG):
         with suppress(OSError):  # not there, or not for this user
             return (run / name).stat().st_mtime
@@ -159,14 +159,14 @@ class Figures:
                 self._changed = True
 
     def text(self) -> str:
-        """Tiles and sections as JSON, or the reason why there are none."""
+        """Return tiles and sections as JSON, or the reason why there are none."""
         with self._lock:
             if self._changed:
-                self._text = json.dumps(self._made(), separators=(",", ":"), allow_nan=False)
+                self._text = json.dumps(self._render(), separators=(",", ":"), allow_nan=False)
                 self._changed = False
             return self._text
 
-    def _made(self) -> dict[str, Any]:
+    def _render(self) -> dict[str, Any]:
         if not self._data.rounds:
             return {"sections": []}
         try:

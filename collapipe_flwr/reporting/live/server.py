@@ -34,7 +34,7 @@ _SCRIPTS = ("numbers.js", "clusters.js", "figures.js", "live.js")
 
 
 def token_for(host: str) -> str:
-    """What requests to a server at ``host`` must hold; empty where it is on loopback."""
+    """Draw the token that requests to ``host`` must hold; empty where it is on loopback."""
     return "" if is_loopback(host) else secrets.token_urlsafe(16)
 
 
@@ -42,7 +42,7 @@ class LiveServer(FewClientsServer):
     """One thread per open page, up to a limit."""
 
     def __init__(self, feed: Feed, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Raises ConfigError where it cannot listen."""
+        """Listen at an address; raises ConfigError where it cannot."""
         self.feed, self.host, self.token = feed, host, token_for(host)
         try:
             super().__init__(host, port, _Handler)
@@ -61,7 +61,7 @@ class LiveServer(FewClientsServer):
         return f"http://{shown}:{self.server_port}/{query}"
 
     @contextmanager
-    def serving(self) -> Iterator[None]:
+    def serve(self) -> Iterator[None]:
         with meanwhile(lambda _: self.serve_forever(0.1), "http"):
             try:
                 yield
@@ -88,7 +88,10 @@ class _Handler(BoundedRequest):
             self._answer(path, query)
 
     def _is_for_us(self) -> bool:
-        """Whether it was sent to an address, which cannot be redirected, or to a name of ours."""
+        """Return whether it was sent to an IP address or to a name of ours.
+
+        An IP address needs no look-up that a foreign site could redirect (DNS rebinding).
+        """
         name = _PORT.sub("", self.headers.get("Host", "")).strip("[]").lower()
         with suppress(ValueError):
             ipaddress.ip_address(name)
@@ -131,7 +134,7 @@ class _Handler(BoundedRequest):
                     self.wfile.write(f"id: {known}\ndata: {text}\n\n".encode())
 
     def _begin(self, kind: str, nonce: str = "", length: int | None = None) -> None:
-        """Headers: the page runs only its own script, connects only here, and is not framed."""
+        """Send headers: a page runs only its own script, connects only here, and is not framed."""
         own = f"script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; " if nonce else ""
         policy = f"default-src 'none'; {own}connect-src 'self'; img-src data:"
         self.send_response(HTTPStatus.OK)
@@ -147,7 +150,7 @@ class _Handler(BoundedRequest):
 
 @cache
 def _page() -> str:
-    """The page with the report's style and script and its own; it loads nothing else."""
+    """Assemble the page with the report's style and script and its own; it loads nothing else."""
     text = _part("live.html")
     text = text.replace("<!-- style -->", f"<style>{CSS}{_part('live.css')}</style>")
     script = SCRIPT + "".join(map(_part, _SCRIPTS))

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from collapipe_flwr.reporting.events import finite, holders
+from collapipe_flwr.reporting.events import holders, replace_nonfinite
 from collapipe_flwr.reporting.report.run_data import incidents_of
 
 _MOST_INCIDENTS = 50  # that are sent at once: the newest
@@ -41,7 +41,7 @@ class Place:
 
     @staticmethod
     def of_text(text: str) -> Place:
-        """What ``str`` made of a place; of any other text, the place of a new page."""
+        """Parse what ``str`` made of a place; any other text is the place of a new page."""
         file, *numbers = text.split("/")
         if len(numbers) != 2 or not all(n.isascii() and n.isdigit() for n in numbers):
             return Place()
@@ -97,7 +97,7 @@ class RunState:
         self.place = replace(self.place, picture=event["round_index"])
 
     def since(self, known: Place) -> Json:
-        """What a page at ``known`` lacks; ``anew`` tells it to forget what it knew."""
+        """Return what a page at ``known`` lacks; ``anew`` tells it to forget what it knew."""
         anew = known.file != self.place.file or known.rounds > self.place.rounds
         known = Place() if anew else known
         fresh = known.picture != self.place.picture
@@ -114,7 +114,7 @@ class RunState:
 
 
 def _numbers(event: Event, budget_j: Mapping[str, float | None]) -> Json:
-    """A round as a whole; ``queue`` is the longest energy queue, in budgets of a round."""
+    """Summarise a round; ``queue`` is the longest energy queue, in budgets of a round."""
     queues = (
         max(0.0, queue_j / budget)
         for device, queue_j in event.get("queues_j", {}).items()
@@ -129,7 +129,7 @@ def _numbers(event: Event, budget_j: Mapping[str, float | None]) -> Json:
 
 
 def round_picture(event: Event, budget_j: Mapping[str, float | None]) -> list[Json]:
-    """All clusters of a round of ``events.jsonl``; ``budget_j`` is by device."""
+    """Draw all clusters of a round of ``events.jsonl``; ``budget_j`` is by device."""
     plans = {plan["cluster_id"]: plan for plan in (event.get("plan") or {}).get("clusters", ())}
     outcomes, lost = event.get("clusters", {}), event.get("lost", ())
     links: defaultdict[str, list[Event]] = defaultdict(list)
@@ -156,7 +156,7 @@ def round_picture(event: Event, budget_j: Mapping[str, float | None]) -> list[Js
         }
         if plan is not None:
             picture |= _pipeline(name, plan, members, links[name], latency_s)
-        pictures.append(finite(picture, _DIGITS))
+        pictures.append(replace_nonfinite(picture, _DIGITS))
     return pictures
 
 
@@ -167,7 +167,7 @@ def _pipeline(
     links: Iterable[Event],
     latency_s: float | None,
 ) -> Json:
-    """The stages of a plan, and the hops between them."""
+    """Return the stages of a plan, and the hops between them."""
     passes = plan["local_steps"] * plan["micro_batches"]
     stages = _stages(cluster, plan, members)
     busy = [name for stage in stages for name in stage["ids"]]
@@ -189,7 +189,7 @@ def _members(
     budget_j: Mapping[str, float | None],
     memory: Mapping[str, int],
 ) -> dict[str, Json]:
-    """The measurements of a round by device id, those of control unit and edge included."""
+    """Return a round's measurements by device id, with those of control unit and edge."""
     stages, energy = outcome.get("stages", {}), outcome.get("energy", {})
     names = [device for device in {**queues, **energy, **stages} if device != EDGE]
     found = {device: stages.get(device, {}) for device in (*names, EDGE)}
@@ -211,7 +211,7 @@ def _members(
 
 
 def _stages(cluster: str, plan: Event, members: Mapping[str, Json]) -> list[Json]:
-    """Control unit, segments and edge in pipeline order; ``ids`` are the holders of a stage."""
+    """List control unit, segments and edge in pipeline order; ``ids`` hold a stage."""
     held = [(holders(s), (s["first_block"], s["stop_block"])) for s in plan["segments"]]
     busy = {device for devices, _ in held for device in devices}
     control_unit = next((d for d in plan["tx_power_w"] if d not in busy), CONTROL_UNIT)
@@ -241,7 +241,7 @@ def _with_shares(stage: Json, passes: int, latency_s: float | None) -> Json:
 
 
 def _hops(stages: list[Json], planned: Iterable[Event], links: Iterable[Event]) -> list[Json]:
-    """From each stage to the next one; between replicas there are several links."""
+    """Return the hop from each stage to the next; between replicas it has several links."""
     place = {name: index for index, stage in enumerate(stages) for name in stage["ids"]}
     place[CONTROL_UNIT] = 0
     carried: list[list[Event]] = [[] for _ in stages[1:]]
@@ -254,7 +254,7 @@ def _hops(stages: list[Json], planned: Iterable[Event], links: Iterable[Event]) 
 
 
 def _hop(plan: Event, links: list[Event]) -> Json:
-    """Rates are those of the slowest link, and as planned; None where they are unknown."""
+    """Return a hop with planned rates and those of its slowest link; None: unknown."""
     hop = {
         "codec": plan.get("codec") or (links[0]["codec"] if links else None),
         "bytes": sum(link[way]["bytes"] for link in links for way in ("forward", "backward")),

@@ -2,7 +2,7 @@
 
 A figure is what plotly.js draws: ``{"data": [...], "layout": {...}}``. Colours are words that begin
 with ``@``; the page replaces them by those of its light or dark theme (`template.SCRIPT`).
-plotly.js interprets tags in text, so names from outside pass :func:`plain` on their way in.
+plotly.js interprets tags in text, so names from outside pass :func:`escape_name` on their way in.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from html import escape, unescape
 from math import isfinite
 from typing import Any, Protocol
 
-from collapipe_flwr.reporting.output import counted
-from collapipe_flwr.reporting.report.series import Series, stride_of, thinned
+from collapipe_flwr.reporting.output import format_count
+from collapipe_flwr.reporting.report.series import Series, stride_of, thin
 
 Json = dict[str, Any]
 COLOURS = tuple(f"@c{number}" for number in range(10))
@@ -77,43 +77,43 @@ class Section:
         return {chart.key: chart.shown for chart in self.charts}
 
 
-def present(*charts: Chart | None) -> list[Chart]:
-    """The charts that there are."""
+def drop_missing(*charts: Chart | None) -> list[Chart]:
+    """Drop charts that could not be drawn."""
     return [chart for chart in charts if chart is not None]
 
 
 def long_table(
     title: str, head: Sequence[str], rows: Sequence[Sequence[str]], noun: str, rest: str
 ) -> Table:
-    """A table of limited length; a note counts the ``noun`` left out and says ``rest``."""
+    """Make a table of limited length; a note counts the ``noun`` left out and says ``rest``."""
     shown = rows[:_MOST_ROWS]
-    note = left_out(rows, shown, noun, rest)
-    return Table(title=title, head=head, rows=shown, note=note, folded=folds(rows))
+    note = note_left_out(rows, shown, noun, rest)
+    return Table(title=title, head=head, rows=shown, note=note, folded=is_long(rows))
 
 
-def left_out(all_of: Sequence[Any], shown: Sequence[Any], noun: str, rest: str) -> str:
-    """``3 devices more in the table.``, or nothing where all of them are shown."""
+def note_left_out(all_of: Sequence[Any], shown: Sequence[Any], noun: str, rest: str) -> str:
+    """Say ``3 devices more in the table.``, or nothing where all of them are shown."""
     left = len(all_of) - len(shown)
-    return f"{counted(left, noun)} {rest}." if left else ""
+    return f"{format_count(left, noun)} {rest}." if left else ""
 
 
-def folds(rows: Sequence[Sequence[str]]) -> bool:
-    """Whether a table is so long that it is shown folded."""
+def is_long(rows: Sequence[Sequence[str]]) -> bool:
+    """Return whether a table is so long that it is shown folded."""
     return len(rows) > _FOLDED_ROWS
 
 
-def plain(name: str) -> str:
+def escape_name(name: str) -> str:
     """Escape text from outside, as plotly.js interprets tags."""
     return escape(name, quote=False)
 
 
 def label(name: str) -> str:
-    """A name shortened for an axis, see `short`."""
-    return plain(short(name))
+    """Shorten a name for an axis, see `shorten`."""
+    return escape_name(shorten(name))
 
 
-def short(name: str) -> str:
-    """A name shortened for a legend; its end is kept, which says most."""
+def shorten(name: str) -> str:
+    """Shorten a name for a legend; its end is kept, which says most."""
     return name if len(name) <= _NAME else f"…{name[1 - _NAME :]}"
 
 
@@ -126,13 +126,13 @@ def line(
     dash: str = "solid",
     width: float = 2.0,
 ) -> Json:
-    """A curve; single points are marked where there are few."""
+    """Draw a curve; single points are marked where there are few."""
     return {
         "type": "scatter",
         "mode": "lines+markers" if len(x) <= 30 else "lines",
-        "name": plain(name),
+        "name": escape_name(name),
         "x": list(x),
-        "y": [rounded(value) for value in y],
+        "y": [round_digits(value) for value in y],
         "line": {"color": colour, "dash": dash, "width": width},
         "marker": {"color": colour, "size": 5},
         "hovertemplate": "%{y:.4~g}",
@@ -143,8 +143,8 @@ def line(
 def curve(
     name: str, rounds: Sequence[int], series: Series, colour: str, dash: str = "solid"
 ) -> Json:
-    """A series over rounds; those without a number have no point."""
-    x, y = thinned(rounds, series.padded(len(rounds)))
+    """Draw a series over rounds; those without a number have no point."""
+    x, y = thin(rounds, series.pad(len(rounds)))
     if series.known and stride_of(len(rounds)) == 1:
         x = [place for place, value in zip(x, y, strict=True) if value is not None]
         y = [value for value in y if value is not None]
@@ -154,27 +154,27 @@ def curve(
 def columns(
     name: str, x: Sequence[float], y: Sequence[float | None], colour: str, hover: str = "%{y}"
 ) -> Json:
-    """Upright bars; see :func:`stacked`."""
+    """Draw upright bars; see :func:`stack`."""
     return {
         "type": "bar",
-        "name": plain(name),
+        "name": escape_name(name),
         "x": list(x),
-        "y": [rounded(value) for value in y],
+        "y": [round_digits(value) for value in y],
         "marker": {"color": colour},
         "hovertemplate": hover,
     }
 
 
 def band(name: str, x: Sequence[float], low: Sequence[Any], high: Sequence[Any]) -> list[Json]:
-    """The range between two curves."""
+    """Draw the range between two curves."""
     common = {"type": "scatter", "mode": "lines", "x": list(x), "line": {"width": 0}}
     lower = {"name": "", "showlegend": False, "hoverinfo": "skip"}
-    upper = {"name": plain(name), "hovertemplate": "up to %{y:.4~g}"}
+    upper = {"name": escape_name(name), "hovertemplate": "up to %{y:.4~g}"}
     return [
-        {**common, "y": [rounded(value) for value in low], **lower},
+        {**common, "y": [round_digits(value) for value in low], **lower},
         {
             **common,
-            "y": [rounded(value) for value in high],
+            "y": [round_digits(value) for value in high],
             "fill": "tonexty",
             "fillcolor": "@band",
             **upper,
@@ -189,26 +189,26 @@ def bars(
     colour: str = FIRST,
     **more: Any,
 ) -> Json:
-    """Horizontal bars, the first on top; ``labels`` may come from outside."""
+    """Draw horizontal bars, the first on top; ``labels`` may come from outside."""
     return {
         "type": "bar",
         "orientation": "h",
-        "name": plain(name),
-        "y": [plain(label) for label in labels],
-        "x": [rounded(value) for value in values],
+        "name": escape_name(name),
+        "y": [escape_name(label) for label in labels],
+        "x": [round_digits(value) for value in values],
         "marker": {"color": colour},
         **more,
     }
 
 
 def marks(name: str, labels: Sequence[str], values: Sequence[float | None], **more: Any) -> Json:
-    """A short upright line in each row of horizontal bars, such as what was planned."""
+    """Draw an upright line in each row of horizontal bars, such as what was planned."""
     return {
         "type": "scatter",
         "mode": "markers",
-        "name": plain(name),
-        "y": [plain(label) for label in labels],
-        "x": [rounded(value) for value in values],
+        "name": escape_name(name),
+        "y": [escape_name(label) for label in labels],
+        "x": [round_digits(value) for value in values],
         "marker": {
             "symbol": "line-ns-open",
             "size": 13,
@@ -219,8 +219,8 @@ def marks(name: str, labels: Sequence[str], values: Sequence[float | None], **mo
     }
 
 
-def by_round(traces: Sequence[Json], *, log: bool = False, zero: bool = False) -> Json:
-    """A figure over rounds."""
+def plot_by_round(traces: Sequence[Json], *, log: bool = False, zero: bool = False) -> Json:
+    """Make a figure over rounds."""
     axis: Json = {"type": "log"} if log else {}
     if zero:
         axis["rangemode"] = "tozero"
@@ -229,15 +229,15 @@ def by_round(traces: Sequence[Json], *, log: bool = False, zero: bool = False) -
     return {"data": list(traces), "layout": {**layout, "hovermode": "x unified"}}
 
 
-def stacked(traces: Sequence[Json]) -> Json:
-    """A figure of :func:`columns` over rounds, on top of one another."""
-    figure = by_round(traces, zero=True)
+def stack(traces: Sequence[Json]) -> Json:
+    """Make a figure of :func:`columns` over rounds, on top of one another."""
+    figure = plot_by_round(traces, zero=True)
     figure["layout"] |= {"barmode": "stack", "bargap": 0.15}
     return figure
 
 
 def round_axis(rounds: Sequence[int]) -> Json:
-    """An axis whose ticks are whole rounds."""
+    """Make an axis whose ticks are whole rounds."""
     axis: Json = {"title": {"text": "round"}, "tickformat": "d"}
     if rounds and rounds[-1] - rounds[0] <= 10:
         axis["dtick"] = 1
@@ -245,12 +245,12 @@ def round_axis(rounds: Sequence[int]) -> Json:
 
 
 def row_names(names: Sequence[str], named: Callable[[str], str] = label) -> Json:
-    """An axis of rows with whole :func:`plain` names as keys and short ones as labels."""
+    """Make an axis of rows: whole names of :func:`escape_name` as keys, short ones as labels."""
     texts = [named(unescape(name)) for name in names]
     return {"type": "category", "tickvals": list(names), "ticktext": texts}
 
 
-def by_row(
+def plot_by_row(
     traces: Sequence[Json],
     unit: str,
     *,
@@ -258,7 +258,7 @@ def by_row(
     named: Callable[[str], str] = label,
     **layout: Any,
 ) -> Json:
-    """A figure of horizontal bars, as high as so many ``bars`` need (0: one in each row).
+    """Make a figure of horizontal bars with room for ``bars`` of them (0: one in each row).
 
     ``named`` makes the texts of its rows, see `row_names`.
     """
@@ -274,52 +274,52 @@ def by_row(
     }
 
 
-def per_run(
+def plot_per_run(
     key: str, title: str, name: str, values: Mapping[str, float | None], unit: str
 ) -> Chart:
-    """A chart with one horizontal bar for each of several runs; None: "not measured" instead."""
+    """Make a chart with a horizontal bar per run; None is labelled "not measured"."""
     texts = ["" if value is not None else NOT_MEASURED for value in values.values()]
     heights = [value or 0.0 for value in values.values()]
     beside: Json = {"text": texts, "textposition": "outside", "cliponaxis": False}
     traces = [bars(name, list(values), heights, **beside)]
-    return Chart(key=key, title=title, figure=by_row(traces, unit, showlegend=False))
+    return Chart(key=key, title=title, figure=plot_by_row(traces, unit, showlegend=False))
 
 
-def not_measured(runs: Sequence[Named], traces: Sequence[Json]) -> str:
-    """``Not measured: A, B.``: the runs without a curve; nothing where each has one."""
+def note_not_measured(runs: Sequence[Named], traces: Sequence[Json]) -> str:
+    """Say ``Not measured: A, B.`` of the runs without a curve; nothing where each has one."""
     there = {trace["name"] for trace in traces}
-    left = [run.name for run in runs if plain(run.name) not in there]
+    left = [run.name for run in runs if escape_name(run.name) not in there]
     return f"{NOT_MEASURED.capitalize()}: {', '.join(left)}." if left else ""
 
 
 def colour_of(place: int) -> str:
-    """The colour of the curve or bars at this place."""
+    """Return the colour of the curve or bars at this place."""
     return COLOURS[place % len(COLOURS)]
 
 
-def limited(figure: Json) -> Json:
-    """A figure of horizontal bars in percent with a line at 100."""
+def draw_limit(figure: Json) -> Json:
+    """Add a line at 100 to a figure of horizontal bars in percent."""
     line = {"color": MUTED, "dash": "dash", "width": 2}
     ends = {"type": "line", "x0": 100, "x1": 100, "y0": 0, "y1": 1, "yref": "paper"}
     layout = {**figure["layout"], "shapes": [{**ends, "line": line}]}
     return {**figure, "layout": layout}
 
 
-def rounded(value: float | None) -> float | None:
+def round_digits(value: float | None) -> float | None:
     """Round to five digits: more than a screen shows, in fewer bytes."""
     return float(f"{value:.5g}") if value is not None and isfinite(value) else None
 
 
-def number(value: float | None, digits: int = 4) -> str:
-    """A number as text, "-" where there is none."""
+def format_number(value: float | None, digits: int = 4) -> str:
+    """Format a number, "-" where there is none."""
     if value is None or not isfinite(value):
         return "-"
     text = f"{value:.{digits}g}"
     return f"{value:,.0f}" if "e" in text and 1 <= abs(value) < 1e9 else text
 
 
-def size(count: float | None) -> str:
-    """Bytes in the unit that fits."""
+def format_size(count: float | None) -> str:
+    """Format bytes in the unit that fits."""
     if count is None:
         return "-"
     for unit in ("B", "kB", "MB", "GB"):
@@ -329,8 +329,8 @@ def size(count: float | None) -> str:
     return f"{count:.3g} TB"
 
 
-def seconds(value: float | None) -> str:
-    """A duration in the unit that fits."""
+def format_seconds(value: float | None) -> str:
+    """Format a duration in the unit that fits."""
     if value is None:
         return "-"
     if value < 1:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from math import isnan
 
 from collapipe_flwr.reporting.events import KEPT_FROM
-from collapipe_flwr.reporting.output import counted
+from collapipe_flwr.reporting.output import format_count
 from collapipe_flwr.reporting.report import charts
 from collapipe_flwr.reporting.report.charts import Chart, Section
 from collapipe_flwr.reporting.report.run_data import RunData
-from collapipe_flwr.reporting.report.series import thinned
+from collapipe_flwr.reporting.report.series import thin
 
 _QUEUES = 5  # devices whose queue has a curve of its own
 
@@ -38,8 +38,8 @@ class Spent:
         return self.share is not None and self.share > 1
 
 
-def spent(run: RunData) -> list[Spent]:
-    """All devices, the largest share of a budget first."""
+def list_spent(run: RunData) -> list[Spent]:
+    """List all devices, the largest share of a budget first."""
     rounds = max(len(run.rounds), 1)
     found = [
         Spent(
@@ -57,15 +57,15 @@ def spent(run: RunData) -> list[Spent]:
 
 
 def energy(run: RunData) -> Section:
-    """Budgets, queues and a table."""
-    devices = spent(run)
+    """Show budgets, queues and a table."""
+    devices = list_spent(run)
     if not devices:
         return Section(key="energy", title="Energy", empty="No energy was recorded.")
     head = ["device", "J per round", "predicted", "budget", "share", "queue [J]", "source"]
     rows = [_row(each) for each in devices]
     table = charts.long_table("Devices", head, rows, "device", "more in events.jsonl")
-    found = charts.present(_budgets(devices), _queues(run))
-    text = _text(devices, early=run.paid_back)
+    found = charts.drop_missing(_budgets(devices), _queues(run))
+    text = _text(devices, early=run.is_early)
     return Section(key="energy", title="Energy", text=text, charts=found, tables=[table])
 
 
@@ -79,7 +79,7 @@ def _text(devices: Sequence[Spent], *, early: bool) -> str:
         kept += f" so far: budgets hold from {KEPT_FROM} rounds on, the scheduler pays back"
     metered = sum(each.metered for each in devices)
     source = f"A sensor metered {metered} of {len(devices)}; the rest is modelled from times."
-    return f"{counted(len(budgeted), 'device')} with a budget: {kept}. {source}"
+    return f"{format_count(len(budgeted), 'device')} with a budget: {kept}. {source}"
 
 
 def _budgets(devices: Sequence[Spent]) -> Chart:
@@ -88,7 +88,7 @@ def _budgets(devices: Sequence[Spent]) -> Chart:
     unit = "% of the budget" if budgeted else "J per round"
 
     def text(each: Spent) -> str:
-        mean, budget = charts.number(each.mean_j), charts.number(each.budget_j)
+        mean, budget = charts.format_number(each.mean_j), charts.format_number(each.budget_j)
         of = f" of {budget} J, {100 * each.share:.0f} %" if each.share is not None else " J"
         return f"{mean}{of}"
 
@@ -107,33 +107,33 @@ def _budgets(devices: Sequence[Spent]) -> Chart:
         )
         if (kept := [each for each in shown if each.over is over])
     ]
-    figure = charts.by_row(traces, unit)
-    order = [charts.plain(each.name) for each in shown]
+    figure = charts.plot_by_row(traces, unit)
+    order = [charts.escape_name(each.name) for each in shown]
     figure["layout"]["yaxis"] |= {"categoryorder": "array", "categoryarray": order}
     return Chart(
         key="energy",
         title="Mean energy of a round",
-        note=charts.left_out(budgeted or devices, shown, "device", "that used less are not shown"),
-        figure=charts.limited(figure) if budgeted else figure,
+        note=charts.note_left_out(
+            budgeted or devices, shown, "device", "that used less are not shown"
+        ),
+        figure=charts.draw_limit(figure) if budgeted else figure,
     )
 
 
 def _queues(run: RunData) -> Chart | None:
     count = len(run.rounds)
-    queues = {
-        run.role(n): d.queue_j.padded(count) for n, d in run.devices.items() if d.queue_j.known
-    }
+    queues = {run.role(n): d.queue_j.pad(count) for n, d in run.devices.items() if d.queue_j.known}
     if not queues:
         return None
     columns = zip(*queues.values(), strict=True)
     longest = [max((v for v in column if not isnan(v)), default=float("nan")) for column in columns]
     traces = [
-        charts.line("longest of all", *thinned(run.rounds, longest, of=max), charts.MUTED, width=4)
+        charts.line("longest of all", *thin(run.rounds, longest, of=max), charts.MUTED, width=4)
     ]
     peaks = sorted(queues, key=lambda n: -max(v for v in queues[n] if not isnan(v)))[:_QUEUES]
     traces += [
         charts.line(
-            charts.short(name), *thinned(run.rounds, queues[name], of=max), colour, width=1.5
+            charts.shorten(name), *thin(run.rounds, queues[name], of=max), colour, width=1.5
         )
         for name, colour in zip(peaks, charts.COLOURS, strict=False)
         if any(v > 0 for v in queues[name])
@@ -143,25 +143,25 @@ def _queues(run: RunData) -> Chart | None:
         title="Energy queues in joules",
         note="What a device spent beyond its budgets so far, below 0 where it has saved. While "
         "queues stay bounded, budgets are kept in the long run.",
-        figure=charts.by_round(traces, zero=True),
+        figure=charts.plot_by_round(traces, zero=True),
     )
 
 
 def _row(each: Spent) -> list[str]:
     return [
         each.name,
-        charts.number(each.mean_j),
-        charts.number(each.predicted_j),
-        charts.number(each.budget_j) if each.budget_j else "none",
+        charts.format_number(each.mean_j),
+        charts.format_number(each.predicted_j),
+        charts.format_number(each.budget_j) if each.budget_j else "none",
         f"{100 * each.share:.0f} %{' ▲' if each.over else ''}" if each.share is not None else "-",
-        charts.number(None if each.queue_j is None else each.queue_j + 0.0, 3),
+        charts.format_number(None if each.queue_j is None else each.queue_j + 0.0, 3),
         "metered" if each.metered else "modelled",
     ]
 
 
-def compared_energy(runs: Sequence[RunData]) -> Section:
-    """Joules of all devices together in a round, run by run."""
-    found = {run.name: spent(run) for run in runs}
+def compare_energy(runs: Sequence[RunData]) -> Section:
+    """Show the joules of all devices together in a round, run by run."""
+    found = {run.name: list_spent(run) for run in runs}
     totals = {
         name: sum(each.mean_j for each in devices) if devices else None
         for name, devices in found.items()
@@ -172,7 +172,9 @@ def compared_energy(runs: Sequence[RunData]) -> Section:
         name: max((100 * each.share for each in devices if each.share is not None), default=None)
         for name, devices in found.items()
     }
-    total = charts.per_run("energy", "Mean energy of a round, all devices", "energy", totals, "J")
-    share = charts.per_run("worst", "Worst device, in % of its budget", "worst", worst, "%")
-    limit = replace(share, figure=charts.limited(share.figure or {}))
+    total = charts.plot_per_run(
+        "energy", "Mean energy of a round, all devices", "energy", totals, "J"
+    )
+    share = charts.plot_per_run("worst", "Worst device, in % of its budget", "worst", worst, "%")
+    limit = replace(share, figure=charts.draw_limit(share.figure or {}))
     return Section(key="energy", title="Energy", charts=[total, limit])

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from itertools import accumulate, cycle
 from math import isnan
 
-from collapipe_flwr.reporting.output import counted
+from collapipe_flwr.reporting.output import format_count
 from collapipe_flwr.reporting.report import charts
 from collapipe_flwr.reporting.report.charts import Chart, Json, Section
 from collapipe_flwr.reporting.report.run_data import RunData
-from collapipe_flwr.reporting.report.series import Series, stride_of, thinned
+from collapipe_flwr.reporting.report.series import Series, stride_of, thin
 
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _SINGLE = 8  # clusters that have a curve of their own each; more of them are a band
 
 
 def learning(run: RunData) -> Section:
-    """Losses first, then every metric."""
+    """Show losses first, then every metric."""
     names = [name for name in run.metrics | run.clusters_metrics if name != "loss"]
     names.sort(key=lambda name: name != run.metric)
     stride = stride_of(len(run.rounds))
@@ -25,12 +25,14 @@ def learning(run: RunData) -> Section:
         key="learning",
         title="Learning",
         text=f"Every point is the mean of {stride} rounds." if stride > 1 else "",
-        charts=charts.present(_loss(run), *(_metric(run, name) for name in names), _stream(run)),
+        charts=charts.drop_missing(
+            _loss(run), *(_metric(run, name) for name in names), _stream(run)
+        ),
     )
 
 
 def _loss(run: RunData) -> Chart | None:
-    traces = _each_cluster(run)
+    traces = _draw_clusters(run)
     training, on_shares = run.numbers["loss"], run.numbers["clusters_loss"]
     if training.known:
         traces.append(charts.curve("training, all clusters", run.rounds, training, charts.FIRST))
@@ -38,19 +40,19 @@ def _loss(run: RunData) -> Chart | None:
         traces.append(_by_server(run, "loss"))
     if on_shares.known:
         traces.append(_by_clusters(run, on_shares))
-    return Chart(key="loss", title="Loss", figure=charts.by_round(traces)) if traces else None
+    return Chart(key="loss", title="Loss", figure=charts.plot_by_round(traces)) if traces else None
 
 
 def _metric(run: RunData, name: str) -> Chart:
     traces = [_by_server(run, name)] if name in run.metrics else []
     if name in run.clusters_metrics:
         traces.append(_by_clusters(run, run.clusters_metrics[name]))
-    figure = charts.by_round(traces, log=name == "perplexity")
+    figure = charts.plot_by_round(traces, log=name == "perplexity")
     return Chart(key=f"metric-{name}", title=f"{name} on unseen examples", figure=figure)
 
 
 def _by_server(run: RunData, name: str) -> Json:
-    """The server's curve of a metric; at round 0, the score of the untrained model."""
+    """Draw the server's curve of a metric; at round 0, the score of the untrained model."""
     curve = charts.curve("test, by the server", run.rounds, run.metrics[name], charts.SECOND)
     untrained = run.untrained.get(name)
     if untrained is not None:
@@ -69,19 +71,21 @@ def _stream(run: RunData) -> Chart | None:
     return Chart(
         key="stream",
         title="Loss on new examples of the stream, before training on them",
-        figure=charts.by_round([charts.curve("new examples", run.rounds, series, charts.FIRST)]),
+        figure=charts.plot_by_round(
+            [charts.curve("new examples", run.rounds, series, charts.FIRST)]
+        ),
     )
 
 
-def _each_cluster(run: RunData) -> list[Json]:
-    """Training losses of the clusters, one by one, or their range where they are many."""
+def _draw_clusters(run: RunData) -> list[Json]:
+    """Draw the training loss of each cluster, or the range of all where they are many."""
     count = len(run.rounds)
-    series = {name: c.loss.padded(count) for name, c in run.clusters.items() if c.loss.known}
+    series = {name: c.loss.pad(count) for name, c in run.clusters.items() if c.loss.known}
     if len(series) <= _SINGLE:
         return [
             charts.line(
-                f"training, {charts.short(name)}",
-                *thinned(run.rounds, y),
+                f"training, {charts.shorten(name)}",
+                *thin(run.rounds, y),
                 charts.MUTED,
                 dash=dash,
                 width=1.2,
@@ -91,24 +95,24 @@ def _each_cluster(run: RunData) -> list[Json]:
     rows = [[v for v in column if not isnan(v)] for column in zip(*series.values(), strict=True)]
     low = [min(row) if row else float("nan") for row in rows]
     high = [max(row) if row else float("nan") for row in rows]
-    x, lows = thinned(run.rounds, low, of=min)
-    _, highs = thinned(run.rounds, high, of=max)
-    return charts.band(f"training, range of {counted(len(series), 'cluster')}", x, lows, highs)
+    x, lows = thin(run.rounds, low, of=min)
+    _, highs = thin(run.rounds, high, of=max)
+    return charts.band(f"training, range of {format_count(len(series), 'cluster')}", x, lows, highs)
 
 
-def compared_learning(runs: Sequence[RunData]) -> Section:
-    """A chart for each number, a curve for each run; the main metric also over time."""
+def compare_learning(runs: Sequence[RunData]) -> Section:
+    """Show a chart per number with a curve per run; the main metric also over time."""
     names = list(dict.fromkeys(name for run in runs for name in run.metrics))
     names.sort(key=lambda name: name != runs[0].metric)
-    found = [_compared(runs, f"test {name}", [r.metrics.get(name) for r in runs]) for name in names]
-    found.append(_compared(runs, "training loss", [run.numbers["loss"] for run in runs]))
+    found = [_compare(runs, f"test {name}", [r.metrics.get(name) for r in runs]) for name in names]
+    found.append(_compare(runs, "training loss", [run.numbers["loss"] for run in runs]))
     found.insert(1, _over_time(runs))
     text = identical_text(runs, names)
-    return Section(key="learning", title="Learning", text=text, charts=charts.present(*found))
+    return Section(key="learning", title="Learning", text=text, charts=charts.drop_missing(*found))
 
 
 def identical_text(runs: Sequence[RunData], names: Sequence[str]) -> str:
-    """A sentence on the runs that do not differ from the first in any of these metrics, or none."""
+    """Name the runs whose metrics all equal those of the first; empty if there are none."""
     curves = [[points_of(run, name) for name in names] for run in runs]
     pairs = zip(runs[1:], curves[1:], strict=True)
     same = [run.name for run, curve in pairs if curve == curves[0] and any(map(any, curve))]
@@ -117,13 +121,13 @@ def identical_text(runs: Sequence[RunData], names: Sequence[str]) -> str:
 
 
 def points_of(run: RunData, name: str) -> list[float | None]:
-    """One metric by round; None where a round was not evaluated."""
+    """Return one metric by round; None where a round was not evaluated."""
     series = run.metrics.get(name)
-    values = [] if series is None else series.padded(len(run.rounds))
+    values = [] if series is None else series.pad(len(run.rounds))
     return [None if isnan(value) else value for value in values]
 
 
-def _compared(runs: Sequence[RunData], name: str, series: Sequence[Series | None]) -> Chart | None:
+def _compare(runs: Sequence[RunData], name: str, series: Sequence[Series | None]) -> Chart | None:
     traces = [
         charts.curve(run.name, run.rounds, values, "") | run_style(place, len(runs))
         for place, (run, values) in enumerate(zip(runs, series, strict=True))
@@ -131,33 +135,36 @@ def _compared(runs: Sequence[RunData], name: str, series: Sequence[Series | None
     ]
     if not traces:
         return None
-    figure = charts.by_round(traces, log="perplexity" in name)
-    key, missing = f"compared-{name.replace(' ', '-')}", charts.not_measured(runs, traces)
+    figure = charts.plot_by_round(traces, log="perplexity" in name)
+    key, missing = f"compared-{name.replace(' ', '-')}", charts.note_not_measured(runs, traces)
     return Chart(key=key, title=name, note=missing, figure=figure)
 
 
 def _over_time(runs: Sequence[RunData]) -> Chart | None:
-    """The main metric of the first run, over minutes by the clock."""
+    """Draw the main metric of the first run over minutes by the clock."""
     name, traces = runs[0].metric, []
     for place, run in enumerate(runs):
         if name in run.metrics:
             minutes = [total / 60 for total in accumulate(run.numbers["wall_s"].known)]
-            pairs = zip(minutes, run.metrics[name].padded(len(run.rounds)), strict=False)
+            pairs = zip(minutes, run.metrics[name].pad(len(run.rounds)), strict=False)
             known = [(minute, value) for minute, value in pairs if not isnan(value)]
             known = known[:: stride_of(len(known))]
             x, y = [minute for minute, _ in known], [value for _, value in known]
             traces.append(charts.line(run.name, x, y, "") | run_style(place, len(runs)))
     if not traces:
         return None
-    figure = charts.by_round(traces, log=name == "perplexity")
+    figure = charts.plot_by_round(traces, log=name == "perplexity")
     axis = {"title": {"text": "minutes by the clock"}}
     figure["layout"] |= {"xaxis": axis, "hovermode": "closest"}
-    missing = charts.not_measured(runs, traces)
+    missing = charts.note_not_measured(runs, traces)
     return Chart(key="over-time", title=f"test {name} over time", note=missing, figure=figure)
 
 
 def run_style(place: int, count: int) -> Json:
-    """Wider curves behind narrower ones, so that those which coincide are all seen."""
+    """Return the style of a run's curve.
+
+    Earlier curves are wider, so that all of those that coincide are seen.
+    """
     colour = charts.colour_of(place)
     dash = ("solid", "dash", "dot")[place // len(charts.COLOURS) % 3]
     width = min(2.0 + 1.3 * (count - 1 - place), 9.0)

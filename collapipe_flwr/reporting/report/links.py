@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from collapipe_flwr.reporting.report import charts
 from collapipe_flwr.reporting.report.charts import Chart, Json, Section
 from collapipe_flwr.reporting.report.run_data import KINDS, RunData
-from collapipe_flwr.reporting.report.series import MOST_COLUMNS, stride_of, thinned
+from collapipe_flwr.reporting.report.series import MOST_COLUMNS, stride_of, thin
 
 _NAMES = {
     "d2d": "between devices",
@@ -19,7 +19,7 @@ _NAMES = {
 
 
 def links(run: RunData) -> Section:
-    """Bytes by kind and round, rates by hop over the run."""
+    """Show bytes by kind and round, and rates by hop over the run."""
     hops = sorted(
         run.summary.get("links", ()),
         key=lambda hop: -(hop["forward"]["bytes"] + hop["backward"]["bytes"]),
@@ -30,7 +30,7 @@ def links(run: RunData) -> Section:
     return Section(
         key="links",
         title="Links",
-        charts=charts.present(_bytes(run), _rates(hops)),
+        charts=charts.drop_missing(_bytes(run), _rates(hops)),
         tables=[table] if hops else [],
     )
 
@@ -40,8 +40,8 @@ def _bytes(run: RunData) -> Chart | None:
     for kind, colour in zip(KINDS, charts.COLOURS, strict=False):
         series = run.bytes[kind]
         if any(series.values):
-            x, y = thinned(run.rounds, series.padded(count), MOST_COLUMNS)
-            name = f"{_NAMES[kind]}: {charts.size(sum(series.known))}"
+            x, y = thin(run.rounds, series.pad(count), MOST_COLUMNS)
+            name = f"{_NAMES[kind]}: {charts.format_size(sum(series.known))}"
             megabytes = [(value or 0) / 1e6 for value in y]
             traces.append(charts.columns(name, x, megabytes, colour, "%{y:.4~g} MB"))
     if not traces:
@@ -51,7 +51,7 @@ def _bytes(run: RunData) -> Chart | None:
         title="MB of a round by kind of link",
         note="Legend: totals of the run."
         + (" Each bar is a mean of several rounds." if stride_of(count, MOST_COLUMNS) > 1 else ""),
-        figure=charts.stacked(traces),
+        figure=charts.stack(traces),
     )
 
 
@@ -70,12 +70,12 @@ def _rates(hops: Sequence[Json]) -> Chart | None:
     planned = [_mega(way["planned_bit_per_s"]) for _, way in ways]
     if any(planned):
         traces.append(charts.marks("planned", labels, planned, **hover))
-    more = charts.left_out(rated, shown, "hop", "more in the table")
+    more = charts.note_left_out(rated, shown, "hop", "more in the table")
     return Chart(
         key="rates",
         title="What links carried while they sent",
         note=f"The hops with most bytes; {more}" if more else "",
-        figure=charts.by_row(
+        figure=charts.plot_by_row(
             traces,
             "Mbit/s",
             bars=3 * len(shown),
@@ -90,7 +90,7 @@ def _mega(rate: float | None) -> float | None:
 
 
 def _ends(hop: Json) -> tuple[str, str, str]:
-    """The hop's cluster and ends."""
+    """Return the hop's cluster and ends."""
     sender, receiver = (hop[end].rpartition("/")[2] for end in ("sender", "receiver"))
     return hop["cluster"], sender, receiver
 
@@ -100,7 +100,7 @@ def _row(hop: Json) -> list[str]:
     return [
         f"{cluster}: {sender} > {receiver}",
         hop["codec"],
-        *(charts.size(hop[way]["bytes"]) for way in ("forward", "backward")),
+        *(charts.format_size(hop[way]["bytes"]) for way in ("forward", "backward")),
         *(_rate_text(hop[way]) for way in ("forward", "backward")),
     ]
 
@@ -112,8 +112,8 @@ def _rate_text(way: Json) -> str:
     return text if planned is None else f"{text} of {planned / 1e6:.4g}"
 
 
-def compared_links(runs: Sequence[RunData]) -> Section:
-    """Bytes of all rounds by kind, run by run."""
+def compare_links(runs: Sequence[RunData]) -> Section:
+    """Show the bytes of all rounds by kind, run by run."""
     labels = [run.name for run in runs]
     traces: list[Json] = []
     for kind, colour in zip(KINDS, charts.COLOURS, strict=False):
@@ -123,6 +123,6 @@ def compared_links(runs: Sequence[RunData]) -> Section:
             traces.append(charts.bars(_NAMES[kind], labels, totals, colour, **hover))
     if not traces:
         return Section(key="links", title="Links", empty="No run recorded bytes.")
-    figure = charts.by_row(traces, "MB", bars=2 * len(runs), barmode="stack")
+    figure = charts.plot_by_row(traces, "MB", bars=2 * len(runs), barmode="stack")
     chart = Chart(key="bytes", title="MB of all rounds by kind of link", figure=figure)
     return Section(key="links", title="Links", charts=[chart])

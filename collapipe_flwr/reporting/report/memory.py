@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from collapipe_flwr.reporting.events import allowed_share
+from collapipe_flwr.reporting.events import describe_share_cap
 from collapipe_flwr.reporting.report import charts
 from collapipe_flwr.reporting.report.charts import Chart, Section
 from collapipe_flwr.reporting.report.run_data import RunData
@@ -32,12 +32,12 @@ class Peak:
         return self.share_of(self.known)
 
     def share_of(self, peak: int) -> float | None:
-        """None where nothing is known."""
+        """Return the share of what is allowed that ``peak`` is; None where one is unknown."""
         return peak / self.allowed if self.allowed and peak else None
 
 
 def peaks(run: RunData) -> list[Peak]:
-    """All members, the fullest first."""
+    """List all members, the fullest first."""
     planned = {run.role(name): d.planned_bytes for name, d in run.devices.items()}
     allowed = {run.role(name): limit for name, limit in run.memory_limit_bytes.items()}
     measured = run.summary.get("peak_memory_bytes", {})
@@ -55,7 +55,7 @@ def peaks(run: RunData) -> list[Peak]:
 
 
 def memory(run: RunData) -> Section:
-    """The fullest members, and a table of all."""
+    """Show the fullest members, and a table of all."""
     found = peaks(run)
     if not found:
         return Section(key="memory", title="Memory", empty="No peak of memory was recorded.")
@@ -66,15 +66,16 @@ def memory(run: RunData) -> Section:
     if share := run.summary.get("model_share"):
         text += (
             f" The planned peak of every device stays below {100 * share['most']:.3g} % of what "
-            f"training the whole model takes with the same micro-batches{allowed_share(share)}."
+            "training the whole model takes with the same micro-batches"
+            f"{describe_share_cap(share)}."
         )
     head = ["member", "measured peak", "planned peak", "allowed", "measured", "planned"]
     rows = [
         [
             peak.name,
-            charts.size(peak.measured or None),
-            charts.size(peak.planned or None),
-            charts.size(peak.allowed),
+            charts.format_size(peak.measured or None),
+            charts.format_size(peak.planned or None),
+            charts.format_size(peak.allowed),
             *(
                 "-" if share is None else f"{100 * share:.0f} %"
                 for share in map(peak.share_of, (peak.measured, peak.planned))
@@ -104,7 +105,9 @@ def _chart(found: Sequence[Peak]) -> Chart:
 
     def text(peak: Peak) -> str:
         known = {"measured": peak.measured, "planned": peak.planned, "allowed": peak.allowed}
-        return ", ".join(f"{name} {charts.size(count)}" for name, count in known.items() if count)
+        return ", ".join(
+            f"{name} {charts.format_size(count)}" for name, count in known.items() if count
+        )
 
     hover: dict[str, Any] = {
         "customdata": [text(peak) for peak in shown],
@@ -115,12 +118,12 @@ def _chart(found: Sequence[Peak]) -> Chart:
         charts.marks("planned peak", labels, [scaled(p.planned, p) for p in shown], **hover),
     ]
     unit = "% of allowed" if bounded else "MB"
-    figure = charts.by_row(traces, unit)
-    rest = charts.left_out(found, shown, "member", "more in the table")
+    figure = charts.plot_by_row(traces, unit)
+    rest = charts.note_left_out(found, shown, "member", "more in the table")
     limit = "The dashed line is what is allowed." if bounded else ""
     return Chart(
         key="memory",
         title="Peak memory by member",
         note=f"{limit} {rest}".strip(),
-        figure=charts.limited(figure) if bounded else figure,
+        figure=charts.draw_limit(figure) if bounded else figure,
     )

@@ -9,12 +9,19 @@ from statistics import fmean
 
 from collapipe_flwr.reporting.events import KEPT_FROM
 from collapipe_flwr.reporting.report import charts
-from collapipe_flwr.reporting.report.charts import Chart, Section, Table, number, seconds, size
-from collapipe_flwr.reporting.report.energy import spent
+from collapipe_flwr.reporting.report.charts import (
+    Chart,
+    Section,
+    Table,
+    format_number,
+    format_seconds,
+    format_size,
+)
+from collapipe_flwr.reporting.report.energy import list_spent
 from collapipe_flwr.reporting.report.memory import peaks
 from collapipe_flwr.reporting.report.run_data import KINDS, RunData
-from collapipe_flwr.reporting.report.series import MOST_COLUMNS, stride_of, thinned
-from collapipe_flwr.reporting.report.times import real
+from collapipe_flwr.reporting.report.series import MOST_COLUMNS, stride_of, thin
+from collapipe_flwr.reporting.report.times import name_kind
 
 _INCIDENTS = {  # by kind
     "lost": "cluster lost",
@@ -37,7 +44,7 @@ class Tile:
 
 
 def tiles(run: RunData) -> list[Tile]:
-    """The most important numbers of a run."""
+    """Return the most important numbers of a run."""
     return [*_outcome(run), *_machines(run)]
 
 
@@ -48,15 +55,17 @@ def _outcome(run: RunData) -> Iterator[Tile]:
     failed = status not in ("completed", "running")
     yield Tile(title="Run", value=status, note=note, warning=failed)
     if metric := summary.get("metric"):
-        note = f"untrained {number(metric.get('initial'), 3)}, on unseen examples"
-        yield Tile(title=str(metric["name"]), value=number(metric.get("final"), 3), note=note)
+        note = f"untrained {format_number(metric.get('initial'), 3)}, on unseen examples"
+        yield Tile(
+            title=str(metric["name"]), value=format_number(metric.get("final"), 3), note=note
+        )
     if (wall_s := summary.get("wall_s")) is not None:
-        kind, rounds = real(run), run.numbers["latency_s"].known
-        note = f"{kind}: {seconds(fmean(rounds))} a round" if rounds else ""
-        yield Tile(title="Wall-clock time", value=seconds(wall_s), note=note)
+        kind, rounds = name_kind(run), run.numbers["latency_s"].known
+        note = f"{kind}: {format_seconds(fmean(rounds))} a round" if rounds else ""
+        yield Tile(title="Wall-clock time", value=format_seconds(wall_s), note=note)
     if traffic := sum(sum(run.bytes[kind].known) for kind in KINDS if kind != "spared"):
-        note = f"{size(sum(run.bytes['flower'].known))} of it through Flower"
-        yield Tile(title="Traffic", value=size(traffic), note=note)
+        note = f"{format_size(sum(run.bytes['flower'].known))} of it through Flower"
+        yield Tile(title="Traffic", value=format_size(traffic), note=note)
 
 
 def _machines(run: RunData) -> Iterator[Tile]:
@@ -65,17 +74,17 @@ def _machines(run: RunData) -> Iterator[Tile]:
         devices = len([name for name in members if name not in run.control_units])
         note = f"{devices} devices, {len(run.control_units)} control units"
         yield Tile(title="Clusters", value=str(len(run.clusters)), note=note)
-    if shares := [each.share for each in spent(run) if each.share is not None]:
+    if shares := [each.share for each in list_spent(run) if each.share is not None]:
         over = sum(share > 1 for share in shares)
         value = f"{100 * shares[0]:.0f} % of budget"
-        note, early = f"{over} of {len(shares)} devices over budget", run.paid_back
+        note, early = f"{over} of {len(shares)} devices over budget", run.is_early
         if over and early:
             note = f"{over} of {len(shares)} devices above so far: {KEPT_FROM} rounds keep budgets"
         warning = over > 0 and not early
         yield Tile(title="Energy, worst device", value=value, note=note, warning=warning)
     for fullest in peaks(run)[:1]:
         title = f"Memory, {'measured' if fullest.measured else 'planned'} peak"
-        most, share = size(fullest.known), fullest.share
+        most, share = format_size(fullest.known), fullest.share
         if share is None:
             yield Tile(title=title, value=most, note=fullest.name)
         else:
@@ -89,8 +98,8 @@ def _machines(run: RunData) -> Iterator[Tile]:
     yield Tile(title="Incidents", value=str(len(run.incidents)), note=counts_text(run))
 
 
-def compared_overview(runs: Sequence[RunData]) -> Section:
-    """One column for each run."""
+def compare_overview(runs: Sequence[RunData]) -> Section:
+    """Show the tiles of all runs in a table with a column per run."""
     found = [
         {t.title: f"{t.value} ({t.note})" if t.note else t.value for t in tiles(run)}
         for run in runs
@@ -102,7 +111,7 @@ def compared_overview(runs: Sequence[RunData]) -> Section:
 
 
 def settings(run: RunData) -> Section:
-    """Two tables of keys and values."""
+    """Show versions and run-config as tables of keys and values."""
     versions = list((run.summary.get("versions") or {}).items())
     config = [[key, _text(value)] for key, value in run.config.items()]
     title = f"Run-config, {len(config)} keys"
@@ -120,11 +129,13 @@ def _text(value: object) -> str:
     return "(empty)" if value == "" else str(value)
 
 
-def compared_settings(runs: Sequence[RunData]) -> Section:
-    """What differs."""
+def compare_settings(runs: Sequence[RunData]) -> Section:
+    """Show the settings and versions in which runs differ."""
     tables = [
-        *_differing("Run-config", runs, [run.config for run in runs]),
-        *_differing("Versions", runs, [run.summary.get("versions") or {} for run in runs]),
+        *_tabulate_differences("Run-config", runs, [run.config for run in runs]),
+        *_tabulate_differences(
+            "Versions", runs, [run.summary.get("versions") or {} for run in runs]
+        ),
     ]
     empty = "Nothing: all runs have the same settings and versions."
     if not any(run.config for run in runs):
@@ -132,7 +143,7 @@ def compared_settings(runs: Sequence[RunData]) -> Section:
     return Section(key="settings", title="What differs", tables=tables, empty=empty)
 
 
-def _differing(
+def _tabulate_differences(
     title: str, runs: Sequence[RunData], values: Sequence[Mapping[str, object]]
 ) -> list[Table]:
     own = ("run-name", "output-dir", "resume", "train.state-dir")
@@ -144,7 +155,7 @@ def _differing(
 
 
 def incidents(run: RunData) -> Section:
-    """Counts by round and kind, and the newest sentences."""
+    """Show counts by round and kind, and the newest sentences."""
     if not run.incidents:
         empty = "None: every cluster replied in every round."
         return Section(key="incidents", title="Incidents", empty=empty)
@@ -168,7 +179,7 @@ def _label(kind: str) -> str:
 
 
 def counts_text(run: RunData) -> str:
-    """``cluster lost: 2, late update: 1``."""
+    """Count incidents by kind: ``cluster lost: 2, late update: 1``."""
     counts = Counter(each["kind"] for each in run.incidents)
     return ", ".join(f"{_label(kind)}: {count}" for kind, count in counts.most_common())
 
@@ -180,9 +191,9 @@ def _incidents_by_round(run: RunData) -> Chart:
     traces = []
     for place, kind in enumerate(kinds):
         values = [float(counts[kind, index]) for index in run.rounds]
-        x, y = thinned(run.rounds, values, MOST_COLUMNS, of=sum)
+        x, y = thin(run.rounds, values, MOST_COLUMNS, of=sum)
         traces.append(charts.columns(_label(kind), x, y, charts.colour_of(place)))
-    figure = charts.stacked(traces)
+    figure = charts.stack(traces)
     figure["layout"]["xaxis"] |= {"range": [run.rounds[0] - 0.6, run.rounds[-1] + 0.6]}
     if max(Counter(each["round"] for each in run.incidents).values()) <= 6:
         figure["layout"]["yaxis"] |= {"dtick": 1}

@@ -21,16 +21,16 @@ from collapipe_flwr.core.errors import (
     unexpected_as_run_error,
 )
 from collapipe_flwr.reporting import run_directory
-from collapipe_flwr.reporting.output import counted
+from collapipe_flwr.reporting.output import format_count
 from collapipe_flwr.reporting.report.charts import Section
-from collapipe_flwr.reporting.report.energy import compared_energy, energy
-from collapipe_flwr.reporting.report.learning import compared_learning, learning
-from collapipe_flwr.reporting.report.links import compared_links, links
+from collapipe_flwr.reporting.report.energy import compare_energy, energy
+from collapipe_flwr.reporting.report.learning import compare_learning, learning
+from collapipe_flwr.reporting.report.links import compare_links, links
 from collapipe_flwr.reporting.report.memory import memory
 from collapipe_flwr.reporting.report.overview import (
     Tile,
-    compared_overview,
-    compared_settings,
+    compare_overview,
+    compare_settings,
     incidents,
     settings,
     tiles,
@@ -39,7 +39,7 @@ from collapipe_flwr.reporting.report.placement import placement
 from collapipe_flwr.reporting.report.run_data import RunData, read_run
 from collapipe_flwr.reporting.report.steps import steps
 from collapipe_flwr.reporting.report.template import CSS, PAGE, SCRIPT, SECTION
-from collapipe_flwr.reporting.report.times import compared_times, times
+from collapipe_flwr.reporting.report.times import compare_times, times
 
 if TYPE_CHECKING:  # jinja2 is an optional extra
     from jinja2 import Environment
@@ -48,12 +48,12 @@ REPORT = "report.html"
 _MOST_COLUMNS = 7  # of tiles
 _SECTIONS = (learning, placement, times, energy, links, memory, incidents)
 _COMPARED = (
-    compared_overview,
-    compared_learning,
-    compared_times,
-    compared_energy,
-    compared_links,
-    compared_settings,
+    compare_overview,
+    compare_learning,
+    compare_times,
+    compare_energy,
+    compare_links,
+    compare_settings,
 )
 
 
@@ -74,28 +74,28 @@ class Page:
         return {key: chart for section in self.sections for key, chart in section.figures.items()}
 
     def html(self) -> str:
-        """The whole page; raises ConfigError where the extra is not installed."""
-        template, columns = _templates().get_template("page"), balanced(len(self.tiles))
+        """Render the whole page; raises ConfigError where the extra is not installed."""
+        template, columns = _templates().get_template("page"), balance_columns(len(self.tiles))
         return template.render(
             page=self, columns=columns, css=CSS, script=SCRIPT, plotly=plotly_js()
         )
 
 
-def balanced(tiles: int) -> int:
-    """Columns in which so many tiles make rows of about one length."""
+def balance_columns(tiles: int) -> int:
+    """Return the columns in which so many tiles make rows of about one length."""
     rows = max(1, -(-tiles // _MOST_COLUMNS))
     return -(-tiles // rows)
 
 
 def plotly_js() -> str:
-    """The library that draws; raises ConfigError where the extra is not installed."""
+    """Return the library that draws; raises ConfigError where the extra is not installed."""
     with extra("report"):
         from plotly.offline import get_plotlyjs
     return str(get_plotlyjs())
 
 
 def section_html(section: Section) -> str:
-    """One section as it stands on the page; raises ConfigError like :func:`plotly_js`."""
+    """Render one section of the page; raises ConfigError like :func:`plotly_js`."""
     return _templates().get_template("section").render(section=section)
 
 
@@ -115,18 +115,18 @@ def _templates() -> Environment:
 
 
 def run_sections(run: RunData, run_dir: Path | None = None) -> list[Section]:
-    """All of one run; ``run_dir`` is where its timelines are."""
+    """Make all sections of one run; ``run_dir`` is where its timelines are."""
     return [*(section(run) for section in _SECTIONS), steps(run_dir), settings(run)]
 
 
 def run_page(run: RunData, run_dir: Path | None = None) -> Page:
-    """The page of one run."""
+    """Make the page of one run."""
     status, reason = run.summary.get("status"), run.summary.get("reason")
     versions = run.summary.get("versions") or {}
     ours = [f"{name} {versions[name]}" for name in ("collapipe-flwr", "flwr") if name in versions]
     return Page(
         title=f"Run {run.name}",
-        made=", ".join((f"{counted(len(run.rounds), 'round')} in events.jsonl", *ours)),
+        made=", ".join((f"{format_count(len(run.rounds), 'round')} in events.jsonl", *ours)),
         sections=run_sections(run, run_dir),
         tiles=tiles(run),
         notes=[str(note) for note in run.summary.get("notes", ())],
@@ -134,8 +134,8 @@ def run_page(run: RunData, run_dir: Path | None = None) -> Page:
     )
 
 
-def compared_page(runs: Sequence[RunData]) -> Page:
-    """Several runs side by side; raises ConfigError where two have one name."""
+def compare_page(runs: Sequence[RunData]) -> Page:
+    """Make the page of several runs; raises ConfigError where two have one name."""
     names = [run.name for run in runs]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -144,7 +144,7 @@ def compared_page(runs: Sequence[RunData]) -> Page:
             "second=RUN`"
         )
     return Page(
-        title=f"{counted(len(runs), 'run')} side by side",
+        title=f"{format_count(len(runs), 'run')} side by side",
         made=", ".join(names),
         sections=[section(runs) for section in _COMPARED],
     )
@@ -157,16 +157,16 @@ def require_report() -> None:
 
 
 def write_reports(sources: Sequence[str], output: Path | None) -> Path:
-    """The page of one run, or of several compared; returns where it was written.
+    """Write the page of one run, or of several compared; returns its path.
 
     Raises ConfigError for a folder of no run or a missing extra.
     """
     require_report()
-    runs = [run_directory.labelled_run(source) for source in sources]
+    runs = [run_directory.find_run(source) for source in sources]
     if len(runs) == 1:
         ((name, folder),) = runs
         return write_run_report(folder, output, name)
-    page = compared_page([read_run(folder, name) for name, folder in runs])
+    page = compare_page([read_run(folder, name) for name, folder in runs])
     return write_page(page, output or Path(REPORT))
 
 
@@ -185,7 +185,7 @@ def write_page(page: Page, path: Path) -> Path:
     return path
 
 
-def closing_report(run_dir: Path, name: str = "", *, hasty: bool = False) -> str:
+def write_closing_report(run_dir: Path, name: str = "", *, hasty: bool = False) -> str:
     """Make the report of a run that has ended, unless it is there; returns a sentence.
 
     An error does not fail the run, it becomes the sentence. ``name`` is the run directory in it. A
@@ -204,6 +204,6 @@ def closing_report(run_dir: Path, name: str = "", *, hasty: bool = False) -> str
 
 
 def has_report(run_dir: Path) -> bool:
-    """Whether there is one newer than the summary."""
+    """Return whether there is a report that is newer than the summary."""
     path, stamp = run_dir / REPORT, run_directory.summary_stamp(run_dir)
     return stamp is not None and path.exists() and path.stat().st_mtime_ns >= stamp[1]

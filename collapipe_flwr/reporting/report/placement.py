@@ -15,7 +15,7 @@ _ROW_PIXELS, _FRAME_PIXELS = 34, 110
 
 
 def placement(run: RunData) -> Section:
-    """A chart with a choice of clusters, and a table of their last plans."""
+    """Show a chart with a choice of clusters, and a table of their last plans."""
     planned = {name: data for name, data in run.clusters.items() if data.placed}
     note = f"Light: the first of the {run.blocks} blocks, strong: the last; no colour: no block."
     if (stride := stride_of(len(run.rounds), _MOST_COLUMNS)) > 1:
@@ -24,7 +24,7 @@ def placement(run: RunData) -> Section:
         key="placement",
         title="Blocks that each device holds",
         note=note,
-        choices={name: placed_blocks(run, name) for name in planned},
+        choices={name: draw_blocks(run, name) for name in planned},
     )
     return Section(
         key="placement",
@@ -35,13 +35,13 @@ def placement(run: RunData) -> Section:
     )
 
 
-def placed_blocks(run: RunData, cluster: str) -> Json:
-    """Rounds from left to right, a row for each device: the blocks it holds."""
+def draw_blocks(run: RunData, cluster: str) -> Json:
+    """Draw rounds from left to right, a row for each device: the blocks it holds."""
     data = run.clusters[cluster]
     places = range(0, len(run.rounds), stride_of(len(run.rounds), _MOST_COLUMNS))
     names = _members(run, cluster, data)
     held = [{name: (first, stop) for name, first, stop in data.placed.get(p, ())} for p in places]
-    rows = [charts.plain(name.rpartition("/")[2]) for name in names]
+    rows = [charts.escape_name(name.rpartition("/")[2]) for name in names]
     gap = 2 if len(places) <= 30 else 0
     return {
         "data": [
@@ -75,7 +75,7 @@ def placed_blocks(run: RunData, cluster: str) -> Json:
 
 
 def _members(run: RunData, cluster: str, data: ClusterData) -> list[str]:
-    """The devices of a cluster, with and without blocks."""
+    """Return the devices of a cluster, with and without blocks."""
     held = {name for placed in data.placed.values() for name, _, _ in placed}
     idle = {
         name
@@ -84,7 +84,7 @@ def _members(run: RunData, cluster: str, data: ClusterData) -> list[str]:
     }
 
     def natural(name: str) -> tuple[int, str]:
-        """``2-board`` before ``10-board``."""
+        """Sort ``2-board`` before ``10-board``."""
         digits = name.rpartition("/")[2].partition("-")[0]
         return (int(digits) if digits.isdigit() else 0, name)
 
@@ -114,5 +114,5 @@ def _last_plans(planned: dict[str, ClusterData]) -> Table:
         title="The last plan of each cluster",
         head=["cluster", "pipeline", "micro-batches of examples", "codecs", "changes"],
         rows=rows,
-        folded=charts.folds(rows),
+        folded=charts.is_long(rows),
     )

@@ -19,7 +19,7 @@ from collapipe_flwr.reporting.events import (
     control_unit_role,
     holders,
     incident_json,
-    paid_back,
+    is_early,
 )
 from collapipe_flwr.reporting.report.series import Series
 
@@ -109,9 +109,9 @@ class RunData:
         return any(cluster.measured for cluster in self.clusters.values())
 
     @property
-    def paid_back(self) -> bool:
-        """Whether the run is too short for its energy budgets, see `events.paid_back`."""
-        return paid_back(len(self.rounds), self.policy)
+    def is_early(self) -> bool:
+        """Whether the run is too short for its energy budgets, see `events.is_early`."""
+        return is_early(len(self.rounds), self.policy)
 
     def add(self, event: Json) -> None:
         """Add a round; raises KeyError for a value that is no event."""
@@ -135,14 +135,17 @@ class RunData:
         self.incidents += incidents_of(event)
 
     def device(self, name: str, cluster: str = "") -> DeviceData:
-        """The data of a member, made on first use; by default its name contains its cluster."""
+        """Return the data of a member, made on first use.
+
+        By default its name contains its cluster.
+        """
         found = self.devices.get(name)
         if found is None:
             found = self.devices[name] = DeviceData(cluster or name.rpartition("/")[0])
         return found
 
     def role(self, name: str) -> str:
-        """What a member is called: a control unit by its role, as in ``memory_bytes``."""
+        """Return what a member is called: a control unit by its role, as in ``memory_bytes``."""
         return self.control_units.get(name, name)
 
     def _add_plan(self, place: int, plan: Json) -> None:
@@ -183,7 +186,7 @@ class RunData:
 
 
 def incidents_of(event: Json) -> list[dict[str, Any]]:
-    """What `events.incident_json` made of the incidents of a round, with the round's index."""
+    """Return the incidents of a round, see `events.incident_json`, with the round's index."""
     index = event["round_index"]
     found = [{"round": index, **each} for each in event.get("incidents", ())]
     told = {each["cluster"] for each in found}
@@ -194,7 +197,7 @@ def incidents_of(event: Json) -> list[dict[str, Any]]:
 
 
 def read_run(run_dir: Path, name: str = "") -> RunData:
-    """The rounds of a run directory so far; raises RunError for a damaged file."""
+    """Read the rounds of a run directory so far; raises RunError for a damaged file."""
     summary, config = run_directory.read_summary(run_dir), run_directory.read_config(run_dir)
     data = RunData(name or run_dir.resolve().name, summary, config)
     for number, event in enumerate(run_directory.iter_events(run_dir), start=1):

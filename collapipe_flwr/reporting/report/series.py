@@ -28,8 +28,8 @@ class Series:
         else:
             values[place] = nan if value is None else value
 
-    def padded(self, count: int) -> list[float]:
-        """All numbers, for ``count`` rounds."""
+    def pad(self, count: int) -> list[float]:
+        """Return the numbers of ``count`` rounds; those after the last known are NaN."""
         return [*self.values, *[nan] * (count - len(self.values))]
 
     @property
@@ -47,13 +47,13 @@ class Series:
         return next((value for value in reversed(self.values) if not isnan(value)), None)
 
 
-def thinned(
+def thin(
     rounds: Sequence[int],
     values: Sequence[float],
     most: int = MOST_POINTS,
     of: Callable[[Iterable[float]], float] = fmean,
 ) -> tuple[list[int], list[float | None]]:
-    """At most ``most`` points; each is ``of`` some neighbouring rounds, placed at their last."""
+    """Reduce to at most ``most`` points: ``of`` neighbouring rounds, placed at their last."""
     stride = stride_of(len(rounds), most)
     x, y = [], []
     for start in range(0, len(rounds), stride):
@@ -64,5 +64,5 @@ def thinned(
 
 
 def stride_of(count: int, most: int = MOST_POINTS) -> int:
-    """Rounds per point of a thinned curve."""
+    """Return the rounds per point of a thinned curve."""
     return max(1, -(-count // most))

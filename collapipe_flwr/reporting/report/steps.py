@@ -29,7 +29,7 @@ _THIN = ("send", "receive")
 
 
 def steps(run_dir: Path | None) -> Section:
-    """A picture per cluster of a step in the middle of the newest round that has a timeline."""
+    """Show, per cluster, a step in the middle of the newest round that has a timeline."""
     found = _newest(run_dir)
     title = "Timeline of a step"
     if found is None:
@@ -66,7 +66,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 
 def _pipelines(events: Iterable[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Spans of the first clusters, each with the name of its stage."""
+    """Group the spans of the first clusters, each with the name of its stage."""
     clusters: dict[int, str] = {}
     stages: dict[tuple[int, int], str] = {}
     spans: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -82,7 +82,7 @@ def _pipelines(events: Iterable[Mapping[str, Any]]) -> dict[str, list[dict[str, 
 
 
 def _figure(spans: list[dict[str, Any]]) -> Json:
-    """Stages from top to bottom, milliseconds since the step began."""
+    """Draw stages from top to bottom over the milliseconds since the step began."""
     start = min(span["ts"] for span in spans)
     stages = list(dict.fromkeys(span["stage"] for span in spans))
     names = [stage.rpartition("/")[2] for stage in stages]
@@ -96,7 +96,7 @@ def _figure(spans: list[dict[str, Any]]) -> Json:
                     [names[stages.index(span["stage"])] for span in kept],
                     [span["dur"] / 1000 for span in kept],
                     colour,
-                    base=[charts.rounded((span["ts"] - start) / 1000) for span in kept],
+                    base=[charts.round_digits((span["ts"] - start) / 1000) for span in kept],
                     width=0.25 if work in _THIN else 0.7,
                     text=["" if work in _THIN else span["name"] for span in kept],
                     textposition="inside",
@@ -107,7 +107,7 @@ def _figure(spans: list[dict[str, Any]]) -> Json:
                     hovertemplate="%{customdata}: %{x:.3~g} ms<extra>%{fullData.name}</extra>",
                 )
             )
-    rows = charts.row_names([charts.plain(name) for name in names])
+    rows = charts.row_names([charts.escape_name(name) for name in names])
     layout = {
         "barmode": "overlay",
         "uniformtext": {"minsize": 9, "mode": "hide"},

@@ -10,13 +10,13 @@ from collapipe_flwr.reporting.report import charts
 from collapipe_flwr.reporting.report.charts import Chart, Section, Table
 from collapipe_flwr.reporting.report.learning import run_style
 from collapipe_flwr.reporting.report.run_data import ClusterData, RunData
-from collapipe_flwr.reporting.report.series import MOST_COLUMNS, stride_of, thinned
+from collapipe_flwr.reporting.report.series import MOST_COLUMNS, stride_of, thin
 
 _MOST_PAIRS = 1500  # points of the scatter
 
 
 def times(run: RunData) -> Section:
-    """Rounds as planned and as they were."""
+    """Show rounds as planned and as they were."""
     text = (
         "Seconds measured by the clocks of the machines beside those that the plan predicted."
         if run.measured
@@ -27,13 +27,13 @@ def times(run: RunData) -> Section:
         key="time",
         title="Time of a round",
         text=text if run.numbers["latency_s"].known else "",
-        charts=charts.present(_rounds(run), _pairs(run), _stages(run), _wall(run)),
+        charts=charts.drop_missing(_rounds(run), _pairs(run), _stages(run), _wall(run)),
         tables=_clusters(run),
     )
 
 
-def real(run: RunData) -> str:
-    """The kind of real seconds, next to predicted ones."""
+def name_kind(run: RunData) -> str:
+    """Say what real seconds are, beside predicted ones: "measured" or "simulated"."""
     return "measured" if run.measured else "simulated"
 
 
@@ -42,18 +42,18 @@ def _rounds(run: RunData) -> Chart | None:
     if not (predicted.known or latency.known):
         return None
     traces = [
-        charts.curve(real(run), run.rounds, latency, charts.FIRST),
+        charts.curve(name_kind(run), run.rounds, latency, charts.FIRST),
         charts.curve("predicted", run.rounds, predicted, charts.SECOND, "dash"),
     ]
     return Chart(
         key="round-time",
         title="Seconds of a round, from sending weights out to having them back",
-        figure=charts.by_round(traces, zero=True),
+        figure=charts.plot_by_round(traces, zero=True),
     )
 
 
 def _pairs(run: RunData) -> Chart | None:
-    """Each cluster's rounds, predicted against real; None if all are equal."""
+    """Draw each cluster's rounds, predicted against real; None if all are equal."""
     pairs = [
         (name, run.rounds[place], expected, found)
         for name, data in run.clusters.items()
@@ -71,10 +71,10 @@ def _pairs(run: RunData) -> Chart | None:
         "type": "scatter",
         "mode": "markers",
         "name": "a cluster's round",
-        "x": [charts.rounded(p[2]) for p in kept],
-        "y": [charts.rounded(p[3]) for p in kept],
-        "text": [f"{charts.plain(name)}, round {index}" for name, index, _, _ in kept],
-        "hovertemplate": "%{text}<br>predicted %{x:.3~g} s<br>" + real(run) + " %{y:.3~g} s"
+        "x": [charts.round_digits(p[2]) for p in kept],
+        "y": [charts.round_digits(p[3]) for p in kept],
+        "text": [f"{charts.escape_name(name)}, round {index}" for name, index, _, _ in kept],
+        "hovertemplate": "%{text}<br>predicted %{x:.3~g} s<br>" + name_kind(run) + " %{y:.3~g} s"
         "<extra></extra>",
         "marker": {"color": charts.FIRST, "size": 6, "opacity": 0.6},
     }
@@ -89,18 +89,18 @@ def _pairs(run: RunData) -> Chart | None:
     }
     axes = {
         "xaxis": {"title": {"text": "predicted [s]"}},
-        "yaxis": {"title": {"text": f"{real(run)} [s]"}},
+        "yaxis": {"title": {"text": f"{name_kind(run)} [s]"}},
     }
     return Chart(
         key="prediction",
-        title="Predicted against " + real(run) + " seconds",
+        title="Predicted against " + name_kind(run) + " seconds",
         note=f"One point for each cluster and round; on the line, the two are equal.{share}",
         figure={"data": [same, points], "layout": {**axes, "hovermode": "closest"}},
     )
 
 
 def _stages(run: RunData) -> Chart | None:
-    """The devices that compute longest, which set the pace."""
+    """Draw the devices that compute longest, which set the pace."""
     timed = [
         (
             device.measured_s / device.stage_rounds,
@@ -117,15 +117,15 @@ def _stages(run: RunData) -> Chart | None:
     found = [1000 * each for each, _, _ in shown]
     expected = [1000 * each for _, each, _ in shown]
     traces = [
-        charts.bars(real(run), labels, found, hovertemplate="%{x:.3~g} ms"),
+        charts.bars(name_kind(run), labels, found, hovertemplate="%{x:.3~g} ms"),
         charts.marks("predicted", labels, expected, hovertemplate="%{x:.3~g} ms"),
     ]
-    more = charts.left_out(timed, shown, "member", "that compute less are not shown")
+    more = charts.note_left_out(timed, shown, "member", "that compute less are not shown")
     return Chart(
         key="stages",
         title="Computing time of a micro-batch, forward and backward",
         note=f"Means over the rounds. {more}".strip(),
-        figure=charts.by_row(traces, "ms", hovermode="y unified"),
+        figure=charts.plot_by_row(traces, "ms", hovermode="y unified"),
     )
 
 
@@ -134,9 +134,9 @@ def _wall(run: RunData) -> Chart | None:
     if not wall.known:
         return None
     count = len(run.rounds)
-    x, total = thinned(run.rounds, wall.padded(count), MOST_COLUMNS)
-    known = [0 if isnan(v) else v for v in evaluation.padded(count)]
-    _, tested = thinned(run.rounds, known, MOST_COLUMNS)
+    x, total = thin(run.rounds, wall.pad(count), MOST_COLUMNS)
+    known = [0 if isnan(v) else v for v in evaluation.pad(count)]
+    _, tested = thin(run.rounds, known, MOST_COLUMNS)
     trained = [None if t is None else t - (e or 0) for t, e in zip(total, tested, strict=True)]
     hover = "%{y:.3~g} s"
     traces = [
@@ -144,7 +144,7 @@ def _wall(run: RunData) -> Chart | None:
         charts.columns("evaluation by the server", x, tested, charts.THIRD, hover),
     ]
     title = "Wall-clock seconds of a round on the server"
-    return Chart(key="wall", title=title, figure=charts.stacked(traces))
+    return Chart(key="wall", title=title, figure=charts.stack(traces))
 
 
 def _clusters(run: RunData) -> list[Table]:
@@ -154,10 +154,10 @@ def _clusters(run: RunData) -> list[Table]:
     return [
         Table(
             title="Clusters",
-            head=["cluster", "rounds", "predicted", real(run), "median error"],
+            head=["cluster", "rounds", "predicted", name_kind(run), "median error"],
             rows=rows,
             note="Seconds are means over the rounds.",
-            folded=charts.folds(rows),
+            folded=charts.is_long(rows),
         )
     ]
 
@@ -168,14 +168,14 @@ def _row(name: str, data: ClusterData) -> list[str]:
     return [
         name,
         str(len(data.latency_s.known)),
-        charts.seconds(data.predicted_s.mean),
-        charts.seconds(data.latency_s.mean),
+        charts.format_seconds(data.predicted_s.mean),
+        charts.format_seconds(data.latency_s.mean),
         f"{100 * median(errors):.1f} %" if errors else "-",
     ]
 
 
-def compared_times(runs: Sequence[RunData]) -> Section:
-    """Seconds of rounds of all runs, and their wall-clock time."""
+def compare_times(runs: Sequence[RunData]) -> Section:
+    """Show the seconds of rounds of all runs, and their wall-clock time."""
     traces = [
         charts.curve(run.name, run.rounds, run.numbers["latency_s"], "")
         | run_style(place, len(runs))
@@ -184,10 +184,10 @@ def compared_times(runs: Sequence[RunData]) -> Section:
     ]
     clocks = {run.name: run.numbers["wall_s"].known for run in runs}
     walls = {name: sum(known) if known else None for name, known in clocks.items()}
-    wall = charts.per_run("wall", "Wall-clock seconds of all rounds", "wall clock", walls, "s")
+    wall = charts.plot_per_run("wall", "Wall-clock seconds of all rounds", "wall clock", walls, "s")
     if not traces:
         return Section(key="time", title="Time of a round", charts=[wall])
-    figure = charts.by_round(traces, zero=True)
-    missing = charts.not_measured(runs, traces)
+    figure = charts.plot_by_round(traces, zero=True)
+    missing = charts.note_not_measured(runs, traces)
     rounds = Chart(key="round-time", title="Seconds of a round", note=missing, figure=figure)
     return Section(key="time", title="Time of a round", charts=[rounds, wall])

@@ -64,7 +64,7 @@ def _followed(folder: Path) -> tuple[Path, dict[str, Any]]:
     run = SuperLinkRun("boards", None, folder)
     feed = Feed(lambda: run.run_dir)
     known = Place()
-    with run.following(), feed.following():
+    with run.following(), feed.follow():
         while True:
             found = feed.next(known, timeout_s=60.0)
             assert found is not None, "the end of the run did not arrive"
