@@ -41,6 +41,7 @@ class LearningSettings:
     run_id: str = ""  # the same for a run that is resumed
     keep_optimizer: bool = False  # its state continues in the next round
     labels_at_home: bool = False  # the control unit is the edge, and no link carries labels
+    trusted_blocks: int = 0  # the first so many are on trusted devices alone
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:

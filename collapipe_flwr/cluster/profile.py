@@ -202,6 +202,7 @@ def _device(config: ClusterConfig, member: MemberConfig, measured: Measured) -> 
         energy_per_flop_j=member.energy_per_gflop_j / _GIGA or preset.energy_per_flop_j,
         tx_power_max_w=member.tx_power_w or preset.tx_power_max_w,
         energy_budget_j=0.0,
+        trusted=member.trusted,
     )
 
 
@@ -225,7 +226,9 @@ def describe_cluster(config: WorldConfig, index: int, examples: int) -> ClusterP
         memory_bytes = int(member.memory_bytes * config.memory_share)
         return replace(member, energy_budget_j=0.0, memory_bytes=memory_bytes)
 
-    return cluster.with_members(shared)
+    cluster = cluster.with_members(shared)
+    devices = (replace(d, trusted=n < config.trusted) for n, d in enumerate(cluster.devices))
+    return replace(cluster, devices=tuple(devices))
 
 
 def cluster_of_presets(

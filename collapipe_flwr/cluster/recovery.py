@@ -43,6 +43,7 @@ from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.soundness import implausible
 from collapipe_flwr.pipeline.state import PartState
 from collapipe_flwr.pipeline.step import MicroBatch, StepResult
+from collapipe_flwr.scheduler.plans import check_trust
 from collapipe_flwr.scheduler.refusal import compared
 from collapipe_flwr.scheduler.remaining import without_lost
 from collapipe_flwr.scheduler.replan import ReplanInput, replan
@@ -202,7 +203,8 @@ class Incident:
 class RecoveringRound:
     """One round of one cluster in intervals; ``order`` is what is left to do, with its plan.
 
-    Without a ``recovery`` the first failure is raised.
+    Without a ``recovery`` the first failure is raised. Raises ScheduleError for a plan that gives
+    trusted blocks to devices which this cluster does not trust, whatever the server says.
     """
 
     def __init__(
@@ -220,6 +222,8 @@ class RecoveringRound:
         self._done = 0  # optimizer steps
         self._lost: set[str] = set()  # device ids
         self._edges_lost: Counter[str] = Counter()
+        if recovery is not None:
+            check_trust(order.plan, recovery.profile, order.learning.trusted_blocks)
 
     def run(self, batches: Iterable[Batch], probe: Iterable[Batch] = ()) -> None:
         """Every batch as one step, after testing ``probe``.

@@ -62,6 +62,7 @@ class MemberConfig:
     energy_per_gflop_j: float = key(0.0, at_least(0))
     tx_power_w: float = key(0.0, at_least(0))
     fingerprint: str = key("", _FINGERPRINT)  # of the only certificate that it may show
+    trusted: bool = key(False)  # may hold the blocks that a run keeps on trusted devices
 
     @property
     def host(self) -> str:

@@ -148,6 +148,7 @@ class WorldConfig:
     memory_share: float = key(0.0015, between(0, 1))  # of a preset's memory; small model: small
     energy_share: float = key(0.5, above(0))  # budget: this share of training all blocks alone
     truth_error: float = key(0.0, at_least(0))  # of what plans believe of devices, in ln
+    trusted: int = key(0, at_least(0))  # the first so many devices of every cluster
 
     def __post_init__(self) -> None:
         check_keys(self, "world.")
@@ -199,6 +200,7 @@ class PrivacyConfig:
     """What must not leave the machines that own it."""
 
     labels: str = key("travel", one_of("travel", "home"))  # home: the control unit is the edge
+    trusted_blocks: int = key(0, at_least(0))  # the first so many are on trusted devices alone
 
     @property
     def labels_at_home(self) -> bool:

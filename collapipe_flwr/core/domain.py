@@ -45,6 +45,7 @@ class ModelProfile:
     embedding: BlockCost
     blocks: tuple[BlockCost, ...]
     decoder: BlockCost
+    trusted_blocks: int = 0  # the first so many are on trusted devices alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,7 @@ class DeviceProfile:
     round_s: bounds.Seconds = (
         0.0  # to begin and end a round; of parallel devices the slowest one counts
     )
+    trusted: bool = False  # may hold the model's `trusted_blocks`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,6 +74,7 @@ class ClusterBound:
         self.joule_n = members.energy_per_flop_mi[m, here]
         self.budget_n = members.budget_mi[m, here]
         self._room_n = (1.0 - options.memory_margin) * members.memory_mi[m, here]
+        self._first_n = members.first_mi[m, here]
         again = 1.0 + float(options.recompute)
         self._flop = span_sums(again * self._blocks.forward_flop_l + self._blocks.backward_flop_l)
         self.air_r = [_air(each, m, here) for each in rounds]
@@ -99,6 +100,7 @@ class ClusterBound:
             share = share_bytes(self._tables, self._cluster, size, count, self._options)
             room_n = np.minimum(self._room_n, share)
             good = good[None] & (need[None] <= room_n[:, None, None])
+            good &= np.arange(len(need))[:, None] >= self._first_n[:, None, None]
             held.append(np.where(good, self._flop[None], np.inf))
         return held
 

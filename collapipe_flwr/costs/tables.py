@@ -49,6 +49,7 @@ class MemberTable:
     energy_per_flop_mi: Array
     power_max_mi: Array
     budget_mi: Array
+    first_mi: Ints  # the first block that it may hold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +107,7 @@ def tabulate(snapshot: Snapshot, codec: str = "fp32") -> Tables:
     """
     _check(snapshot)
     clusters = snapshot.clusters
-    members = _members(clusters)
+    members = _members(clusters, snapshot.model)
     _check_members(clusters, members)
     codecs = [codec_index(c.profile.link_codec or codec) for c in clusters]
     gains = [(c.channel.d2d_gain, c.channel.edge_gain) for c in clusters]
@@ -182,7 +183,7 @@ def block_table(model: ModelProfile) -> BlockTable:
     )
 
 
-def _members(clusters: tuple[ClusterSnapshot, ...]) -> MemberTable:
+def _members(clusters: tuple[ClusterSnapshot, ...], model: ModelProfile) -> MemberTable:
     rows = [c.profile.members for c in clusters]
     width = max(len(row) for row in rows)
 
@@ -201,6 +202,7 @@ def _members(clusters: tuple[ClusterSnapshot, ...]) -> MemberTable:
         energy_per_flop_mi=column("energy_per_flop_j", 0.0),
         power_max_mi=column("tx_power_max_w", 1.0),
         budget_mi=column("energy_budget_j", math.inf),
+        first_mi=np.where(column("trusted", 1.0) > 0.0, 0, model.trusted_blocks),
     )
 
 

@@ -33,6 +33,7 @@ from collapipe_flwr.costs.tables import BlockTable, Tables
 
 SAME = 1e-12  # relative: a plan may hold its share exactly
 OPTIMISER_FLOP_PER_BYTE = 3.0  # AdamW: about 12 operations on each 4-byte parameter
+NO_ROOM = -1.0  # bytes, where not even an empty block may be
 AHEAD, BACK = 1 / 3, 2 / 3  # shares of ``overhead_s`` in a forward and a backward pass
 NOTHING = BlockCost(
     forward_flop=0.0,
@@ -185,7 +186,10 @@ def segment_bytes(blocks: BlockTable, options: PricingOptions, size: float, flig
 
 
 def capacity_bytes(tables: Tables, rows: Layouts, options: PricingOptions) -> Array:
-    """Bytes that plans may use on every stage, (R, S + 2); an edge is divided by its clusters."""
+    """Bytes that plans may use on every stage, (R, S + 2); an edge is divided by its clusters.
+
+    There is no room for blocks that a device must not hold.
+    """
     edge = tables.edges.memory_m[rows.cluster_r][:, None]
     members = of_members(tables.members.memory_mi, rows)
     room = np.concatenate([members, edge], axis=1)
@@ -193,6 +197,9 @@ def capacity_bytes(tables: Tables, rows: Layouts, options: PricingOptions) -> Ar
     batch = (rows.micro_batch_size_r, rows.micro_batches_r)
     cap = share_bytes(tables, rows.cluster_r, *batch, options)
     room[:, 1:-1] = np.minimum(room[:, 1:-1], cap[:, None])
+    if tables.snapshot.model.trusted_blocks:
+        first = of_members(tables.members.first_mi, rows)[:, 1:]
+        room[:, 1:-1] = np.where(rows.first_rs < first, NO_ROOM, room[:, 1:-1])
     return room
 
 
@@ -275,7 +282,7 @@ def whole_model(model: ModelProfile) -> ModelProfile:
     blocks[0] = _sum(model.embedding, blocks[0])
     blocks[-1] = _sum(blocks[-1], model.decoder)
     silent = tuple(replace(block, output_bytes=0.0) for block in blocks)
-    return ModelProfile(embedding=NOTHING, blocks=silent, decoder=NOTHING)
+    return replace(model, embedding=NOTHING, blocks=silent, decoder=NOTHING)
 
 
 def _sum(one: BlockCost, other: BlockCost) -> BlockCost:

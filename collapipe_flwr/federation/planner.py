@@ -41,6 +41,7 @@ from collapipe_flwr.federation.telemetry import ClusterTelemetry, link_samples
 from collapipe_flwr.scheduler.edge_choice import edges_in, on_edges
 from collapipe_flwr.scheduler.estimates import expected_s
 from collapipe_flwr.scheduler.link_estimates import links_begun, links_learned, with_links
+from collapipe_flwr.scheduler.plans import check_trust
 from collapipe_flwr.scheduler.protocol import SchedulerState
 from collapipe_flwr.simulation.episode import simulated_cluster
 from collapipe_flwr.simulation.world import World
@@ -139,6 +140,9 @@ class ScheduledRounds:
         self.state = state
         # Clusters that take no part report nothing: they are tried with all devices next time.
         self._absence.lift([name for name in out if plan.cluster(name) is None])
+        known = {c.profile.cluster_id: c.profile for c in snapshot.clusters}
+        for each in plan.clusters:  # whatever the policy
+            check_trust(each, known[each.cluster_id], self._model.trusted_blocks)
         return with_rates(plan, on_edges(snapshot, edges_in(plan), links))
 
     def settle(self, closed: ClosedRound) -> Outcome:

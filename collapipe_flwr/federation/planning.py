@@ -66,7 +66,7 @@ class Planning:
     clusters around the edge. Every device may spend ``budget`` per round on average. ``paced`` says
     that senders keep to planned rates. Simulated devices deviate from their profiles by
     ``truth_error`` (`simulation.world.World`). With ``labels_at_home`` every control unit is its
-    cluster's edge.
+    cluster's edge. The first ``trusted_blocks`` are on trusted devices alone.
     """
 
     policy: str | Scheduler = "dssda"
@@ -78,6 +78,7 @@ class Planning:
     paced: bool = False
     truth_error: float = 0.0
     labels_at_home: bool = False
+    trusted_blocks: int = 0
 
     def for_batches(self, size: int, *, cut: bool = True) -> Planning:
         """The same for steps of ``size`` examples, of which plans choose only the micro-batches."""
@@ -88,6 +89,15 @@ class Planning:
             self.settings, batch_size=size, micro_batch_sizes=sizes, micro_batches=counts
         )
         return replace(self, settings=settings)
+
+    def guarded(self, model: ModelProfile) -> ModelProfile:
+        """The model with its trusted blocks; raises ConfigError where it has fewer."""
+        if self.trusted_blocks > len(model.blocks):
+            raise ConfigError(
+                f"privacy.trusted-blocks is {self.trusted_blocks}, but the model has "
+                f"{len(model.blocks)} blocks: set it to {len(model.blocks)} at most"
+            )
+        return replace(model, trusted_blocks=self.trusted_blocks)
 
     def described(self, profile: ClusterProfile, model: ModelProfile | None) -> ClusterProfile:
         """A cluster as it is planned with."""
@@ -300,11 +310,16 @@ def planner_of(
     first, planned = learning(1), planning.settings.schedule
     if first.labels_at_home:
         planning = replace(planning, labels_at_home=True)
+    if first.trusted_blocks:
+        planning = replace(planning, trusted_blocks=first.trusted_blocks)
     if first.schedule != planned:
         raise ConfigError(
             f"rounds are planned for schedule {planned!r}, but run by {first.schedule!r}: give "
             f"learning=LearningSettings(schedule={planned!r}), or change the scheduler"
         )
     return DescribedClusters(
-        planning, lambda: profile_model(model.splitter, model.shape, first.optimizer.state_bytes)
+        planning,
+        lambda: planning.guarded(
+            profile_model(model.splitter, model.shape, first.optimizer.state_bytes)
+        ),
     )

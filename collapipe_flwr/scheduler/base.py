@@ -153,9 +153,9 @@ def _plain_rows(tables: Tables, settings: SchedulerConfig) -> Layouts:
     most = min(tables.num_blocks, speed.shape[1])
     for weights, depths in ((speed, range(few, few + 1)), (memory, range(few, most + 1))):
         for batch in middle_first(settings):
-            rows = rows_by_weight(clusters, weights, few, tables.num_blocks, batch)
+            rows = rows_by_weight(tables, clusters, weights, few, batch)
             for depth in depths:
-                wider = rows_by_weight(clusters, weights, depth, tables.num_blocks, batch)
+                wider = rows_by_weight(tables, clusters, weights, depth, batch)
                 short = np.flatnonzero(~fits(tables, rows, settings))
                 rows = replaced(rows, short, wider.take(short))
             if fits(tables, rows, settings).all():

@@ -61,6 +61,7 @@ class _Stage:
     joule: Array  # of a round
     room_j: Array  # (C,)
     memory: Array  # bytes that it has, (C,)
+    most: Ints  # of these blocks that it may hold, (C,)
 
 
 class _Searches:
@@ -112,10 +113,11 @@ class _Searches:
         """Members, (C, N), in the order in which they stand in a pipeline.
 
         Under 1F1B a round waits for a slow stage and for what stands ahead of it, not behind it.
+        Those that may hold every block come first.
         """
         members, cluster = self.tables.members, self.like.cluster_r
         speed = np.where(members.present_mi, members.speed_mi, np.inf)[cluster, 1:]
-        return np.asarray(np.argsort(speed, axis=1, kind="stable") + 1)
+        return np.asarray(np.lexsort((speed, members.first_mi[cluster, 1:]), axis=1) + 1)
 
     def rows(self) -> Layouts:
         """The cheapest row of every search that finds one; devices are added from the edge on."""
@@ -164,6 +166,8 @@ class _Searches:
             kept, state = (sum_l[here] - sum_l[there] for sum_l in (self.kept_l, self.state_l))
             most = (stage.memory - state) / (self.size * np.maximum(kept, 1.0))
             most[least_j[here] > stage.joule[there]] = -1.0
+            if self.tables.snapshot.model.trusted_blocks:
+                most[np.arange(len(entered))[here, None] > stage.most] = -1.0
             fits = held[there] <= most.astype(np.float32)[:, None, :]
             if not fits.any():  # nor would more blocks fit
                 break
@@ -194,6 +198,7 @@ class _Searches:
             joule=prices.joule_per_flop[at] * flop,
             room_j=np.where(members.present_mi[own], room, -1.0),
             memory=np.minimum(prices.room[at], share) - self.size * self.once,
+            most=tables.num_blocks - members.first_mi[own],
         )
 
     def _hops(self, sender_c: Ints, receiver_qc: Ints) -> tuple[Singles, Singles]:

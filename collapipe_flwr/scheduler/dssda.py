@@ -31,6 +31,7 @@ from collapipe_flwr.scheduler.gain_estimates import robust, with_averages, with_
 from collapipe_flwr.scheduler.model_share import capped, least_shares, widened
 from collapipe_flwr.scheduler.multipliers import Dual, unlearned_weight, weight_for
 from collapipe_flwr.scheduler.planner import Planner, Solution
+from collapipe_flwr.scheduler.plans import strangers
 from collapipe_flwr.scheduler.protocol import Nested, SchedulerConfig, SchedulerState
 
 RADIO_SPARE = 0.05  # of transmissions' energy: another plan may need a little more
@@ -255,15 +256,17 @@ def with_spare(
 
 
 def usable_plans(last: Plan | None, snapshot: Snapshot) -> tuple[ClusterPlan, ...]:
-    """The cluster plans of ``last`` whose cluster and devices are all connected."""
+    """The cluster plans of ``last`` whose cluster and devices are all connected, and trusted."""
     here = {c.profile.cluster_id: c.profile for c in snapshot.clusters}
+    trusted_blocks = snapshot.model.trusted_blocks
 
     def stands(plan: ClusterPlan) -> bool:
         profile = here.get(plan.cluster_id)
         if profile is None:
             return False
         names = {device.device_id for device in profile.devices}
-        return names.issuperset(plan.device_ids) and plan.edge == profile.edge_id
+        connected = names.issuperset(plan.device_ids) and plan.edge == profile.edge_id
+        return connected and not strangers(plan, profile, trusted_blocks)
 
     return () if last is None else tuple(c for c in last.clusters if stands(c))
 

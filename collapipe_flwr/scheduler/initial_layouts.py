@@ -38,18 +38,59 @@ def spread(weights_rs: Array, blocks: int) -> Ints:
 
 
 def rows_by_weight(
-    cluster_r: Ints, weight_rn: Array, most: int, blocks: int, batch: tuple[int, int]
+    tables: Tables, cluster_r: Ints, weight_rn: Array, most: int, batch: tuple[int, int]
 ) -> Layouts:
-    """Rows over the ``most`` devices of most weight, with segments in proportion to it."""
+    """Rows over the ``most`` devices of most weight, with segments in proportion to it.
+
+    Trusted devices hold the trusted blocks, in front of all others, if any is among them.
+    """
+    blocks, first_rn = tables.num_blocks, tables.members.first_mi[cluster_r, 1:]
     order = np.argsort(-weight_rn, axis=1, kind="stable")[:, :most]
     ranked = np.take_along_axis(weight_rn, order, axis=1)
+    stops = spread(ranked, blocks)
+    for row in np.flatnonzero(first_rn.any(1)):
+        ahead, behind = _trusted_first(weight_rn[row], first_rn[row], most, blocks)
+        if len(ahead):
+            used = len(ahead) + len(behind)
+            order[row, :used] = np.concatenate([ahead, behind])
+            ranked[row, :used] = weight_rn[row, order[row, :used]]
+            ranked[row, used:] = 0.0
+            stops[row] = _parted(ranked[row], len(ahead), int(first_rn[row].max()), blocks)
     return Layouts(
         cluster_r=cluster_r,
         member_rs=np.where(ranked > 0, order + 1, UNUSED),
-        stop_rs=spread(ranked, blocks),
+        stop_rs=stops,
         micro_batch_size_r=np.full(len(cluster_r), batch[0]),
         micro_batches_r=np.full(len(cluster_r), batch[1]),
     )
+
+
+def _trusted_first(weight_n: Array, first_n: Ints, most: int, blocks: int) -> tuple[Ints, Ints]:
+    """The ``most`` devices of most weight that may hold every block, and the others.
+
+    One that may is among them wherever there is any; of the others no more than they have blocks.
+    """
+    order = np.argsort(-weight_n, kind="stable")
+    order = order[weight_n[order] > 0]
+    trusted = first_n[order] == 0
+    if not trusted[:most].any() and trusted.any():
+        order = np.insert(order, most - 1, order[trusted.argmax()])
+    order = order[:most]
+    trusted = first_n[order] == 0
+    return order[trusted], order[~trusted][: blocks - int(first_n.max())]
+
+
+def _parted(weight_s: Array, ahead: int, least: int, blocks: int) -> Ints:
+    """Stops in proportion to weights, at least ``least`` blocks being on the devices ``ahead``."""
+    behind = np.count_nonzero(weight_s) - ahead
+    share = round(blocks * float(weight_s[:ahead].sum() / weight_s.sum()))
+    cut = min(max(share, least, ahead), blocks - behind)
+    stops = np.full(len(weight_s), blocks)
+    stops[:ahead] = spread(weight_s[None, :ahead], cut)[0]
+    if behind:
+        here = slice(ahead, ahead + behind)
+        stops[here] = cut + spread(weight_s[None, here], blocks - cut)[0]
+    return stops
 
 
 def filled_rows(
@@ -87,6 +128,8 @@ def filled_rows(
             of = flight == number
             by_memory = _reached(state_l + size * number * kept_l, at[of], left[of])
             stop[of] = np.minimum(stop[of], by_memory)
+        first = members.first_mi[which, device + 1]
+        stop = np.where(at < first, at, stop) if gpipe else np.minimum(stop, blocks - first)
         stop = np.maximum(stop, at)
         parts.append(stop - at)
         at, depth = stop, depth + (stop > at)
@@ -123,6 +166,13 @@ def first_rows(problem: RoundProblem, which: Ints, batch: tuple[int, int]) -> La
     joule = (problem.price_mi * members.energy_per_flop_mi)[which, 1:]
     keys = [problem.latency_price * share / speed + joule for share in SHARES]
     orders = [np.argsort(key, axis=1, kind="stable") for key in (*keys, -room)]
+    if problem.tables.snapshot.model.trusted_blocks:
+        # Those that must not hold the first blocks are given theirs at the other end.
+        late = members.first_mi[which, 1:] > 0
+        late = late if problem.settings.schedule == "gpipe" else ~late
+        for order in tuple(orders):
+            end = np.argsort(np.take_along_axis(late, order, axis=1), axis=1, kind="stable")
+            orders.append(np.take_along_axis(order, end, axis=1))
     orders = [o for k, o in enumerate(orders) if not any((o == p).all() for p in orders[:k])]
     flop_l, fastest = blocks.forward_flop_l + blocks.backward_flop_l, speed.max(1)
     low = np.maximum(flop_l[-1] / speed.sum(1), np.diff(flop_l).min() / fastest)

@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from collapipe_flwr.core.domain import ClusterPlan, Plan
-from collapipe_flwr.costs.arrays import Array, Mask
+from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import (
     SAME,
@@ -43,24 +43,32 @@ def least_shares(tables: Tables, settings: SchedulerConfig) -> Array:
     room = np.where(members.present_mi[:, 1:], room, 0.0)
     choices = [_Choice(tables, settings, batch) for batch in sorted(settings.batches)]
     keeps = np.zeros(tables.num_clusters, dtype=bool)
+    first = members.first_mi[:, 1:]
     for each in choices:
-        keeps |= each.ends_fit_m & _plainly_fits(each.needs[-1], each.within(share, room))
+        keeps |= each.ends_fit_m & _plainly_fits(each.needs[-1], each.within(share, room), first)
     shares = np.full(tables.num_clusters, share)
     for m in np.flatnonzero(~keeps):
-        here = [each for each in choices if each.ends_fit_m[m]]
-        shares[m] = _least_share(here, room[m][room[m] > 0.0], share)
+        here, there = [each for each in choices if each.ends_fit_m[m]], room[m] > 0.0
+        shares[m] = _least_share(here, room[m][there], first[m][there], share)
     return shares
 
 
-def _least_share(choices: Sequence[_Choice], room_n: Array, share: float) -> float:
+def _least_share(choices: Sequence[_Choice], room_n: Array, first_n: Ints, share: float) -> float:
     """``share`` where some micro-batches keep it, else a little more than the least kept."""
-    if any(packs(each.needs, each.within(share, room_n)) for each in choices):
+    if any(packs(each.needs, each.within(share, room_n), first_n) for each in choices):
         return share
     least = np.inf
     for each in choices:
-        if packs(each.needs, each.within(least, room_n)):
-            least = _least_cap(each.needs, room_n) / each.whole
+        if packs(each.needs, each.within(least, room_n), first_n):
+            least = _least_cap(each.needs, room_n, first_n) / each.whole
     return max(share, SLACK * least)
+
+
+def holds_all(tables: Tables, m: int, settings: SchedulerConfig, first_n: Ints) -> bool:
+    """Whether some plan fits the memories of cluster ``m`` whose devices begin at these blocks."""
+    room_n = (1.0 - settings.memory_margin) * tables.members.memory_mi[m, 1 : 1 + len(first_n)]
+    choices = (_Choice(tables, settings, batch) for batch in settings.batches)
+    return any(each.ends_fit_m[m] and packs(each.needs, room_n, first_n) for each in choices)
 
 
 @dataclass(frozen=True)
@@ -162,40 +170,44 @@ def segment_needs(
     return np.where(np.tri(len(need), k=-1, dtype=bool).T, need, np.inf)
 
 
-def _plainly_fits(needs: Array, room_mn: Array) -> Mask:
+def _plainly_fits(needs: Array, room_mn: Array, first_mn: Ints) -> Mask:
     """Clusters whose devices hold all blocks even if every block were the largest, (M,)."""
     blocks = len(needs) - 1
     largest = max(float(needs[k, k + 1]) for k in range(blocks))
     held = np.floor(room_mn / largest) if largest > 0 else np.full(room_mn.shape, np.inf)
-    return np.asarray(np.minimum(held, blocks).sum(1) >= blocks)
+    held = np.minimum(held, blocks)
+    behind = np.minimum(np.where(first_mn > 0, held, 0.0).sum(1), blocks - first_mn.max(1))
+    return np.asarray(np.where(first_mn > 0, 0.0, held).sum(1) + behind >= blocks)
 
 
-def _least_cap(needs: Sequence[Array], room_n: Array) -> float:
+def _least_cap(needs: Sequence[Array], room_n: Array, first_n: Ints) -> float:
     """The smallest cap under which ``room_n``, which hold all blocks, still do."""
     caps = np.unique(np.stack(needs))
     caps = caps[caps < np.inf]
     low, high = -1, len(caps) - 1
     while high - low > 1:
         middle = (low + high) // 2
-        if packs(needs, np.minimum(room_n, caps[middle])):
+        if packs(needs, np.minimum(room_n, caps[middle]), first_n):
             high = middle
         else:
             low = middle
     return float(caps[high])
 
 
-def packs(needs: Sequence[Array], room_n: Array) -> bool:
+def packs(needs: Sequence[Array], room_n: Array, first_n: Ints) -> bool:
     """Whether contiguous segments on these devices, in some order, hold all blocks.
 
-    ``needs[t]`` are those of a device with t others behind it, the last of them for all further
-    ones. Exact where ``room_n`` are equal or blocks are, and with one of ``needs``; otherwise
-    larger devices stand further behind.
+    None begins before the device's own first block. ``needs[t]`` are those of a device with t
+    others behind it, the last of them for all further ones. Exact where ``room_n`` are equal or
+    blocks are, and with one of ``needs``; otherwise larger devices stand further behind, those that
+    may hold every block in front.
     """
-    stop = len(needs[0]) - 1
-    for place, room in enumerate(-np.sort(-room_n)):
-        starts = np.flatnonzero(needs[min(place, len(needs) - 1)][:, stop] <= room)
-        if not len(starts):
-            return False
-        if (stop := int(starts[0])) == 0:
+    stop, place = len(needs[0]) - 1, 0
+    for n in np.lexsort((-room_n, -first_n)):
+        need = needs[min(place, len(needs) - 1)][:, stop]
+        starts = np.flatnonzero(need[first_n[n] :] <= room_n[n])
+        if len(starts):
+            stop, place = int(starts[0] + first_n[n]), place + 1
+        if stop == 0:
             return True
     return False

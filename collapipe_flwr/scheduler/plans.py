@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import isfinite
 
-from collapipe_flwr.core.domain import ClusterPlan, Segment
+from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, Segment
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.links import CODECS
 from collapipe_flwr.core.replay import unchecked_schedule
@@ -35,6 +35,23 @@ def check_cluster_plan(plan: ClusterPlan, num_blocks: int | None = None) -> None
         )
     if plan.hops:
         _check_hops(where, plan)
+
+
+def strangers(plan: ClusterPlan, profile: ClusterProfile, trusted_blocks: int) -> list[str]:
+    """The devices that would hold some of the first ``trusted_blocks`` without being trusted."""
+    trusted = {device.device_id for device in profile.devices if device.trusted}
+    held = (s.device_ids for s in plan.segments if s.first_block < trusted_blocks)
+    return [name for names in held for name in names if name not in trusted]
+
+
+def check_trust(plan: ClusterPlan, profile: ClusterProfile, trusted_blocks: int) -> None:
+    """Raise ScheduleError for a plan with `strangers`, whoever made it."""
+    if names := strangers(plan, profile, trusted_blocks):
+        raise ScheduleError(
+            f"plan of cluster {plan.cluster_id!r} gives blocks below privacy.trusted-blocks="
+            f"{trusted_blocks} to {', '.join(names)}, which its cluster does not trust: plan again, "
+            "or write trusted = true for the device in the cluster file"
+        )
 
 
 def dry_run_plan(plan: ClusterPlan, schedule: str, queue_frames: int | None = None) -> None:

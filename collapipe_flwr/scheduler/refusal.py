@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from collapipe_flwr.core.domain import BlockCost
+from collapipe_flwr.costs.arrays import Mask
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import least_flight
-from collapipe_flwr.scheduler.model_share import segment_needs
+from collapipe_flwr.scheduler.model_share import holds_all, segment_needs
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 
 _MIB = 2.0**20
@@ -21,6 +24,8 @@ _MOST_DIGITS = 6
 
 def refusal(tables: Tables, m: int, settings: SchedulerConfig) -> str:
     """One sentence on cluster ``m``, which no plan fits."""
+    if why := too_little_trust(tables, m, settings):
+        return why
     name = tables.snapshot.clusters[m].profile.cluster_id
     size, count = min(settings.batches)
     why = "; ".join(_shortages(tables, m, settings))
@@ -28,6 +33,37 @@ def refusal(tables: Tables, m: int, settings: SchedulerConfig) -> str:
         f"cluster {name!r}: no plan fits its memories even with {count} micro-batches of {size} "
         f"({why}): add a device, allow smaller micro-batch-sizes or micro-batches, or choose a "
         "smaller model"
+    )
+
+
+def too_little_trust(tables: Tables, m: int, settings: SchedulerConfig) -> str:
+    """One sentence on what would fit, where trusted blocks alone keep plans away; else empty."""
+    profile, most = tables.snapshot.clusters[m].profile, tables.snapshot.model.trusted_blocks
+    trusted = np.array([device.trusted for device in profile.devices])
+
+    def fit(blocks: int, trust: Mask) -> bool:
+        return holds_all(tables, m, settings, np.where(trust, 0, blocks))
+
+    if not most or fit(most, trusted) or not fit(0, trusted):
+        return ""
+    depth = max(blocks for blocks in range(most) if fit(blocks, trusted))
+    room = np.array([float(device.memory_bytes) for device in profile.devices])
+    more = trusted.copy()
+    for n in np.argsort(-np.where(trusted, -1.0, room), kind="stable"):
+        if fit(most, more):
+            break
+        more[n] = True
+    names = [device.device_id for device in profile.devices]
+    here = ", ".join(name for name, is_so in zip(names, trusted, strict=True) if is_so)
+    wanted = [name for name, is_so in zip(names, more & ~trusted, strict=True) if is_so]
+    need = float(segment_needs(tables, settings)[0, most])
+    have = (1.0 - settings.memory_margin) * float(room[trusted].sum())
+    short = f", which need {compared(need, have, 'they have')}" if here and need > have else ""
+    return (
+        f"cluster {profile.cluster_id!r}: privacy.trusted-blocks is {most}, but "
+        f"{f'its trusted devices ({here}) cannot' if here else 'no trusted device is there to'} "
+        f"hold these blocks{short}: trust {' and '.join(wanted)}, too, or set "
+        f"privacy.trusted-blocks to {depth} at most"
     )
 
 

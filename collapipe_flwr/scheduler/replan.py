@@ -38,7 +38,7 @@ from collapipe_flwr.scheduler.segment_dp import (
     in_order,
 )
 
-MOST_IN_ANY_ORDER = 8  # beyond, all orders take too long: fastest first
+MOST_IN_ANY_ORDER = 8  # beyond, all orders take too long: trusted ones, then fastest first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +54,11 @@ class ReplanInput:
     def devices(self) -> tuple[DeviceProfile, ...]:
         """Those that may hold segments."""
         return tuple(d for d in self.profile.devices if d.device_id in self.present)
+
+    @property
+    def first_blocks(self) -> list[int]:
+        """The first block that each of them may hold."""
+        return [0 if device.trusted else self.model.trusted_blocks for device in self.devices]
 
 
 def replan(plan: ClusterPlan, rest: ReplanInput) -> ClusterPlan:
@@ -77,7 +82,7 @@ def _replanned(plan: ClusterPlan, rest: ReplanInput) -> ClusterPlan:
     order: Shortest = any_order
     if len(devices) > MOST_IN_ANY_ORDER:
         speeds = [-device.speed_flop_per_s for device in devices]
-        order = in_order([int(n) for n in np.argsort(speeds, kind="stable")])
+        order = in_order([int(n) for n in np.lexsort((speeds, rest.first_blocks))])
     try:
         path = best_path(problem, order)
     except InfeasibleError as error:
@@ -102,6 +107,7 @@ def _problem(plan: ClusterPlan, rest: ReplanInput) -> SegmentProblem:
     need = _segment_bytes(plan, rest)
     allowed = np.tri(len(need), k=-1, dtype=bool).T
     allowed = allowed & (need <= room)
+    allowed &= np.arange(len(need))[:, None] >= np.array(rest.first_blocks)[:, None, None]
     hops = np.zeros((len(devices) + 1, len(devices) + 2, len(need)))
     overlaps = rest.options.schedule == "1f1b"
     embedding, own = rest.model.embedding, rest.profile.control_unit.speed_flop_per_s
@@ -194,11 +200,19 @@ def _refusal(plan: ClusterPlan, rest: ReplanInput) -> str:
             f"cluster {plan.cluster_id!r} lost all its devices ({', '.join(gone)}): bring one "
             "back; `collapipe cluster check` says which of them answer"
         )
+    most = rest.model.trusted_blocks
+    if most and all(rest.first_blocks):
+        return (
+            f"cluster {plan.cluster_id!r}: without {', '.join(gone)} no trusted device is left to "
+            f"hold the first of the blocks, and privacy.trusted-blocks is {most}: bring it back, "
+            "or trust another one"
+        )
     need = float(_segment_bytes(plan, rest)[0, -1])
     room = (1.0 - rest.options.memory_margin) * sum(d.memory_bytes for d in rest.devices)
     why = f"all blocks need {compared(need, room, 'they have')}"
     if need <= room:
         why += ", but no cut into contiguous segments keeps every device within its own"
+        why += f" and the first {most} of them on trusted ones" if most else ""
     count = len(rest.devices)
     left = "device that is" if count == 1 else f"{count} devices that are"
     return (

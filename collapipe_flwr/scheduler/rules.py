@@ -34,6 +34,7 @@ from collapipe_flwr.scheduler.model_share import capped, least_shares, with_mode
 from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.protocol import SchedulerState
 from collapipe_flwr.scheduler.radio.interior_point import equal_shares
+from collapipe_flwr.scheduler.refusal import too_little_trust
 
 Rule = Callable[[Tables, int], Array]
 """Candidate weights of the devices of cluster m, (C, N); the first that fits wins."""
@@ -139,8 +140,8 @@ class RuleScheduler(Policy):
 
         Pairs near the middle of the grid come first.
         """
-        weights, blocks, grid = self.rule(tables, m), tables.num_blocks, middle_first(self.settings)
-        rows = rows_by_weight(np.full(len(weights), m), weights, blocks, blocks, grid[0])
+        weights, grid = self.rule(tables, m), middle_first(self.settings)
+        rows = rows_by_weight(tables, np.full(len(weights), m), weights, tables.num_blocks, grid[0])
         every = stack([rows.with_batches(*pair) for pair in grid])
         good = fits(tables, every, self.settings).reshape(len(grid), len(rows))
         pairs = np.flatnonzero(good.any(1))
@@ -149,7 +150,8 @@ class RuleScheduler(Policy):
     def _nothing_fits(self, tables: Tables, m: int) -> InfeasibleError:
         name = tables.snapshot.clusters[m].profile.cluster_id
         return InfeasibleError(
-            f"cluster {name!r}: policy {self.name!r} finds "
+            too_little_trust(tables, m, self.settings)
+            or f"cluster {name!r}: policy {self.name!r} finds "
             "no layout that fits its devices' memories: use another policy, smaller micro-batches "
             "or larger devices"
         )

@@ -23,6 +23,7 @@ from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import (
     AHEAD,
     BACK,
+    NO_ROOM,
     OPTIMISER_FLOP_PER_BYTE,
     PricingOptions,
     edge_speeds,
@@ -223,6 +224,8 @@ class Scorer:
         model, spans = self.tables.snapshot.model, self.spans
         cap = share_bytes(self.tables, rows.cluster_r, batch.size, batch.count, self.options)
         room = np.minimum(self.members.room.take(slots.member_at_sr), cap)
+        if model.trusted_blocks:
+            room[slots.first_sr < self.members.first.take(slots.member_at_sr)] = NO_ROOM
         room -= spans.state_lk.take(slots.span_sr) + batch.size * spans.once
         room /= np.maximum(batch.size * spans.kept_lk.take(slots.span_sr), 1.0)
         held = np.empty((len(room) + 2, len(batch.size)))
@@ -280,6 +283,7 @@ class MemberPrices:
         self.overhead = members.overhead_mi.ravel()
         self.round_s = members.round_mi.ravel()
         self.room = (1.0 - options.memory_margin) * members.memory_mi.ravel()
+        self.first = members.first_mi.ravel()
         self.flop_worth = (price_mi * members.energy_per_flop_mi).ravel()
         self.joule_per_flop = members.energy_per_flop_mi.ravel()
         noise = tables.snapshot.radio.noise_w_per_hz
@@ -307,6 +311,11 @@ class _Slots:
         self.span_sr = self.stop_sr.copy()
         self.span_sr[1:] += self.stop_sr[:-1] * (int(self.stop_sr.max()) + 1)
         self.edge = edge
+
+    @property
+    def first_sr(self) -> Ints:
+        """The first block of every slot, (S, R)."""
+        return np.concatenate([np.zeros_like(self.stop_sr[:1]), self.stop_sr[:-1]])
 
     def links(self) -> Ints:
         """Flat index of (cluster, sender, receiver) of every hop, (S + 1, R)."""

@@ -19,7 +19,7 @@ from collapipe_flwr.cluster.hosted import ThreadEdge
 from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.recovery import MOST_REPLAYS, RecoveringRound, Recovery
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, DeviceProfile, ModelProfile
-from collapipe_flwr.core.errors import EdgeLost, InfeasibleError, LinkError
+from collapipe_flwr.core.errors import EdgeLost, InfeasibleError, LinkError, ScheduleError
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.models.splitter import Splitter
@@ -162,6 +162,48 @@ def test_whatever_dies_whenever_the_weights_are_those_of_the_new_plan(
         assert incident.from_step == (step if every else 0)
         assert incident.resumed_s > incident.noticed_s
         assert not [t for t in threading.enumerate() if t.name.startswith("device ")]
+
+
+def trusting(splitter: Splitter, *names: str) -> Recovery:
+    """Recovery in a cluster that trusts these devices."""
+    known = profile()
+    devices = tuple(replace(d, trusted=d.device_id in names) for d in known.devices)
+    model = replace(costs_of(splitter), trusted_blocks=1)
+    return Recovery(profile=replace(known, devices=devices), model=lambda: model)
+
+
+def private(first: dict[str, Tensor]) -> RoundOrder:
+    """A round whose first block is for trusted devices alone."""
+    asked = order(first)
+    return replace(asked, learning=replace(asked.learning, trusted_blocks=1))
+
+
+@pytest.mark.parametrize("work", [train_round, evaluate_batches])
+def test_a_plan_that_its_own_cluster_does_not_trust_reaches_no_device(
+    splitter: Splitter, first, work: Callable[..., Any]
+) -> None:
+    """Whatever the server believes of the cluster's devices."""
+    fleet = ThreadFleet(ThreadEdge(), lambda *_: pytest.fail("a device was opened"))
+    batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
+    with pytest.raises(ScheduleError, match="A/d0, which its cluster does not trust"):
+        work(splitter, private(first), batches, fleet, recovery=trusting(splitter, "A/d1"))
+
+
+def test_the_first_block_moves_to_a_trusted_device_or_to_none(
+    splitter: Splitter, first, undisturbed
+) -> None:
+    """The others are faster."""
+    for others, fault in ((("A/d1",), None), ((), InfeasibleError)):
+        fleet = ThreadFleet(ThreadEdge(), failing(Fault(step=1, device_id="A/d0", phase="forward")))
+        batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
+        plans = trusting(splitter, "A/d0", *others)
+        if fault is not None:
+            with pytest.raises(fault, match="no trusted device is left"):
+                train_round(splitter, private(first), batches, fleet, recovery=plans)
+            continue
+        result = train_round(splitter, private(first), batches, fleet, recovery=plans)
+        assert result.plan.segments[0].device_id == "A/d1"
+        assert_same(dict(result.weights), undisturbed(result.plan))
 
 
 def test_a_loss_leaves_the_optimiser_that_an_undisturbed_round_leaves(

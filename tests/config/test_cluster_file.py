@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from collapipe_flwr.cluster.profile import profile_of
 from collapipe_flwr.config.cluster_file import (
     Role,
     certificate_hosts,
@@ -156,6 +157,13 @@ def test_an_unreadable_file_is_named(tmp_path: Path, text: str | None, words: st
         path.write_text(text)
     with pytest.raises(ConfigError, match=f"cluster file .*c.toml {words}"):
         read_cluster(path)
+
+
+def test_a_device_is_trusted_where_the_file_says_so() -> None:
+    trusted = {**DEVICES[0], "trusted": True}
+    cluster = parse_cluster({"id": "g", "device": [trusted, DEVICES[1]]}, Path())
+    assert [device.trusted for device in profile_of(cluster, 1).devices] == [True, False]
+    assert parse_cluster(tomllib.loads(cluster_text(cluster)), Path()) == cluster
 
 
 def test_an_unknown_member_is_answered_with_those_there_are() -> None:

@@ -12,6 +12,7 @@ from flwr.app import ArrayRecord
 from collapipe_flwr.cluster.control_unit import joined
 from collapipe_flwr.cluster.order import CONTROL_UNIT
 from collapipe_flwr.core.domain import BlockCost, LinkRate, ModelProfile, RoundOutcome
+from collapipe_flwr.core.errors import ConfigError, ScheduleError
 from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.federation.arrays import encode_tensors
 from collapipe_flwr.federation.outcomes import MovementMeter
@@ -22,6 +23,7 @@ from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.scheduler.link_estimates import link_key
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
+from collapipe_flwr.scheduler.rules import RuleScheduler
 from collapipe_flwr.simulation.world import EnergyBudget, make_world
 
 BLOCK = BlockCost(
@@ -106,6 +108,46 @@ def test_every_described_cluster_gets_its_own_plan_that_covers_all_blocks():
         covered = [b for s in plan.segments for b in range(s.first_block, s.stop_block)]
         assert covered == [0, 1, 2, 3]
         assert all(s.device_id.startswith(f"{name}/") for s in plan.segments)
+
+
+def trusting(planner: ScheduledRounds, blocks: int, device: str) -> ScheduledRounds:
+    """The planner that keeps so many blocks on the one device that every cluster trusts."""
+    planner._model = replace(MODEL, trusted_blocks=blocks)
+    clusters = (
+        c.with_members(lambda member: replace(member, trusted=member.device_id.endswith(device)))
+        for c in planner.world.clusters
+    )
+    planner.world = replace(planner.world, clusters=tuple(clusters))
+    return planner
+
+
+@pytest.mark.parametrize("policy", ["uniform", "latency-only"])
+def test_the_first_blocks_are_planned_on_trusted_devices_alone(policy: str) -> None:
+    planner = trusting(rounds(policy), 3, "/d2")
+    for planned in (planner.plan(1, [11, 12], EMPTY), planner.plan_evaluation(2, [11], EMPTY)):
+        for plan in planned.plan.clusters:
+            assert plan.segments[0].device_id.endswith("/d2")
+            assert plan.segments[0].stop_block >= 3
+
+
+def test_no_policy_is_trusted_to_heed_trust() -> None:
+    """A scheduler may be the user's own."""
+
+    class Careless(RuleScheduler):
+        def step(self, state, snapshot):
+            free = replace(snapshot, model=replace(snapshot.model, trusted_blocks=0))
+            return RuleScheduler.step(self, state, free)
+
+    planner = trusting(rounds(), 1, "/d2")
+    planner._scheduler = Careless(planner._scheduler.settings, "uniform")
+    with pytest.raises(ScheduleError, match="which its cluster does not trust"):
+        planner.plan(1, [11, 12], EMPTY)
+
+
+def test_more_trusted_blocks_than_there_are_is_one_sentence() -> None:
+    assert Planning(trusted_blocks=4).guarded(MODEL).trusted_blocks == 4
+    with pytest.raises(ConfigError, match="trusted-blocks is 5, but the model has 4 blocks"):
+        Planning(trusted_blocks=5).guarded(MODEL)
 
 
 def test_the_first_plan_knows_the_links_that_were_measured_before() -> None:

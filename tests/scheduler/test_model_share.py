@@ -161,18 +161,24 @@ def test_segment_needs_are_what_plans_predict(a_snapshot: Callable[..., Snapshot
 @given(
     st.lists(st.floats(0.0, 5.0), min_size=1, max_size=4),
     st.lists(st.just(1.0), min_size=1, max_size=6),
+    st.integers(0, 6),
+    st.integers(0, 15),
 )
-def test_packing_equal_blocks_is_exact(rooms: list[float], blocks: list[float]) -> None:
+def test_packing_equal_blocks_is_exact(
+    rooms: list[float], blocks: list[float], kept: int, trusted: int
+) -> None:
     """Against every order of devices and, for each, filling them one after the other."""
+    starts = [0 if trusted >> n & 1 else min(kept, len(blocks)) for n in range(len(rooms))]
     reach = np.concatenate([[0.0], np.cumsum(blocks)])
     needs: NDArray[np.float64] = np.where(
         reach[None, :] > reach[:, None], reach[None, :] - reach[:, None], np.inf
     )
 
-    def fills(order: tuple[float, ...]) -> bool:
+    def fills(order: tuple[tuple[float, int], ...]) -> bool:
         left = len(blocks)
-        for room in order:
-            left -= min(int(room), left)
+        for room, first in order:
+            left -= min(int(room), max(left - first, 0))
         return left == 0
 
-    assert packs([needs], np.array(rooms)) == any(fills(p) for p in permutations(rooms))
+    orders = permutations(zip(rooms, starts, strict=True))
+    assert packs([needs], np.array(rooms), np.array(starts)) == any(map(fills, orders))

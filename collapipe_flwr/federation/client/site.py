@@ -107,7 +107,10 @@ class Site:
             profile = replace(profile, edge=None, other_edges=())
         recovery = Recovery(
             profile=profile,
-            model=lambda: profile_model(splitter, task.shape, learning.optimizer.state_bytes),
+            model=lambda: replace(
+                profile_model(splitter, task.shape, learning.optimizer.state_bytes),
+                trusted_blocks=learning.trusted_blocks,
+            ),
         )
         if self.cluster is None:
             yield ThreadFleet(self._edge_for_threads(task)), recovery

@@ -50,6 +50,7 @@ def learning_settings(config: AppConfig, run_id: str, server_round: int) -> Lear
         run_id=run_id,
         keep_optimizer=config.train.optimizer_state == "keep",
         labels_at_home=config.privacy.labels_at_home,
+        trusted_blocks=config.privacy.trusted_blocks,
     )
 
 
@@ -85,9 +86,11 @@ def make_planner(
         paced=config.links.paced,
         truth_error=config.world.truth_error,
         labels_at_home=config.privacy.labels_at_home,
+        trusted_blocks=config.privacy.trusted_blocks,
     )
     with blaming("scheduler.policy"):
         scheduler = planning.scheduler
+    model = planning.guarded(model)
     world = planning.world(sorted(clusters.values(), key=lambda c: c.cluster_id), model)
     with blaming("world.devices, world.memory-share"):
         scheduler.step(scheduler.init(snapshot := world.snapshot(1, model)), snapshot)
