@@ -52,8 +52,9 @@ class LearningSettings:
             raise ConfigError(
                 f"deadline_s must be > 0 and <= {LONGEST_WAIT_S:g}, got {self.deadline_s}"
             )
-        if self.snapshot_every < 0:
-            raise ConfigError(f"snapshot_every must be >= 0, got {self.snapshot_every}")
+        for name in ("snapshot_every", "trusted_blocks"):
+            if (value := getattr(self, name)) < 0:
+                raise ConfigError(f"{name} must be >= 0, got {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -198,7 +198,8 @@ def capacity_bytes(tables: Tables, rows: Layouts, options: PricingOptions) -> Ar
     cap = share_bytes(tables, rows.cluster_r, *batch, options)
     room[:, 1:-1] = np.minimum(room[:, 1:-1], cap[:, None])
     if tables.snapshot.model.trusted_blocks:
-        first = of_members(tables.members.first_mi, rows)[:, 1:]
+        member = np.maximum(rows.member_rs, 0)
+        first = tables.members.first_mi[rows.cluster_r[:, None], member]
         room[:, 1:-1] = np.where(rows.first_rs < first, NO_ROOM, room[:, 1:-1])
     return room
 

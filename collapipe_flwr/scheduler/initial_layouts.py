@@ -82,9 +82,9 @@ def _trusted_first(weight_n: Array, first_n: Ints, most: int, blocks: int) -> tu
 
 def _parted(weight_s: Array, ahead: int, least: int, blocks: int) -> Ints:
     """Stops in proportion to weights, at least ``least`` blocks being on the devices ``ahead``."""
-    behind = np.count_nonzero(weight_s) - ahead
+    behind = int(np.count_nonzero(weight_s)) - ahead
     share = round(blocks * float(weight_s[:ahead].sum() / weight_s.sum()))
-    cut = min(max(share, least, ahead), blocks - behind)
+    cut: int = min(max(share, least, ahead), blocks - behind)
     stops = np.full(len(weight_s), blocks)
     stops[:ahead] = spread(weight_s[None, :ahead], cut)[0]
     if behind:

@@ -49,8 +49,8 @@ def check_trust(plan: ClusterPlan, profile: ClusterProfile, trusted_blocks: int)
     if names := strangers(plan, profile, trusted_blocks):
         raise ScheduleError(
             f"plan of cluster {plan.cluster_id!r} gives blocks below privacy.trusted-blocks="
-            f"{trusted_blocks} to {', '.join(names)}, which its cluster does not trust: plan again, "
-            "or write trusted = true for the device in the cluster file"
+            f"{trusted_blocks} to {', '.join(names)}, which its cluster does not trust: plan it "
+            "again, or write trusted = true for the device in the cluster file"
         )
 
 
