@@ -36,7 +36,7 @@ from collapipe_flwr.cluster.unsplit import evaluate_unsplit
 from collapipe_flwr.config.schema import AppConfig, parse
 from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan, RoundOutcome
 from collapipe_flwr.costs.price import PricedRound, price
-from collapipe_flwr.data.batches import Example, batches, round_examples
+from collapipe_flwr.data.batches import Example, cut_batches, draw_round_examples
 from collapipe_flwr.federation.run.learner import Learner, make_learner
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.profile import profile_model
@@ -108,7 +108,7 @@ class Fleet:
         self.model: nn.Module = self.learner.splitter.build_whole(weights)
         self.vector = flat(self.model)
         rows = [dict(row) for row in task.test]
-        self.test = [[task.collate(chunk)] for chunk in batches(rows, TEST_BATCH)]
+        self.test = [[task.collate(chunk)] for chunk in cut_batches(rows, TEST_BATCH)]
 
     def test_loss(self) -> float:
         """Mean over the test set's tokens."""
@@ -166,10 +166,10 @@ class Fleet:
         )
 
     def _steps(self, m: int, plan: ClusterPlan, index: int) -> Iterator[list[Example]]:
-        rows = round_examples(
+        rows = draw_round_examples(
             self.parts[m], seed=self.seed, rounds_done=index - 1, cluster_id=m, limit=EXAMPLES
         )
-        yield from batches(rows, plan.micro_batch_size * plan.micro_batches)
+        yield from cut_batches(rows, plan.micro_batch_size * plan.micro_batches)
 
 
 def learner(seed: int, task: str, folder: Path) -> Learner:

@@ -19,7 +19,7 @@ cluster = Cluster(app, site=Node.site_of, examples=Node.examples_of)
 @unexpected_as_run_error()
 @configured_malloc()
 def train(message: Message, context: Context) -> Message:
-    """One round: through the planned pipeline, or the whole model for a plain strategy."""
+    """Train one round: through the planned pipeline, or the whole model for a plain strategy."""
     node, whole = Node.of(context), read_unsplit_task(message.content)
     if whole is not None:
         return train_whole(node, message, whole)
@@ -30,7 +30,7 @@ def train(message: Message, context: Context) -> Message:
 @unexpected_as_run_error()
 @configured_malloc()
 def evaluate(message: Message, context: Context) -> Message:
-    """Loss and metrics on the cluster's share of the test set, by the path that training takes."""
+    """Test on the cluster's share of the test set, along the path that training takes."""
     node, whole = Node.of(context), read_unsplit_task(message.content)
     if whole is not None:
         return evaluate_whole(node, message, whole)

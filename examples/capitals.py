@@ -16,7 +16,7 @@ import re
 import sys
 
 from collapipe_flwr.data.files import load_table
-from collapipe_flwr.data.reader import column
+from collapipe_flwr.data.reader import read_column
 
 _SHORTEST = 3  # words
 _AROUND = re.compile(r"^\W+|\W+$")
@@ -36,7 +36,9 @@ def tagged(sentence: str) -> tuple[list[str], list[str]]:
 
 def main(table: str, name: str, out: str) -> None:
     """Write the data set."""
-    sentences = column(load_table(table, key="TABLE", split="train"), name, key="COLUMN", of=table)
+    sentences = read_column(
+        load_table(table, key="TABLE", split="train"), name, key="COLUMN", of=table
+    )
     with gzip.open(out, "wt", encoding="utf-8") as file:
         for tokens, tags in map(tagged, sentences):
             if len(tokens) >= _SHORTEST:

@@ -83,7 +83,7 @@ def _run(grid: Grid, config: AppConfig, progress: ProgressFile, printer: RoundPr
     place = resolve(config.train.compute, "train.compute")
     evaluator = Evaluator(learner.splitter, learner.task, config.evaluation.batch_size, place)
     progress.enter("waiting for the clusters")
-    members, planner = _clusters(grid, config, learner, clock)
+    members, planner = _find_clusters(grid, config, learner, clock)
     with ExitStack() as lock:
         folder = open_run(config, lock)
         if config.reporting.log_lines:
@@ -92,9 +92,9 @@ def _run(grid: Grid, config: AppConfig, progress: ProgressFile, printer: RoundPr
         progress.folder = folder.directory.path
         if planner is not None:
             progress.simulated = not any(c.real_links for c in planner.world.clusters)
-        recorder = _recorder(config, folder, evaluator, planner, members, printer, progress)
+        recorder = _make_recorder(config, folder, evaluator, planner, members, printer, progress)
         try:
-            with _how_to_resume(folder), unexpected_as_run_error():
+            with _add_how_to_resume(folder), unexpected_as_run_error():
                 _train(members, config, learner, planner, recorder, folder)
                 progress.enter("saving the model")
                 _save_model(folder.directory, learner, recorder)
@@ -108,7 +108,7 @@ def _run(grid: Grid, config: AppConfig, progress: ProgressFile, printer: RoundPr
 
 
 @contextmanager
-def _how_to_resume(folder: RunFolder) -> Iterator[None]:
+def _add_how_to_resume(folder: RunFolder) -> Iterator[None]:
     """Append how to resume the run to its error message, if rounds are kept."""
     try:
         yield
@@ -123,10 +123,10 @@ def _how_to_resume(folder: RunFolder) -> Iterator[None]:
         ) from error
 
 
-def _clusters(
+def _find_clusters(
     grid: Grid, config: AppConfig, learner: Learner, clock: RoundClock | None
 ) -> tuple[Members, ScheduledRounds | None]:
-    """The clusters of the run, and the planner of a split model."""
+    """Wait for the clusters of the run, and make the planner of a split model."""
     clusters = discover_clusters(
         grid, expected=config.run.clusters, timeout_s=config.run.node_timeout_s
     )
@@ -140,7 +140,7 @@ def _clusters(
     return members, planner
 
 
-def _recorder(
+def _make_recorder(
     config: AppConfig,
     folder: RunFolder,
     evaluator: Evaluator,

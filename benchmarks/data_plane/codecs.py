@@ -22,7 +22,7 @@ from collapipe_flwr.config.schema import AppConfig, LinksConfig
 from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.core.keys import read_assignments
 from collapipe_flwr.core.links import LinkConfig
-from collapipe_flwr.data.batches import batches, round_examples
+from collapipe_flwr.data.batches import cut_batches, draw_round_examples
 from collapipe_flwr.data.tasks import Task, load_task
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
@@ -226,11 +226,11 @@ def _splitter(config: AppConfig, task: Task) -> Splitter:
 def _batches(trial: _Trial) -> Iterator[list[MicroBatch]]:
     case, task, splitter = trial.case, trial.task, trial.splitter
     size = case.micro_batch * case.micro_batches
-    rows = round_examples(
+    rows = draw_round_examples(
         task.train, seed=trial.seed, rounds_done=0, cluster_id=0, limit=case.steps * size
     )
-    for batch in batches(rows, size):
-        tensors = [task.collate(examples) for examples in batches(batch, case.micro_batch)]
+    for batch in cut_batches(rows, size):
+        tensors = [task.collate(examples) for examples in cut_batches(batch, case.micro_batch)]
         yield [
             MicroBatch(
                 inputs=t,

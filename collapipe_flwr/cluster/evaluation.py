@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from collapipe_flwr.data.batches import Example
-from collapipe_flwr.data.metrics import Tally, added
+from collapipe_flwr.data.metrics import Tally, add_counts
 from collapipe_flwr.models.parts import EmbeddingPart
 from collapipe_flwr.models.tasks import best_class
 from collapipe_flwr.pipeline.config import StageConfig
@@ -137,5 +137,5 @@ def tally_of(task: Task, parts: Iterable[TestPart], predictions: Iterable[Tensor
     tally: Tally = {}
     for part, ids in zip(parts, predictions, strict=True):
         references = task.references(part.examples, part.tensors)
-        tally = added(tally, task.count(task.read(ids, part.tensors), references))
+        tally = add_counts(tally, task.count(task.read(ids, part.tensors), references))
     return tally

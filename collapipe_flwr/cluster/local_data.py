@@ -17,10 +17,10 @@ from collapipe_flwr.core.keys import Value
 from collapipe_flwr.data.batches import (
     Example,
     Rows,
-    batches,
     bucket_by_length,
-    in_random_order,
-    round_examples,
+    cut_batches,
+    draw_round_examples,
+    shuffle_groups,
 )
 from collapipe_flwr.data.stream import Stream
 from collapipe_flwr.data.tasks import load_task
@@ -64,7 +64,7 @@ class LocalData:
 
     @cached_property
     def _examples(self) -> Dataset:
-        return self.task.examples(self.task.partition(*self._place.share))
+        return self.task.make_examples(self.task.partition(*self._place.share))
 
     @cached_property
     def past(self) -> Dataset:
@@ -75,7 +75,7 @@ class LocalData:
     def stream(self, folder: str) -> Stream:
         """The cluster's own folder of arriving files; raises DataError where there is none."""
         own = expanded(folder) / str(self._place.index)
-        return Stream(own, self.task.read_file, self.task.examples)
+        return Stream(own, self.task.read_file, self.task.make_examples)
 
     @property
     def examples_per_round(self) -> int:
@@ -92,15 +92,15 @@ class LocalData:
                 f"{len(test)} test examples are too few for {count} clusters to evaluate: "
                 "raise data.test-examples or set evaluation.federated to false"
             )
-        share = self.task.examples(test.select(range(index, len(test), count)))
+        share = self.task.make_examples(test.select(range(index, len(test), count)))
         rows: list[Example] = share.to_list()
-        for batch in batches(rows, batch_size):
+        for batch in cut_batches(rows, batch_size):
             cut = self._cut(batch, micro_batch_size)
             yield [TestPart.of(self.task, [batch[row] for row in places]) for places in cut]
 
     def chosen(self, rounds_done: int) -> list[Example]:
         """The examples of the cluster's next round, in the order in which it trains on them."""
-        return round_examples(
+        return draw_round_examples(
             self._examples,
             seed=self._config.run.seed,
             rounds_done=rounds_done,
@@ -113,15 +113,15 @@ class LocalData:
     ) -> Iterator[list[dict[str, Tensor]]]:
         """The micro-batches of each optimizer step over ``chosen``, tokenized as needed."""
         place = (self._config.run.seed, self._place.index, round_index)
-        for step, batch in enumerate(batches(chosen, batch_size)):
+        for step, batch in enumerate(cut_batches(chosen, batch_size)):
             cut = self._cut(batch, micro_batch_size)
             if self._config.data.bucketing != "none":
-                cut = in_random_order(cut, *place, step)
+                cut = shuffle_groups(cut, *place, step)
             yield [self.task.collate_for([batch[row] for row in rows], round_index) for rows in cut]
 
     def _cut(self, batch: list[Example], micro_batch_size: int) -> list[Rows]:
         """The rows of a step's micro-batches, with little padding if the run-config asks for it."""
-        cut = batches(range(len(batch)), micro_batch_size)
+        cut = cut_batches(range(len(batch)), micro_batch_size)
         if self._config.data.bucketing == "none" or len(cut) == 1:
             return cut
         return bucket_by_length(self.task.lengths(batch), len(cut))

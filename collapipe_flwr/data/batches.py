@@ -1,5 +1,6 @@
-"""The examples of a cluster, those of one round in an order that can be repeated exactly, and the
-cut of a step's examples into micro-batches.
+"""The examples of a cluster and of each of its rounds, and the cut of a step into micro-batches.
+
+All depends on the seed and the place in the run alone, so a resumed run repeats it exactly.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ T = TypeVar("T")
 def partition_rows(
     examples: Dataset, count: int, *, method: str, by: str, settings: DataConfig
 ) -> list[Rows]:
-    """Row numbers of each of ``count`` parts, cut by ``method`` along column ``by``.
+    """Cut the rows into ``count`` parts by ``method`` along column ``by``; return row numbers.
 
     Parts are disjoint, together complete, and repeatable. Raises DataError if a part would be empty
     (by Dirichlet: after ten draws), or there are fewer values than parts or no column to go by.
@@ -46,11 +47,11 @@ def partition_rows(
             'or choose data.partition "iid"'
         )
     if method == "natural":
-        return _natural(examples, count, by)
-    return _dirichlet(examples, count, by, settings)
+        return _deal_values(examples, count, by)
+    return _draw_shares(examples, count, by, settings)
 
 
-def _natural(examples: Dataset, count: int, by: str) -> list[Rows]:
+def _deal_values(examples: Dataset, count: int, by: str) -> list[Rows]:
     """Deal the values of column ``by``, in sorted order, to the parts in turn."""
     values = list(examples[by])
     part_of = {value: turn % count for turn, value in enumerate(sorted(set(values)))}
@@ -65,7 +66,7 @@ def _natural(examples: Dataset, count: int, by: str) -> list[Rows]:
     return parts
 
 
-def _dirichlet(examples: Dataset, count: int, by: str, settings: DataConfig) -> list[Rows]:
+def _draw_shares(examples: Dataset, count: int, by: str, settings: DataConfig) -> list[Rows]:
     """Draw each cluster's share of every value of column ``by`` from Dirichlet(alpha)."""
     with extra("data"):  # imported here: it takes seconds, and every message starts a process
         from flwr_datasets.partitioner import DirichletPartitioner
@@ -89,19 +90,19 @@ def _dirichlet(examples: Dataset, count: int, by: str, settings: DataConfig) -> 
         ) from error
 
 
-def round_examples(examples: Dataset, **which: int) -> list[Example]:
-    """The examples of a round; see `round_rows`."""
-    chosen: list[Example] = examples.select(round_rows(len(examples), **which)).to_list()
+def draw_round_examples(examples: Dataset, **which: int) -> list[Example]:
+    """Return the examples of a round; see `draw_round_rows`."""
+    chosen: list[Example] = examples.select(draw_round_rows(len(examples), **which)).to_list()
     return chosen
 
 
-def batches(chosen: Sequence[T], batch_size: int) -> list[list[T]]:
-    """Examples or rows cut into batches in order; the last one may be smaller."""
+def cut_batches(chosen: Sequence[T], batch_size: int) -> list[list[T]]:
+    """Cut examples or rows into batches in order; the last one may be smaller."""
     return [list(chosen[start : start + batch_size]) for start in range(0, len(chosen), batch_size)]
 
 
-def round_rows(size: int, *, seed: int, rounds_done: int, cluster_id: int, limit: int) -> Rows:
-    """Out of ``size`` rows, the ``limit`` (0: all) of the round after ``rounds_done``.
+def draw_round_rows(size: int, *, seed: int, rounds_done: int, cluster_id: int, limit: int) -> Rows:
+    """Return ``limit`` (0: all) of ``size`` rows for the round after ``rounds_done``.
 
     Rounds walk through one shuffled pass after another, so that after any number of rounds two
     examples have been used equally often or once more; the same holds within each round. Each
@@ -110,63 +111,65 @@ def round_rows(size: int, *, seed: int, rounds_done: int, cluster_id: int, limit
     """
     limit = limit or size
     epoch, offset = divmod(rounds_done * limit, size)
-    begun = _order_of(epoch, size, limit, seed, cluster_id)[offset : offset + limit]
+    begun = _draw_pass(epoch, size, limit, seed, cluster_id)[offset : offset + limit]
     rows: Rows = begun.tolist()
     while len(rows) < limit:
         epoch += 1
-        order = _after(begun, _shuffled(epoch, size, seed, cluster_id))
+        order = _put_last(begun, _draw_order(epoch, size, seed, cluster_id))
         rows += order[: limit - len(rows)].tolist()
     return rows
 
 
-def _order_of(epoch: int, size: int, limit: int, seed: int, cluster_id: int) -> Order:
-    """The order of a pass; it depends on the rows that its first round took of earlier passes."""
-    passes = [epoch]
+def _draw_pass(epoch: int, size: int, limit: int, seed: int, cluster_id: int) -> Order:
+    """Return the order of a pass, which depends on the rows that its first round has used."""
+    passes = [epoch]  # and those before it, back to one that a round begins with
     while passes[-1] * size % limit:
-        passes.append(_round_start(passes[-1], size, limit) // size)
-    order = _shuffled(passes.pop(), size, seed, cluster_id)
+        passes.append(_find_round_start(passes[-1], size, limit) // size)
+    order = _draw_order(passes.pop(), size, seed, cluster_id)
     for later in reversed(passes):
-        begun = order[_round_start(later, size, limit) % size :]
-        order = _after(begun, _shuffled(later, size, seed, cluster_id))
+        begun = order[_find_round_start(later, size, limit) % size :]
+        order = _put_last(begun, _draw_order(later, size, seed, cluster_id))
     return order
 
 
-def _round_start(epoch: int, size: int, limit: int) -> int:
-    """The start of the round in which a pass begins, in rows since the first round."""
+def _find_round_start(epoch: int, size: int, limit: int) -> int:
+    """Return the first row of the round in which a pass begins, counted over all passes."""
     return epoch * size // limit * limit
 
 
-def _shuffled(epoch: int, size: int, seed: int, cluster_id: int) -> Order:
+def _draw_order(epoch: int, size: int, seed: int, cluster_id: int) -> Order:
     return np.random.default_rng([seed, cluster_id, epoch]).permutation(size)
 
 
-def _after(begun: Order, order: Order) -> Order:
-    """``order``, but with the rows last that the round has already used of the pass before."""
+def _put_last(begun: Order, order: Order) -> Order:
+    """Move the rows behind the others that the round has used of the pass before."""
     again = np.isin(order, begun)
     return np.concatenate([order[~again], order[again]])
 
 
 def bucket_by_length(lengths: Sequence[int], count: int) -> list[Rows]:
-    """Rows in ``count`` groups of similar length (fewer if there are fewer rows).
-
-    A row without tokens counts as one of one token.
+    """Group rows of similar length into ``count`` groups, fewer if there are fewer rows.
 
     The largest group, in tokens after padding to its own longest row, is as small as it can be;
-    it is never larger than that of an equal cut. Rows are in order of length. A micro-batch
-    counts with its share of a step's targets, so the gradient does not depend on the cut.
+    it is never larger than that of an equal cut. Rows are in order of length; one without tokens
+    counts as one token. A micro-batch counts with its share of a step's targets, so the gradient
+    does not depend on the cut.
     """
     order = sorted(range(len(lengths)), key=lambda row: lengths[row])
     ascending = [max(1, lengths[row]) for row in order]
     count = min(count, len(order))
-    limits = range(max(ascending), padded_tokens(ascending) + 1)  # of padded tokens
-    smallest = bisect_left(limits, True, key=lambda limit: len(_greedy(ascending, limit)) <= count)
-    sizes = _split_until(_greedy(ascending, limits[smallest]), count)
+    # The higher the limit of padded tokens, the fewer groups are needed: bisect for the lowest.
+    limits = range(max(ascending), count_padded_tokens(ascending) + 1)
+    smallest = bisect_left(
+        limits, True, key=lambda limit: len(_fill_groups(ascending, limit)) <= count
+    )
+    sizes = _split_until(_fill_groups(ascending, limits[smallest]), count)
     starts = [sum(sizes[:group]) for group in range(len(sizes))]
     return [order[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
-def in_random_order(groups: Sequence[T], *place: int) -> list[T]:
-    """The groups in an order that depends on ``place`` alone.
+def shuffle_groups(groups: Sequence[T], *place: int) -> list[T]:
+    """Return the groups in an order that depends on ``place`` alone.
 
     The first micro-batch of a step stands for all where gradient noise is measured.
     """
@@ -174,13 +177,13 @@ def in_random_order(groups: Sequence[T], *place: int) -> list[T]:
     return [groups[index] for index in order]
 
 
-def padded_tokens(lengths: Sequence[int]) -> int:
-    """Tokens of one micro-batch, padding included."""
+def count_padded_tokens(lengths: Sequence[int]) -> int:
+    """Return the tokens of one micro-batch, padding included."""
     return len(lengths) * max(lengths)
 
 
-def _greedy(ascending: Sequence[int], limit: int) -> list[int]:
-    """Sizes of the fewest groups of at most ``limit`` padded tokens, filled from the long end.
+def _fill_groups(ascending: Sequence[int], limit: int) -> list[int]:
+    """Fill the fewest groups of at most ``limit`` padded tokens; return their sizes, ascending.
 
     The longest row of a group decides how many fit, so each group takes as many as it can.
     """

@@ -41,12 +41,7 @@ from collapipe_flwr.data.metrics import (
     match_rate,
     word_accuracy,
 )
-from collapipe_flwr.data.reader import (
-    ReadColumn,
-    class_names,
-    list_column,
-    require_column,
-)
+from collapipe_flwr.data.reader import ReadColumn, class_names, read_lists, require_column
 from collapipe_flwr.data.tasks import Batch, Task
 from collapipe_flwr.data.tokenizer import IGNORED_TAG, encode_words
 
@@ -60,8 +55,8 @@ _MISSING = frozenset({"nan", "na", "n/a", "#n/a", "null", "none", "nil", "undefi
 _MODES = {1: "L", 3: "RGB"}  # by channels
 
 
-class Labelled(Task):
-    """Examples with a column ``label`` of the user's data; labels may be numbers or names.
+class LabelTask(Task):
+    """A task whose examples have one ``label`` each, a number or a name.
 
     Raises DataError for a label that the vocabulary does not have.
     """
@@ -72,7 +67,7 @@ class Labelled(Task):
 
     @abstractmethod
     def inputs(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        """The model's inputs for a micro-batch, without labels."""
+        """Return the model's inputs for a micro-batch, without labels."""
 
     def find_labels(self) -> tuple[str, ...]:
         declared = class_names(self.training_table, self.settings.label_column)
@@ -88,7 +83,7 @@ class Labelled(Task):
             )
         if all(label.isdecimal() for label in labels):
             labels.sort(key=int)
-        if fraction := _fraction_in(labels):
+        if fraction := _find_fraction(labels):
             raise DataError(
                 f"{holds} numbers such as {fraction}, but classification sorts into classes and "
                 'does not estimate quantities: write classes as names, such as "high"'
@@ -102,7 +97,7 @@ class Labelled(Task):
                 f"{holds} another label in each of {len(labels)} rows: name the column of the "
                 "classes, several rows of each"
             )
-        self.warnings += [f"{holds} {odd}" for odd in odd_labels(counts)]
+        self.warnings += [f"{holds} {odd}" for odd in find_odd_labels(counts)]
         return tuple(labels)
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
@@ -117,7 +112,7 @@ class Labelled(Task):
         del batch
         return [example["label"] for example in examples]
 
-    def checked(self, examples: Dataset, key: str) -> Dataset:
+    def select_usable(self, examples: Dataset, key: str) -> Dataset:
         unknown = sorted(set(examples["label"]) - set(self.labels))
         if unknown:
             raise DataError(
@@ -127,8 +122,8 @@ class Labelled(Task):
         return examples
 
 
-def odd_labels(counts: Mapping[str, int]) -> list[str]:
-    """What may be a mistake in labels, given with their numbers of rows."""
+def find_odd_labels(counts: Mapping[str, int]) -> list[str]:
+    """Describe what may be a mistake in labels, which come with their numbers of rows."""
     found, alike = [], dict[str, list[str]]()
     for label in counts:
         alike.setdefault(" ".join(label.casefold().split()), []).append(label)
@@ -152,8 +147,8 @@ def odd_labels(counts: Mapping[str, int]) -> list[str]:
     return found
 
 
-def _fraction_in(labels: Sequence[str]) -> str:
-    """The first label that is not an integer, if all are numbers; else an empty text."""
+def _find_fraction(labels: Sequence[str]) -> str:
+    """Return the first label that is not an integer, if all are numbers; else an empty text."""
     try:
         numbers = [float(label) for label in labels]
     except ValueError:
@@ -162,7 +157,7 @@ def _fraction_in(labels: Sequence[str]) -> str:
     return next((t for t, n in pairs if isfinite(n) and not n.is_integer()), "")
 
 
-class Classification(Labelled):
+class Classification(LabelTask):
     """A text and a label column of the user's data."""
 
     columns: ClassVar[tuple[str, ...]] = ("text", "label")
@@ -171,7 +166,7 @@ class Classification(Labelled):
     starts_with_bos: ClassVar[bool] = True
 
     def inputs(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        return self.encoded(examples, "text", self.settings.max_source_length)
+        return self.encode_column(examples, "text", self.settings.max_source_length)
 
 
 class TokenClassification(Task):
@@ -187,7 +182,7 @@ class TokenClassification(Task):
     text_columns: ClassVar[tuple[str, ...]] = ("tokens",)
     starts_with_bos: ClassVar[bool] = True
     columns: ClassVar[tuple[str, ...]] = ("tokens", "tags")
-    readers: ClassVar[Mapping[str, ReadColumn]] = {"tokens": list_column, "tags": list_column}
+    readers: ClassVar[Mapping[str, ReadColumn]] = {"tokens": read_lists, "tags": read_lists}
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -231,14 +226,14 @@ class TokenClassification(Task):
         return [" ".join(tags) for tags in wanted]
 
     def count(self, predictions: Sequence[str], references: Sequence[str]) -> Tally:
-        """As always, with O for every word that was cut off."""
+        """Count as always, with O for every word that was cut off."""
         ours = []
         for predicted, reference in zip(predictions, references, strict=True):
             pairs = zip_longest(predicted.split(), reference.split())
             ours.append(" ".join(tag or OUTSIDE for tag, word in pairs if word is not None))
         return super().count(ours, references)
 
-    def bad_rows(self, found: Mapping[str, Sequence[Any]]) -> dict[str, list[int]]:
+    def find_bad_rows(self, found: Mapping[str, Sequence[Any]]) -> dict[str, list[int]]:
         rows = list(enumerate(zip(found["tokens"], found["tags"], strict=True)))
         odd = [row for row, (row_words, row_tags) in rows if len(row_words) != len(row_tags)]
         empty = [row for row, (row_words, _) in rows if not all(w.strip() for w in row_words)]
@@ -247,9 +242,12 @@ class TokenClassification(Task):
             f'data.tags-column "{tags}" has not as many tags as words': odd,
             f'data.tokens-column "{words}" has an empty word': empty,
         }
-        return {**super().bad_rows(found), **{what: each for what, each in bad.items() if each}}
+        return {
+            **super().find_bad_rows(found),
+            **{what: each for what, each in bad.items() if each},
+        }
 
-    def checked(self, examples: Dataset, key: str) -> Dataset:
+    def select_usable(self, examples: Dataset, key: str) -> Dataset:
         rows = zip(examples["tokens"], examples["tags"], strict=True)
         examples = examples.select([row for row, pair in enumerate(rows) if any(pair)])
         for tags in examples["tags"]:
@@ -262,8 +260,8 @@ class TokenClassification(Task):
         return examples
 
 
-def picture_column(table: Dataset, name: str, *, key: str, of: str) -> list[Any]:
-    """A column of pictures, not opened yet, and None where a row has none.
+def read_pictures(table: Dataset, name: str, *, key: str, of: str) -> list[Any]:
+    """Read a column of pictures, not opened yet, and None where a row has none.
 
     Raises DataError, naming ``key``.
     """
@@ -277,26 +275,28 @@ def picture_column(table: Dataset, name: str, *, key: str, of: str) -> list[Any]
     return list(values)
 
 
-class ImageClassification(Labelled):
+class ImageClassification(LabelTask):
     """A picture and a label column, or a folder with a folder of pictures per label."""
 
     columns: ClassVar[tuple[str, ...]] = ("image", "label")
-    readers: ClassVar[Mapping[str, ReadColumn]] = {"image": picture_column}
+    readers: ClassVar[Mapping[str, ReadColumn]] = {"image": read_pictures}
     model_task: ClassVar[str] = "image-classification"
     text_columns: ClassVar[tuple[str, ...]] = ()
     starts_with_bos: ClassVar[bool] = False
 
     def inputs(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        pictures = [self._pixels(example["image"]) for example in examples]
+        pictures = [self._read_pixels(example["image"]) for example in examples]
         return {"pixel_values": torch.from_numpy(np.stack(pictures))}
 
-    def bad_rows(self, found: Mapping[str, Sequence[Any]]) -> dict[str, list[int]]:
+    def find_bad_rows(self, found: Mapping[str, Sequence[Any]]) -> dict[str, list[int]]:
         rows = list(enumerate(found["image"]))
         empty = [row for row, picture in rows if picture is None]
-        other = [row for row, picture in rows if isinstance(picture, dict) and not _opens(picture)]
+        other = [
+            row for row, picture in rows if isinstance(picture, dict) and not _is_picture(picture)
+        ]
         what = f'data.image-column "{self.settings.image_column}"'
         bad = {f"{what} is empty": empty, f"{what} is no picture that Pillow opens": other}
-        return {**super().bad_rows(found), **{why: each for why, each in bad.items() if each}}
+        return {**super().find_bad_rows(found), **{why: each for why, each in bad.items() if each}}
 
     def save_inputs(self, directory: Path) -> None:
         """Write the preprocessor's file: transformers then prepares pictures as done here."""
@@ -315,8 +315,8 @@ class ImageClassification(Labelled):
         }
         (directory / "preprocessor_config.json").write_text(json.dumps(record, indent=2) + "\n")
 
-    def _pixels(self, picture: Any) -> NDArray[np.float32]:
-        """Channels, height, width; scaled by mean and deviation."""
+    def _read_pixels(self, picture: Any) -> NDArray[np.float32]:
+        """Return a picture's channels, height and width, scaled by mean and deviation."""
         size = self.settings.image_size
         opened = open_picture(picture).convert(_MODES[self.settings.image_channels])
         if opened.size != (size, size):
@@ -347,8 +347,8 @@ _UNREADABLE = (
 )
 
 
-def _opens(picture: Mapping[str, Any]) -> bool:
-    """Whether a file or its bytes begin as a picture does; the rest is read when it is needed."""
+def _is_picture(picture: Mapping[str, Any]) -> bool:
+    """Check whether a file or its bytes begin as a picture does; the rest is read later."""
     try:
         Pictures.open(_source_of(picture)).close()
     except _UNREADABLE:
@@ -361,13 +361,13 @@ def _source_of(picture: Mapping[str, Any]) -> Any:
 
 
 def open_picture(value: Any) -> Pictures.Image:
-    """A picture from a file name, bytes, or nested lists; raises DataError if it is none."""
+    """Open a picture: a file name, bytes, or nested lists; raises DataError if it is none."""
     try:
         if not isinstance(value, dict):
-            return Pictures.fromarray(_whole_bytes(np.asarray(value)))
+            return Pictures.fromarray(_convert_to_bytes(np.asarray(value)))
         with Pictures.open(_source_of(value)) as picture:
             picture.load()
-            return _in_bytes(ImageOps.exif_transpose(picture))
+            return _reduce_to_bytes(ImageOps.exif_transpose(picture))
     except _UNREADABLE as error:
         shown = value.get("path") if isinstance(value, dict) else "the row's numbers"
         raise DataError(
@@ -375,18 +375,18 @@ def open_picture(value: Any) -> Pictures.Image:
         ) from error
 
 
-def _in_bytes(picture: Pictures.Image) -> Pictures.Image:
-    """A picture of more than 8 bits in 8, which Pillow would cut off at 255; else its colors."""
+def _reduce_to_bytes(picture: Pictures.Image) -> Pictures.Image:
+    """Reduce more than 8 bits to 8, which Pillow would cut off at 255; keep other pictures."""
     if picture.mode == "P" and "transparency" in picture.info:
         return picture.convert("RGBA")  # Pillow asks for it
     if picture.mode.startswith("I;16"):
         return Pictures.fromarray(np.rint(np.asarray(picture) / 257.0).astype(np.uint8))
     if picture.mode in ("I", "F"):
-        return Pictures.fromarray(_whole_bytes(np.asarray(picture)))
+        return Pictures.fromarray(_convert_to_bytes(np.asarray(picture)))
     return picture
 
 
-def _whole_bytes(numbers: NDArray[Any]) -> NDArray[np.uint8]:
+def _convert_to_bytes(numbers: NDArray[Any]) -> NDArray[np.uint8]:
     pixels = numbers.astype(np.uint8)
     if not np.array_equal(pixels, numbers):
         raise ValueError("its numbers must be whole ones from 0 to 255")

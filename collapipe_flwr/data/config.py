@@ -106,5 +106,5 @@ class DataConfig:
 
 
 def key_of(field: str) -> str:
-    """The run-config key of a field: ``text_column`` -> ``data.text-column``."""
+    """Return the run-config key of a field: ``text_column`` -> ``data.text-column``."""
     return f"data.{field.replace('_', '-')}"

@@ -18,9 +18,9 @@ from typing import Any
 
 from collapipe_flwr.core.errors import DataError, extra
 from collapipe_flwr.core.hub import expanded, folder_only, is_reachable, no_such_path, quietly
-from collapipe_flwr.data.headers import FORMATS, UNREADABLE, header, opened, suffix_of
-from collapipe_flwr.data.json_texts import texts_kept
-from collapipe_flwr.data.reader import numbered, split_words
+from collapipe_flwr.data.headers import FORMATS, UNREADABLE, open_file, read_header, suffix_of
+from collapipe_flwr.data.json_texts import keep_texts
+from collapipe_flwr.data.reader import format_rows, split_words
 
 with extra("data"):
     from datasets import (
@@ -41,12 +41,12 @@ _UNIVERSAL = re.compile(r"# \S+ = ")
 
 
 def read_conll(path: Path, key: str, *, skip_bad_rows: bool = False) -> Dataset:
-    """A table with the columns ``tokens`` and ``tags``; raises DataError, naming ``key``.
+    """Read a table with the columns ``tokens`` and ``tags``; raises DataError, naming ``key``.
 
     Words without a tag are refused, or make rows with fewer tags than words.
     """
     what = f'{key} "{path}"'
-    with opened(path, key) as file, io.TextIOWrapper(file, encoding="utf-8-sig") as text:
+    with open_file(path, key) as file, io.TextIOWrapper(file, encoding="utf-8-sig") as text:
         lines = list(text)
     for number, line in enumerate(lines, start=1):
         if _UNIVERSAL.match(line):
@@ -58,7 +58,7 @@ def read_conll(path: Path, key: str, *, skip_bad_rows: bool = False) -> Dataset:
     bare = [n for n, fields in enumerate(rows) if len(fields) == 1 and fields[0] != _DOCUMENT]
     if bare and not skip_bad_rows:
         raise DataError(
-            f"{what} has {len(bare)} words without a tag, in {numbered(bare, 'line')}: write a "
+            f"{what} has {len(bare)} words without a tag, in {format_rows(bare, 'line')}: write a "
             "word and its tag in every line, separated by a space, or leave these sentences out "
             "by data.skip-bad-rows=true"
         )
@@ -89,16 +89,16 @@ def load_table(
     skip_bad_rows: bool = False,
     grows: bool = False,
 ) -> Dataset:
-    """The rows of a file, a directory or a hub data set.
+    """Load the rows of a file, a directory or a hub data set.
 
     Files are ``.csv .tsv .json .jsonl .parquet``, ``.txt`` (a column ``text``, a row per line that
     is not empty), or of the CoNLL kind (columns ``tokens`` and ``tags``), all also ``.gz``. A hub
     data set is written ``name``, ``name:config`` or ``name:config:split``, a split of a directory
     ``DIRECTORY:split``.
 
-    ``split`` is taken where a directory or hub data set has several and ``name`` says none; the
-    only split of a directory, whatever it is called, where that ``only_split_serves``. Of a file
-    that ``grows``, the cache of datasets keeps the newest version only. Raises DataError, naming
+    ``split`` is taken where a directory or hub data set has several and ``name`` names none. With
+    ``only_split_serves`` the only split of a directory is taken, whatever its name. Of a file that
+    ``grows``, the cache of datasets keeps the newest version only. Raises DataError, naming
     ``key``.
     """
     disable_progress_bars()
@@ -107,45 +107,45 @@ def load_table(
     if path.is_file():
         if builder is None:
             raise DataError(
-                f'{key} "{name}" is no file that can be read: use one of {", ".join(FORMATS)},'
-                " optionally followed by .gz"
+                f'{key} "{name}" is in no format that can be read: use one of '
+                f"{', '.join(FORMATS)}, optionally followed by .gz"
             )
         if builder == "conll":
             return read_conll(path, key, skip_bad_rows=skip_bad_rows)
-        cache = _cache_of_version(path) if grows else _own_cache()
+        cache = _make_cache_of_version(path) if grows else _cache_folder()
         options: dict[str, Any] = {
             "data_files": glob.escape(str(path)),
             "split": "train",
             "cache_dir": str(cache),
         }
-        options |= _options(path, key)
-        rows = _with_rows(_loaded(key, name, builder, **options), key, name)
-        return without_empty(rows) if builder == "text" else rows
+        options |= _choose_options(path, key)
+        rows = _require_rows(_load(key, name, builder, **options), key, name)
+        return drop_empty_rows(rows) if builder == "text" else rows
     if path.is_dir():
-        return _folder(path, key=key, split=split, only_split_serves=only_split_serves)
-    folder, chosen = _folder_and_split(name)
+        return _load_folder(path, key=key, split=split, only_split_serves=only_split_serves)
+    folder, chosen = _split_name(name)
     if chosen:
-        return _folder(folder, key=key, split=chosen, only_split_serves=False)
+        return _load_folder(folder, key=key, split=chosen, only_split_serves=False)
     if builder is not None or folder_only(name):
         raise DataError(no_such_path(key, name))
     hub_name, config, hub_split = (*name.split(":"), "", "")[:3]
     is_reachable()
     options = {"name": config or None, "split": hub_split or split}
-    return _with_rows(_loaded(key, name, hub_name, **options), key, name)
+    return _require_rows(_load(key, name, hub_name, **options), key, name)
 
 
-def _own_cache() -> Path:
-    """Where tables of this machine's files are kept: others read JSON with dates for texts."""
+def _cache_folder() -> Path:
+    """Return our own cache for this machine's files: in others, JSON has dates for texts."""
     return Path(datasets_config.HF_DATASETS_CACHE, "collapipe")
 
 
-def _cache_of_version(path: Path) -> Path:
-    """The cache of a file as it is now; deletes those of its earlier versions.
+def _make_cache_of_version(path: Path) -> Path:
+    """Return the cache of a file as it is now; delete those of its earlier versions.
 
     In datasets' common cache each version would stay, as large as the whole file.
     """
     found, digest = path.stat(), sha256(str(path.absolute()).encode()).hexdigest()
-    versions = _own_cache() / digest[:32]
+    versions = _cache_folder() / digest[:32]
     newest = versions / f"{found.st_size}-{found.st_mtime_ns}"
     for version in versions.glob("*"):
         if version != newest:
@@ -154,20 +154,20 @@ def _cache_of_version(path: Path) -> Path:
 
 
 def is_one_table(name: str) -> bool:
-    """Whether ``name`` stands for the same rows with any ``split``."""
-    chosen = _folder_and_split(name)[1]
+    """Return whether ``name`` stands for the same rows with any ``split``."""
+    chosen = _split_name(name)[1]
     return expanded(name).is_file() or bool(chosen) or name.count(":") > 1
 
 
-def _folder_and_split(name: str) -> tuple[Path, str]:
-    """The parts of ``DIRECTORY:split``; an empty split for anything else."""
+def _split_name(name: str) -> tuple[Path, str]:
+    """Return the parts of ``DIRECTORY:split``; an empty split for anything else."""
     before, _, split = name.rpartition(":")
     folder = expanded(before)
     return folder, split if before and folder.is_dir() else ""
 
 
-def _options(path: Path, key: str) -> dict[str, Any]:
-    """Options to read every CSV column as text: labels such as "007" or "NA" stay unchanged.
+def _choose_options(path: Path, key: str) -> dict[str, Any]:
+    """Choose options that read every CSV column as text: "007" and "NA" stay unchanged.
 
     A byte order mark is no part of a text.
     """
@@ -176,16 +176,16 @@ def _options(path: Path, key: str) -> dict[str, Any]:
     if FORMATS[suffix_of(path)] != "csv":
         return {}
     separator = "\t" if suffix_of(path) == ".tsv" else ","
-    features = Features({name: Value("string") for name in header(path, separator, key)})
+    features = Features({name: Value("string") for name in read_header(path, separator, key)})
     return {"sep": separator, "features": features, "keep_default_na": False}
 
 
-def _folder(path: Path, *, key: str, split: str, only_split_serves: bool) -> Dataset:
-    """A split of a folder of files, or of one written by ``save_to_disk`` of datasets."""
+def _load_folder(path: Path, *, key: str, split: str, only_split_serves: bool) -> Dataset:
+    """Load a split of a folder of files, or of one that ``save_to_disk`` of datasets wrote."""
     found: Dataset | DatasetDict
     if not any((path / name).is_file() for name in _SAVED):
-        base, below = _without_patterns(path)
-        found = _loaded(key, str(path), base, data_dir=below, cache_dir=str(_own_cache()))
+        base, below = _escape_patterns(path)
+        found = _load(key, str(path), base, data_dir=below, cache_dir=str(_cache_folder()))
     else:
         try:
             found = load_from_disk(str(path))
@@ -197,7 +197,7 @@ def _folder(path: Path, *, key: str, split: str, only_split_serves: bool) -> Dat
                 f'{key} "{path}" has no split "{split}", since it holds one table: leave the split '
                 "out, and data.test empty to hold out a share of the rows, or save a DatasetDict"
             )
-        return _with_rows(found, key, str(path))
+        return _require_rows(found, key, str(path))
     if only_split_serves and len(found) == 1:
         split = next(iter(found))
     if split not in found:
@@ -205,11 +205,11 @@ def _folder(path: Path, *, key: str, split: str, only_split_serves: bool) -> Dat
             f'{key} "{path}" has no split "{split}", only {", ".join(found)}: name one, such as '
             f'"{path}:{next(iter(found))}"'
         )
-    return _with_rows(found[split], key, str(path))
+    return _require_rows(found[split], key, str(path))
 
 
-def _without_patterns(path: Path) -> tuple[str, str | None]:
-    """A folder for `load_dataset`, which takes ``[`` and the like for patterns unless escaped.
+def _escape_patterns(path: Path) -> tuple[str, str | None]:
+    """Return a folder for `load_dataset`, which takes ``[`` for a pattern unless escaped.
 
     It can escape only what is below a folder without any.
     """
@@ -220,31 +220,31 @@ def _without_patterns(path: Path) -> tuple[str, str | None]:
     return str(base), glob.escape(str(whole.relative_to(base)))
 
 
-def _loaded(key: str, shown: str, source: str, **options: Any) -> Any:
+def _load(key: str, shown: str, source: str, **options: Any) -> Any:
     try:
-        with warnings.catch_warnings(), quietly(logging), texts_kept():
+        with warnings.catch_warnings(), quietly(logging), keep_texts():
             # datasets leaves CSV files open until garbage collection
             warnings.simplefilter("ignore", ResourceWarning)
             return load_dataset(source, **options)
     except (*UNREADABLE, *_WRONG, RuntimeError, StopIteration, DatasetsError) as error:
-        if full := _cache_error(error):
+        if full := _explain_cache_error(error):
             raise DataError(full) from error
         local = expanded(shown).is_file()
-        raise DataError(f'{key} "{shown}" could not be loaded {_reason(error, local)}') from error
+        raise DataError(f'{key} "{shown}" could not be loaded {_explain(error, local)}') from error
 
 
-def _with_rows(table: Dataset, key: str, shown: str) -> Dataset:
+def _require_rows(table: Dataset, key: str, shown: str) -> Dataset:
     if len(table) == 0:
         raise DataError(f'{key} "{shown}" has no rows: give a file with examples')
     return table
 
 
-def _cache_error(error: BaseException | None) -> str:
-    """The message for a cache that cannot be written; empty for any other error."""
+def _explain_cache_error(error: BaseException | None) -> str:
+    """Return the message for a cache that cannot be written; empty for any other error."""
     cache = Path(datasets_config.HF_DATASETS_CACHE)
     while error is not None:
         if isinstance(error, OSError) and (
-            error.errno in _FULL or _on_the_way(str(error.filename or "."), cache)
+            error.errno in _FULL or _touches(str(error.filename or "."), cache)
         ):
             return (
                 f"the cache of datasets, {cache}, cannot be written ({error.strerror}): make room "
@@ -254,8 +254,8 @@ def _cache_error(error: BaseException | None) -> str:
     return ""
 
 
-def _on_the_way(name: str, cache: Path) -> bool:
-    """Whether a path is within the cache, or one of the folders that hold it."""
+def _touches(name: str, cache: Path) -> bool:
+    """Return whether a path is within the cache, or one of the folders that hold it."""
     return Path(name).is_relative_to(cache) or (name != "." and cache.is_relative_to(name))
 
 
@@ -270,8 +270,8 @@ _WAYS_OUT = {  # by what a library says of a file
 }
 
 
-def _reason(error: BaseException, local: bool) -> str:
-    """The error of datasets, and what to do with a local file or another name."""
+def _explain(error: BaseException, local: bool) -> str:
+    """Return the error of datasets, and what to do with a local file or another name."""
     cause = error.__cause__ or error
     first = str(cause).strip().split("\n", maxsplit=1)[0] or "it is empty"
     if any(words in first for words in _NO_DATA):
@@ -284,6 +284,6 @@ def _reason(error: BaseException, local: bool) -> str:
     )
 
 
-def without_empty(table: Dataset) -> Dataset:
-    """The rows whose ``text`` is not empty."""
+def drop_empty_rows(table: Dataset) -> Dataset:
+    """Return the rows whose ``text`` is not empty."""
     return table.select([row for row, text in enumerate(table["text"]) if text.strip()])

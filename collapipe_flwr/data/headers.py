@@ -35,8 +35,8 @@ _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
 
 
 @contextmanager
-def opened(path: Path, key: str) -> Iterator[IO[bytes]]:
-    """A file, decompressed if it is gzip; raises DataError if it cannot be read."""
+def open_file(path: Path, key: str) -> Iterator[IO[bytes]]:
+    """Open a file, decompressed if it is gzip; raises DataError if it cannot be read."""
     opening: Any = gzip.open if path.suffix == ".gz" else open
     try:
         with opening(path, "rb") as file:
@@ -53,8 +53,8 @@ def suffix_of(path: Path) -> str:
     return plain.suffix.lower()
 
 
-def header(path: Path, separator: str, key: str) -> list[str]:
-    with opened(path, key) as file:
+def read_header(path: Path, separator: str, key: str) -> list[str]:
+    with open_file(path, key) as file:
         start = file.read(_HEADER_BYTES).decode("utf-8-sig", errors="replace")
     csv.field_size_limit(max(csv.field_size_limit(), _HEADER_BYTES))  # texts may be long
     rows = csv.reader(io.StringIO(start, newline=""), delimiter=separator)
@@ -84,21 +84,21 @@ def header(path: Path, separator: str, key: str) -> list[str]:
     return names
 
 
-def column_names(path: Path, key: str) -> Sequence[str]:
-    """The columns of a file, or none where only its reader knows them; raises DataError."""
+def read_column_names(path: Path, key: str) -> Sequence[str]:
+    """Return the columns of a file, or none where only its reader knows them; raises DataError."""
     kind = FORMATS.get(suffix_of(path))
     if kind == "csv":
-        return header(path, "\t" if suffix_of(path) == ".tsv" else ",", key)
+        return read_header(path, "\t" if suffix_of(path) == ".tsv" else ",", key)
     if kind == "conll":
         return ("tokens", "tags")
     if kind == "text":
         return ("text",)
-    return _fields(path, key) if kind == "json" else ()
+    return _read_fields(path, key) if kind == "json" else ()
 
 
-def _fields(path: Path, key: str) -> Sequence[str]:
-    """The fields of a short file of JSON lines; none of any other."""
-    with opened(path, key) as file:
+def _read_fields(path: Path, key: str) -> Sequence[str]:
+    """Return the fields of a short file of JSON lines; none of any other."""
+    with open_file(path, key) as file:
         lines = file.read(_HEADER_BYTES).splitlines()
         if file.read(1):
             return ()
@@ -110,7 +110,7 @@ def _fields(path: Path, key: str) -> Sequence[str]:
 
 
 def no_such_column(key: str, name: str, of: str, names: Sequence[str]) -> DataError:
-    """The error for a column that a table does not have."""
+    """Make the error for a column that a table does not have."""
     shown = (known if known == known.strip() else f'"{known}"' for known in names)
     is_table = of.removesuffix(".gz").endswith(_TABLES)
     return DataError(

@@ -24,7 +24,7 @@ _patching = Lock()
 
 
 @contextmanager
-def texts_kept() -> Iterator[None]:
+def keep_texts() -> Iterator[None]:
     """Let datasets keep texts of JSON files; in one thread at a time, since it has no option."""
     with _patching:
         arrow, panda = pyarrow.json.read_json, pandas.read_json
@@ -41,10 +41,10 @@ def _refuse(*_: Any, **__: Any) -> Any:
 
 
 def _read(read: Any, source: Any, **options: Any) -> Any:
-    """The table of a JSON file; read again, with the types known, where it would hold dates."""
+    """Read the table of a JSON file; once more, with the types known, if it would hold dates."""
     table = read(source, **options)
     table.validate(full=True)  # it need not be UTF-8
-    fields = [pyarrow.field(field.name, _without_dates(field.type)) for field in table.schema]
+    fields = [pyarrow.field(field.name, _replace_dates(field.type)) for field in table.schema]
     schema = pyarrow.schema(fields)
     if schema == table.schema:
         return table
@@ -52,12 +52,12 @@ def _read(read: Any, source: Any, **options: Any) -> Any:
     return read(source, parse_options=pyarrow.json.ParseOptions(explicit_schema=schema), **options)
 
 
-def _without_dates(kind: Any) -> Any:
-    """The type with texts in place of points in time, at any depth."""
+def _replace_dates(kind: Any) -> Any:
+    """Return the type with texts in place of points in time, at any depth."""
     if pyarrow.types.is_temporal(kind):
         return pyarrow.string()
     if pyarrow.types.is_list(kind):
-        return pyarrow.list_(_without_dates(kind.value_type))
+        return pyarrow.list_(_replace_dates(kind.value_type))
     if pyarrow.types.is_struct(kind):
-        return pyarrow.struct([field.with_type(_without_dates(field.type)) for field in kind])
+        return pyarrow.struct([field.with_type(_replace_dates(field.type)) for field in kind])
     return kind

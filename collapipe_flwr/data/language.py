@@ -17,9 +17,9 @@ from torch import Tensor
 from collapipe_flwr.core.domain import IGNORED_LABEL
 from collapipe_flwr.core.errors import DataError, extra
 from collapipe_flwr.data.batches import Example
-from collapipe_flwr.data.files import without_empty
+from collapipe_flwr.data.files import drop_empty_rows
 from collapipe_flwr.data.metrics import Measure, word_accuracy
-from collapipe_flwr.data.reader import ReadColumn, column
+from collapipe_flwr.data.reader import ReadColumn, read_column
 from collapipe_flwr.data.tasks import Batch, Task
 
 with extra("data"):
@@ -39,16 +39,16 @@ class LanguageModel(Task):
     measures: ClassVar[Mapping[str, Measure]] = {"accuracy": word_accuracy}
     text_columns: ClassVar[tuple[str, ...]] = ("text",)
     columns: ClassVar[tuple[str, ...]] = ("text",)
-    readers: ClassVar[Mapping[str, ReadColumn]] = {"text": column}
+    readers: ClassVar[Mapping[str, ReadColumn]] = {"text": read_column}
 
     def read_file(self, name: str) -> Dataset:
-        return self.file_rows(name)  # a stream's place counts empty rows, too
+        return self.read_rows(name)  # a stream's place counts empty rows, too
 
-    def examples(self, rows: Dataset) -> Dataset:
-        return without_empty(rows)
+    def make_examples(self, rows: Dataset) -> Dataset:
+        return drop_empty_rows(rows)
 
-    def checked(self, examples: Dataset, key: str) -> Dataset:
-        kept = without_empty(examples)
+    def select_usable(self, examples: Dataset, key: str) -> Dataset:
+        kept = drop_empty_rows(examples)
         if not len(kept):
             raise DataError(
                 f'{key} has only empty texts in data.text-column "{self.settings.text_column}": '
@@ -72,30 +72,32 @@ class MaskedLM(LanguageModel):
     needs_mask_token: ClassVar[bool] = True
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        return self._masked(examples, draw=0)
+        return self._mask(examples, draw=0)
 
     def collate_for(self, examples: Sequence[Example], round_index: int) -> dict[str, Tensor]:
-        return self._masked(examples, draw=1 + round_index)
+        return self._mask(examples, draw=1 + round_index)
 
     def read(self, guesses: Tensor, batch: Batch) -> list[str]:
-        return _at_targets(guesses, batch["labels"])
+        return _join_targets(guesses, batch["labels"])
 
     def references(self, examples: Sequence[Example], batch: Batch) -> list[str]:
         del examples
-        return _at_targets(batch["labels"], batch["labels"])
+        return _join_targets(batch["labels"], batch["labels"])
 
-    def _masked(self, examples: Sequence[Example], draw: int) -> dict[str, Tensor]:
-        inputs = self.encoded(examples, "text", self.settings.max_source_length)
+    def _mask(self, examples: Sequence[Example], draw: int) -> dict[str, Tensor]:
+        inputs = self.encode_column(examples, "text", self.settings.max_source_length)
         labels = torch.full_like(inputs["input_ids"], IGNORED_LABEL)
         for row, mask in enumerate(inputs["attention_mask"]):
             ids = inputs["input_ids"][row, : int(mask.sum())]
-            chosen, shown = self._choose(ids.numpy(), draw)
+            chosen, shown = self._choose_tokens(ids.numpy(), draw)
             labels[row, chosen] = ids[chosen]
             inputs["input_ids"][row, chosen] = torch.from_numpy(shown)
         return {**inputs, "labels": labels}
 
-    def _choose(self, ids: NDArray[np.int64], draw: int) -> tuple[list[int], NDArray[np.int64]]:
-        """Places of the chosen tokens of one example, at least one, and what is shown there."""
+    def _choose_tokens(
+        self, ids: NDArray[np.int64], draw: int
+    ) -> tuple[list[int], NDArray[np.int64]]:
+        """Choose tokens of one example, at least one; return their places and what is shown."""
         rng = np.random.default_rng([self.settings.seed, draw, zlib.crc32(ids.tobytes())])
         places = np.flatnonzero(~np.isin(ids, self.tokenizer.all_special_ids))
         count = min(len(places), max(1, round(self.settings.mask_share * len(places))))
@@ -130,14 +132,16 @@ class CausalLM(LanguageModel):
     model_task: ClassVar[str] = "causal-lm"
     starts_with_bos: ClassVar[bool] = False
 
-    def examples(self, rows: Dataset) -> Dataset:
-        rows = super().examples(rows)
+    def make_examples(self, rows: Dataset) -> Dataset:
+        rows = super().make_examples(rows)
         texts, length = rows["text"][:], self.settings.max_source_length
         groups = rows["group"][:] if "group" in rows.column_names else [""] * len(texts)
         order = sorted(range(len(texts)), key=lambda row: groups[row])
         blocks: list[list[int]] = []
         for _, members in groupby(order, key=lambda row: groups[row]):
-            tokens = [token for ids in self._ids([texts[r] for r in members]) for token in ids]
+            tokens = [
+                token for ids in self._encode_texts([texts[r] for r in members]) for token in ids
+            ]
             cut = (tokens[start : start + length] for start in range(0, len(tokens), length))
             blocks += [block for block in cut if len(block) > 1]  # it has a token to predict
         if not blocks:
@@ -158,13 +162,13 @@ class CausalLM(LanguageModel):
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
     def read(self, guesses: Tensor, batch: Batch) -> list[str]:
-        return _at_targets(guesses[:, :-1], batch["labels"][:, 1:])
+        return _join_targets(guesses[:, :-1], batch["labels"][:, 1:])
 
     def references(self, examples: Sequence[Example], batch: Batch) -> list[str]:
         del examples
-        return _at_targets(batch["labels"][:, 1:], batch["labels"][:, 1:])
+        return _join_targets(batch["labels"][:, 1:], batch["labels"][:, 1:])
 
-    def _ids(self, texts: list[str]) -> Iterable[list[int]]:
+    def _encode_texts(self, texts: list[str]) -> Iterable[list[int]]:
         end = self.tokenizer.eos_token_id
         if end is None:
             raise DataError(
@@ -175,7 +179,7 @@ class CausalLM(LanguageModel):
             yield ids if ids and ids[-1] == end else [*ids, end]
 
 
-def _at_targets(ids_BT: Tensor, labels_BT: Tensor) -> list[str]:
+def _join_targets(ids_BT: Tensor, labels_BT: Tensor) -> list[str]:
     wanted = labels_BT != IGNORED_LABEL
     return [
         " ".join(map(str, row[mask].tolist())) for row, mask in zip(ids_BT, wanted, strict=True)

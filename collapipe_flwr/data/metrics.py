@@ -28,19 +28,19 @@ class Measure:
     value: Callable[[Counts], float]
 
     def __call__(self, predictions: Texts, references: Texts) -> float:
-        """The metric of one set of pairs."""
+        """Return the metric of one set of pairs."""
         return self.value(self.count(predictions, references))
 
 
-def added(one: Mapping[str, Counts], other: Mapping[str, Counts]) -> Tally:
-    """The counts of two parts together; a part may have none at all."""
+def add_counts(one: Mapping[str, Counts], other: Mapping[str, Counts]) -> Tally:
+    """Add the counts of two parts; a part may have none at all."""
     if not one or not other:
         return dict(one or other)
     return {name: [a + b for a, b in zip(one[name], other[name], strict=True)] for name in one}
 
 
 def ratio(counts: Counts) -> float:
-    """The first count per unit of the second."""
+    """Return the first count per unit of the second."""
     return counts[0] / max(1.0, counts[1])
 
 
@@ -51,7 +51,7 @@ def _count_matches(predictions: Texts, references: Texts) -> Counts:
 
 
 def _sacrebleu(name: str) -> Measure:
-    """A corpus score of sacrebleu, 0 .. 100, which is imported on first use.
+    """Make a corpus score of sacrebleu, 0 .. 100, which is imported on first use.
 
     Its statistics are available by private methods only.
     """
@@ -87,7 +87,7 @@ Entity = tuple[str, int, int]  # type, first word, word behind the last
 
 
 def find_entities(tags: Sequence[str]) -> set[Entity]:
-    """The entities of one sentence, as conlleval counts them.
+    """Find the entities of one sentence, as conlleval counts them.
 
     Tags are ``B-PER``, ``I-PER``, ``O`` (also ``E-`` and ``S-``); a tag without a prefix is a type
     of its own and continues while it repeats. An entity begins at B or S, after O, after E or S,
@@ -96,7 +96,7 @@ def find_entities(tags: Sequence[str]) -> set[Entity]:
     found: set[Entity] = set()
     start, before = 0, ("O", "")
     for place, tag in enumerate((*tags, OUTSIDE)):
-        prefix, kind = _split(tag)
+        prefix, kind = _split_tag(tag)
         begins = prefix in "BS" or before[0] in (OUTSIDE, "E", "S") or before[1] != kind
         if before[0] != OUTSIDE and (prefix == OUTSIDE or begins):
             found.add((before[1], start, place))
@@ -107,7 +107,7 @@ def find_entities(tags: Sequence[str]) -> set[Entity]:
 
 
 def _count_entities(predictions: Texts, references: Texts) -> Counts:
-    """True positives, and predictions plus references; sentences are tags joined by spaces."""
+    """Count true positives, and predictions plus references; tags are joined by spaces."""
     hits = guessed = wanted = 0
     for predicted, reference in zip(predictions, references, strict=True):
         ours, theirs = find_entities(predicted.split()), find_entities(reference.split())
@@ -122,7 +122,7 @@ entity_f1 = Measure(
 )
 
 
-def _split(tag: str) -> tuple[str, str]:
+def _split_tag(tag: str) -> tuple[str, str]:
     if tag == OUTSIDE:
         return OUTSIDE, ""
     prefix, dash, kind = tag.partition("-")
@@ -132,18 +132,21 @@ def _split(tag: str) -> tuple[str, str]:
 _WORD = re.compile(r"\w+")
 
 
-def _measure(score: Callable[[list[str], list[str]], float]) -> Measure:
-    """The mean of a score over pairs."""
+def _average(score: Callable[[list[str], list[str]], float]) -> Measure:
+    """Make the measure that is the mean of a score over pairs."""
 
     def count(predictions: Texts, references: Texts) -> Counts:
         pairs = zip(predictions, references, strict=True)
-        return [fsum(score(_words(p), _words(r)) for p, r in pairs), float(len(references))]
+        return [
+            fsum(score(_split_words(p), _split_words(r)) for p, r in pairs),
+            float(len(references)),
+        ]
 
     return Measure(count=count, value=ratio)
 
 
-def longest_common(left: Sequence[str], right: Sequence[str]) -> int:
-    """Length of the longest common subsequence."""
+def count_longest_common(left: Sequence[str], right: Sequence[str]) -> int:
+    """Return the length of the longest common subsequence."""
     row = [0] * (len(right) + 1)
     for word in left:
         diagonal = 0
@@ -154,16 +157,16 @@ def longest_common(left: Sequence[str], right: Sequence[str]) -> int:
     return row[-1]
 
 
-def _words(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
 def _overlap(left: Sequence[str], right: Sequence[str], size: int) -> float:
-    ours, theirs = _grams(left, size), _grams(right, size)
+    ours, theirs = _count_grams(left, size), _count_grams(right, size)
     return _f1((ours & theirs).total(), ours.total(), theirs.total())
 
 
-def _grams(words: Sequence[str], size: int) -> Counter[tuple[str, ...]]:
+def _count_grams(words: Sequence[str], size: int) -> Counter[tuple[str, ...]]:
     return Counter(zip(*(words[start:] for start in range(size)), strict=False))
 
 
@@ -174,7 +177,7 @@ def _f1(hits: int, guessed: int, wanted: int) -> float:
 # Our own implementation, after Lin (2004): lower-cased words without stemming, one reference, F1
 # of each pair, mean over all pairs; 0 .. 1.
 ROUGE = {
-    "rouge1": _measure(lambda p, r: _overlap(p, r, 1)),
-    "rouge2": _measure(lambda p, r: _overlap(p, r, 2)),
-    "rougeL": _measure(lambda p, r: _f1(longest_common(p, r), len(p), len(r))),
+    "rouge1": _average(lambda p, r: _overlap(p, r, 1)),
+    "rouge2": _average(lambda p, r: _overlap(p, r, 2)),
+    "rougeL": _average(lambda p, r: _f1(count_longest_common(p, r), len(p), len(r))),
 }

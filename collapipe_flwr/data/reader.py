@@ -24,11 +24,11 @@ _PLAIN = (str, int, float)
 _BINARY = (bytes, bytearray)
 _LEAST_ROUNDED = 2.0**53  # from here on, two whole numbers may be one fraction
 _MOST_NAMED = 20  # rows in a sentence
-ReadColumn = Callable[..., list[Any]]  # as `column`
+ReadColumn = Callable[..., list[Any]]  # as `read_column`
 
 
 def class_names(table: Dataset, name: str) -> tuple[str, ...]:
-    """The class names that the data set declares for a column (or for the lists in it), or ().
+    """Return the class names that the data set declares for a column (or its lists), or ().
 
     They are in the order of the numbers, and may be more than the rows use.
     """
@@ -38,7 +38,7 @@ def class_names(table: Dataset, name: str) -> tuple[str, ...]:
 
 
 def with_names(table: Dataset, name: str, names: Sequence[str]) -> Dataset:
-    """The table with a column of numbers (or of lists of them) declared as these classes.
+    """Declare a column of numbers (or of lists of them) as these classes.
 
     Lists of texts may also hold "-100", which becomes one more class; the number stays unchanged.
     Raises DataError for any other value that is neither a number nor a name of a class.
@@ -59,7 +59,7 @@ def with_names(table: Dataset, name: str, names: Sequence[str]) -> Dataset:
 
 
 def name_of(number: Any, names: Sequence[str], what: str) -> str:
-    """The name of a class; raises DataError for a number that has none."""
+    """Return the name of a class; raises DataError for a number that has none."""
     if not isinstance(number, int) or not 0 <= number < len(names):
         raise DataError(
             f"{what} holds the class {number}, but only 0 to {len(names) - 1} have names: correct "
@@ -68,8 +68,8 @@ def name_of(number: Any, names: Sequence[str], what: str) -> str:
     return names[number]
 
 
-def numbered(rows: Sequence[int], what: str = "row") -> str:
-    """``rows 3, 8 and 41`` of row numbers from 0 on; a long list is shortened."""
+def format_rows(rows: Sequence[int], what: str = "row") -> str:
+    """Write row numbers from 0 on as ``rows 3, 8 and 41``; shorten a long list."""
     shown = [str(row + 1) for row in rows[:_MOST_NAMED]]
     left = len(rows) - len(shown)
     if left:
@@ -78,8 +78,8 @@ def numbered(rows: Sequence[int], what: str = "row") -> str:
     return f"{what}s {', '.join(first)} and {last}" if first else f"{what} {last}"
 
 
-def column(table: Dataset, name: str, *, key: str, of: str) -> list[str]:
-    """A column as texts, empty where a row has none; names of class labels, not their numbers.
+def read_column(table: Dataset, name: str, *, key: str, of: str) -> list[str]:
+    """Read a column as texts, empty where a row has none; class labels by name, not number.
 
     A field in an object is named ``column.field``. Raises DataError, naming ``key``, if the column
     is not there or holds no texts.
@@ -120,7 +120,7 @@ def _refuse_mixed(feature: Any, what: str) -> None:
 
 
 def split_words(text: str) -> list[str]:
-    """The words between blanks; other spaces, such as one that does not break, are within words."""
+    """Split a text at blanks; other spaces, such as no-break spaces, are within words."""
     return [word for word in _BLANKS.split(text) if word]
 
 
@@ -130,8 +130,8 @@ def require_column(table: Dataset, name: str, *, key: str, of: str) -> None:
         raise no_such_column(key, name, of, table.column_names)
 
 
-def list_column(table: Dataset, name: str, *, key: str, of: str) -> list[list[str]]:
-    """A column of lists as texts, the names of class labels instead of their numbers.
+def read_lists(table: Dataset, name: str, *, key: str, of: str) -> list[list[str]]:
+    """Read a column of lists as texts, the names of class labels instead of their numbers.
 
     The number -100, in whatever type, is the text "-100". A row may also be one text, which is
     cut at its spaces. Raises DataError, naming ``key``.

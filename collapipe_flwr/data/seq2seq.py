@@ -36,22 +36,22 @@ _TENS = [
 
 
 def spell(number: int) -> str:
-    """The words of a number in 0 .. 999,999, without "and" and hyphens."""
+    """Spell a number in 0 .. 999,999, without "and" and hyphens."""
     if number < 20:
         return _UNITS[number]
     if number < 100:
-        return _joined(_TENS[number // 10], number % 10)
+        return _join_words(_TENS[number // 10], number % 10)
     if number < 1_000:
-        return _joined(f"{_UNITS[number // 100]} hundred", number % 100)
-    return _joined(f"{spell(number // 1_000)} thousand", number % 1_000)
+        return _join_words(f"{_UNITS[number // 100]} hundred", number % 100)
+    return _join_words(f"{spell(number // 1_000)} thousand", number % 1_000)
 
 
-def _joined(words: str, rest: int) -> str:
+def _join_words(words: str, rest: int) -> str:
     return f"{words} {spell(rest)}" if rest else words
 
 
 def generate_number_words(*, train: int, test: int, seed: int) -> tuple[Dataset, Dataset]:
-    """Training and test examples with columns source, target and group (the leading word).
+    """Make training and test examples with columns source, target and group (first word).
 
     Sizes of 0 mean the defaults. The same seed gives the same numbers, none of them twice.
     Raises DataError if more numbers are asked for than there are.
@@ -63,10 +63,10 @@ def generate_number_words(*, train: int, test: int, seed: int) -> tuple[Dataset,
             f"got {train} + {test}"
         )
     numbers = np.random.default_rng(seed).permutation(NUMBERS).tolist()
-    return _examples(numbers[test : test + train]), _examples(numbers[:test])
+    return _make_table(numbers[test : test + train]), _make_table(numbers[:test])
 
 
-def _examples(numbers: list[int]) -> Dataset:
+def _make_table(numbers: list[int]) -> Dataset:
     sources = [spell(number) for number in numbers]
     return Dataset.from_dict(
         {
@@ -91,7 +91,7 @@ class Seq2Seq(Task):
         return tokenizer_from_json(self.vocabulary.tokenizer_json, of_targets=True)
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        inputs = self.encoded(examples, "source", self.settings.max_source_length)
+        inputs = self.encode_column(examples, "source", self.settings.max_source_length)
         texts = [example["target"] for example in examples]
         targets = encode(self.target_tokenizer, texts, self.settings.max_target_length)
         padding = targets["attention_mask"] == 0

@@ -73,7 +73,7 @@ class Stream:
             )
 
     def files(self, before: StreamPlace) -> list[tuple[FilePlace, Dataset | None]]:
-        """The files of ``before`` and those that have arrived since, as they are now.
+        """Return the files of ``before`` and those that have arrived since, as they are now.
 
         A file that cannot be read has no examples in this round and is logged. Raises DataError
         if a file of which rows were read is gone or has changed other than by growing.
@@ -90,8 +90,8 @@ class Stream:
         order = [name for name in known if name in names] + sorted(names - known.keys())
         return [self._look(known.get(name, FilePlace(name=name))) for name in order]
 
-    def everything(self) -> StreamPlace:
-        """The place behind all rows that can be read now."""
+    def find_end(self) -> StreamPlace:
+        """Return the place behind all rows that can be read now."""
         return tuple(replace(file, read=len(rows or ())) for file, rows in self.files(()))
 
     def _look(self, before: FilePlace) -> tuple[FilePlace, Dataset | None]:
@@ -99,7 +99,7 @@ class Stream:
         try:
             continues = _continues(path, before)
             if continues or not before.read:
-                return self._opened(path, before if continues else FilePlace(name=before.name))
+                return self._read(path, before if continues else FilePlace(name=before.name))
         except (DataError, OSError) as error:
             _log.warning('data.stream "%s" is left out until it can be read: %s', path, error)
             return before, None
@@ -108,7 +108,7 @@ class Stream:
             "it back as it was; new rows belong behind its last line or into a new file"
         )
 
-    def _opened(self, path: Path, before: FilePlace) -> tuple[FilePlace, Dataset | None]:
+    def _read(self, path: Path, before: FilePlace) -> tuple[FilePlace, Dataset | None]:
         size = path.stat().st_size
         rows = self.read(str(path))
         whole = size == before.size or _ends_with_a_row(path, size)
@@ -125,7 +125,7 @@ class Stream:
 
 
 def _continues(path: Path, before: FilePlace) -> bool:
-    """Whether the file begins with all that was there at the last look."""
+    """Return whether the file begins with all that was there at the last look."""
     size = path.stat().st_size
     if size < before.size or (size > before.size and path.suffix.lower() in _CLOSED):
         return False
@@ -140,7 +140,7 @@ def _ends_with_a_row(path: Path, size: int) -> bool:
 
 
 def _digest(path: Path, size: int) -> str:
-    """The SHA-256 of the first ``size`` bytes."""
+    """Return the SHA-256 of the first ``size`` bytes."""
     digest = sha256()
     with path.open("rb") as file:
         while size and (chunk := file.read(min(size, _CHUNK_BYTES))):
@@ -158,7 +158,7 @@ class StreamRound:
     replayed: Dataset
 
 
-def next_round(
+def draw_stream_round(
     stream: Stream,
     before: StreamPlace,
     past: Dataset,
@@ -167,11 +167,11 @@ def next_round(
     replay_share: float,
     rng: np.random.Generator,
 ) -> StreamRound:
-    """``limit`` examples: at most ``1 - replay_share`` of them fresh, the rest drawn from before.
+    """Draw ``limit`` examples, at most ``1 - replay_share`` of them fresh.
 
-    ``past`` are the examples that the cluster started with. Replay fills the round, so that it
-    always is as long as planned. Raises DataError when there are no examples at all, or when files
-    that were read have changed.
+    ``past`` are the examples that the cluster started with. Replay of earlier examples fills the
+    round, so that it always is as long as planned. Raises DataError when there are no examples at
+    all, or when files that were read have changed.
     """
     room = limit - int(limit * replay_share)
     places: list[FilePlace] = []
@@ -179,8 +179,8 @@ def next_round(
     for place, examples in stream.files(before):
         if examples is not None:
             stop = min(len(examples), place.read + room)
-            seen.append(_between(examples, 0, place.read))
-            fresh.append(_between(examples, place.read, stop))
+            seen.append(_slice(examples, 0, place.read))
+            fresh.append(_slice(examples, place.read, stop))
             room -= stop - place.read
             place = replace(place, read=stop)
         places.append(place)
@@ -192,12 +192,12 @@ def next_round(
     )
 
 
-def _between(table: Dataset, start: int, stop: int) -> Dataset:
+def _slice(table: Dataset, start: int, stop: int) -> Dataset:
     return table.select(list(range(start, stop)))  # datasets refuses an empty range past the end
 
 
 def _draw(seen: Dataset, wanted: int, rng: np.random.Generator) -> Dataset:
-    """``wanted`` random rows; none is repeated before all were drawn."""
+    """Draw ``wanted`` random rows; none is repeated before all were drawn."""
     if wanted and not len(seen):
         raise DataError("data.stream and data.train are both empty: there is nothing to train on")
     rows: list[int] = []

@@ -20,12 +20,7 @@ from collapipe_flwr.data.batches import Example, partition_rows
 from collapipe_flwr.data.config import TASK_CLASSES, TRAIN_TOKENIZER, DataConfig, key_of
 from collapipe_flwr.data.files import is_one_table, load_table
 from collapipe_flwr.data.metrics import Measure, Tally
-from collapipe_flwr.data.reader import (
-    ReadColumn,
-    column,
-    numbered,
-    with_names,
-)
+from collapipe_flwr.data.reader import ReadColumn, format_rows, read_column, with_names
 from collapipe_flwr.data.tokenizer import (
     IGNORED_TAG,
     Languages,
@@ -87,7 +82,7 @@ class Task(ABC):
         """All training examples that this machine can read."""
         rows = self._shuffle(len(self.every_row))[self._held_out :]
         chosen = _choose(self.every_row, rows, self.settings.train_examples)
-        return self.checked(chosen, "data.train")
+        return self.select_usable(chosen, "data.train")
 
     @cached_property
     def test(self) -> Dataset:
@@ -104,19 +99,21 @@ class Task(ABC):
         else:
             table = self._read(self._load("test"), name)
             rows = _choose(table, self._shuffle(len(table)), self.settings.test_examples)
-        return self.checked(rows, "data.test" if name else "data.train, in the held-out rows,")
+        return self.select_usable(
+            rows, "data.test" if name else "data.train, in the held-out rows,"
+        )
 
     def read_file(self, name: str) -> Dataset:
-        """Examples of a file that arrived in ``data.stream``, with the columns of ``train``."""
-        return self.checked(self.file_rows(name), f'data.stream "{name}"')
+        """Read a file that arrived in ``data.stream``: examples in the columns of ``train``."""
+        return self.select_usable(self.read_rows(name), f'data.stream "{name}"')
 
-    def file_rows(self, name: str) -> Dataset:
-        """All rows of a file in ``data.stream``."""
-        table = self._table(name, key="data.stream", split="train", grows=True)
+    def read_rows(self, name: str) -> Dataset:
+        """Read all rows of a file in ``data.stream``."""
+        table = self._load_table(name, key="data.stream", split="train", grows=True)
         return self._read(table, name)
 
-    def checked(self, examples: Dataset, key: str) -> Dataset:
-        """The examples that can be learned from; raises DataError, naming ``key``."""
+    def select_usable(self, examples: Dataset, key: str) -> Dataset:
+        """Return the examples that can be learned from; raises DataError, naming ``key``."""
         del key
         return examples
 
@@ -133,7 +130,7 @@ class Task(ABC):
 
     @abstractmethod
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        """The inputs of one micro-batch, padded to its longest example.
+        """Return the inputs of one micro-batch, padded to its longest example.
 
         ``input_ids`` and ``attention_mask`` (B, T), or ``pixel_values`` (B, C, H, W); ``labels``
         (B,) or (B, T), padded with -100.
@@ -141,39 +138,39 @@ class Task(ABC):
 
     @abstractmethod
     def read(self, guesses: Tensor, batch: Batch) -> list[str]:
-        """The text of each example's predicted classes or generated ids, (B,) or (B, T).
+        """Return the text of each example's predicted classes or generated ids, (B,) or (B, T).
 
         ``batch`` are the collated examples.
         """
 
     @abstractmethod
     def references(self, examples: Sequence[Example], batch: Batch) -> list[str]:
-        """The texts that ``read`` should return for these examples, collated to ``batch``."""
+        """Return the texts that ``read`` should give for these examples, collated to ``batch``."""
 
     def count(self, predictions: Sequence[str], references: Sequence[str]) -> Tally:
-        """The counts of each metric, which add up over parts of a test set; see ``score``."""
+        """Count for each metric what adds up over parts of a test set; see ``score``."""
         return {name: m.count(predictions, references) for name, m in self.measures.items()}
 
     def score(self, tally: Tally) -> dict[str, float]:
-        """Metrics by name, from the added counts of all parts."""
+        """Compute metrics by name, from the added counts of all parts."""
         return {name: self.measures[name].value(counts) for name, counts in tally.items()}
 
     def score_loss(self, loss: float) -> dict[str, float]:
-        """Metrics from the mean loss; with those of ``score`` all metrics of the task."""
+        """Compute metrics from the mean loss; with those of ``score`` all metrics of the task."""
         del loss
         return {}
 
-    def examples(self, rows: Dataset) -> Dataset:
-        """The examples made of these rows of ``train`` or ``test``: usually the rows themselves."""
+    def make_examples(self, rows: Dataset) -> Dataset:
+        """Make examples of these rows of ``train`` or ``test``; usually the rows themselves."""
         return rows
 
     def collate_for(self, examples: Sequence[Example], round_index: int) -> dict[str, Tensor]:
-        """``collate`` for training; random choices differ from round to round."""
+        """Collate for training; random choices differ from round to round."""
         del round_index
         return self.collate(examples)
 
     def lengths(self, examples: Sequence[Example]) -> list[int]:
-        """The encoder's tokens for each example; all 1 if nothing is padded."""
+        """Return the encoder's tokens for each example; all 1 if nothing is padded."""
         mask = self.collate(examples).get("attention_mask")
         return [1] * len(examples) if mask is None else mask.sum(dim=1).tolist()
 
@@ -182,7 +179,7 @@ class Task(ABC):
         self.tokenizer.save_pretrained(directory)
 
     def find_labels(self) -> tuple[str, ...]:
-        """Label names of the data in the order of their ids; none unless the task classifies."""
+        """Return the data's label names by their ids; none unless the task classifies."""
         return ()
 
     @cached_property
@@ -214,14 +211,14 @@ class Task(ABC):
         """The vocabulary's tokenizer, the same object on every call."""
         return tokenizer_from_json(self.vocabulary.tokenizer_json)
 
-    def encoded(
+    def encode_column(
         self, examples: Sequence[Example], column: str, max_length: int
     ) -> dict[str, Tensor]:
-        """``input_ids`` and ``attention_mask`` (B, T) of a column of texts; see `encode`."""
+        """Tokenize a column of texts as ``input_ids`` and ``attention_mask`` (B, T)."""
         return dict(encode(self.tokenizer, [e[column] for e in examples], max_length))
 
     def partition(self, index: int, count: int) -> Dataset:
-        """The training examples of cluster ``index`` out of ``count``.
+        """Return the training examples of cluster ``index`` out of ``count``.
 
         Parts are disjoint, together complete, and the same on every machine that reads the same
         data. Raises DataError if the data cannot be cut so.
@@ -261,37 +258,37 @@ class Task(ABC):
                 "from there: name a CSV or JSON file, a directory or a hub data set"
             )
         both = self.settings.train == self.settings.test
-        return self._table(name, key=key_of(which), split=which, only_split_serves=not both)
+        return self._load_table(name, key=key_of(which), split=which, only_split_serves=not both)
 
-    def _table(self, name: str, **which: Any) -> Dataset:
-        """A table with the classes that ``data.label-names`` gives to its numbers."""
+    def _load_table(self, name: str, **which: Any) -> Dataset:
+        """Load a table with the classes that ``data.label-names`` gives to its numbers."""
         table = load_table(name, skip_bad_rows=self.settings.skip_bad_rows, **which)
         names = self.settings.label_names
         for ours in self.columns if names else ():
             if ours in _CLASS_COLUMNS:
-                table = with_names(table, self._column(ours)[1], names)
+                table = with_names(table, self._find_column(ours)[1], names)
         return table
 
-    def _column(self, ours: str) -> tuple[str, str]:
-        """The run-config key of one of our columns, and the name of the user's."""
+    def _find_column(self, ours: str) -> tuple[str, str]:
+        """Return the run-config key of one of our columns, and the name of the user's."""
         field = "partition_column" if ours == "group" else f"{ours}_column"
         return key_of(field), getattr(self.settings, field)
 
     def _read(self, table: Dataset, name: str, *further: str) -> Dataset:
-        """The columns of ``table`` under our own names, without the bad rows.
+        """Read the columns of ``table`` under our own names, without the bad rows.
 
         Raises DataError for bad rows unless they are to be skipped.
         """
         found: dict[str, list[Any]] = {}
         for ours in (*self.columns, *further):
-            read: ReadColumn = self.readers.get(ours, column)
-            key, theirs = self._column(ours)
+            read: ReadColumn = self.readers.get(ours, read_column)
+            key, theirs = self._find_column(ours)
             found[ours] = read(table, theirs, key=key, of=name)
-        rows, bad = Dataset.from_dict(found), self.bad_rows(found)
+        rows, bad = Dataset.from_dict(found), self.find_bad_rows(found)
         if not bad:
             return rows
         left_out = set().union(*bad.values())
-        what = "; ".join(f"{what} in {numbered(each)}" for what, each in bad.items())
+        what = "; ".join(f"{what} in {format_rows(each)}" for what, each in bad.items())
         if not self.settings.skip_bad_rows or len(left_out) == len(rows):
             raise DataError(
                 f'{len(left_out)} of {len(rows)} rows of "{name}" cannot be used: {what}; correct '
@@ -300,13 +297,13 @@ class Task(ABC):
         self.skipped[name] = f'{len(left_out)} of {len(rows)} rows of "{name}" skipped: {what}'
         return rows.select([row for row in range(len(rows)) if row not in left_out])
 
-    def bad_rows(self, found: Mapping[str, Sequence[Any]]) -> dict[str, list[int]]:
-        """The rows that cannot be used, by what is wrong with them."""
+    def find_bad_rows(self, found: Mapping[str, Sequence[Any]]) -> dict[str, list[int]]:
+        """Find the rows that cannot be used, by what is wrong with them."""
         bad = {}
         for ours in found:
             if ours in self.readers:
                 continue
-            key, theirs = self._column(ours)
+            key, theirs = self._find_column(ours)
             if rows := [row for row, text in enumerate(found[ours]) if not text.strip()]:
                 bad[f'{key} "{theirs}" is empty'] = rows
         return bad
@@ -337,7 +334,7 @@ def load_task(
     *,
     known_labels: tuple[str, ...] = (),
 ) -> Task:
-    """The task of ``settings``; data is read on first use.
+    """Make the task of ``settings``; data is read on first use.
 
     A control unit passes the ``vocabulary`` that the server sent, a server the ``known_labels`` of
     a checkpoint in their order.
@@ -348,5 +345,5 @@ def load_task(
 
 
 def _choose(table: Dataset, rows: list[int], limit: int) -> Dataset:
-    """The first ``limit`` (0: all) of the shuffled ``rows``, in the order of the table."""
+    """Choose the first ``limit`` (0: all) of the shuffled ``rows``, in the order of the table."""
     return table.select(sorted(rows[:limit] if limit else rows))

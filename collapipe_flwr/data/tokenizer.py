@@ -30,7 +30,7 @@ _MOST_LANGUAGES = 6  # in a sentence
 def train_tokenizer(
     texts: Sequence[str], *, vocab_size: int, starts_with_bos: bool, with_mask: bool = False
 ) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of at most ``vocab_size`` tokens; equal texts give equal tokenizers.
+    """Train byte-level BPE of at most ``vocab_size`` tokens; equal texts, equal tokenizers.
 
     Every text ends with EOS (in a pair: each of the two); with ``starts_with_bos`` it begins with
     BOS, the token that BERT-type classifiers pool; ``with_mask`` adds a mask token.
@@ -85,7 +85,7 @@ class Languages:
             if given := getattr(self, side):
                 raise DataError(f'data.{side}-language is "{given}", but {why}: leave it empty')
 
-    def set_in(self, tokenizer: Any, name: str) -> None:
+    def apply_to(self, tokenizer: Any, name: str) -> None:
         """Let ``tokenizer`` write these languages; raises DataError where it cannot."""
         what = f'data.tokenizer "{name}"'
         if not hasattr(tokenizer, "set_tgt_lang_special_tokens"):
@@ -100,8 +100,8 @@ class Languages:
             such = ", ".join(near or known[:_MOST_LANGUAGES])
             if language and language not in known:
                 raise DataError(
-                    f'data.{side}-language "{language}" is none of {what}: choose one such as '
-                    f"{such}"
+                    f'data.{side}-language "{language}" is no language of {what}: choose one such '
+                    f"as {such}"
                 )
             if language:
                 setattr(tokenizer, ours, language)
@@ -114,7 +114,7 @@ class Languages:
 
 
 def load_tokenizer(name: str, languages: Languages = Languages()) -> PreTrainedTokenizerFast:
-    """A pretrained tokenizer by hub name or directory, which writes these languages.
+    """Load a pretrained tokenizer, by hub name or directory, that writes these languages.
 
     Raises DataError if it cannot be loaded or is not one of the ``tokenizers`` library.
     """
@@ -149,12 +149,12 @@ def load_tokenizer(name: str, languages: Languages = Languages()) -> PreTrainedT
                 f'data.tokenizer "{name}" has neither a padding nor an end token: add a pad_token'
             )
         loaded.pad_token = loaded.eos_token  # any token serves, since it is masked
-    languages.set_in(loaded, name)
+    languages.apply_to(loaded, name)
     return cast(PreTrainedTokenizerFast, loaded)
 
 
 def tokenizer_to_json(tokenizer: PreTrainedTokenizerFast) -> str:
-    """All that ``tokenizer_from_json`` needs, special tokens included, as one JSON object."""
+    """Write all that ``tokenizer_from_json`` needs, special tokens included, as one JSON object."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     backend["truncation"] = backend["padding"] = None  # left there by the last call, if any
     special = tokenizer.special_tokens_map
@@ -167,13 +167,13 @@ def tokenizer_to_json(tokenizer: PreTrainedTokenizerFast) -> str:
         },
         "settings": {name: getattr(tokenizer, name) for name in _KEPT_SETTINGS},
     }
-    if (targets := _target_processor(tokenizer)) is not None:
+    if (targets := _find_target_processor(tokenizer)) is not None:
         record["settings"][_TARGETS] = targets
     return json.dumps(record, ensure_ascii=False, sort_keys=True)
 
 
-def _target_processor(tokenizer: Any) -> dict[str, Any] | None:
-    """How targets get their special tokens; None if as sources do."""
+def _find_target_processor(tokenizer: Any) -> dict[str, Any] | None:
+    """Return how targets get their special tokens; None if as sources do."""
     if not getattr(tokenizer, "tgt_lang", None):
         saved: dict[str, Any] | None = tokenizer.init_kwargs.get(_TARGETS)
         return saved
@@ -184,7 +184,7 @@ def _target_processor(tokenizer: Any) -> dict[str, Any] | None:
 
 
 def tokenizer_from_json(text: str, *, of_targets: bool = False) -> PreTrainedTokenizerFast:
-    """The tokenizer that ``tokenizer_to_json`` wrote, of sources or ``of_targets``.
+    """Read the tokenizer that ``tokenizer_to_json`` wrote, of sources or ``of_targets``.
 
     Raises DataError for anything else.
     """
@@ -209,9 +209,9 @@ IGNORED_TAG = str(IGNORED_LABEL)  # the same mark in the user's data
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: Any, max_length: int, **options: bool) -> Any:
-    """``input_ids`` and ``attention_mask`` (B, T), padded at the right to the longest text.
+    """Tokenize texts as ``input_ids`` and ``attention_mask`` (B, T), padded at the right.
 
-    Texts are truncated to ``max_length`` tokens, special tokens included.
+    They are padded to the longest, and truncated to ``max_length`` tokens with the special ones.
     """
     return tokenizer(
         texts,
@@ -229,7 +229,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: Any, max_length: int, **op
 def encode_words(
     tokenizer: PreTrainedTokenizerFast, rows: Sequence[Sequence[str]], max_length: int
 ) -> tuple[dict[str, Tensor], list[list[int]]]:
-    """The same for texts that are split into words, and the positions of each word's first token.
+    """Tokenize texts that are split into words, and find the position of each word's first token.
 
     A word without tokens (an odd control character) is read as the unknown token, so that every
     word has a position until the text is truncated.
@@ -240,10 +240,10 @@ def encode_words(
         unknown = tokenizer.unk_token or "?"
         kept = [[w if tokenizer.tokenize(w) else unknown for w in row] for row in spaced]
         encoded = encode(tokenizer, kept, max_length, is_split_into_words=True)
-    return dict(encoded), [_first_places(encoded.word_ids(row)) for row in range(len(rows))]
+    return dict(encoded), [_find_first_places(encoded.word_ids(row)) for row in range(len(rows))]
 
 
-def _first_places(words: Sequence[int | None]) -> list[int]:
+def _find_first_places(words: Sequence[int | None]) -> list[int]:
     first = {word: place for place, word in reversed(list(enumerate(words))) if word is not None}
     return [first[word] for word in sorted(first)]
 
@@ -265,12 +265,12 @@ class Vocabulary:
     labels: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """One JSON string, for a record or a file."""
+        """Write one JSON string, for a record or a file."""
         return json.dumps({"tokenizer": self.tokenizer_json, "labels": self.labels})
 
     @staticmethod
     def from_json(text: str) -> Vocabulary:
-        """The inverse of ``to_json``. Raises DataError for anything else."""
+        """Read what ``to_json`` wrote. Raises DataError for anything else."""
         try:
             record = json.loads(text)
             return Vocabulary(tokenizer_json=record["tokenizer"], labels=tuple(record["labels"]))

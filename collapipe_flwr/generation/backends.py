@@ -5,7 +5,6 @@ The embedding runs here, blocks on a fleet, the rest of the model at the edge.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,17 +26,16 @@ from collapipe_flwr.pipeline.compute import CPU, hold
 from collapipe_flwr.pipeline.generation_driver import GenerationDriver
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 
-_log = logging.getLogger(__name__)
 Weights = Mapping[str, Tensor]
 IDLE_S = 24 * 3600.0  # a server may wait a day for its next text
 _CLUSTER = "generation"
 STATELESS = OptimizerConfig(name="sgd", learning_rate=1.0)  # nothing learns
 
 
-def even_plan(
+def plan_evenly(
     num_blocks: int, device_ids: Sequence[str], cluster_id: str = _CLUSTER
 ) -> ClusterPlan:
-    """Blocks divided evenly in order, over at most as many devices as blocks.
+    """Divide the blocks evenly, in order, over at most as many devices as there are blocks.
 
     Nothing is trained, so powers, times and energies are zero.
     """
@@ -77,7 +75,7 @@ class ServedModel:
     compute: torch.device = CPU
 
     @contextmanager
-    def over(
+    def open_chain(
         self, fleet: Fleet, device_ids: Sequence[str], *, cluster_id: str = _CLUSTER
     ) -> Iterator[GenerationDriver]:
         """Run a chain over these devices until the body ends.
@@ -85,7 +83,7 @@ class ServedModel:
         Raises LinkError when a device or the edge cannot be reached or fails.
         """
         order = RoundOrder(
-            plan=even_plan(self.splitter.num_blocks, device_ids, cluster_id),
+            plan=plan_evenly(self.splitter.num_blocks, device_ids, cluster_id),
             weights=self.weights,
             learning=LearningSettings(
                 optimizer=STATELESS, schedule="gpipe", deadline_s=self.deadline_s
@@ -107,20 +105,20 @@ class ServedModel:
             driver.finish()
 
 
-def thread_backend(served: ServedModel, devices: int) -> GenerationBackend:
-    """Devices and edge as threads of this process."""
+def make_thread_backend(served: ServedModel, devices: int) -> GenerationBackend:
+    """Run devices and edge as threads of this process."""
     fleet = ThreadFleet(ThreadEdge(served.compute))
     return GenerationBackend(
         device_ids=tuple(f"device-{index}" for index in range(1, devices + 1)),
-        chain=partial(served.over, fleet),
+        chain=partial(served.open_chain, fleet),
         missing=fleet.missing,
     )
 
 
-def daemon_backend(
+def make_daemon_backend(
     served: ServedModel, cluster: ClusterConfig, edge_address: str = ""
 ) -> GenerationBackend:
-    """The daemons of a cluster file and its edge, or the edge at ``edge_address``."""
+    """Use the daemons of a cluster file and its edge, or the edge at ``edge_address``."""
     address, name = edge_address or cluster.edge.address, cluster.certificate_name(cluster.edge)
     if not address:
         raise ConfigError(
@@ -136,6 +134,6 @@ def daemon_backend(
     fleet = RemoteFleet(cluster=cluster, edges={"": edge})
     return GenerationBackend(
         device_ids=tuple(map(cluster.device_id, cluster.workers)),
-        chain=partial(served.over, fleet, cluster_id=cluster.id),
+        chain=partial(served.open_chain, fleet, cluster_id=cluster.id),
         missing=fleet.missing,
     )

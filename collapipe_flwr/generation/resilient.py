@@ -1,4 +1,4 @@
-"""A generator whose chain, when it breaks, is built again of the remaining devices.
+"""A generator that rebuilds its chain from the remaining devices when it breaks.
 
 A text whose chain broke is generated again from its prompt; tokens that were yielded before are not
 yielded twice. Greedy decoding, beams and seeded sampling are deterministic, so the text is that of
@@ -37,7 +37,7 @@ class GenerationBackend:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Built:
+class _RunningChain:
     """A running chain, and the stack that takes it down."""
 
     driver: GenerationDriver
@@ -45,7 +45,7 @@ class _Built:
 
 
 class ResilientGenerator:
-    """Generates over the devices of ``backend`` that answer; use as a context manager.
+    """A generator over the devices of ``backend`` that answer; use as a context manager.
 
     ``generate`` may be called from several threads at once.
     """
@@ -53,35 +53,35 @@ class ResilientGenerator:
     def __init__(self, backend: GenerationBackend) -> None:
         self._backend = backend
         self._lock = threading.Lock()
-        self._built: _Built | None = None
+        self._running: _RunningChain | None = None
         self._lost: frozenset[str] = frozenset()  # at the last look
         self._over = False
 
     def __enter__(self) -> Self:
-        """Raises LinkError when no chain can be built."""
-        self._current()
+        """Build the first chain; raises LinkError when none can be built."""
+        self._ensure_running()
         return self
 
     def __exit__(self, *error: Any) -> None:
         with self._lock:
-            built, self._built, self._over = self._built, None, True
+            built, self._running, self._over = self._running, None, True
         if built is not None:
             built.stack.__exit__(*error)
 
     def generate(self, prompt: Tensor, settings_json: str) -> Generator[Tensor]:
-        """See `GenerationDriver.generate`; raises LinkError when the chain cannot be rebuilt.
+        """Yield the new tokens of a text; see `GenerationDriver.generate`.
 
-        That is also when it breaks three times without a new token of this text; the first loss of
-        each device does not count.
+        Raises LinkError when the chain cannot be rebuilt, or breaks three times without a new token
+        of this text; the first loss of each device does not count.
         """
         told, replays, lost = 0, 0, frozenset[str]()
         while True:
-            built = self._current()
+            built = self._ensure_running()
             before, skipped = told, 0
             try:
                 with closing(built.driver.generate(prompt, settings_json)) as pieces:
                     for new in pieces:
-                        fresh = new[max(told - skipped, 0) :]
+                        fresh = new[max(told - skipped, 0) :]  # a replay begins with old ones
                         skipped += len(new)
                         if len(fresh):
                             told += len(fresh)
@@ -90,7 +90,7 @@ class ResilientGenerator:
             except TextTimeout:
                 raise
             except LinkError as error:
-                away = self._void(built, error)
+                away = self._take_down(built, error)
                 if told > before:
                     replays = 0
                 replays = 0 if away - lost else replays + 1
@@ -98,17 +98,17 @@ class ResilientGenerator:
                 if replays > MOST_REPLAYS:
                     raise
 
-    def _current(self) -> _Built:
-        """The chain, built where there is none."""
+    def _ensure_running(self) -> _RunningChain:
+        """Return the running chain; build one where there is none."""
         with self._lock:
             if self._over:
                 raise LinkError("the chain was taken down: it generates no more")
-            if self._built is None:
-                self._built = self._build()
-            return self._built
+            if self._running is None:
+                self._running = self._build()
+            return self._running
 
-    def _build(self) -> _Built:
-        """A chain over the devices that answer; retried when more of them are found missing."""
+    def _build(self) -> _RunningChain:
+        """Build a chain over the devices that answer; try again while more are found missing."""
         lost = self._lost
         while True:
             present = [name for name in self._backend.device_ids if name not in self._lost]
@@ -116,25 +116,25 @@ class ResilientGenerator:
             try:
                 driver = stack.enter_context(self._backend.chain(present))
             except LinkError as error:
-                if not self._look(error) - lost:
+                if not self._find_missing(error) - lost:
                     raise
                 lost |= self._lost
             else:
-                return _Built(driver=driver, stack=stack)
+                return _RunningChain(driver=driver, stack=stack)
 
-    def _void(self, broken: _Built, error: LinkError) -> frozenset[str]:
+    def _take_down(self, broken: _RunningChain, error: LinkError) -> frozenset[str]:
         """Take a broken chain down, once; returns the devices that do not answer."""
         with self._lock:
-            if self._built is broken:
-                self._built = None
+            if self._running is broken:
+                self._running = None
                 try:
                     broken.stack.__exit__(type(error), error, error.__traceback__)
                 except CollaPipeError as again:
-                    _log.info("a broken chain: %s", again)
-                self._look(error)
+                    _log.info("while a broken chain was taken down: %s", again)
+                self._find_missing(error)
             return self._lost
 
-    def _look(self, error: LinkError) -> frozenset[str]:
+    def _find_missing(self, error: LinkError) -> frozenset[str]:
         """Return the devices that do not answer now; raises LinkError if none answers."""
         before, self._lost = self._lost, self._backend.missing(self._backend.device_ids)
         if len(self._lost) == len(self._backend.device_ids):

@@ -1,4 +1,4 @@
-"""Where the model of `collapipe generate` is, found without the libraries that load it."""
+"""Find the model of `collapipe generate` without importing the libraries that load it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _WRITES_NO_TEXT = re.compile(r".*For(\w*Classification|MaskedLM|QuestionAnswerin
 
 
 def find_model(name: str) -> str:
-    """The folder with the model of a run, any other folder, or a hub name, for transformers.
+    """Return what transformers loads: the folder of a run's model, another folder, or a hub name.
 
-    Raises ModelError where there is none, or none that writes texts.
+    Raises ModelError where there is no model, or none that writes texts.
     """
     folder = expanded(name)
     if (folder / "model").is_dir():

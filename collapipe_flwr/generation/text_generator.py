@@ -8,7 +8,7 @@ from typing import Any
 
 from collapipe_flwr.config.cluster_file import ClusterConfig
 from collapipe_flwr.core.keys import AUTO
-from collapipe_flwr.generation.backends import ServedModel, daemon_backend, thread_backend
+from collapipe_flwr.generation.backends import ServedModel, make_daemon_backend, make_thread_backend
 from collapipe_flwr.generation.resilient import ResilientGenerator
 from collapipe_flwr.generation.text_model import TextModel
 from collapipe_flwr.pipeline.compute import resolve
@@ -20,7 +20,7 @@ _BYTE = "<0x"  # how the token of one byte begins, where a vocabulary falls back
 
 
 class Detokenizer:
-    """Decodes the tokens of one text as they come, each a bounded number of times.
+    """A decoder of one text's tokens as they come, each a bounded number of times.
 
     The text of a token depends on its neighbors: the first one may lose its space, and a character
     may take several tokens. So a window is decoded: the tokens since text was last returned, and
@@ -57,7 +57,7 @@ class Detokenizer:
 
 
 class TextGenerator:
-    """Generates texts over a chain; ``write`` may be called by several threads at once."""
+    """A generator of texts over a chain; several threads may call ``write`` at once."""
 
     def __init__(self, model: TextModel, chain: ResilientGenerator) -> None:
         self._model = model
@@ -69,7 +69,7 @@ class TextGenerator:
         Raises ConfigError for an empty request, DataError for an unreadable sound, ModelError for
         one that the model cannot take, LinkError when the chain breaks for good.
         """
-        prompt = self._model.prompt(request)
+        prompt = self._model.encode_prompt(request)
         settings_json, stops = self._model.settings_for(request)
         shown = Detokenizer(self._model.tokenizer, skip_special_tokens=True)
         full = Detokenizer(self._model.tokenizer, skip_special_tokens=False)
@@ -99,7 +99,7 @@ def text_generator(
     deadline_s: float = DEADLINE_S,
     compute: str = AUTO,
 ) -> Iterator[TextGenerator]:
-    """Generate with blocks on the daemons of a cluster file and the rest on its edge server.
+    """Yield a generator with blocks on a cluster's daemons and the rest at its edge server.
 
     Without a cluster, ``devices`` and edge are threads of this process, connected as on one. Up to
     ``slots`` texts are generated at once; devices that are lost are left out. ``compute`` names an
@@ -114,9 +114,9 @@ def text_generator(
         compute=resolve(compute, "--compute"),
     )
     backend = (
-        thread_backend(served, devices)
+        make_thread_backend(served, devices)
         if cluster is None
-        else daemon_backend(served, cluster, edge_address)
+        else make_daemon_backend(served, cluster, edge_address)
     )
     with ResilientGenerator(backend) as chain:
         yield TextGenerator(model, chain)

@@ -49,7 +49,7 @@ class TextModel:
 
     @staticmethod
     def load(folder: Path | str, *, edge_blocks: int = 0) -> TextModel:
-        """The model of a run directory, or of any folder or hub name that transformers loads.
+        """Load the model of a run directory, or of any folder or hub name of transformers.
 
         ``edge_blocks`` upper blocks of a decoder-only model stay at the edge. Raises ModelError
         for a model that writes no text.
@@ -70,21 +70,21 @@ class TextModel:
             splitter=splitter,
             weights=splitter.initial_weights(seed=0),
             tokenizer=tokenizer,
-            settings=_own_settings(source, config),
-            feature_extractor=_feature_extractor(splitter.input_name, source),
+            settings=_load_settings(source, config),
+            feature_extractor=_load_feature_extractor(splitter.input_name, source),
         )
 
-    def prompt(self, request: GenerateRequest) -> Tensor:
-        """Token ids (1, T), or features (1, bins, frames).
+    def encode_prompt(self, request: GenerateRequest) -> Tensor:
+        """Encode a request as token ids (1, T), or as features (1, bins, frames).
 
         Raises ConfigError for an empty request or one for another kind of model, DataError for a
         sound that cannot be read, ModelError for what the model cannot take.
         """
         if self.feature_extractor is not None:
-            return self._features(request)
+            return self._encode_sound(request)
         if request.sound:
             raise ConfigError("--audio is for models of speech; this one reads --text")
-        ids = self._ids(request.text)
+        ids = self._encode_text(request.text)
         room = self.splitter.most_tokens
         needed = len(ids) if self.splitter.decodes else len(ids) + request.max_new_tokens
         if room is not None and needed > room:
@@ -95,22 +95,24 @@ class TextModel:
         return torch.tensor([ids])
 
     def settings_for(self, request: GenerateRequest) -> tuple[str, tuple[str, ...]]:
-        """Generation settings as JSON, and strings after which the text ends; it contains them.
+        """Return generation settings as JSON, and the strings at which the text ends, included.
 
         Sampling always has a seed, so that the text can be generated again when a chain breaks.
-        Raises ConfigError for stop strings beside beams, which know their text at the end only.
+        Raises ConfigError for stop strings with beam search, which knows its text only at the end.
         """
-        values: dict[str, Any] = {**self.settings.to_dict(), **_changes(request)}
+        values: dict[str, Any] = {**self.settings.to_dict(), **_read_changes(request)}
         own = values.pop("stop_strings", None) or ()
         stops = request.stop or ((own,) if isinstance(own, str) else tuple(own))
         if stops and (values.get("num_beams") or 1) > 1:
-            raise ConfigError("--stop needs --num-beams 1: beams know their text at its end only")
+            raise ConfigError(
+                "--stop needs --num-beams 1: beam search knows its text at the end only"
+            )
         if values.get("do_sample"):
             values[SEED] = secrets.randbelow(_SEEDS) if request.seed is None else request.seed
         return json.dumps(values), stops
 
-    def _ids(self, text: str) -> list[int]:
-        """The prompt's tokens, without the end token where the model continues the text."""
+    def _encode_text(self, text: str) -> list[int]:
+        """Tokenize the prompt; without its end token where the model continues the text."""
         if not text.strip():
             raise ConfigError("--text is empty: give some words to start from")
         ids: list[int] = list(self.tokenizer(text)["input_ids"])
@@ -119,9 +121,9 @@ class TextModel:
             ids.pop()
         return ids
 
-    def _features(self, request: GenerateRequest) -> Tensor:
+    def _encode_sound(self, request: GenerateRequest) -> Tensor:
         if not request.sound:
-            raise ConfigError("this model hears: give --audio FILE instead of --text")
+            raise ConfigError("this model transcribes speech: give --audio FILE instead of --text")
         try:
             data = base64.b64decode(request.sound, validate=True)
         except binascii.Error as cause:
@@ -132,15 +134,15 @@ class TextModel:
             return torch.from_numpy(sound)[None]
         if len(sound) > most:
             raise ModelError(
-                f"the sound lasts {len(sound) / rate:.1f} s, the model hears {most / rate:g} s at "
-                "once: cut it into pieces"
+                f"the sound lasts {len(sound) / rate:.1f} s, but the model takes at most "
+                f"{most / rate:g} s: cut it into pieces"
             )
-        heard = self.feature_extractor(sound, sampling_rate=rate, return_tensors="pt")
-        features: Tensor = heard[_SOUND]
+        extracted = self.feature_extractor(sound, sampling_rate=rate, return_tensors="pt")
+        features: Tensor = extracted[_SOUND]
         return features
 
 
-def _own_settings(source: str, config: Any) -> GenerationConfig:
+def _load_settings(source: str, config: Any) -> GenerationConfig:
     try:
         return GenerationConfig.from_pretrained(source)
     except OSError:  # no file of its own: the library reads the model's configuration
@@ -148,8 +150,8 @@ def _own_settings(source: str, config: Any) -> GenerationConfig:
         return found
 
 
-def _feature_extractor(input_name: str, source: str) -> Any:
-    """The feature extractor of a speech model; None for a model of text."""
+def _load_feature_extractor(input_name: str, source: str) -> Any:
+    """Load the feature extractor of a speech model; return None for a model of text."""
     if input_name == "input_ids":
         return None
     if input_name != _SOUND:
@@ -158,8 +160,8 @@ def _feature_extractor(input_name: str, source: str) -> Any:
         return AutoFeatureExtractor.from_pretrained(source)  # type: ignore[no-untyped-call]
 
 
-def _changes(request: GenerateRequest) -> dict[str, Any]:
-    """Settings of ``request``; one that only sampling reads turns sampling on."""
+def _read_changes(request: GenerateRequest) -> dict[str, Any]:
+    """Collect the settings that ``request`` changes; one of sampling turns sampling on."""
     names = ("max_new_tokens", "num_beams", "temperature", "top_k", "top_p")
     changes: dict[str, Any] = {name: v for name in names if (v := getattr(request, name))}
     if request.sample is not None:
@@ -170,7 +172,7 @@ def _changes(request: GenerateRequest) -> dict[str, Any]:
 
 
 def read_sound(data: bytes, rate_hz: int) -> NDArray[np.float32]:
-    """The bytes of a .wav (16 bits) or .npy file: samples (N,) at ``rate_hz``.
+    """Read a .wav (16 bits) or .npy file: samples (N,) at ``rate_hz``.
 
     Two dimensions in a .npy file are features (bins, frames). Raises DataError.
     """
@@ -193,8 +195,8 @@ def _read_wav(data: bytes, rate_hz: int) -> NDArray[np.float32]:
         raise DataError("the .wav file is cut off: send all of it")
     if rate != rate_hz or width != 2:
         raise DataError(
-            f"the .wav file has {rate} Hz and {8 * width} bits, the model hears {rate_hz} Hz and "
-            f"16 bits: `ffmpeg -i FILE -ar {rate_hz} -sample_fmt s16 OUT.wav` converts it"
+            f"the .wav file has {rate} Hz and {8 * width} bits, but the model needs {rate_hz} Hz "
+            f"and 16 bits: `ffmpeg -i FILE -ar {rate_hz} -sample_fmt s16 OUT.wav` converts it"
         )
     samples = np.frombuffer(frames, dtype="<i2").reshape(-1, channels).mean(axis=1)
     return np.asarray(samples / _INT16_MOST, dtype=np.float32)
@@ -208,7 +210,7 @@ def _read_npy(data: bytes) -> NDArray[np.float32]:
         raise DataError(f"the .npy file cannot be read: {cause}") from cause
     if numbers.ndim not in (1, 2) or not np.isfinite(numbers).all():
         raise DataError(
-            f"the .npy file must hold samples (N,) or features (bins, frames), finite ones, got "
-            f"shape {numbers.shape}"
+            "the .npy file must hold finite samples (N,) or features (bins, frames), got shape "
+            f"{numbers.shape}"
         )
     return numbers

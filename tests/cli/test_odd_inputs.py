@@ -140,7 +140,7 @@ def test_odd_data_is_read_or_refused_in_one_sentence(given: str, code: int, sent
         task = load_task(config.seeded_data)
         for index in range(config.run.clusters):
             part = task.partition(index, config.run.clusters)
-            task.collate(task.examples(part).select([0]).to_list())
+            task.collate(task.make_examples(part).select([0]).to_list())
         assert len(task.test) and task.labels
     except CollaPipeError as error:
         assert code == WRONG and all(word in str(error) for word in sentence.split()), error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from collapipe_flwr.core.errors import ConfigError, RunError, unexpected_as_run_error
-from collapipe_flwr.data.batches import batches
+from collapipe_flwr.data.batches import cut_batches
 
 
 def test_an_error_of_an_unknown_kind_says_what_and_where() -> None:
@@ -14,7 +14,7 @@ def test_an_error_of_an_unknown_kind_says_what_and_where() -> None:
         pytest.raises(RunError, match=rf"^unexpected ValueError \(range.*\) {where}: ") as told,
         unexpected_as_run_error(),
     ):
-        batches([], 0)
+        cut_batches([], 0)
     assert isinstance(told.value.__cause__, ValueError)
 
 

@@ -8,13 +8,15 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collapipe_flwr.data.batches import batches, round_examples, round_rows
+from collapipe_flwr.data.batches import cut_batches, draw_round_examples, draw_round_rows
 
 SIZES = st.integers(1, 40)
 
 
 def rows(size: int, rounds_done: int, *, limit: int, cluster_id: int = 0) -> list[int]:
-    return round_rows(size, seed=5, rounds_done=rounds_done, cluster_id=cluster_id, limit=limit)
+    return draw_round_rows(
+        size, seed=5, rounds_done=rounds_done, cluster_id=cluster_id, limit=limit
+    )
 
 
 def spread(chosen: list[int], size: int) -> int:
@@ -63,8 +65,8 @@ def test_clusters_and_passes_have_their_own_order() -> None:
 
 def test_batches_hold_the_rows_in_order_and_the_last_may_be_smaller() -> None:
     examples = Dataset.from_dict({"text": [str(row) for row in range(10)]})
-    chosen = round_examples(examples, seed=5, rounds_done=1, cluster_id=0, limit=7)
-    made = batches(chosen, 3)
+    chosen = draw_round_examples(examples, seed=5, rounds_done=1, cluster_id=0, limit=7)
+    made = cut_batches(chosen, 3)
     assert [len(batch) for batch in made] == [3, 3, 1]
     texts = [example["text"] for batch in made for example in batch]
     assert texts == [str(row) for row in rows(10, 1, limit=7)]

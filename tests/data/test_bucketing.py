@@ -7,17 +7,17 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collapipe_flwr.data.batches import batches, bucket_by_length, padded_tokens
+from collapipe_flwr.data.batches import bucket_by_length, count_padded_tokens, cut_batches
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=9)
 
 
 def largest(lengths: list[int], cut: list[list[int]]) -> int:
-    return max(padded_tokens([max(1, lengths[row]) for row in rows]) for rows in cut)
+    return max(count_padded_tokens([max(1, lengths[row]) for row in rows]) for rows in cut)
 
 
 def total(lengths: list[int], cut: list[list[int]]) -> int:
-    return sum(padded_tokens([lengths[row] for row in rows]) for rows in cut)
+    return sum(count_padded_tokens([lengths[row] for row in rows]) for rows in cut)
 
 
 @given(LENGTHS, st.integers(1, 5))
@@ -30,7 +30,7 @@ def test_every_row_once_in_as_many_groups_as_asked(lengths: list[int], count: in
 
 @given(LENGTHS, st.integers(1, 5))
 def test_the_largest_group_is_no_larger_than_in_an_equal_cut(lengths: list[int], size: int) -> None:
-    equal = batches(range(len(lengths)), size)
+    equal = cut_batches(range(len(lengths)), size)
     assert largest(lengths, bucket_by_length(lengths, len(equal))) <= largest(lengths, equal)
 
 
@@ -50,5 +50,5 @@ def test_no_cut_of_the_sorted_rows_has_a_smaller_largest_group(
 
 def test_mixed_lengths_lose_most_of_their_padding() -> None:
     lengths = [5, 60, 7, 64, 6, 58, 5, 62] * 4
-    equal = batches(range(len(lengths)), 8)
+    equal = cut_batches(range(len(lengths)), 8)
     assert total(lengths, bucket_by_length(lengths, 4)) < 0.65 * total(lengths, equal)

@@ -16,7 +16,7 @@ from datasets.exceptions import DatasetGenerationError
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.data.files import load_table, read_conll
-from collapipe_flwr.data.reader import column, list_column
+from collapipe_flwr.data.reader import read_column, read_lists
 from collapipe_flwr.data.tasks import load_task
 
 ROWS = [("007", "NA"), ("say hi, you", "null"), ("ü\nline", "3")]
@@ -44,7 +44,7 @@ def write(path: Path) -> Path:
 def test_every_format_gives_the_same_texts(tmp_path: Path, name: str) -> None:
     table = load_table(str(write(tmp_path / name)), key="data.train", split="train")
     for index, title in enumerate(("text", "label")):
-        texts = column(table, title, key="data.text-column", of=name)
+        texts = read_column(table, title, key="data.text-column", of=name)
         assert texts == [row[index] for row in ROWS]
 
 
@@ -62,8 +62,8 @@ def test_texts_that_look_like_dates_stay_as_they_are_written(tmp_path: Path, nam
     given = path.parent if path.parent != tmp_path else path
     table = load_table(str(given), key="data.train", split="train")
     for title in ("text", "in.it"):
-        assert column(table, title, key="data.text-column", of=name) == DATES
-    assert list_column(table, "tokens", key="k", of=name) == [[date, "007"] for date in DATES]
+        assert read_column(table, title, key="data.text-column", of=name) == DATES
+    assert read_lists(table, "tokens", key="k", of=name) == [[date, "007"] for date in DATES]
 
 
 def test_a_late_text_among_dates_is_no_error(tmp_path: Path) -> None:
@@ -87,19 +87,19 @@ def test_columns_of_several_kinds_are_refused(tmp_path: Path, values: str) -> No
     (tmp_path / "rows.jsonl").write_text(f'{{"text": {one}}}\n{{"text": {other}}}\n' * 3)
     with pytest.raises(DataError, match=r"several kinds|changed from"):
         table = load_table(str(tmp_path / "rows.jsonl"), key="data.train", split="train")
-        column(table, "text", key="data.text-column", of="rows.jsonl")
+        read_column(table, "text", key="data.text-column", of="rows.jsonl")
 
 
 def test_whole_numbers_that_reading_rounds_are_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": 12345678901234567890}\n{"text": 1}\n')
     table = load_table(str(tmp_path / "rows.jsonl"), key="data.train", split="train")
     with pytest.raises(DataError, match=r'data\.text-column "text" .* rounded .* write them as'):
-        column(table, "text", key="data.text-column", of="rows.jsonl")
+        read_column(table, "text", key="data.text-column", of="rows.jsonl")
 
 
 def test_what_is_not_a_number_is_empty() -> None:
     table = Dataset.from_dict({"text": [1.5, float("nan"), None]})
-    assert column(table, "text", key="data.text-column", of="x") == ["1.5", "", ""]
+    assert read_column(table, "text", key="data.text-column", of="x") == ["1.5", "", ""]
 
 
 @pytest.mark.parametrize("blank", ["\n", "\n\n \t\n", "\r\n"])
@@ -121,7 +121,7 @@ def test_only_blanks_part_the_words_of_a_line(tmp_path: Path, space: str) -> Non
     assert table["tokens"][:] == [[word, "runs"], ["no"]]
     assert table["tags"][:] == [["B-X", "O"], ["O"]]
     texts = Dataset.from_dict({"tokens": [f" {word} runs\n"]})
-    assert list_column(texts, "tokens", key="k", of="x") == [[word, "runs"]]
+    assert read_lists(texts, "tokens", key="k", of="x") == [[word, "runs"]]
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_a_directory_gives_the_asked_split(tmp_path: Path) -> None:
 def test_class_labels_become_their_names() -> None:
     features = Features({"label": ClassLabel(names=["no", "yes"])})
     table = Dataset.from_dict({"label": [1, 0, 1]}, features=features)
-    assert column(table, "label", key="data.label-column", of="x") == ["yes", "no", "yes"]
+    assert read_column(table, "label", key="data.label-column", of="x") == ["yes", "no", "yes"]
 
 
 @pytest.mark.parametrize("name", ["~nobody-here/rows.csv", "~nobody-here/saved:train"])
@@ -201,13 +201,13 @@ def test_a_home_that_does_not_exist_is_a_wrong_path(name: str) -> None:
 
 def test_numbers_become_texts() -> None:
     table = Dataset.from_dict({"label": [3, 1]}, features=Features({"label": Value("int64")}))
-    assert column(table, "label", key="data.label-column", of="x") == ["3", "1"]
+    assert read_column(table, "label", key="data.label-column", of="x") == ["3", "1"]
 
 
 def test_missing_column_lists_those_that_exist() -> None:
     table = Dataset.from_dict({"text": ["x"], "intent": ["y"]})
     with pytest.raises(DataError, match=r'data\.label-column "label".*text, intent'):
-        column(table, "label", key="data.label-column", of="x.csv")
+        read_column(table, "label", key="data.label-column", of="x.csv")
 
 
 @pytest.mark.parametrize("empty", ["", "  ", None])
@@ -228,7 +228,7 @@ DAMAGED = DAMAGED[:10] + b"\xff" + DAMAGED[11:]  # the first byte behind the hea
     [
         ("absent.csv", None, "does not exist"),
         ("./absent", None, "does not exist"),
-        ("notes.doc", b"x", "no file that can be read"),
+        ("notes.doc", b"x", "in no format that can be read"),
         ("empty.csv", b"", "is empty: give a file"),
         ("twice.csv", b"a,a\n1,2\n", "distinct column names"),
         (
@@ -293,7 +293,7 @@ NESTED = [{"doc": {"en": "a", "de": "b"}, "tags": ["x"], "label": 1}] * 2
 
 def test_a_field_of_an_object_is_named_by_a_dot() -> None:
     table = Dataset.from_list(NESTED)
-    assert column(table, "doc.de", key="data.target-column", of="x.jsonl") == ["b", "b"]
+    assert read_column(table, "doc.de", key="data.target-column", of="x.jsonl") == ["b", "b"]
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_a_field_of_an_object_is_named_by_a_dot() -> None:
 )
 def test_objects_and_lists_are_no_texts(name: str, way_out: str) -> None:
     with pytest.raises(DataError, match=rf'data\.text-column "{name}" of .*{way_out}'):
-        column(Dataset.from_list(NESTED), name, key="data.text-column", of="x.jsonl")
+        read_column(Dataset.from_list(NESTED), name, key="data.text-column", of="x.jsonl")
 
 
 def test_a_folder_of_save_to_disk_is_read(tmp_path: Path) -> None:

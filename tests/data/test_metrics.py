@@ -6,7 +6,7 @@ import pytest
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
-from collapipe_flwr.data.metrics import ROUGE, added, bleu, chrf, entity_f1, match_rate
+from collapipe_flwr.data.metrics import ROUGE, add_counts, bleu, chrf, entity_f1, match_rate
 
 TEXTS = ["the cat sat on the mat", "we all live in a yellow submarine"]
 
@@ -45,7 +45,9 @@ def test_counts_of_parts_add_up_where_averages_do_not(name: str) -> None:
     cuts = [slice(0, 1), slice(1, 4)]
     counts = [{name: measure.count(ours[cut], theirs[cut])} for cut in cuts]
     whole = measure(ours, theirs)
-    assert measure.value(added(added({}, counts[0]), counts[1])[name]) == pytest.approx(whole)
+    assert measure.value(add_counts(add_counts({}, counts[0]), counts[1])[name]) == pytest.approx(
+        whole
+    )
     average = sum(measure(ours[cut], theirs[cut]) for cut in cuts) / 2
     assert average != pytest.approx(whole, rel=1e-3)
 

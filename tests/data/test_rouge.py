@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from collapipe_flwr.data.metrics import ROUGE, longest_common
+from collapipe_flwr.data.metrics import ROUGE, count_longest_common
 
 
 def rouge(predictions: list[str], references: list[str]) -> dict[str, float]:
@@ -34,7 +34,7 @@ def test_longest_common_subsequence_of_random_words(
     subsequence: Callable[[str, str], int],
 ) -> None:
     for left, right in [("abcbdab", "bdcaba"), ("", "a"), ("aaaa", "aa"), ("xyz", "abc")]:
-        assert longest_common(list(left), list(right)) == subsequence(left, right)
+        assert count_longest_common(list(left), list(right)) == subsequence(left, right)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.data.files import load_table
-from collapipe_flwr.data.stream import Stream, StreamPlace, StreamRound, next_round
+from collapipe_flwr.data.stream import Stream, StreamPlace, StreamRound, draw_stream_round
 from collapipe_flwr.data.tasks import load_task
 
 PAST = Dataset.from_dict({"text": ["p0", "p1", "p2"]})
@@ -50,7 +50,7 @@ def step(
 ) -> StreamRound:
     rng = np.random.default_rng(seed)
     kept = from_json(StreamPlace, to_json(place), "place")  # as between two processes
-    return next_round(stream, kept, PAST, limit=limit, replay_share=share, rng=rng)
+    return draw_stream_round(stream, kept, PAST, limit=limit, replay_share=share, rng=rng)
 
 
 def fresh_rows(stream: Stream, place: StreamPlace) -> tuple[list[str], StreamPlace]:
@@ -201,7 +201,7 @@ def test_empty_rows_are_no_examples_of_a_language_model(tmp_path: Path, task: st
         (tmp_path / f"{name}.jsonl").write_text(rows)
     model = load_task(DataConfig(task=task, train=str(tmp_path / "full.jsonl"), vocab_size=300))
     full, sparse = (
-        model.examples(model.read_file(str(tmp_path / f"{name}.jsonl")))
+        model.make_examples(model.read_file(str(tmp_path / f"{name}.jsonl")))
         for name in ("full", "sparse")
     )
     assert sparse[:] == full[:]

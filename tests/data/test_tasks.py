@@ -102,7 +102,7 @@ def task(request: pytest.FixtureRequest, tmp_path: Path) -> Task:
 
 
 def examples_of(task: Task) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = task.examples(task.train).to_list()
+    rows: list[dict[str, Any]] = task.make_examples(task.train).to_list()
     return rows
 
 
@@ -119,7 +119,7 @@ def test_inputs_are_padded_to_the_longest_and_masked(task: Task) -> None:
 
 
 def test_a_perfect_model_scores_best(task: Task) -> None:
-    examples = task.examples(task.test).to_list()
+    examples = task.make_examples(task.test).to_list()
     batch = task.collate(examples)
     predictions = task.read(perfect_guesses(task, batch["labels"]), batch)
     references = task.references(examples, batch)
@@ -433,7 +433,7 @@ def test_held_out_rows_of_empty_texts_alone_are_not_called_data_test(tmp_path: P
 def test_texts_without_a_token_to_predict_are_refused(tmp_path: Path) -> None:
     task = load_task(settings_of("causal-lm", tmp_path))
     with pytest.raises(DataError, match=r'^data\.text-column "text" has no text of two tokens'):
-        task.examples(Dataset.from_dict({"text": [""]}))
+        task.make_examples(Dataset.from_dict({"text": [""]}))
 
 
 def test_folders_files_and_numbers_give_the_same_pictures(tmp_path: Path) -> None:

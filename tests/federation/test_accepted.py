@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collapipe_flwr.core.errors import ProtocolError, RunError
-from collapipe_flwr.data.batches import round_rows
+from collapipe_flwr.data.batches import draw_round_rows
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.client.node_state import RoundFiles
@@ -73,7 +73,7 @@ class Fates(LocalGrid):
         known = files.recall(progress.last_round, lambda path: json.loads(path.read_text())) or []
         contained = model[f"rounds.{cluster}"].nonzero().flatten().tolist()
         assert known == contained, "the cluster's state is not that of the model"
-        rows = round_rows(
+        rows = draw_round_rows(
             ROWS, seed=0, rounds_done=progress.rounds, cluster_id=cluster, limit=LIMIT
         )
         server_round = flower_round(message.content)

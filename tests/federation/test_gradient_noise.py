@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from collapipe_flwr.core.domain import ClusterOutcome, RoundOutcome
 from collapipe_flwr.costs.convergence import LearningState, noise_scale_of, update
-from collapipe_flwr.data.batches import batches, bucket_by_length, in_random_order
+from collapipe_flwr.data.batches import bucket_by_length, cut_batches, shuffle_groups
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
@@ -168,11 +168,11 @@ def micro_batch(rng: np.random.Generator, lengths: Sequence[int]) -> MicroBatch:
 
 def equal(lengths: Sequence[int], size: int, *place: int) -> Cut:
     del place
-    return batches(range(len(lengths)), size)
+    return cut_batches(range(len(lengths)), size)
 
 
 def bucketed(lengths: Sequence[int], size: int, *place: int) -> Cut:
-    return in_random_order(bucket_by_length(lengths, len(equal(lengths, size))), *place)
+    return shuffle_groups(bucket_by_length(lengths, len(equal(lengths, size))), *place)
 
 
 @pytest.mark.parametrize("cut", [equal, bucketed])
@@ -192,7 +192,7 @@ def test_rounds_of_a_real_pipeline_show_the_true_noise_scale(
                 lengths = rng.choice(choice, examples).tolist()
                 chain = Chain([Moved(), Moved(), Distance()], lambda n, *_: settings(n), STILL)
                 with chain.running() as first:
-                    for number, step in enumerate(batches(lengths, batch_size)):
+                    for number, step in enumerate(cut_batches(lengths, batch_size)):
                         rows = cut(step, size, seed, index, number)
                         first.train_step([micro_batch(rng, [step[r] for r in row]) for row in rows])
                 told.append(telemetry(name, examples, [s.report() for s in chain.stages]))

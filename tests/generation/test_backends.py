@@ -19,8 +19,8 @@ from collapipe_flwr.core.errors import LinkError, LinkTimeout, ModelError
 from collapipe_flwr.generation.backends import (
     IDLE_S,
     ServedModel,
-    daemon_backend,
-    thread_backend,
+    make_daemon_backend,
+    make_thread_backend,
 )
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.parts import SegmentPart
@@ -121,7 +121,7 @@ def served(case: Case, slots: int, deadline_s: float = 20.0) -> ServedModel:
 def local(
     case: Case, slots: int = 2, devices: int = 2, deadline_s: float = 20.0
 ) -> Iterator[GenerationDriver]:
-    site = thread_backend(served(case, slots, deadline_s), devices)
+    site = make_thread_backend(served(case, slots, deadline_s), devices)
     with site.chain(site.device_ids) as driver:
         yield driver
 
@@ -215,7 +215,7 @@ def test_a_refused_text_leaves_the_chain_in_order() -> None:
 def test_daemons_write_the_same_text_and_keep_nothing(model_type: str) -> None:
     case = Case(model_type)
     with daemons(2) as (cluster, edge), EdgeClient(edge) as client:
-        site = daemon_backend(served(case, slots=2), cluster, edge)
+        site = make_daemon_backend(served(case, slots=2), cluster, edge)
         with site.chain(site.device_ids) as driver:
             found = [written(driver, prompt, case.settings()) for prompt in PROMPTS]
         assert found == [case.unsplit(prompt) for prompt in PROMPTS]
@@ -228,7 +228,7 @@ def test_daemons_write_the_same_text_and_keep_nothing(model_type: str) -> None:
 @contextmanager
 def on_daemons(case: Case) -> Iterator[GenerationDriver]:
     with daemons(2) as (cluster, edge):
-        site = daemon_backend(served(case, slots=2), cluster, edge)
+        site = make_daemon_backend(served(case, slots=2), cluster, edge)
         with site.chain(site.device_ids) as driver:
             yield driver
 

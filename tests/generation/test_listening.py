@@ -90,9 +90,9 @@ def test_sounds_become_the_text_of_the_unsplit_model(listener: Path, tmp_path: P
         heard = ear(samples(1)[:, 0], sampling_rate=RATE, return_tensors="pt")["input_features"]
         pieces = list(writer.write(sound(npy(samples(1)[:, 0]))))
         assert "".join(pieces) == unsplit(listener, heard)
-        with pytest.raises(ModelError, match=r"lasts 2\.0 s, the model hears 1 s"):
+        with pytest.raises(ModelError, match=r"lasts 2\.0 s, but the model takes at most 1 s"):
             list(writer.write(sound(npy(np.zeros(2 * RATE)))))
-        with pytest.raises(ConfigError, match="this model hears: give --audio FILE"):
+        with pytest.raises(ConfigError, match="transcribes speech: give --audio FILE"):
             list(writer.write(GenerateRequest(text="hello")))
     with (
         daemons(2) as (cluster, edge),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.core.errors import LinkError
-from collapipe_flwr.generation.backends import thread_backend
+from collapipe_flwr.generation.backends import make_thread_backend
 from collapipe_flwr.generation.resilient import MOST_REPLAYS, GenerationBackend, ResilientGenerator
 from collapipe_flwr.models.parts import SegmentPart
 from collapipe_flwr.pipeline.generation import GeneratingEdge
@@ -31,7 +31,7 @@ def case() -> Case:
 
 
 def site(case: Case, devices: int = 3, slots: int = 3) -> GenerationBackend:
-    return thread_backend(served(case, slots), devices)
+    return make_thread_backend(served(case, slots), devices)
 
 
 def written(chain: ResilientGenerator, prompt: list[int], settings: str) -> list[int]:
@@ -153,14 +153,14 @@ def test_a_chain_whose_edge_does_not_stop_a_text_is_built_anew(
         left = chain.generate(PROMPT, case.settings())
         found = next(other).tolist()
         next(left)
-        first = chain._built
+        first = chain._running
         assert first is not None
         first.driver._settings = replace(first.driver._settings, deadline_s=0.01)
         left.close()
         found += [token for piece in other for token in piece.tolist()]
         assert found == case.unsplit(PROMPTS[1])
         assert written(chain, PROMPTS[0], case.settings()) == case.unsplit(PROMPTS[0])
-        assert chain._built is not first
+        assert chain._running is not first
 
 
 def _tokens(count: int) -> Iterator[Tensor]:
@@ -213,8 +213,8 @@ def test_a_break_counts_even_if_another_text_was_the_first_to_notice() -> None:
     with ResilientGenerator(scripted) as chain:
 
         def notice() -> None:
-            assert chain._built is not None
-            chain._void(chain._built, LinkError("the cable is loose"))
+            assert chain._running is not None
+            chain._take_down(chain._running, LinkError("the cable is loose"))
 
         scripted.noticed = notice
         with pytest.raises(LinkError, match="cable is loose"):

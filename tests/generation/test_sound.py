@@ -49,7 +49,7 @@ def test_samples_and_features_of_a_npy() -> None:
         (wav(np.zeros((4, 1)))[:20], "the .wav file cannot be read"),
         (wav(np.zeros((4, 2)))[:-5], "the .wav file is cut off"),
         (npy(np.zeros((1, 2, 3))), r"got shape \(1, 2, 3\)"),
-        (npy([np.nan, 0.0]), "finite ones"),
+        (npy([np.nan, 0.0]), "finite samples"),
         (npy(np.zeros(4))[:30], "the .npy file cannot be read"),
     ],
 )

@@ -31,7 +31,7 @@ from collapipe_flwr.config.schema import AppConfig, parse
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.data.batches import Example
-from collapipe_flwr.data.stream import Stream, StreamPlace, next_round
+from collapipe_flwr.data.stream import Stream, StreamPlace, draw_stream_round
 from collapipe_flwr.data.tokenizer import Vocabulary
 from collapipe_flwr.federation import records
 from collapipe_flwr.federation.arrays import take_record, take_tensors
@@ -145,7 +145,7 @@ _vocabulary = lru_cache(maxsize=4)(Vocabulary.from_json)
 def _from_stream(config: AppConfig, data: LocalData, state: NodeState) -> RoundExamples:
     stream = data.stream(config.data.stream)
     rng = np.random.default_rng([config.run.seed, state.index, state.server_round])
-    found = next_round(
+    found = draw_stream_round(
         stream,
         _place(stream, state),
         data.past,
@@ -171,7 +171,7 @@ def _place(stream: Stream, state: NodeState) -> StreamPlace:
         return place
     if not state.progress.rounds:
         return ()
-    place = stream.everything()
+    place = stream.find_end()
     log.warning(
         "no place in data.stream of an earlier round here (a new SuperNode, or a resumed "
         "run): all %d examples that have arrived count as read%s",

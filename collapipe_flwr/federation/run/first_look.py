@@ -13,7 +13,7 @@ from collapipe_flwr.core.errors import DataError, ModelError, blaming
 from collapipe_flwr.core.hub import expanded, folder_only, no_such_path
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.data.config import TASK_COLUMNS, TRAIN_TOKENIZER, DataConfig, key_of
-from collapipe_flwr.data.headers import FORMATS, column_names, no_such_column, suffix_of
+from collapipe_flwr.data.headers import FORMATS, no_such_column, read_column_names, suffix_of
 from collapipe_flwr.models.spec import ModelConfig, may_be_type, unknown_type
 
 
@@ -67,7 +67,7 @@ def _check_columns(data: DataConfig, which: str) -> None:
     fields = [f"{ours}_column" for ours in TASK_COLUMNS.get(data.task, ())]
     if which == "train" and data.partition_column:
         fields.append("partition_column")
-    names = column_names(path, key_of(which))
+    names = read_column_names(path, key_of(which))
     for field in fields if names else ():
         theirs = getattr(data, field)
         if not {theirs, theirs.partition(".")[0]}.intersection(names):

@@ -18,7 +18,7 @@ from collapipe_flwr.core.errors import ConfigError, DataError, blaming
 from collapipe_flwr.core.hub import expanded
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.config import TRAIN_TOKENIZER
-from collapipe_flwr.data.metrics import Tally, added
+from collapipe_flwr.data.metrics import Tally, add_counts
 from collapipe_flwr.data.seq2seq import Seq2Seq
 from collapipe_flwr.data.tasks import Task, load_task
 from collapipe_flwr.models.any_splitter import DescribedModel
@@ -197,7 +197,7 @@ def _takes_pictures(model_type: str) -> bool:
 def _shape(task: Task) -> BatchShape:
     """Mean padded lengths of some micro-batches, from which blocks are profiled."""
     first = task.train.select(range(min(_SHAPE_EXAMPLES, len(task.train))))
-    rows = task.examples(first).to_list()
+    rows = task.make_examples(first).to_list()
     starts = range(0, len(rows), _SHAPE_BATCH)
     batches = [task.collate(rows[start : start + _SHAPE_BATCH]) for start in starts]
     targets = [b["labels"].shape[1] if b["labels"].dim() > 1 else 1 for b in batches]
@@ -217,7 +217,7 @@ class Evaluator:
         self._splitter = splitter
         self._compute = compute
         self.task = task
-        rows: list[Example] = task.examples(task.test).to_list()
+        rows: list[Example] = task.make_examples(task.test).to_list()
         self._batches = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
         self._batch_size, self._done = batch_size, 0
 
@@ -237,7 +237,7 @@ class Evaluator:
             part = TestPart.of(self.task, rows)
             tested = evaluate_unsplit(self._splitter, model, [[part.tensors]], wanted)
             losses.append((tested.loss, tested.targets))
-            tally = added(tally, tally_of(self.task, [part], tested.predictions[0]))
+            tally = add_counts(tally, tally_of(self.task, [part], tested.predictions[0]))
         return scores(self.task, EvalResult.mean(losses).loss, tally)
 
 

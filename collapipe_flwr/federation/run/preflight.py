@@ -289,14 +289,14 @@ def check_examples(config: AppConfig, learner: Learner) -> None:
     Raises DataError if the test set cannot be used or a cluster would have no training data.
     """
     task = learner.task
-    task.collate(task.examples(task.test).select([0]).to_list())
+    task.collate(task.make_examples(task.test).select([0]).to_list())
     task.partition(0, config.run.clusters)
     if config.data.stream:
         from collapipe_flwr.data.stream import Stream
 
         for index in range(config.run.clusters):
             folder = expanded(config.data.stream) / str(index)
-            Stream(folder, task.read_file, task.examples)
+            Stream(folder, task.read_file, task.make_examples)
 
 
 def _share_text(config: AppConfig, learner: Learner) -> str:
@@ -310,4 +310,4 @@ def _share_text(config: AppConfig, learner: Learner) -> str:
 def _examples(config: AppConfig, learner: Learner, place: Place) -> int:
     """The number of examples in a cluster's round."""
     task, given = learner.task, config.train.examples_per_round
-    return given or len(task.examples(task.partition(*place.share)))
+    return given or len(task.make_examples(task.partition(*place.share)))

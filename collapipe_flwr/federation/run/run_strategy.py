@@ -16,7 +16,7 @@ from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.config.schema import AppConfig
 from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import blaming
-from collapipe_flwr.data.metrics import added
+from collapipe_flwr.data.metrics import add_counts
 from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.federation.deadline import RoundClock
 from collapipe_flwr.federation.planner import ScheduledRounds
@@ -125,7 +125,7 @@ def _joined_scores(task: Task, tell: TellScores) -> Aggregate:
 
     def joined_scores(replies: list[RecordDict], weighted_by: str) -> MetricRecord:
         found = [_metrics(reply) for reply in replies]
-        tally = reduce(added, map(read_tally, found))
+        tally = reduce(add_counts, map(read_tally, found))
         joined = scores(task, _weighted_mean(found, "eval_loss", weighted_by), tally)
         tell(joined)
         return MetricRecord(dict(joined))
