@@ -26,8 +26,9 @@ def read(file: Path) -> list[dict[str, Any]]:
 def table(cases: list[dict[str, Any]]) -> str:
     """One row per role in Markdown, GiB; what was not measured says why."""
     lines = [
-        "| model | mode | role | peak GiB | of it anonymous | of the whole model |",
-        "|---|---|---|---|---|---|",
+        "| model | mode | role | peak GiB | of it anonymous | of the whole model | message MB "
+        "| of it the edge's |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     return "\n".join([*lines, *map(_row, cases)])
 
@@ -35,14 +36,20 @@ def table(cases: list[dict[str, Any]]) -> str:
 def _row(case: dict[str, Any]) -> str:
     start = f"| {case['model']} | {case['mode']} | {case['role']} |"
     if case["peak_bytes"] is None:
-        return f"{start} not run: {case['left_out']} | - | - |"
+        return f"{start} not run: {case['left_out']} | - | - | - | - |"
     share = f"{case['ratio']:.2f}"
     if not case["whole_model_measured"]:
         share += " of its state alone"
     return (
         f"{start} {case['peak_bytes'] / _GIB:.2f} | {case['peak_anonymous_bytes'] / _GIB:.2f} "
-        f"| {share} |"
+        f"| {share} | {_mb(case, 'message_bytes')} | {_mb(case, 'edge_message_bytes')} |"
     )
+
+
+def _mb(case: dict[str, Any], name: str) -> str:
+    """Megabytes of a control unit's message; files of earlier versions have none."""
+    size = case.get(name)
+    return "-" if size is None else f"{size / 1e6:.1f}"
 
 
 def main() -> None:
