@@ -38,7 +38,7 @@ from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.outcomes import MovementMeter, measured_outcome
 from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan
 from collapipe_flwr.federation.telemetry import ClusterTelemetry, link_samples
-from collapipe_flwr.scheduler.edge_choice import edges_in, on_edges
+from collapipe_flwr.scheduler.edges import edges_in, on_edges
 from collapipe_flwr.scheduler.estimates import expected_s
 from collapipe_flwr.scheduler.link_estimates import links_begun, links_learned, with_links
 from collapipe_flwr.scheduler.plans import check_trust

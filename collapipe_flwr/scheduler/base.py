@@ -18,7 +18,7 @@ from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.warm_up import Depths
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.accounts import opened_accounts, settled_accounts
-from collapipe_flwr.scheduler.edge_choice import on_edges
+from collapipe_flwr.scheduler.edges import on_edges
 from collapipe_flwr.scheduler.estimates import plausible_j, profiles_learned
 from collapipe_flwr.scheduler.gain_estimates import with_error
 from collapipe_flwr.scheduler.initial_layouts import rows_by_weight

@@ -16,8 +16,10 @@ from collapipe_flwr.scheduler.accounts import settled_placeholders
 from collapipe_flwr.scheduler.base import (
     Policy,
     by_name,
+    energy_prices,
     energy_room,
     known_budgets,
+    member_table,
     planner_for,
     solution_plan,
     weight_of,
@@ -25,14 +27,19 @@ from collapipe_flwr.scheduler.base import (
 from collapipe_flwr.scheduler.catching_up import caught_up
 from collapipe_flwr.scheduler.closing_early import closing_early
 from collapipe_flwr.scheduler.decision import Decision
-from collapipe_flwr.scheduler.edge_choice import on_edges
+from collapipe_flwr.scheduler.edge_choice import EdgeChoice
 from collapipe_flwr.scheduler.estimates import with_profiles
 from collapipe_flwr.scheduler.gain_estimates import robust, with_averages, with_forecast
 from collapipe_flwr.scheduler.model_share import capped, least_shares, widened
 from collapipe_flwr.scheduler.multipliers import Dual, unlearned_weight, weight_for
 from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.plans import strangers
-from collapipe_flwr.scheduler.protocol import Nested, SchedulerConfig, SchedulerState
+from collapipe_flwr.scheduler.protocol import (
+    Nested,
+    SchedulerConfig,
+    SchedulerState,
+    reference_of,
+)
 
 RADIO_SPARE = 0.05  # of transmissions' energy: another plan may need a little more
 OVERDRAFTS = 4  # searches at most for a plan whose transmissions overdraw no account
@@ -46,7 +53,19 @@ class Dssda(Policy):
 
     def step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
         """Plan one round; an unusable snapshot repeats the last plan and says so in it."""
-        snapshot = on_edges(snapshot, {}, state.links)
+        if not any(cluster.profile.other_edges for cluster in snapshot.clusters):
+            return self._step(state, snapshot)
+        return EdgeChoice(snapshot, state, self.settings, self._step).choose(self._cost)
+
+    def _cost(self, plan: Plan, snapshot: Snapshot, state: SchedulerState) -> float:
+        """The objective of a plan of ``snapshot``."""
+        tables, reference = tabulate(snapshot), reference_of(state)
+        spent_j = member_table(tables, {c.cluster_id: c.energy_j for c in plan.clusters})
+        late = weight_of(state, self.settings) * plan.rho * plan.latency_s / reference.latency_s
+        return late + float((energy_prices(tables, state, self.settings) * spent_j).sum())
+
+    def _step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
+        """`step` where every cluster has one edge."""
         seen, profiles = with_profiles(snapshot, state.beliefs, self.settings.profile_memory)
         gains = state.doubt
         try:

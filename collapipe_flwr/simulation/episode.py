@@ -33,7 +33,7 @@ from collapipe_flwr.costs.measured import explained_s, stage_parts, taken_s
 from collapipe_flwr.costs.price import PricedRound, price
 from collapipe_flwr.costs.replicas import PricedCluster
 from collapipe_flwr.costs.work import PricingOptions
-from collapipe_flwr.scheduler.edge_choice import edges_in, on_edges
+from collapipe_flwr.scheduler.edges import edges_in, on_edges
 from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerState
 from collapipe_flwr.simulation.devices import scaled
 from collapipe_flwr.simulation.world import World

@@ -1,0 +1,53 @@
+"""Snapshots in which every cluster has one edge, where it may have one of several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from operator import is_
+
+from collapipe_flwr.core.domain import ClusterSnapshot, ModelProfile, Plan, Snapshot
+from collapipe_flwr.scheduler.link_estimates import LinkEstimates, with_links
+
+Chosen = Mapping[str, str]
+"""cluster -> id of its edge."""
+
+
+def edges_in(plan: Plan | None) -> dict[str, str]:
+    """The edges that the clusters of a plan have."""
+    return {} if plan is None else {each.cluster_id: each.edge for each in plan.clusters}
+
+
+def on_edges(snapshot: Snapshot, chosen: Chosen, links: LinkEstimates) -> Snapshot:
+    """The snapshot in which every cluster has one edge: the chosen one, else its first.
+
+    ``links`` are what is known of its links. The snapshot itself where nobody has a choice.
+    """
+    model = snapshot.model
+    clusters = tuple(
+        _on_edge(c, chosen.get(c.profile.cluster_id), model) for c in snapshot.clusters
+    )
+    if all(map(is_, clusters, snapshot.clusters)):
+        return snapshot
+    return with_links(replace(snapshot, clusters=clusters), links)
+
+
+def _on_edge(cluster: ClusterSnapshot, name: str | None, model: ModelProfile) -> ClusterSnapshot:
+    """The cluster with one edge; a device that is the edge holds no blocks."""
+    profile = cluster.profile
+    if not profile.other_edges:
+        return cluster
+    usable = [edge for edge in profile.edges if profile.has_devices_beside(edge)]
+    edge = next((edge for edge in usable if edge.id == name), usable[0])
+    unit = profile.control_unit
+    if edge.device_id == unit.device_id:  # each part has its state and half of what is left
+        own, last = model.embedding.state_bytes, model.decoder.state_bytes
+        here = max(own + (unit.memory_bytes - own - last) // 2, 1)
+        edge = replace(edge, memory_bytes=max(unit.memory_bytes - here, 1))
+        unit = replace(unit, memory_bytes=here)
+    one = replace(
+        cluster,
+        profile=replace(profile, control_unit=unit, edge=edge, other_edges=()),
+        channel=cluster.channel_to(edge),
+    )
+    return one.without({edge.device_id})
