@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from collapipe_flwr.core.errors import ConfigError, RunError
-from collapipe_flwr.core.processes import terminable
+from collapipe_flwr.core.processes import exit_on_signals
 
 LOOK_S = 0.25
 _DEADLINE_S = 3600.0
@@ -57,7 +57,7 @@ def measure_demo(project: Path) -> DemoCost:
     """Run what `make demo` runs; raises RunError if it fails, ConfigError without Linux' /proc."""
     if not (_PROC / "self/smaps_rollup").exists():
         raise ConfigError("bench demo reads /proc/PID/smaps_rollup, which only Linux has")
-    with terminable(), tempfile.TemporaryDirectory(prefix="collapipe-demo-") as folder:
+    with exit_on_signals(), tempfile.TemporaryDirectory(prefix="collapipe-demo-") as folder:
         start_s, busy_s, own_s = time.monotonic(), machine_busy_s(), time.process_time()
         peak_bytes, cpu_s = _run(project, Path(folder) / "runs", Path(folder) / "log")
         looking_s = time.process_time() - own_s  # the kernel counts pages at every look

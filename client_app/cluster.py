@@ -6,7 +6,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from collapipe_flwr import Cluster
-from collapipe_flwr.core.errors import unexpected_as_run_error
+from collapipe_flwr.core.errors import wrap_unexpected
 from collapipe_flwr.federation.client.node import Node, evaluate_whole, train_whole
 from collapipe_flwr.federation.records import read_unsplit_task
 from collapipe_flwr.host.allocator import configured_malloc
@@ -16,7 +16,7 @@ cluster = Cluster(app, site=Node.site_of, examples=Node.examples_of)
 
 
 @app.train()
-@unexpected_as_run_error()
+@wrap_unexpected()
 @configured_malloc()
 def train(message: Message, context: Context) -> Message:
     """Train one round: through the planned pipeline, or the whole model for a plain strategy."""
@@ -27,7 +27,7 @@ def train(message: Message, context: Context) -> Message:
 
 
 @app.evaluate()
-@unexpected_as_run_error()
+@wrap_unexpected()
 @configured_malloc()
 def evaluate(message: Message, context: Context) -> Message:
     """Test on the cluster's share of the test set, along the path that training takes."""

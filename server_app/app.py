@@ -19,7 +19,7 @@ from collapipe_flwr.core.errors import (
     DevicesMissing,
     LinkError,
     RunError,
-    unexpected_as_run_error,
+    wrap_unexpected,
 )
 from collapipe_flwr.core.imports import installed_versions
 from collapipe_flwr.federation.arrays import encode_tensors
@@ -58,7 +58,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run to the end; an error is one line in the log and in the run's summary."""
     try:
-        with unexpected_as_run_error():
+        with wrap_unexpected():
             run(polling(grid), parse(context.run_config))
     except CollaPipeError as error:
         log.error("%s", error)
@@ -94,7 +94,7 @@ def _run(grid: Grid, config: AppConfig, progress: ProgressFile, printer: RoundPr
             progress.simulated = not any(c.real_links for c in planner.world.clusters)
         recorder = _make_recorder(config, folder, evaluator, planner, members, printer, progress)
         try:
-            with _add_how_to_resume(folder), unexpected_as_run_error():
+            with _add_how_to_resume(folder), wrap_unexpected():
                 _train(members, config, learner, planner, recorder, folder)
                 progress.enter("saving the model")
                 _save_model(folder.directory, learner, recorder)

@@ -28,7 +28,7 @@ from benchmarks.data_plane.model import Shape
 from benchmarks.data_plane.network import Loopback, Network, NetworkError, shaped
 from benchmarks.data_plane.ours import member_tls
 from benchmarks.data_plane.wire import Load, tls_step_ratio, wire_cost
-from collapipe_flwr.core.json_codec import plain
+from collapipe_flwr.core.json_codec import to_plain
 
 Tick = Callable[[str], None]
 Json = dict[str, object]
@@ -75,14 +75,14 @@ def bench(plan: BenchPlan, tick: Tick, recovery: Recovery | None = None) -> Json
         textbook = _fight(textbook_cases(plan.terms), Loopback(), plan.pace, tick)
         wire = _wire(plan, tick)
         memory = _memory(plan.memory, tick)
-        codecs = plain(train_with_codecs(plan.codecs))
+        codecs = to_plain(train_with_codecs(plan.codecs))
         tick("codecs")
         recovered = recovery() if recovery is not None else None
         tick("recovery")
     finally:
         torch.set_num_threads(threads)
     return {
-        "settings": {**plain(plan), "flop_per_s": flop_per_s},
+        "settings": {**to_plain(plan), "flop_per_s": flop_per_s},
         "cases": cases,
         "textbook_depths": textbook,
         "wire": wire,
@@ -182,4 +182,4 @@ def _wire(plan: BenchPlan, tick: Tick) -> Json:
 def _memory(case: MemoryCase, tick: Tick) -> Json:
     result = measure_memory(case)
     tick("memory")
-    return {**plain(result), "ratio": result.ratio}
+    return {**to_plain(result), "ratio": result.ratio}

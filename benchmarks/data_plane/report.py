@@ -21,8 +21,8 @@ from benchmarks.data_plane.cases import EQUAL, LOOPBACK
 from benchmarks.data_plane.codecs import AUTO, CodecTask, Trained, train_with_codecs
 from benchmarks.data_plane.pipeline import BenchPlan, Json, bench
 from benchmarks.data_plane.recovery import measure_recovery
-from collapipe_flwr.core.json_codec import plain
-from collapipe_flwr.core.processes import terminable
+from collapipe_flwr.core.json_codec import to_plain
+from collapipe_flwr.core.processes import exit_on_signals
 from collapipe_flwr.reporting.output import prepare, progress, write_json
 
 _MIB = 2**20
@@ -36,7 +36,7 @@ _HEAD = f"| {' | '.join(_COLUMNS + _NUMBERS)} |\n|{'---|' * len(_COLUMNS)}{'---:
 def run_pipeline_bench(plan: BenchPlan, json_file: Path | None) -> None:
     """Measure with a progress bar, print tables, write a file."""
     prepare("--json", json_file)
-    with terminable(), progress(plan.ticks) as tick:
+    with exit_on_signals(), progress(plan.ticks) as tick:
         result = bench(plan, tick, measure_recovery)
     console = Console(highlight=False)
     console.print(case_table(_TITLE, cast("Sequence[Json]", result["cases"])))
@@ -53,9 +53,9 @@ def run_codec_bench(case: CodecTask, json_file: Path | None) -> None:
     torch.set_num_threads(1)  # the hosts are threads of this process, a core each
     with progress(case.ticks) as tick:
         rows: tuple[Trained, ...] = train_with_codecs(case, tick)
-    values = cast("list[Json]", plain(rows))
+    values = cast("list[Json]", to_plain(rows))
     Console(highlight=False).print(codec_table(values))
-    write_json(json_file, {"settings": plain(case), "codecs": values})
+    write_json(json_file, {"settings": to_plain(case), "codecs": values})
 
 
 def case_table(title: str, cases: Sequence[Json]) -> Table:

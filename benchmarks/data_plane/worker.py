@@ -10,7 +10,7 @@ import torch
 from benchmarks.data_plane.job import Job, Usage
 from benchmarks.data_plane.ours import Driver, member_tls, serve
 from benchmarks.resident import peak_bytes
-from collapipe_flwr.core.json_codec import from_json, plain
+from collapipe_flwr.core.json_codec import from_json, to_plain
 from collapipe_flwr.host.daemon import hide_unused_libraries
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
@@ -76,15 +76,15 @@ class Worker:
     def steps(self, asked: Mapping[str, str]) -> object:
         """Train some steps."""
         runner = self._driver or self._rank
-        return plain(runner.steps(int(asked["count"])))  # type: ignore[attr-defined]
+        return to_plain(runner.steps(int(asked["count"])))  # type: ignore[attr-defined]
 
     def close(self, asked: Mapping[str, str]) -> object:
         """End the chain or leave the group; the steps of a chain."""
         del asked
         runner, self._driver, self._rank = self._driver or self._rank, None, None
-        return plain(runner.close())  # type: ignore[attr-defined]
+        return to_plain(runner.close())  # type: ignore[attr-defined]
 
     def usage(self, asked: Mapping[str, str]) -> object:
         """CPU seconds so far and peak memory."""
         del asked
-        return plain(Usage(cpu_s=time.process_time(), peak_bytes=peak_bytes()))
+        return to_plain(Usage(cpu_s=time.process_time(), peak_bytes=peak_bytes()))

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.memory.footprint import MemoryCase, ModelSize, measure
-from collapipe_flwr.core.processes import terminable
+from collapipe_flwr.core.processes import exit_on_signals
 from collapipe_flwr.reporting.output import prepare, write_json
 
 _GIB = 2**30
@@ -23,7 +23,7 @@ def run_memory_bench(
     prepare("--json", json_file)
     console = Console()
     with (
-        terminable(),
+        exit_on_signals(),
         tempfile.TemporaryDirectory(prefix="collapipe-") as folder,
         console.status("memory") as status,
     ):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import collapipe_flwr
 from collapipe_flwr.core.errors import RunError
-from collapipe_flwr.core.processes import keeping
+from collapipe_flwr.core.processes import guard_command
 
 ROOT = Path(collapipe_flwr.__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -142,7 +142,7 @@ class Deployment:
     def _begin(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
         with self._log(name).open("wb") as log:
             process = subprocess.Popen(
-                keeping(command),
+                guard_command(command),
                 cwd=self.folder,
                 env=self._environment(),
                 stdin=subprocess.PIPE,

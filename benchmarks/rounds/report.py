@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.rounds.measure import PHASES, RoundCase, Timing, measure
-from collapipe_flwr.core.processes import terminable
+from collapipe_flwr.core.processes import exit_on_signals
 from collapipe_flwr.reporting.output import prepare, write_json
 
 
@@ -17,7 +17,7 @@ def run_round_bench(sizes: list[str], rounds: int, json_file: Path | None) -> No
     """Measure, show and write."""
     prepare("--json", json_file)
     console, cases = Console(), []
-    with terminable(), Console(stderr=True).status("rounds") as status:
+    with exit_on_signals(), Console(stderr=True).status("rounds") as status:
         for case in measure(sizes, rounds, status.update):
             cases.append(case)
             write_json(json_file, {"cases": [asdict(each) for each in cases], "rounds": rounds})

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from collapipe_flwr.core.processes import meanwhile
+from collapipe_flwr.core.processes import run_beside
 from collapipe_flwr.pipeline.meter import Recorder
 
 SHARE_FILE = "COLLAPIPE_TESTBED_SHARE"  # environment: appears with the share when that holds
@@ -124,7 +124,7 @@ def _undo(root: Path, groups: list[Path]) -> None:
 
 @contextmanager
 def _duty_cycle(shares: Mapping[int, float]) -> Iterator[None]:
-    with meanwhile(partial(_drive, dict(shares)), "brake"):
+    with run_beside(partial(_drive, dict(shares)), "brake"):
         yield
 
 

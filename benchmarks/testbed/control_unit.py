@@ -19,7 +19,7 @@ from benchmarks.testbed.wire import PORT, Values, secret
 from client_app.app import app
 from collapipe_flwr.cluster.check import CheckSettings, check_cluster
 from collapipe_flwr.config.cluster_file import read_cluster
-from collapipe_flwr.core.json_codec import plain
+from collapipe_flwr.core.json_codec import to_plain
 from collapipe_flwr.core.processes import end_with_parent
 from collapipe_flwr.host.allocator import configure_malloc
 from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
@@ -48,7 +48,7 @@ class ControlUnit:
         block = BenchmarkRequest(width=width, tokens=16, examples=16)
         settings = CheckSettings(block=block, payload_bytes=2**18, deadline_s=60.0, most_links=1)
         found = check_cluster(read_cluster(Path(cluster_file)), settings, lambda _: None)
-        write_json(Path(path), plain(found))
+        write_json(Path(path), to_plain(found))
         return found.faults
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from benchmarks.testbed.boards import Cluster
 from benchmarks.testbed.measure import measure, steps
 from benchmarks.testbed.training import Training
-from collapipe_flwr.core.processes import terminable
+from collapipe_flwr.core.processes import exit_on_signals
 from collapipe_flwr.reporting.output import number_table, prepare, progress, write_json
 
 COLUMNS = ("round s", "target s", "MB", "J/budget", "used", "error")
@@ -25,7 +25,7 @@ def run_testbed(
     """Measure with a progress bar, print a table, write a file."""
     prepare("--json", json_file)
     with (
-        terminable(),
+        exit_on_signals(),
         tempfile.TemporaryDirectory(prefix="collapipe-testbed-") as folder,
         progress(steps(training)) as tick,
     ):

@@ -61,12 +61,12 @@ def _refuse_endless(command: Any) -> None:
     """Let numbers of a command's options, and of those below it, be finite."""
     for parameter in command.params:
         if parameter.type.name.startswith("float"):
-            parameter.callback = _finite
+            parameter.callback = _require_finite
     for below in getattr(command, "commands", {}).values():
         _refuse_endless(below)
 
 
-def _finite(context: Any, parameter: Any, value: float | None) -> float | None:
+def _require_finite(context: Any, parameter: Any, value: float | None) -> float | None:
     del context
     if value is not None and not math.isfinite(value):
         raise ConfigError(f"{parameter.opts[0]} must be a finite number, got {value}")
@@ -91,5 +91,5 @@ def _main(
 
 
 def main() -> None:
-    """Entry point of ``collapipe``."""
+    """Run the command line; the entry point of ``collapipe``."""
     run_commands(app)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from collapipe_flwr.core.errors import ConfigError, blaming
-from collapipe_flwr.core.json_codec import plain, to_json
+from collapipe_flwr.core.errors import ConfigError, prefix_errors
+from collapipe_flwr.core.json_codec import to_json, to_plain
 from collapipe_flwr.core.keys import check as check_value
 from collapipe_flwr.core.links import host_and_port
 from collapipe_flwr.membership.systemd import Manager, Service, check_manager, install, lingers
@@ -96,7 +96,7 @@ def init(
     asked = address and with_port(address, PORTS[Role.CONTROL_UNIT])
     for option, text in (("--address", asked), ("--edge-address", edge_address)):
         if text:
-            with blaming(option):
+            with prefix_errors(option):
                 host_and_port(text)
     registry = Registry(folder or default_folder())
     if service is not None:
@@ -280,7 +280,7 @@ def check(
     show_measurements(found, terminal())
     if found.busy and json_file is not None:
         found = with_earlier(found, figures_of(config))
-    write_json(json_file, plain(found))
+    write_json(json_file, to_plain(found))
     raise typer.Exit(1 if found.faults else 0)
 
 
@@ -296,7 +296,7 @@ def _kept(folder: Path | None, cluster: str = "") -> Registry:
 
 
 def _joined_at(config: ClusterConfig) -> str:
-    """The address at which newcomers ask to join."""
+    """Return the address at which newcomers ask to join."""
     return config.joining or config.control_unit.address
 
 
@@ -318,7 +318,7 @@ def _refuse_other_addresses(known: ClusterConfig, address: str, edge_address: st
 
 
 def _found_host() -> str:
-    """The address of this machine for boards; raises ConfigError where none leads to others."""
+    """Find this machine's address for boards; raises ConfigError where none leads to others."""
     from collapipe_flwr.membership.newcomer import own_host
 
     host = own_host()

@@ -14,7 +14,12 @@ from typer import Argument, Option
 import collapipe_flwr
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import ConfigError, extra
-from collapipe_flwr.core.hub import absent_model, expanded, folder_only, no_such_path
+from collapipe_flwr.core.hub import (
+    expand_home,
+    explain_absent_model,
+    explain_no_path,
+    is_folder_only,
+)
 from collapipe_flwr.core.keys import Rule, assignments, check, counts, one_of, read_assignments
 from collapipe_flwr.core.schedule import SCHEDULES
 from collapipe_flwr.models.spec import MODEL_TYPES, TIE_POLICIES, may_be_type, nearest_types
@@ -66,8 +71,8 @@ def profile(
         ("--overrides", overrides, assignments()),
     ):
         check(option, value, rule)
-    if folder_only(model) and not expanded(model).is_dir():
-        raise ConfigError(no_such_path("MODEL", model))
+    if is_folder_only(model) and not expand_home(model).is_dir():
+        raise ConfigError(explain_no_path("MODEL", model))
     from collapipe_flwr.reporting.output import prepare, terminal, write_json
     from collapipe_flwr.scheduler.protocol import SchedulerConfig
     from collapipe_flwr.simulation.setting import whole_numbers
@@ -85,7 +90,7 @@ def profile(
     )
     place = _cluster(cluster, devices, control_unit, examples)
     typer.echo(f"measuring {model}", err=True)  # libraries take seconds to load
-    if not may_be_type(model) and (why := absent_model(model)):
+    if not may_be_type(model) and (why := explain_absent_model(model)):
         raise ConfigError(
             f"MODEL: {why}; give a folder, a hub name or a model type, such as "
             f"{', '.join(nearest_types(model) or MODEL_TYPES[:2])}"

@@ -12,9 +12,9 @@ import typer
 from typer import Option
 
 from collapipe_flwr.cli.hosting import Allow, Ca, Certificate, Compute, Key, tls_files
-from collapipe_flwr.core.errors import ConfigError, blaming
+from collapipe_flwr.core.errors import ConfigError, prefix_errors
 from collapipe_flwr.core.links import TlsFiles, host_and_port, is_loopback
-from collapipe_flwr.core.processes import stopping
+from collapipe_flwr.core.processes import stop_on_signals
 from collapipe_flwr.generation.source import find_model
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def generate(
     model is loaded once and serves many clients; --at sends texts to such a server.
     """
     for what, address in (("--listen", listen), ("--at", at), ("--edge", edge)):
-        with blaming(what):
+        with prefix_errors(what):
             if address:
                 host_and_port(address, least=0 if what == "--listen" else 1)
     if not (text or audio or listen):
@@ -107,7 +107,7 @@ def generate(
 
     disable_progress_bar()  # type: ignore[no-untyped-call]  # it would surround the answer
     config = None if cluster is None else read_cluster(cluster)
-    access = _access(config, allow, listen, tls)
+    access = _read_access(config, allow, listen, tls)
     model = TextModel.load(run, edge_blocks=edge_blocks)
     place = text_generator(
         model, config, devices=devices, edge_address=edge, slots=slots, compute=compute
@@ -116,7 +116,7 @@ def generate(
         _print(writer.write, requests, stream, slots)
         if listen:
             server = TextServer(listen, writer.write, most=slots, tls=tls, access=access)
-            with stopping() as signalled, server:
+            with stop_on_signals() as signalled, server:
                 typer.echo(f"text server on {server.address}")
                 signalled.wait()
 
@@ -133,17 +133,17 @@ def _print(write: Write, requests: list[GenerateRequest], stream: bool, slots: i
             typer.echo(written)
 
 
-def _access(
+def _read_access(
     config: ClusterConfig | None, allow: list[str] | None, listen: str, tls: TlsFiles | None
 ) -> AccessControl | None:
-    """Who may ask a server for texts; None: everyone with a certificate. Raises ConfigError."""
+    """Return who may ask a server for texts; None: all with a certificate. Raises ConfigError."""
     from collapipe_flwr.config.access_control import access_control
 
     access = access_control([] if config is None else [config], allow or ())
     if allow and tls is None:
         raise ConfigError("--allow needs TLS: only a peer with a certificate can be told apart")
     if listen:
-        with blaming("--listen"):
+        with prefix_errors("--listen"):
             host, _ = host_and_port(listen, least=0)
         if tls is None and not is_loopback(host):
             raise ConfigError(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from collapipe_flwr.core.errors import ConfigError, blaming
+from collapipe_flwr.core.errors import ConfigError, prefix_errors
 from collapipe_flwr.core.json_log import log_json
 from collapipe_flwr.core.links import TlsFiles
 
@@ -29,31 +29,35 @@ Allow = Annotated[
     list[str] | None,
     Option(help="Common names of certificates that may call, besides the clusters'."),
 ]
-Ca = Annotated[Path | None, Option("--tls-ca", help="PEM: who signs the peers.")]
-Certificate = Annotated[Path | None, Option("--tls-cert", help="PEM: our certificate.")]
-Key = Annotated[Path | None, Option("--tls-key", help="PEM: its private key.")]
+Ca = Annotated[
+    Path | None, Option("--tls-ca", help="PEM of the CA that signs the peers' certificates.")
+]
+Certificate = Annotated[Path | None, Option("--tls-cert", help="PEM of our certificate.")]
+Key = Annotated[Path | None, Option("--tls-key", help="PEM of its private key.")]
 MemoryMb = Annotated[
     float,
     Option(
-        help="For models in all, without activations; 0: as much as is free where it computes.",
+        help="Memory for all models, without activations; 0: as much as is free where it computes.",
         min=0,
     ),
 ]
-Threads = Annotated[int, Option(help="To compute on; 0: one per core.", min=0)]
+Threads = Annotated[int, Option(help="Threads to compute on; 0: one per core.", min=0)]
 Compute = Annotated[
     str,
-    Option(help="Where: cpu, cuda, cuda:N, mps, xpu; auto: cuda or xpu if there, else cpu."),
+    Option(
+        help="Where to compute: cpu, cuda, cuda:N, mps, xpu; auto: cuda or xpu if there, else cpu."
+    ),
 ]
-Insecure = Annotated[bool, Option(help="Plain text beyond loopback, knowing what it means.")]
+Insecure = Annotated[bool, Option(help="Allow unencrypted connections on non-loopback addresses.")]
 Imports = Annotated[
     list[str] | None,
     Option(
         "--import",
         metavar="MODULE",
-        help="Own models and losses may come from this module or package; may be repeated.",
+        help="Accept own models and losses from this module or package; may be repeated.",
     ),
 ]
-Grace = Annotated[float, Option(help="Seconds that open sessions get on a stop.", min=0)]
+Grace = Annotated[float, Option(help="Seconds for open sessions to finish on a stop.", min=0)]
 Metrics = Annotated[
     str,
     Option(help="HOST:PORT, or a port on loopback, where Prometheus scrapes /metrics."),
@@ -71,7 +75,7 @@ Logs = Annotated[LogFormat, Option("--log-format", help="json: one object per li
 
 
 def tls_files(ca: Path | None, certificate: Path | None, key: Path | None) -> TlsFiles | None:
-    """All three files or none; raises ConfigError for less, so that TLS is always mutual."""
+    """Return all three files or none; raises ConfigError for less, so that TLS is mutual."""
     given = {"--tls-ca": ca, "--tls-cert": certificate, "--tls-key": key}
     missing = [name for name, path in given.items() if path is None]
     if len(missing) == len(given):
@@ -81,8 +85,8 @@ def tls_files(ca: Path | None, certificate: Path | None, key: Path | None) -> Tl
     return TlsFiles(ca=ca, certificate=certificate, key=key)
 
 
-def _settings(default: str, options: dict[str, Any], **more: Any) -> HostSettings:
-    """The host that ``options`` of a command describe; they win over what its cluster files say.
+def _read_settings(default: str, options: dict[str, Any], **more: Any) -> HostSettings:
+    """Build host settings from a command's ``options``, which win over its cluster files.
 
     Of a folder in ``cluster``, the files that list this member count. ``default`` is where it
     listens when nothing says so. Raises ConfigError.
@@ -96,7 +100,7 @@ def _settings(default: str, options: dict[str, Any], **more: Any) -> HostSetting
     own_tls = tls_files(options["ca"], options["certificate"], options["key"])
     clusters = [read_cluster(path) for path in paths if not path.is_dir()]
     clusters += [c for path in paths if path.is_dir() for c in clusters_in(path, name)]
-    with blaming("--name"):
+    with prefix_errors("--name"):
         address = next((a for c in clusters if (a := c.member(name).address)), default)
     tls = own_tls or next((c.tls_files(name) for c in clusters), None)
     access_control(clusters)  # refuses a name that two clusters would share
@@ -120,7 +124,7 @@ def _settings(default: str, options: dict[str, Any], **more: Any) -> HostSetting
 
 def device(
     listen: Listen = "",
-    name: Annotated[str, Option(help="This board in certificates and errors.")] = "device",
+    name: Annotated[str, Option(help="Name of this board in certificates and errors.")] = "device",
     cluster: Cluster = None,
     allow: Allow = None,
     ca: Ca = None,
@@ -135,9 +139,11 @@ def device(
     metrics: Metrics = "",
     log_format: Logs = LogFormat.TEXT,
     cache_dir: Annotated[
-        Path | None, Option(help="For frozen weights. Default: in the user's cache folder.")
+        Path | None, Option(help="Folder for frozen weights. Default: in the user's cache folder.")
     ] = None,
-    cache_mb: Annotated[float, Option(help="At most; 0: keep none.", min=0)] = 8000.0,
+    cache_mb: Annotated[
+        float, Option(help="Most megabytes of frozen weights to keep; 0: none.", min=0)
+    ] = 8000.0,
     radio_interface: Annotated[
         str, Option(help="Apply planned transmit power here by `iw`, as wlan0.")
     ] = "",
@@ -154,7 +160,7 @@ def device(
     from collapipe_flwr.host.daemon import serve
 
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    settings = _settings(
+    settings = _read_settings(
         "127.0.0.1:50071",
         options,
         cache_dir=cache_dir or user_cache / "collapipe" / "frozen",
@@ -191,7 +197,7 @@ def edge(
     options = dict(locals())  # by name, as they were given
     from collapipe_flwr.host.daemon import serve
 
-    settings = _settings("127.0.0.1:50061", options, cache_bytes=0)
+    settings = _read_settings("127.0.0.1:50061", options, cache_bytes=0)
     if log_format is LogFormat.JSON:
         log_json(name)
     serve(settings, passes_on=False, announce=lambda a: typer.echo(f"edge server on {a}"))
@@ -209,7 +215,9 @@ def control_unit(
         Path | None,
         Option(help="Keep what lasts longer than a round here, unless node or run say where."),
     ] = None,
-    grace_s: Annotated[float, Option(help="Seconds that a round gets on a stop.", min=0)] = 10.0,
+    grace_s: Annotated[
+        float, Option(help="Seconds for a round to finish on a stop.", min=0)
+    ] = 10.0,
     metrics: Metrics = "",
     log_format: Logs = LogFormat.TEXT,
 ) -> None:

@@ -10,7 +10,7 @@ import typer
 from typer import Argument, Option
 
 from collapipe_flwr.core.errors import require, wrong_input
-from collapipe_flwr.core.processes import stopping
+from collapipe_flwr.core.processes import stop_on_signals
 
 if TYPE_CHECKING:
     from collapipe_flwr.reporting.live.feed import Find
@@ -123,6 +123,6 @@ def _serve(find: Find, host: str, port: int) -> None:
             "it is not encrypted.",
             err=True,
         )
-    with stopping() as stop, server.serve(), feed.follow():
+    with stop_on_signals() as stop, server.serve(), feed.follow():
         typer.echo(server.url)
         stop.wait()

@@ -12,7 +12,7 @@ import typer
 from typer import Argument, Option
 
 from collapipe_flwr.core.errors import wrong_input
-from collapipe_flwr.core.processes import terminable
+from collapipe_flwr.core.processes import exit_on_signals
 
 Project = Annotated[Path, Argument(help="Folder of the Flower app.")]
 RunConfig = Annotated[
@@ -66,7 +66,7 @@ def run(
     with wrong_input():
         launch = launch_of(project, run_config, federation_config, output_dir, resume, cluster)
     attempt = Attempt(launch, screen)
-    with terminable(attempt.stopping):
+    with exit_on_signals(attempt.stopping):
         attempt.check()
         summary = attempt.carry_out()
     screen.show_summary(summary)

@@ -12,7 +12,7 @@ from torch import Tensor
 from collapipe_flwr.cluster.evaluation import TestPart
 from collapipe_flwr.config.schema import AppConfig
 from collapipe_flwr.core.errors import ConfigError, DataError
-from collapipe_flwr.core.hub import expanded
+from collapipe_flwr.core.hub import expand_home
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.data.batches import (
     Example,
@@ -74,7 +74,7 @@ class LocalData:
 
     def stream(self, folder: str) -> Stream:
         """The cluster's own folder of arriving files; raises DataError where there is none."""
-        own = expanded(folder) / str(self._place.index)
+        own = expand_home(folder) / str(self._place.index)
         return Stream(own, self.task.read_file, self.task.make_examples)
 
     @property

@@ -16,7 +16,7 @@ from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.config.schema import WorldConfig
 from collapipe_flwr.core import bounds
 from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile, EdgeProfile, LinkRate
-from collapipe_flwr.core.errors import ConfigError, ProtocolError, blaming
+from collapipe_flwr.core.errors import ConfigError, ProtocolError, prefix_errors
 from collapipe_flwr.core.json_codec import from_json
 from collapipe_flwr.simulation.devices import device_preset, radio_preset
 from collapipe_flwr.simulation.world import (
@@ -189,7 +189,7 @@ def _link_rates(config: ClusterConfig, measured: Measurements) -> tuple[LinkRate
 
 
 def _device(config: ClusterConfig, member: MemberConfig, measured: Measured) -> DeviceProfile:
-    with blaming(f"kind of {member.name} in cluster {config.id}"):
+    with prefix_errors(f"kind of {member.name} in cluster {config.id}"):
         preset = device_preset(member.kind)
     speed = member.speed_gflop_per_s * _GIGA or measured.speed_flop_per_s
     memory = member.memory_mb * _MEGA or measured.memory_bytes
@@ -215,9 +215,9 @@ def describe_cluster(config: WorldConfig, index: int, examples: int) -> ClusterP
         raise ConfigError('world.devices is empty: list presets, for example "phone,jetson-nano"')
     kinds = config.devices[index % len(config.devices)]
     name = f"cluster-{index}"
-    with blaming("world.control-unit"):
+    with prefix_errors("world.control-unit"):
         device_preset(config.control_unit)
-    with blaming("world.devices"):
+    with prefix_errors("world.devices"):
         cluster = cluster_of_presets(
             kinds, config.control_unit, examples, cluster_id=name, radio=config.radio
         )

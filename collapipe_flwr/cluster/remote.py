@@ -73,7 +73,7 @@ class RemoteFleet:
                 order,
                 places,
                 hop,
-                [hop.limited(limits.codec, rate_bit_per_s) for hop in order.hops],
+                [hop.with_limits(limits.codec, rate_bit_per_s) for hop in order.hops],
             )
             sessions = [
                 Hosted(

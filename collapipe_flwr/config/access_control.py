@@ -37,11 +37,11 @@ class Caller:
     fingerprints: frozenset[str] | None = None
 
     def may_show(self, fingerprint: str) -> bool:
-        """Whether a certificate with its name is its own, by the SHA-256 of it."""
+        """Return whether a certificate with its name is its own, by its SHA-256."""
         return self.fingerprints is None or fingerprint in self.fingerprints
 
     def may_call(self, method: str, *, on_edge: bool) -> bool:
-        """Whether the role needs this method on such a host."""
+        """Return whether the role needs this method on such a host."""
         match self.role:
             case None | Role.CONTROL_UNIT:
                 return True
@@ -55,13 +55,13 @@ class Caller:
                 return method in ASK
 
     def may_use(self, method: str, *, cluster_id: str, opener: str) -> bool:
-        """Whether it may do this to a session of ``cluster_id`` that ``opener`` opened."""
+        """Return whether it may do this to a session of ``cluster_id`` opened by ``opener``."""
         if self.role is None:
             return True
         return cluster_id in self.clusters and (method == "Stream" or self.name == opener)
 
     def cluster_of(self, wanted: str) -> str:
-        """The cluster of a session that it opens; raises ConfigError for another's."""
+        """Return the cluster of a session that it opens; raises ConfigError for another's."""
         if self.role is not Role.CONTROL_UNIT:
             return wanted
         if wanted and wanted not in self.clusters:
@@ -81,12 +81,12 @@ class AccessControl:
         return sum(caller.role is Role.CONTROL_UNIT for caller in self.callers.values())
 
     def knows(self, name: str, fingerprint: str) -> bool:
-        """Whether that is a caller with a certificate of its own."""
+        """Return whether that is a caller with a certificate of its own."""
         return name in self.callers and self.callers[name].may_show(fingerprint)
 
 
 def access_control(clusters: Iterable[ClusterConfig], allow: Iterable[str] = ()) -> AccessControl:
-    """The members in these files, and the names in ``allow``.
+    """Admit the members in these files, and the names in ``allow``.
 
     Edge and server may serve several clusters; raises ConfigError when another member is named in
     two files, because its certificate would open both.
@@ -97,14 +97,14 @@ def access_control(clusters: Iterable[ClusterConfig], allow: Iterable[str] = ())
         if config.version:
             named[SERVICE_NAME] = Caller(name=SERVICE_NAME, role=Role.REGISTRAR)
         for member, role in config.roles:
-            named[member.name] = _joined(named.get(member.name), member, role, config)
+            named[member.name] = _add_to_caller(named.get(member.name), member, role, config)
     return AccessControl({**callers, **named})
 
 
-def _joined(
+def _add_to_caller(
     known: Caller | None, member: MemberConfig, role: Role, config: ClusterConfig
 ) -> Caller:
-    """The caller as one file lists it, added to what earlier files said of it."""
+    """Add what one file says of a caller to what earlier files said."""
     shown = frozenset(filter(None, [member.fingerprint])) if config.version else None
     clusters = frozenset({config.id})
     if known is None:

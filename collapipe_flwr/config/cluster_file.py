@@ -160,23 +160,23 @@ class ClusterConfig:
         return self.joining or self.control_unit.address
 
     def having(self, role: Role) -> tuple[MemberConfig, ...]:
-        """The members in a role: any number of devices, at most one of every other."""
+        """Return the members in a role: any number of devices, at most one of every other."""
         return tuple(member for member, its in self.roles if its is role)
 
     def has_joined(self, name: str) -> bool:
-        """Whether it is a member; of a roster, one who has a certificate."""
+        """Return whether it is a member; of a roster, one who has a certificate."""
         return any(m.name == name and (m.fingerprint or not self.version) for m in self.members)
 
     def device_id(self, member: MemberConfig) -> str:
-        """A device's name in plans and reports."""
+        """Return a device's name in plans and reports."""
         return f"{self.id}/{member.name}"
 
     def certificate_name(self, member: MemberConfig) -> str:
-        """What a member must prove under TLS; empty on plain text."""
+        """Return what a member must prove under TLS; empty on plain text."""
         return member.name if self.tls else ""
 
     def member(self, name: str) -> MemberConfig:
-        """The member of that name; raises ConfigError with the names there are."""
+        """Return the member of that name; raises ConfigError with the names there are."""
         found = next((m for m in self.members if m.name == name), None)
         if found is None:
             raise ConfigError(
@@ -185,7 +185,7 @@ class ClusterConfig:
         return found
 
     def tls_files(self, name: str) -> TlsFiles | None:
-        """The PEM files of the member of that name."""
+        """Return the PEM files of the member of that name."""
         if self.tls is None:
             return None
         ca, certificate, private = (
@@ -200,7 +200,7 @@ _TABLES = {"control-unit": "control_unit", "edge": "edge", "server": "server", "
 
 
 def read_cluster(path: Path) -> ClusterConfig:
-    """The cluster in a TOML file; raises ConfigError that names the file, the key and the value."""
+    """Read the cluster in a TOML file; raises ConfigError naming file, key and value."""
     values = read_toml(path, f"cluster file {path}")
     if "cluster" in values:
         raise ConfigError(
@@ -214,7 +214,7 @@ def read_cluster(path: Path) -> ClusterConfig:
 
 
 def clusters_in(folder: Path, member: str) -> list[ClusterConfig]:
-    """The cluster files of a folder that list this member; raises ConfigError where none does."""
+    """Read the cluster files of a folder that list this member; raises ConfigError without any."""
     found = [read_cluster(path) for path in sorted(folder.glob("*.toml"))]
     listing = [config for config in found if member in config.names]
     if not listing:
@@ -223,7 +223,7 @@ def clusters_in(folder: Path, member: str) -> list[ClusterConfig]:
 
 
 def parse_cluster(values: Mapping[str, Any], folder: Path) -> ClusterConfig:
-    """A cluster from the tables of its file; raises ConfigError."""
+    """Build a cluster from the tables of its file; raises ConfigError."""
     plain = set(flatten_section(_USUAL, ""))
     refuse_unknown(values, {*plain, "device", *_TABLES, "tls"}, "key")
     config = parse_table(_USUAL, "", {k: v for k, v in values.items() if k in plain})
@@ -300,7 +300,7 @@ def _check_members(config: ClusterConfig) -> None:
 
 
 def certificate_hosts(clusters: Iterable[ClusterConfig]) -> dict[str, tuple[str, ...]]:
-    """Every member's name with the hosts of its certificate; an edge may be in several clusters.
+    """Return members' names with their certificates' hosts; edges may be in several clusters.
 
     Devices are verified by name only: with the host of a machine that also runs the edge or the
     SuperLink, a device could pass as those.
@@ -313,7 +313,7 @@ def certificate_hosts(clusters: Iterable[ClusterConfig]) -> dict[str, tuple[str,
 
 
 def cluster_text(config: ClusterConfig) -> str:
-    """The TOML that `parse_cluster` reads as ``config``; keys with their defaults are left out."""
+    """Write the TOML that `parse_cluster` reads as ``config``, without keys at their defaults."""
     measured = config.measured and Path(os.path.relpath(config.measured, config.folder))
     lines = list(_lines(_changed(replace(config, measured=measured), _USUAL)))
     tables = [
@@ -337,5 +337,5 @@ def _changed(section: object, default: object) -> dict[str, Value]:
 
 
 def _lines(keys: Mapping[str, Value]) -> Iterator[str]:
-    """JSON's strings, numbers and booleans are TOML's, too."""
+    """Yield lines of TOML: JSON's strings, numbers and booleans are TOML's, too."""
     return (f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in keys.items())

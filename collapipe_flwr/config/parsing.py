@@ -31,7 +31,7 @@ _OPTIONS = {"output-dir": "output-dir", "run-name": "output-dir", "resume": "res
 
 
 def parse_section(default: T, prefix: str, values: Mapping[str, Value]) -> T:
-    """``default`` with the keys that start with ``prefix`` set; raises ConfigError."""
+    """Set the keys of ``default`` that start with ``prefix``; raises ConfigError."""
     found: dict[str, object] = {}
     for field_ in fields(default):  # type: ignore[arg-type]
         name = prefix + name_of(field_) if is_key(field_) else ""
@@ -39,7 +39,7 @@ def parse_section(default: T, prefix: str, values: Mapping[str, Value]) -> T:
             inner = getattr(default, field_.name)
             found[field_.name] = parse_section(inner, prefix + table, values)
         elif name in values:
-            found[field_.name] = _parsed(name, values[name], field_)
+            found[field_.name] = _parse_value(name, values[name], field_)
     try:
         return replace(default, **found)  # type: ignore[type-var]
     except ConfigError as error:  # of values that do not go together
@@ -49,7 +49,7 @@ def parse_section(default: T, prefix: str, values: Mapping[str, Value]) -> T:
 
 
 def parse_table(default: T, name: str, table: object) -> T:
-    """One TOML table as a dataclass, by keys with the table's ``name`` in front.
+    """Parse one TOML table as a dataclass, by keys with the table's ``name`` in front.
 
     Defaults are checked as well. Raises ConfigError, also for a key that is unknown.
     """
@@ -63,7 +63,7 @@ def parse_table(default: T, name: str, table: object) -> T:
 
 
 def flatten_section(section: Any, prefix: str) -> dict[str, Value]:
-    """The values that :func:`parse_section` reads as ``section``; they have all of its keys."""
+    """Return the values, of all keys, that :func:`parse_section` reads as ``section``."""
     values = {}
     for name, field_, owner in _keys(section, prefix):
         rule, value = rule_of(field_), getattr(owner, field_.name)
@@ -83,7 +83,7 @@ def refuse_unknown(
 
 
 def _keys(section: Any, prefix: str) -> Iterator[tuple[str, Field[Any], Any]]:
-    """Name, field and owner of every key."""
+    """Yield name, field and owner of every key."""
     for field_ in fields(section):
         if (table := prefix_of(field_)) is not None:
             yield from _keys(getattr(section, field_.name), prefix + table)
@@ -91,13 +91,13 @@ def _keys(section: Any, prefix: str) -> Iterator[tuple[str, Field[Any], Any]]:
             yield prefix + name_of(field_), field_, section
 
 
-def _parsed(name: str, value: Value, field_: Field[Any]) -> object:
+def _parse_value(name: str, value: Value, field_: Field[Any]) -> object:
     rule = rule_of(field_)
     if rule is None or rule.read is None:
-        typed = _typed(name, value, str(field_.type).removesuffix(" | None"))
+        typed = _check_type(name, value, str(field_.type).removesuffix(" | None"))
         check(name, typed, rule)
         return typed
-    text = str(_typed(name, _as_text(value), "str"))
+    text = str(_check_type(name, _as_text(value), "str"))
     try:
         parsed = rule.read(text)
         good = rule.holds(parsed)
@@ -109,13 +109,13 @@ def _parsed(name: str, value: Value, field_: Field[Any]) -> object:
 
 
 def _as_text(value: Any) -> Any:
-    """A number, or a list of numbers and texts, as it is written in one text; else as it is."""
+    """Write a number, or a list of numbers and texts, as one text; keep anything else."""
     if isinstance(value, list) and all(type(part) in (int, float, str) for part in value):
         return ",".join(map(str, value))
     return str(value) if type(value) in (int, float) else value
 
 
-def _typed(name: str, value: Value, wanted: str) -> Value:
+def _check_type(name: str, value: Value, wanted: str) -> Value:
     """Accept exactly the declared type; a whole number also serves where a float is asked."""
     if wanted == "float" and isinstance(value, int | float) and not isinstance(value, bool):
         if not abs(value) <= sys.float_info.max:
@@ -138,11 +138,11 @@ def read_overrides(
     merged: dict[str, Value] = {}
     for source in sources:
         if is_file(source):
-            values = _flat(read_toml(Path(source), f"--run-config {source}"))
+            values = _flatten(read_toml(Path(source), f"--run-config {source}"))
             texts = {k: _as_text(v) for k, v in values.items() if isinstance(declared.get(k), str)}
             merged |= {**values, **texts}
         else:
-            for pair in _pairs(source, declared):
+            for pair in _split_pairs(source, declared):
                 merged |= _read_pair(pair, declared)
     for key, option in _OPTIONS.items():
         if key in merged:
@@ -154,7 +154,7 @@ def read_overrides(
 
 
 def declared_config(project: Path) -> dict[str, Value]:
-    """The flat run-config in an app's ``pyproject.toml``; raises ConfigError where it is no app."""
+    """Read the flat run-config in an app's ``pyproject.toml``; raises ConfigError for no app."""
     path = project / "pyproject.toml"
     if not path.exists():
         raise ConfigError(
@@ -167,11 +167,11 @@ def declared_config(project: Path) -> dict[str, Value]:
             raise ConfigError(
                 f"{path}: {name} of [tool.flwr.app.config] must be a table, got {found!r}"
             )
-    return _flat(found)
+    return _flatten(found)
 
 
-def overridden(declared: Mapping[str, Value], overrides: Mapping[str, Value]) -> dict[str, Value]:
-    """The whole run-config; raises ConfigError naming a key that the app does not declare."""
+def override(declared: Mapping[str, Value], overrides: Mapping[str, Value]) -> dict[str, Value]:
+    """Merge the run-config; raises ConfigError naming a key that the app does not declare."""
     refuse_unknown(overrides, set(declared))
     return {**declared, **overrides}
 
@@ -187,7 +187,7 @@ def write_overrides(overrides: Mapping[str, Value], path: Path) -> None:
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
-    """The tables of a file; raises ConfigError, which begins with ``what``."""
+    """Read the tables of a file; raises ConfigError, which begins with ``what``."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -199,12 +199,12 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
 
 
 def is_file(source: str) -> bool:
-    """Whether an override is the path of a file, not ``KEY=VALUE``."""
+    """Return whether an override is the path of a file, not ``KEY=VALUE``."""
     return source.endswith(".toml") and "=" not in source
 
 
-def _pairs(source: str, declared: Mapping[str, Value]) -> list[str]:
-    """The pairs in a string.
+def _split_pairs(source: str, declared: Mapping[str, Value]) -> list[str]:
+    """Split a string into its pairs.
 
     Text with an equals sign may be the value of a single pair, so there are several only if all
     keys are declared, or the value of the first one is no text.
@@ -233,7 +233,7 @@ def _read_pair(source: str, declared: Mapping[str, Value]) -> dict[str, Value]:
     return {key: text if wants_text or isinstance(value, date | time) else value}
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
     flat: dict[str, Value] = {}
     for key, value in table.items():
         name = prefix + key
@@ -241,5 +241,5 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
             value = value.isoformat()
         if isinstance(value, list) and any(isinstance(part, dict) for part in value):
             raise ConfigError(f"{name} must be a table, [{name}], and not several, [[{name}]]")
-        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+        flat |= _flatten(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return flat

@@ -190,7 +190,7 @@ class EdgeConfig:
         check_keys(self, "edge.")
 
     def tls(self) -> TlsFiles | None:
-        """The PEM files; None where none is named."""
+        """Return the PEM files; None where none is named."""
         files = TlsFiles(ca=self.tls_ca, certificate=self.tls_cert, key=self.tls_key)
         return None if files == TlsFiles() else files
 
@@ -264,7 +264,7 @@ class AppConfig:
         return replace(self.train.execution, codec=codec, paced=self.links.paced)
 
     def optimizer(self, server_round: int) -> OptimizerConfig:
-        """The clusters' optimizer in one round, from 1: linear warm-up, then the chosen decay."""
+        """Return the clusters' optimizer in a round, from 1: linear warm-up, then the decay."""
         train, rounds = self.train, self.run.num_server_rounds
         rate = train.optimizer.learning_rate
         if server_round <= train.warmup_rounds:
@@ -286,7 +286,7 @@ class AppConfig:
 
 
 def known_keys() -> set[str]:
-    """Every key that a run-config may hold."""
+    """Return every key that a run-config may hold."""
     return set(flatten(AppConfig()))
 
 
@@ -297,5 +297,5 @@ def parse(values: Mapping[str, Value]) -> AppConfig:
 
 
 def flatten(config: AppConfig) -> dict[str, Value]:
-    """The flat run-config that parses to ``config``."""
+    """Return the flat run-config that parses to ``config``."""
     return flatten_section(config, "")

@@ -145,7 +145,7 @@ class ClusterProfile:
         return "" if self.edge is None else self.edge.id
 
     def has_devices_beside(self, edge: EdgeProfile) -> bool:
-        """Whether a device is left to hold blocks if this is the edge."""
+        """Return whether a device is left to hold blocks if this is the edge."""
         return any(device.device_id != edge.device_id for device in self.devices)
 
     @property
@@ -156,7 +156,7 @@ class ClusterProfile:
         )
 
     def with_members(self, change: Callable[[DeviceProfile], DeviceProfile]) -> ClusterProfile:
-        """The same cluster with every member changed."""
+        """Return the same cluster with every member changed."""
         control_unit, *devices = map(change, self.members)
         return replace(self, control_unit=control_unit, devices=tuple(devices))
 
@@ -173,7 +173,7 @@ class ChannelState:
     edge_gain: tuple[float, ...]
 
     def to_member(self, place: int) -> ChannelState:
-        """The channel to an edge that stands where a member does."""
+        """Return the channel to an edge that stands where a member does."""
         own = self.d2d_gain[place]
         return replace(self, edge_gain=(*own[:place], max(own), *own[place + 1 :]))
 
@@ -198,14 +198,14 @@ class ClusterSnapshot:
     links: LinkShares | None = None
 
     def channel_to(self, edge: EdgeProfile) -> ChannelState:
-        """The channel if this is the edge, which may stand where a member does."""
+        """Return the channel if this is the edge, which may stand where a member does."""
         names = [member.device_id for member in self.profile.members]
         if edge.device_id not in names:
             return self.channel
         return self.channel.to_member(names.index(edge.device_id))
 
     def without(self, device_ids: Collection[str]) -> ClusterSnapshot:
-        """The cluster without these devices; itself where it has none of them."""
+        """Return the cluster without these devices; itself where it has none of them."""
         devices, channel, links = self.profile.devices, self.channel, self.links
         kept = [n for n, device in enumerate(devices) if device.device_id not in device_ids]
         if len(kept) == len(devices):
@@ -240,7 +240,7 @@ class Snapshot:
     clusters: tuple[ClusterSnapshot, ...]
 
     def edge_of(self, profile: ClusterProfile) -> EdgeProfile:
-        """The edge of a cluster."""
+        """Return the edge of a cluster."""
         return profile.edge or self.edge
 
 
@@ -333,7 +333,7 @@ class Plan:
     fallback: str | None = None  # why this is not the solver's own plan
 
     def cluster(self, cluster_id: str) -> ClusterPlan | None:
-        """The plan of one cluster, or None where it sits this round out."""
+        """Return the plan of one cluster, or None where it sits this round out."""
         return next((c for c in self.clusters if c.cluster_id == cluster_id), None)
 
 

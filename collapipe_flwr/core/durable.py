@@ -80,7 +80,7 @@ def _drop_torn_line(file: BinaryIO) -> None:
 
 @contextmanager
 def draft(path: Path) -> Iterator[Path]:
-    """A path to write to, for `publish` to move to ``path``; otherwise it is removed."""
+    """Yield a path to write to, for `publish` to move to ``path``; otherwise it is removed."""
     clean(path.parent, of=path.name)
     with _lock(path.parent, fcntl.LOCK_SH):
         folder = mkdtemp(prefix=f"{path.name}.", suffix=_PARTIAL, dir=path.parent)
@@ -128,7 +128,7 @@ def make_numbered_folder(path: Path) -> Path:
 
 
 def own_folder(path: Path, option: str) -> Path:
-    """Make a folder that only its owner may enter, and `clean` it; the folder.
+    """Make a folder that only its owner may enter, and `clean` it; returns the folder.
 
     Raises ConfigError, which names the ``option``, where OSError is raised elsewhere.
     """

@@ -145,7 +145,7 @@ def wrong_input() -> Iterator[None]:
 
 
 @contextmanager
-def blaming(key: str) -> Iterator[None]:
+def prefix_errors(key: str) -> Iterator[None]:
     """Prefix errors of the body with ``key``: of the run-config, or what else cannot be used."""
     try:
         yield
@@ -154,7 +154,7 @@ def blaming(key: str) -> Iterator[None]:
 
 
 @contextmanager
-def unexpected_as_run_error() -> Iterator[None]:
+def wrap_unexpected() -> Iterator[None]:
     """Raise an error of any other kind as a RunError that says what happened and where.
 
     Flower reports only the message of an exception to the user who started the run.
@@ -172,7 +172,7 @@ def unexpected_as_run_error() -> Iterator[None]:
 
 
 def _place(error: Exception) -> str:
-    """The innermost line of our code in the traceback, else the line that raised."""
+    """Return the innermost line of our code in the traceback, else the line that raised."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
     ours = [frame for frame in frames if set(_OWN) & set(Path(frame.filename).parts)]
     frame = (ours or frames)[-1]

@@ -85,7 +85,7 @@ class BoundedRequest(BaseHTTPRequestHandler):
         super().finish()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: what strangers ask for belongs to no log, and URLs may hold a secret."""
+        """Log nothing: what strangers ask for belongs to no log, and URLs may hold a secret."""
 
     def _cut_off(self) -> None:
         with suppress(OSError):

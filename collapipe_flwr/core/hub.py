@@ -29,32 +29,32 @@ _CONFIG = "config.json"
 _log = logs.getLogger(__name__)
 
 
-def expanded(name: str) -> Path:
-    """The path of a name with ``~`` expanded; as it is written where there is no such home."""
+def expand_home(name: str) -> Path:
+    """Return the path of a name with ``~`` expanded; as written where there is no such home."""
     try:
         return Path(name).expanduser()
     except RuntimeError:
         return Path(name)
 
 
-def folder_only(name: str) -> bool:
-    """Whether a name can only be that of a file or folder on this machine.
+def is_folder_only(name: str) -> bool:
+    """Return whether a name can only be that of a file or folder on this machine.
 
     Configuration and split of a data set may follow its name.
     """
-    beside = "/" in name and expanded(name).parent.is_dir()
+    beside = "/" in name and expand_home(name).parent.is_dir()
     return beside or _NAME.fullmatch(name.partition(":")[0]) is None
 
 
-def no_such_path(key: str, name: str) -> str:
-    """The message for a file or folder that does not exist."""
-    looked = expanded(name).absolute()
+def explain_no_path(key: str, name: str) -> str:
+    """Explain that a file or folder does not exist."""
+    looked = expand_home(name).absolute()
     return f'{key} "{name}" does not exist (looked for {looked}): correct the path'
 
 
 @cache
 def is_reachable() -> bool:
-    """Whether the hub answers within `LIMIT_S`; otherwise this process is offline from now on."""
+    """Return whether the hub answers within `LIMIT_S`; otherwise this process goes offline."""
     from huggingface_hub import constants
 
     answers = threading.Event()
@@ -72,8 +72,8 @@ def is_reachable() -> bool:
     return answers.is_set()
 
 
-def unreachable(name: str) -> str:
-    """The message for a name that was not found because the hub does not answer; else empty."""
+def explain_unreachable(name: str) -> str:
+    """Explain that a name was not found as the hub does not answer; empty where it does."""
     if is_reachable():
         return ""
     near = get_close_matches(name, (path.name for path in Path().iterdir() if path.is_dir()), n=1)
@@ -84,12 +84,12 @@ def unreachable(name: str) -> str:
     )
 
 
-def absent_model(name: str) -> str:
-    """The message for a model that is neither a folder nor to be had from the hub; else empty.
+def explain_absent_model(name: str) -> str:
+    """Explain that a model is neither a folder nor to be had from the hub; else empty.
 
     The hub may still not know the name.
     """
-    if expanded(name).is_dir() or not (why := unreachable(name)):
+    if expand_home(name).is_dir() or not (why := explain_unreachable(name)):
         return ""
     from huggingface_hub import try_to_load_from_cache
 
@@ -97,7 +97,7 @@ def absent_model(name: str) -> str:
 
 
 @contextmanager
-def quietly(logging: Any) -> Iterator[None]:
+def silence(logging: Any) -> Iterator[None]:
     """Keep a library, given its ``logging`` module, from logging what its errors say too."""
     before = logging.get_verbosity()
     logging.set_verbosity(CRITICAL)

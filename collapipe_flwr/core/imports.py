@@ -44,7 +44,7 @@ def allow(*modules: str) -> None:
 
 
 def load_class(path: str, base: type) -> type:
-    """The subclass of ``base`` that a path leads to; raises ModelError."""
+    """Return the subclass of ``base`` that a path leads to; raises ModelError."""
     found = _load(path)
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ModelError(f"{path!r} is no class of {base.__module__}.{base.__qualname__}")
@@ -52,7 +52,7 @@ def load_class(path: str, base: type) -> type:
 
 
 def load_function(path: str) -> Any:
-    """The function that a path leads to; raises ModelError."""
+    """Return the function that a path leads to; raises ModelError."""
     found = _load(path)
     if not isinstance(found, FunctionType) or is_within(found.__module__, _LIBRARIES):
         raise ModelError(f"{path!r} is no function of a module that --import names")
@@ -60,12 +60,12 @@ def load_function(path: str) -> Any:
 
 
 def load_builder(path: str, base: type) -> Any:
-    """A subclass of ``base``, or a function that may return one; raises ModelError."""
+    """Return a subclass of ``base``, or a function that may return one; raises ModelError."""
     return load_class(path, base) if isinstance(_load(path), type) else load_function(path)
 
 
 def path_of(thing: object, what: str) -> str:
-    """The path that leads to a class or function in any process; this one allows its module.
+    """Return the path that leads to a class or function in any process; allow its module here.
 
     Raises ModelError, which begins with ``what`` the class or function is, where no path does.
     """
@@ -88,18 +88,18 @@ def path_of(thing: object, what: str) -> str:
 
 
 def is_within(path: str, names: Iterable[str]) -> bool:
-    """Whether a dotted path is one of these, or leads into one of them."""
+    """Return whether a dotted path is one of these, or leads into one of them."""
     return any(path == name or path.startswith(f"{name}.") for name in names)
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of what a run's results depend on, without importing it."""
+    """Return versions of what a run's results depend on, without importing it."""
     found = {name: known for name in _PACKAGES if (known := version_of(name))}
     return {**found, "Python": python_version()}
 
 
 def version_of(package: str) -> str:
-    """The version of a package; empty where it is not installed, as in a bare checkout."""
+    """Return the version of a package; empty where it is not installed, as in a bare checkout."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -107,7 +107,7 @@ def version_of(package: str) -> str:
 
 
 def declared_names(package: str, file: str) -> tuple[str, ...]:
-    """``__all__`` of a file of an installed package, which is read and not imported."""
+    """Read ``__all__`` of a file of an installed package without importing it."""
     for text in _sources(package, file):
         for node in ast.parse(text).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
@@ -116,16 +116,17 @@ def declared_names(package: str, file: str) -> tuple[str, ...]:
 
 
 def is_spelled(text: str, package: str, files: str) -> bool:
-    """Whether some of these files of a package, which are not imported, have a text in quotes.
+    """Return whether some of these files of a package have a text in quotes.
 
-    What is nowhere spelled is unknown to the package. True where it has no such files.
+    The files are not imported. What is nowhere spelled is unknown to the package. True where it has
+    no such files.
     """
     found = list(_sources(package, files))
     return not found or any(f'"{text}"' in source for source in found)
 
 
 def _sources(package: str, files: str) -> Iterator[str]:
-    """The texts of source files in the folder of an installed package."""
+    """Yield the texts of source files in the folder of an installed package."""
     spec = find_spec(package)
     for folder in (spec and spec.submodule_search_locations) or ():
         for path in Path(folder).glob(files):

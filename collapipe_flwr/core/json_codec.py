@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeVar, cast
 
 from collapipe_flwr.core.errors import CollaPipeError, ProtocolError
 from collapipe_flwr.core.keys import Rule
-from collapipe_flwr.core.texts import SHORT, one_line
+from collapipe_flwr.core.texts import SHORT, to_one_line
 
 T = TypeVar("T")
 _SCALARS: Mapping[type, str] = {str: "a string", int: "a whole number", bool: "true or false"}
@@ -38,48 +38,48 @@ def _parts(kind: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def to_json(value: object) -> str:
-    """One dataclass as compact JSON."""
-    return json.dumps(plain(value), separators=(",", ":"))
+    """Encode one dataclass as compact JSON."""
+    return json.dumps(to_plain(value), separators=(",", ":"))
 
 
 def from_json(kind: type[T], text: str, what: str, *, most: int | None = None) -> T:
-    """Rebuild a ``kind`` from at most ``most`` characters.
+    """Build a ``kind`` from JSON of at most ``most`` characters.
 
     Raises ProtocolError that names the place, as ``what.field``.
     """
     if most is not None and len(text) > most:
         raise ProtocolError(f"{what} has {len(text)} characters; {most} are allowed")
     try:
-        data = json.loads(text, object_pairs_hook=_unique)
+        data = json.loads(text, object_pairs_hook=_refuse_doubled)
     except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"{what} is not JSON: {one_line(str(error))}") from error
+        raise ProtocolError(f"{what} is not JSON: {to_one_line(str(error))}") from error
     return cast(T, _decode(kind, data, what))
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_doubled(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("an object names a key twice")
     return found
 
 
-def plain(value: object) -> Any:
-    """A value as dicts, lists and scalars, for the json module."""
+def to_plain(value: object) -> Any:
+    """Convert a value to dicts, lists and scalars, for the json module."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+        return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
+        return {str(k): to_plain(v) for k, v in value.items()}
     if isinstance(value, tuple | list):
-        return [plain(v) for v in value]
+        return [to_plain(v) for v in value]
     return value
 
 
 def _decode(kind: Any, data: Any, path: str) -> Any:
     origin, args = _parts(kind)
     if origin is Annotated:
-        return _obeying(args[1:], _decode(args[0], data, path), path)
+        return _check_rules(args[1:], _decode(args[0], data, path), path)
     if origin in (typing.Union, types.UnionType):
         options = [option for option in args if option is not type(None)]
         if data is None and len(options) < len(args):
@@ -90,7 +90,9 @@ def _decode(kind: Any, data: Any, path: str) -> Any:
         return _decode_tuple(args, data, path)
     if origin in (Mapping, dict):
         pairs = _object(data, path).items()
-        return {_decode(args[0], k, path): _decode(args[1], v, _inside(path, k)) for k, v in pairs}
+        return {
+            _decode(args[0], k, path): _decode(args[1], v, _place_of(path, k)) for k, v in pairs
+        }
     if is_dataclass(kind):
         return _decode_dataclass(kind, _object(data, path), path)
     if isinstance(kind, type) and issubclass(kind, Enum):
@@ -109,10 +111,10 @@ def _decode(kind: Any, data: Any, path: str) -> Any:
     return data
 
 
-def _obeying(rules: tuple[object, ...], value: Any, path: str) -> Any:
+def _check_rules(rules: tuple[object, ...], value: Any, path: str) -> Any:
     for rule in rules:
         if isinstance(rule, Rule) and not rule.holds(value):
-            raise ProtocolError(f"{path} {rule.says}, got {_shown(value)}")
+            raise ProtocolError(f"{path} {rule.says}, got {_show(value)}")
     return value
 
 
@@ -122,7 +124,7 @@ def _bare(kind: Any) -> Any:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether a text can be encoded: half of a surrogate pair cannot."""
+    """Return whether a text can be encoded: half of a surrogate pair cannot."""
     try:
         return text.isascii() or bool(text.encode())
     except UnicodeEncodeError:
@@ -150,7 +152,7 @@ def _decode_dataclass(kind: Any, data: dict[str, Any], path: str) -> Any:
     hints = _hints(kind)
     unknown = sorted(set(data) - set(hints))
     if unknown:
-        raise ProtocolError(f"{path} has the unknown key {_shown(unknown[0])}")
+        raise ProtocolError(f"{path} has the unknown key {_show(unknown[0])}")
     for f in sorted(fields(kind), key=lambda field: field.name):
         if f.name not in data and f.default is MISSING and f.default_factory is MISSING:
             raise ProtocolError(f"{path} lacks the key {f.name!r}")
@@ -162,16 +164,16 @@ def _decode_dataclass(kind: Any, data: dict[str, Any], path: str) -> Any:
 
 
 def _wrong(path: str, wanted: str, data: Any) -> ProtocolError:
-    return ProtocolError(f"{path} must be {wanted}, got {_shown(data)}")
+    return ProtocolError(f"{path} must be {wanted}, got {_show(data)}")
 
 
-def _shown(data: Any) -> str:
+def _show(data: Any) -> str:
     try:
         return f"{data!r:.60}" if not isinstance(data, int) or abs(data) < _MOST else "a huge one"
     except RecursionError:  # the deepest nesting that json reads is too deep for repr
         return "deeply nested lists or objects"
 
 
-def _inside(path: str, key: str) -> str:
-    """The place of a mapping's value; the key is a peer's."""
-    return f"{path}.{one_line(key, SHORT)}"
+def _place_of(path: str, key: str) -> str:
+    """Return the place of a mapping's value; a peer chose the key, so it is made printable."""
+    return f"{path}.{to_one_line(key, SHORT)}"

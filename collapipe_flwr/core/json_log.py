@@ -17,7 +17,7 @@ _about = ContextVar("about", default=_NOTHING)
 
 
 @contextmanager
-def logging_about(**fields: object) -> Iterator[None]:
+def add_log_fields(**fields: object) -> Iterator[None]:
     """Add fields, as ``run``, ``round``, ``cluster``, to this thread's log records in the body."""
     token = _about.set({**_about.get(), **fields})
     try:

@@ -143,15 +143,15 @@ def assignments() -> Rule:
     """Accept what :func:`read_assignments` reads."""
 
     def holds(text: str) -> bool:
-        return all(name and equals for name, equals, _ in _assigned(text))
+        return all(name and equals for name, equals, _ in _split_assignments(text))
 
     return Rule(holds, 'must read like "d_model=64 dropout=0.0"')
 
 
 def read_assignments(text: str) -> dict[str, object]:
-    """``"d_model=64 act=gelu"`` as a mapping; a value is JSON where it can be, else a string."""
+    """Read ``"d_model=64 act=gelu"`` as a mapping; values are JSON where they can be."""
     found: dict[str, object] = {}
-    for name, _, value in _assigned(text):
+    for name, _, value in _split_assignments(text):
         try:
             found[name] = json.loads(value)
         except json.JSONDecodeError:
@@ -175,7 +175,7 @@ def inline(default: T, *, table: str = "") -> T:
 
 
 def prefix_of(field_: Field[Any]) -> str | None:
-    """How the keys of an inlined field begin; None for any other field."""
+    """Return how the keys of an inlined field begin; None for any other field."""
     prefix: str | None = field_.metadata.get(_INLINE)
     return prefix
 
@@ -185,7 +185,7 @@ def is_key(field_: Field[Any]) -> bool:
 
 
 def name_of(field_: Field[Any]) -> str:
-    """How users write a key."""
+    """Return how users write a key."""
     return field_.metadata[_NAME] or field_.name.replace("_", "-")
 
 
@@ -222,7 +222,7 @@ def check_types(section: Any, prefix: str) -> None:
 
 
 def word_of(kind: str) -> str:
-    """What values of a type are called in sentences."""
+    """Return what values of a type are called in sentences."""
     return _PLAIN[kind][1]
 
 
@@ -234,5 +234,5 @@ def _parts(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(","))
 
 
-def _assigned(text: str) -> list[tuple[str, str, str]]:
+def _split_assignments(text: str) -> list[tuple[str, str, str]]:
     return [word.partition("=") for word in text.split()]

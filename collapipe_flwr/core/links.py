@@ -31,7 +31,7 @@ HIGHEST_PORT = 65535
 
 
 def host_and_port(address: str, *, least: int = 1) -> tuple[str, int]:
-    """The host, without brackets, and the port; raises ConfigError.
+    """Split an address into host, without brackets, and port; raises ConfigError.
 
     A port of 0, where ``least`` allows it, is chosen by the system. gRPC itself refuses neither
     ``host`` (it takes port 443 of all interfaces) nor ``host:99999`` (it takes the port modulo
@@ -50,7 +50,7 @@ def host_and_port(address: str, *, least: int = 1) -> tuple[str, int]:
 
 
 def _is_name(host: str) -> bool:
-    """Whether no part between dots is empty or too long, which connecting would stumble over.
+    """Return whether each part between dots is neither empty nor too long to connect to.
 
     Nor is it an IP address with a slip, or has blanks.
     """
@@ -61,7 +61,7 @@ def _is_name(host: str) -> bool:
 
 
 def is_slip(host: str) -> bool:
-    """Whether a host is made of numbers as an IP address, and is none."""
+    """Return whether a host is made of numbers like an IP address, and is none."""
     if not set(host) <= set("0123456789."):
         return False
     try:
@@ -72,7 +72,7 @@ def is_slip(host: str) -> bool:
 
 
 def is_address(text: str) -> bool:
-    """Whether `host_and_port` accepts an address."""
+    """Return whether `host_and_port` accepts an address."""
     try:
         host_and_port(text)
     except ConfigError:
@@ -81,7 +81,7 @@ def is_address(text: str) -> bool:
 
 
 def host_towards(address: str) -> str:
-    """The address of this machine on the way to another; nothing is sent."""
+    """Find the address of this machine on the way to another; nothing is sent."""
     host, port = host_and_port(address)
     try:
         ((family, *_, target), *_) = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
@@ -94,7 +94,7 @@ def host_towards(address: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, without brackets, reaches this machine only."""
+    """Return whether a host, without brackets, reaches this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name
@@ -122,18 +122,18 @@ class LinkConfig:
         """The same link without rate limits."""
         return replace(self, forward_bit_per_s=None, backward_bit_per_s=None)
 
-    def limited(self, codec: str, bit_per_s: float | None) -> LinkConfig:
-        """The same link bound to ``codec`` (empty: its own), and to the slower of two rates."""
+    def with_limits(self, codec: str, bit_per_s: float | None) -> LinkConfig:
+        """Return the link with ``codec`` (empty: its own) and the slower of two rates."""
         return replace(
             self,
             codec=codec or self.codec,
-            forward_bit_per_s=slower(self.forward_bit_per_s, bit_per_s),
-            backward_bit_per_s=slower(self.backward_bit_per_s, bit_per_s),
+            forward_bit_per_s=min_rate(self.forward_bit_per_s, bit_per_s),
+            backward_bit_per_s=min_rate(self.backward_bit_per_s, bit_per_s),
         )
 
 
-def slower(rate: float | None, other: float | None) -> float | None:
-    """The smaller of two limits; None is no limit."""
+def min_rate(rate: float | None, other: float | None) -> float | None:
+    """Return the smaller of two limits; None is no limit."""
     return min((r for r in (rate, other) if r is not None), default=None)
 
 
@@ -212,7 +212,7 @@ class LinkTraffic:
         return 8.0 * self.bytes / self.busy_s if self.busy_s > 0 else None
 
     def __add__(self, later: LinkTraffic) -> LinkTraffic:
-        """The sum, with the last ``MOST_NOTES`` notes."""
+        """Add up the traffic, with the last ``MOST_NOTES`` notes."""
         return LinkTraffic(
             bytes=self.bytes + later.bytes,
             sending_s=self.busy_s + later.busy_s,
@@ -232,8 +232,8 @@ class LinkReport:
     backward: LinkTraffic
 
 
-def totals(reports: Iterable[LinkReport]) -> tuple[LinkReport, ...]:
-    """One entry per hop and codec, in order of first use; the latest rates count."""
+def sum_reports(reports: Iterable[LinkReport]) -> tuple[LinkReport, ...]:
+    """Sum reports by hop and codec, in order of first use; the latest rates count."""
     found: dict[tuple[str, str, str, str], LinkReport] = {}
     for report in reports:
         key = (report.cluster_id, report.sender, report.receiver, report.link.codec)

@@ -4,10 +4,10 @@ The parent holds a pipe open, and the child has the other end as its stdin. The 
 pipe with the parent, also on SIGKILL, and the child ends itself as by SIGTERM.
 
 Run as ``python -P -m collapipe_flwr.core.processes SECONDS COMMAND ...`` with a pipe as stdin
-(`keeping`), this module runs another program. It ends with the status of the command, or ends the
-command, with its children, when the pipe is closed or on SIGTERM: by SIGTERM to all of them, and by
-SIGKILL to those that are left after so many seconds. It is in a session of its own, and so outlives
-a SIGKILL to the group of its parent for as long as that takes.
+(`guard_command`), this module runs another program. It ends with the status of the command, or ends
+the command, with its children, when the pipe is closed or on SIGTERM: by SIGTERM to all of them,
+and by SIGKILL to those that are left after so many seconds. It is in a session of its own, and so
+outlives a SIGKILL to the group of its parent for as long as that takes.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _Handler = Callable[[int, FrameType | None], object]
 
 
 @contextmanager
-def stopping() -> Iterator[threading.Event]:
+def stop_on_signals() -> Iterator[threading.Event]:
     """Yield an event that SIGTERM and SIGINT set while the body runs."""
     stop = threading.Event()
     # In this order: a signal between the two ends the process instead of being lost.
-    with _heard(lambda _: stop.set()), _handled(lambda *_: None):
+    with _hear_signals(lambda _: stop.set()), _handle_signals(lambda *_: None):
         yield stop
 
 
 @contextmanager
-def terminable(answer: Callable[[], str] | None = None) -> Iterator[None]:
+def exit_on_signals(answer: Callable[[], str] | None = None) -> Iterator[None]:
     """Raise SystemExit in the body on SIGTERM and SIGINT, so that it stops what it has started.
 
     The text that ``answer`` returns is written to stderr at once. Further signals are ignored, so
@@ -62,16 +62,16 @@ def terminable(answer: Callable[[], str] | None = None) -> Iterator[None]:
         while not over.wait(_PROBE_S):
             signal.pthread_kill(main, number)
 
-    with _heard(rouse):
+    with _hear_signals(rouse):
         try:
-            with _handled(leave):
+            with _handle_signals(leave):
                 yield
         finally:
             over.set()
 
 
 @contextmanager
-def meanwhile(work: Callable[[threading.Event], object], name: str) -> Iterator[threading.Event]:
+def run_beside(work: Callable[[threading.Event], object], name: str) -> Iterator[threading.Event]:
     """Run ``work`` in a thread while the body runs; its argument is set when the body ends.
 
     The body gets it, too, and may set it before its own clean-up.
@@ -87,7 +87,7 @@ def meanwhile(work: Callable[[threading.Event], object], name: str) -> Iterator[
 
 
 @contextmanager
-def _handled(handler: _Handler) -> Iterator[None]:
+def _handle_signals(handler: _Handler) -> Iterator[None]:
     before = {sign: signal.signal(sign, handler) for sign in _SIGNS}
     try:
         yield
@@ -97,7 +97,7 @@ def _handled(handler: _Handler) -> Iterator[None]:
 
 
 @contextmanager
-def _heard(hear: Callable[[int], object]) -> Iterator[None]:
+def _hear_signals(hear: Callable[[int], object]) -> Iterator[None]:
     """Call ``hear`` with SIGTERM and SIGINT in a thread of its own while the body runs.
 
     The system tells that thread by a pipe. Python's handlers run in the main thread, and that may
@@ -127,7 +127,7 @@ def _heard(hear: Callable[[int], object]) -> Iterator[None]:
 
 @contextmanager
 def lifeline() -> Iterator[int]:
-    """The stdin of a child to which the parent has no other pipe."""
+    """Yield the stdin of a child to which the parent has no other pipe."""
     read, write = os.pipe()
     try:
         yield read
@@ -156,7 +156,7 @@ def _read(take: Callable[[str], object] | None) -> None:
     signal.pthread_kill(main, signal.SIGTERM)
 
 
-def keeping(command: Sequence[str], patience_s: float = _STOP_S) -> list[str]:
+def guard_command(command: Sequence[str], patience_s: float = _STOP_S) -> list[str]:
     """Return the command that runs ``command``; leaving a `Popen` of it with a pipe ends both.
 
     Processes that have not ended ``patience_s`` after SIGTERM are killed.
@@ -171,7 +171,7 @@ def main() -> None:
         os.setsid()
     end_with_parent()
     patience_s, *command = sys.argv[1:]
-    with stopping() as stop:
+    with stop_on_signals() as stop:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
         def wait() -> None:
@@ -187,19 +187,19 @@ def main() -> None:
 
 
 def _groups_below(pid: int) -> set[int]:
-    """Process groups of a process's children: those of a SuperLink outlive it during a run.
+    """Return process groups of the children: those of a SuperLink outlive it during a run.
 
-    None where the system does not tell, so that at least the process's own group is ended.
+    Empty where the system does not tell: then only the process's own group is ended.
     """
     try:
-        rows = _listed() if (_PROC / "self").exists() else _shown()
+        rows = _read_proc() if (_PROC / "self").exists() else _read_ps()
         return {group for parent, group in rows if parent == pid and group != pid}
     except (OSError, subprocess.SubprocessError, ValueError):
         return set()
 
 
-def _listed() -> list[tuple[int, int]]:
-    """Parent and group of every process, by Linux: slim containers have no ``ps``."""
+def _read_proc() -> list[tuple[int, int]]:
+    """Read parent and group of every process from /proc: slim containers have no ``ps``."""
     rows = []
     for path in _PROC.glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended since
@@ -208,8 +208,8 @@ def _listed() -> list[tuple[int, int]]:
     return rows
 
 
-def _shown() -> list[tuple[int, int]]:
-    """The same by ``ps``."""
+def _read_ps() -> list[tuple[int, int]]:
+    """Read parent and group of every process from ``ps``, where there is no /proc."""
     command = ["ps", "-axo", "ppid=,pgid="]
     shown = subprocess.run(command, capture_output=True, text=True, check=True)
     rows = [line.split() for line in shown.stdout.splitlines()]
@@ -219,15 +219,15 @@ def _shown() -> list[tuple[int, int]]:
 def _end(groups: set[int], patience_s: float) -> None:
     """Send SIGTERM to all groups, and SIGKILL to those that are left at the deadline."""
     deadline = time.monotonic() + patience_s
-    left = {group for group in groups if _signalled(group, signal.SIGTERM)}
+    left = {group for group in groups if _send_signal(group, signal.SIGTERM)}
     while left and time.monotonic() < deadline:
         time.sleep(_PROBE_S)
-        left = {group for group in left if _signalled(group, 0)}
+        left = {group for group in left if _send_signal(group, 0)}
     for group in left:
-        _signalled(group, signal.SIGKILL)
+        _send_signal(group, signal.SIGKILL)
 
 
-def _signalled(group: int, signum: int) -> bool:
+def _send_signal(group: int, signum: int) -> bool:
     """Send a signal (0: none) to a group; returns whether it still had a process."""
     try:
         os.killpg(group, signum)

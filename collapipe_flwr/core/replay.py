@@ -48,8 +48,8 @@ class Schedule:
         return _workers(self.replicas or (1,) * len(self.actions))
 
     def grid(self) -> str:
-        """One line per worker, one column per time slot (every action takes one slot)."""
-        trace = self._in_slots()
+        """Draw a line per worker with a column per time slot (every action takes one slot)."""
+        trace = self._replay_slots()
         width = max(len(str(a)) for stage in self.actions for a in stage) + 1
         lines = []
         for worker, actions in zip(map(str, self.workers), self.actions, strict=True):
@@ -65,16 +65,16 @@ class Schedule:
 
         `queue_frames` is the capacity of each direction of each link (None: no bound).
         """
-        return round(self._in_slots(queue_frames).makespan_s)
+        return round(self._replay_slots(queue_frames).makespan_s)
 
     def in_flight(self) -> tuple[int, ...]:
-        """Per worker, the most micro-batches that wait for their backward at any time."""
+        """Count per worker the most micro-batches that wait for their backward at any time."""
         return tuple(
             max(accumulate((1 if op is Op.FORWARD else -1 for op, _ in stage), initial=0))
             for stage in self.actions
         )
 
-    def _in_slots(self, queue_frames: int | None = None) -> Trace:
+    def _replay_slots(self, queue_frames: int | None = None) -> Trace:
         slots = (1.0,) * len(self.actions)
         hops = (0.0,) * (len(self.replicas or self.actions) - 1)
         times = StepTimes(stage_s=(slots, slots), hop_s=(hops, hops))
@@ -120,26 +120,26 @@ class Trace:
 
 
 def gpipe(stages: int, micro_batches: int) -> Schedule:
-    """All forwards, then all backwards, on every stage."""
+    """Build all forwards, then all backwards, on every stage."""
     return build_schedule("gpipe", [micro_batches] * stages, micro_batches)
 
 
 def one_f_one_b(depths: Sequence[int], micro_batches: int) -> Schedule:
-    """One forward, one backward, with a warm-up depth per stage (classic: stages - index)."""
+    """Build one forward, one backward, with a warm-up depth per stage (classic: stages - index)."""
     return build_schedule("1f1b", depths, micro_batches)
 
 
 def build_schedule(name: str, depths: Sequence[int], micro_batches: int) -> Schedule:
-    """The schedule `name` over `len(depths)` stages. Raises ScheduleError if it would block."""
-    schedule = unchecked_schedule(name, depths, micro_batches)
+    """Build schedule `name` over `len(depths)` stages. Raises ScheduleError if it would block."""
+    schedule = build_unchecked(name, depths, micro_batches)
     schedule.dry_run()
     return schedule
 
 
-def unchecked_schedule(
+def build_unchecked(
     name: str, depths: Sequence[int], micro_batches: int, replicas: Sequence[int] = ()
 ) -> Schedule:
-    """As `build_schedule`, but it may block; a depth is that of each replica."""
+    """Build as `build_schedule` what may block; a depth is that of each replica."""
     counts = tuple(replicas) or (1,) * len(depths)
     actions = tuple(
         stage_actions(name, depths[worker.stage], micro_batches, worker.turn)
@@ -160,7 +160,7 @@ def replay(times: StepTimes, depths: Sequence[int], micro_batches: int) -> Trace
     """
     if len(depths) != times.stages:
         raise ScheduleError(f"{times.stages} stages need as many depths, got {len(depths)}")
-    return _Replay(unchecked_schedule("1f1b", depths, micro_batches, times.replicas), times).run()
+    return _Replay(build_unchecked("1f1b", depths, micro_batches, times.replicas), times).run()
 
 
 @dataclass(slots=True, eq=False)
@@ -223,11 +223,11 @@ class _Replay:
         if is_worker and (action not in resource.arrived or self._blocker(resource)):
             return
         resource.busy = True
-        done = self._passed if is_worker else self._carried
+        done = self._finish_pass if is_worker else self._deliver
         self._use(resource, resource.seconds[action.op], done, resource.queue.popleft())
 
     def _blocker(self, worker: _Resource) -> str:
-        """Why a worker cannot begin its next action; empty where it has input and room."""
+        """Say why a worker cannot begin its next action; empty where it has input and room."""
         action = worker.queue[0]
         source, target = self._neighbours(worker, action)
         if source is not None and source.sent[worker.place][:1] != [action]:
@@ -243,16 +243,16 @@ class _Replay:
         self.spans.append(Span(resource.name, action.micro_batch, self.now, end))
 
     def _neighbours(self, worker: _Resource, action: Action) -> list[_Resource | None]:
-        """The workers that the action's input comes from and its output goes to."""
+        """Return the workers that the action's input comes from and its output goes to."""
         step = 1 - 2 * action.op
         return [self._at(worker.stage + way, action.micro_batch) for way in (-step, step)]
 
     def _at(self, stage: int, micro_batch: int) -> _Resource | None:
-        """The worker of a stage that a micro-batch passes; None beyond the ends of the chain."""
+        """Return the worker of a stage that a micro-batch passes; None beyond the chain's ends."""
         replicas = self.stages.get(stage)
         return replicas[micro_batch % len(replicas)] if replicas else None
 
-    def _passed(self, worker: _Resource, action: Action) -> None:
+    def _finish_pass(self, worker: _Resource, action: Action) -> None:
         source, target = self._neighbours(worker, action)
         if source is not None:
             source.sent[worker.place].pop(0)
@@ -273,7 +273,7 @@ class _Replay:
         resource.busy = False
         self._serve(resource)
 
-    def _carried(self, link: _Resource, action: Action) -> None:
+    def _deliver(self, link: _Resource, action: Action) -> None:
         link.busy = False
         worker = self._at(link.place + 1 - action.op, action.micro_batch)
         assert worker is not None

@@ -35,16 +35,16 @@ class Turn:
             raise ConfigError(f"a stage of {self.replicas} replicas has none with {self.replica}")
 
     def own(self, micro_batches: int) -> range:
-        """The micro-batches of a step that pass this replica."""
+        """Return the micro-batches of a step that pass this replica."""
         return range(self.replica, micro_batches, self.replicas)
 
     def meets(self, others: int) -> tuple[int, ...]:
-        """The replicas of a neighbouring stage, in the order in which micro-batches meet them."""
+        """List a neighbouring stage's replicas, in the order in which micro-batches meet them."""
         period = others // gcd(self.replicas, others)
         return tuple((self.replica + self.replicas * i) % others for i in range(period))
 
     def lane(self, micro_batch: int, lanes: int) -> int:
-        """The link, of ``lanes`` in the order of `meets`, that one of its micro-batches takes."""
+        """Return the link, of ``lanes`` as `meets` orders them, that its micro-batch takes."""
         return micro_batch // self.replicas % lanes
 
 
@@ -52,12 +52,12 @@ ALONE = Turn()
 
 
 def turns(replicas: int) -> tuple[Turn, ...]:
-    """The places of all replicas of a stage."""
+    """Return the places of all replicas of a stage."""
     return tuple(Turn(replica=index, replicas=replicas) for index in range(replicas))
 
 
 def pieces_ahead(replica: int) -> int:
-    """Pieces of its gradients that a replica sends before it waits for the first total.
+    """Return the pieces that a replica sends before it waits for the first total.
 
     As many as are on their way to the first replica and back; the first replica never waits.
     """
@@ -86,7 +86,7 @@ Actions = tuple[Action, ...]
 
 @lru_cache(maxsize=1024)
 def stage_actions(name: str, depth: int, micro_batches: int, turn: Turn = ALONE) -> Actions:
-    """The actions of one stage, or of one of its replicas, with its own micro-batches.
+    """List the actions of one stage, or of one of its replicas, with its own micro-batches.
 
     `gpipe`: all forwards, then all backwards (`depth` is ignored). `1f1b`: `depth` forwards to
     warm up, then one backward and one forward in turn, so at most `depth` are in flight; from
@@ -111,12 +111,12 @@ def stage_actions(name: str, depth: int, micro_batches: int, turn: Turn = ALONE)
 
 
 def forward_actions(micro_batches: int, turn: Turn) -> Actions:
-    """The actions of one worker in evaluation."""
+    """List the actions of one worker in evaluation."""
     return tuple(Action(Op.FORWARD, m) for m in turn.own(micro_batches))
 
 
 def textbook_depths(replicas: Sequence[int], slack: int = 0) -> tuple[int, ...]:
-    """Warm-up depths of 1F1B per replica: a micro-batch for every worker from here to the edge.
+    """Return 1F1B's warm-up depths: a micro-batch per worker from here to the edge.
 
     With ``slack`` every stage has so many more in flight than the one behind it.
     """

@@ -6,8 +6,8 @@ SHORT, LINE = 80, 400  # characters of a name and of a sentence that others are 
 MOST = 16_000  # characters of an error with its traceback
 
 
-def printable(text: str) -> str:
-    """Text of bounded length whose lines a screen shows as they are; the middle may be left out.
+def make_printable(text: str) -> str:
+    """Make text of bounded length printable line by line; the middle may be left out.
 
     Every other character becomes ``?``: controls and escapes, marks that turn the direction of
     writing, and halves of surrogate pairs, which no encoding has.
@@ -17,7 +17,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
-def one_line(text: str, most: int = LINE) -> str:
-    """:func:`printable` words on one line of ``most`` characters."""
-    line = " ".join(printable(" ".join(text.split())).split())
+def to_one_line(text: str, most: int = LINE) -> str:
+    """Make words printable on one line of ``most`` characters."""
+    line = " ".join(make_printable(" ".join(text.split())).split())
     return line if len(line) <= most else f"{line[: most - 3]}..."

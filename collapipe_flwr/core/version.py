@@ -6,12 +6,12 @@ from importlib import import_module
 
 
 def own_version() -> str:
-    """That of the code that runs, which the package's metadata may lag behind."""
+    """Return the version of the code that runs; the package's metadata may lag behind."""
     return str(import_module("collapipe_flwr").__version__)
 
 
 def version_fault(who: str, theirs: str, here: str) -> str:
-    """One sentence where ``who``, another machine, runs another version than ``here``, this one.
+    """Say that ``who``, another machine, runs another version than ``here``, this one.
 
     Empty where both run the same; ``theirs`` is empty where it did not say.
     """

@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerFast
 
 from collapipe_flwr.core.domain import IGNORED_LABEL
 from collapipe_flwr.core.errors import ConfigError, DataError, extra
-from collapipe_flwr.core.hub import expanded
+from collapipe_flwr.core.hub import expand_home
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.metrics import (
     OUTSIDE,
@@ -270,7 +270,7 @@ def read_pictures(table: Dataset, name: str, *, key: str, of: str) -> list[Any]:
         table = table.cast_column(name, Image(decode=False))
     values = table[name][:]
     if isinstance(next((value for value in values if value is not None), None), str):
-        folder = expanded(of).parent
+        folder = expand_home(of).parent
         return [{"bytes": None, "path": str(folder / v)} if v else None for v in values]
     return list(values)
 

@@ -17,7 +17,13 @@ from shutil import rmtree
 from typing import Any
 
 from collapipe_flwr.core.errors import DataError, extra
-from collapipe_flwr.core.hub import expanded, folder_only, is_reachable, no_such_path, quietly
+from collapipe_flwr.core.hub import (
+    expand_home,
+    explain_no_path,
+    is_folder_only,
+    is_reachable,
+    silence,
+)
 from collapipe_flwr.data.headers import FORMATS, UNREADABLE, open_file, read_header, suffix_of
 from collapipe_flwr.data.json_texts import keep_texts
 from collapipe_flwr.data.reader import format_rows, split_words
@@ -102,7 +108,7 @@ def load_table(
     ``key``.
     """
     disable_progress_bars()
-    path = expanded(name)
+    path = expand_home(name)
     builder = FORMATS.get(suffix_of(path))
     if path.is_file():
         if builder is None:
@@ -126,8 +132,8 @@ def load_table(
     folder, chosen = _split_name(name)
     if chosen:
         return _load_folder(folder, key=key, split=chosen, only_split_serves=False)
-    if builder is not None or folder_only(name):
-        raise DataError(no_such_path(key, name))
+    if builder is not None or is_folder_only(name):
+        raise DataError(explain_no_path(key, name))
     hub_name, config, hub_split = (*name.split(":"), "", "")[:3]
     is_reachable()
     options = {"name": config or None, "split": hub_split or split}
@@ -156,13 +162,13 @@ def _make_cache_of_version(path: Path) -> Path:
 def is_one_table(name: str) -> bool:
     """Return whether ``name`` stands for the same rows with any ``split``."""
     chosen = _split_name(name)[1]
-    return expanded(name).is_file() or bool(chosen) or name.count(":") > 1
+    return expand_home(name).is_file() or bool(chosen) or name.count(":") > 1
 
 
 def _split_name(name: str) -> tuple[Path, str]:
     """Return the parts of ``DIRECTORY:split``; an empty split for anything else."""
     before, _, split = name.rpartition(":")
-    folder = expanded(before)
+    folder = expand_home(before)
     return folder, split if before and folder.is_dir() else ""
 
 
@@ -222,14 +228,14 @@ def _escape_patterns(path: Path) -> tuple[str, str | None]:
 
 def _load(key: str, shown: str, source: str, **options: Any) -> Any:
     try:
-        with warnings.catch_warnings(), quietly(logging), keep_texts():
+        with warnings.catch_warnings(), silence(logging), keep_texts():
             # datasets leaves CSV files open until garbage collection
             warnings.simplefilter("ignore", ResourceWarning)
             return load_dataset(source, **options)
     except (*UNREADABLE, *_WRONG, RuntimeError, StopIteration, DatasetsError) as error:
         if full := _explain_cache_error(error):
             raise DataError(full) from error
-        local = expanded(shown).is_file()
+        local = expand_home(shown).is_file()
         raise DataError(f'{key} "{shown}" could not be loaded {_explain(error, local)}') from error
 
 

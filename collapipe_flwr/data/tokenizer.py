@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from collapipe_flwr.core.domain import IGNORED_LABEL
 from collapipe_flwr.core.errors import DataError
-from collapipe_flwr.core.hub import expanded, folder_only, unreachable
+from collapipe_flwr.core.hub import expand_home, explain_unreachable, is_folder_only
 
 PAD, EOS, BOS, UNK, MASK = "<pad>", "</s>", "<s>", "<unk>", "<mask>"
 _KEPT_SETTINGS = ("model_max_length", "padding_side", "truncation_side", "model_input_names")
@@ -118,13 +118,13 @@ def load_tokenizer(name: str, languages: Languages = Languages()) -> PreTrainedT
 
     Raises DataError if it cannot be loaded or is not one of the ``tokenizers`` library.
     """
-    folder = expanded(name)
-    if not folder.is_dir() and folder_only(name):
+    folder = expand_home(name)
+    if not folder.is_dir() and is_folder_only(name):
         raise DataError(
             f'data.tokenizer "{name}" does not exist (looked for {folder.absolute()}): give the '
             'directory of a saved tokenizer, a hub name such as owner/model, or "train"'
         )
-    offline = "" if folder.is_dir() else unreachable(name)
+    offline = "" if folder.is_dir() else explain_unreachable(name)
     try:
         loaded = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name)
     except Exception as error:  # tokenizers raises nothing narrower for a damaged file

@@ -61,76 +61,78 @@ class Deployment:
         """One for each machine that failed."""
         return [result for result in self.results if result.outcome is Outcome.FAILED]
 
-    def of(self, machine: Machine, outcome: Outcome) -> list[Result]:
-        """The results of a machine with this outcome."""
+    def results_of(self, machine: Machine, outcome: Outcome) -> list[Result]:
+        """Return the results of a machine with this outcome."""
         return [r for r in self.results if r.machine == machine.name and r.outcome is outcome]
 
     def run(self) -> None:
         """Run all phases; a machine that fails is left out of the next ones."""
         inventory, unit = self.inventory, self.inventory.registrar
-        self._phase(inventory.machines, lambda m: list(roles.preparing(inventory, m)))
-        self._phase([unit], lambda _: list(roles.founding(inventory)))
-        if self._failed(unit):
+        self._phase(inventory.machines, lambda m: list(roles.prepare_machine(inventory, m)))
+        self._phase([unit], lambda _: list(roles.found_clusters(inventory)))
+        if self._has_failed(unit):
             why = f"waits for the control unit on {unit.host}: deploy again"
-            for machine in self._well():
+            for machine in self._list_healthy():
                 self._fail(machine, "cluster", why)
             return
         self._join()
-        self._phase(inventory.machines, lambda m: list(roles.serving(inventory, m)))
-        if not self.dry and not self._failed(unit):
+        self._phase(inventory.machines, lambda m: list(roles.serve_roles(inventory, m)))
+        if not self.dry and not self._has_failed(unit):
             self._check()
 
     def _join(self) -> None:
         """Admit the machines that have not joined yet, each by a token of its role."""
-        newcomers = self._newcomers()
+        newcomers = self._find_newcomers()
         if self.dry:
             for machine, role in newcomers:
-                name = roles.joining(role).name
+                name = roles.join_cluster(role).name
                 self._note(Result(machine=machine.name, step=name, outcome=Outcome.WOULD))
             return
         alike = Counter((role.cluster, role.kind) for _, role in newcomers)
         first = {(role.cluster, role.kind): role for _, role in reversed(newcomers)}
-        tokens = {which: self._token(first[which], alike[which]) for which in sorted(alike)}
+        tokens = {which: self._draw_token(first[which], alike[which]) for which in sorted(alike)}
 
         def steps(machine: Machine) -> list[Step]:
             mine = [(r, tokens[r.cluster, r.kind]) for m, r in newcomers if m is machine]
-            return [roles.joining(role, token) for role, token in mine if token]
+            return [roles.join_cluster(role, token) for role, token in mine if token]
 
         self._phase([m for m in self.inventory.machines if steps(m)], steps)
 
-    def _newcomers(self) -> list[tuple[Machine, Role]]:
-        """Roles without the files of a member, on the machines that have not failed."""
+    def _find_newcomers(self) -> list[tuple[Machine, Role]]:
+        """Find roles without the files of a member, on the machines that have not failed."""
 
         def missing(machine: Machine) -> list[tuple[Machine, Role]]:
             others = [role for role in machine.roles if not self.inventory.keeps_ca(role)]
-            steps = [roles.joining(role) for role in others]
-            found = self._results(machine, steps, dry=True)
+            steps = [roles.join_cluster(role) for role in others]
+            found = self._run_steps(machine, steps, dry=True)
             would = {result.step for result in found if result.outcome is Outcome.WOULD}
             for result in found:
                 if result.outcome is not Outcome.WOULD:
                     self._note(result)
             return [(machine, r) for r, s in zip(others, steps, strict=True) if s.name in would]
 
-        return [pair for found in self._everywhere(self._well(), missing) for pair in found]
+        return [
+            pair for found in self._run_everywhere(self._list_healthy(), missing) for pair in found
+        ]
 
-    def _token(self, role: Role, members: int) -> str | None:
-        """A token for so many members in a role of its cluster; None if that fails."""
+    def _draw_token(self, role: Role, members: int) -> str | None:
+        """Draw a token for so many members in a role of its cluster; None if that fails."""
         unit = self.inventory.registrar
-        with self._noting(unit, f"token for {role.kind} of {role.cluster}"):
+        with self._note_errors(unit, f"token for {role.kind} of {role.cluster}"):
             words = self._run(unit, roles.token_script(self.inventory, role, members)).split()
             return words[words.index("join") + 1] if "join" in words[:-1] else None
         return None
 
     def _check(self) -> None:
         inventory, unit = self.inventory, self.inventory.registrar
-        with self._noting(unit, "check"):
-            self._run(unit, roles.settling_script(inventory))
+        with self._note_errors(unit, "check"):
+            self._run(unit, roles.settle_script(inventory))
             folder = roles.folder_of(inventory.one(CONTROL_UNIT))
             self.ca_pem = self._run(unit, f"cat {folder}/certs/ca.pem")
             changed = any(result.outcome is Outcome.DID for result in self.results)
             for machine, role in inventory.control_units:
-                if not self._failed(machine):
-                    with self._noting(machine, "check"):
+                if not self._has_failed(machine):
+                    with self._note_errors(machine, "check"):
                         self._check_one(machine, role, keep=changed)
 
     def _check_one(self, unit: Machine, role: Role, *, keep: bool) -> None:
@@ -141,7 +143,7 @@ class Deployment:
         there = {member.name for member in check.members}
         listed = {its.name for machine in self.inventory.machines for its in machine.roles}
         self.unlisted += [(role.cluster, name) for name in sorted(there - listed)]
-        for machine in self._well():
+        for machine in self._list_healthy():
             mine = machine.role(DEVICE)
             if mine is not None and mine.cluster == role.cluster and mine.name not in there:
                 self._fail(
@@ -155,13 +157,13 @@ class Deployment:
         self, machines: Iterable[Machine], steps: Callable[[Machine], Sequence[Step]]
     ) -> None:
         def one(machine: Machine) -> None:
-            for result in self._results(machine, steps(machine), dry=self.dry):
+            for result in self._run_steps(machine, steps(machine), dry=self.dry):
                 self._note(result)
 
-        self._everywhere([m for m in machines if not self._failed(m)], one)
+        self._run_everywhere([m for m in machines if not self._has_failed(m)], one)
 
-    def _results(self, machine: Machine, steps: Sequence[Step], *, dry: bool) -> list[Result]:
-        """The results of these steps there; a failed one if ssh fails."""
+    def _run_steps(self, machine: Machine, steps: Sequence[Step], *, dry: bool) -> list[Result]:
+        """Run steps on a machine; returns a failed result if ssh fails."""
         if not steps:
             return []
         try:
@@ -171,25 +173,25 @@ class Deployment:
             why = str(error)
             return [Result(machine=machine.name, step="ssh", outcome=Outcome.FAILED, why=why)]
 
-    def _everywhere(self, machines: Iterable[Machine], do: Callable[[Machine], T]) -> list[T]:
+    def _run_everywhere(self, machines: Iterable[Machine], do: Callable[[Machine], T]) -> list[T]:
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="deploy") as pool:
             return list(pool.map(do, machines))
 
     def _run(self, machine: Machine, script: str) -> str:
-        """The output of a script there; raises LinkError."""
+        """Run a script on a machine; returns its output. Raises LinkError."""
         config, deadline_s = self.inventory.ssh_config, self.deadline_s
         return ssh.run(
             machine, script, deadline_s=deadline_s, config=config, accept_new=self.accept_new
         )
 
-    def _well(self) -> list[Machine]:
-        return [machine for machine in self.inventory.machines if not self._failed(machine)]
+    def _list_healthy(self) -> list[Machine]:
+        return [machine for machine in self.inventory.machines if not self._has_failed(machine)]
 
-    def _failed(self, machine: Machine) -> bool:
-        return bool(self.of(machine, Outcome.FAILED))
+    def _has_failed(self, machine: Machine) -> bool:
+        return bool(self.results_of(machine, Outcome.FAILED))
 
     @contextmanager
-    def _noting(self, machine: Machine, step: str) -> Iterator[None]:
+    def _note_errors(self, machine: Machine, step: str) -> Iterator[None]:
         """Note a LinkError of the body as a failed step of the machine."""
         try:
             yield
@@ -235,11 +237,11 @@ def show(deployed: Deployment, console: Console) -> None:
 
 
 def summary_of(deployed: Deployment, machine: Machine) -> Text:
-    """A few words about one machine."""
-    if failed := deployed.of(machine, Outcome.FAILED):
+    """Summarise the results of one machine in a few words."""
+    if failed := deployed.results_of(machine, Outcome.FAILED):
         return Text(f"failed at {failed[0].step}", style="red")
-    did = deployed.of(machine, Outcome.DID)
-    would = deployed.of(machine, Outcome.WOULD)
+    did = deployed.results_of(machine, Outcome.DID)
+    would = deployed.results_of(machine, Outcome.WOULD)
     if would:
         return Text(f"{len(would)} steps to do")
     return Text(f"{len(did)} steps done" if did else "nothing to do", style="green")
@@ -271,7 +273,7 @@ def next_steps(deployed: Deployment, path: Path, console: Console) -> None:
 
 
 def run_config(inventory: Inventory, before: str = "") -> str:
-    """The keys that all runs on this cluster share; files are those of the server.
+    """Return the keys that all runs on this cluster share; files are those of the server.
 
     What the user added to ``before`` stays, and so do other values of `_DEFAULTS`. Raises
     ConfigError where both together are no TOML, as with a table [edge].

@@ -125,11 +125,11 @@ class Inventory:
         return sorted(found, key=lambda pair: self.clusters.index(pair[1].cluster))
 
     def keeps_ca(self, role: Role) -> bool:
-        """Whether this control unit is the one beside the CA, which need not join."""
+        """Return whether this control unit is the one beside the CA, which need not join."""
         return role.kind == CONTROL_UNIT and role.cluster == self.clusters[0]
 
     def one(self, kind: str) -> Role:
-        """The first of a kind; of an edge or a server, the only one."""
+        """Return the first role of a kind; of an edge or a server, the only one."""
         return next(role for machine in self.machines if (role := machine.role(kind)))
 
 
@@ -140,7 +140,7 @@ class _Top:
 
 
 def read_inventory(path: Path) -> Inventory:
-    """The inventory in a TOML file; raises ConfigError that names file, key and value."""
+    """Read the inventory in a TOML file; raises ConfigError naming file, key and value."""
     values = parsing.read_toml(path, f"inventory {path}")
     if "id" in values:
         raise ConfigError(
@@ -148,12 +148,12 @@ def read_inventory(path: Path) -> Inventory:
             "where ssh finds the machines (docs/deploy.md)"
         )
     try:
-        return _parsed(values, path.resolve().parent)
+        return _parse(values, path.resolve().parent)
     except ConfigError as error:
         raise ConfigError(f"inventory {path}: {error}") from error
 
 
-def _parsed(values: Mapping[str, Any], folder: Path) -> Inventory:
+def _parse(values: Mapping[str, Any], folder: Path) -> Inventory:
     plain = {k: v for k, v in values.items() if not isinstance(v, dict | list) and k != _CLUSTER}
     shared = {*parsing.flatten_section(_Top(), ""), *parsing.flatten_section(Access(), "")}
     parsing.refuse_unknown(values, {*shared, CONTROL_UNIT, EDGE, SERVER, DEVICE}, "key")
@@ -169,35 +169,35 @@ def _parsed(values: Mapping[str, Any], folder: Path) -> Inventory:
 
 
 def _roles(values: Mapping[str, Any]) -> Iterable[Role]:
-    """The first control unit comes first, followed by edge and server, which clusters share."""
+    """Yield the first control unit, then edge and server, which clusters share, then the rest."""
     shared: tuple[str, ...] = (EDGE, SERVER)
     for cluster, prefix, own in _clusters(values):
         blank = Role(kind=CONTROL_UNIT, cluster=cluster)
         unit = parsing.parse_table(blank, prefix + CONTROL_UNIT, own.get(CONTROL_UNIT, {}))
         if not unit.host:
             raise ConfigError(f"{prefix}{CONTROL_UNIT}.host is missing: say where ssh finds it")
-        yield _named(unit, f"cu-{cluster}", prefix + CONTROL_UNIT)
+        yield _set_name(unit, f"cu-{cluster}", prefix + CONTROL_UNIT)
         for kind in shared:
             found = parsing.parse_table(replace(blank, kind=kind), kind, values.get(kind, {}))
-            yield _named(replace(found, host=found.host or unit.host), kind, kind)
+            yield _set_name(replace(found, host=found.host or unit.host), kind, kind)
         shared = ()
         yield from _devices(own, prefix, replace(blank, kind=DEVICE))
 
 
-def _named(role: Role, name: str, where: str) -> Role:
+def _set_name(role: Role, name: str, where: str) -> Role:
     if role.name:
         raise ConfigError(f"{where}.name cannot be chosen, only that of a device: leave it out")
-    return replace(_checked(role, where), name=name)
+    return replace(_check_role(role, where), name=name)
 
 
-def _checked(role: Role, where: str) -> Role:
+def _check_role(role: Role, where: str) -> Role:
     if role.node_config and role.kind != CONTROL_UNIT:
         raise ConfigError(f"{where}.node-config belongs to {CONTROL_UNIT}, where the SuperNode is")
     return role
 
 
 def _clusters(values: Mapping[str, Any]) -> Iterable[tuple[str, str, Mapping[str, Any]]]:
-    """Name, prefix of its keys, and tables of each cluster."""
+    """Yield name, prefix of its keys, and tables of each cluster."""
     several = values.get(_CLUSTER, "")
     if not isinstance(several, list):
         yield parsing.parse_section(_Top(), "", {_CLUSTER: several}).cluster, "", values
@@ -231,7 +231,7 @@ def _devices(values: Mapping[str, Any], prefix: str, blank: Role) -> Iterable[Ro
         for what in ("name", "host"):
             if not getattr(device, what):
                 raise ConfigError(f"{where}.{what} is missing")
-        yield _checked(device, where)
+        yield _check_role(device, where)
 
 
 def _machines(roles: list[Role], common: Access, folder: Path) -> Iterable[Machine]:
@@ -253,7 +253,7 @@ def _machines(roles: list[Role], common: Access, folder: Path) -> Iterable[Machi
 
 
 def _access(roles: list[Role], common: Access, folder: Path) -> Access:
-    """Each setting from the first of a machine's tables that has it, else the common one."""
+    """Take each setting from the first of a machine's tables that has it, else the common one."""
     own = [role.access for role in roles]
     found = {f.name: [getattr(each, f.name) for each in (*own, common)] for f in fields(Access)}
     access = Access(**{name: next(filter(None, said), said[-1]) for name, said in found.items()})
@@ -268,12 +268,12 @@ def _access(roles: list[Role], common: Access, folder: Path) -> Access:
         )
     return replace(
         access,
-        wheel=_found("wheel", access.wheel, folder),
-        constraints=_found("constraints", access.constraints, folder),
+        wheel=_find_file("wheel", access.wheel, folder),
+        constraints=_find_file("constraints", access.constraints, folder),
     )
 
 
-def _found(what: str, name: str, folder: Path) -> str:
+def _find_file(what: str, name: str, folder: Path) -> str:
     path = folder / name
     if name and not path.is_file():
         raise ConfigError(f"{what} {path} is not there: correct its path, or make the file")

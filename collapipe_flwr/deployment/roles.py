@@ -65,8 +65,8 @@ def address_of(role: Role) -> str:
     return f"{role.address}:{_PORTS[role.kind]}"
 
 
-def preparing(inventory: Inventory, machine: Machine) -> Iterator[Step]:
-    """Programs, user and units."""
+def prepare_machine(inventory: Inventory, machine: Machine) -> Iterator[Step]:
+    """Yield the steps that install programs, user and units."""
     yield from _programs(machine)
     yield Step(
         name="users",
@@ -168,7 +168,7 @@ echo {mark} > {OPT}/installed""",
 
 
 def _constraints(path: Path) -> str:
-    """A file of constraints with those that it includes, as one text; raises ConfigError."""
+    """Read a file of constraints and those that it includes; raises ConfigError."""
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
@@ -180,14 +180,14 @@ def _constraints(path: Path) -> str:
     return "\n".join(texts) + "\n"
 
 
-def founding(inventory: Inventory) -> Iterator[Step]:
-    """The clusters, on the machine of the first one's control unit, and the joining service."""
+def found_clusters(inventory: Inventory) -> Iterator[Step]:
+    """Yield the steps that make the clusters beside the CA, and start the joining service."""
     role = inventory.one(CONTROL_UNIT)
     folder = folder_of(role)
     yield _cluster(inventory, role, "", f"{folder}/certs/{role.name}.key {folder}/certs/*.pem")
     for cluster in inventory.clusters[1:]:
         yield _cluster(inventory, replace(role, cluster=cluster), " --elsewhere control-unit", "")
-    yield from _served(_registrar(role, "--no-edge"))
+    yield from _serve(_registrar(role, "--no-edge"))
 
 
 def _cluster(inventory: Inventory, role: Role, elsewhere: str, shared: str) -> Step:
@@ -211,13 +211,13 @@ def _cluster(inventory: Inventory, role: Role, elsewhere: str, shared: str) -> S
 
 
 def _registrar(role: Role, options: str = "") -> Service:
-    """The service that admits newcomers or, on another control unit, receives rosters."""
+    """Describe the service that admits newcomers or, beside no CA, receives rosters."""
     settings = {"COLLAPIPE_FOLDER": folder_of(role), "COLLAPIPE_OPTIONS": options}
     return Service(unit=REGISTRAR, settings=settings, address=address_of(role))
 
 
-def joining(role: Role, token: str = "") -> Step:
-    """A member's own key, certificate and cluster file."""
+def join_cluster(role: Role, token: str = "") -> Step:
+    """Make a member's own key, certificate and cluster file."""
     folder = folder_of(role)
     return Step(
         name=f"member {role.name}",
@@ -231,7 +231,7 @@ def joining(role: Role, token: str = "") -> Step:
 
 
 def token_script(inventory: Inventory, role: Role, members: int) -> str:
-    """Prints a line with a token for so many members of this kind, on the machine with the CA."""
+    """Return the script that prints a token for so many members of this kind, beside the CA."""
     folder = folder_of(inventory.one(CONTROL_UNIT))
     return (
         f"{_AS.format(user=USER)}\nas {KEEPER} {OPT}/venv/bin/collapipe cluster token "
@@ -239,13 +239,13 @@ def token_script(inventory: Inventory, role: Role, members: int) -> str:
     )
 
 
-def serving(inventory: Inventory, machine: Machine) -> Iterator[Step]:
-    """Settings and services of a machine's roles, without the service that admits newcomers."""
+def serve_roles(inventory: Inventory, machine: Machine) -> Iterator[Step]:
+    """Yield the steps for settings and services of a machine's roles, without the registrar."""
     for service in (s for role in machine.roles for s in _services(inventory, role)):
-        yield from _served(service)
+        yield from _serve(service)
 
 
-def _served(service: Service) -> Iterator[Step]:
+def _serve(service: Service) -> Iterator[Step]:
     text = "".join(f'{k}="{v}"\n' for k, v in service.settings.items() if v)
     yield _file(f"settings of {service.unit}", service.env_file, text)
     yield _service(service)
@@ -303,8 +303,8 @@ exit 1""",
     )
 
 
-def settling_script(inventory: Inventory) -> str:
-    """Waits until every member that is there has the newest roster of its clusters."""
+def settle_script(inventory: Inventory) -> str:
+    """Return the script that waits until every member has the newest roster of its clusters."""
     folder = folder_of(inventory.one(CONTROL_UNIT))
     status = f"as {KEEPER} {OPT}/venv/bin/collapipe cluster status $cluster --folder {folder}"
     return f"""{_AS.format(user=USER)}
@@ -317,7 +317,7 @@ done"""
 
 
 def check_script(inventory: Inventory, role: Role, *, keep: bool) -> str:
-    """Prints what `collapipe cluster check` measures, as JSON; with ``keep``, plans use it."""
+    """Return the script that prints `collapipe cluster check` as JSON; ``keep``: for plans."""
     file, owner = f"{folder_of(role)}/{role.cluster}", KEEPER if inventory.keeps_ca(role) else USER
     keeping = f"install -o {owner} -g {USER} -m 640 $found/found.json {file}.json" if keep else ":"
     return f"""{_AS.format(user=USER)}
@@ -346,7 +346,7 @@ def _base64(data: bytes, path: str) -> str:
 
 
 def unit_text(unit: str, *, keeps_ca: bool) -> str:
-    """The file of a systemd unit; the service with the CA's key has a user of its own.
+    """Return the file of a systemd unit; the service with the CA's key has its own user.
 
     The apps of runs, which may be anybody's, are executed as the user of the other services.
     """

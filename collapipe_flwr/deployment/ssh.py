@@ -92,7 +92,7 @@ step() {{
 
 
 def script_of(steps: Sequence[Step], *, dry: bool) -> str:
-    """The bash script of these steps, whose output `results_in` reads."""
+    """Assemble the bash script of these steps, whose output `results_in` reads."""
     parts = [_PRELUDE.format(lock_s=_LOCK_S, least_mb=_LEAST_MB, dry="dry" if dry else "")]
     for number, each in enumerate(steps):
         parts.append(f"test_{number}() {{\n{each.test}\n}}")
@@ -102,7 +102,7 @@ def script_of(steps: Sequence[Step], *, dry: bool) -> str:
 
 
 def results_in(text: str, machine: str, steps: Sequence[Step]) -> list[Result]:
-    """The results in a script's output; raises LinkError if it ended early without a failure."""
+    """Read the results in a script's output; raises LinkError if it broke off without a failure."""
     lines = [line.split("\t", 2) for line in text.splitlines() if line.count("\t") >= 2]
     found = [
         Result(machine=machine, step=name, outcome=Outcome(word), why=why.strip())
@@ -123,7 +123,7 @@ def run(
     config: Path | None = None,
     accept_new: bool = False,
 ) -> str:
-    """The output of a bash script, run there as root once all of it has arrived.
+    """Run a bash script there as root once all of it has arrived; returns its output.
 
     With ``accept_new``, ssh accepts the key of a new host. Raises LinkError.
     """
@@ -161,7 +161,7 @@ def _command(machine: Machine, config: Path | None, *, accept_new: bool) -> list
 
 
 def _why(machine: Machine, code: int, said: str) -> str:
-    """One sentence with the way out, from the output of ssh or sudo."""
+    """Explain, from the output of ssh or sudo, what failed and the way out."""
     last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
     where, host = machine.login, machine.host
     if "IDENTIFICATION HAS CHANGED" in said:

@@ -20,7 +20,7 @@ from flwr.app import Array
 from flwr.common.constant import SType
 
 from collapipe_flwr.core.errors import ProtocolError
-from collapipe_flwr.core.texts import SHORT, one_line
+from collapipe_flwr.core.texts import SHORT, to_one_line
 
 RAW_TORCH = "collapipe.torch"  # Array.stype of dtypes that numpy lacks
 RAW_DTYPES: Mapping[str, torch.dtype] = {
@@ -60,10 +60,10 @@ def layout_of(key: str, array: Array) -> Layout | None:
             return None
         return _checked(array)
     except ValueError as error:
-        shape = one_line(str(tuple(array.shape)), SHORT)
+        shape = to_one_line(str(tuple(array.shape)), SHORT)
         raise ProtocolError(
-            f"array {one_line(key, SHORT)} ({one_line(array.dtype, SHORT)}, shape {shape}, "
-            f"{one_line(array.stype, SHORT)}, {len(array.data)} bytes) cannot be read: {error}"
+            f"array {to_one_line(key, SHORT)} ({to_one_line(array.dtype, SHORT)}, shape {shape}, "
+            f"{to_one_line(array.stype, SHORT)}, {len(array.data)} bytes) cannot be read: {error}"
         ) from error
 
 

@@ -17,7 +17,7 @@ from flwr.serverapp.strategy import FedAvg, Strategy
 
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile
 from collapipe_flwr.core.errors import ProtocolError, ScheduleError
-from collapipe_flwr.core.texts import SHORT, one_line
+from collapipe_flwr.core.texts import SHORT, to_one_line
 from collapipe_flwr.federation import messages, records
 from collapipe_flwr.federation.array_format import layout_of
 from collapipe_flwr.federation.inner import layers
@@ -66,8 +66,8 @@ def _check_records(content: RecordDict, cluster_id: str, weighted_by: str) -> No
         for key in (name, *record):
             if not key.isprintable() or len(key) > _MOST_NAME:
                 raise ProtocolError(
-                    f"cluster {cluster_id} replied with the name {one_line(key, SHORT)!r}: names "
-                    f"must be one line of at most {_MOST_NAME} printable characters"
+                    f"cluster {cluster_id} replied with the name {to_one_line(key, SHORT)!r}: "
+                    f"names must be one line of at most {_MOST_NAME} printable characters"
                 )
         if isinstance(record, MetricRecord):
             _check_metrics(record, cluster_id, weighted_by)
@@ -121,7 +121,7 @@ def _check_replanned(last: ClusterPlan, begun: ClusterPlan | None, cluster_id: s
     try:
         check_cluster_plan(last, begun.segments[-1].stop_block)
     except ScheduleError as error:
-        raise ProtocolError(f"{where}: {one_line(str(error))}") from error
+        raise ProtocolError(f"{where}: {to_one_line(str(error))}") from error
     for name in ("micro_batch_size", "micro_batches", "local_steps"):
         if getattr(last, name) != getattr(begun, name):
             raise ProtocolError(f"{where} has another {name} than it was sent")
@@ -171,7 +171,7 @@ def check_shape(content: RecordDict, others: Shape, cluster_id: str) -> None:
     known = {entry[:2] for entry in own} & {entry[:2] for entry in others}
     how = "in another shape than" if (record, key) in known else "unlike"
     what = "with" if (record, key, size) in own or (record, key) in known else "without"
-    name = one_line(f"{record}/{key}", SHORT)
+    name = to_one_line(f"{record}/{key}", SHORT)
     raise ProtocolError(
         f"cluster {cluster_id} replied {what} {name}, {how} the others: such replies have no mean"
     )

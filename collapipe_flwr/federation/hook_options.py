@@ -8,7 +8,7 @@ from functools import partial
 
 from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.config.schema import EdgeConfig
-from collapipe_flwr.core.errors import ConfigError, blaming
+from collapipe_flwr.core.errors import ConfigError, prefix_errors
 from collapipe_flwr.core.links import host_and_port
 from collapipe_flwr.models.any_splitter import DescribedModel
 from collapipe_flwr.models.split_model import SplitModel
@@ -53,7 +53,7 @@ def check_options(
     if not isinstance(edge, str | EdgeConfig | None):
         raise ConfigError(f"edge must be an address, host:port, or an EdgeConfig, got {edge!r}")
     if isinstance(edge, str) and edge:
-        with blaming("edge"):
+        with prefix_errors("edge"):
             host_and_port(edge)
 
 

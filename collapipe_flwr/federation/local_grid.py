@@ -23,7 +23,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
-from collapipe_flwr.config.parsing import declared_config, overridden, read_toml
+from collapipe_flwr.config.parsing import declared_config, override, read_toml
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError, RunError
 from collapipe_flwr.federation.client import CLUSTER_KEY, CONTROL_UNIT_KEY
 from collapipe_flwr.federation.client.relay import load_app
@@ -177,7 +177,7 @@ def main() -> None:
     config, *clusters = sys.argv[1:]
     project = Path.cwd()
     try:
-        values = overridden(declared_config(project), read_toml(Path(config), config))
+        values = override(declared_config(project), read_toml(Path(config), config))
         run_locally(project, values, [Path(file) for file in clusters])
     except CollaPipeError as error:  # an app of the user's need not have logged it
         raise SystemExit(f"ERROR: {error}") from error

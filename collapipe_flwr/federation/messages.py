@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
 
 from collapipe_flwr.core.errors import ProtocolError
-from collapipe_flwr.core.texts import one_line, printable
+from collapipe_flwr.core.texts import make_printable, to_one_line
 from collapipe_flwr.federation.arrays import inner_view, load_into, narrow_raw
 from collapipe_flwr.federation.records import examples_of
 from collapipe_flwr.federation.rounds import Sent
@@ -41,16 +41,16 @@ def sender_of(reply: Message, sent: Sequence[Sent]) -> Sent | None:
 
 def error_text(error: Error) -> str:
     """A client's error message without Flower's wrapping, on one line of bounded length."""
-    reason = printable(error.reason or f"error {error.code} without a reason")
+    reason = make_printable(error.reason or f"error {error.code} without a reason")
     if RECORD_KEY_CONFIGS in reason:
         return _NO_SECURE_AGGREGATION
-    return one_line(_FLOWER_WRAPPING.sub("", reason), LONGEST_SENTENCE)
+    return to_one_line(_FLOWER_WRAPPING.sub("", reason), LONGEST_SENTENCE)
 
 
 def with_printable_error(reply: Message) -> Message:
     """An error reply as it may be logged, whatever the client wrote into it."""
     changed = copy(reply)
-    changed.error = Error(reply.error.code, printable(reply.error.reason or ""))
+    changed.error = Error(reply.error.code, make_printable(reply.error.reason or ""))
     return changed
 
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.core.hub import absent_model, expanded, folder_only
+from collapipe_flwr.core.hub import expand_home, explain_absent_model, is_folder_only
 
 _CONFIG = "config.json"
 _WRITES_NO_TEXT = re.compile(r".*For(\w*Classification|MaskedLM|QuestionAnswering|MultipleChoice)")
@@ -18,7 +18,7 @@ def find_model(name: str) -> str:
 
     Raises ModelError where there is no model, or none that writes texts.
     """
-    folder = expanded(name)
+    folder = expand_home(name)
     if (folder / "model").is_dir():
         folder = folder / "model"
     elif folder.is_dir() and (runs := sorted(run.parent for run in folder.glob("*/model"))):
@@ -26,12 +26,12 @@ def find_model(name: str) -> str:
     if folder.is_dir():
         _check_folder(name, folder)
         return str(folder)
-    if folder_only(name) or folder.exists():
+    if is_folder_only(name) or folder.exists():
         raise ModelError(
             f"--run {name!r}: there is no such folder (looked for {folder.absolute()}): "
             "correct the path"
         )
-    if why := absent_model(name):
+    if why := explain_absent_model(name):
         raise ModelError(f"--run {name!r}: {why}; correct the path")
     return name
 

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, cast
 
 from collapipe_flwr.core.bounds import NAME
 from collapipe_flwr.core.durable import own_folder
-from collapipe_flwr.core.errors import ConfigError, blaming
+from collapipe_flwr.core.errors import ConfigError, prefix_errors
 from collapipe_flwr.core.imports import allow
 from collapipe_flwr.core.keys import AUTO, CPU, check, compute_name
 from collapipe_flwr.core.links import TlsFiles, host_and_port, is_loopback
-from collapipe_flwr.core.processes import stopping
+from collapipe_flwr.core.processes import stop_on_signals
 from collapipe_flwr.host.allocator import configure_malloc
 from collapipe_flwr.host.energy import NONE, EnergyMeter, energy_meter
 from collapipe_flwr.host.metrics import HostMetrics, Tally, serving_metrics
@@ -78,7 +78,7 @@ class HostSettings:
         return self.cache_dir if self.cache_bytes > 0 else None
 
     def __post_init__(self) -> None:
-        with blaming("--listen"):
+        with prefix_errors("--listen"):
             host, _ = host_and_port(self.listen, least=0)
         if self.tls is None and not self.insecure and not is_loopback(host):
             raise ConfigError(
@@ -126,7 +126,7 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
     )
     removed: list[str] = []
     metrics = HostMetrics(settings.name, listener.load, tally)
-    with stopping() as stop:
+    with stop_on_signals() as stop:
 
         def leave(why: str) -> None:
             removed.append(why)

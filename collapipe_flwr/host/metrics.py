@@ -13,11 +13,11 @@ from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from collapipe_flwr.core.errors import ConfigError, blaming, extra
+from collapipe_flwr.core.errors import ConfigError, extra, prefix_errors
 from collapipe_flwr.core.http import BoundedRequest, FewClientsServer
 from collapipe_flwr.core.links import host_and_port
-from collapipe_flwr.core.processes import meanwhile
-from collapipe_flwr.core.texts import one_line
+from collapipe_flwr.core.processes import run_beside
+from collapipe_flwr.core.texts import to_one_line
 
 if TYPE_CHECKING:  # a host that waits has not loaded torch
     from collapipe_flwr.pipeline.config import Health, SessionRequest
@@ -87,7 +87,7 @@ class Tally:
             _add(self._of(request).counts, {"streams": 1, "stream_failures": 1})
 
     def _of(self, request: SessionRequest) -> Done:
-        name = one_line(request.cluster) or "unknown"  # half a surrogate pair ends every answer
+        name = to_one_line(request.cluster) or "unknown"  # half a surrogate pair ends every answer
         if name not in self._clusters and len(self._clusters) >= MOST_CLUSTERS:
             name = OTHERS
         done = self._clusters.setdefault(name, Done())
@@ -160,7 +160,7 @@ def serving_metrics(address: str, collector: Any) -> AbstractContextManager[obje
     """Serve a daemon's numbers, if it has an address for them; raises ConfigError."""
     if not address:
         return nullcontext()
-    with blaming("--metrics"):
+    with prefix_errors("--metrics"):
         return closing(MetricsServer(address, collector))
 
 
@@ -184,7 +184,7 @@ class MetricsServer:
             raise _taken(address, error) from error
         self.address = f"{host}:{self._server.server_port}"
         self._life = ExitStack()
-        self._life.enter_context(meanwhile(lambda _: self._server.serve_forever(0.1), "metrics"))
+        self._life.enter_context(run_beside(lambda _: self._server.serve_forever(0.1), "metrics"))
 
     def close(self) -> None:
         self._server.shutdown()

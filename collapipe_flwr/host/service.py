@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.json_log import logging_about
+from collapipe_flwr.core.json_log import add_log_fields
 from collapipe_flwr.core.schedule import stage_actions
 from collapipe_flwr.host.energy import EnergyMeter
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
@@ -116,7 +116,7 @@ class EdgeService:
         most_bytes = int(self._ledger.most_bytes * share_of_opener)
         account = Account(self._ledger, request.opener, most_bytes)
         self.sessions.add(request, account, most_of_opener=most_of_opener)
-        with logging_about(**request.about):
+        with add_log_fields(**request.about):
             _log.info("session opened for %s", request.part)
 
     def hold_targets(self, key: SessionKey) -> Targets:
@@ -311,7 +311,7 @@ class EdgeService:
         """Free what a session held that has left the table."""
         session.account.close()
         self._targets.pop(session.request.key.session_id, None)
-        with logging_about(**session.request.about):
+        with add_log_fields(**session.request.about):
             _log.info("session closed after %d steps", session.steps)
 
     @contextmanager

@@ -21,8 +21,8 @@ from collapipe_flwr.core.errors import (
     LinkError,
     ProtocolError,
 )
-from collapipe_flwr.core.json_log import logging_about
-from collapipe_flwr.core.texts import SHORT, one_line
+from collapipe_flwr.core.json_log import add_log_fields
+from collapipe_flwr.core.texts import SHORT, to_one_line
 from collapipe_flwr.core.version import version_fault
 from collapipe_flwr.host.allocator import give_back
 from collapipe_flwr.host.ledger import NoRoom
@@ -125,7 +125,7 @@ class Servicer:
     def open_session(self, data: bytes, call: Call) -> None:
         caller, version = call.caller, call.metadata.get(methods.VERSION_KEY, "")
         opener = caller.name if caller else ""
-        if other := version_fault(opener or "the caller", one_line(version, SHORT), "this host"):
+        if other := version_fault(opener or "the caller", to_one_line(version, SHORT), "this host"):
             raise SessionRefused(other)
         request = decode_message(SessionRequest, data)
         cluster_id = caller.cluster_of(request.cluster_id) if caller else request.cluster_id
@@ -242,7 +242,7 @@ class Servicer:
     def _serve(self, stream: Stream) -> None:
         """Run a stage, and close its links; an unexpected error is logged with its trace."""
         request, lanes = stream.session.request, stream.lanes
-        with logging_about(**request.about):
+        with add_log_fields(**request.about):
             try:
                 self.service.serve(stream, lanes.upstream, lanes.behind)
             except CollaPipeError as error:

@@ -23,7 +23,7 @@ from collapipe_flwr.cluster.profile import Measured
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig, Role
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError, ProtocolError
 from collapipe_flwr.core.keys import check_keys
-from collapipe_flwr.core.texts import one_line
+from collapipe_flwr.core.texts import to_one_line
 from collapipe_flwr.core.version import version_fault
 from collapipe_flwr.membership.figures import note_figures
 from collapipe_flwr.membership.registry import Registry, hosts_of, member_in
@@ -240,5 +240,5 @@ class JoiningService(Server):
         self, context: grpc.ServicerContext, host: str, code: grpc.StatusCode, why: str
     ) -> None:
         self._attempts.note(host)
-        _log.warning("a newcomer at %s was refused: %s", host, one_line(why))
+        _log.warning("a newcomer at %s was refused: %s", host, to_one_line(why))
         context.abort(code, why)

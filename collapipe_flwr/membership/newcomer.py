@@ -26,7 +26,7 @@ from collapipe_flwr.config.cluster_file import (
     read_cluster,
 )
 from collapipe_flwr.core.durable import own_folder, remove, write_file, write_text
-from collapipe_flwr.core.errors import ConfigError, ProtocolError, Unreachable, blaming
+from collapipe_flwr.core.errors import ConfigError, ProtocolError, Unreachable, prefix_errors
 from collapipe_flwr.core.keys import check
 from collapipe_flwr.core.links import TlsFiles, host_and_port, host_towards
 from collapipe_flwr.core.version import own_version
@@ -161,10 +161,10 @@ def join(
     """
     check("--name", newcomer.name, MEMBER_NAME)
     if newcomer.address:
-        with blaming("--address"):
+        with prefix_errors("--address"):
             host_and_port(newcomer.address)
     if newcomer.kind:
-        with blaming("--kind"):
+        with prefix_errors("--kind"):
             device_preset(newcomer.kind)
     if newcomer.ca.with_name("ca.key").exists():
         raise ConfigError(

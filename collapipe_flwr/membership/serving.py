@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 
 from collapipe_flwr.config.cluster_file import ClusterConfig
 from collapipe_flwr.core.errors import ConfigError, RunError
-from collapipe_flwr.core.processes import meanwhile, stopping
+from collapipe_flwr.core.processes import run_beside, stop_on_signals
 from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import Listener
 from collapipe_flwr.membership.admission import JoiningService
@@ -48,14 +48,14 @@ def serve(
         follow(config, listen, say)
         return
     listen = listen or config.joining_address
-    with stopping() as stop, ExitStack() as stack:
+    with stop_on_signals() as stop, ExitStack() as stack:
         joining = JoiningService(registry, listen, on_joined=lambda name: say(f"{name} joined"))
         process = stack.enter_context(_edge(registry, edge_options)) if edge else None
         stack.enter_context(joining)
         if announce:
             pin = bytes.fromhex(fingerprint(registry.ca.read_bytes()))
             stack.enter_context(announced(config, reachable(joining.address), pin))
-        stack.enter_context(meanwhile(RosterSender(registry).watch, "rosters"))
+        stack.enter_context(run_beside(RosterSender(registry).watch, "rosters"))
         say(f"newcomers of {', '.join(registry.clusters())} are let in at {joining.address}")
         while not stop.wait(_LOOK_S):
             if process is not None and process.poll() is not None:
@@ -76,7 +76,7 @@ def follow(config: ClusterConfig, listen: str, say: Callable[[str], object]) -> 
         )
     rosters = Rosters(unit.name, [config], files.ca)
     rosters.on_newer = add_figures
-    with stopping() as stop:
+    with stop_on_signals() as stop:
 
         def leave(why: str) -> None:
             say(f"{why}: nothing is brought here any more")

@@ -31,8 +31,8 @@ from transformers.core_model_loading import (
 from transformers.utils import GENERATION_CONFIG_NAME, logging
 from transformers.utils.hub import cached_file
 
-from collapipe_flwr.core.errors import CheckpointMissing, ModelError, blaming
-from collapipe_flwr.core.hub import expanded, folder_only, quietly, unreachable
+from collapipe_flwr.core.errors import CheckpointMissing, ModelError, prefix_errors
+from collapipe_flwr.core.hub import expand_home, explain_unreachable, is_folder_only, silence
 from collapipe_flwr.models.skeleton import build_skeleton, builder_of, derive_constant, read_config
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.validation import first_lines, refusing
@@ -42,13 +42,13 @@ _TIE_FLAGS = ("tie_word_embeddings", "share_encoder_decoder_embeddings")
 
 def read_pretrained_config(pretrained: str) -> PreTrainedConfig:
     """The configuration of a checkpoint (folder or hub name); raises ModelError."""
-    folder = expanded(pretrained)
-    if not folder.is_dir() and folder_only(pretrained):
+    folder = expand_home(pretrained)
+    if not folder.is_dir() and is_folder_only(pretrained):
         raise CheckpointMissing(
             f"cannot read the checkpoint {pretrained!r}: there is no folder {folder.absolute()}; "
             "correct the path, or give a hub name such as owner/model"
         )
-    offline = "" if folder.is_dir() else unreachable(pretrained)
+    offline = "" if folder.is_dir() else explain_unreachable(pretrained)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(_source(pretrained))
     except (OSError, ValueError, KeyError) as cause:
@@ -66,10 +66,10 @@ def read_pretrained_config(pretrained: str) -> PreTrainedConfig:
 
 def check_stored(pretrained: str) -> None:
     """Raise ModelError where the weights in a folder are missing or not whole, by their headers."""
-    folder = expanded(pretrained)
+    folder = expand_home(pretrained)
     if not pretrained or not folder.is_dir():
         return
-    with blaming("model.pretrained"):
+    with prefix_errors("model.pretrained"):
         read_pretrained_config(pretrained)
     files = [folder / name for name in (_FILE, _INDEX, *_PICKLED) if (folder / name).exists()]
     if not files:
@@ -77,7 +77,7 @@ def check_stored(pretrained: str) -> None:
             f"model.pretrained {pretrained!r} has no weights, such as {_FILE}: copy the whole "
             "folder, or leave model.pretrained empty to begin with random ones"
         )
-    with blaming("model.pretrained"):
+    with prefix_errors("model.pretrained"):
         if files[0].name in (_FILE, _INDEX):
             list(_listing(pretrained))
         elif files[0].suffix == ".bin":
@@ -99,7 +99,7 @@ def load_checkpoint(
     assert spec.pretrained is not None
     unread = f"cannot load the checkpoint {spec.pretrained!r}"
     kinds = OSError, ValueError, RuntimeError, SafetensorError
-    with refusing(unread, kinds), quietly(logging), torch.random.fork_rng(devices=()):
+    with refusing(unread, kinds), silence(logging), torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         model, report = builder_of(spec, config).from_pretrained(
             _source(spec.pretrained),
@@ -282,7 +282,7 @@ def generation_settings_file(pretrained: str) -> Path | None:
 
 def _source(pretrained: str) -> str:
     """The checkpoint's folder or hub name as the library knows it, without ``~``."""
-    folder = expanded(pretrained)
+    folder = expand_home(pretrained)
     return str(folder) if folder.is_dir() else pretrained
 
 

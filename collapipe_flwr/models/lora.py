@@ -24,7 +24,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from collapipe_flwr.core.errors import ModelError, blaming, extra
+from collapipe_flwr.core.errors import ModelError, extra, prefix_errors
 from collapipe_flwr.models.spec import LoraConfig
 
 ALL_LINEAR = "all-linear"
@@ -130,7 +130,7 @@ def first_adapter(key: str, shape: torch.Size, seed: int) -> Tensor:
 
 
 def _peft() -> Any:
-    with blaming("lora.rank"), extra("lora"):
+    with prefix_errors("lora.rank"), extra("lora"):
         import peft
     return peft
 

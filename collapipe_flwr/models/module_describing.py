@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from collapipe_flwr.core.errors import ModelError, blaming
+from collapipe_flwr.core.errors import ModelError, prefix_errors
 from collapipe_flwr.core.imports import is_within, load_builder
 from collapipe_flwr.models.layout import block_index, block_names, tensors_by_key
 from collapipe_flwr.models.likeness import refuse_unlike
@@ -51,7 +51,7 @@ def describe_module(
             f"SplitModel({name}, arguments={{{needed[0]!r}: ...}})"
         )
     twin = _twin(model, build, arguments_json)
-    with blaming(f"{name} cannot be split"):
+    with prefix_errors(f"{name} cannot be split"):
         blocks = blocks or _find_blocks(model)
         names = block_names(model, blocks)
         if not names or not isinstance(model.get_submodule(blocks), _LISTS):

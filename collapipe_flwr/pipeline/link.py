@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from collapipe_flwr.core.errors import Blame, LinkError, LinkTimeout, MemberFailed, ProtocolError
 from collapipe_flwr.core.links import QUEUE_FRAMES, LinkTraffic
 from collapipe_flwr.core.schedule import Turn
-from collapipe_flwr.core.texts import printable
+from collapipe_flwr.core.texts import make_printable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,17 +77,17 @@ _MOST_CHARACTERS = 1000  # of an error that is sent
 def error_frame(error: LinkError) -> Frame:
     """The ERROR frame that tells a neighbour."""
     if not isinstance(error, MemberFailed):
-        return Frame(kind=FrameKind.ERROR, text=printable(str(error))[:_MOST_CHARACTERS])
+        return Frame(kind=FrameKind.ERROR, text=make_printable(str(error))[:_MOST_CHARACTERS])
     return Frame(
         kind=FrameKind.ERROR,
         scalars={_BLAME: float(error.blame), _SIDE: float(error.side)},
-        text=printable(f"{error.witness}\n{error.accused}\n{error.why}")[:_MOST_CHARACTERS],
+        text=make_printable(f"{error.witness}\n{error.accused}\n{error.why}")[:_MOST_CHARACTERS],
     )
 
 
 def error_of(frame: Frame, peer: str) -> LinkError:
     """The error in an ERROR frame of ``peer``, which is named unless it passes the error on."""
-    text, scalars = printable(frame.text[:_MOST_CHARACTERS]), frame.scalars
+    text, scalars = make_printable(frame.text[:_MOST_CHARACTERS]), frame.scalars
     blame, side = scalars.get(_BLAME), scalars.get(_SIDE)
     if blame in tuple(Blame) and side in (-1, 0, 1):
         witness, accused, why = (*text.split("\n", 2), "", "")[:3]

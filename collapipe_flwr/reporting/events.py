@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan
-from collapipe_flwr.core.links import LinkConfig, LinkReport, LinkTraffic, totals
+from collapipe_flwr.core.links import LinkConfig, LinkReport, LinkTraffic, sum_reports
 
 _RECENT = 5  # rounds
 KEPT_FROM = 10  # rounds: from then on, energy budgets hold
@@ -110,7 +110,7 @@ class RunSums:
         return RunSums(
             energy_j=energy_j,
             memory_bytes=memory_bytes,
-            links=totals((*self.links, *event.links)),
+            links=sum_reports((*self.links, *event.links)),
             errors=(*self.errors, *errors),
             model_share=max((*known, *(each["model_share"] for each in shares)), default=None),
             share_caps=tuple(caps),

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.core.json_codec import from_json, to_json
-from collapipe_flwr.core.processes import meanwhile
+from collapipe_flwr.core.processes import run_beside
 
 PROGRESS = "progress.json"
 LOOK_S = 0.5  # between two looks at how far the clusters are
@@ -91,7 +91,7 @@ class ProgressFile:
     def watch(self) -> Iterator[None]:
         """Poll while the body runs, then remove the file."""
         try:
-            with meanwhile(self._poll, "progress"):
+            with run_beside(self._poll, "progress"):
                 yield
         finally:
             if self.folder is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from collapipe_flwr.core.errors import RunError
-from collapipe_flwr.core.json_codec import plain
+from collapipe_flwr.core.json_codec import to_plain
 from collapipe_flwr.reporting import run_directory
 from collapipe_flwr.reporting.progress import read_progress
 from collapipe_flwr.reporting.run_lock import RUNNING, STARTING, is_written, mark_interrupted
@@ -135,5 +135,5 @@ class RunReader:
             "config": self._config or {},
             "members": {} if self._tail.place else self._members(),
             "changed_s": self._stamp[1] / 1e9 if self._stamp else None,
-            "progress": plain(read_progress(self.run_dir)) if running else None,
+            "progress": to_plain(read_progress(self.run_dir)) if running else None,
         }

@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.live import Live
 
-from collapipe_flwr.core.processes import meanwhile
+from collapipe_flwr.core.processes import run_beside
 from collapipe_flwr.reporting import run_directory
 from collapipe_flwr.reporting.bars import Bars, plain_line
 from collapipe_flwr.reporting.console import RoundPrinter, summary_table
@@ -77,7 +77,7 @@ class Screen(RoundPrinter):
         if not self._draws:
             self.say(text)
             self._progress = None if self.verbose else begun
-            with meanwhile(self._remind, "screen"):
+            with run_beside(self._remind, "screen"):
                 yield
             self._progress = None
             return

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from collapipe_flwr.core.json_codec import plain
+from collapipe_flwr.core.json_codec import to_plain
 from collapipe_flwr.reporting.output import format_cell, number_table
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def cost_table(found: Forecast) -> Table:
 
 def as_json(found: Forecast) -> dict[str, Any]:
     """Return everything in SI units, for a file."""
-    values: dict[str, Any] = plain(found)
+    values: dict[str, Any] = to_plain(found)
     speed = None if found.measured is None else found.measured.speed_flop_per_s
     return {
         **values,

@@ -7,7 +7,7 @@ from math import isfinite
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, Segment
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.links import CODECS
-from collapipe_flwr.core.replay import unchecked_schedule
+from collapipe_flwr.core.replay import build_unchecked
 
 
 def check_cluster_plan(plan: ClusterPlan, num_blocks: int | None = None) -> None:
@@ -62,7 +62,7 @@ def dry_run_plan(plan: ClusterPlan, schedule: str, queue_frames: int | None = No
     """
     where = f"plan of cluster {plan.cluster_id!r}"
     depths, count = plan.warmup_depth, plan.micro_batches
-    found = unchecked_schedule(schedule, depths, count, plan.replicas)
+    found = build_unchecked(schedule, depths, count, plan.replicas)
     for worker, most in zip(found.workers, found.in_flight(), strict=True):
         if most > (depth := depths[worker.stage]):
             raise ScheduleError(

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from collapipe_flwr.core.domain import ModelProfile
-from collapipe_flwr.core.errors import ConfigError, blaming
+from collapipe_flwr.core.errors import ConfigError, prefix_errors
 from collapipe_flwr.core.keys import Rule, at_least, check, check_keys, key, one_of
 from collapipe_flwr.scheduler.policies import POLICIES
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
@@ -80,12 +80,12 @@ class Setting:
             raise ConfigError(f"--seeds needs at least one seed, all >= 0, got {self.seeds}")
         if not self.fleet and not self.kinds:
             raise ConfigError("--kinds needs at least one kind of device")
-        with blaming("--kinds"):
+        with prefix_errors("--kinds"):
             for kind in () if self.fleet else self.kinds:
                 device_preset(kind)
-        with blaming("--radio"):
+        with prefix_errors("--radio"):
             radio_preset(self.radio)
-        with blaming("--channel"):
+        with prefix_errors("--channel"):
             channel_model(self.channel)
 
     def world(self, seed: int, profile: ModelProfile) -> World:

@@ -15,7 +15,7 @@ from operator import ge, le, lt
 
 import numpy as np
 
-from collapipe_flwr.core.json_codec import plain
+from collapipe_flwr.core.json_codec import to_plain
 from collapipe_flwr.simulation.bounds import Bounds
 from collapipe_flwr.simulation.score import Score
 from collapipe_flwr.simulation.simulate import OURS, PolicyResult, Simulation
@@ -49,7 +49,7 @@ class Summary:
 
     def as_json(self) -> Json:
         """The keys of ``policies.NAME``; ``capacity_used`` is another name of the efficiency."""
-        values: Json = plain(self) | {
+        values: Json = to_plain(self) | {
             "time_to_target_s": _or_null(self.time_to_target_s),
             "capacity_used": self.compute_efficiency,
             "keeps_budgets": self.keeps_budgets,
@@ -112,12 +112,12 @@ def policies_json(simulation: Simulation) -> Json:
 def bounds_json(simulation: Simulation) -> Json:
     """Averages, and every seed's."""
     pairs = zip(simulation.setting.seeds, simulation.bounds, strict=True)
-    seeds = [{"seed": seed, **plain(each)} for seed, each in pairs]
-    return {**plain(bound_summary(simulation)), "seeds": seeds}
+    seeds = [{"seed": seed, **to_plain(each)} for seed, each in pairs]
+    return {**to_plain(bound_summary(simulation)), "seeds": seeds}
 
 
 def _score_json(score: Score) -> Json:
-    values: Json = plain(score) | {"time_to_target_s": _or_null(score.time_to_target_s)}
+    values: Json = to_plain(score) | {"time_to_target_s": _or_null(score.time_to_target_s)}
     return {key: v for key, v in values.items() if key not in ("decision_s", "fallbacks")}
 
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 import grpc
 
 from collapipe_flwr.core.links import TlsFiles, host_and_port
-from collapipe_flwr.core.processes import meanwhile
+from collapipe_flwr.core.processes import run_beside
 from collapipe_flwr.transport.intake import STRANGERS_BYTES, Intake
 from collapipe_flwr.transport.keepalive import server_keepalive_options
 from collapipe_flwr.transport.methods import (
@@ -79,7 +79,7 @@ class Server:
 
     def __enter__(self) -> Self:
         self._server.start()
-        self._life.enter_context(meanwhile(self.intake.watch, "intake"))
+        self._life.enter_context(run_beside(self.intake.watch, "intake"))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -30,10 +30,10 @@ from benchmarks.data_plane.crew import Crew
 from benchmarks.data_plane.job import Job
 from benchmarks.data_plane.network import Loopback
 from collapipe_flwr.core.json_codec import to_json
-from collapipe_flwr.core.processes import terminable
+from collapipe_flwr.core.processes import exit_on_signals
 network = Loopback()
 job = to_json(Job(schedule="gpipe", split=(1, 1)))
-with terminable(), Crew(2, network) as crew:
+with exit_on_signals(), Crew(2, network) as crew:
     print(*(worker.pid for worker in crew._workers), flush=True)
     crew.ask(0, "join", job=job, rank=0, store=f"127.0.0.1:{network.free_port()}")
 """

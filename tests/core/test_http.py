@@ -12,7 +12,7 @@ import pytest
 
 from collapipe_flwr.core import http
 from collapipe_flwr.core.http import BoundedRequest, FewClientsServer
-from collapipe_flwr.core.processes import meanwhile
+from collapipe_flwr.core.processes import run_beside
 
 _ANSWER_S = 30.0
 
@@ -31,7 +31,7 @@ class Greeting(BoundedRequest):
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FewClientsServer]:
     monkeypatch.setattr(http, "MOST_CLIENTS", 3)
     serving = FewClientsServer("127.0.0.1", 0, Greeting)
-    with meanwhile(lambda _: serving.serve_forever(0.01), "http"):
+    with run_beside(lambda _: serving.serve_forever(0.01), "http"):
         yield serving
         serving.shutdown()
         serving.server_close()

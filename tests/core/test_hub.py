@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.core import hub
-from collapipe_flwr.core.hub import absent_model, folder_only, is_reachable
+from collapipe_flwr.core.hub import explain_absent_model, is_folder_only, is_reachable
 
 
 @pytest.fixture(autouse=True)
@@ -24,12 +24,12 @@ def _afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", ["two words", "-x", "a,b", "x" * 97, "a\\b", "ü*", "a/b/c", "x/"])
 def test_what_the_hub_allows_for_no_name_is_a_folder(name: str) -> None:
-    assert folder_only(name)
+    assert is_folder_only(name)
 
 
 @pytest.mark.parametrize("name", ["bert-base-uncased", "owner/model.v1", "owner/data:config:test"])
 def test_what_may_be_on_the_hub_is_not(name: str) -> None:
-    assert not folder_only(name)
+    assert not is_folder_only(name)
 
 
 def test_a_hub_that_keeps_silent_is_announced_and_given_up_once(
@@ -48,7 +48,7 @@ def test_a_hub_that_keeps_silent_is_announced_and_given_up_once(
     Path("model-7").mkdir()
     try:
         for _ in range(2):
-            assert "did you mean 'model-7'?" in absent_model("modell-7")
+            assert "did you mean 'model-7'?" in explain_absent_model("modell-7")
     finally:
         ended.set()
     assert len(asked) == 1 and [*caplog.messages] == [f"waiting for {asked[0]} for up to 0.05 s"]
@@ -57,4 +57,4 @@ def test_a_hub_that_keeps_silent_is_announced_and_given_up_once(
 def test_a_folder_needs_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "_ask", lambda *_: pytest.fail("asked"))
     Path("model-7").mkdir()
-    assert absent_model("model-7") == ""
+    assert explain_absent_model("model-7") == ""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from collapipe_flwr.core import bounds
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.core.json_codec import from_json, to_json
-from collapipe_flwr.core.texts import LINE, MOST, one_line, printable
+from collapipe_flwr.core.texts import LINE, MOST, make_printable, to_one_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,13 +124,13 @@ def test_anything_is_a_value_or_a_protocol_error(data: object) -> None:
 
 @given(st.text(st.characters(categories=None)))
 def test_words_of_strangers_are_fit_for_a_screen(text: str) -> None:
-    assert one_line(text).isprintable()
-    assert "\n" not in one_line(text) and len(one_line(text)) <= LINE
-    one_line(text).encode()
-    assert all(line.isprintable() for line in printable(text).replace("\t", "").split("\n"))
+    assert to_one_line(text).isprintable()
+    assert "\n" not in to_one_line(text) and len(to_one_line(text)) <= LINE
+    to_one_line(text).encode()
+    assert all(line.isprintable() for line in make_printable(text).replace("\t", "").split("\n"))
 
 
 def test_the_words_of_an_honest_peer_stay_as_they_are() -> None:
     words = "pi-1 antwortet nicht: prüfe das Netz 😀"
-    assert one_line(words) == printable(words) == words
-    assert len(printable("x" * 10 * MOST)) < MOST + 10
+    assert to_one_line(words) == make_printable(words) == words
+    assert len(make_printable("x" * 10 * MOST)) < MOST + 10

@@ -8,7 +8,7 @@ import sys
 import threading
 from typing import Any
 
-from collapipe_flwr.core.json_log import JsonLines, logging_about
+from collapipe_flwr.core.json_log import JsonLines, add_log_fields
 
 
 def line(message: str, *values: object, failed: bool = False) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def line(message: str, *values: object, failed: bool = False) -> dict[str, Any]:
 
 
 def test_a_record_is_one_line_with_its_fields() -> None:
-    with logging_about(run="a", round=3, cluster=""):
+    with add_log_fields(run="a", round=3, cluster=""):
         found = line("%d of\n%s", 2, "three")
     assert found.pop("time").endswith("+00:00")
     assert found == {
@@ -51,8 +51,8 @@ def test_a_traceback_is_a_field() -> None:
 
 def test_what_a_line_is_about_ends_with_the_body_and_stays_in_its_thread() -> None:
     other: list[dict[str, Any]] = []
-    with logging_about(run="a", round=1):
-        with logging_about(round=2):
+    with add_log_fields(run="a", round=1):
+        with add_log_fields(round=2):
             assert line("x")["round"] == 2
         assert line("x")["round"] == 1
         thread = threading.Thread(target=lambda: other.append(line("x")))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.core import processes
-from collapipe_flwr.core.processes import keeping, lifeline
+from collapipe_flwr.core.processes import guard_command, lifeline
 from tests.core.process_trees import ENDINGS, background, ended, python, told, watched
 
 PROGRAM = """
@@ -24,10 +24,10 @@ signal.pause()
 """
 OWNER = """
 import subprocess, sys
-from collapipe_flwr.core.processes import keeping
-from collapipe_flwr.core.processes import terminable
-command = keeping([sys.executable, "-c", sys.argv[1]])
-with terminable(), subprocess.Popen(command, stdin=subprocess.PIPE) as keeper:
+from collapipe_flwr.core.processes import guard_command
+from collapipe_flwr.core.processes import exit_on_signals
+command = guard_command([sys.executable, "-c", sys.argv[1]])
+with exit_on_signals(), subprocess.Popen(command, stdin=subprocess.PIPE) as keeper:
     keeper.wait()
 """
 
@@ -71,14 +71,16 @@ def test_a_system_that_lists_no_processes_leaves_the_programs_own_group(
 @pytest.mark.parametrize(("code", "status"), [("exit 3", 3), ("kill -9 $$", 128 + 9)])
 def test_a_program_that_ends_gives_its_status(code: str, status: int) -> None:
     with lifeline() as stdin:
-        done = subprocess.run(keeping(["sh", "-c", code]), stdin=stdin, timeout=60, check=False)
+        done = subprocess.run(
+            guard_command(["sh", "-c", code]), stdin=stdin, timeout=60, check=False
+        )
     assert done.returncode == status
 
 
 def test_a_program_reads_nothing_of_its_keepers_stdin() -> None:
     with lifeline() as stdin:
         done = subprocess.run(
-            keeping(["cat"]), stdin=stdin, capture_output=True, timeout=60, check=True
+            guard_command(["cat"]), stdin=stdin, capture_output=True, timeout=60, check=True
         )
     assert done.stdout == b""
 
@@ -94,8 +96,8 @@ def test_a_program_reads_nothing_of_its_keepers_stdin() -> None:
 def test_a_signal_ends_a_wait_whatever_the_main_thread_is_at(strike: str) -> None:
     script = (
         "import signal, threading\n"
-        "from collapipe_flwr.core.processes import stopping\n"
-        "with stopping() as stop:\n"
+        "from collapipe_flwr.core.processes import stop_on_signals\n"
+        "with stop_on_signals() as stop:\n"
         f"    {strike}\n"
         "    assert stop.wait(60)\n"
     )
@@ -106,13 +108,13 @@ def test_a_signal_before_it_can_be_heard_ends_the_process() -> None:
     """It is not lost: a program whose stdin ended at once would wait for ever."""
     script = (
         "import signal\n"
-        "from collapipe_flwr.core.processes import stopping\n"
+        "from collapipe_flwr.core.processes import stop_on_signals\n"
         "hear = signal.set_wakeup_fd\n"
         "def early(number):\n"
         "    signal.raise_signal(signal.SIGTERM)\n"
         "    return hear(number)\n"
         "signal.set_wakeup_fd = early\n"
-        "with stopping() as stop:\n"
+        "with stop_on_signals() as stop:\n"
         "    stop.wait(60)\n"
     )
     ended = subprocess.run([sys.executable, "-c", script], timeout=50, check=False)
@@ -122,8 +124,8 @@ def test_a_signal_before_it_can_be_heard_ends_the_process() -> None:
 def test_a_signal_that_another_thread_gets_ends_what_the_main_thread_waits_for() -> None:
     script = (
         "import signal, threading\n"
-        "from collapipe_flwr.core.processes import terminable\n"
-        "with terminable(lambda: 'stopping'):\n"
+        "from collapipe_flwr.core.processes import exit_on_signals\n"
+        "with exit_on_signals(lambda: 'stopping'):\n"
         "    threading.Timer(1, lambda: signal.pthread_kill(threading.get_ident(), 15)).start()\n"
         "    threading.Event().wait(60)\n"
     )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from collapipe_flwr.core.domain import ClusterPlan, Plan, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.core.replay import StepTimes, replay, unchecked_schedule
+from collapipe_flwr.core.replay import StepTimes, build_unchecked, replay
 from collapipe_flwr.core.schedule import (
     PIECE_BYTES,
     Action,
@@ -52,7 +52,7 @@ def test_the_textbooks_depths_never_block_whatever_the_replicas(
     replicas: tuple[int, ...], count: int, name: str
 ) -> None:
     depths = textbook_depths(replicas)
-    schedule = unchecked_schedule(name, depths, count, replicas)
+    schedule = build_unchecked(name, depths, count, replicas)
     schedule.dry_run()
     for worker, actions in zip(schedule.workers, schedule.actions, strict=True):
         own = list(worker.turn.own(count))
@@ -65,7 +65,7 @@ def _simulated(times: StepTimes, depths: tuple[int, ...], count: int) -> float:
 
     Shares no code with `replay`; what happens first is right after one pass, and so on.
     """
-    schedule = unchecked_schedule("1f1b", depths, count, times.replicas)
+    schedule = build_unchecked("1f1b", depths, count, times.replicas)
     last = len(times.replicas) - 1
     end: dict[tuple[int, Action], float] = {}  # of passes, by stage
     sent: dict[tuple[int, Action], float] = {}  # ends of transmissions, by hop

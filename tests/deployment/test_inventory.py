@@ -12,7 +12,7 @@ from flwr.common.config import parse_config_args
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.deployment.deploy import run_config
 from collapipe_flwr.deployment.inventory import Inventory, read_inventory
-from collapipe_flwr.deployment.roles import serving
+from collapipe_flwr.deployment.roles import serve_roles
 
 UNIT = '[control-unit]\nhost = "cu"\n'
 DEVICE = '[[device]]\nname = "pi-1"\nhost = "10.0.0.11"\n'
@@ -59,7 +59,7 @@ def test_the_wheel_of_a_table_counts_more_than_the_environment_of_all(tmp_path: 
 def test_the_node_config_of_a_control_unit_reaches_its_supernode(tmp_path: Path) -> None:
     own = "data.train='/srv/own data.csv' compute='cuda:0' rate=0.5"
     found = inventory(tmp_path, f'{TOP}{UNIT}node-config = "{own}"\n{DEVICE}')
-    steps = {step.name: step for step in serving(found, found.machines[0])}
+    steps = {step.name: step for step in serve_roles(found, found.machines[0])}
     action = steps["settings of collapipe-supernode"].action
     text = base64.b64decode(action.partition("<<'END'\n")[2].partition("END")[0]).decode()
     config = next(line for line in text.splitlines() if line.startswith("COLLAPIPE_NODE_CONFIG"))

@@ -25,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from collapipe_flwr.core.processes import terminable
+from collapipe_flwr.core.processes import exit_on_signals
 from tests.faults.growth import DISK_BOUNDS, PROCESS_BOUNDS, Growth, growth
 from tests.faults.soak_schedule import EVERY_S, LASTS_S, Fault, schedule
 from tests.faults.soak_site import RUN, Site, site
@@ -241,7 +241,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--folder", type=Path, help="keep what all programs write there")
     asked = parser.parse_args()
-    with terminable(), tempfile.TemporaryDirectory(prefix="soak-") as scratch:
+    with exit_on_signals(), tempfile.TemporaryDirectory(prefix="soak-") as scratch:
         told = run(asked.minutes, asked.seed, asked.folder or Path(scratch))
     if asked.json:
         asked.json.parent.mkdir(parents=True, exist_ok=True)

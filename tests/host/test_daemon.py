@@ -105,7 +105,7 @@ def test_a_device_that_is_removed_while_it_starts_stops(
 
     there = "collapipe_flwr.host.daemon"
     monkeypatch.setattr(f"{there}.configure_malloc", lambda: None)
-    monkeypatch.setattr(f"{there}.stopping", lambda: nullcontext(stop))
+    monkeypatch.setattr(f"{there}.stop_on_signals", lambda: nullcontext(stop))
     monkeypatch.setattr(f"{there}.serving_metrics", serving_metrics)
     # It would end the process of the tests.
     monkeypatch.setattr(f"{there}.faulthandler.dump_traceback_later", lambda *_, **__: None)

@@ -49,7 +49,7 @@ def test_a_module_of_the_user_may_import_them(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(daemon, "UNUSED_LIBRARIES", libraries)
     monkeypatch.setattr(daemon, "configure_malloc", lambda: None)
-    monkeypatch.setattr(daemon, "stopping", lambda: nullcontext(Event()))
+    monkeypatch.setattr(daemon, "stop_on_signals", lambda: nullcontext(Event()))
 
     def leave(address: str) -> None:
         del address

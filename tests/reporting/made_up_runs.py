@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan, Plan, Segment, StageSample
-from collapipe_flwr.core.json_codec import plain
+from collapipe_flwr.core.json_codec import to_plain
 from collapipe_flwr.core.links import LinkConfig, LinkReport, LinkTraffic
 from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory, cluster_json
 from collapipe_flwr.reporting.run_directory import EVENTS, RunDirectory
@@ -113,7 +113,7 @@ class MadeUpRun:
             evaluation_s=0.3,
             metrics={"loss": 4.0 / index, "accuracy": 1.0 - 1.0 / (index + 1)},
             loss=5.0 / index,
-            plan=plain(plan),
+            plan=to_plain(plan),
             predicted_latency_s=predicted_s,
             latency_s=latency_s,
             clusters={p.cluster_id: cluster_json(p, outcomes[p.cluster_id]) for p in plans},

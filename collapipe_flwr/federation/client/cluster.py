@@ -31,7 +31,7 @@ from collapipe_flwr.cluster.loader import Batches, LoaderBatches, joined, stacke
 from collapipe_flwr.cluster.profile import describe_cluster
 from collapipe_flwr.config.schema import EdgeConfig, TrainConfig, WorldConfig
 from collapipe_flwr.core.domain import ClusterProfile
-from collapipe_flwr.core.errors import ConfigError, RunError, unexpected_as_run_error
+from collapipe_flwr.core.errors import ConfigError, RunError, wrap_unexpected
 from collapipe_flwr.core.imports import allow
 from collapipe_flwr.core.keys import AUTO
 from collapipe_flwr.federation import records
@@ -102,7 +102,7 @@ class Cluster:
 
     def describe(self, message: Message, context: Context) -> Message:
         """Reply with the description of the cluster."""
-        with unexpected_as_run_error():
+        with wrap_unexpected():
             site = self._site_of(context)
             if site is None:
                 return Message(records.write_spare(), reply_to=message)

@@ -22,7 +22,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.app.metadata import Metadata
 
 from collapipe_flwr.core.errors import ConfigError, LinkError, LinkTimeout, ProtocolError
-from collapipe_flwr.core.hub import expanded
+from collapipe_flwr.core.hub import expand_home
 from collapipe_flwr.federation.bundles import array_records
 from collapipe_flwr.federation.client import CLUSTER_KEY, CONTROL_UNIT_KEY, named_path
 
@@ -43,7 +43,7 @@ def default_path() -> Path:
     """Where a control unit listens by default."""
     named, runtime = os.environ.get(VARIABLE), os.environ.get("XDG_RUNTIME_DIR")
     if named:
-        return expanded(named)
+        return expand_home(named)
     return Path(runtime) / "collapipe" / "control-unit.sock" if runtime else _SYSTEM
 
 
@@ -55,7 +55,7 @@ def path_for(node_config: Mapping[str, object]) -> Path | None:
     """
     if CONTROL_UNIT_KEY in node_config:
         named = named_path(node_config, CONTROL_UNIT_KEY, "socket")
-        return expanded(named) if named else None
+        return expand_home(named) if named else None
     return default_path() if CLUSTER_KEY in node_config or VARIABLE in os.environ else None
 
 

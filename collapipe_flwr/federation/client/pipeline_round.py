@@ -19,7 +19,7 @@ from collapipe_flwr.cluster.loader import Batches
 from collapipe_flwr.cluster.order import EDGE, RoundOrder
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ProtocolError
-from collapipe_flwr.core.texts import one_line
+from collapipe_flwr.core.texts import to_one_line
 from collapipe_flwr.federation import records
 from collapipe_flwr.federation.client.node_state import OPTIMIZER, NodeState, recall_optimizer
 from collapipe_flwr.federation.client.site import Site
@@ -191,9 +191,9 @@ def telemetry(
         edge=edge,
         moved=result.moved,
         replanned=result.plan if replanned else None,
-        incidents=tuple(one_line(str(incident)) for incident in result.incidents),
+        incidents=tuple(to_one_line(str(incident)) for incident in result.incidents),
         absent=absent,
-        quarantined={name: one_line(why) for name, why in result.quarantined.items()},
+        quarantined={name: to_one_line(why) for name, why in result.quarantined.items()},
         lost=tuple(name for each in result.incidents if not each.quarantined for name in each.lost),
         fresh_examples=batches.fresh_examples,
         prequential_loss=result.probe.loss if batches.fresh_examples else None,

@@ -33,8 +33,8 @@ from flwr.clientapp import ClientApp
 from flwr.supercore.task_identity import TaskIdentity
 
 from collapipe_flwr.core.errors import CollaPipeError, LinkError
-from collapipe_flwr.core.json_log import logging_about
-from collapipe_flwr.core.processes import stopping
+from collapipe_flwr.core.json_log import add_log_fields
+from collapipe_flwr.core.processes import stop_on_signals
 from collapipe_flwr.federation.client import STATE_KEY, local_socket
 from collapipe_flwr.federation.client.relay import AGAIN, ALIVE, READY, REFUSED, VERSION, AppCode
 from collapipe_flwr.host.allocator import configure_malloc, give_back
@@ -123,7 +123,7 @@ class ResidentSettings:
 def serve(settings: ResidentSettings, announce: Callable[[str], None]) -> None:
     """Answer relays until SIGTERM or SIGINT; raises ConfigError where it cannot listen."""
     configure_malloc()
-    with stopping() as stop:
+    with stop_on_signals() as stop:
         listener = inherited_listener() or local_socket.listen(settings.path)
         announce(str(settings.path))
         unit = ControlUnit(listener, settings, stop)
@@ -137,7 +137,7 @@ def _answered(
     app: ClientApp, message: Message, context: Context, about: Mapping[str, Any]
 ) -> tuple[dict[str, Any], RecordDict]:
     """Head and content of the reply; ``about`` is for the logs."""
-    with logging_about(**about):
+    with add_log_fields(**about):
         began_s = time.monotonic()
         try:
             reply = app(message, context)
@@ -219,7 +219,7 @@ class ControlUnit:
         TaskIdentity.task_id = message.metadata.dst_task_id or 0
         TaskIdentity.run_id, TaskIdentity.node_id = context.run_id, context.node_id
         about = message_about(message)
-        with self.metrics.working(about), logging_about(**about):
+        with self.metrics.working(about), add_log_fields(**about):
             work = self._worker.submit(_answered, self._app, message, context, about)
             try:
                 if self._wait(peer, work):

@@ -19,7 +19,7 @@ from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig, read_cluster
 from collapipe_flwr.config.schema import EdgeConfig, TrainConfig, WorldConfig
 from collapipe_flwr.core.domain import ClusterProfile
-from collapipe_flwr.core.hub import expanded
+from collapipe_flwr.core.hub import expand_home
 from collapipe_flwr.core.links import TlsFiles, host_towards
 from collapipe_flwr.federation.client import (
     CLUSTER_KEY,
@@ -90,7 +90,7 @@ class Site:
             progress=asked.progress,
             run_id=run_id_of(message.content) or f"flower-{context.run_id}",
             index=self.index,
-            state_dir=expanded(folder) if folder else None,
+            state_dir=expand_home(folder) if folder else None,
         )
 
     @property

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from collapipe_flwr.config.parsing import flatten_section, parse_section
-from collapipe_flwr.core.errors import DataError, ModelError, blaming
-from collapipe_flwr.core.hub import expanded, folder_only, no_such_path
+from collapipe_flwr.core.errors import DataError, ModelError, prefix_errors
+from collapipe_flwr.core.hub import expand_home, explain_no_path, is_folder_only
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.data.config import TASK_COLUMNS, TRAIN_TOKENIZER, DataConfig, key_of
 from collapipe_flwr.data.headers import FORMATS, no_such_column, read_column_names, suffix_of
@@ -36,32 +36,32 @@ def check_paths(data: DataConfig, model: ModelConfig) -> None:
     """Raise DataError or ModelError for a missing file or folder."""
     for which in ("train", "test"):
         name = getattr(data, which)
-        path = expanded(name.rpartition(":")[0] or name)  # DIRECTORY:split, or a file
-        is_path = folder_only(name) or suffix_of(expanded(name)) in FORMATS
-        if is_path and not (path.exists() or expanded(name).exists()):
-            raise DataError(no_such_path(key_of(which), name))
+        path = expand_home(name.rpartition(":")[0] or name)  # DIRECTORY:split, or a file
+        is_path = is_folder_only(name) or suffix_of(expand_home(name)) in FORMATS
+        if is_path and not (path.exists() or expand_home(name).exists()):
+            raise DataError(explain_no_path(key_of(which), name))
     if data.tokenizer != TRAIN_TOKENIZER and _is_missing(data.tokenizer):
         raise DataError(
-            f"{no_such_path('data.tokenizer', data.tokenizer)}: give the directory of a saved "
+            f"{explain_no_path('data.tokenizer', data.tokenizer)}: give the directory of a saved "
             'tokenizer, a hub name such as owner/model, or "train"'
         )
-    if model.pretrained and expanded(model.pretrained).is_file():
+    if model.pretrained and expand_home(model.pretrained).is_file():
         raise ModelError(f'model.pretrained "{model.pretrained}" is a file: name its folder')
     if model.pretrained and _is_missing(model.pretrained):
-        raise ModelError(no_such_path("model.pretrained", model.pretrained))
+        raise ModelError(explain_no_path("model.pretrained", model.pretrained))
     if not model.pretrained and not may_be_type(model.type):
-        with blaming("model.type"):
+        with prefix_errors("model.type"):
             raise unknown_type(model.type)
 
 
 def _is_missing(name: str) -> bool:
-    return folder_only(name) and not expanded(name).is_dir()
+    return is_folder_only(name) and not expand_home(name).is_dir()
 
 
 def _check_columns(data: DataConfig, which: str) -> None:
     """Raise DataError for a column that a file of this machine does not have."""
     name = getattr(data, which)
-    path = expanded(name)
+    path = expand_home(name)
     if not name or not path.is_file():
         return
     fields = [f"{ours}_column" for ours in TASK_COLUMNS.get(data.task, ())]

@@ -28,7 +28,7 @@ from typing import IO
 from collapipe_flwr.config.parsing import write_overrides
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.core.keys import Value
-from collapipe_flwr.core.processes import keeping
+from collapipe_flwr.core.processes import guard_command
 from collapipe_flwr.reporting.run_lock import LOG
 
 CLUSTERS = "clusters"  # in the run directory: their state, unless the run-config names a folder
@@ -135,7 +135,7 @@ def _started(
 ) -> subprocess.Popen[bytes]:
     """Start a process that ends, with its children, when the context is left."""
     return subprocess.Popen(
-        keeping(command, _PATIENCE_S),
+        guard_command(command, _PATIENCE_S),
         cwd=app,
         env=env,
         stdin=subprocess.PIPE,

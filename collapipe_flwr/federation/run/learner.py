@@ -14,8 +14,8 @@ from transformers import CONFIG_MAPPING
 from collapipe_flwr.cluster.evaluation import EvalResult, TestPart, prediction_config, tally_of
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit
 from collapipe_flwr.config.schema import AppConfig
-from collapipe_flwr.core.errors import ConfigError, DataError, blaming
-from collapipe_flwr.core.hub import expanded
+from collapipe_flwr.core.errors import ConfigError, DataError, prefix_errors
+from collapipe_flwr.core.hub import expand_home
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.config import TRAIN_TOKENIZER
 from collapipe_flwr.data.metrics import Tally, add_counts
@@ -65,14 +65,14 @@ def _known_labels(pretrained: str) -> tuple[str, ...]:
     """
     if not pretrained:
         return ()
-    with blaming("model.pretrained"):
+    with prefix_errors("model.pretrained"):
         names = read_pretrained_config(pretrained).id2label or {}
     return tuple(name for _, name in sorted(names.items()))
 
 
 def _refuse_foreign_tokenizer(config: AppConfig) -> None:
     """Raise ConfigError where a checkpoint would read the token ids of another tokenizer."""
-    folder = expanded(config.model.pretrained)
+    folder = expand_home(config.model.pretrained)
     files = ("tokenizer.json", "tokenizer_config.json")
     brings_one = config.model.pretrained and any((folder / name).is_file() for name in files)
     if brings_one and config.data.tokenizer == TRAIN_TOKENIZER:
@@ -120,7 +120,7 @@ def _spec(config: AppConfig, task: Task) -> ModelSpec:
     pretrained = config.model.pretrained
     tokens = _token_settings(config, task)
     keys = "model.pretrained" if pretrained else "model.type, model.overrides"
-    with blaming(f"{keys}, model.edge-blocks" if config.model.edge_blocks else keys):
+    with prefix_errors(f"{keys}, model.edge-blocks" if config.model.edge_blocks else keys):
         return make_spec(
             task.model_task,
             model_type=None if pretrained else config.model.type,

@@ -19,8 +19,8 @@ from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
 from collapipe_flwr.config.parsing import declared_config, read_toml, refuse_unknown
 from collapipe_flwr.config.schema import AppConfig, known_keys, parse
 from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
-from collapipe_flwr.core.errors import CheckpointMissing, ConfigError, blaming, require
-from collapipe_flwr.core.hub import absent_model, expanded
+from collapipe_flwr.core.errors import CheckpointMissing, ConfigError, prefix_errors, require
+from collapipe_flwr.core.hub import expand_home, explain_absent_model
 from collapipe_flwr.core.links import TlsFiles, host_and_port
 from collapipe_flwr.federation.run.first_look import check_paths
 from collapipe_flwr.federation.run.launcher import Launch
@@ -64,7 +64,7 @@ def preflight(
     check_extras(config, simulated=not cluster_files)
     check_folders(config, run_dir)
     if "prometheus" in config.reporting.sinks:
-        with blaming("reporting.metrics"):
+        with prefix_errors("reporting.metrics"):
             check_address(config.reporting.metrics)
     clusters = [read_cluster(path) for path in cluster_files]
     check_members(config, clusters)
@@ -72,7 +72,7 @@ def preflight(
         check_federation(config, federation)
     check_paths(config.data, config.model)
     check_names(config, clusters)
-    if config.model.pretrained and (why := absent_model(config.model.pretrained)):
+    if config.model.pretrained and (why := explain_absent_model(config.model.pretrained)):
         raise CheckpointMissing(
             f"model.pretrained: {why}; give a folder with config.json or a hub name that this "
             "machine can reach"
@@ -82,7 +82,7 @@ def preflight(
 
 def check_names(config: AppConfig, clusters: Sequence[ClusterConfig]) -> None:
     """Raise ConfigError for an unknown policy, device or strategy, or its wrong arguments."""
-    with blaming("scheduler.policy"):
+    with prefix_errors("scheduler.policy"):
         make_scheduler(config.scheduler.policy, config.scheduling)
     for index in range(config.run.clusters):
         _described(config, index, clusters, 1)
@@ -164,7 +164,7 @@ def check_folders(config: AppConfig, run_dir: Path | None) -> None:
 
         check_resumable(config, Path(config.run.resume).resolve())
     if config.train.state_dir:
-        _check_writable("train.state-dir", expanded(config.train.state_dir))
+        _check_writable("train.state-dir", expand_home(config.train.state_dir))
 
 
 def _check_writable(key: str, folder: Path) -> None:
@@ -235,7 +235,7 @@ def _check_files(what: str, files: TlsFiles) -> None:
 
 def _check_edge(what: str, address: str, *others: str) -> None:
     """Raise ConfigError where none of these edges answers."""
-    with blaming(what):
+    with prefix_errors(what):
         place = host_and_port(address)
     try:
         socket.create_connection(place, _CONNECT_S).close()
@@ -279,7 +279,7 @@ def _described(
     if not clusters:
         return describe_cluster(config.world, index, examples)
     file = clusters[index]
-    with blaming(f"cluster file of {file.id}"):
+    with prefix_errors(f"cluster file of {file.id}"):
         return profile_of(file, examples)
 
 
@@ -295,7 +295,7 @@ def check_examples(config: AppConfig, learner: Learner) -> None:
         from collapipe_flwr.data.stream import Stream
 
         for index in range(config.run.clusters):
-            folder = expanded(config.data.stream) / str(index)
+            folder = expand_home(config.data.stream) / str(index)
             Stream(folder, task.read_file, task.make_examples)
 
 

@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import Strategy
 from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.config.schema import AppConfig
 from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
-from collapipe_flwr.core.errors import blaming
+from collapipe_flwr.core.errors import prefix_errors
 from collapipe_flwr.data.metrics import add_counts
 from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.federation.deadline import RoundClock
@@ -88,11 +88,11 @@ def make_planner(
         labels_at_home=config.privacy.labels_at_home,
         trusted_blocks=config.privacy.trusted_blocks,
     )
-    with blaming("scheduler.policy"):
+    with prefix_errors("scheduler.policy"):
         scheduler = planning.scheduler
     model = planning.guarded(model)
     world = planning.world(sorted(clusters.values(), key=lambda c: c.cluster_id), model)
-    with blaming("world.devices, world.memory-share"):
+    with prefix_errors("world.devices, world.memory-share"):
         scheduler.step(scheduler.init(snapshot := world.snapshot(1, model)), snapshot)
     return ScheduledRounds(planning, world, model, names)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
-from collapipe_flwr.config.parsing import declared_config, overridden, read_overrides
+from collapipe_flwr.config.parsing import declared_config, override, read_overrides
 from collapipe_flwr.core.durable import make_numbered_folder, write_file
 from collapipe_flwr.core.errors import ConfigError, RunError, require, wrong_input
 from collapipe_flwr.core.links import TlsFiles
@@ -67,7 +67,7 @@ def launch_of(
     overrides: Mapping[str, Any] = read_overrides(run_config or (), declared)
     if clusters and "edge.address" not in overrides:
         overrides = {**edge_of(clusters), **overrides}
-    overridden(declared, overrides)
+    override(declared, overrides)
     run_dir = output_dir.resolve() / time.strftime("%Y%m%d-%H%M%S")
     if resume is not None:
         run_dir = resume.resolve()

@@ -12,7 +12,7 @@ from typing import Any, Self
 from collapipe_flwr.config.schema import METRICS_ADDRESS
 from collapipe_flwr.core.durable import make_folder
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.json_codec import plain
+from collapipe_flwr.core.json_codec import to_plain
 from collapipe_flwr.federation.rounds import RoundRecord
 from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, cluster_json, incident_json
 from collapipe_flwr.reporting.run_directory import run_id_of
@@ -32,7 +32,7 @@ def round_event(record: RoundRecord, wall_s: float) -> RoundEvent:
     loss = metrics.get("train_loss", metrics.get("loss"))  # as clusters, or our app, name it
     return RoundEvent(
         round_index=record.server_round,
-        plan=None if record.plan is None else plain(record.plan),
+        plan=None if record.plan is None else to_plain(record.plan),
         loss=loss if isinstance(loss, float) else None,
         metrics={},
         predicted_latency_s=None if record.plan is None else record.plan.latency_s,

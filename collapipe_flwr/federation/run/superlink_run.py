@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from collapipe_flwr.core.errors import ConfigError, ProtocolError, require
-from collapipe_flwr.core.processes import keeping, meanwhile
+from collapipe_flwr.core.processes import guard_command, run_beside
 from collapipe_flwr.reporting.log_lines import parse_line, replay
 from collapipe_flwr.reporting.run_directory import RunDirectory, read_config, read_summary_head
 
@@ -52,7 +52,7 @@ class SuperLinkRun:
     @contextmanager
     def following(self) -> Iterator[None]:
         """Follow the log while the body runs."""
-        with self._lock, meanwhile(self._follow, "flwr log") as stop:
+        with self._lock, run_beside(self._follow, "flwr log") as stop:
             try:
                 yield
             finally:
@@ -78,7 +78,7 @@ class SuperLinkRun:
 
     def _read_log(self, stop: threading.Event) -> None:
         with subprocess.Popen(
-            keeping([_flwr(), "log", self.run_id, self._name, "--stream"], _PATIENCE_S),
+            guard_command([_flwr(), "log", self.run_id, self._name, "--stream"], _PATIENCE_S),
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from collapipe_flwr.core.errors import ConfigError, RunError
-from collapipe_flwr.core.processes import meanwhile
+from collapipe_flwr.core.processes import run_beside
 from collapipe_flwr.reporting.live.state import Place, RunState
 from collapipe_flwr.reporting.report.overview import tiles
 from collapipe_flwr.reporting.report.page import require_report, run_sections, section_html
@@ -45,7 +45,7 @@ class Feed:
     def follow(self) -> Iterator[None]:
         """Follow the run while the body runs; afterwards pages are told that it is over."""
         try:
-            with meanwhile(self._poll, "watch"):
+            with run_beside(self._poll, "watch"):
                 yield
         finally:
             with self._changed:

@@ -21,7 +21,7 @@ from urllib.parse import parse_qs
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.http import BoundedRequest, FewClientsServer
 from collapipe_flwr.core.links import is_loopback
-from collapipe_flwr.core.processes import meanwhile
+from collapipe_flwr.core.processes import run_beside
 from collapipe_flwr.reporting.live.feed import Feed
 from collapipe_flwr.reporting.live.state import Place
 from collapipe_flwr.reporting.report.page import plotly_js
@@ -62,7 +62,7 @@ class LiveServer(FewClientsServer):
 
     @contextmanager
     def serve(self) -> Iterator[None]:
-        with meanwhile(lambda _: self.serve_forever(0.1), "http"):
+        with run_beside(lambda _: self.serve_forever(0.1), "http"):
             try:
                 yield
             finally:

@@ -18,7 +18,7 @@ from collapipe_flwr.core.errors import (
     RunError,
     extra,
     require,
-    unexpected_as_run_error,
+    wrap_unexpected,
 )
 from collapipe_flwr.reporting import run_directory
 from collapipe_flwr.reporting.output import format_count
@@ -196,7 +196,7 @@ def write_closing_report(run_dir: Path, name: str = "", *, hasty: bool = False) 
         return f"no report yet: `collapipe report {name}` makes it"
     if not has_report(run_dir):
         try:
-            with unexpected_as_run_error():
+            with wrap_unexpected():
                 write_run_report(run_dir)
         except CollaPipeError as error:
             return f"no report: {error}; afterwards, `collapipe report {name}` makes it"

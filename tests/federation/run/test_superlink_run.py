@@ -166,7 +166,7 @@ def test_a_log_that_is_opened_while_the_watching_ends_is_closed_again(
 ) -> None:
     flwr("", {"status": "running"})
     (tmp_path / "silent").touch()
-    read, keeping = SuperLinkRun._read_log, superlink_run.keeping
+    read, guard = SuperLinkRun._read_log, superlink_run.guard_command
     opening = threading.Event()
     ended: list[threading.Event] = []
 
@@ -177,10 +177,10 @@ def test_a_log_that_is_opened_while_the_watching_ends_is_closed_again(
     def slowly(command: Sequence[str], patience_s: float) -> list[str]:
         opening.set()
         ended[0].wait()
-        return keeping(command, patience_s)
+        return guard(command, patience_s)
 
     monkeypatch.setattr(SuperLinkRun, "_read_log", read_log)
-    monkeypatch.setattr(superlink_run, "keeping", slowly)
+    monkeypatch.setattr(superlink_run, "guard_command", slowly)
     with SuperLinkRun("boards", "7", tmp_path).following():
         opening.wait()
     assert (tmp_path / "silent").exists(), "it was read to its end"
