@@ -44,7 +44,6 @@ memory-mb = 1
 address = "{edge}"
 """
 REPEATS, RESUMES = "round is repeated", "the run is resumed"
-MENDED = "mended within the round, or it is repeated"
 Deployment = tuple[Sequence[Host], Host]
 Strike = Callable[[Deployment], None]
 
@@ -58,12 +57,6 @@ class Fault:
     phases: tuple[str, ...]
     how: str
     strike: Strike | None = None
-
-
-def edge_without_disk(deployment: Deployment) -> None:
-    edge = deployment[1]
-    edge.limit(64)
-    edge.later(3.0, edge.limit, -1)
 
 
 def edge_away(deployment: Deployment) -> None:
@@ -90,13 +83,6 @@ FAULTS = (
         name="killed",
         phases=("placing", "forward", "collecting", "replying"),
         how=REPEATS,
-    ),
-    Fault(
-        role="edge",
-        name="full disk for 3 s",
-        phases=("forward", "collecting"),
-        how=MENDED,
-        strike=edge_without_disk,
     ),
     Fault(
         role="edge",
@@ -231,4 +217,4 @@ def check(folder: Path, fault: Fault) -> None:
     assert all(event["loss"] is not None for event in events)
     assert (folder / "model").is_dir()
     repeated = any("all 1 clusters failed" in why for event in events for why in event["failures"])
-    assert fault.how == MENDED or repeated is (fault.how == REPEATS)
+    assert repeated is (fault.how == REPEATS)
