@@ -60,7 +60,7 @@ def test_delay_shows_the_channel_of_an_earlier_round(small: Setting) -> None:
 
 @pytest.mark.parametrize("kind", ["noise", "bias"])
 def test_wrong_and_late_profiles_cost_little_and_break_no_budget(small: Setting, kind: str) -> None:
-    setting = replace(small, devices=4, rounds=30, policies=("dssda",))
+    setting = replace(small, devices=4, rounds=14, policies=("dssda",))
     wrong = replace(setting, distortion=Distortion(error=0.3, kind=kind, delay=1))
     exact, misled = score(setting), score(wrong)
     assert np.mean(misled.latency_s) <= 1.15 * np.mean(exact.latency_s)

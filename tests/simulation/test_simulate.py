@@ -94,7 +94,7 @@ def test_a_policy_that_fits_nowhere_is_reported_not_raised(small: Setting) -> No
 
 
 def test_a_larger_penalty_weight_buys_latency_with_energy(small: Setting) -> None:
-    tight = replace(small, clusters=1, rounds=6, budget=EnergyBudget(joule=2.0))
+    tight = replace(small, clusters=1, rounds=4, budget=EnergyBudget(joule=2.0))
     points = list(penalty_sweep(tight).values())
     assert len(points) == len(FACTORS)
     assert points[-1].latency_mean_s <= points[0].latency_mean_s

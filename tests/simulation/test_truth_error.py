@@ -152,7 +152,7 @@ def power(device: DeviceProfile) -> float:
 
 
 def test_predictions_are_within_a_tenth_after_three_rounds() -> None:
-    episodes = [episode(a_world(seed, truth_error=0.6), 8) for seed in range(10)]
+    episodes = [episode(a_world(seed, truth_error=0.6), 6) for seed in range(6)]
     assert np.median([rounds[0].error for rounds in episodes]) > 0.1
     for rounds in episodes:
         assert max(r.error for r in rounds[3:]) < 0.1
