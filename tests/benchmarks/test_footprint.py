@@ -39,14 +39,23 @@ SMALL = replace(
 def test_every_role_is_measured_in_its_own_process(tmp_path: Path) -> None:
     cases = measure([SMALL], ["lora"], tmp_path, limit=2**40, tick=lambda _: None)
     roles = [case.role for case in cases]
-    assert roles == ["whole", "control-unit", "device 0..0", "device 1..1", "edge"]
+    assert roles == [
+        "whole",
+        "control-unit",
+        "control-unit-and-edge",
+        "device 0..0",
+        "device 1..1",
+        "edge",
+    ]
     whole = cases[0].peak_bytes
     for case in cases:
         assert case.peak_bytes is not None and case.peak_bytes > case.needed_bytes
         assert case.whole_model_peak_bytes == whole
         assert case.needed_bytes < case.peak_anonymous_bytes < case.peak_bytes
         assert case.ratio == pytest.approx(case.peak_bytes / whole)
-    device, edge = cases[2], cases[4]
+    device, edge = cases[3], cases[5]
+    assert cases[1].message_bytes > cases[1].edge_message_bytes == 0  # of a head that is frozen
+    assert edge.message_bytes is None
     table = 200_000 * 64 * 4
     assert edge.needed_bytes - device.needed_bytes > 0.9 * table
     assert edge.peak_bytes - device.peak_bytes > 0.5 * table  # seen from outside as well
