@@ -52,7 +52,7 @@ def ways(config: ClusterConfig) -> tuple[Way, ...]:
     Those to edges come first, then from each device to the next one in the file, to the one
     behind that, and so on: the first few include every device.
     """
-    devices = config.workers
+    devices = config.devices
     others = (config.control_unit.name, *(device.name for device in devices))
     edges = [edge for edge in config.edges if edge.address and edge.name not in others]
     to_edge = [(device, edge) for edge in edges for device in devices]

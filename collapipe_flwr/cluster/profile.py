@@ -129,7 +129,7 @@ def profile_of(config: ClusterConfig, examples: int) -> ClusterProfile:
         cluster_id=config.id,
         examples=examples,
         control_unit=_device(config, config.control_unit, measured.of(config.control_unit.name)),
-        devices=tuple(_device(config, d, measured.of(d.name)) for d in config.workers),
+        devices=tuple(_device(config, d, measured.of(d.name)) for d in config.devices),
         d2d_bandwidth_hz=config.links.bandwidth_mhz * _MEGA,
         server_rate_bit_per_s=config.links.server_mbit_per_s * _MEGA,
         link_codec=config.links.codec,
@@ -173,7 +173,7 @@ def _edge(
 
 def _link_rates(config: ClusterConfig, measured: Measurements) -> tuple[LinkRate, ...]:
     """The measured rates by device ids; of a link measured both ways, the mean by time."""
-    members = (config.control_unit, *config.workers)
+    members = (config.control_unit, *config.devices)
     ids = {member.name: [config.device_id(member)] for member in members}
     for edge in config.edges:  # its links are also those of the member that it is
         ids.setdefault(edge.name, []).append(edge.name if config.other_edges else "")

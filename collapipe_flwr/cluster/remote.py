@@ -111,7 +111,7 @@ class RemoteFleet:
         with a longer deadline.
         """
         cluster = self._cluster_now()
-        listed = frozenset(map(cluster.device_id, cluster.workers)).intersection(device_ids)
+        listed = frozenset(map(cluster.device_id, cluster.devices)).intersection(device_ids)
         found = self._answering(listed, PROBE_S)
         if listed and not found:
             _log.warning("no device is there: asking all again")
@@ -163,7 +163,7 @@ class RemoteFleet:
 
     def _hop(self, device_id: str) -> NextHop:
         """A fresh session on a device. Raises Unreachable for one that the file does not list."""
-        found = {self.cluster.device_id(member): member for member in self.cluster.workers}
+        found = {self.cluster.device_id(member): member for member in self.cluster.devices}
         if device_id not in found:
             raise Unreachable(
                 f"the plan uses device {device_id}, which the cluster file does not list; it has "

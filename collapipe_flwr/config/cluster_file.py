@@ -139,12 +139,6 @@ class ClusterConfig:
         return self.edge.name == self.control_unit.name
 
     @property
-    def workers(self) -> tuple[MemberConfig, ...]:
-        """The devices that may hold blocks: all but one that is the only edge."""
-        only = "" if self.other_edges else self.edge.name
-        return tuple(device for device in self.devices if device.name != only)
-
-    @property
     def members(self) -> tuple[MemberConfig, ...]:
         """Everybody who has a certificate."""
         return tuple(member for member, _ in self.roles)

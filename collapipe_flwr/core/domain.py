@@ -151,9 +151,7 @@ class ClusterProfile:
     @property
     def can_train(self) -> bool:
         """Whether a device is left to hold blocks beside some edge."""
-        return bool(self.devices) and (
-            not self.other_edges or any(map(self.has_devices_beside, self.edges))
-        )
+        return any(map(self.has_devices_beside, self.edges)) if self.edges else bool(self.devices)
 
     def with_members(self, change: Callable[[DeviceProfile], DeviceProfile]) -> ClusterProfile:
         """Return the same cluster with every member changed."""
@@ -203,6 +201,12 @@ class ClusterSnapshot:
         if edge.device_id not in names:
             return self.channel
         return self.channel.to_member(names.index(edge.device_id))
+
+    def with_edge(self, edge: EdgeProfile) -> ClusterSnapshot:
+        """The cluster with this edge alone; a device that is the edge holds no blocks."""
+        profile = replace(self.profile, edge=edge, other_edges=())
+        one = replace(self, profile=profile, channel=self.channel_to(edge))
+        return one.without({edge.device_id})
 
     def without(self, device_ids: Collection[str]) -> ClusterSnapshot:
         """Return the cluster without these devices; itself where it has none of them."""

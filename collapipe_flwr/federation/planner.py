@@ -167,10 +167,10 @@ class ScheduledRounds:
         for name, measured in telemetry.items():
             if measured.profile is None or name not in known:
                 continue
-            if _described(measured.profile) == _described(known[name]):
+            profile = self._planning.described(measured.profile, self._model)
+            if _described(profile) == _described(known[name]):
                 continue
             before, now = _devices(known[name]), _devices(measured.profile)
-            profile = self._planning.described(measured.profile, self._model)
             new = (device for device in profile.devices if device.device_id not in before)
             devices = (*known[name].devices, *new)
             joined = joined.with_cluster(replace(known[name], devices=devices))

@@ -133,7 +133,9 @@ def make_daemon_backend(
     )
     fleet = RemoteFleet(cluster=cluster, edges={"": edge})
     return GenerationBackend(
-        device_ids=tuple(map(cluster.device_id, cluster.workers)),
+        device_ids=tuple(
+            cluster.device_id(each) for each in cluster.devices if each.name != cluster.edge.name
+        ),
         chain=partial(served.open_chain, fleet, cluster_id=cluster.id),
         missing=fleet.missing,
     )

@@ -97,6 +97,8 @@ def _plan_lines(plan: Mapping[str, Any] | None) -> Iterator[str]:
         for segment in cluster["segments"]:
             devices = "+".join(name.rpartition("/")[2] for name in holders(segment))
             words.append(f"{devices}:{segment['first_block']}-{segment['stop_block'] - 1}")
+        if edge := cluster.get("edge"):
+            words.append(f"edge {edge}")
         words.append(f"{cluster['micro_batch_size']}x{cluster['micro_batches']}")
         codecs = [hop["codec"] for hop in cluster.get("hops", ())]
         if not set(codecs) <= {"fp32"}:

@@ -45,9 +45,5 @@ def _on_edge(cluster: ClusterSnapshot, name: str | None, model: ModelProfile) ->
         here = max(own + (unit.memory_bytes - own - last) // 2, 1)
         edge = replace(edge, memory_bytes=max(unit.memory_bytes - here, 1))
         unit = replace(unit, memory_bytes=here)
-    one = replace(
-        cluster,
-        profile=replace(profile, control_unit=unit, edge=edge, other_edges=()),
-        channel=cluster.channel_to(edge),
-    )
-    return one.without({edge.device_id})
+        cluster = replace(cluster, profile=replace(profile, control_unit=unit))
+    return cluster.with_edge(edge)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from collapipe_flwr.core.domain import (
-    ChannelState,
     ClusterProfile,
     ClusterSnapshot,
     DeviceProfile,
@@ -61,9 +60,10 @@ class World:
     ) -> Snapshot:
         """What the scheduler sees in that round; ``present`` restricts it to those clusters."""
         clusters = tuple(
-            ClusterSnapshot(
-                profile=profile,
-                channel=_at_home(profile, self.channel(place, self.seed, round_index)),
+            _with_its_edge(
+                ClusterSnapshot(
+                    profile=profile, channel=self.channel(place, self.seed, round_index)
+                )
             )
             for profile, place in zip(self.clusters, self.placements, strict=True)
             if present is None or profile.cluster_id in present
@@ -265,10 +265,12 @@ def budgeted(
     return cluster.with_members(member)
 
 
-def _at_home(cluster: ClusterProfile, channel: ChannelState) -> ChannelState:
-    """The channel in which the edge stands where the control unit does, if it is the edge."""
-    is_home = has_edge_at_home(cluster) and not cluster.other_edges
-    return channel.to_member(0) if is_home else channel
+def _with_its_edge(cluster: ClusterSnapshot) -> ClusterSnapshot:
+    """The cluster whose edge stands where it is, unless there are several to choose from."""
+    profile = cluster.profile
+    if profile.edge is None or not profile.edge.device_id or profile.other_edges:
+        return cluster
+    return cluster.with_edge(profile.edge)
 
 
 def with_edge_at_home(cluster: ClusterProfile) -> ClusterProfile:
@@ -282,6 +284,7 @@ def with_edge_at_home(cluster: ClusterProfile) -> ClusterProfile:
         tx_power_w=unit.tx_power_max_w,
         overhead_s=unit.overhead_s,
         name=unit.device_id,
+        device_id=unit.device_id,
     )
     rates = [link for link in cluster.link_rates if "" not in link.ends]
     for link in tuple(rates):

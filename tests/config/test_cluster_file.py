@@ -66,7 +66,6 @@ def test_several_edges_are_machines_devices_or_the_control_unit_in_order() -> No
     assert [edge.name for edge in cluster.edges] == ["edge", "spare", "pi-2", "control-unit"]
     assert cluster.edges[2] is cluster.devices[1]
     assert [member.name for member in cluster.having(Role.EDGE)] == ["edge", "spare"]
-    assert cluster.workers == cluster.devices
     assert parse_cluster(tomllib.loads(cluster_text(cluster)), Path()) == cluster
     assert parse_cluster(edges(spare), Path()) == parse_cluster(
         {"id": "g", "device": DEVICES, "edge": spare}, Path()
@@ -141,10 +140,9 @@ def test_a_mistake_is_one_sentence_with_key_and_value(values, sentence: str) -> 
 def test_an_edge_may_be_a_device_or_the_control_unit() -> None:
     on_device = parse_cluster({"id": "g", "device": DEVICES, "edge": {"name": "pi-1"}}, Path())
     assert on_device.edge is on_device.devices[0]
-    assert on_device.workers == on_device.devices[1:]
     assert not on_device.edge_is_control_unit
     here = parse_cluster({"id": "g", "device": DEVICES, "edge": {"name": "control-unit"}}, Path())
-    assert here.edge_is_control_unit and here.workers == here.devices
+    assert here.edge_is_control_unit
     for cluster in (on_device, here):
         assert cluster.names == ("control-unit", "pi-1", "pi-2", "server")
         assert cluster.having(Role.EDGE) == ()

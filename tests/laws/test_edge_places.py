@@ -22,10 +22,12 @@ from collapipe_flwr.config.schema import EdgeConfig, TrainConfig, WorldConfig
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.federation.client.pipeline_round import micro_batch
 from collapipe_flwr.federation.client.site import Site
+from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.records import SplitTask
 from collapipe_flwr.host.server import EdgeServer
 from collapipe_flwr.host.service import EdgeService
 from collapipe_flwr.models.splitter import Splitter
+from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.transport.client import Dialer
 from tests.closeness import assert_near, near
 from tests.cluster.test_killed_processes import striking
@@ -271,10 +273,16 @@ def test_an_edge_that_is_the_only_device_is_refused() -> None:
         parse_cluster(values, Path())
 
 
-def test_a_device_that_is_the_edge_holds_no_block() -> None:
+def test_a_device_that_is_the_edge_holds_no_block_unless_labels_stay_at_home() -> None:
     devices = [{"name": f"d{n}", "address": f"d{n}:1"} for n in range(3)]
     cluster = parse_cluster({"id": "A", "device": devices, "edge": {"name": "d1"}}, Path())
     profile = profile_of(cluster, 10)
-    assert [device.device_id for device in profile.devices] == ["A/d0", "A/d2"]
     assert profile.edge is not None and profile.edge.name == "d1:1"
-    assert replace(cluster, edge=replace(cluster.edge, name="x")).workers == cluster.devices
+    model = ModelShape(blocks=2, width=64).profile()
+
+    def holding(planning: Planning) -> list[str]:
+        (planned,) = planning.world([profile], model).snapshot(1, model).clusters
+        return [device.device_id for device in planned.profile.devices]
+
+    assert holding(Planning()) == ["A/d0", "A/d2"]
+    assert holding(Planning(labels_at_home=True)) == ["A/d0", "A/d1", "A/d2"]
