@@ -18,8 +18,8 @@ most, behind its last forward pass. So in between it takes at least
 The least over d <= D counts; of d = J, all forward passes first, ``tail`` is waited for once. What
 is ahead of a device and behind it are sets: their order does not matter to it. The least over all
 orders of the largest of these is found by dynamic programming over the sets of devices behind. Our
-own derivation, see docs/theory.md, 5.5; `benchmarks/test_prices.py` holds it against plans as they
-are played.
+own derivation, see docs/theory-appendix.md, 5.5; `benchmarks/test_prices.py` holds it against plans
+as they are played.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def _overlapped_makespan_s(
     it, and after, the last gradient passes it. It idles while all that it can hold is on the way to
     the edge and back, and while it is fed. In one direction, a stage or a link works J times within
     a trip of its own.
-    See ``warm_up`` and docs/theory.md, 5.5.
+    See ``warm_up`` and docs/theory-appendix.md, 5.5.
     """
     both = [np.moveaxis(np.asarray(each), axis, 0) for each in stage_s]
     there, home = (np.moveaxis(np.asarray(each), axis, 0) for each in hop_s)

@@ -122,7 +122,8 @@ class ClusterTelemetry:
 
         Sizes are those of what was trained on, whatever was planned: sum n^2 / sum n over the
         steps, for n labels each, in examples of so many labels as there are on average
-        (docs/theory.md, 4.4). The edge takes part in all steps; other stages count for their share.
+        (docs/theory-appendix.md, 4.4). The edge takes part in all steps; other stages count for
+        their share.
         """
         edge = self.edge
         if edge is None or not self.reports or not self.examples:
