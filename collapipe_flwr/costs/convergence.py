@@ -14,7 +14,8 @@ term grows by the factor ``1 + 2 eta L tau sum_m w_m s_m^2``, and 3 and 6 become
 long as ``eta tau L <= 1/2`` and ``2 eta^2 L^2 max_m H_m (H_m - 1) <= 1/3`` (with late updates:
 ``eta tau L (1 + 2 eta tau L sum_m w_m s_m^2) <= 1/2``, and 1/5).
 So ``R_eps = 4 Delta / (eta tau (eps - xi))`` rounds reach ``eps``. Derived in
-docs/theory-appendix.md, 4.2, along the lines of FedNova (Wang et al. 2020, arXiv 2007.07481). Our reconstruction.
+docs/theory-appendix.md, 4.2, along the lines of FedNova (Wang et al. 2020, arXiv 2007.07481). Our
+reconstruction.
 
 Or progress per step is that of McCandlish et al. (2018): a step on a batch B falls short of one on
 the true gradient by the factor ``1 + B_noise / B``, with the noise scale
