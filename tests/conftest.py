@@ -73,7 +73,7 @@ def _the_heap_is_left_alone() -> Iterator[None]:
     from collapipe_flwr.host import allocator
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(allocator, "_function", lambda _: None)  # as on other systems
+        patch.setattr(allocator, "_find_function", lambda _: None)  # as on other systems
         yield
 
 

@@ -95,7 +95,7 @@ class Player:
         """A round, from all that Flower's message carries to all that the reply does."""
         from flwr.app import RecordDict
 
-        from collapipe_flwr.federation.arrays import encode_tensors, stow_tensors, take_record
+        from collapipe_flwr.federation.arrays import encode_tensors, offload_tensors, take_record
         from collapipe_flwr.federation.bundles import bundle, unbundle
 
         splitter, order = self._splitter, self._order
@@ -107,7 +107,7 @@ class Player:
         del message  # bundling leaves a record that somebody else holds as it is
         bundle(content)  # as it comes
         unbundle(content)
-        weights = stow_tensors(content.array_records["arrays"])
+        weights = offload_tensors(content.array_records["arrays"])
         give_back()
         batch = self._batch()
         micro_batch = MicroBatch(

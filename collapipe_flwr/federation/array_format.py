@@ -1,4 +1,4 @@
-"""What the bytes of an array hold, by its head and its metadata, before any of them is decoded.
+"""The layout of an array's bytes, by its head and its metadata, before any value is decoded.
 
 Flower's arrays are files of `numpy.save`, which numpy itself reads with trust: a head of a few
 bytes makes it allocate what the head claims, evaluate Python literals, unpack archives. Here the
@@ -50,7 +50,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(key: str, array: Array) -> Layout | None:
-    """The layout of a numpy array; None of one in a dtype that numpy lacks.
+    """Return the layout of a numpy array; None for a dtype that numpy lacks.
 
     Raises ProtocolError for bytes that are not what head and metadata say.
     """
@@ -58,7 +58,7 @@ def layout_of(key: str, array: Array) -> Layout | None:
         if array.stype == RAW_TORCH:
             _check_raw(array)
             return None
-        return _checked(array)
+        return _parse_numpy(array)
     except ValueError as error:
         shape = to_one_line(str(tuple(array.shape)), SHORT)
         raise ProtocolError(
@@ -76,10 +76,10 @@ def _check_raw(array: Array) -> None:
         raise ValueError(f"its shape needs {needed} bytes")
 
 
-def _checked(array: Array) -> Layout:
+def _parse_numpy(array: Array) -> Layout:
     if array.stype != SType.NUMPY:
         raise ValueError("its serialisation is unknown")
-    layout = _layout(_head(array.data))
+    layout = _parse_head(_read_head(array.data))
     if (str(layout.dtype), layout.shape) != (array.dtype, tuple(array.shape)):
         raise ValueError(f"its data is of {layout.dtype} and shape {layout.shape}")
     if len(array.data) != (needed := layout.begin + layout.value_bytes):
@@ -89,8 +89,8 @@ def _checked(array: Array) -> Layout:
     return layout
 
 
-def _head(data: bytes) -> bytes:
-    """The bytes before the values. Raises ValueError where there is no proper head."""
+def _read_head(data: bytes) -> bytes:
+    """Return the bytes before the values; raises ValueError without a proper head."""
     length = _LENGTHS.get(data[len(_MAGIC)]) if len(data) > len(_MAGIC) + 1 else None
     if length is None or not data.startswith(_MAGIC):
         raise ValueError("its data is no array")
@@ -102,7 +102,7 @@ def _head(data: bytes) -> bytes:
 
 
 @lru_cache(maxsize=1024)  # every round has the same ones
-def _layout(head: bytes) -> Layout:
+def _parse_head(head: bytes) -> Layout:
     lead = len(_MAGIC) + 2 + _LENGTHS[head[len(_MAGIC)]]
     try:
         said = ast.literal_eval(head[lead:].decode())
@@ -114,11 +114,11 @@ def _layout(head: bytes) -> Layout:
     if type(descr) is not str or type(reordered) is not bool or type(shape) is not tuple:
         raise ValueError("its data is no plain array of numbers")
     _check_shape(shape)
-    return Layout(_plain_dtype(descr), shape, len(head), reordered)
+    return Layout(_parse_dtype(descr), shape, len(head), reordered)
 
 
-def _plain_dtype(descr: str) -> np.dtype[np.generic]:
-    """The dtype of a description as `numpy.save` writes it, in this machine's order of bytes."""
+def _parse_dtype(descr: str) -> np.dtype[np.generic]:
+    """Return the dtype that `numpy.save` describes so, in this machine's byte order."""
     try:
         dtype = np.dtype(descr)
     except (TypeError, ValueError, SyntaxError) as error:

@@ -28,48 +28,48 @@ _PLAIN_DTYPES = {
 
 
 def encode_tensors(tensors: Mapping[str, torch.Tensor]) -> ArrayRecord:
-    """A state dict as an ArrayRecord; every dtype and shape survives the way there and back."""
+    """Encode a state dict as an ArrayRecord; :func:`decode_tensors` restores dtypes and shapes."""
     return ArrayRecord({key: _encode_tensor(tensor) for key, tensor in tensors.items()})
 
 
 def decode_tensors(record: ArrayRecord) -> dict[str, torch.Tensor]:
-    """The state dict of an ArrayRecord (copies); raises ProtocolError on a malformed array."""
+    """Copy an ArrayRecord into a state dict; raises ProtocolError on a malformed array."""
     return {key: _decode_tensor(key, array) for key, array in record.items()}
 
 
 def take_tensors(record: ArrayRecord) -> dict[str, torch.Tensor]:
-    """:func:`decode_tensors`, emptying the record, so that a model is never in memory twice."""
+    """Decode the tensors, emptying the record, so that a model is never in memory twice."""
     return {key: _decode_tensor(key, record.pop(key)) for key in list(record)}
 
 
-def stow_tensors(record: ArrayRecord) -> Lookup[torch.Tensor]:
-    """:func:`take_tensors` into a file, from which each is read when it is asked for.
+def offload_tensors(record: ArrayRecord) -> Lookup[torch.Tensor]:
+    """Move the tensors into a file, from which each is read when it is asked for.
 
     Raises ProtocolError on a malformed array.
     """
     stow = Offload()
-    return Lookup({key: _stow_tensor(stow, key, record.pop(key)) for key in list(record)})
+    return Lookup({key: _offload_tensor(stow, key, record.pop(key)) for key in list(record)})
 
 
 def take_record(tensors: dict[str, torch.Tensor] | Lookup[torch.Tensor]) -> ArrayRecord:
-    """:func:`encode_tensors`, emptying the state dict on the way."""
+    """Encode a state dict as an ArrayRecord, emptying it on the way."""
     return ArrayRecord({key: _encode_tensor(tensors.pop(key)) for key in list(tensors)})
 
 
 def is_floating(array: Array) -> bool:
-    """Whether an array can be averaged: integers and booleans cannot."""
+    """Return whether an array can be averaged: integers and booleans cannot."""
     return array.dtype in RAW_DTYPES or not array.dtype.startswith(("int", "uint", "bool"))
 
 
 def averaging_view(record: ArrayRecord) -> ArrayRecord:
-    """The floats of a model, in dtypes that numpy has."""
+    """Return the floats of a model, in dtypes that numpy has."""
     return inner_view(record, [key for key, array in record.items() if not is_floating(array)])
 
 
 def inner_view(record: ArrayRecord, hidden: Collection[str] = ()) -> ArrayRecord:
-    """The arrays of the inner strategy: those not ``hidden``, in dtypes that numpy has.
+    """Return the arrays that are not ``hidden``, in dtypes that numpy has.
 
-    A record that needs no change is returned itself.
+    The inner strategy sees these. A record that needs no change is returned itself.
     """
     keys = [key for key in record if key not in hidden]
     if len(keys) == len(record) and not holds_raw(record):
@@ -82,7 +82,7 @@ def holds_raw(record: ArrayRecord) -> bool:
 
 
 def narrow_raw(view: ArrayRecord, template: ArrayRecord) -> ArrayRecord:
-    """``view`` with the dtypes of ``template`` where numpy lacks them.
+    """Cast arrays of ``view`` back to the dtypes of ``template`` that numpy lacks.
 
     Raises RunError if the shape of such an array changed.
     """
@@ -93,7 +93,7 @@ def narrow_raw(view: ArrayRecord, template: ArrayRecord) -> ArrayRecord:
 
 
 def load_into(template: ArrayRecord, view: ArrayRecord) -> ArrayRecord:
-    """``template`` after `load_state_dict` of ``view``: in its order, shapes and dtypes.
+    """Return ``template`` after `load_state_dict` of ``view``: in its order, shapes and dtypes.
 
     Arrays that ``view`` lacks stay as they are, and arrays that only ``view`` has are added. Raises
     RunError if a shape changed.
@@ -102,8 +102,8 @@ def load_into(template: ArrayRecord, view: ArrayRecord) -> ArrayRecord:
     return ArrayRecord({**loaded, **{k: a for k, a in view.items() if k not in loaded}})
 
 
-def shifted(model: ArrayRecord, start: ArrayRecord, now: ArrayRecord) -> ArrayRecord:
-    """``now`` plus the change of ``model`` since ``start``, in the dtypes of ``model``.
+def add_change(model: ArrayRecord, start: ArrayRecord, now: ArrayRecord) -> ArrayRecord:
+    """Add the change of ``model`` since ``start`` to ``now``, in the dtypes of ``model``.
 
     Integers, and floats that are not finite (masks), are those of ``model``.
     """
@@ -117,8 +117,8 @@ def shifted(model: ArrayRecord, start: ArrayRecord, now: ArrayRecord) -> ArrayRe
     return moved
 
 
-def not_finite(record: ArrayRecord, like: ArrayRecord) -> str | None:
-    """The first float array with infinities or NaN whose counterpart in ``like`` has none, if any.
+def find_not_finite(record: ArrayRecord, like: ArrayRecord) -> str | None:
+    """Find the first float array that is not finite though its counterpart in ``like`` is.
 
     Arrays that ``like`` lacks are not checked. Raises ProtocolError on a malformed array.
     """
@@ -131,7 +131,7 @@ def not_finite(record: ArrayRecord, like: ArrayRecord) -> str | None:
 
 
 def count_not_finite(record: ArrayRecord) -> int:
-    """How many float arrays hold infinities or NaN; raises ProtocolError on a malformed one."""
+    """Count the float arrays with infinities or NaN; raises ProtocolError on a malformed one."""
     return sum(is_floating(a) and not _is_finite(key, a) for key, a in record.items())
 
 
@@ -140,26 +140,26 @@ def _is_finite(key: str, array: Array) -> bool:
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
-    """At least float32: torch computes little in narrower dtypes."""
+    """Widen to float32 at least: torch computes little in narrower dtypes."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def _encode_tensor(tensor: torch.Tensor) -> Array:
     tensor = tensor.detach().cpu()
     if tensor.dtype not in _RAW_NAMES:
-        return Array(str(tensor.numpy().dtype), tuple(tensor.shape), SType.NUMPY, _npy(tensor))
+        return Array(str(tensor.numpy().dtype), tuple(tensor.shape), SType.NUMPY, _save_npy(tensor))
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     return Array(_RAW_NAMES[tensor.dtype], tuple(tensor.shape), RAW_TORCH, flat.numpy().tobytes())
 
 
-def _npy(tensor: torch.Tensor) -> bytes:
-    """The bytes of `numpy.save`, without its over-allocated buffer."""
+def _save_npy(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of `numpy.save`, without its over-allocated buffer."""
     array, head = tensor.contiguous().numpy(), BytesIO()
     np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(array))
     return b"".join((head.getvalue(), array.reshape(-1).data))
 
 
-def _stow_tensor(stow: Offload, key: str, array: Array) -> Callable[[], torch.Tensor]:
+def _offload_tensor(stow: Offload, key: str, array: Array) -> Callable[[], torch.Tensor]:
     """Store one tensor and return its reader; large arrays are stored without decoding."""
     if len(array.data) >= OFFLOAD_BYTES and (found := _raw_bytes(key, array)):
         data, dtype = found
@@ -169,7 +169,7 @@ def _stow_tensor(stow: Offload, key: str, array: Array) -> Callable[[], torch.Te
 
 
 def _raw_bytes(key: str, array: Array) -> tuple[memoryview, torch.dtype] | None:
-    """An array's bytes in torch's layout; None where the array has to be decoded first."""
+    """Return an array's bytes in torch's layout; None where it has to be decoded first."""
     layout, data = layout_of(key, array), memoryview(array.data)
     if layout is None:
         return data, RAW_DTYPES[array.dtype]
@@ -198,7 +198,7 @@ def _widen(key: str, array: Array) -> Array:
 
 
 def _cast(key: str, array: Array, template: Array) -> Array:
-    """``array`` in the dtype of ``template``, as torch casts it; it must have its shape."""
+    """Cast ``array`` to the dtype of ``template`` as torch does; raises RunError for its shape."""
     if tuple(array.shape) != tuple(template.shape):
         raise RunError(
             f"array {key} has shape {tuple(array.shape)} after aggregation but "

@@ -39,7 +39,7 @@ class Attempts:
         self.failures: list[str] = []
 
     def retry(self, why: str) -> bool:
-        """Record a failure; returns whether the round is repeated, after a pause."""
+        """Record a failure; returns after a pause whether the round is repeated."""
         self.failures.append(why)
         failed = len(self.failures)
         if failed > self._most:
@@ -52,7 +52,7 @@ class Attempts:
         return True
 
     def with_count(self, why: str) -> str:
-        """``why`` with the number of attempts, if there was more than one."""
+        """Add the number of attempts to ``why``, if there was more than one."""
         if len(self.failures) < 2:
             return why
         seconds = monotonic() - self._started_s
@@ -60,13 +60,13 @@ class Attempts:
 
 
 def are_permanent(replies: Iterable[Message]) -> bool:
-    """Whether every failure among the replies is of a kind that a repetition cannot fix."""
+    """Return whether a repetition can fix none of the failures among the replies."""
     errors = [reply.error for reply in replies if reply.has_error()]
     return bool(errors) and all(_kind(error) in _LASTING for error in errors)
 
 
 def _kind(error: Error) -> str:
-    """The class name of the exception that a ClientApp raised, "" if none was raised."""
+    """Return the class name of the exception that a ClientApp raised, "" if none was raised."""
     reason = error.reason or ""
     found = _KIND_IN_RAY.search(reason) or _KIND.match(reason)
     return found.group(1) if found else ""

@@ -30,13 +30,13 @@ class Bundles:
     _made: dict[tuple[object, ...], tuple[dict[str, Array], Array]] = field(default_factory=dict)
 
     def of(self, content: RecordDict) -> RecordDict:
-        """``content`` as a new RecordDict with bundles."""
+        """Copy ``content`` into a new RecordDict with bundles."""
         found = RecordDict(dict(content))
         for name, record in array_records(content).items():
-            found[name] = _bundled(record, record.__getitem__, self._once)
+            found[name] = _bundle_small(record, record.__getitem__, self._bundle_once)
         return found
 
-    def _once(self, members: dict[str, Array]) -> Array:
+    def _bundle_once(self, members: dict[str, Array]) -> Array:
         held = tuple(
             (key, id(a.data), a.dtype, tuple(a.shape), a.stype) for key, a in members.items()
         )
@@ -53,7 +53,7 @@ def bundle(content: RecordDict) -> None:
     records = array_records(content)
     for name in list(records):
         content[name] = record = records.pop(name).copy()
-        record.update(_bundled(record, record.pop, _bundle))
+        record.update(_bundle_small(record, record.pop, _bundle))
 
 
 def unbundle(content: RecordDict) -> bool:
@@ -67,15 +67,15 @@ def unbundle(content: RecordDict) -> bool:
         arrays = {name: record.pop(name) for name in list(record)}
         for name in list(arrays):
             array = arrays.pop(name)
-            for key, member in _members(array) if _is_bundle(array) else [(name, array)]:
+            for key, member in _read_members(array) if _is_bundle(array) else [(name, array)]:
                 if key in record:
                     raise ProtocolError(f"a message holds the array {key} twice")
                 record[key] = member
     return bool(records)
 
 
-def unbundling(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """A mod that unpacks bundles for the app, and bundles the reply to a bundled message."""
+def unbundle_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Unpack bundles for the app, and bundle its reply to a bundled message: a mod."""
     asked = message.has_content() and unbundle(message.content)
     reply = call_next(message, context)
     if asked and reply.has_content():
@@ -87,21 +87,24 @@ def accept_bundles(app: ClientApp) -> bool:
     """Unpack bundles before any function of ``app``; False if some were registered before."""
     if app._registered_funcs or app._call is not None:
         return False
-    app._mods = [unbundling, *app._mods]
+    app._mods = [unbundle_mod, *app._mods]
     return True
 
 
 def array_records(content: RecordDict) -> dict[str, ArrayRecord]:
-    """As `RecordDict.array_records`, which keeps them until the garbage collector runs."""
+    """Return the ArrayRecords by name.
+
+    `RecordDict.array_records` would keep them alive until the garbage collector runs.
+    """
     return {name: record for name, record in content.items() if isinstance(record, ArrayRecord)}
 
 
-def _bundled(
+def _bundle_small(
     record: ArrayRecord, get: Callable[[str], Array], join: Callable[[dict[str, Array]], Array]
 ) -> ArrayRecord:
-    """The arrays of ``record`` in order, small ones bundled by ``join``."""
+    """Return the arrays of ``record`` in order, small ones bundled by ``join``."""
     found = ArrayRecord()
-    for keys in list(_groups(record)):
+    for keys in list(_group_keys(record)):
         members = {key: get(key) for key in keys}
         if len(keys) == 1:
             found.update(members)
@@ -110,8 +113,8 @@ def _bundled(
     return found
 
 
-def _groups(record: ArrayRecord) -> Iterator[list[str]]:
-    """Keys of consecutive arrays that share a bundle."""
+def _group_keys(record: ArrayRecord) -> Iterator[list[str]]:
+    """Yield the keys of consecutive arrays that share a bundle."""
     keys: list[str] = []
     size = 0
     for key, array in record.items():
@@ -135,7 +138,7 @@ def _bundle(members: Mapping[str, Array]) -> Array:
     return Array("uint8", (len(data),), _STYPE, data)
 
 
-def _members(joined: Array) -> Iterator[tuple[str, Array]]:
+def _read_members(joined: Array) -> Iterator[tuple[str, Array]]:
     data = memoryview(joined.data)
     try:
         begin = _INDEX.size + _INDEX.unpack_from(data)[0]

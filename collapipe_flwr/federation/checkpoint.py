@@ -55,14 +55,14 @@ class Memory:
 
     @staticmethod
     def by_name(parts: Mapping[str, Mapping[str, Tensor]]) -> Memory:
-        """Tensors of several owners, whose names may hold any text."""
+        """Join the tensors of several owners, whose names may hold any text."""
         numbered = {str(index): tensors for index, tensors in enumerate(parts.values())}
-        return Memory(text=json.dumps(list(parts)), tensors=_joined(numbered))
+        return Memory(text=json.dumps(list(parts)), tensors=_join(numbered))
 
     def named_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """What :meth:`by_name` was given."""
+        """Return what :meth:`by_name` was given."""
         names = json.loads(self.text or "[]")
-        return {name: _of(str(index), self.tensors) for index, name in enumerate(names)}
+        return {name: _select(str(index), self.tensors) for index, name in enumerate(names)}
 
 
 @runtime_checkable
@@ -70,7 +70,7 @@ class Resumable(Protocol):
     """A part of the run whose memory a checkpoint keeps."""
 
     def dump(self) -> Memory:
-        """Everything that the next round depends on."""
+        """Return everything that the next round depends on."""
 
     def load(self, memory: Memory) -> None:
         """Restore what :meth:`dump` returned."""
@@ -102,7 +102,7 @@ class Checkpoints:
     def save(self, checkpoint: Checkpoint) -> Path:
         """Write a checkpoint, then delete all but the newest two; raises RunError."""
         path = self.folder / f"round-{checkpoint.server_round:06d}"
-        with _writing(path):
+        with _translate_errors(path):
             make_folder(self.folder)
             clean(self.folder)
             with draft(path) as folder:
@@ -113,23 +113,23 @@ class Checkpoints:
                 shutil.rmtree(old)
         return path
 
-    def due(self, server_round: int) -> bool:
+    def is_due(self, server_round: int) -> bool:
         return server_round % self.every == 0
 
     def note_rng_state(self, server_round: int) -> None:
         """Update the generator state of this round's checkpoint, before the next round draws."""
         paths = self._paths()
         if paths and _round_of(paths[-1]) == server_round:
-            with _writing(paths[-1]):
+            with _translate_errors(paths[-1]):
                 write_text(paths[-1] / _CHANCE, rng_state())
 
-    def newest(self) -> Checkpoint | None:
-        """The newest checkpoint, if any; raises RunError if it cannot be read."""
+    def read_newest(self) -> Checkpoint | None:
+        """Read the newest checkpoint, if any; raises RunError if it cannot be read."""
         paths = self._paths()
         return _read(paths[-1]) if paths else None
 
     def newest_round(self) -> int:
-        """The round of the newest checkpoint; 0 if there is none."""
+        """Return the round of the newest checkpoint; 0 if there is none."""
         paths = self._paths()
         return _round_of(paths[-1]) if paths else 0
 
@@ -143,7 +143,7 @@ def _round_of(path: Path) -> int:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _translate_errors(path: Path) -> Iterator[None]:
     """Raise RunError in place of an OSError."""
     try:
         yield
@@ -156,8 +156,8 @@ def _writing(path: Path) -> Iterator[None]:
 def _write(folder: Path, checkpoint: Checkpoint) -> None:
     model = decode_tensors(checkpoint.arrays)
     memories = checkpoint.memories
-    arrays = _joined({part: memory.arrays for part, memory in memories.items()})
-    tensors = _joined({part: memory.tensors for part, memory in memories.items()})
+    arrays = _join({part: memory.arrays for part, memory in memories.items()})
+    tensors = _join({part: memory.tensors for part, memory in memories.items()})
     save_tensors({k: v.contiguous() for k, v in model.items()}, folder / _MODEL)
     save_arrays(
         {k: np.ascontiguousarray(v).reshape(v.shape) for k, v in arrays.items()}, folder / _ARRAYS
@@ -186,7 +186,9 @@ def _read(folder: Path) -> Checkpoint:
             arrays=encode_tensors({key: model[key] for key in state["keys"]}),
             strategy=state["strategy"],
             memories={
-                part: Memory(text=text, arrays=_of(part, arrays), tensors=_of(part, tensors))
+                part: Memory(
+                    text=text, arrays=_select(part, arrays), tensors=_select(part, tensors)
+                )
                 for part, text in state["memories"].items()
             },
             rng_state=(folder / _CHANCE).read_text(),
@@ -197,17 +199,17 @@ def _read(folder: Path) -> Checkpoint:
         ) from error
 
 
-def _joined(parts: Mapping[str, Mapping[str, Found]]) -> dict[str, Found]:
+def _join(parts: Mapping[str, Mapping[str, Found]]) -> dict[str, Found]:
     return {f"{part}/{key}": value for part, held in parts.items() for key, value in held.items()}
 
 
-def _of(part: str, joined: Mapping[str, Found]) -> dict[str, Found]:
+def _select(part: str, joined: Mapping[str, Found]) -> dict[str, Found]:
     prefix = f"{part}/"
     return {k.removeprefix(prefix): v for k, v in joined.items() if k.startswith(prefix)}
 
 
 def rng_state() -> str:
-    """The state of Python's, numpy's and torch's generators, as JSON."""
+    """Return the state of Python's, numpy's and torch's generators, as JSON."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "random": random.getstate(),

@@ -66,7 +66,7 @@ class RoundClock:
 
     def exchange(self, grid: Grid, sent: list[Message], timeout: float | None) -> list[Message]:
         """Push, then pull until all replies are in or the deadline; late ones become errors."""
-        predicted_s = _predicted(sent)
+        predicted_s = _read_predictions(sent)
         planned_s = self.deadline_s(predicted_s)
         if planned_s is not None and timeout is not None and timeout <= planned_s:
             planned_s = None
@@ -76,17 +76,21 @@ class RoundClock:
         exchange_s = self._now() - started_s
         there = {reply.metadata.reply_to_message_id for reply in replies}
         late = [message for message in sent if message.metadata.message_id not in there]
-        self.learn(predicted_s, _walls(sent, replies), exchange_s)
+        self.learn(predicted_s, _read_walls(sent, replies), exchange_s)
         joins = self.joins_late and planned_s is not None
-        self.late = frozenset(_predicted(late)) if joins else frozenset()
+        self.late = frozenset(_read_predictions(late)) if joins else frozenset()
         if not joins:
-            self.miss(_predicted(late), planned_s)
+            self.miss(_read_predictions(late), planned_s)
         if late:
             log.warning("closed after %.1f s, %d of %d are late", exchange_s, len(late), len(sent))
-        return replies if planned_s is None else [*replies, *(_late(m, planned_s) for m in late)]
+        return (
+            replies
+            if planned_s is None
+            else [*replies, *(_make_late_error(m, planned_s) for m in late)]
+        )
 
     def deadline_s(self, predicted_s: Seconds) -> float | None:
-        """Seconds after which a round with these predictions closes; None while unknown."""
+        """Return the seconds after which a round of these predictions closes; None if unknown."""
         kept = self._kept
         awaited_s = {name: s for name, s in predicted_s.items() if kept.missed.get(name) != 0.0}
         if not kept.overhead_s or not awaited_s or not awaited_s.keys() <= kept.ratios.keys():
@@ -126,14 +130,14 @@ class RoundClock:
         self._kept = from_json(_Kept, memory.text or "{}", "the clock's checkpoint")
 
 
-def _late(message: Message, planned_s: float) -> Message:
-    """The error reply that stands for a late one."""
+def _make_late_error(message: Message, planned_s: float) -> Message:
+    """Make the error reply that stands for a late one."""
     why = f"late: the round was planned to close after {planned_s:.1f} s (round-slack)"
     return Message(Error(LATE, why), reply_to=message)
 
 
-def _predicted(messages: Sequence[Message]) -> dict[str, float]:
-    """Predicted seconds by cluster, from the plans in messages that ask for training."""
+def _read_predictions(messages: Sequence[Message]) -> dict[str, float]:
+    """Read predicted seconds by cluster, from the plans in messages that ask for training."""
     asked = [m.content for m in messages if m.metadata.message_type == "train" and m.has_content()]
     found: dict[str, float] = {}
     for content in asked:
@@ -146,9 +150,9 @@ def _predicted(messages: Sequence[Message]) -> dict[str, float]:
     return found
 
 
-def _walls(sent: Sequence[Message], replies: Sequence[Message]) -> dict[str, float]:
-    """Measured seconds by cluster, as each reports its own; what cannot be is left out."""
-    asked = {message.metadata.message_id: set(_predicted([message])) for message in sent}
+def _read_walls(sent: Sequence[Message], replies: Sequence[Message]) -> dict[str, float]:
+    """Read measured seconds by cluster; reports that cannot be true are left out."""
+    asked = {message.metadata.message_id: set(_read_predictions([message])) for message in sent}
     found: dict[str, float] = {}
     for reply in replies:
         try:

@@ -34,7 +34,7 @@ class DefaultEdge:
         return self._client.address
 
     def progress(self) -> Mapping[str, PassesDone]:
-        """The micro-batches of each cluster in this round; empty if the edge does not tell."""
+        """Ask for each cluster's micro-batches in this round; empty if the edge does not answer."""
         try:
             return self._client.progress(within_s=_PROGRESS_S)
         except LinkError as error:
@@ -44,7 +44,7 @@ class DefaultEdge:
 
 @contextmanager
 def open_edge(config: EdgeConfig) -> Iterator[DefaultEdge]:
-    """The user's edge, or one on loopback for the body."""
+    """Connect to the user's edge, or serve one on loopback during the body."""
     if config.address:
         with EdgeClient(
             config.address,

@@ -1,4 +1,4 @@
-"""What a user may hand to :class:`CollaPipe`, and what becomes of it."""
+"""The options of :class:`CollaPipe`: their checks, and the learning settings of each round."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def check_options(
 def learning_of(
     given: object, learning: Learning | None, model: DescribedModel | None
 ) -> Callable[[int], LearningSettings]:
-    """The learning settings by server round, with ``given`` as their optimizer if it is set."""
+    """Return the learning settings by round, with ``given`` as their optimizer if it is set."""
     if given is not None:
         given = optimizer_config(given, model.model if isinstance(model, SplitModel) else None)
-    return partial(_learning, learning or LearningSettings(), given)
+    return partial(_choose_settings, learning or LearningSettings(), given)
 
 
-def _learning(
+def _choose_settings(
     learning: Learning, optimizer: OptimizerConfig | None, server_round: int
 ) -> LearningSettings:
     settings = learning(server_round) if callable(learning) else learning

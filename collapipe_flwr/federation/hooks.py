@@ -15,13 +15,13 @@ from flwr.serverapp.strategy import Strategy
 
 from collapipe_flwr.config.schema import EdgeConfig
 from collapipe_flwr.core.errors import DevicesMissing, RunError
-from collapipe_flwr.federation.arrays import inner_view, load_into, narrow_raw, not_finite
+from collapipe_flwr.federation.arrays import find_not_finite, inner_view, load_into, narrow_raw
 from collapipe_flwr.federation.attempts import DEFAULT_TIMEOUT_S, Attempts, are_permanent
 from collapipe_flwr.federation.border import averages, evaluations
 from collapipe_flwr.federation.checkpoint import Memory, Resumable, restore_rng_state, rng_state
 from collapipe_flwr.federation.default_edge import DefaultEdge, open_edge
 from collapipe_flwr.federation.hook_options import Learning, check_options, learning_of
-from collapipe_flwr.federation.inner import layers, returned
+from collapipe_flwr.federation.inner import check_returned, layers
 from collapipe_flwr.federation.inner_state import (
     Undo,
     count_unsound,
@@ -30,7 +30,7 @@ from collapipe_flwr.federation.inner_state import (
     undo_nothing,
 )
 from collapipe_flwr.federation.late_updates import LateUpdate, LateUpdates
-from collapipe_flwr.federation.messages import readdressed, restored
+from collapipe_flwr.federation.messages import replace_content, restore_arrays
 from collapipe_flwr.federation.open_round import OpenRound
 from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.federation.planning import DescribedClusters, Planning, planner_of
@@ -139,8 +139,8 @@ class StrategyHooks:
             self.close()
             self._close_edge()
 
-    def _opened_edge(self) -> DefaultEdge:
-        """The edge of clusters that name none, opened in the first round.
+    def _open_edge(self) -> DefaultEdge:
+        """Return the edge of clusters that name none, opened in the first round.
 
         It ends with :meth:`running`, which a strategy around this one does not call, else with the
         process.
@@ -181,7 +181,7 @@ class StrategyHooks:
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """The inner strategy's messages, each with its own plan.
+        """Return the inner strategy's messages, each with its own plan.
 
         A split model is trained with the settings in their config (`asked_optimizer`). Raises
         ScheduleError, ConfigError, RunError.
@@ -193,11 +193,11 @@ class StrategyHooks:
             self._forget_run()
         self._grid, state, self._undo = grid, rng_state(), remember(self.inner_strategy)
         self._unsound = count_unsound(self.inner_strategy, arrays)
-        self._configure = partial(self._configured, server_round, arrays, config, state)
+        self._configure = partial(self._configure_round, server_round, arrays, config, state)
         return self._with_retries(self._configure)
 
     def _with_retries(self, configure: Callable[[], list[Message]]) -> list[Message]:
-        """The messages of a round, repeated while devices are missing."""
+        """Return the messages of a round, trying again while devices are missing."""
         while True:
             try:
                 return configure()
@@ -205,7 +205,7 @@ class StrategyHooks:
                 if not self._attempts.retry(str(error)):
                     raise DevicesMissing(self._attempts.with_count(str(error))) from error
 
-    def _configured(
+    def _configure_round(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, rng_state: str
     ) -> list[Message]:
         self.close()
@@ -214,11 +214,11 @@ class StrategyHooks:
             self._undo()
         view = inner_view(arrays, self._hidden_keys)
         asked = self.inner_strategy.configure_train(server_round, view, config, self._grid)
-        asked = returned(asked, self.inner_strategy, "configure_train")
-        messages = self._to_idle_nodes(asked)
+        asked = check_returned(asked, self.inner_strategy, "configure_train")
+        messages = self._select_idle(asked)
         nodes = [message.metadata.dst_node_id for message in messages]
         self._planned = self._plan(server_round, nodes, arrays)
-        return self._opened(self._planned, server_round, arrays, messages)
+        return self._open_round(self._planned, server_round, arrays, messages)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -233,8 +233,8 @@ class StrategyHooks:
         with closing(self):
             closed, joined = self._collect(replies)
             made = self.inner_strategy.aggregate_train(server_round, closed.replies)
-            arrays, metrics = returned(made, self.inner_strategy, "aggregate_train")
-            arrays = closed.after = self._restored(arrays, closed) if arrays else None
+            arrays, metrics = check_returned(made, self.inner_strategy, "aggregate_train")
+            arrays = closed.after = self._restore(arrays, closed) if arrays else None
             self._undo = undo_nothing  # frees what it holds
             if arrays:
                 self._round.accept(closed)
@@ -243,17 +243,17 @@ class StrategyHooks:
         return arrays, metrics
 
     def _collect(self, replies: Iterable[Message]) -> tuple[ClosedRound, list[LateUpdate]]:
-        """The round with its replies, or with those of its first successful repetition.
+        """Close the round with its replies, or with those of its first successful repetition.
 
-        Late updates that join it come with it.
+        Also returns the late updates that join it.
         """
         while True:
             assert self._round is not None
             closed = self._round.receive(replies)
             joined: list[LateUpdate] = []
-            if not (total_loss := self._round.total_loss(closed)):
+            if not (total_loss := self._round.describe_total_loss(closed)):
                 joined = self._join_late(closed)
-                total_loss = self._round.total_loss(closed)
+                total_loss = self._round.describe_total_loss(closed)
             if not total_loss:
                 return closed, joined
             if are_permanent(closed.replies) or not self._attempts.retry(total_loss):
@@ -262,13 +262,13 @@ class StrategyHooks:
             messages = self._with_retries(self._configure)
             replies = self._grid.send_and_receive(messages, timeout=self._timeout_s)
 
-    def _to_idle_nodes(self, messages: Iterable[Message]) -> list[Message]:
-        """The messages to nodes that do not train for an earlier round."""
+    def _select_idle(self, messages: Iterable[Message]) -> list[Message]:
+        """Keep the messages to nodes that do not train for an earlier round."""
         busy = self.late.nodes
         return [message for message in messages if message.metadata.dst_node_id not in busy]
 
     def _join_late(self, closed: ClosedRound) -> list[LateUpdate]:
-        """The late updates that join a round; waits for a usable one if nothing else is there.
+        """Add late updates to a round; waits for a usable one if the round has nothing else.
 
         Those of the round itself that never come count as its failures.
         """
@@ -286,14 +286,14 @@ class StrategyHooks:
         self._round.give_up(closed, closed.models.keys() | self.late.of(self._round))
         return joined
 
-    def _restored(self, made: ArrayRecord, closed: ClosedRound) -> ArrayRecord | None:
-        """The new model in its own dtypes; None, which drops the round, if it is not finite.
+    def _restore(self, made: ArrayRecord, closed: ClosedRound) -> ArrayRecord | None:
+        """Return the new model in its own dtypes; None, which drops the round, if it is not finite.
 
-        So it is with the moments of the inner strategy, which is then as before the round.
+        The same holds for the moments of the inner strategy, which returns to its state before.
         """
         before = closed.before
         arrays = narrow_raw(made, before) if self._model is None else load_into(before, made)
-        if (key := not_finite(arrays, before)) is not None:
+        if (key := find_not_finite(arrays, before)) is not None:
             what = f"{key} of the model"
         elif name := find_spoilt(self.inner_strategy, self._unsound, before):
             what = f"its {name}"
@@ -311,16 +311,19 @@ class StrategyHooks:
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """The inner strategy's messages, none of whose records is shared.
+        """Return the inner strategy's messages, none of whose records is shared.
 
         A split model is evaluated by this round's plan, on the clusters of the plan; clusters that
         did not train get a plan first.
         """
         view = inner_view(arrays, self._hidden_keys)
         configure = self.inner_strategy.configure_evaluate
-        messages = self._to_idle_nodes(configure(server_round, view, config, grid))
+        messages = self._select_idle(configure(server_round, view, config, grid))
         if self._model is None:
-            return [readdressed(m, restored(m.content, arrays, (), exact=False)) for m in messages]
+            return [
+                replace_content(m, restore_arrays(m.content, arrays, (), exact=False))
+                for m in messages
+            ]
         if self._planned is None:
             raise RunError(f"round {server_round}: configure_evaluate needs configure_train first")
         self.close()
@@ -332,17 +335,17 @@ class StrategyHooks:
             else:
                 plan = planner.plan_evaluation(server_round, nodes, arrays)
         self._attempts = Attempts(self._retries)
-        return self._with_retries(lambda: self._opened(plan, server_round, arrays, messages))
+        return self._with_retries(lambda: self._open_round(plan, server_round, arrays, messages))
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         with closing(self):
             if self._round is not None:
-                usable = self._round.weighed(replies)
+                usable = self._round.check_evaluations(replies)
             else:
                 names = self._planned.cluster_ids if self._planned is not None else {}
-                weighted_by = weight_key(self.inner_strategy)
+                weighted_by = find_weight_key(self.inner_strategy)
                 usable = evaluations(replies, names, weighted_by, averages=self._averages)
             return self.inner_strategy.aggregate_evaluate(server_round, usable)
 
@@ -360,13 +363,13 @@ class StrategyHooks:
             return RoundPlan.of_nobody(server_round, unknown=nodes)
         return self.planner.plan(server_round, nodes, arrays)
 
-    def _opened(
+    def _open_round(
         self, plan: RoundPlan, server_round: int, arrays: ArrayRecord, messages: Iterable[Message]
     ) -> list[Message]:
-        """The messages of a round that is open from now on; closed again on an error."""
+        """Open a round and return its messages; an error closes it again."""
         split = None
         if self._model is not None:
-            edge = self._opened_edge()
+            edge = self._open_edge()
             split = SplitRound(self._model, edge, self._learning(server_round))
         self._round = OpenRound(
             plan,
@@ -374,7 +377,7 @@ class StrategyHooks:
             split,
             self._accepted,
             self._personal,
-            weighted_by=weight_key(self.inner_strategy),
+            weighted_by=find_weight_key(self.inner_strategy),
             waits_for_late=self._joins_late,
             averages=self._averages,
         )
@@ -406,7 +409,7 @@ class StrategyHooks:
             self._on_round(record)
 
 
-def weight_key(strategy: Strategy) -> str:
-    """The metric by which a strategy, or one that it wraps, weighs replies."""
+def find_weight_key(strategy: Strategy) -> str:
+    """Return the metric by which a strategy, or one that it wraps, weighs replies."""
     keys = (getattr(layer, "weighted_by_key", None) for layer in layers(strategy))
     return next((key for key in keys if isinstance(key, str)), EXAMPLES)

@@ -66,7 +66,7 @@ def check_inner(strategy: object, wrapper: type[Strategy], *, split: bool) -> No
 
 
 def layers(strategy: Strategy) -> list[Strategy]:
-    """A strategy and those that it wraps, outermost first."""
+    """List a strategy and those that it wraps, outermost first."""
     found = [strategy]
     for layer in found:
         values = vars(layer).values()
@@ -74,8 +74,8 @@ def layers(strategy: Strategy) -> list[Strategy]:
     return found
 
 
-def returned(found: T | None, strategy: Strategy, hook: str) -> T:
-    """What a hook of the strategy returned; raises RunError where that was forgotten."""
+def check_returned(found: T | None, strategy: Strategy, hook: str) -> T:
+    """Return what a hook of the strategy returned; raises RunError for None."""
     if found is None:
         raise RunError(
             f"{hook} of {type(strategy).__name__} returned None: let it return {_RETURNED[hook]}"
@@ -83,13 +83,13 @@ def returned(found: T | None, strategy: Strategy, hook: str) -> T:
     return found
 
 
-def started_with(
+def read_start_numbers(
     strategy: Strategy, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, float]:
-    """The numbers among the arguments of the strategy's own ``start``, by name.
+    """Return the numbers among the arguments of the strategy's own ``start``, by name.
 
-    Where it takes ``*args`` or ``**kwargs``, it passes them on to Flower's: they have the names
-    there, by position from the grid on.
+    A ``start`` with ``*args`` or ``**kwargs`` passes them on to Flower's, whose names count then,
+    by position from the grid on.
     """
     given = signature(strategy.start).bind(*args, **kwargs)
     given.apply_defaults()
@@ -120,8 +120,8 @@ class _Hook:
         vars(driver)[self._name] = value
 
 
-def driver(inner: Strategy, hooks: Strategy) -> Strategy:
-    """``inner`` with five methods of ``hooks`` in place of its own.
+def make_driver(inner: Strategy, hooks: Strategy) -> Strategy:
+    """Make a view of ``inner`` with five methods of ``hooks`` in place of its own.
 
     The result is an instance of a subclass of ``inner``'s class and shares its ``__dict__``, so
     what its ``start`` sets is set on ``inner``. Copying or unpickling it gives ``inner``.
@@ -130,7 +130,7 @@ def driver(inner: Strategy, hooks: Strategy) -> Strategy:
     body: dict[str, Any] = {name: _Hook(name, getattr(hooks, name)) for name in _HOOKS}
     body["__module__"], body["__qualname__"] = kind.__module__, kind.__qualname__
     body["__copy__"] = lambda _: copy(inner)
-    body["__reduce__"] = lambda _: (_itself, (inner,))
+    body["__reduce__"] = lambda _: (_return_itself, (inner,))
     driven: Strategy = object.__new__(
         new_class(kind.__name__, (kind,), None, lambda own: own.update(body))
     )
@@ -138,5 +138,5 @@ def driver(inner: Strategy, hooks: Strategy) -> Strategy:
     return driven
 
 
-def _itself(strategy: Strategy) -> Strategy:
+def _return_itself(strategy: Strategy) -> Strategy:
     return strategy

@@ -1,6 +1,6 @@
-"""The inner strategy's state before a round, to which a repeated or a refused one returns.
+"""The inner strategy's state before a round, restored when the round is repeated or refused.
 
-A round is refused, too, if it leaves infinities or NaN in that state: moments do not recover.
+A round that leaves infinities or NaN in that state is refused as well: moments do not recover.
 
 Strategies keep moments, clipping norms and counts in attributes, and may change them in place. So
 everything that a strategy holds is put back where it is: attributes, containers, arrays, tensors,
@@ -35,31 +35,31 @@ def undo_nothing() -> None:
 
 
 def remember(strategy: Strategy) -> Undo:
-    """A function that returns ``strategy`` to its present state, as often as it is called."""
-    packages = _packages(strategy)
-    undo = [step for found in _reached(strategy, packages) for step in _undos(found, packages)]
+    """Return a function that restores the present state of ``strategy`` whenever it is called."""
+    packages = _find_packages(strategy)
+    undo = [step for found in _walk(strategy, packages) for step in _capture(found, packages)]
     return lambda: [step() for step in undo]
 
 
 def count_unsound(strategy: Strategy, model: ArrayRecord) -> Counter[str]:
-    """How many of its moments hold infinities or NaN, by the strategy's attributes.
+    """Count the moments with infinities or NaN in each of the strategy's attributes.
 
     Moments are arrays and tensors shaped like one of the model's.
     """
-    packages, shapes = _packages(strategy), {tuple(array.shape) for array in model.values()}
+    packages, shapes = _find_packages(strategy), {tuple(array.shape) for array in model.values()}
     found = Counter[str]()
     for layer in layers(strategy):
         for name, value in vars(layer).items():
             if not isinstance(value, Strategy):  # it is a layer of its own
-                moments = [each for each in _reached(value, packages) if _is_shaped(each, shapes)]
+                moments = [each for each in _walk(value, packages) if _is_shaped(each, shapes)]
                 found[name] += sum(not _is_finite(moment) for moment in moments)
     return found
 
 
 def find_spoilt(strategy: Strategy, before: Counter[str], model: ArrayRecord) -> str | None:
-    """The first attribute with more such moments than ``before``, if any.
+    """Return the first attribute with more such moments than ``before``, if any.
 
-    As many as the model has arrays with infinities are theirs.
+    As many moments as the model has arrays with infinities may be infinite on account of these.
     """
     now = count_unsound(strategy, model)
     if now <= before:
@@ -68,26 +68,26 @@ def find_spoilt(strategy: Strategy, before: Counter[str], model: ArrayRecord) ->
     return next((name for name in now if now[name] > max(before[name], theirs)), None)
 
 
-def _packages(strategy: Strategy) -> frozenset[str]:
-    """Those whose objects belong to the strategy."""
+def _find_packages(strategy: Strategy) -> frozenset[str]:
+    """Return the top-level packages whose objects belong to the strategy."""
     kinds = {kind for layer in layers(strategy) for kind in type(layer).__mro__}
     return frozenset({_package(kind) for kind in kinds} - {"builtins", "abc", "typing"} | {"torch"})
 
 
-def _reached(first: object, packages: Collection[str]) -> Iterator[Any]:
-    """All that an object holds, itself included, each once."""
+def _walk(first: object, packages: Collection[str]) -> Iterator[Any]:
+    """Yield all that an object holds, itself included, each once."""
     seen: dict[int, object] = {}  # which keeps them alive, so that no id is used again
     left = [first]
     while left:
         found = left.pop()
         if id(found) not in seen:
             seen[id(found)] = found
-            left += _held(found, packages)
+            left += _list_held(found, packages)
             yield found
 
 
-def _held(found: Any, packages: Collection[str]) -> list[object]:
-    """What an object holds directly."""
+def _list_held(found: Any, packages: Collection[str]) -> list[object]:
+    """List what an object holds directly."""
     if isinstance(found, (torch.Tensor, *_GENERATORS)):
         return []
     if isinstance(found, np.ndarray):
@@ -103,46 +103,46 @@ def _held(found: Any, packages: Collection[str]) -> list[object]:
 
 
 def _is_followed(kind: type, packages: Collection[str]) -> bool:
-    """Whether the attributes of such objects belong to the strategy."""
+    """Return whether the attributes of such objects belong to the strategy."""
     ours = _package(kind) in packages and not kind.__module__.startswith(_DATA)
     return ours and not issubclass(kind, Grid)
 
 
 def _slots_of(found: Any) -> dict[str, Any]:
-    names = {name for kind in type(found).__mro__ for name in _slots(kind)}
+    names = {name for kind in type(found).__mro__ for name in _slot_names(kind)}
     return {n: v for n in names if (v := getattr(found, n, _MISSING)) is not _MISSING}
 
 
-def _slots(kind: type) -> tuple[str, ...]:
+def _slot_names(kind: type) -> tuple[str, ...]:
     named = vars(kind).get("__slots__", ())
     every = (named,) if isinstance(named, str) else tuple(named)
     return tuple(name for name in every if name not in ("__dict__", "__weakref__"))
 
 
-def _undos(found: Any, packages: Collection[str]) -> list[Undo]:
-    """What restores this object without what it holds."""
+def _capture(found: Any, packages: Collection[str]) -> list[Undo]:
+    """Return what restores this object, but not the objects that it holds."""
     undo: list[Undo] = []
     if isinstance(found, torch.Tensor):
-        return [_tensor_undo(found)]
-    if (generator := _generator_undo(found)) is not None:
+        return [_capture_tensor(found)]
+    if (generator := _capture_generator(found)) is not None:
         return [generator]
     if isinstance(found, np.ndarray):
-        return [_call(np.copyto, found, found.copy())] if found.flags.writeable else []
+        return [_defer(np.copyto, found, found.copy())] if found.flags.writeable else []
     if isinstance(found, dict):
-        undo.append(_call(_refill, found, dict(found)))
+        undo.append(_defer(_refill, found, dict(found)))
     elif isinstance(found, list | deque | set):
         values = list(found)
         fill = found.update if isinstance(found, set) else found.extend
         undo.append(lambda: (found.clear(), fill(values)))
     if _is_followed(type(found), packages):
         for name, value in _slots_of(found).items():
-            undo.append(_call(object.__setattr__, found, name, value))
+            undo.append(_defer(object.__setattr__, found, name, value))
         if getattr(found, "__dict__", None):
-            undo.append(_call(_reset, vars(found), dict(vars(found))))
+            undo.append(_defer(_reset, vars(found), dict(vars(found))))
     return undo
 
 
-def _tensor_undo(tensor: torch.Tensor) -> Undo:
+def _capture_tensor(tensor: torch.Tensor) -> Undo:
     kept, inner = tensor.detach().clone(), tensor.detach()  # `inner` has the same storage
 
     def put_back() -> None:
@@ -153,16 +153,16 @@ def _tensor_undo(tensor: torch.Tensor) -> Undo:
     return put_back
 
 
-def _generator_undo(found: object) -> Undo | None:
-    """What restores a random generator; None for any other object."""
+def _capture_generator(found: object) -> Undo | None:
+    """Return what restores a random generator; None for any other object."""
     if isinstance(found, random.Random):
-        return _call(found.setstate, found.getstate())
+        return _defer(found.setstate, found.getstate())
     if isinstance(found, np.random.Generator):
-        return _call(setattr, found.bit_generator, "state", found.bit_generator.state)
+        return _defer(setattr, found.bit_generator, "state", found.bit_generator.state)
     if isinstance(found, np.random.RandomState):
-        return _call(found.set_state, found.get_state())
+        return _defer(found.set_state, found.get_state())
     if isinstance(found, torch.Generator):
-        return _call(found.set_state, found.get_state())
+        return _defer(found.set_state, found.get_state())
     return None
 
 
@@ -190,7 +190,7 @@ def _reset(attributes: dict[str, Any], before: dict[str, Any]) -> None:
         del attributes[name]
 
 
-def _call(function: Callable[..., object], *args: object) -> Undo:
+def _defer(function: Callable[..., object], *args: object) -> Undo:
     return lambda: function(*args)
 
 

@@ -110,7 +110,7 @@ class LateUpdates:
             self._drop(late)
 
     def of(self, opened: OpenRound) -> frozenset[str]:
-        """The clusters that still train what this round asked for."""
+        """Return the clusters that still train what this round asked for."""
         return frozenset(c for c, late in self._under_way.items() if late.opened is opened)
 
     def close(self) -> None:

@@ -104,10 +104,10 @@ class LocalGrid(Grid):
         for message_id, message in zip(ids, pushed, strict=True):
             message.metadata.__dict__["_message_id"] = message_id
         self.sent += pushed
-        self._replies |= dict(zip(ids, self._answers(pushed), strict=True))
+        self._replies |= dict(zip(ids, self._answer_all(pushed), strict=True))
         return ids
 
-    def _answers(self, messages: list[Message]) -> list[Message]:
+    def _answer_all(self, messages: list[Message]) -> list[Message]:
         if not self._at_once:
             return [self._answer(message) for message in messages]
         with ThreadPoolExecutor(max(len(messages), 1)) as pool:
@@ -148,7 +148,9 @@ class LocalGrid(Grid):
 def run_locally(project: Path, run_config: dict[str, Any], clusters: Sequence[Path]) -> None:
     """Run the app in ``project`` to its end; raises what its ServerApp raises."""
     sys.path.insert(0, str(project))
-    server, client = (load_app(_component(project, name)) for name in ("serverapp", "clientapp"))
+    server, client = (
+        load_app(_read_component(project, name)) for name in ("serverapp", "clientapp")
+    )
     configs: dict[int, dict[str, str | int | float | bool]] = {
         SERVER_NODE + 1 + index: {
             "partition-id": index,
@@ -164,7 +166,7 @@ def run_locally(project: Path, run_config: dict[str, Any], clusters: Sequence[Pa
     server(grid, Context(1, SERVER_NODE, {}, RecordDict(), run_config))
 
 
-def _component(project: Path, name: str) -> str:
+def _read_component(project: Path, name: str) -> str:
     tables = read_toml(project / "pyproject.toml", "pyproject.toml")
     found = tables.get("tool", {}).get("flwr", {}).get("app", {}).get("components", {}).get(name)
     if not isinstance(found, str):

@@ -76,7 +76,7 @@ class Members(WrappedGrid):
         return {"clock": self._clock} if self._clock else {}
 
     def get_node_ids(self) -> list[int]:
-        """The connected clusters, after new nodes have been identified.
+        """Return the nodes of connected clusters, after new nodes have been identified.
 
         Strategies poll this until there are enough nodes: raises RunError if there has been none
         for longer than this grid's patience, or too few for a strategy that goes on polling.
@@ -107,7 +107,7 @@ class Members(WrappedGrid):
             )
 
     def _check_polls(self, asked_s: float, *, joined: bool) -> None:
-        """Raise RunError in a wait for more clusters than there are.
+        """Raise RunError after a long wait for more clusters than there are.
 
         Polls that are as far apart as two attempts at a round are not of the same wait.
         """
@@ -173,7 +173,7 @@ def discover_clusters(
     now: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> dict[int, ClusterProfile]:
-    """The description of every cluster of the run by node id; spare nodes are left out.
+    """Ask every cluster of the run for its description, by node id; spare nodes are left out.
 
     Raises RunError if fewer than ``expected`` clusters connect, if a node does not answer within
     ``timeout_s``, or if two clusters have the same name.
@@ -219,10 +219,10 @@ def _clusters(answers: Mapping[int, ClusterProfile | None]) -> dict[int, Cluster
 
 def _ask(grid: Grid, nodes: Sequence[int], timeout_s: float) -> dict[int, ClusterProfile | None]:
     """Query nodes for their descriptions, None for spare nodes; lost nodes are left out."""
-    asked = _queries(nodes)
+    asked = _build_queries(nodes)
     replies = list(grid.send_and_receive(asked, timeout=timeout_s))
-    answers = {_sender(r, asked): _profile(r) for r in replies if not _is_gone(r)}
-    gone = {_sender(reply, asked) for reply in replies if _is_gone(reply)}
+    answers = {_find_asked_node(r, asked): _read_profile(r) for r in replies if not _is_gone(r)}
+    gone = {_find_asked_node(reply, asked) for reply in replies if _is_gone(reply)}
     if gone:
         log.warning("nodes %s are gone, though Flower still lists them", sorted(gone))
     silent = [node for node in nodes if node not in answers.keys() | gone]
@@ -251,13 +251,13 @@ class Newcomers:
         self._waited: set[int] = set()
 
     def profiles(self, nodes: Sequence[int]) -> dict[int, ClusterProfile | None]:
-        """The descriptions that are known by now, None for spare nodes."""
+        """Return the descriptions that are known by now, None for spare nodes."""
         pending = {message.metadata.dst_node_id for message in self._asked.values()}
-        if again := _queries([n for n in nodes if n in self._waited and n not in pending]):
+        if again := _build_queries([n for n in nodes if n in self._waited and n not in pending]):
             self._grid.push_messages(again)
             self._note(again)
         found = self._read(self._grid.pull_messages(list(self._asked))) if self._asked else {}
-        if new := _queries([n for n in nodes if n not in self._waited]):
+        if new := _build_queries([n for n in nodes if n not in self._waited]):
             replies = list(self._grid.send_and_receive(new, timeout=self._wait_s))
             self._note(new)
             self._waited |= {message.metadata.dst_node_id for message in new}
@@ -277,27 +277,27 @@ class Newcomers:
     def _read(self, replies: Iterable[Message]) -> dict[int, ClusterProfile | None]:
         found: dict[int, ClusterProfile | None] = {}
         for reply in replies:
-            node = _sender(reply, list(self._asked.values()))
+            node = _find_asked_node(reply, list(self._asked.values()))
             self._asked.pop(reply.metadata.reply_to_message_id, None)
             try:
-                found[node] = _profile(reply)
+                found[node] = _read_profile(reply)
             except RunError as error:
                 log.warning("%s; it is asked again", error)
         return found
 
 
-def _queries(nodes: Sequence[int]) -> list[Message]:
+def _build_queries(nodes: Sequence[int]) -> list[Message]:
     return [Message(RecordDict(), node, QUERY_DESCRIBE) for node in nodes]
 
 
-def _sender(reply: Message, asked: Sequence[Message]) -> int:
-    """The node that was asked; an error reply for a lost node has another source id."""
+def _find_asked_node(reply: Message, asked: Sequence[Message]) -> int:
+    """Return the node that was asked; an error reply for a lost node has another source id."""
     asked_id = reply.metadata.reply_to_message_id
     by_id = (m.metadata.dst_node_id for m in asked if m.metadata.message_id == asked_id)
     return next(by_id, reply.metadata.src_node_id)
 
 
-def _profile(reply: Message) -> ClusterProfile | None:
+def _read_profile(reply: Message) -> ClusterProfile | None:
     node = reply.metadata.src_node_id
     if reply.has_error():
         why = error_text(reply.error)

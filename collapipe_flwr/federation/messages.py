@@ -32,7 +32,10 @@ MOST_EXAMPLES = 1e12  # of one cluster in one round, tokens included
 
 
 def sender_of(reply: Message, sent: Sequence[Sent]) -> Sent | None:
-    """The message that a reply answers: by its id (a lost node answers as node 1), else by node."""
+    """Find the message that a reply answers, by its id, else by node.
+
+    Flower answers for a lost node as node 1.
+    """
     asked = reply.metadata.reply_to_message_id
     by_id = (s for s in sent if asked and s.message.metadata.message_id == asked)
     by_node = (s for s in sent if s.node_id == reply.metadata.src_node_id)
@@ -40,7 +43,7 @@ def sender_of(reply: Message, sent: Sequence[Sent]) -> Sent | None:
 
 
 def error_text(error: Error) -> str:
-    """A client's error message without Flower's wrapping, on one line of bounded length."""
+    """Return a client's error message without Flower's wrapping, on one line of bounded length."""
     reason = make_printable(error.reason or f"error {error.code} without a reason")
     if RECORD_KEY_CONFIGS in reason:
         return _NO_SECURE_AGGREGATION
@@ -48,14 +51,14 @@ def error_text(error: Error) -> str:
 
 
 def with_printable_error(reply: Message) -> Message:
-    """An error reply as it may be logged, whatever the client wrote into it."""
+    """Copy an error reply so that it may be logged, whatever the client wrote into it."""
     changed = copy(reply)
     changed.error = Error(reply.error.code, make_printable(reply.error.reason or ""))
     return changed
 
 
-def diverged(key: str) -> str:
-    """Why a reply with this non-finite array is refused."""
+def explain_divergence(key: str) -> str:
+    """Say why a reply with this non-finite array is refused."""
     return (
         f"it returned {key} with values that are not finite: its training diverged; lower the "
         "learning rate"
@@ -63,38 +66,38 @@ def diverged(key: str) -> str:
 
 
 def as_failed(reply: Message, error: Exception) -> Message:
-    """The error, in Flower's words, in the place of a reply: every strategy counts a failure."""
+    """Replace a reply by the error, in Flower's words: every strategy counts a failure."""
     found = Error(BAD_REPLY, f"{type(error)}:<'{error}'>")
     return Message(error=found, metadata=reply.metadata)  # type: ignore[call-overload, no-any-return]
 
 
 def with_content(reply: Message, content: RecordDict) -> Message:
-    """A copy of the reply with other content."""
+    """Copy the reply with other content."""
     changed = copy(reply)
     changed.content = content
     return changed
 
 
 def only_arrays(content: RecordDict, what: str, advice: str = "") -> tuple[str, ArrayRecord]:
-    """The name and the arrays of the only ArrayRecord; raises ProtocolError."""
+    """Return the name and the arrays of the only ArrayRecord; raises ProtocolError."""
     found = list(content.array_records.items())
     if len(found) != 1:
         raise ProtocolError(f"{what} must hold exactly one ArrayRecord, got {len(found)}{advice}")
     return found[0]
 
 
-def viewed(content: RecordDict, hidden: Collection[str]) -> RecordDict:
-    """A new RecordDict with the arrays that the inner strategy sees."""
+def hide_arrays(content: RecordDict, hidden: Collection[str]) -> RecordDict:
+    """Copy ``content`` with only those arrays that the inner strategy sees."""
     shown = RecordDict(dict(content))
     for name, record in content.array_records.items():
         shown[name] = inner_view(record, hidden).copy()
     return shown
 
 
-def restored(
+def restore_arrays(
     content: RecordDict, template: ArrayRecord, hidden: Collection[str], *, exact: bool
 ) -> RecordDict:
-    """All records copied, with a view of the global model replaced by the model itself.
+    """Copy all records, with a view of the global model replaced by the model itself.
 
     Every array has its own dtype if ``exact``, else only those that numpy lacks.
     """
@@ -107,17 +110,17 @@ def restored(
     return own
 
 
-def readdressed(message: Message, content: RecordDict) -> Message:
-    """The same message with other content.
+def replace_content(message: Message, content: RecordDict) -> Message:
+    """Make the same message with other content.
 
-    Both share their metadata: when Flower assigns an id to the sent one, the inner strategy sees it
-    in its own.
+    Both share their metadata: the id that Flower assigns to the sent message appears in the inner
+    strategy's as well.
     """
     return Message(content, metadata=message.metadata)  # type: ignore[call-overload, no-any-return]
 
 
 def check_weight(content: RecordDict, weighted_by: str, cluster_id: str) -> float:
-    """The weight of a reply; raises ProtocolError for one that would spoil the average."""
+    """Return the weight of a reply; raises ProtocolError for one that would spoil the average."""
     examples = examples_of(content, weighted_by)
     if not (math.isfinite(examples) and examples > 0):
         raise ProtocolError(
@@ -128,7 +131,7 @@ def check_weight(content: RecordDict, weighted_by: str, cluster_id: str) -> floa
 
 
 def check_possible(content: RecordDict, weighted_by: str, cluster_id: str) -> float:
-    """The weight of a reply; raises ProtocolError for more examples than a client can have."""
+    """Return the weight of a reply; raises ProtocolError for more examples than are possible."""
     examples = examples_of(content, weighted_by)
     if not 0 <= examples <= MOST_EXAMPLES:
         raise ProtocolError(
@@ -138,8 +141,8 @@ def check_possible(content: RecordDict, weighted_by: str, cluster_id: str) -> fl
     return examples
 
 
-def weighing(content: RecordDict, weighted_by: str, weight: float) -> RecordDict:
-    """``content`` with another weight in averages, as a new RecordDict."""
+def with_weight(content: RecordDict, weighted_by: str, weight: float) -> RecordDict:
+    """Copy ``content`` with another weight in averages."""
     changed = RecordDict(dict(content))
     for name, metrics in content.metric_records.items():
         if weighted_by in metrics:

@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord, Message, RecordDict
 
 from collapipe_flwr.core.errors import Diverged, LinkError, ProtocolError, RunError
 from collapipe_flwr.federation import border, messages, records
-from collapipe_flwr.federation.arrays import inner_view, not_finite, shifted
+from collapipe_flwr.federation.arrays import add_change, find_not_finite, inner_view
 from collapipe_flwr.federation.rounds import (
     AcceptedRounds,
     ClosedRound,
@@ -63,14 +63,14 @@ class OpenRound:
         self._personal = personal
 
     def address(self, asked: Iterable[Message]) -> list[Message]:
-        """The messages to the clusters that take part; raises RunError, ConfigError."""
+        """Make the messages to the clusters that take part; raises RunError, ConfigError."""
         for message in asked:
             if self.plan.takes_part(message.metadata.dst_node_id):
-                self.sent.append(self._message_for(message))
+                self.sent.append(self._address_one(message))
         return [sent.message for sent in self.sent]
 
     def progress(self, passes: Mapping[str, PassesDone]) -> dict[str, ClusterProgress]:
-        """The progress of the clusters that were asked, as far as their ``passes`` are known."""
+        """Return the progress of the clusters that were asked, as far as ``passes`` tell it."""
         found = {}
         for sent in list(self.sent):
             done = passes.get(sent.cluster_id)
@@ -92,7 +92,7 @@ class OpenRound:
         """Sort the replies; unusable ones become errors for the inner strategy."""
         closed = ClosedRound(plan=self.plan, before=self.template, sent=self.sent)
         closed.failures |= {f"node-{node}": _UNKNOWN for node in self.plan.unknown}
-        for reply, sent in self._attributed(replies):
+        for reply, sent in self._match_replies(replies):
             late = reply.has_error() and reply.error.code == messages.LATE
             if sent is not None and late and self._waits_for_late:
                 closed.late.append(sent)
@@ -110,8 +110,8 @@ class OpenRound:
             if name not in there:
                 closed.failures.setdefault(name, "no reply before the round's timeout")
 
-    def total_loss(self, closed: ClosedRound) -> str:
-        """The error message for a round whose clusters all failed, else empty.
+    def describe_total_loss(self, closed: ClosedRound) -> str:
+        """Return the error message for a round whose clusters all failed, else "".
 
         A cluster that is late by plan has not failed: the next round waits longer for it.
         """
@@ -135,7 +135,7 @@ class OpenRound:
         usable = [other.content for other in closed.replies if other.has_content()]
         shape = border.common_shape(usable) if self._averages else None
         if name in alone.models and shape is not None:
-            shown = self._agreeing(shown, sent, shape, alone)
+            shown = self._check_agrees(shown, sent, shape, alone)
         closed.received_bytes += alone.received_bytes
         closed.remarks += alone.remarks
         late_by = closed.plan.server_round - self.plan.server_round
@@ -144,9 +144,9 @@ class OpenRound:
             closed.replies += [] if late_by else [shown]
             return False
         weight = 1.0 / math.sqrt(1.0 + late_by)
-        moved = shifted(alone.models[name], self.template, closed.before)
+        moved = add_change(alone.models[name], self.template, closed.before)
         examples = weight * records.examples_of(shown.content, self._weighted_by)
-        content = messages.weighing(shown.content, self._weighted_by, examples)
+        content = messages.with_weight(shown.content, self._weighted_by, examples)
         content[next(iter(content.array_records))] = inner_view(moved, self._hidden).copy()
         closed.replies.append(messages.with_content(shown, content))
         closed.models[name], closed.examples[name] = moved, weight * alone.examples[name]
@@ -174,19 +174,19 @@ class OpenRound:
             self._personal.keep(cluster_id, model, self._split.model.personal_keys)
         self._accepted.accept(cluster_id, self.plan.server_round, self.attempt)
 
-    def _message_for(self, message: Message) -> Sent:
+    def _address_one(self, message: Message) -> Sent:
         node_id = message.metadata.dst_node_id
         cluster_id = self.plan.cluster_ids[node_id]
         plan = self.plan.cluster_plan(node_id)
         exact = self._split is not None
-        content = messages.restored(message.content, self.template, self._hidden, exact=exact)
+        content = messages.restore_arrays(message.content, self.template, self._hidden, exact=exact)
         task = None
         if self._split is not None:
             name, arrays = messages.only_arrays(content, "the inner strategy's message", _ONE_MODEL)
             if any(sent.cluster_id == cluster_id for sent in self.sent):
                 raise RunError(f"cluster {cluster_id} is asked twice in a round: give it one node")
             content[name] = self._personal.insert(cluster_id, arrays)
-            task = self._split.task(name, content)
+            task = self._split.make_task(name, content)
         assignment = records.RoundAssignment(
             server_round=self.plan.server_round,
             cluster_id=cluster_id,
@@ -200,11 +200,11 @@ class OpenRound:
         return Sent(
             node_id=node_id,
             cluster_id=cluster_id,
-            message=messages.readdressed(message, content),
+            message=messages.replace_content(message, content),
             content_bytes=records.content_bytes(content),
         )
 
-    def _attributed(self, replies: Iterable[Message]) -> Sequence[tuple[Message, Sent | None]]:
+    def _match_replies(self, replies: Iterable[Message]) -> Sequence[tuple[Message, Sent | None]]:
         """Pair replies with their messages; split rounds in a fixed order, so that sums repeat.
 
         A reply to no message of this round is passed to the inner strategy if the model is not
@@ -233,23 +233,23 @@ class OpenRound:
         for number, reply in enumerate(closed.replies):
             sent = messages.sender_of(reply, self.sent)
             if sent is not None and reply.has_content():
-                closed.replies[number] = self._agreeing(reply, sent, shape, closed)
+                closed.replies[number] = self._check_agrees(reply, sent, shape, closed)
 
-    def _agreeing(
+    def _check_agrees(
         self, reply: Message, sent: Sent, shape: border.Shape, closed: ClosedRound
     ) -> Message:
-        """The reply, or an error if its shape is another; then ``closed`` forgets it."""
+        """Return the reply, or an error if its shape is another; then ``closed`` forgets it."""
         name = sent.cluster_id
         try:
             border.check_shape(reply.content, shape, name)
         except ProtocolError as error:
             for kept in (closed.models, closed.examples, closed.telemetry):
                 kept.pop(name, None)
-            return self._failed(reply, sent, error, closed)
+            return self._refuse(reply, sent, error, closed)
         return reply
 
-    def weighed(self, replies: Iterable[Message]) -> list[Message]:
-        """Replies to an evaluation; errors in the place of those that cannot be used."""
+    def check_evaluations(self, replies: Iterable[Message]) -> list[Message]:
+        """Return replies to an evaluation, with errors in the place of unusable ones."""
         names = {sent.node_id: sent.cluster_id for sent in self.sent}
         weighted_by, averages = self._weighted_by, self._averages
         return border.evaluations(replies, names, weighted_by, averages=averages, weighs=True)
@@ -263,33 +263,33 @@ class OpenRound:
         closed.received_bytes += records.content_bytes(reply.content)
         try:
             content, telemetry = border.trained(reply.content, plan, name, self._weighted_by)
-            content = self._checked(content, name)
+            content = self._check_model(content, name)
             most = int(messages.MOST_EXAMPLES)
             telemetry = telemetry and replace(telemetry, examples=min(telemetry.examples, most))
             check = messages.check_possible if self._split is None else messages.check_weight
             examples = check(content, self._weighted_by, name)
-            shown = messages.viewed(content, self._hidden)
+            shown = messages.hide_arrays(content, self._hidden)
         except (Diverged, LinkError) as error:
-            return self._failed(reply, sent, error, closed)
+            return self._refuse(reply, sent, error, closed)
         closed.models[name] = next(iter(content.array_records.values()), ArrayRecord())
         closed.examples[name] = examples
         if telemetry is not None:
             closed.telemetry[name] = telemetry
         return messages.with_content(reply, shown)
 
-    def _failed(self, reply: Message, sent: Sent, error: Exception, closed: ClosedRound) -> Message:
-        """The error in the place of a reply that cannot be used."""
+    def _refuse(self, reply: Message, sent: Sent, error: Exception, closed: ClosedRound) -> Message:
+        """Put the error in the place of a reply that cannot be used."""
         closed.failures[sent.cluster_id] = str(error)
         log.warning("the reply of cluster %s is unusable: %s", sent.cluster_id, error)
         return messages.as_failed(reply, error)
 
-    def _checked(self, content: RecordDict, cluster_id: str) -> RecordDict:
-        """The reply, whose model is like the one sent and finite; raises Diverged, LinkError."""
+    def _check_model(self, content: RecordDict, cluster_id: str) -> RecordDict:
+        """Check that the model is like the one sent, and finite; raises Diverged, LinkError."""
         if self._split is None:
             for arrays in content.array_records.values():
-                if (key := not_finite(arrays, self.template)) is not None:
-                    raise Diverged(f"cluster {cluster_id}: {messages.diverged(key)}")
+                if (key := find_not_finite(arrays, self.template)) is not None:
+                    raise Diverged(f"cluster {cluster_id}: {messages.explain_divergence(key)}")
             return content
         name, arrays = messages.only_arrays(content, f"the reply of cluster {cluster_id}")
-        content[name] = self._split.checked(cluster_id, arrays, self.template)
+        content[name] = self._split.check_reply(cluster_id, arrays, self.template)
         return content

@@ -102,7 +102,7 @@ _KINDS: Mapping[str, Any] = get_type_hints(RoundAssignment)
 
 
 def write_assignment(content: RecordDict, assignment: RoundAssignment) -> RecordDict:
-    """``content`` with the assignment in a copy of its first ConfigRecord."""
+    """Copy ``content`` with the assignment in its first ConfigRecord."""
     name, config = next(iter(content.config_records.items()), (CONFIG, ConfigRecord()))
     given = {f.name: getattr(assignment, f.name) for f in fields(assignment)}
     values = {_key(field): to_json(value) for field, value in given.items() if value is not None}
@@ -110,36 +110,36 @@ def write_assignment(content: RecordDict, assignment: RoundAssignment) -> Record
 
 
 def read_assignment(content: RecordDict) -> RoundAssignment:
-    """The assignment in a message; raises ProtocolError if it is missing or malformed."""
-    config = _holder(content, _ROUND)
+    """Read the assignment in a message; raises ProtocolError if it is missing or malformed."""
+    config = _find_holder(content, _ROUND)
     if config is None:
         raise ProtocolError(
             f"the message holds no {_ROUND}: wrap the server's strategy in CollaPipe"
         )
-    texts = {name: _text(config, _key(name)) for name in _KINDS}
+    texts = {name: _read_text(config, _key(name)) for name in _KINDS}
     return RoundAssignment(
         **{n: from_json(_KINDS[n], t, _key(n)) for n, t in texts.items() if t is not None}
     )
 
 
 def takes_bundles(content: RecordDict) -> bool:
-    """Whether the receiver of this message accepts bundled arrays."""
-    return _held(content, _BUNDLES) == "true"
+    """Return whether the receiver of this message accepts bundled arrays."""
+    return _find_text(content, _BUNDLES) == "true"
 
 
 def write_telemetry(content: RecordDict, telemetry: ClusterTelemetry) -> RecordDict:
-    """``content`` with the telemetry as a record of its own."""
+    """Copy ``content`` with the telemetry as a record of its own."""
     return RecordDict({**content, _TELEMETRY: ConfigRecord({_JSON: to_json(telemetry)})})
 
 
 def take_telemetry(content: RecordDict) -> tuple[RecordDict, ClusterTelemetry | None]:
-    """``content`` without its telemetry, and the telemetry; raises ProtocolError if malformed."""
+    """Split ``content`` into the rest and its telemetry; raises ProtocolError if malformed."""
     rest = RecordDict({k: v for k, v in content.items() if k != _TELEMETRY})
     return rest, _read(content, _TELEMETRY, ClusterTelemetry)
 
 
 def task_config(vocabulary_json: str, unsplit: UnsplitTask | None) -> ConfigRecord:
-    """The config of our ServerApp for all clients: the vocabulary, and the unsplit task if any.
+    """Make our ServerApp's config for all clients: the vocabulary, and the unsplit task if any.
 
     ``unsplit`` is for a plain Flower strategy; split models are in the :class:`RoundAssignment`.
     """
@@ -150,8 +150,8 @@ def task_config(vocabulary_json: str, unsplit: UnsplitTask | None) -> ConfigReco
 
 
 def read_vocabulary(content: RecordDict) -> str:
-    """The vocabulary in a message of our ServerApp; raises ProtocolError without one."""
-    text = _held(content, _VOCABULARY)
+    """Read the vocabulary in a message of our ServerApp; raises ProtocolError without one."""
+    text = _find_text(content, _VOCABULARY)
     if text is None:
         raise ProtocolError(
             f"the message holds no {_VOCABULARY}: use this ClientApp with the ServerApp beside it, "
@@ -161,14 +161,14 @@ def read_vocabulary(content: RecordDict) -> str:
 
 
 def run_id_of(content: RecordDict) -> str:
-    """The id of the run in an order; raises ProtocolError if it is malformed."""
+    """Read the id of the run in an order; raises ProtocolError if it is malformed."""
     task = read_unsplit_task(content) or read_assignment(content).split
     return task.run_id if task else ""
 
 
 def flower_round(content: RecordDict) -> int:
-    """The server round in a plain strategy's message; raises ProtocolError without one."""
-    config = _holder(content, _FLOWER_ROUND)
+    """Read the server round in a plain strategy's message; raises ProtocolError without one."""
+    config = _find_holder(content, _FLOWER_ROUND)
     server_round = None if config is None else config[_FLOWER_ROUND]
     if type(server_round) is not int:
         raise ProtocolError(f"{_FLOWER_ROUND} must be a whole number, got {server_round!r}")
@@ -176,21 +176,21 @@ def flower_round(content: RecordDict) -> int:
 
 
 def read_unsplit_task(content: RecordDict) -> UnsplitTask | None:
-    """The task in a message of a plain strategy, or None; raises ProtocolError if malformed."""
-    text = _held(content, _UNSPLIT)
+    """Read the task in a plain strategy's message, if any; raises ProtocolError if malformed."""
+    text = _find_text(content, _UNSPLIT)
     return None if text is None else from_json(UnsplitTask, text, _UNSPLIT)
 
 
 def asked_optimizer(content: RecordDict, optimizer: OptimizerConfig) -> OptimizerConfig:
-    """``optimizer`` with the settings in the inner strategy's config.
+    """Change ``optimizer`` by the settings in the inner strategy's config.
 
     ``proximal-mu`` (FedProx) is the weight of the proximal term, ``lr`` or ``learning-rate`` the
     learning rate. Raises ConfigError for invalid values.
     """
-    mu = _number(content, _PROXIMAL)
+    mu = _read_number(content, _PROXIMAL)
     if mu is not None:
         optimizer = replace(optimizer, proximal_mu=mu)
-    rate = next((r for r in (_number(content, key) for key in _RATES) if r is not None), None)
+    rate = next((r for r in (_read_number(content, key) for key in _RATES) if r is not None), None)
     return optimizer if rate is None else optimizer.with_learning_rate(rate)
 
 
@@ -199,12 +199,12 @@ def write_profile(profile: ClusterProfile) -> RecordDict:
 
 
 def write_spare() -> RecordDict:
-    """The answer of a node beyond the run's clusters."""
+    """Make the answer of a node beyond the run's clusters."""
     return RecordDict({_SPARE: ConfigRecord()})
 
 
 def read_profile(content: RecordDict) -> ClusterProfile | None:
-    """The description in an answer, None for a spare node; raises ProtocolError."""
+    """Read the description in an answer, None for a spare node; raises ProtocolError."""
     profile = _read(content, _PROFILE, ClusterProfile)
     if profile is None and _SPARE in content:
         return None
@@ -214,7 +214,7 @@ def read_profile(content: RecordDict) -> ClusterProfile | None:
 
 
 def read_tally(metrics: MetricRecord) -> dict[str, list[float]]:
-    """The counts in a MetricRecord; raises ProtocolError if one of them is no list."""
+    """Read the counts in a MetricRecord; raises ProtocolError if one of them is no list."""
     found = {k.removeprefix(TALLY): v for k, v in metrics.items() if k.startswith(TALLY)}
     if odd := [name for name, counts in found.items() if not isinstance(counts, list)]:
         raise ProtocolError(f"{TALLY}{odd[0]} must be a list of numbers")
@@ -222,7 +222,7 @@ def read_tally(metrics: MetricRecord) -> dict[str, list[float]]:
 
 
 def examples_of(content: RecordDict, weighted_by: str) -> float:
-    """The weight of a reply in averages; 0 where it names none."""
+    """Return the weight of a reply in averages; 0 where it names none."""
     metrics: MetricRecord = next(iter(content.metric_records.values()), MetricRecord())
     weight = metrics.get(weighted_by, 0)
     if isinstance(weight, list):
@@ -231,7 +231,7 @@ def examples_of(content: RecordDict, weighted_by: str) -> float:
 
 
 def content_bytes(content: RecordDict) -> int:
-    """Bytes of a message's records, without Flower's framing."""
+    """Count the bytes of a message's records, without Flower's framing."""
     return sum(
         array_bytes(r) if isinstance(r, ArrayRecord) else sum(_value_bytes(v) for v in r.values())
         for r in content.values()
@@ -239,7 +239,7 @@ def content_bytes(content: RecordDict) -> int:
 
 
 def array_bytes(arrays: ArrayRecord) -> int:
-    """Bytes of the arrays as they travel."""
+    """Count the bytes of the arrays as they travel."""
     return sum(len(array.data) for array in arrays.values())
 
 
@@ -250,24 +250,24 @@ def _value_bytes(value: object) -> int:
 
 
 def _key(name: str) -> str:
-    """The key of an assignment's field."""
+    """Return the key of an assignment's field."""
     return f"collapipe.{name.replace('_', '-')}"
 
 
-def _holder(content: RecordDict, key: str) -> ConfigRecord | None:
-    """The first ConfigRecord that has the key."""
+def _find_holder(content: RecordDict, key: str) -> ConfigRecord | None:
+    """Find the first ConfigRecord that has the key."""
     return next((c for c in content.config_records.values() if key in c), None)
 
 
-def _held(content: RecordDict, key: str) -> str | None:
-    """The string under a key of the first ConfigRecord that has it."""
-    config = _holder(content, key)
-    return None if config is None else _text(config, key)
+def _find_text(content: RecordDict, key: str) -> str | None:
+    """Read the string under a key of the first ConfigRecord that has it."""
+    config = _find_holder(content, key)
+    return None if config is None else _read_text(config, key)
 
 
-def _number(content: RecordDict, key: str) -> float | None:
-    """A number >= 0 in a config, if it has one; raises ConfigError for other values."""
-    config = _holder(content, key)
+def _read_number(content: RecordDict, key: str) -> float | None:
+    """Read a number >= 0 from a config, if it has one; raises ConfigError for other values."""
+    config = _find_holder(content, key)
     value = None if config is None else config[key]
     if value is None:
         return None
@@ -280,13 +280,13 @@ def _read(content: RecordDict, name: str, kind: type[T]) -> T | None:
     record = content.get(name)
     if record is None:
         return None
-    text = _text(record, _JSON) if isinstance(record, ConfigRecord) else None
+    text = _read_text(record, _JSON) if isinstance(record, ConfigRecord) else None
     if text is None:
         raise ProtocolError(f"{name} must be a ConfigRecord with the key {_JSON!r}")
     return from_json(kind, text, name, most=_MOST_CHARACTERS)
 
 
-def _text(config: ConfigRecord, key: str) -> str | None:
+def _read_text(config: ConfigRecord, key: str) -> str | None:
     value = config.get(key)
     if value is not None and not isinstance(value, str):
         raise ProtocolError(f"{key} must be a string, got {type(value).__name__}")

@@ -30,13 +30,13 @@ from collapipe_flwr.federation.checkpoint import (
     restore_rng_state,
     rng_state,
 )
-from collapipe_flwr.federation.inner import driver
+from collapipe_flwr.federation.inner import make_driver
 from collapipe_flwr.federation.state_values import (
     Arrays,
-    changed_state,
     check_same_class,
     encode_state,
     restore_state,
+    select_changed,
 )
 from collapipe_flwr.federation.strategy import CollaPipe
 
@@ -80,22 +80,22 @@ class Checkpointed(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Evaluate | None = None,
     ) -> Result:
-        """The inner strategy's loop over the remaining rounds; ``num_rounds`` includes past ones.
+        """Run the inner strategy's loop over the remaining rounds; ``num_rounds`` counts all.
 
         Raises RunError if the checkpoint cannot be read or is of another model or strategy.
         """
         with self._strategy.running(timeout, num_rounds):
             arrays = self._resume(initial_arrays)
-            result = driver(self._inner, self).start(
+            result = make_driver(self._inner, self).start(
                 grid,
                 arrays,
                 max(num_rounds - self._done, 0),
                 timeout,
                 train_config,
                 evaluate_config,
-                self._counted(evaluate_fn),
+                self._shift_evaluate(evaluate_fn),
             )
-        return self._renumbered(result, arrays)
+        return self._renumber(result, arrays)
 
     @property
     def _parts(self) -> dict[str, Resumable]:
@@ -119,8 +119,8 @@ class Checkpointed(Strategy):
         true_round = server_round + self._done
         arrays, metrics = self._strategy.aggregate_train(true_round, replies)
         self._arrays = arrays or self._arrays
-        if self._checkpoints.due(true_round):
-            self._checkpoints.save(self._checkpoint(true_round))
+        if self._checkpoints.is_due(true_round):
+            self._checkpoints.save(self._make_checkpoint(true_round))
         return arrays, metrics
 
     def configure_evaluate(
@@ -133,9 +133,9 @@ class Checkpointed(Strategy):
     ) -> MetricRecord | None:
         return self._strategy.aggregate_evaluate(server_round + self._done, replies)
 
-    def _checkpoint(self, server_round: int) -> Checkpoint:
+    def _make_checkpoint(self, server_round: int) -> Checkpoint:
         arrays = Arrays()
-        state = changed_state(encode_state(self._inner, arrays), self._first_state)
+        state = select_changed(encode_state(self._inner, arrays), self._first_state)
         inner = Memory(text=json.dumps(state), arrays=arrays)
         return Checkpoint(
             server_round=server_round,
@@ -147,7 +147,7 @@ class Checkpointed(Strategy):
 
     def _resume(self, initial: ArrayRecord) -> ArrayRecord:
         """Restore the newest checkpoint and return its arrays; ``initial`` without one."""
-        checkpoint = self._checkpoints.newest()
+        checkpoint = self._checkpoints.read_newest()
         if checkpoint is None:
             return initial
         if not self._checkpoints.resume:
@@ -157,11 +157,11 @@ class Checkpointed(Strategy):
             )
         _check_same_model(checkpoint.arrays, initial)
         check_same_class(self._inner, checkpoint.strategy)
-        with self._reading(checkpoint, _INNER):
+        with self._translate_errors(checkpoint, _INNER):
             inner = checkpoint.memories[_INNER]
             restore_state(self._inner, json.loads(inner.text), dict(inner.arrays))
         for name, part in self._parts.items():
-            with self._reading(checkpoint, name):
+            with self._translate_errors(checkpoint, name):
                 part.load(checkpoint.memories.get(name, Memory()))
         self._rng_state = checkpoint.rng_state
         self._done = checkpoint.server_round
@@ -169,7 +169,7 @@ class Checkpointed(Strategy):
         return checkpoint.arrays
 
     @contextmanager
-    def _reading(self, checkpoint: Checkpoint, part: str) -> Iterator[None]:
+    def _translate_errors(self, checkpoint: Checkpoint, part: str) -> Iterator[None]:
         """Raise RunError in place of the errors that a damaged memory causes."""
         try:
             yield
@@ -182,13 +182,13 @@ class Checkpointed(Strategy):
                 "one before"
             ) from error
 
-    def _counted(self, evaluate: Evaluate | None) -> Evaluate | None:
+    def _shift_evaluate(self, evaluate: Evaluate | None) -> Evaluate | None:
         if evaluate is None:
             return None
         return lambda server_round, arrays: evaluate(server_round + self._done, arrays)
 
-    def _renumbered(self, result: Result, arrays: ArrayRecord) -> Result:
-        """The results under their true rounds; without a round left, the checkpoint's model."""
+    def _renumber(self, result: Result, arrays: ArrayRecord) -> Result:
+        """Number results by true rounds; if no round was left, take the checkpoint's model."""
 
         def shift(history: dict[int, T]) -> dict[int, T]:
             return {server_round + self._done: value for server_round, value in history.items()}

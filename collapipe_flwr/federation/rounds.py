@@ -57,7 +57,7 @@ class Progress:
 
 
 def new_attempt() -> int:
-    """A name for an order, which no order of this or another server has; of a fixed length."""
+    """Draw a name for an order that no other order has; of a fixed length."""
     return 2**31 + secrets.randbits(31)
 
 
@@ -69,12 +69,12 @@ class AcceptedRounds:
     saved: tuple[Mapping[str, int], ...] = ()  # the last rounds in each checkpoint, oldest first
 
     def progress(self, cluster_id: str) -> Progress:
-        """The progress that an order to train contains."""
+        """Return the progress that an order to train contains."""
         saved = {rounds[cluster_id] for rounds in self.saved if cluster_id in rounds}
         return replace(self.clusters.get(cluster_id, Progress()), saved=tuple(sorted(saved)))
 
     def holds(self, server_round: int) -> bool:
-        """Whether this round or a later one was accepted: then it is of another run."""
+        """Return whether this round or a later one was accepted: then it is of another run."""
         return any(known.last_round >= server_round for known in self.clusters.values())
 
     def forget(self) -> None:
@@ -88,7 +88,7 @@ class AcceptedRounds:
         self.clusters = {**self.clusters, cluster_id: now}
 
     def dump(self) -> Memory:
-        """The counts; later progress includes the rounds that this checkpoint needs."""
+        """Return the counts; later progress includes the rounds that this checkpoint needs."""
         now = {name: progress.last_round for name, progress in self.clusters.items()}
         self.saved = (*self.saved, now)[-KEPT_CHECKPOINTS:]
         return Memory(text=to_json(self))
@@ -117,7 +117,7 @@ class RoundPlan:
 
     @classmethod
     def of_nobody(cls, server_round: int, unknown: Sequence[int] = ()) -> RoundPlan:
-        """The plan of a round in which no cluster is asked."""
+        """Make the plan of a round in which no cluster is asked."""
         return cls(
             server_round=server_round,
             plan=None,
@@ -127,7 +127,7 @@ class RoundPlan:
         )
 
     def cluster_plan(self, node_id: int) -> ClusterPlan | None:
-        """The plan of a node's cluster, if it has one."""
+        """Return the plan of a node's cluster, if it has one."""
         cluster_id = self.cluster_ids.get(node_id)
         return None if self.plan is None or cluster_id is None else self.plan.cluster(cluster_id)
 
@@ -186,7 +186,7 @@ class RoundPlanner(Protocol):
     """Plans a round, and learns from its result."""
 
     def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
-        """The plan for ``nodes``; raises ScheduleError if there is none."""
+        """Return the plan for ``nodes``; raises ScheduleError if there is none."""
 
     def settle(self, closed: ClosedRound) -> Outcome:
         """Price the round, and update queues and estimates."""
@@ -211,7 +211,7 @@ class RoundRecord:
     joined: Mapping[str, ClusterPlan] = field(default_factory=dict)  # their plans, by cluster
 
     def __str__(self) -> str:
-        """A line for the round, then one per cluster: devices, blocks, micro-batches."""
+        """Write a line for the round, then one per cluster: devices, blocks, micro-batches."""
         numbers = (f"{k} {v:.4g}" for k, v in self.train_metrics.items() if isinstance(v, float))
         lines = [f"round {self.server_round}: {', '.join(numbers) or 'nothing was aggregated'}"]
         for plan in filter(None, map(self.executed, sorted(self.asked))):
@@ -233,7 +233,7 @@ class RoundRecord:
         return totals
 
     def links(self, *, paced: bool) -> tuple[LinkReport, ...]:
-        """Every hop of every cluster that replied; see `ClusterTelemetry.links`."""
+        """Return every hop of every cluster that replied; see `ClusterTelemetry.links`."""
         return tuple(
             link
             for name, measured in self.telemetry.items()
@@ -242,12 +242,12 @@ class RoundRecord:
         )
 
     def executed(self, cluster_id: str) -> ClusterPlan | None:
-        """The plan with which a cluster finished the round, an earlier one's if it joined late."""
+        """Return the plan with which a cluster finished; an earlier round's if it joined late."""
         measured = self.telemetry.get(cluster_id)
         return (measured.replanned if measured else None) or self.planned(cluster_id)
 
     def planned(self, cluster_id: str) -> ClusterPlan | None:
-        """The plan with which a cluster began."""
+        """Return the plan with which a cluster began."""
         now = None if self.plan is None else self.plan.cluster(cluster_id)
         return self.joined.get(cluster_id, now)
 

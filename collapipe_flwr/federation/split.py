@@ -22,7 +22,7 @@ from collapipe_flwr.core.errors import Diverged, ProtocolError, RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors, is_floating, widened
 from collapipe_flwr.federation.checkpoint import Memory
 from collapipe_flwr.federation.default_edge import DefaultEdge
-from collapipe_flwr.federation.messages import diverged
+from collapipe_flwr.federation.messages import explain_divergence
 from collapipe_flwr.federation.records import SplitTask, asked_optimizer
 from collapipe_flwr.models.any_splitter import DescribedModel
 
@@ -37,8 +37,8 @@ class SplitRound:
         self._edge = edge
         self._learning = learning
 
-    def task(self, name: str, content: RecordDict) -> SplitTask:
-        """What a cluster needs to train the model ``content[name]``, by the config in ``content``.
+    def make_task(self, name: str, content: RecordDict) -> SplitTask:
+        """Make the task that trains the model ``content[name]`` by the config in ``content``.
 
         Raises RunError for another model, ConfigError for unusable settings.
         """
@@ -52,8 +52,10 @@ class SplitRound:
             shape=self.model.shape,
         )
 
-    def checked(self, cluster_id: str, reply: ArrayRecord, template: ArrayRecord) -> ArrayRecord:
-        """The model of one cluster in the order of ``template``, tied keys alike.
+    def check_reply(
+        self, cluster_id: str, reply: ArrayRecord, template: ArrayRecord
+    ) -> ArrayRecord:
+        """Check the model of one cluster; returns it in the order of ``template``, tied keys alike.
 
         Raises ProtocolError if a key is missing or unknown, or if an array has another shape or
         kind than the one that was sent; Diverged if one is not finite.
@@ -109,7 +111,7 @@ def check_finite(whole: ArrayRecord, cluster_id: str) -> None:
         if tuple(tensor.shape) != tuple(whole[key].shape):
             raise ProtocolError(f"cluster {cluster_id} returned {key} with data of another shape")
         if tensor.is_floating_point() and not torch.isfinite(widened(tensor)).all():
-            raise Diverged(f"cluster {cluster_id}: {diverged(key)}")
+            raise Diverged(f"cluster {cluster_id}: {explain_divergence(key)}")
 
 
 class PersonalArrays:
@@ -119,7 +121,7 @@ class PersonalArrays:
         self._clusters: dict[str, dict[str, Array]] = {}
 
     def insert(self, cluster_id: str, arrays: ArrayRecord) -> ArrayRecord:
-        """``arrays`` with the cluster's own values; before its first round, the global ones."""
+        """Put the cluster's own values into ``arrays``; before its first round, the global ones."""
         own = self._clusters.get(cluster_id, {})
         return ArrayRecord({key: own.get(key, array) for key, array in arrays.items()})
 

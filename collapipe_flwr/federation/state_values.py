@@ -29,7 +29,7 @@ _Key = str | int | float | None
 
 
 def encode_state(strategy: Strategy, arrays: Arrays, path: str = "inner") -> dict[str, Any]:
-    """The attributes of ``strategy`` as JSON; arrays go into ``arrays`` under their path.
+    """Encode the attributes of ``strategy`` as JSON; arrays go into ``arrays`` by their path.
 
     Functions are left out: only the constructor can set them. Raises RunError for an attribute that
     has no plain form.
@@ -41,12 +41,12 @@ def encode_state(strategy: Strategy, arrays: Arrays, path: str = "inner") -> dic
     }
 
 
-def changed_state(now: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes that changed; those of a wrapped strategy one by one."""
+def select_changed(now: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
+    """Select the attributes that changed; those of a wrapped strategy one by one."""
     changed = {}
     for name, value in now.items():
-        if _is(value, "strategy"):
-            inner = changed_state(value["state"], first.get(name, {}).get("state", {}))
+        if _is_kind(value, "strategy"):
+            inner = select_changed(value["state"], first.get(name, {}).get("state", {}))
             changed[name] = {**value, "state": inner}
         elif name not in first or value != first[name] or _holds_arrays(value):
             changed[name] = value
@@ -55,7 +55,7 @@ def changed_state(now: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str,
 
 def restore_state(strategy: Strategy, saved: Mapping[str, Any], arrays: Arrays) -> None:
     for name, value in saved.items():
-        if _is(value, "strategy"):
+        if _is_kind(value, "strategy"):
             wrapped = getattr(strategy, name)
             check_same_class(wrapped, value["class"])
             restore_state(wrapped, value["state"], arrays)
@@ -101,7 +101,7 @@ def _encode_container(value: Any, arrays: Arrays, path: str) -> Any:
             return {_KIND: "tuple", "items": items}
         kind = type(value)
         where = {"module": kind.__module__, "class": kind.__qualname__}
-        if _named_tuple(where) is kind:
+        if _find_named_tuple(where) is kind:
             return {_KIND: "named tuple", **where, "items": items}
     if type(value) in _DICTS.values() and all(isinstance(k, _Key) for k in value):
         pairs = [[k, _encode(v, arrays, f"{path}.{k}")] for k, v in value.items()]
@@ -129,7 +129,7 @@ def _decode(value: Any, arrays: Arrays) -> Any:
     if value[_KIND] == "tuple":
         return tuple(_decode(v, arrays) for v in value["items"])
     if value[_KIND] == "named tuple":
-        if (kind := _named_tuple(value)) is None:
+        if (kind := _find_named_tuple(value)) is None:
             raise RunError(
                 f"the checkpoint holds a {value['class']} of {value['module']}, which this run has "
                 "not: use the same code or start anew"
@@ -138,8 +138,8 @@ def _decode(value: Any, arrays: Arrays) -> Any:
     return _DICTS[value[_KIND]]({k: _decode(v, arrays) for k, v in value["pairs"]})
 
 
-def _named_tuple(where: Mapping[str, Any]) -> Any:
-    """The named tuple's class, None without one: only looked up, a checkpoint imports nothing."""
+def _find_named_tuple(where: Mapping[str, Any]) -> Any:
+    """Look up a named tuple's class, None without one; a checkpoint never imports anything."""
     found: Any = sys.modules.get(where["module"])
     for name in where["class"].split("."):
         found = getattr(found, name, None)
@@ -147,12 +147,12 @@ def _named_tuple(where: Mapping[str, Any]) -> Any:
     return found if is_named else None
 
 
-def _is(value: Any, kind: str) -> bool:
+def _is_kind(value: Any, kind: str) -> bool:
     return isinstance(value, dict) and value.get(_KIND) == kind
 
 
 def _holds_arrays(value: Any) -> bool:
-    """Arrays are compared by path only, so they count as changed."""
+    """Return whether a value holds arrays: compared by path only, these count as changed."""
     if isinstance(value, list):
         return any(_holds_arrays(v) for v in value)
     if not isinstance(value, dict):

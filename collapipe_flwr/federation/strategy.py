@@ -22,7 +22,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.federation.attempts import DEFAULT_TIMEOUT_S
-from collapipe_flwr.federation.inner import check_inner, driver, started_with
+from collapipe_flwr.federation.inner import check_inner, make_driver, read_start_numbers
 from collapipe_flwr.federation.wrapped_grid import polling
 
 if TYPE_CHECKING:  # importing the strategy does not load torch
@@ -48,8 +48,8 @@ class CollaPipe(Strategy):
     :class:`EdgeConfig`, else one in this process while :meth:`start` runs. ``scheduler`` is the
     policy that plans rounds, by name or as :class:`Planning`; ``optimizer`` is that of all parts,
     as ``torch.optim`` class, ``functools.partial`` of one or :class:`OptimizerConfig`; ``learning``
-    holds the other settings,
-    for all rounds or by server round. ``on_round`` gets the record of every round.
+    holds the other settings, for all rounds or by server round. ``on_round`` gets the record of
+    every round.
 
     Without a model clients train whole models, and plans are advice. Callers with clusters of
     their own pass a :class:`RoundPlanner`.
@@ -120,7 +120,7 @@ class CollaPipe(Strategy):
         return self._hooks.resumable
 
     def cluster_progress(self) -> dict[str, ClusterProgress]:
-        """The progress of each cluster in the open round, by id; from any thread."""
+        """Return the progress of each cluster in the open round, by id; from any thread."""
         return self._hooks.progress()
 
     def summary(self) -> None:
@@ -129,16 +129,16 @@ class CollaPipe(Strategy):
         self.inner_strategy.summary()
 
     def start(self, *args: Any, **kwargs: Any) -> Result:
-        """The inner strategy's own ``start``, with its arguments, around our hooks.
+        """Run the inner strategy's own ``start``, with its arguments, around our hooks.
 
         An edge in this process ends with it. Flower's own grids are wrapped in a `PollingGrid`.
         """
         args = tuple(polling(given) if isinstance(given, Grid) else given for given in args)
         kwargs = {k: polling(v) if isinstance(v, Grid) else v for k, v in kwargs.items()}
-        given = started_with(self.inner_strategy, args, kwargs)
+        given = read_start_numbers(self.inner_strategy, args, kwargs)
         timeout_s = given.get("timeout", DEFAULT_TIMEOUT_S)
         with self.running(timeout_s, int(given.get("num_rounds", 0))):
-            return driver(self.inner_strategy, self).start(*args, **kwargs)
+            return make_driver(self.inner_strategy, self).start(*args, **kwargs)
 
     def running(
         self, round_timeout_s: float = DEFAULT_TIMEOUT_S, last_round: int = 0

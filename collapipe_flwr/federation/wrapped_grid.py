@@ -43,7 +43,7 @@ class Fetches:
         self._awaited.update(message_ids)
 
     def pull(self, message_ids: Iterable[str]) -> list[Message]:
-        """The complete replies to these messages; raises what the grid raises."""
+        """Return the complete replies to these messages; raises what the grid raises."""
         wanted = set(message_ids)
         ended = [each for each, ids in self._under_way.items() if ids & wanted and each.done()]
         found = [
@@ -52,7 +52,7 @@ class Fetches:
             for reply in self._result(fetch)
             if reply.metadata.reply_to_message_id in wanted
         ]
-        wanted -= answered(found).union(*self._under_way.values())
+        wanted -= list_answered(found).union(*self._under_way.values())
         left, end_s = sorted(wanted), time.monotonic() + PATIENCE_S
         for few in (left[n::MOST_REQUESTS] for n in range(min(len(left), MOST_REQUESTS))):
             fetch = self._begin(frozenset(few))
@@ -103,8 +103,8 @@ def choose_ids(
     return None if ids is None else list(ids)
 
 
-def answered(replies: Iterable[Message]) -> set[str]:
-    """The ids of the messages that were replied to."""
+def list_answered(replies: Iterable[Message]) -> set[str]:
+    """Return the ids of the messages that were replied to."""
     return {reply.metadata.reply_to_message_id for reply in replies}
 
 
@@ -181,7 +181,7 @@ class PollingGrid(WrappedGrid):
         while missing and (timeout is None or self._now() - start_s < timeout):
             found = self._pull(missing)
             replies += found
-            missing -= answered(found)
+            missing -= list_answered(found)
             if missing:
                 self._pause(self._interval_s(kind, self._now() - start_s))
         if sent:
@@ -190,13 +190,13 @@ class PollingGrid(WrappedGrid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Push, with bundled arrays where the receiver accepts them."""
-        from collapipe_flwr.federation.messages import readdressed  # both load torch
+        from collapipe_flwr.federation.messages import replace_content  # both load torch
         from collapipe_flwr.federation.records import takes_bundles
 
         bundles, sent = Bundles(), []
         for message in messages:
             if message.has_content() and takes_bundles(message.content):
-                message = readdressed(message, bundles.of(message.content))
+                message = replace_content(message, bundles.of(message.content))
             sent.append(message)
         return self._grid.push_messages(sent)
 
@@ -226,12 +226,12 @@ class PollingGrid(WrappedGrid):
         return found
 
     def _interval_s(self, kind: str, passed_s: float) -> float:
-        """Seconds until the next poll, ``passed_s`` after messages of this type were pushed."""
+        """Return the seconds until the next poll, ``passed_s`` after this type was pushed."""
         away_s = abs(self._took_s.get(kind, 0.0) - passed_s)
         return min(max(SHARE * away_s, SHORTEST_S), LONGEST_S)
 
 
 def polling(grid: Grid) -> Grid:
-    """``grid``, wrapped in a `PollingGrid` if it is one of Flower's."""
+    """Wrap ``grid`` in a `PollingGrid` if it is one of Flower's."""
     is_flowers = type(grid).__module__.partition(".")[0] == "flwr"
     return PollingGrid(grid) if is_flowers else grid

@@ -44,7 +44,7 @@ def configure_malloc() -> bool:
 
     Does nothing but on Linux with glibc. Existing threads keep the heaps that they have.
     """
-    mallopt = _function("mallopt")
+    mallopt = _find_function("mallopt")
     if mallopt is None:
         return False
     ahead_bytes = _ahead_bytes()
@@ -75,7 +75,7 @@ def give_back(place: torch.device | None = None) -> None:
     For an accelerator also the memory that torch keeps for later tensors: other programs cannot use
     it, and it would not count as free.
     """
-    trim = _function("malloc_trim")
+    trim = _find_function("malloc_trim")
     if trim is not None:
         trim(0)
         _ask_for_large_pages()
@@ -84,7 +84,7 @@ def give_back(place: torch.device | None = None) -> None:
 
 
 def _ahead_bytes() -> int:
-    """How far the heap may grow at once; 0 where addresses are counted as memory."""
+    """Return how far the heap may grow at once; 0 where addresses are counted as memory."""
     import resource  # which other systems do not have
 
     limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
@@ -97,19 +97,23 @@ def _ahead_bytes() -> int:
 
 
 def _ask_for_large_pages() -> None:
-    """Request them for the heap, and for the addresses into which it will grow."""
-    malloc, free, madvise = _function("malloc"), _function("free"), _function("madvise")
+    """Ask for large pages for the heap, and for the addresses into which it will grow."""
+    malloc, free, madvise = (
+        _find_function("malloc"),
+        _find_function("free"),
+        _find_function("madvise"),
+    )
     if not (malloc and free and madvise and hasattr(mmap, "MADV_HUGEPAGE")):
         return
     malloc.restype = ctypes.c_void_p  # type: ignore[attr-defined]
     grown = malloc(_OWN_PAGES_BYTES // 2)
-    for start, stop in _heap():
+    for start, stop in _list_heap_ranges():
         madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_HUGEPAGE)
     free(ctypes.c_void_p(grown))
 
 
-def _heap() -> list[tuple[int, int]]:
-    """Its ranges of addresses, which are listed one after the other and before all libraries."""
+def _list_heap_ranges() -> list[tuple[int, int]]:
+    """Return the heap's ranges of addresses, which are adjacent lines before all libraries."""
     found = []
     with _MAPS.open() as lines:
         for line in lines:
@@ -121,8 +125,8 @@ def _heap() -> list[tuple[int, int]]:
     return found
 
 
-def _function(name: str) -> Callable[..., int] | None:
-    """A function of glibc; None elsewhere."""
+def _find_function(name: str) -> Callable[..., int] | None:
+    """Find a function of glibc; None elsewhere."""
     if not sys.platform.startswith("linux"):
         return None
     found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.rounds.measure import PHASES, _timing, measure
 from benchmarks.rounds.watch import Process, Watch
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.federation.client.client_process import offered
+from collapipe_flwr.federation.client.client_process import offer_fast_program
 from tests.federation.client.test_client_process import SOCKET, until
 
 FIRST = {"planned_s": 1.0, "called_s": 5.0, "begun_s": 20.0, "ended_s": 30.0, "answered_s": 31.0}
@@ -68,7 +68,7 @@ def test_phases_add_up_to_the_round_and_the_first_round_does_not_count() -> None
 @pytest.mark.skipif(sys.platform != "linux", reason="forks are made on Linux alone")
 def test_a_client_app_and_its_fork_are_seen_beside_what_forks() -> None:
     nowhere = ("--runtime-api-address", "127.0.0.1:1", "--token", "x", "--insecure")
-    with offered(), Watch((os.getpid(),)) as watch:
+    with offer_fast_program(), Watch((os.getpid(),)) as watch:
         program = shutil.which("flwr-clientapp")
         assert program is not None
         until(Path(program).with_name(SOCKET).exists, "nothing forks")

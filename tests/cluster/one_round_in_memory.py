@@ -14,7 +14,7 @@ from benchmarks.memory.neighbours import NearFleet, even_plan
 from benchmarks.resident import forget_peak, peak_bytes, resident_bytes
 from collapipe_flwr.cluster.control_unit import train_round
 from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
-from collapipe_flwr.federation.arrays import encode_tensors, stow_tensors, take_record
+from collapipe_flwr.federation.arrays import encode_tensors, offload_tensors, take_record
 from collapipe_flwr.host.allocator import configure_malloc, give_back
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.splitter import Splitter
@@ -53,7 +53,7 @@ def main() -> None:
     forget_peak()
     order = RoundOrder(
         plan=even_plan(splitter.num_blocks, DEVICES, STEPS),
-        weights=stow_tensors(message),
+        weights=offload_tensors(message),
         learning=LearningSettings(),
     )
     give_back()

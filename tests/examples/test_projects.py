@@ -17,7 +17,7 @@ import torch
 from flwr.app import Context, RecordDict
 
 from collapipe_flwr.federation.local_grid import LocalGrid
-from collapipe_flwr.federation.run.launcher import private_environment, private_superlink
+from collapipe_flwr.federation.run.launcher import build_environment, start_superlink
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROJECTS = {"huggingface": "huggingface_example", "vision-transformer": "vision_example"}
@@ -133,9 +133,9 @@ def model_from_flower(source: Path, folder: Path, env: dict[str, str]) -> Weight
 def test_plain_and_split_end_with_the_same_weights(
     name: str, plain_model: FinalModel, split_model: FinalModel, tmp_path: Path
 ) -> None:
-    env = private_environment(tmp_path)
+    env = build_environment(tmp_path)
     flower = model_from_flower in (plain_model, split_model)
-    with private_superlink(tmp_path, env) if flower else nullcontext():
+    with start_superlink(tmp_path, env) if flower else nullcontext():
         plain = plain_model(EXAMPLES / name / "plain", tmp_path, env)
         split = split_model(EXAMPLES / name / "collapipe", tmp_path, env)
     assert list(plain) == list(split)

@@ -29,7 +29,7 @@ from server_app.app import run
 from tests.forked import Forked
 
 HOOKS = {
-    "planning": (StrategyHooks, "_configured", lambda _, number, *__: number),
+    "planning": (StrategyHooks, "_configure_round", lambda _, number, *__: number),
     "aggregating": (FedAvg, "aggregate_train", lambda _, number, *__: number),
     "checkpointing": (Checkpoints, "save", lambda _, checkpoint: checkpoint.server_round),
     "evaluating": (RunRecorder, "evaluate", lambda _, number, __: number),

@@ -12,7 +12,7 @@ from collapipe_flwr.cluster.evaluation import EvalResult
 from collapipe_flwr.cluster.recovery import Incident
 from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
 from collapipe_flwr.federation.absence import Absence, without_absent
-from collapipe_flwr.federation.client.pipeline_round import telemetry as telemetry_of
+from collapipe_flwr.federation.client.pipeline_round import build_telemetry as telemetry_of
 from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.offload import Lookup

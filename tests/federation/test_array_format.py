@@ -17,15 +17,15 @@ from collapipe_flwr.federation.array_format import RAW_TORCH
 from collapipe_flwr.federation.arrays import (
     decode_tensors,
     encode_tensors,
-    not_finite,
-    stow_tensors,
+    find_not_finite,
+    offload_tensors,
 )
 
 NUMPY = "numpy.ndarray"
 READERS = (
     decode_tensors,
-    lambda record: not_finite(record, encode_tensors({"w": torch.ones(2)})),
-    lambda record: dict(stow_tensors(record.copy()).items()),
+    lambda record: find_not_finite(record, encode_tensors({"w": torch.ones(2)})),
+    lambda record: dict(offload_tensors(record.copy()).items()),
 )
 
 
@@ -119,7 +119,7 @@ def test_all_versions_and_orders_of_numpys_files_are_read(version: tuple[int, in
     np.lib.format.write_array(file, values, version=version)
     record = ArrayRecord({"w": Array("float32", (2, 3), NUMPY, file.getvalue())})
     assert torch.equal(decode_tensors(record)["w"], torch.arange(6.0).reshape(2, 3))
-    assert torch.equal(stow_tensors(record)["w"], torch.arange(6.0).reshape(2, 3))
+    assert torch.equal(offload_tensors(record)["w"], torch.arange(6.0).reshape(2, 3))
 
 
 words = st.sampled_from(["'<f4'", "'>f8'", "'|O'", "'|b1'", "True", "False", "None", "()", "(0,)"])

@@ -10,14 +10,14 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian
 from collapipe_flwr.core.errors import ProtocolError, RunError
 from collapipe_flwr.federation.arrays import (
     RAW_TORCH,
+    add_change,
     averaging_view,
     decode_tensors,
     encode_tensors,
+    find_not_finite,
     inner_view,
     load_into,
     narrow_raw,
-    not_finite,
-    shifted,
     take_record,
     take_tensors,
 )
@@ -181,8 +181,8 @@ def test_taking_gives_the_same_and_leaves_nothing() -> None:
 def test_float64_keeps_its_digits_and_its_range() -> None:
     tiny = torch.tensor([1.0 + 2.0**-40], dtype=torch.float64)
     start, model = encode_tensors({"w": tiny}), encode_tensors({"w": tiny + 1.0})
-    moved = decode_tensors(shifted(model, start, encode_tensors({"w": tiny + 2.0})))["w"]
+    moved = decode_tensors(add_change(model, start, encode_tensors({"w": tiny + 2.0})))["w"]
     assert moved.dtype == torch.float64 and torch.equal(moved, tiny + 3.0)
     large = encode_tensors({"w": torch.tensor([1e300], dtype=torch.float64)})
-    assert not_finite(large, start) is None
+    assert find_not_finite(large, start) is None
     check_finite(large, "c1")

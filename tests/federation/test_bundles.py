@@ -16,7 +16,7 @@ from flwr.serverapp.strategy import FedAvg
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.federation import bundles
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
-from collapipe_flwr.federation.bundles import Bundles, accept_bundles, unbundle, unbundling
+from collapipe_flwr.federation.bundles import Bundles, accept_bundles, unbundle, unbundle_mod
 from collapipe_flwr.federation.client.cluster import Cluster, mods_of
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.records import ARRAYS, takes_bundles
@@ -156,7 +156,7 @@ def test_an_app_whose_functions_are_there_already_takes_none() -> None:
     app = ClientApp()
     app.train()(echo)
     assert not accept_bundles(app)
-    assert unbundling not in app._mods
+    assert unbundle_mod not in app._mods
 
 
 def test_a_cluster_says_whether_it_takes_bundles() -> None:
@@ -164,8 +164,8 @@ def test_a_cluster_says_whether_it_takes_bundles() -> None:
     late.train()(echo)
     context = Context(run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config={})
     first, second = Cluster(early), Cluster(late)
-    assert first._profile(first._site_of(context), context).bundles
-    assert not second._profile(second._site_of(context), context).bundles
+    assert first._build_profile(first._site_of(context), context).bundles
+    assert not second._build_profile(second._site_of(context), context).bundles
 
 
 def indexed(index: bytes) -> bytes:
@@ -194,7 +194,7 @@ def test_a_malformed_bundle_is_refused(harm: str) -> None:
 
 
 def bundled(train):
-    return lambda message, context: unbundling(message, context, train)
+    return lambda message, context: unbundle_mod(message, context, train)
 
 
 def rounds(planner: FixedPlanner, train) -> tuple[LocalGrid, dict[str, torch.Tensor]]:

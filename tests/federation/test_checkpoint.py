@@ -137,7 +137,7 @@ def test_only_the_newest_are_kept_and_no_partial_one_counts(tmp_path, drifting):
     checkpointed("fedavg", tmp_path, resume=False).start(grid(drifting), model(), 4)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["round-000003", "round-000004"]
     (tmp_path / "round-000009.abcdefgh.collapipe.partial").mkdir()
-    assert Checkpoints(folder=tmp_path).newest().server_round == 4
+    assert Checkpoints(folder=tmp_path).read_newest().server_round == 4
 
 
 def test_every_dtype_survives_in_its_order(tmp_path):
@@ -149,7 +149,7 @@ def test_every_dtype_survives_in_its_order(tmp_path):
     }
     checkpoints = Checkpoints(folder=tmp_path)
     checkpoints.save(a_checkpoint(encode_tensors(tensors)))
-    read = decode_tensors(checkpoints.newest().arrays)
+    read = decode_tensors(checkpoints.read_newest().arrays)
     assert list(read) == list(tensors)
     for key, tensor in tensors.items():
         assert read[key].dtype == tensor.dtype
@@ -272,5 +272,5 @@ def test_a_full_disk_is_one_sentence_and_the_checkpoint_before_stays(tmp_path):
     words = r"the checkpoint .*round-000002 cannot be written .*File too large.* make room"
     with full_disk(), pytest.raises(RunError, match=words):
         checkpoints.save(second)
-    assert checkpoints.newest().server_round == 1
+    assert checkpoints.read_newest().server_round == 1
     assert [path.name for path in tmp_path.iterdir()] == ["round-000001"]

@@ -20,7 +20,7 @@ from flwr.serverapp.strategy import (
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.federation.checkpoint import Checkpoints
-from collapipe_flwr.federation.inner import check_inner, driver
+from collapipe_flwr.federation.inner import check_inner, make_driver
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.resuming import Checkpointed
 from collapipe_flwr.federation.strategy import CollaPipe
@@ -146,7 +146,7 @@ def test_a_method_that_was_replaced_on_the_instance_is_called_once_by_ours(float
 
 def test_a_driver_is_the_inner_strategy_in_another_body():
     inner = Saving()
-    driven = driver(inner, FedAvg())
+    driven = make_driver(inner, FedAvg())
     driven.later = 3
     assert inner.later == 3
     assert isinstance(driven, Saving)

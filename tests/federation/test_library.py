@@ -32,7 +32,7 @@ from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.cluster.loader import LoaderBatches
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.client.cluster import mods_of
-from collapipe_flwr.federation.client.pipeline_round import MOST_PREDICTED, _in_parts
+from collapipe_flwr.federation.client.pipeline_round import MOST_PREDICTED, _cut_steps
 from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.rounds import RoundRecord
 from collapipe_flwr.federation.split import PersonalArrays
@@ -280,11 +280,11 @@ def test_smaller_batches_between_workers_are_refused_with_what_to_change() -> No
 
 
 def test_a_large_test_batch_is_tested_in_parts_whose_predictions_fit_into_a_frame() -> None:
-    parts = list(_in_parts([[{"x": torch.tensor(n)} for n in range(70)], [{}] * 3], 64))
+    parts = list(_cut_steps([[{"x": torch.tensor(n)} for n in range(70)], [{}] * 3], 64))
     assert [len(part) for part in parts] == [32, 32, 6, 3]
     assert [int(one["x"]) for part in parts[:3] for one in part] == list(range(70))
     assert FrameLimits().tensors > MOST_PREDICTED
-    assert [len(part) for part in _in_parts([[{}] * 5], planned=2)] == [2, 2, 1]
+    assert [len(part) for part in _cut_steps([[{}] * 5], planned=2)] == [2, 2, 1]
 
 
 def test_a_data_set_is_no_loader() -> None:

@@ -46,7 +46,7 @@ def test_after_every_cut_the_newest_checkpoint_is_whole_and_none_is_missed(tmp_p
     assert len(disk.found) > 20 * ROUNDS
     for number, (done, tree) in enumerate(disk.found):
         folder = rebuilt(tree, tmp_path / str(number)) / "run" / "checkpoints"
-        newest = Checkpoints(folder=folder).newest()
+        newest = Checkpoints(folder=folder).read_newest()
         if newest is None:
             assert done == 0
             continue

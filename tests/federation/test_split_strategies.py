@@ -296,6 +296,6 @@ def test_a_tied_table_that_a_mod_tears_apart_is_one_again(changed: str) -> None:
     split = SplitRound(DescribedModel(splitter, SHORT), "", LearningSettings())
     sent = {"embed.weight": torch.ones(3, 2), "head.weight": torch.ones(3, 2)}
     reply = {**sent, changed: torch.full((3, 2), 5.0)}
-    found = decode_tensors(split.checked("c1", encode_tensors(reply), encode_tensors(sent)))
+    found = decode_tensors(split.check_reply("c1", encode_tensors(reply), encode_tensors(sent)))
     assert torch.equal(found["embed.weight"], reply["embed.weight"])
     assert torch.equal(found["head.weight"], found["embed.weight"])

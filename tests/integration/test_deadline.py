@@ -90,7 +90,7 @@ def test_a_round_closes_at_its_deadline_without_the_cluster_that_sleeps(tmp_path
         assert sleeper.trained == ROUND and not sleeper.over.is_set()
         sleeper.wake.set()
         assert sleeper.over.wait(120)
-    saved = Checkpoints(folder=tmp_path / "run" / "checkpoints").newest()
+    saved = Checkpoints(folder=tmp_path / "run" / "checkpoints").read_newest()
     assert saved is not None and '"cluster-0"' in saved.memories["clock"].text
     lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
     failures = [json.loads(line)["failures"] for line in lines]
@@ -171,7 +171,7 @@ def test_a_clock_from_a_checkpoint_expects_to_the_bit_what_the_first_did(tmp_pat
         memories={"clock": clock.dump()},
     )
     Checkpoints(folder=tmp_path).save(saved)
-    read = Checkpoints(folder=tmp_path).newest()
+    read = Checkpoints(folder=tmp_path).read_newest()
     assert read is not None
     again.load(read.memories["clock"])
     for predicted_s in ({"A": 1.1}, {"A": 0.3, "B": 9.9}):

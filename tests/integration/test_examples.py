@@ -24,7 +24,7 @@ from flwr.serverapp.strategy import (
 )
 
 from collapipe_flwr.federation.local_grid import LocalGrid
-from collapipe_flwr.federation.run.launcher import private_environment, private_superlink
+from collapipe_flwr.federation.run.launcher import build_environment, start_superlink
 from collapipe_flwr.federation.strategy import CollaPipe
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart-strategy"
@@ -114,8 +114,8 @@ def test_flower_itself_runs_both_and_saves_the_same_bits(tmp_path):
         project = tmp_path / server_app
         output = tmp_path / f"{server_app}.pt"
         copy_example(project, server_app)
-        env = private_environment(tmp_path)
-        with private_superlink(project, env):
+        env = build_environment(tmp_path)
+        with start_superlink(project, env):
             flwr = Path(sys.executable).parent / "flwr"
             command = [str(flwr), "run", ".", "--stream", "--run-config", f'output="{output}"']
             subprocess.run(command, cwd=project, env=env, check=True, timeout=240)

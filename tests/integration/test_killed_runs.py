@@ -56,7 +56,7 @@ def _assert_whole(run_dir: Path) -> None:
             json.loads(path.read_bytes())
     rounds = [event["round_index"] for event in read_events(run_dir)]
     assert rounds == list(range(1, len(rounds) + 1))
-    checkpoint = Checkpoints(folder=run_dir / "checkpoints").newest()
+    checkpoint = Checkpoints(folder=run_dir / "checkpoints").read_newest()
     newest = 0 if checkpoint is None else checkpoint.server_round
     assert newest == newest_checkpoint(run_dir) >= len(rounds)
     summary = read_summary(run_dir)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from collapipe_flwr.core.errors import ConfigError
 
-# What `--node-config` may say of a node, besides Flower's own keys:
+# Keys of `--node-config` besides Flower's own:
 CLUSTER_KEY = "cluster"  # the file that lists its devices
 COMPUTE_KEY = "compute"  # the device of its parts
 STATE_KEY = "state-dir"  # the folder of its state between rounds
@@ -12,7 +12,7 @@ CONTROL_UNIT_KEY = "control-unit"  # the socket of its resident control unit
 
 
 def named_path(node_config: Mapping[str, object], key: str, kind: str, default: str = "") -> str:
-    """The path of a file, folder or socket by ``--node-config``; raises ConfigError for others."""
+    """Read the path of a file, folder or socket; raises ConfigError for another value."""
     found = node_config.get(key, default)
     if not isinstance(found, str):
         raise ConfigError(f"node-config {key} must be the path of a {kind}, got {found!r}")
@@ -20,7 +20,7 @@ def named_path(node_config: Mapping[str, object], key: str, kind: str, default: 
 
 
 def partition_of(node_config: Mapping[str, object]) -> int | None:
-    """The node's number, by Flower's key; None without one, and ConfigError for any other value."""
+    """Read the node's number from Flower's key, if there is one; raises ConfigError."""
     found = node_config.get("partition-id")
     if found is None:
         return None

@@ -3,8 +3,8 @@
     python -P client_process.py [ARGUMENT...]
 
 is that program without the imports of Flower's others, a web server and a database among them.
-`offered` puts a faster one, which asks this process for a fork, first on the path. Run as a file,
-so that an app imports its own copy of this package.
+`offer_fast_program` puts a faster one, which asks this process for a fork, first on the path. Run
+as a file, so that an app imports its own copy of this package.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
-def offered() -> Iterator[None]:
-    """In the body, put a faster `flwr-clientapp` first on the path of child processes."""
+def offer_fast_program() -> Iterator[None]:
+    """Put a faster `flwr-clientapp` first on the path of child processes during the body."""
     python = sys.executable
     if len(os.fsencode(python)) > _LONGEST or any(map(str.isspace, python)):
         yield  # a script's first line cannot contain it
@@ -55,9 +55,9 @@ def offered() -> Iterator[None]:
     before = os.environ.get("PATH", os.defpath)
     with tempfile.TemporaryDirectory(prefix="collapipe-supernode-") as folder:
         program = Path(folder) / _PROGRAM
-        program.write_text(script(Path(folder) / "fork"), encoding="utf-8")
+        program.write_text(build_script(Path(folder) / "fork"), encoding="utf-8")
         program.chmod(0o700)
-        with _forks(Path(folder) / "fork"):
+        with _serve_forks(Path(folder) / "fork"):
             os.environ["PATH"] = f"{folder}{os.pathsep}{before}"
             try:
                 yield
@@ -65,14 +65,14 @@ def offered() -> Iterator[None]:
                 os.environ["PATH"] = before
 
 
-def script(forks_at: Path) -> str:
-    """The text of the program; ``forks_at`` is the socket of the fork server."""
+def build_script(forks_at: Path) -> str:
+    """Return the text of the program; ``forks_at`` is the socket of the fork server."""
     place = str(Path(__file__).parent)
     return _SCRIPT.format(python=sys.executable, place=place, socket=str(forks_at), alone=__file__)
 
 
 @contextmanager
-def _forks(path: Path) -> Iterator[None]:
+def _serve_forks(path: Path) -> Iterator[None]:
     """Run the fork server at the socket ``path`` during the body.
 
     On Linux only: elsewhere system libraries may not be used after a fork.
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def _fork(path: str) -> socket.socket | None:
-    """A connection to serve, in every fork; None in the server, once its stdin has ended."""
+    """Serve forks; returns a connection in each of them, None here once stdin has ended."""
     gc.freeze()  # so that forks share what was imported
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are not waited for
     before = [signal.signal(stop, signal.SIG_IGN) for stop in _STOPS]

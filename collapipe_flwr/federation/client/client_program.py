@@ -14,7 +14,7 @@ _FORK_S = 20.0  # to wait for a fork
 
 
 def main(forks_at: str, alone: str) -> int:
-    """The exit code of the fork made at a socket, 1 if it ended without one.
+    """Return the exit code of the fork made at a socket, 1 if it ended without one.
 
     ``alone`` is the file to execute if there is no fork server.
     """

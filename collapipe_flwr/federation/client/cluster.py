@@ -35,9 +35,9 @@ from collapipe_flwr.core.errors import ConfigError, RunError, wrap_unexpected
 from collapipe_flwr.core.imports import allow
 from collapipe_flwr.core.keys import AUTO
 from collapipe_flwr.federation import records
-from collapipe_flwr.federation.arrays import decode_tensors, stow_tensors, take_record
-from collapipe_flwr.federation.bundles import accept_bundles, unbundling
-from collapipe_flwr.federation.client.pipeline_round import PipelineRound, telemetry
+from collapipe_flwr.federation.arrays import decode_tensors, offload_tensors, take_record
+from collapipe_flwr.federation.bundles import accept_bundles, unbundle_mod
+from collapipe_flwr.federation.client.pipeline_round import PipelineRound, build_telemetry
 from collapipe_flwr.federation.client.site import Site
 from collapipe_flwr.federation.messages import only_arrays
 from collapipe_flwr.host.allocator import configured_malloc, give_back
@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 Metrics = Callable[[Tensor, Tensor], Mapping[str, float] | float]
 DEVICES = "raspberry-pi-4,raspberry-pi-5,jetson-nano"
 EXAMPLES = 1000  # of a round, by default
-_HARMLESS = (message_size_mod, arrays_size_mod, unbundling)
+_HARMLESS = (message_size_mod, arrays_size_mod, unbundle_mod)
 
 
 class Cluster:
@@ -106,23 +106,25 @@ class Cluster:
             site = self._site_of(context)
             if site is None:
                 return Message(records.write_spare(), reply_to=message)
-            return Message(records.write_profile(self._profile(site, context)), reply_to=message)
+            return Message(
+                records.write_profile(self._build_profile(site, context)), reply_to=message
+            )
 
-    def _profile(self, site: Site, context: Context) -> ClusterProfile:
+    def _build_profile(self, site: Site, context: Context) -> ClusterProfile:
         examples = self._examples(context) if callable(self._examples) else self._examples
         return replace(site.profile(examples), bundles=self._takes_bundles)
 
-    def _profile_now(self, context: Context) -> ClusterProfile | None:
-        """The current profile of a cluster file's devices; None for simulated ones.
+    def _try_profile(self, context: Context) -> ClusterProfile | None:
+        """Return the current profile of a cluster file's devices; None for simulated ones.
 
         Also None if the file cannot be read, as while somebody edits it: that must not cost the
-        round, and the server goes on with the profile that it has.
+        round, and the server keeps the profile that it has.
         """
         try:
             site = self._site_of(context)
             if site is None or site.cluster is None or not site.cluster.devices:
                 return None
-            return self._profile(site, context)
+            return self._build_profile(site, context)
         except ConfigError as error:
             _log.warning("the server keeps the profile that it has of this cluster: %s", error)
             return None
@@ -157,10 +159,12 @@ class Cluster:
             result, absent = asked.run(weights, batches, state)
             loss = sum(result.losses) / max(len(result.losses), 1)
             metrics = MetricRecord({"train_loss": loss, records.EXAMPLES: batches.examples})
-            trained = asked.completed(weights, result.weights)
+            trained = asked.complete(weights, result.weights)
             content = RecordDict({name: take_record(trained), records.METRICS: metrics})
-            measured = telemetry(result, batches, absent, wall_s=time.perf_counter() - start_s)
-            measured = replace(measured, profile=self._profile_now(context))
+            measured = build_telemetry(
+                result, batches, absent, wall_s=time.perf_counter() - start_s
+            )
+            measured = replace(measured, profile=self._try_profile(context))
             content = records.write_telemetry(content, measured)
         return Message(content, reply_to=message)
 
@@ -190,7 +194,7 @@ class Cluster:
     def _begin(
         self, message: Message, context: Context
     ) -> tuple[PipelineRound, str, Mapping[str, Tensor]]:
-        """The requested round, and the weights with the name of their record."""
+        """Return the requested round, and the weights with the name of their record."""
         site = self._site_of(context)
         if site is None:
             raise RunError(f"node {context.node_id} has no place in this run")
@@ -209,12 +213,12 @@ class Cluster:
         return asked, name, weights
 
     def _weights(self, arrays: ArrayRecord) -> Mapping[str, Tensor]:
-        """The model's tensors, kept in memory only where mods compare them with the reply."""
-        return decode_tensors(arrays) if mods_of(self._app) else stow_tensors(arrays)
+        """Load the tensors: into memory only if mods compare them with the reply."""
+        return decode_tensors(arrays) if mods_of(self._app) else offload_tensors(arrays)
 
 
 def mods_of(app: ClientApp) -> list[Callable[..., Any]]:
-    """The mods of train functions of ``app`` that may change messages or replies."""
+    """Return the mods of train functions of ``app`` that may change messages or replies."""
     found = []
     for name, function in app._registered_funcs.items():
         inner: Any = function if name.startswith("train.") else None
@@ -233,10 +237,10 @@ class TestSet(Protocol):
         """How the model predicts; None for the loss alone."""
 
     def steps(self, batch_size: int, micro_batch_size: int) -> Iterable[list[dict[str, Tensor]]]:
-        """The micro-batches of every batch; raises DataError."""
+        """Yield the micro-batches of every batch; raises DataError."""
 
     def scores(self, found: EvalResult) -> dict[str, float | list[float]]:
-        """The reply's metrics besides the loss; ``num-examples`` is its weight in averages."""
+        """Return the reply's metrics besides the loss; ``num-examples`` weighs it in averages."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -256,26 +260,26 @@ class LoaderTest:
         return None if self.metrics is None else PredictionConfig(logits=True)
 
     def steps(self, batch_size: int, micro_batch_size: int) -> Iterator[list[dict[str, Tensor]]]:
-        """Every batch as the loader yields it, kept if it has to be scored."""
+        """Yield every batch as the loader does, and keep it if it has to be scored."""
         for step in self._batches.steps(batch_size, micro_batch_size):
             if self.metrics is not None:
                 self._seen += step
             yield step
 
     def scores(self, found: EvalResult) -> dict[str, float | list[float]]:
-        """The number of examples, and the metrics over all of them; raises ConfigError."""
+        """Return the number of examples, and the metrics over all of them; raises ConfigError."""
         scores: dict[str, float | list[float]] = {records.EXAMPLES: self._batches.examples}
         if self.metrics is None:
             return scores
         logits = stacked([part for step in found.predictions for part in step])
-        value = self.metrics(logits, _labels(joined(self._seen)))
+        value = self.metrics(logits, _find_labels(joined(self._seen)))
         if not isinstance(value, Mapping):
             value = {getattr(self.metrics, "__name__", "metric"): value}
-        return scores | {str(name): _number(str(name), score) for name, score in value.items()}
+        return scores | {str(name): _parse_score(str(name), score) for name, score in value.items()}
 
 
-def _number(name: str, score: Any) -> float:
-    """A score of the user's metrics; raises ConfigError for one that is no number."""
+def _parse_score(name: str, score: Any) -> float:
+    """Return a score of the user's metrics; raises ConfigError for one that is no number."""
     try:
         return float(score)
     except (TypeError, ValueError, RuntimeError) as cause:
@@ -285,7 +289,7 @@ def _number(name: str, score: Any) -> float:
         ) from cause
 
 
-def _labels(batch: Mapping[str, Tensor]) -> Tensor:
+def _find_labels(batch: Mapping[str, Tensor]) -> Tensor:
     labels = next((batch[name] for name in LABEL_NAMES if name in batch), None)
     if labels is None:
         raise ConfigError(

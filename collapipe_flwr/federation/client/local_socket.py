@@ -40,7 +40,7 @@ _KINDS = {"arrays": ArrayRecord, "metrics": MetricRecord, "config": ConfigRecord
 
 
 def default_path() -> Path:
-    """Where a control unit listens by default."""
+    """Return the path at which a control unit listens by default."""
     named, runtime = os.environ.get(VARIABLE), os.environ.get("XDG_RUNTIME_DIR")
     if named:
         return expand_home(named)
@@ -48,7 +48,7 @@ def default_path() -> Path:
 
 
 def path_for(node_config: Mapping[str, object]) -> Path | None:
-    """Where the control unit of a node would listen, by --node-config or the environment.
+    """Return where the control unit of a node would listen, by --node-config or the environment.
 
     None for an empty name, and for a node without a cluster file that names no control unit. Raises
     ConfigError.
@@ -60,7 +60,7 @@ def path_for(node_config: Mapping[str, object]) -> Path | None:
 
 
 def listen(path: Path) -> socket.socket:
-    """Listen there, in a folder that only this user may enter.
+    """Listen at ``path``, in a folder that only this user may enter.
 
     Raises ConfigError if another process listens, or the folder is open to others.
     """
@@ -68,7 +68,7 @@ def listen(path: Path) -> socket.socket:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _refuse_shared(path.parent)
         try:
-            if other := connected(path):
+            if other := open_connection(path):
                 other.close()
         except LinkTimeout as error:
             raise ConfigError(f"--socket: {error}") from error
@@ -84,17 +84,17 @@ def listen(path: Path) -> socket.socket:
     return listener
 
 
-def connected(path: Path, within_s: float = CONNECT_S) -> socket.socket | None:
-    """A connection to the process that listens there; None without one of this user.
+def open_connection(path: Path, within_s: float = CONNECT_S) -> socket.socket | None:
+    """Connect to this user's process that listens at ``path``; None if there is none.
 
-    Raises LinkTimeout if it accepts nobody, and others wait already.
+    Raises LinkTimeout if its queue of waiting connections stays full for ``within_s``.
     """
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        # A socket with a timeout of Python's does not wait for a place among those that wait.
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(within_s))
+        # With Python's own timeout, connect fails at once when the queue is full.
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _pack_timeval(within_s))
         peer.connect(str(path))
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(0.0))
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _pack_timeval(0.0))
     except BlockingIOError as error:
         peer.close()
         raise LinkTimeout(
@@ -111,12 +111,12 @@ def connected(path: Path, within_s: float = CONNECT_S) -> socket.socket | None:
     return peer
 
 
-def _timeval(seconds: float) -> bytes:
+def _pack_timeval(seconds: float) -> bytes:
     return _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
 
 
 def is_own(peer: socket.socket) -> bool:
-    """Whether the process at the other end is this user's; always True without SO_PEERCRED."""
+    """Return whether the peer's process is this user's; always True without SO_PEERCRED."""
     if not hasattr(socket, "SO_PEERCRED"):
         return True
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -133,7 +133,7 @@ def _refuse_shared(folder: Path) -> None:
 
 
 def write_parcel(peer: socket.socket, head: Mapping[str, Any], *contents: RecordDict) -> None:
-    """Send both, emptying ``contents`` of arrays; raises LinkError for a lost peer."""
+    """Send head and contents, taking the arrays out of these; raises LinkError for a lost peer."""
     described = {"head": head, "contents": [_describe(content) for content in contents]}
     data = json.dumps(described).encode()
     try:
@@ -165,17 +165,17 @@ def read_parcel(file: BinaryIO) -> tuple[dict[str, Any], list[RecordDict]]:
         raise ProtocolError(f"malformed data on the local socket: {error!r}") from error
 
 
-def order_head(message: Message, context: Context) -> dict[str, Any]:
-    """The metadata of a message, and a context without its state."""
+def encode_order(message: Message, context: Context) -> dict[str, Any]:
+    """Encode the metadata of a message, and a context without its state."""
     metadata = {name.lstrip("_"): value for name, value in vars(message.metadata).items()}
     rest = {name: value for name, value in vars(context).items() if name != "state"}
     return {"message": metadata, "context": rest}
 
 
-def order_of(
+def decode_order(
     head: Mapping[str, Any], content: RecordDict, state: RecordDict
 ) -> tuple[Message, Context]:
-    """The message and the context that :func:`order_head` was given."""
+    """Rebuild the message and the context that :func:`encode_order` was given."""
     known = {name: value for name, value in head["message"].items() if name != "delivered_at"}
     message = Message(content, metadata=Metadata(**known))  # type: ignore[call-overload]
     return message, Context(state=state, **head["context"])
@@ -202,7 +202,7 @@ def _describe_record(record: ArrayRecord | MetricRecord | ConfigRecord) -> tuple
         arrays = record.items()
         return "arrays", [[k, a.dtype, list(a.shape), a.stype, len(a.data)] for k, a in arrays]
     kind = "metrics" if isinstance(record, MetricRecord) else "config"
-    return kind, {name: _plain(value) for name, value in record.items()}
+    return kind, {name: _encode_value(value) for name, value in record.items()}
 
 
 def _gather(file: BinaryIO, described: Sequence[Sequence[Any]]) -> RecordDict:
@@ -214,18 +214,18 @@ def _gather(file: BinaryIO, described: Sequence[Sequence[Any]]) -> RecordDict:
                 record[key] = Array(dtype, tuple(shape), stype, _read(file, size))
         else:
             for key, value in values.items():
-                record[key] = _value(value)
+                record[key] = _decode_value(value)
         content[name] = record
     return content
 
 
-def _plain(value: Any) -> Any:
+def _encode_value(value: Any) -> Any:
     if isinstance(value, bytes):
         return {_BYTES: b64encode(value).decode()}
-    return [_plain(item) for item in value] if isinstance(value, list) else value
+    return [_encode_value(item) for item in value] if isinstance(value, list) else value
 
 
-def _value(plain: Any) -> Any:
+def _decode_value(plain: Any) -> Any:
     if isinstance(plain, dict):
         return b64decode(plain[_BYTES])
-    return [_value(item) for item in plain] if isinstance(plain, list) else plain
+    return [_decode_value(item) for item in plain] if isinstance(plain, list) else plain

@@ -1,4 +1,4 @@
-"""What a cluster carries from one round to the next, in its own files or in Flower's state.
+"""The state that a cluster keeps from one round to the next, in its own files or in Flower's state.
 
 The result of a round is pending until a later order names that round as the last accepted one; the
 cluster continues from exactly that round, whatever it has trained since. A resumed run repeats the
@@ -70,15 +70,15 @@ class NodeState:
     attempt: int = 0  # of the orders for this round
 
     def recall(self, kept: Kept[T]) -> T | None:
-        """What the last accepted round left, if it can be read."""
-        if files := self._files(kept):
+        """Return the result of the last accepted round, if it can be read."""
+        if files := self._round_files(kept):
             return files.recall(self.progress.last_round, kept.read, self.progress.attempt)
-        record = self._record(kept.name)
+        record = self._keep_accepted(kept.name)
         return None if record is None else kept.decode(record)
 
     def remember(self, kept: Kept[T], value: T) -> None:
         """Keep the result of this round beside that of the last accepted one."""
-        if files := self._files(kept):
+        if files := self._round_files(kept):
             write = partial(kept.write, value)
             files.remember(self.server_round, self.progress.needed, write, self.attempt)
         else:
@@ -89,13 +89,13 @@ class NodeState:
         """How to keep missing state next time; empty if it was kept in files."""
         return "" if self.state_dir else f"; {STATE_KEY} in --node-config would keep it"
 
-    def _files(self, kept: Kept[T]) -> RoundFiles | None:
+    def _round_files(self, kept: Kept[T]) -> RoundFiles | None:
         if self.state_dir is None:
             return None
         return RoundFiles.of(self.state_dir, self.run_id, self.index, kept.suffix)
 
-    def _record(self, name: str) -> Record | None:
-        """The record of the last accepted round; drops all others."""
+    def _keep_accepted(self, name: str) -> Record | None:
+        """Return the record of the last accepted round; drops all others."""
         accepted = _key(name, self.progress.last_round, self.progress.attempt)
         for key in [key for key in self.records if key.startswith(name) and key != accepted]:
             del self.records[key]
@@ -104,7 +104,7 @@ class NodeState:
 
 
 def recall_optimizer(state: NodeState) -> OptimizerState:
-    """The optimizer state of the last accepted round, of all parts; empty for a fresh optimizer."""
+    """Return all parts' optimizer state of the last accepted round; empty for a fresh optimizer."""
     slots = state.recall(OPTIMIZER)
     if slots is None and state.progress.rounds:
         log.warning(
@@ -135,11 +135,11 @@ def _decode_slots(record: Record) -> OptimizerState | None:
 
 
 def _key(name: str, server_round: int, attempt: int) -> str:
-    return f"{name}.{_order(server_round, attempt)}"
+    return f"{name}.{_order_name(server_round, attempt)}"
 
 
-def _order(server_round: int, attempt: int) -> str:
-    """How files and records of an order are named; orders had no number once."""
+def _order_name(server_round: int, attempt: int) -> str:
+    """Name the files and records of an order; those without a number are of older versions."""
     return f"round-{server_round:06d}" + (f"-{attempt:08x}" if attempt else "")
 
 
@@ -162,18 +162,18 @@ class RoundFiles:
 
     @staticmethod
     def of(state_dir: Path, run_id: str, place: int, suffix: str) -> RoundFiles:
-        """The files of cluster number ``place``; ``run_id`` may be any text."""
+        """Return the files of cluster number ``place``; ``run_id`` may be any text."""
         run = sha256(run_id.encode()).hexdigest()[:32]
         return RoundFiles(folder=state_dir / run / f"cluster-{place}", suffix=suffix)
 
     def recall(self, accepted: int, load: Callable[[Path], T], attempt: int = 0) -> T | None:
-        """The result of the last accepted round, to the order ``attempt``, if it can be read.
+        """Return the result of the last accepted round, to the order ``attempt``, if readable.
 
         Files of other orders since, which the global model does not contain, are deleted. A file
         that is damaged, or that ``load`` refuses with a CollaPipeError, is named in the log.
         """
         kept = None
-        for path, done, order in self._found():
+        for path, done, order in self._list_files():
             if (done, order) == (accepted, attempt):
                 kept = path
             elif done >= accepted:
@@ -193,13 +193,13 @@ class RoundFiles:
         one up. Raises ConfigError when the file cannot be written.
         """
         try:
-            if any(done > server_round for _, done, _ in self._found()):
+            if any(done > server_round for _, done, _ in self._list_files()):
                 return
             for folder in (self.folder.parents[1], self.folder.parent, self.folder):
                 make_folder(folder, 0o700)
             clean(self.folder)
-            kept = self._write(_order(server_round, attempt), save)
-            for path, done, order in self._found():
+            kept = self._write(_order_name(server_round, attempt), save)
+            for path, done, order in self._list_files():
                 again = (done, order) == (server_round, attempt)
                 if path != kept and (again or (done < server_round and done not in needed)):
                     path.unlink(missing_ok=True)
@@ -216,8 +216,8 @@ class RoundFiles:
             publish(written, path)
         return path
 
-    def _found(self) -> Iterator[tuple[Path, int, int]]:
-        """The files with their rounds and orders."""
+    def _list_files(self) -> Iterator[tuple[Path, int, int]]:
+        """Yield the files with their rounds and orders."""
         paths = sorted(self.folder.iterdir()) if self.folder.is_dir() else ()
         for path in paths:
             named = _NAME.fullmatch(path.stem)

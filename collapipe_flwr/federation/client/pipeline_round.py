@@ -49,7 +49,7 @@ class PipelineRound:
 
     @staticmethod
     def of(content: RecordDict, site: Site) -> PipelineRound:
-        """The round that a message asks for; raises ProtocolError if it asks for none."""
+        """Read the round that a message asks for; raises ProtocolError if it asks for none."""
         assignment = records.read_assignment(content)
         if assignment.split is None or assignment.plan is None:
             raise ProtocolError(
@@ -82,7 +82,7 @@ class PipelineRound:
     def run(
         self, weights: Weights, batches: Batches, state: NodeState | None
     ) -> tuple[RoundResult, tuple[str, ...]]:
-        """One optimizer step per batch; returns the result and the devices absent at the end.
+        """Take one optimizer step per batch; returns the result and the devices absent at the end.
 
         The optimizer continues from ``state``, or starts anew without one. Raises as `train_round`.
         """
@@ -103,15 +103,15 @@ class PipelineRound:
             ours = [device.device_id for device in recovery.profile.devices]
             return result, tuple(sorted(fleet.missing(ours)))
 
-    def completed(self, sent: Weights, trained: Lookup[Tensor]) -> Lookup[Tensor]:
-        """All weights that were ``sent``, with those trained in their places."""
+    def complete(self, sent: Weights, trained: Lookup[Tensor]) -> Lookup[Tensor]:
+        """Return all weights that were ``sent``, with those that were trained in their places."""
         aliases = self.splitter.aliases
         changed = {key: name for key in sent if (name := aliases.get(key, key)) in trained}
         fresh = {key: partial(trained.__getitem__, name) for key, name in changed.items()}
         return Lookup.of(sent, Lookup(fresh))
 
     def test(self, weights: Weights, steps: Steps, wanted: PredictionConfig | None) -> EvalResult:
-        """Loss of the chain on batches of micro-batches, and predictions where ``wanted``.
+        """Compute the loss on batches of micro-batches, and predictions where ``wanted``.
 
         A model whose embedding holds borrowed rows only cannot generate, so it predicts nothing.
         """
@@ -122,7 +122,7 @@ class PipelineRound:
             return evaluate_batches(
                 splitter,
                 self._order(weights),
-                self._micro_batches(_in_parts(steps, self.plan.micro_batches)),
+                self._micro_batches(_cut_steps(steps, self.plan.micro_batches)),
                 fleet,
                 recovery=recovery,
                 wanted=wanted,
@@ -140,7 +140,7 @@ class PipelineRound:
         )
 
     def _dropout_seed(self) -> int | None:
-        """A seed per run, cluster and round; None, which is faster, for a model without dropout."""
+        """Derive a seed per run, cluster and round; None, which is faster, without dropout."""
         if not self.splitter.drops:
             return None
         place = f"{self.task.learning.seed}/{self.plan.cluster_id}/{self.server_round}"
@@ -153,7 +153,7 @@ class PipelineRound:
 
 
 def micro_batch(splitter: AnySplitter, tensors: Mapping[str, Tensor]) -> MicroBatch:
-    """One micro-batch of these tensors."""
+    """Make a micro-batch of these tensors."""
     context = splitter.context(tensors)
     return MicroBatch(
         inputs=tensors,
@@ -163,10 +163,10 @@ def micro_batch(splitter: AnySplitter, tensors: Mapping[str, Tensor]) -> MicroBa
     )
 
 
-def _in_parts(steps: Steps, planned: int) -> Iterator[list[Mapping[str, Tensor]]]:
-    """Steps of no more micro-batches than are ``planned``, for which deadlines are made.
+def _cut_steps(steps: Steps, planned: int) -> Iterator[list[Mapping[str, Tensor]]]:
+    """Cut steps into some of no more micro-batches than ``planned``, for which deadlines are made.
 
-    Losses are weighed by their labels, so they stay the same.
+    The losses stay the same, since each is weighed by its labels.
     """
     most = min(planned, MOST_PREDICTED)
     for step in steps:
@@ -174,10 +174,10 @@ def _in_parts(steps: Steps, planned: int) -> Iterator[list[Mapping[str, Tensor]]
             yield list(step[start : start + most])
 
 
-def telemetry(
+def build_telemetry(
     result: RoundResult, batches: Batches, absent: tuple[str, ...], *, wall_s: float
 ) -> ClusterTelemetry:
-    """The measurements of a round of ``wall_s`` seconds, from its message to its reply."""
+    """Collect the measurements of a round that took ``wall_s`` from its message to its reply."""
     replanned = any(incident.lost for incident in result.incidents)
     reports, edge = result.reports, None
     if reports and reports[-1].name == EDGE:

@@ -56,7 +56,7 @@ class AppCode:
 
     @staticmethod
     def here(app: str, run_id: int) -> AppCode:
-        """The code that this process would import; raises ConfigError for an unknown module."""
+        """Describe the code that this process would import; raises ConfigError without a module."""
         folder = _folder(app)
         return AppCode(app=app, folder=str(folder), digest=_digest(folder), run_id=run_id)
 
@@ -82,7 +82,7 @@ def load_app(app: str) -> Any:
 
 
 def _folder(app: str) -> Path:
-    """The folder that holds the package of the app."""
+    """Find the folder that holds the package of the app."""
     package = app.partition(":")[0].partition(".")[0]
     found = find_spec(package)
     places = [] if found is None else [*(found.submodule_search_locations or ()), found.origin]
@@ -93,14 +93,14 @@ def _folder(app: str) -> Path:
 
 def _digest(folder: Path) -> str:
     digest = sha256()
-    for path in sorted(_sources(folder)):
+    for path in sorted(_list_sources(folder)):
         data = path.read_bytes()
         digest.update(f"{path.relative_to(folder)} {len(data)}\n".encode())
         digest.update(data)
     return digest.hexdigest()
 
 
-def _sources(folder: Path) -> Iterator[Path]:
+def _list_sources(folder: Path) -> Iterator[Path]:
     for place, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
         yield from (Path(place, name) for name in files if name.endswith(".py"))
@@ -129,10 +129,10 @@ class Relay(ClientApp):
 
 
 def _connect(path: Path, app: str, run_id: int) -> socket.socket | None:
-    """A connection to a control unit that runs this code; None if there is none."""
+    """Connect to a control unit that runs this code; None if there is none."""
     code = None  # its files are read only if there is a control unit
     for _ in range(_MOST_STARTS):
-        peer = local_socket.connected(path)
+        peer = local_socket.open_connection(path)
         if peer is None:
             log.info("no control unit listens at %s: the app runs in this process", path)
             return None
@@ -151,7 +151,7 @@ def _connect(path: Path, app: str, run_id: int) -> socket.socket | None:
 
 
 def _handshake(peer: socket.socket, code: AppCode) -> tuple[str, str]:
-    """The control unit's verdict on this code, and why; `AGAIN` if it closed to restart."""
+    """Return the control unit's verdict on this code, and why; `AGAIN` if it closed to restart."""
     peer.settimeout(LOAD_S)
     try:
         local_socket.write_parcel(peer, {"version": VERSION, **asdict(code)})
@@ -168,7 +168,7 @@ def _handshake(peer: socket.socket, code: AppCode) -> tuple[str, str]:
 
 
 def _exchange(peer: socket.socket, message: Message, context: Context) -> Message:
-    head = local_socket.order_head(message, context)
+    head = local_socket.encode_order(message, context)
     state = RecordDict({**context.state})  # Flower stores the context of a round that fails, too
     try:
         local_socket.write_parcel(peer, head, message.content, state)
@@ -179,17 +179,17 @@ def _exchange(peer: socket.socket, message: Message, context: Context) -> Messag
     except LinkError as error:
         raise LinkError(f"the control unit was lost while it worked on this: {error}") from error
     if "raised" in answer:
-        raise _error(*answer["raised"])
+        raise _rebuild_error(*answer["raised"])
     content, context.state = contents
     if "error" in answer:
         return Message(Error(**answer["error"]), reply_to=message)
     return Message(content, reply_to=message)
 
 
-def _error(name: str, words: str) -> Exception:
-    """The CollaPipeError of this name, else a RunError with name and message.
+def _rebuild_error(name: str, words: str) -> Exception:
+    """Rebuild the CollaPipeError of this name; for other names a RunError with name and message.
 
-    The failure of a member is made of more than words: it becomes a LinkError.
+    A MemberFailed carries more than words, so it becomes a LinkError.
     """
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, MemberFailed):

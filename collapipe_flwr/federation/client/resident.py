@@ -59,7 +59,7 @@ class ResidentMetrics:
         self._busy, self._spent_s, self._round = False, 0.0, 0
 
     @contextmanager
-    def working(self, about: Mapping[str, Any]) -> Iterator[None]:
+    def time_work(self, about: Mapping[str, Any]) -> Iterator[None]:
         """Count the body as time spent on a message."""
         began_s = time.monotonic()
         self._busy, self._round = True, int(about.get("round", self._round))
@@ -69,7 +69,7 @@ class ResidentMetrics:
             self._busy = False
             self._spent_s += time.monotonic() - began_s
 
-    def ended(self, how: str) -> None:
+    def count_message(self, how: str) -> None:
         self._ended[how] += 1
 
     def collect(self) -> Iterator[Any]:
@@ -85,8 +85,8 @@ class ResidentMetrics:
         yield ended
 
 
-def message_about(message: Message) -> dict[str, Any]:
-    """Run, round and cluster of an order; of other messages, the type alone."""
+def describe_message(message: Message) -> dict[str, Any]:
+    """Return run, round and cluster of an order; of other messages, the type alone."""
     about: dict[str, Any] = {"type": message.metadata.message_type}
     configs = message.content.config_records.values() if message.has_content() else ()
     if not any(key.startswith(_OURS) for config in configs for key in config):
@@ -124,7 +124,7 @@ def serve(settings: ResidentSettings, announce: Callable[[str], None]) -> None:
     """Answer relays until SIGTERM or SIGINT; raises ConfigError where it cannot listen."""
     configure_malloc()
     with stop_on_signals() as stop:
-        listener = inherited_listener() or local_socket.listen(settings.path)
+        listener = take_listener() or local_socket.listen(settings.path)
         announce(str(settings.path))
         unit = ControlUnit(listener, settings, stop)
         with serving_metrics(settings.metrics, unit.metrics):
@@ -133,10 +133,10 @@ def serve(settings: ResidentSettings, announce: Callable[[str], None]) -> None:
         os._exit(0)  # ends a message that was not answered in time
 
 
-def _answered(
+def _call_app(
     app: ClientApp, message: Message, context: Context, about: Mapping[str, Any]
 ) -> tuple[dict[str, Any], RecordDict]:
-    """Head and content of the reply; ``about`` is for the logs."""
+    """Return head and content of the app's reply; ``about`` is for the logs."""
     with add_log_fields(**about):
         began_s = time.monotonic()
         try:
@@ -160,7 +160,7 @@ class ControlUnit:
         self._listener, self._settings, self._stop = listener, settings, stop
         self._worker = ThreadPoolExecutor(1, "message")
         self.metrics = ResidentMetrics()
-        self._code = wanted_code()
+        self._code = read_code()
         self._app: ClientApp | None = None
         self._why = ""  # the app is missing
 
@@ -191,7 +191,7 @@ class ControlUnit:
         try:
             with peer.makefile("rb") as file:
                 hello, _ = local_socket.read_parcel(file)
-                verdict, why = self._verdict(hello)
+                verdict, why = self._judge(hello)
                 local_socket.write_parcel(peer, {"verdict": verdict, "why": why})
                 order = local_socket.read_parcel(file) if verdict == READY else None
         except LinkError as error:
@@ -202,7 +202,7 @@ class ControlUnit:
         if order is not None:
             self._answer(peer, *order)
 
-    def _verdict(self, hello: Mapping[str, Any]) -> tuple[str, str]:
+    def _judge(self, hello: Mapping[str, Any]) -> tuple[str, str]:
         if hello.get("version") != VERSION:
             return REFUSED, "it was installed from another version than the app"
         if AppCode.of_json(hello) != self._code:
@@ -214,21 +214,21 @@ class ControlUnit:
     ) -> None:
         """Have the app work in a thread, so that its relay can be watched."""
         assert self._app is not None and self._code is not None
-        message, context = local_socket.order_of(head, *contents)
+        message, context = local_socket.decode_order(head, *contents)
         self._lend_state_dir(context)
         TaskIdentity.task_id = message.metadata.dst_task_id or 0
         TaskIdentity.run_id, TaskIdentity.node_id = context.run_id, context.node_id
-        about = message_about(message)
-        with self.metrics.working(about), add_log_fields(**about):
-            work = self._worker.submit(_answered, self._app, message, context, about)
+        about = describe_message(message)
+        with self.metrics.time_work(about), add_log_fields(**about):
+            work = self._worker.submit(_call_app, self._app, message, context, about)
             try:
                 if self._wait(peer, work):
                     reply, content = work.result()
                     local_socket.write_parcel(peer, reply, content, context.state)
-                    self.metrics.ended(RAISED if "raised" in reply else ANSWERED)
+                    self.metrics.count_message(RAISED if "raised" in reply else ANSWERED)
             except LinkError as error:
                 log.warning("a message is abandoned: %s", error)
-                self.metrics.ended(ABANDONED)
+                self.metrics.count_message(ABANDONED)
                 if not self._stop.is_set():  # else SuperNode and control unit are stopped together
                     restart(self._listener, self._code)
 
@@ -275,8 +275,8 @@ def restart(listener: socket.socket, code: AppCode) -> NoReturn:
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
-def inherited_listener() -> socket.socket | None:
-    """The listening socket passed by systemd, or by this process before it restarted."""
+def take_listener() -> socket.socket | None:
+    """Take the listening socket passed by systemd, or by this process before it restarted."""
     given = os.environ.pop("LISTEN_PID", ""), os.environ.pop("LISTEN_FDS", "")
     if given != (str(os.getpid()), "1"):
         return None
@@ -284,7 +284,7 @@ def inherited_listener() -> socket.socket | None:
     return socket.socket(fileno=_FIRST_FD)
 
 
-def wanted_code() -> AppCode | None:
-    """The code that this process was executed for; None on its first start."""
+def read_code() -> AppCode | None:
+    """Read the code that this process was executed for; None on its first start."""
     code = os.environ.pop(_CODE, "")
     return AppCode.of_json(json.loads(code)) if code else None

@@ -66,7 +66,7 @@ def run(arguments: Sequence[str]) -> None:
 
     shorten_waits()
     sys.argv = ["collapipe supernode", *arguments]
-    with client_process.offered():
+    with client_process.offer_fast_program():
         try:
             flower_supernode()
         except RuntimeError as error:

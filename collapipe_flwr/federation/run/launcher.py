@@ -76,7 +76,7 @@ class Launch:
         return {**state, **self.run_config, **where}
 
     def to_json(self) -> str:
-        """Its fields, for another process."""
+        """Encode the fields for another process."""
         return json.dumps(asdict(self), default=str)
 
     @staticmethod
@@ -93,13 +93,13 @@ def run_app(launch: Launch, look: Callable[[], None]) -> None:
     Raises RunError when the SuperLink does not start.
     """
     with tempfile.TemporaryDirectory(prefix="collapipe-flwr-home-") as home:
-        env = private_environment(Path(home))
+        env = build_environment(Path(home))
         config = Path(home) / "run-config.toml"
         write_overrides(launch.settings, config)
         with (
             launch.log.open("ab") as log,
-            nullcontext() if launch.clusters else private_superlink(launch.app, env),
-            _started(_command(launch, config), launch.app, env, log) as process,
+            nullcontext() if launch.clusters else start_superlink(launch.app, env),
+            _start(_build_command(launch, config), launch.app, env, log) as process,
         ):
             while process.poll() is None:
                 look()
@@ -109,7 +109,7 @@ def run_app(launch: Launch, look: Callable[[], None]) -> None:
 
 
 def first_error(log: Path, start: int = 0) -> str | None:
-    """The first error in Flower's log after byte ``start``, on one line."""
+    """Find the first error in Flower's log after byte ``start``, on one line."""
     with log.open("rb") as file:
         file.seek(start)
         for line in file.read().decode(errors="replace").splitlines():
@@ -119,18 +119,18 @@ def first_error(log: Path, start: int = 0) -> str | None:
     return None
 
 
-def _command(launch: Launch, config: Path) -> list[str]:
-    """The command that runs the app: `flwr run`, or this package on real clusters."""
+def _build_command(launch: Launch, config: Path) -> list[str]:
+    """Build the command that runs the app: `flwr run`, or this package on real clusters."""
     if launch.clusters:
         here = [sys.executable, "-m", "collapipe_flwr.federation.local_grid", str(config)]
         return [*here, *map(str, launch.clusters)]
-    command = [_script("flwr"), "run", ".", "--stream", "--run-config", str(config)]
+    command = [_find_script("flwr"), "run", ".", "--stream", "--run-config", str(config)]
     if launch.federation_config is not None:
         command += ["--federation-config", str(launch.federation_config)]
     return command
 
 
-def _started(
+def _start(
     command: list[str], app: Path, env: dict[str, str], log: IO[bytes]
 ) -> subprocess.Popen[bytes]:
     """Start a process that ends, with its children, when the context is left."""
@@ -144,9 +144,9 @@ def _started(
     )
 
 
-def private_environment(home: Path) -> dict[str, str]:
-    """The caller's environment with a Flower home and ports of its own."""
-    http_port, control_port = _free_ports(2)
+def build_environment(home: Path) -> dict[str, str]:
+    """Build the caller's environment with a Flower home and ports of its own."""
+    http_port, control_port = _find_free_ports(2)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     quiet = {
         "FLWR_TELEMETRY_ENABLED": "0",
@@ -167,15 +167,15 @@ def private_environment(home: Path) -> dict[str, str]:
 
 
 @contextmanager
-def private_superlink(app: Path, env: dict[str, str]) -> Iterator[None]:
-    """A local SuperLink in simulation mode, stopped with all its children on exit."""
+def start_superlink(app: Path, env: dict[str, str]) -> Iterator[None]:
+    """Run a local SuperLink in simulation mode, stopped with all its children on exit."""
     log_path = Path(env["FLWR_HOME"]) / "superlink.log"
     http_port = env["FLWR_LOCAL_SUPERLINK_HTTP_API_PORT"]
     control = f"127.0.0.1:{env['FLWR_LOCAL_CONTROL_API_PORT']}"
-    command = [_script("flower-superlink"), "--insecure", "--simulation"]
+    command = [_find_script("flower-superlink"), "--insecure", "--simulation"]
     command += ["--isolation", "subprocess", "--control-api-address", control]
     command += ["--host", "127.0.0.1", "--port", http_port]
-    with log_path.open("wb") as log, _started(command, app, env, log) as process:
+    with log_path.open("wb") as log, _start(command, app, env, log) as process:
         _wait_until_healthy(process, f"http://127.0.0.1:{http_port}/health", log_path)
         yield
 
@@ -195,8 +195,8 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log_path: Pa
     )
 
 
-def _free_ports(count: int) -> list[int]:
-    """Distinct ports that were free a moment ago."""
+def _find_free_ports(count: int) -> list[int]:
+    """Find distinct ports that were free a moment ago."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:
@@ -207,8 +207,8 @@ def _free_ports(count: int) -> list[int]:
             each.close()
 
 
-def _script(name: str) -> str:
-    """The path of a command in this Python environment."""
+def _find_script(name: str) -> str:
+    """Find the path of a command in this Python environment."""
     path = Path(sys.executable).parent / name
     if not path.exists():
         raise RunError(f"{name} is not installed beside {sys.executable}; run `pip install -e .`")

@@ -25,8 +25,8 @@ _ARTEFACTS = ("summary.json", "events.jsonl", "report.html")
 
 
 def round_event(record: RoundRecord, wall_s: float) -> RoundEvent:
-    """The event of a round before its evaluation."""
-    links, incidents = record.link_bytes, tuple(_incidents(record))
+    """Make the event of a round before its evaluation."""
+    links, incidents = record.link_bytes, tuple(_list_incidents(record))
     told = (each for each in incidents if each["kind"] != "quarantined")
     metrics = record.train_metrics
     loss = metrics.get("train_loss", metrics.get("loss"))  # as clusters, or our app, name it
@@ -41,8 +41,8 @@ def round_event(record: RoundRecord, wall_s: float) -> RoundEvent:
             outcome.cluster_id: cluster_json(record.planned(outcome.cluster_id), outcome)
             for outcome in record.outcome.clusters
         },
-        energy_j=_by_device(record.outcome.energy_j),
-        queues_j=_by_device(record.outcome.queues_j),
+        energy_j=_flatten(record.outcome.energy_j),
+        queues_j=_flatten(record.outcome.queues_j),
         bytes=LinkBytes(
             d2d=links["d2d"],
             d2e=links["d2e"],
@@ -51,7 +51,7 @@ def round_event(record: RoundRecord, wall_s: float) -> RoundEvent:
             spared=record.moved.spared_bytes,
         ),
         memory_bytes={
-            _role(cluster_id, role): size
+            _qualify_role(cluster_id, role): size
             for cluster_id, measured in record.telemetry.items()
             for role, size in measured.peak_memory_bytes.items()
         },
@@ -63,8 +63,8 @@ def round_event(record: RoundRecord, wall_s: float) -> RoundEvent:
     )
 
 
-def _incidents(record: RoundRecord) -> Iterator[dict[str, str]]:
-    """What went wrong, by kind and cluster."""
+def _list_incidents(record: RoundRecord) -> Iterator[dict[str, str]]:
+    """Yield what went wrong, with kind and cluster."""
     for text in record.remarks:
         kind = "retry" if text in record.retried else "remark"
         yield incident_json("late" if text in record.joined_late else kind, text)
@@ -77,12 +77,12 @@ def _incidents(record: RoundRecord) -> Iterator[dict[str, str]]:
             yield incident_json("quarantined", f"{device}: {why}", cluster)
 
 
-def _by_device(nested: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+def _flatten(nested: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Flatten cluster, device to device: the ids of devices contain that of their cluster."""
     return {device: value for devices in nested.values() for device, value in devices.items()}
 
 
-def _role(cluster_id: str, role: str) -> str:
+def _qualify_role(cluster_id: str, role: str) -> str:
     """Add the cluster's id where a role lacks it: to the control unit and the edge."""
     return role if role.startswith(f"{cluster_id}/") else f"{cluster_id}/{role}"
 

@@ -23,14 +23,14 @@ _COUNT = "num_malicious_nodes"
 
 
 def make_strategy(config: AppConfig, **own: Any) -> Strategy:
-    """The strategy of a run; ``own`` are the arguments of every FedAvg.
+    """Make the strategy of a run; ``own`` are the arguments of every FedAvg.
 
     Raises ConfigError for arguments that its class does not take or refuses.
     """
     name = config.run.strategy
-    kind = _kind(name)
+    kind = _find_class(name)
     given = read_assignments(config.run.strategy_arguments)
-    chosen = {**_suited(name, config), **given}
+    chosen = {**_derive_defaults(name, config), **given}
     _check_arguments(name, given, chosen)
     _check_clusters(name, given, config.run.clusters)
     try:
@@ -42,13 +42,13 @@ def make_strategy(config: AppConfig, **own: Any) -> Strategy:
     return made
 
 
-def _kind(name: str) -> Any:
+def _find_class(name: str) -> Any:
     return getattr(strategies, STRATEGIES[name])
 
 
-def known_arguments(name: str) -> dict[str, Parameter]:
-    """The arguments of a strategy that the run-config may set."""
-    parameters = signature(_kind(name).__init__).parameters.items()
+def list_arguments(name: str) -> dict[str, Parameter]:
+    """Return the arguments of a strategy that the run-config may set."""
+    parameters = signature(_find_class(name).__init__).parameters.items()
     return {k: p for k, p in parameters if k != "self" and not _is_ours(k)}
 
 
@@ -56,8 +56,8 @@ def _is_ours(argument: str) -> bool:
     return argument in _OURS or (argument.endswith(_OUR_ENDINGS) and argument != _COUNT)
 
 
-def _suited(name: str, config: AppConfig) -> dict[str, Any]:
-    """Default arguments that follow from the rest of the run-config."""
+def _derive_defaults(name: str, config: AppConfig) -> dict[str, Any]:
+    """Derive default arguments from the rest of the run-config."""
     if name.startswith("dp-"):
         return {"num_sampled_clients": config.run.clusters}
     if name == "qfedavg":
@@ -67,7 +67,7 @@ def _suited(name: str, config: AppConfig) -> dict[str, Any]:
 
 
 def _check_arguments(name: str, given: Mapping[str, object], chosen: Mapping[str, object]) -> None:
-    known = known_arguments(name)
+    known = list_arguments(name)
     for argument, value in given.items():
         if argument not in known:
             raise ConfigError(

@@ -35,9 +35,9 @@ class SuperLinkRun:
     """The run ``run_id`` (None: the newest) on the SuperLink that Flower knows by ``name``."""
 
     def __init__(self, name: str, run_id: str | None, folder: Path) -> None:
-        """Raises ConfigError if Flower cannot query the SuperLink, or it has no such run."""
+        """Raise ConfigError if Flower cannot query the SuperLink, or it has no such run."""
         self._name = name
-        runs = self._runs(["--run-id", run_id] if run_id else ["--limit", "1"])
+        runs = self._list_runs(["--run-id", run_id] if run_id else ["--limit", "1"])
         if not runs:
             raise ConfigError(f"--superlink {name}: there is no run yet")
         self.run_id = str(runs[0]["run-id"])
@@ -67,7 +67,7 @@ class SuperLinkRun:
             if stop.is_set():
                 return
             try:
-                run = self._runs(["--run-id", self.run_id])[0]
+                run = self._list_runs(["--run-id", self.run_id])[0]
             except ConfigError:
                 stop.wait(_AGAIN_S)
                 continue
@@ -112,7 +112,7 @@ class SuperLinkRun:
             reason = run.get("status-details") or (None if written else _SILENT)
             self._directory.write_summary({**summary, "status": status, "reason": reason})
 
-    def _runs(self, options: list[str]) -> list[dict[str, Any]]:
+    def _list_runs(self, options: list[str]) -> list[dict[str, Any]]:
         command = [_flwr(), "ls", self._name, "--format", "json", *options]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S)

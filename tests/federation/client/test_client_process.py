@@ -84,7 +84,7 @@ def children(pid: int) -> set[int]:
 
 @pytest.fixture
 def offered() -> Iterator[Path]:
-    with client_process.offered():
+    with client_process.offer_fast_program():
         program = shutil.which("flwr-clientapp")
         assert program is not None and program.startswith(tempfile.gettempdir())
         yield Path(program)
@@ -108,7 +108,7 @@ def test_the_program_is_flower_s_with_and_without_what_forks_it(offered: Path) -
 
 def test_the_environment_is_left_as_it_was() -> None:
     path = os.environ["PATH"]
-    with client_process.offered():
+    with client_process.offer_fast_program():
         folder = Path(os.environ["PATH"].partition(os.pathsep)[0])
         assert (folder / "flwr-clientapp").exists()
     assert os.environ["PATH"] == path and not folder.exists()
@@ -158,7 +158,7 @@ def echo(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "forks"
     folder.mkdir()
     program = folder / "program"
-    program.write_text(client_process.script(folder / SOCKET))
+    program.write_text(client_process.build_script(folder / SOCKET))
     program.chmod(0o700)
     command = [sys.executable, "-c", ECHO, str(folder / SOCKET)]
     with subprocess.Popen(command, stdin=subprocess.PIPE):
@@ -233,5 +233,5 @@ def test_a_path_that_no_script_can_name_leaves_flower_s_program(
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/home/a user/python")
     path = os.environ["PATH"]
-    with client_process.offered():
+    with client_process.offer_fast_program():
         assert os.environ["PATH"] == path

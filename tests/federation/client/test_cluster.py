@@ -38,10 +38,10 @@ def test_a_cluster_file_that_is_being_edited_when_a_round_ends_does_not_cost_the
     node = {"cluster": str(file)}
     context = Context(run_id=1, node_id=1, node_config=node, state=RecordDict(), run_config={})
     cluster = Cluster(ClientApp())
-    profile = cluster._profile_now(context)
+    profile = cluster._try_profile(context)
     assert profile is not None and profile.cluster_id == "shed"
     file.write_text("[[device")
-    assert cluster._profile_now(context) is None
+    assert cluster._try_profile(context) is None
     assert f"cluster file {file} is not TOML" in caplog.text
 
 

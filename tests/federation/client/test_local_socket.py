@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from collapipe_flwr.core.errors import LinkTimeout
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
-from collapipe_flwr.federation.client.local_socket import connected, read_parcel, write_parcel
+from collapipe_flwr.federation.client.local_socket import open_connection, read_parcel, write_parcel
 
 END_S = 30.0
 
@@ -38,10 +38,10 @@ def test_a_control_unit_that_accepts_nobody_is_not_waited_for_without_end(tmp_pa
         listener.listen(0)
         with pytest.raises(LinkTimeout, match="has accepted nobody"):
             for _ in range(9):
-                peer = connected(path, within_s=0.05)
+                peer = open_connection(path, within_s=0.05)
                 assert peer is not None
                 waiting.enter_context(peer)
-    assert connected(path) is None
+    assert open_connection(path) is None
 
 
 def arrays() -> ArrayRecord:

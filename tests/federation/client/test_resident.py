@@ -31,13 +31,13 @@ from collapipe_flwr.core.errors import (
     RunError,
 )
 from collapipe_flwr.federation.client.local_socket import (
-    connected,
     listen,
+    open_connection,
     read_parcel,
     write_parcel,
 )
-from collapipe_flwr.federation.client.relay import REFUSED, _error, _exchange
-from collapipe_flwr.federation.client.resident import message_about
+from collapipe_flwr.federation.client.relay import REFUSED, _exchange, _rebuild_error
+from collapipe_flwr.federation.client.resident import describe_message
 from collapipe_flwr.federation.records import RoundAssignment, write_assignment
 from tests.forked import program
 from tests.host.scraping import listening_ports, scrape
@@ -164,7 +164,7 @@ def ask(
 
 def wait_for_its_turn(path: Path) -> None:
     """Relays are served one after the other: a further one is greeted after those before it."""
-    relay = connected(path)
+    relay = open_connection(path)
     assert relay is not None
     with relay, relay.makefile("rb") as file:
         relay.settimeout(WAIT_S)
@@ -210,7 +210,7 @@ def test_errors_there_are_raised_here(unit: Unit) -> None:
 @pytest.mark.parametrize("kind", [MemberFailed, MemberSilent])
 def test_the_failure_of_a_member_there_is_a_link_error_here(kind: type[MemberFailed]) -> None:
     there = kind("shed/d1", "no memory left", Blame.RAISED)
-    here = _error(type(there).__name__, str(there))
+    here = _rebuild_error(type(there).__name__, str(there))
     assert type(here) is LinkError and str(here) == "shed/d1 failed: no memory left"
 
 
@@ -386,7 +386,7 @@ def test_a_log_says_which_round_of_which_cluster_an_order_is_about() -> None:
     order = write_assignment(
         RecordDict({"config": ConfigRecord()}), RoundAssignment(server_round=4, cluster_id="attic")
     )
-    about = message_about(Message(order, 7, "train"))
+    about = describe_message(Message(order, 7, "train"))
     assert about == {"type": "train", "round": 4, "run": "", "cluster": "attic"}
 
 

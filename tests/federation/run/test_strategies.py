@@ -7,7 +7,7 @@ from flwr.serverapp.strategy import FedAvg, FedProx, QFedAvg
 
 from collapipe_flwr.config.schema import STRATEGIES, parse
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.federation.run.strategies import known_arguments, make_strategy
+from collapipe_flwr.federation.run.strategies import list_arguments, make_strategy
 
 ARGUMENTS = {
     "dp-fixed-clipping": "noise_multiplier=0.1 clipping_norm=1.0",
@@ -46,8 +46,8 @@ def test_qfedavg_reads_the_loss_that_clusters_report_at_their_rate():
 
 
 def test_what_the_app_decides_is_no_argument():
-    assert list(known_arguments("fedavg")) == ["fraction_train"]
-    assert list(known_arguments("krum")) == ["fraction_train", "num_malicious_nodes"]
+    assert list(list_arguments("fedavg")) == ["fraction_train"]
+    assert list(list_arguments("krum")) == ["fraction_train", "num_malicious_nodes"]
 
 
 @pytest.mark.parametrize(
