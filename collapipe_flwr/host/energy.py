@@ -52,11 +52,11 @@ class Sensor:
     period_s: ClassVar[float]
 
     def read(self) -> Reading:
-        """Raises OSError or ValueError where there is nothing to read."""
+        """Read the sensor once; raises OSError or ValueError where there is nothing to read."""
         raise NotImplementedError
 
     def joules(self, before: Reading, after: Reading, elapsed_s: float) -> float:
-        """The energy used between two readings: their mean times the time."""
+        """Return the energy used between two readings: their mean times the time."""
         return (sum(before) + sum(after)) / 2 * elapsed_s
 
 
@@ -73,7 +73,7 @@ class Rapl(Sensor):
     root: Path = SYSFS
 
     def read(self) -> Reading:
-        """Counter and range of every zone, in uJ."""
+        """Read counter and range of every zone, in uJ."""
         found = [
             float(int((zone / file).read_text()))
             for zone in self._zones()
@@ -107,7 +107,7 @@ class Ina3221(Sensor):
     root: Path = SYSFS
 
     def read(self) -> Reading:
-        """Watts of each rail."""
+        """Read the watts of each rail."""
         watts = dict(self._watts())
         total = [watts[label] for label in _TOTALS if label in watts]
         found = total[:1] or [value for label, value in watts.items() if label not in _FED]
@@ -137,7 +137,7 @@ class Pi5Pmic(Sensor):
     command: str = VCGENCMD
 
     def read(self) -> Reading:
-        """Watts of each rail."""
+        """Read the watts of each rail."""
         try:
             text = subprocess.run(
                 [self.command, "pmic_read_adc"],
@@ -219,7 +219,7 @@ class EnergyMeter:
             mine.joules = mine.so_far if seen and not mine.lost else None
 
     def power_w(self) -> float | None:
-        """The power that is drawn now; None where it cannot be read."""
+        """Measure the power that is drawn now; None where it cannot be read."""
         if self._sensor is None or (before := self._read(self._sensor)) is None:
             return None
         time.sleep(_LOOK_S)
@@ -265,7 +265,7 @@ class EnergyMeter:
 
 
 def _joules(sensor: Sensor, before: Reading, after: Reading, elapsed_s: float) -> float | None:
-    """The energy used in between; None where the value is impossible."""
+    """Return the energy used between two readings; None where the value is impossible."""
     try:
         joules = sensor.joules(before, after, elapsed_s)
     except ValueError:
@@ -274,7 +274,7 @@ def _joules(sensor: Sensor, before: Reading, after: Reading, elapsed_s: float) -
 
 
 def energy_meter(name: str, *, root: Path = SYSFS, vcgencmd: str = VCGENCMD) -> EnergyMeter:
-    """A meter by the named sensor, by `AUTO` (the first that can be read, if any) or `NONE`.
+    """Make a meter with the named sensor, `AUTO` (the first that can be read, if any) or `NONE`.
 
     Raises ConfigError for another name, and where the named sensor cannot be read.
     """

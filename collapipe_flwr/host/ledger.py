@@ -1,4 +1,4 @@
-"""How many bytes of models a host holds, and whether there is room for more.
+"""The bytes that models hold on a host, reserved before they are taken.
 
 Memory that is needed for longer than one micro-batch is reserved here before it is taken: weights
 that arrive, the state of a part (weights, gradients and optimizer slots, which `costs.work` prices
@@ -38,7 +38,7 @@ class Ledger:
             return self.sum_of(None)
 
     def sum_of(self, owner: str | None) -> int:
-        """Bytes reserved by one owner (None: by all); the caller holds the lock."""
+        """Sum the bytes reserved by one owner (None: by all); the caller holds the lock."""
         accounts = (a for a in self.accounts if owner in (None, a.owner))
         return sum(sum(account.entries.values()) for account in accounts)
 
@@ -58,7 +58,7 @@ class Account:
         self._arrivals = 0
 
     def size(self, name: str) -> int:
-        """Bytes reserved under one name."""
+        """Return the bytes reserved under one name."""
         return self.entries.get(name, 0)
 
     def reserve(self, sizes: Mapping[str, int]) -> None:
@@ -76,20 +76,20 @@ class Account:
             self._change({name: self.size(name) + size})
 
     @contextmanager
-    def passing(self, *names: str) -> Iterator[None]:
-        """Give back after the body what it reserves under these names."""
+    def release_after(self, *names: str) -> Iterator[None]:
+        """Give back, after the body, what it reserves under these names."""
         try:
             yield
         finally:
             self.reserve(dict.fromkeys(names, 0))
 
     @contextmanager
-    def arriving(self) -> Iterator[str]:
-        """A new name for what arrives in the body; see `passing`."""
+    def name_arrival(self) -> Iterator[str]:
+        """Give a new name for what arrives in the body; see `release_after`."""
         with self._ledger.lock:
             self._arrivals += 1
             name = f"arrival {self._arrivals}"
-        with self.passing(name):
+        with self.release_after(name):
             yield name
 
     def close(self) -> None:

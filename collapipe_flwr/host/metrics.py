@@ -1,4 +1,4 @@
-"""What a host tells a Prometheus server: its load now, and what its stages have done so far.
+"""The numbers of a host for a Prometheus server: its load, and the work of its stages so far.
 
 A counter for every name that a peer may send would grow without bound, so only the first
 ``MOST_CLUSTERS`` clusters have counters of their own; all others share one.
@@ -62,14 +62,14 @@ class Tally:
         self._clusters: dict[str, Done] = {}
 
     def by_cluster(self) -> dict[str, Done]:
-        """The counts of each cluster, which change while the host works."""
+        """Return the counts of each cluster, which change while the host works."""
         with self._lock:
             return dict(self._clusters)
 
     def count(self, request: SessionRequest, report: StageReport) -> None:
         """Count a stream that ended in good order."""
         with self._lock:
-            done = self._of(request)
+            done = self._find_done(request)
             more = {
                 "streams": 1,
                 "steps": report.steps,
@@ -84,9 +84,9 @@ class Tally:
     def fail(self, request: SessionRequest) -> None:
         """Count a stream that failed."""
         with self._lock:
-            _add(self._of(request).counts, {"streams": 1, "stream_failures": 1})
+            _add(self._find_done(request).counts, {"streams": 1, "stream_failures": 1})
 
-    def _of(self, request: SessionRequest) -> Done:
+    def _find_done(self, request: SessionRequest) -> Done:
         name = to_one_line(request.cluster) or "unknown"  # half a surrogate pair ends every answer
         if name not in self._clusters and len(self._clusters) >= MOST_CLUSTERS:
             name = OTHERS
@@ -136,23 +136,23 @@ class HostMetrics:
         yield seconds
 
 
-def metrics_place(text: str) -> tuple[str, int]:
-    """``HOST:PORT``, or a port on loopback. Raises ConfigError."""
+def parse_address(text: str) -> tuple[str, int]:
+    """Read ``HOST:PORT``, or a port on loopback; raises ConfigError."""
     alone = text.removeprefix(":")
     return host_and_port(f"{LOOPBACK}:{alone}" if alone.isdecimal() else text, least=0)
 
 
 def check_address(text: str) -> None:
-    """Raise ConfigError for an address that makes no sense or cannot be had now."""
-    host, port = metrics_place(text)
+    """Raise ConfigError for an address that is malformed or at which nothing can listen now."""
+    host, port = parse_address(text)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family).close()
     except OSError as error:
-        raise _taken(text, error) from error
+        raise _explain_taken(text, error) from error
 
 
-def _taken(text: str, error: OSError) -> ConfigError:
+def _explain_taken(text: str, error: OSError) -> ConfigError:
     return ConfigError(f"nothing can listen at {text} ({error.strerror}); choose another")
 
 
@@ -167,13 +167,13 @@ def serving_metrics(address: str, collector: Any) -> AbstractContextManager[obje
 class MetricsServer:
     """Serves ``/metrics`` of ``collector``, which has prometheus_client's ``collect``.
 
-    Raises ConfigError without prometheus_client, or where the address cannot be had.
+    Raises ConfigError without prometheus_client, or if it cannot listen at the address.
     """
 
     def __init__(self, address: str, collector: Any) -> None:
         with extra("prometheus"):
             from prometheus_client import CollectorRegistry, MetricsHandler, ProcessCollector
-        host, port = metrics_place(address)
+        host, port = parse_address(address)
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)  # memory, processor time and open files
         registry.register(collector)
@@ -181,7 +181,7 @@ class MetricsServer:
         try:
             self._server = FewClientsServer(host, port, handler)
         except OSError as error:
-            raise _taken(address, error) from error
+            raise _explain_taken(address, error) from error
         self.address = f"{host}:{self._server.server_port}"
         self._life = ExitStack()
         self._life.enter_context(run_beside(lambda _: self._server.serve_forever(0.1), "metrics"))

@@ -42,18 +42,18 @@ class Parts:
         self._cache = cache
 
     def replace(self, session: Session, tensors: Mapping[str, Tensor], arrived: str) -> None:
-        """Build the session's part from `tensors`, reserved as `arrived`, and what it has found.
+        """Build the session's part from `tensors`, reserved as `arrived`, and those found here.
 
         Optimizer slots are taken over, not copied, and there are no gradients yet, so that a part
         is built within the memory that it needs later.
         """
-        with session.account.passing(_NEW):
-            brought = {**_found_by_key(session), **tensors}
+        with session.account.release_after(_NEW):
+            brought = {**_assign_found(session), **tensors}
             state = PartState.of_tensors(brought)
             given = session.account.size(FOUND) + session.account.size(arrived)
             copied = bytes_of(state.weights.values()) + max(bytes_of(brought.values()) - given, 0)
             session.account.reserve({_NEW: copied})
-            part = self._first_part(session, state.weights, tensors)
+            part = self._build_first(session, state.weights, tensors)
             optimizer = Optimizer(session.request.optimizer, part.named_parameters())
             needed = state_bytes(part, optimizer)
             session.account.reserve({_NEW: max(needed - given, copied)})
@@ -63,8 +63,8 @@ class Parts:
             session.found, session.wanted = {}, {}
             session.account.reserve({PART: needed, FOUND: 0, _NEW: 0, arrived: 0})
 
-    def part(self, session: Session) -> tuple[nn.Module, Optimizer]:
-        """The part and its optimizer; raises SessionRefused before they are there."""
+    def require_part(self, session: Session) -> tuple[nn.Module, Optimizer]:
+        """Return the part and its optimizer; raises SessionRefused before they are there."""
         if session.part is None or session.optimizer is None:
             raise SessionRefused("the session has no weights yet: push them first")
         return session.part, session.optimizer
@@ -72,7 +72,7 @@ class Parts:
     def _build(self, request: SessionRequest, weights: Mapping[str, Tensor]) -> nn.Module:
         return hold(self._build_here(request, weights), self._compute)
 
-    def _first_part(
+    def _build_first(
         self, session: Session, weights: Mapping[str, Tensor], pushed: Mapping[str, Tensor]
     ) -> nn.Module:
         """Build the part, and cache frozen weights that had to be pushed."""
@@ -90,7 +90,7 @@ class Parts:
 
 
 def tensors_of(session: Session, with_optimizer: bool) -> dict[str, Tensor]:
-    """A part's tensors, with optimizer slots where asked for; copied only from accelerators."""
+    """Return a part's tensors, and its optimizer's if asked for; copied only from accelerators."""
     assert session.part is not None and session.optimizer is not None
     weights = session.part.state_dict()
     if not with_optimizer:
@@ -99,8 +99,8 @@ def tensors_of(session: Session, with_optimizer: bool) -> dict[str, Tensor]:
     return dict(home(PartState(weights=weights, optimizer=slots).tensors()))
 
 
-def trained_keys(session: Session) -> frozenset[str]:
-    """The keys of `tensors_of` whose tensors the session's steps have changed, slots included."""
+def list_trained_keys(session: Session) -> frozenset[str]:
+    """Return the keys of `tensors_of` that the session's steps have changed, slots included."""
     if not session.steps:
         return frozenset()
     assert session.part is not None and session.optimizer is not None
@@ -112,8 +112,8 @@ def trained_keys(session: Session) -> frozenset[str]:
     return frozenset(names) | of_them.tensors().keys()
 
 
-def _found_by_key(session: Session) -> dict[str, Tensor]:
-    """A tensor for every key that `missing` found, also where several want the same content."""
+def _assign_found(session: Session) -> dict[str, Tensor]:
+    """Give every key that `missing` found a tensor of its own, also for the same content."""
     by_key: dict[str, Tensor] = {}
     used: set[str] = set()
     for key, digest in session.wanted.items():

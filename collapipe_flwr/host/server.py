@@ -81,7 +81,7 @@ class Listener(Server):
         self._answered = threading.Condition()
         self._own: Mapping[Method, Callable[[], bytes]] = {
             methods.ECHO: bytes,  # to a payload of any size, so that callers can measure the link
-            methods.STATUS: self._status,
+            methods.STATUS: self._encode_status,
         }
         answers = {
             method: partial(self._answers if method.downloads else self._answer, method)
@@ -90,14 +90,14 @@ class Listener(Server):
         threads = (_STREAMS * most_sessions if make_servicer else 0) + CONTROL_THREADS
         super().__init__(
             listen,
-            {**answers, methods.ROSTER: self._roster},
+            {**answers, methods.ROSTER: self._take_roster},
             threads=threads,
             most_calls=2 * threads,
             tls=tls,
         )
 
     def load(self) -> Health | None:
-        """The load of the host; None before a first call needs the servicer."""
+        """Return the load of the host; None before a first call needs the servicer."""
         return None if self._servicer is None else self._servicer.service.health()
 
     def drain(self, grace_s: float) -> None:
@@ -119,16 +119,16 @@ class Listener(Server):
     def _answers(
         self, method: Method, messages: _Messages, context: grpc.ServicerContext
     ) -> _Messages:
-        with self._admitted(context, method) as caller:
+        with self._admit(context, method) as caller:
             if method in self._own:
                 only_message(messages, context)
                 yield self._own[method]()
                 return
-            servicer = self._servicer_for(caller, method, context)
+            servicer = self._get_servicer(caller, method, context)
             message = messages if method.uploads else only_message(messages, context)
-            yield from servicer.answers(method, message, context, caller)
+            yield from servicer.answer(method, message, context, caller)
 
-    def _status(self) -> bytes:
+    def _encode_status(self) -> bytes:
         """Answer without a servicer, so that nothing loads torch for it."""
         status = HostStatus(
             resident_bytes=_resident_bytes(),
@@ -143,13 +143,13 @@ class Listener(Server):
         )
         return encode_message(status)
 
-    def _roster(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
-        """Take a roster that the CA has signed; nothing of a stranger's is read."""
+    def _take_roster(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
+        """Take a roster that the CA has signed; a stranger's is not even read."""
         if self._rosters is None:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this host has no cluster file")
         assert self._rosters is not None
         try:
-            with self._admitted(context, methods.ROSTER):
+            with self._admit(context, methods.ROSTER):
                 roster = decode_message(Roster, only_message(messages, context))
                 return encode_message(self._rosters.accept(roster))
         except ProtocolError as error:
@@ -166,7 +166,7 @@ class Listener(Server):
             context.cancel()
 
     @contextmanager
-    def _admitted(self, context: grpc.ServicerContext, method: Method) -> Iterator[Caller | None]:
+    def _admit(self, context: grpc.ServicerContext, method: Method) -> Iterator[Caller | None]:
         try:
             with (
                 self._authorizer.admitted(context, method) as caller,
@@ -178,10 +178,10 @@ class Listener(Server):
                 with self._answered:
                     self._answered.notify_all()
 
-    def _servicer_for(
+    def _get_servicer(
         self, caller: Caller | None, method: Method, context: grpc.ServicerContext
     ) -> Servicer:
-        """The servicer, for a caller that may do this to the session that it names, if any."""
+        """Return the servicer if the caller may do this to the session that it names, if any."""
         if self._draining and method in _NOT_WHILE_DRAINING:
             # As if nothing listened: the caller counts this host as lost and goes on without it.
             context.abort(grpc.StatusCode.UNAVAILABLE, "the host is stopping")

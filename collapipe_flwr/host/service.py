@@ -26,7 +26,7 @@ from collapipe_flwr.core.schedule import stage_actions
 from collapipe_flwr.host.energy import EnergyMeter
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.host.metrics import Tally
-from collapipe_flwr.host.parts import FOUND, BuildPart, Parts, tensors_of, trained_keys
+from collapipe_flwr.host.parts import FOUND, BuildPart, Parts, list_trained_keys, tensors_of
 from collapipe_flwr.host.session import ONLY, Lane, Session, SessionRefused, Stream
 from collapipe_flwr.host.sessions import SessionTable
 from collapipe_flwr.host.stores import TensorStore, WeightCache
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 def build_transformers_part(request: SessionRequest, weights: Mapping[str, Tensor]) -> nn.Module:
-    """A segment of a transformers model, or its last part where no blocks are placed."""
+    """Build a segment of a transformers model, or its last part where no blocks are placed."""
     from collapipe_flwr.models.splitter import splitter_of  # slow imports: only when needed
 
     splitter = splitter_of(request.spec_json)
@@ -120,12 +120,12 @@ class EdgeService:
             _log.info("session opened for %s", request.part)
 
     def hold_targets(self, key: SessionKey) -> Targets:
-        """Let this process hand a session its targets, which its frames then lack."""
+        """Let this process pass targets to a session directly instead of in frames."""
         self.find(key)
         return self._targets.setdefault(key.session_id, Targets())
 
     def missing(self, key: SessionKey, digests: Mapping[str, str]) -> tuple[str, ...]:
-        """The keys of the weights that the next push must bring; the host has the others.
+        """Return the keys of the weights that the next push must bring; the host has the others.
 
         The store hands over what is wanted and forgets the rest, so that nothing of an earlier
         round stays beside the part.
@@ -147,7 +147,7 @@ class EdgeService:
             return tuple(key for key, digest in digests.items() if digest not in found)
 
     def push_weights(self, key: SessionKey, tensors: Mapping[str, Tensor]) -> None:
-        """`receive_weights` of local tensors; optimizer slots among them are not copied."""
+        """Set the weights to local tensors; optimizer slots among them are not copied."""
 
         def receive(reserve: Reserve) -> Mapping[str, Tensor]:
             reserve(bytes_of(tensors.values()))
@@ -165,38 +165,36 @@ class EdgeService:
         host may not hold so much.
         """
         session = self.find(key)
-        with session.account.arriving() as arrived:
+        with session.account.name_arrival() as arrived:
             tensors = receive(lambda size: session.account.add(arrived, size))
             with session.at_rest():
                 self._parts.replace(session, tensors, arrived)
 
     @contextmanager
-    def reading(
-        self, key: SessionKey, *, with_optimizer: bool = False
-    ) -> Iterator[dict[str, Tensor]]:
-        """The tensors of a session's part, not copied; the part does not change in the body."""
+    def read(self, key: SessionKey, *, with_optimizer: bool = False) -> Iterator[dict[str, Tensor]]:
+        """Read the tensors of a session's part without a copy; it does not change in the body."""
         session = self.find(key)
         with session.at_rest():
-            self._parts.part(session)
+            self._parts.require_part(session)
             yield tensors_of(session, with_optimizer)
 
     def weights(self, key: SessionKey, *, with_optimizer: bool = False) -> dict[str, Tensor]:
-        """A copy of what `reading` gives."""
-        with self.reading(key, with_optimizer=with_optimizer) as tensors:
+        """Copy what `read` gives."""
+        with self.read(key, with_optimizer=with_optimizer) as tensors:
             return {key: tensor.detach().clone() for key, tensor in tensors.items()}
 
     def digests(self, key: SessionKey, *, with_optimizer: bool = False) -> dict[str, str]:
-        """The content digests of what `weights` would give, "" for what training has changed.
+        """Return content digests of what `weights` gives, "" for what training has changed.
 
-        Digests of all that would cost a slow board more time than training it did.
+        Computing those as well would take a slow board longer than the training did.
         """
-        with self.reading(key, with_optimizer=with_optimizer) as tensors:
-            changed = trained_keys(self.find(key))
+        with self.read(key, with_optimizer=with_optimizer) as tensors:
+            changed = list_trained_keys(self.find(key))
             still = {name: tensor for name, tensor in tensors.items() if name not in changed}
             return {**dict.fromkeys(tensors, ""), **digests_of(still)}
 
     def report(self, key: SessionKey) -> StageReport:
-        """What a session measured since its weights were set.
+        """Return what a session measured since its weights were set.
 
         Streams that ended in good order add up. One that failed does not count, because its steps
         are replayed.
@@ -207,7 +205,7 @@ class EdgeService:
         return report
 
     def progress(self) -> dict[str, PassesDone]:
-        """The micro-batches of every cluster's newest order; see `SessionTable.progress`."""
+        """Return the micro-batches of every cluster's newest order; see `SessionTable.progress`."""
         return self.sessions.progress()
 
     def close(self, key: SessionKey) -> None:
@@ -229,7 +227,7 @@ class EdgeService:
             session.cut(why)
 
     def health(self) -> Health:
-        """The number of sessions, and what they hold."""
+        """Count the sessions and what they hold."""
         sessions = self.sessions.all()
         return Health(
             sessions=len(sessions),
@@ -240,18 +238,18 @@ class EdgeService:
         )
 
     def at_work(self) -> bool:
-        """Whether a stream runs, or a session was used a short time ago."""
+        """Return whether a stream runs, or a session was used a short time ago."""
         since_s = self._clock() - _AT_WORK_S
         sessions = self.sessions.all()
         return any(s.stream is not None or s.used_s > since_s for s in sessions)
 
     def spare_bytes(self) -> int:
-        """Bytes in use now that the next session can have."""
+        """Return the bytes in use now that the next session can have."""
         here = self._store if self.compute == CPU else None
         return here.held_bytes if here is not None else 0
 
     def find(self, key: SessionKey) -> Session:
-        """The session. Raises SessionRefused when the id or the token is wrong."""
+        """Find a session. Raises SessionRefused when the id or the token is wrong."""
         return self.sessions.find(key)
 
     def run(self, key: SessionKey, upstream: Link) -> None:
@@ -265,10 +263,10 @@ class EdgeService:
         """
         session = self.find(key)
         with session.claiming:
-            if (stream := session.joined(lane)) is not None:
+            if (stream := session.join(lane)) is not None:
                 return stream
             with session.at_rest():
-                self._parts.part(session)
+                self._parts.require_part(session)
                 return session.claim(lane)
 
     def release(self, stream: Stream, why: str = "the stream was given up") -> None:
@@ -288,7 +286,10 @@ class EdgeService:
             upstream.close(str(error))
             raise
         try:
-            with self._meter.interval() as used, self._stage(stream, upstream, behind) as stage:
+            with (
+                self._meter.interval() as used,
+                self._open_stage(stream, upstream, behind) as stage,
+            ):
                 peak = AllocatorPeak(self.compute, bytes_of(stage.tensors))
                 session.recorder = stage.recorder
                 stage.serve()
@@ -308,17 +309,17 @@ class EdgeService:
             session.end(stream)
 
     def _let_go(self, session: Session) -> None:
-        """Free what a session held that has left the table."""
+        """Free what a session held, once it has left the table."""
         session.account.close()
         self._targets.pop(session.request.key.session_id, None)
         with add_log_fields(**session.request.about):
             _log.info("session closed after %d steps", session.steps)
 
     @contextmanager
-    def _stage(
+    def _open_stage(
         self, stream: Stream, upstream: Link, behind: Link | None
     ) -> Iterator[LastStage | MiddleStage]:
-        """The stage of a session, with its links to the hosts behind it."""
+        """Open the stage of a session, with its links to the hosts behind it."""
         session = stream.session
         assert session.part is not None and session.optimizer is not None
         part, optimizer = session.part, session.optimizer
@@ -331,15 +332,15 @@ class EdgeService:
             self._set_power(placement.tx_power_w)
         with ExitStack() as stack:
 
-            def connected(hop: NextHop) -> Link:
+            def connect(hop: NextHop) -> Link:
                 link = stack.enter_context(self._connect(hop))
                 session.add_link(stream, link)
                 return link
 
             siblings = None
             if config.turn.replicas > 1:
-                ahead = connected(placement.sibling) if placement.sibling is not None else None
+                ahead = connect(placement.sibling) if placement.sibling is not None else None
                 siblings = Siblings(ahead, behind, config.turn.replica)
-            downstream = fan_of([connected(hop) for hop in placement.next_hops], config.turn)
+            downstream = fan_of([connect(hop) for hop in placement.next_hops], config.turn)
             ends = {"upstream": upstream, "downstream": downstream}
             yield MiddleStage(part, optimizer, config, siblings=siblings, **ends)

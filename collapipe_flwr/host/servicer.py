@@ -103,19 +103,19 @@ class Servicer:
         end_threads(self._workers, "stages")
 
     def may_use(self, caller: Caller, method: Method, session_id: str) -> bool:
-        """Whether a caller may do this to a session; what is unknown is refused by the method."""
-        request = self.service.sessions.request(session_id)
+        """Return whether a caller may do this to a session; methods refuse an unknown session."""
+        request = self.service.sessions.find_request(session_id)
         return request is None or caller.may_use(
             method.name, cluster_id=request.cluster_id, opener=request.opener
         )
 
-    def answers(
+    def answer(
         self, method: Method, message: Any, context: grpc.ServicerContext, caller: Caller | None
     ) -> Iterator[bytes]:
-        """The one answer to `message` (or to the stream of an upload), or those of a download."""
+        """Yield the answer to `message` (or to the stream of an upload), or those of a download."""
         items = context.invocation_metadata()
         call = Call(context, caller, {key: text for key, text in items if isinstance(text, str)})
-        with _refusing(context):
+        with _translate_errors(context):
             answer = getattr(self, method.attribute)(message, call)
             if method.downloads:
                 yield from answer
@@ -153,11 +153,11 @@ class Servicer:
         return self.service.digests(call.key, with_optimizer=decode_message(bool, data))
 
     def fetch_weights(self, data: bytes, call: Call) -> Iterator[bytes]:
-        """Piece by piece from the part itself, so that sending takes no memory for a copy."""
+        """Yield weights piece by piece from the part itself, so that sending needs no copy."""
         request = decode_message(FetchRequest, data)
         with (
             call_deadline(call.context, _TRANSFER_S),
-            self.service.reading(call.key, with_optimizer=request.with_optimizer) as weights,
+            self.service.read(call.key, with_optimizer=request.with_optimizer) as weights,
         ):
             if request.keys is not None:
                 weights = {key: weights[key] for key in request.keys if key in weights}
@@ -178,7 +178,7 @@ class Servicer:
         return self.service.health()
 
     def benchmark(self, data: bytes, _: Call) -> BenchmarkAnswer:
-        """With the memory that the next session may have."""
+        """Run a benchmark; the answer's memory is what the next session may have."""
         request, health = decode_message(BenchmarkRequest, data), self.service.health()
         if self.service.at_work() or not self._measuring.acquire(blocking=False):
             raise Busy("the host is at work, so a benchmark would mislead")
@@ -197,7 +197,7 @@ class Servicer:
         return self._probe(decode_message(ProbeRequest, data))
 
     def stream(self, messages: Iterator[bytes], call: Call) -> Iterator[bytes]:
-        """Three threads: this one sends, a reader receives, a worker computes.
+        """Run a lane of a stream: this thread sends, a reader receives, a worker computes.
 
         The worker starts with the last of the stream's lanes.
         """
@@ -206,7 +206,7 @@ class Servicer:
         lane = Lane(request.link.lane, request.link.lanes)
         stream = self.service.claim(call.key, lane)
         try:
-            link = self._begun(stream, lane, request, call)
+            link = self._begin(stream, lane, request, call)
         except BaseException:
             self.service.release(stream)
             raise
@@ -217,7 +217,7 @@ class Servicer:
             self._leave(stream)
         stream.over.wait(_SETTLE_S)  # so that the session is settled when the call ends
 
-    def _begun(self, stream: Stream, lane: Lane, request: StreamRequest, call: Call) -> StreamLink:
+    def _begin(self, stream: Stream, lane: Lane, request: StreamRequest, call: Call) -> StreamLink:
         peer = request.name[:80]
         link = StreamLink(
             peer,
@@ -228,12 +228,12 @@ class Servicer:
             stream_id=request.stream_id,
         )
 
-        def gone() -> None:
+        def leave() -> None:
             link.broken(LinkError(f"{peer} broke off the stream"))
             self._leave(stream)
 
-        if not call.context.add_callback(gone):  # the call has ended already
-            gone()
+        if not call.context.add_callback(leave):  # the call has ended already
+            leave()
         link.send(Frame(kind=FrameKind.HELLO), deadline_s=1.0)
         if stream.session.enter(stream, lane, link):
             self._workers.submit(self._serve, stream)
@@ -254,13 +254,13 @@ class Servicer:
                     link.close()
 
     def _leave(self, stream: Stream) -> None:
-        """A lane has ended: its stage, which may wait for another lane, must not go on."""
+        """Release the stream of a lane that ended: its stage may be waiting for another lane."""
         if stream.lanes.are_several:
             self.service.release(stream, "another link of this stage broke off")
 
 
 @contextmanager
-def _refusing(context: grpc.ServicerContext) -> Iterator[None]:
+def _translate_errors(context: grpc.ServicerContext) -> Iterator[None]:
     """Turn our errors into a gRPC status with the sentence."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""One cluster's part on a host, and what may use it now.
+"""One cluster's part on a host, and what uses it now.
 
 A session is at rest, in use by one call, or by one stream, which begins when all its links are
 there; one that is broken off before never runs. All changes happen under one lock. A use that is
@@ -50,7 +50,7 @@ class Lanes:
     links: dict[Lane, Link | None] = field(default_factory=dict)
 
     def accepts(self, lane: Lane) -> bool:
-        """Whether this one is missing. All lanes must give the same number of lanes."""
+        """Return whether this lane is missing; all must give the same number of lanes."""
         if lane == SIBLING:
             return self._has_next and lane not in self.links
         fits = 0 <= lane.number < lane.of
@@ -160,7 +160,7 @@ class Session:
             self._use = stream = Stream(self, lanes)
             return stream
 
-    def joined(self, lane: Lane) -> Stream | None:
+    def join(self, lane: Lane) -> Stream | None:
         """Reserve this lane of a claimed stream that waits for it; None if there is none."""
         with self._turn:
             stream = self.stream
@@ -196,7 +196,7 @@ class Session:
             stream.links.append(link)
 
     def end(self, stream: Stream) -> None:
-        """The stream is over; may be called twice."""
+        """End a stream; may be called twice."""
         self._leave(stream)
         stream.over.set()
 
@@ -242,12 +242,12 @@ class Session:
         return False
 
     def leave_room(self) -> None:
-        """If the session is closed, wait for its last use, which keeps its memory, to end."""
+        """Wait, if the session is closed, for the end of its last use, which keeps its memory."""
         if self.closed:
             self._dropped.wait(BUSY_S)
 
     def retire(self) -> bool:
-        """Close a session that is not in use, without `drop`; return whether it was not."""
+        """Close the session without `drop` unless it is in use; return whether it was closed."""
         with self._turn:
             if self._use is not None or self.closed:
                 return False
@@ -285,7 +285,7 @@ class Session:
         return self._use is None or self.stream is not None
 
     def _end_stream(self, why: str) -> tuple[Link, ...]:
-        """Break off the stream, if any; one that has not begun is over at once. Its links."""
+        """Break off the stream, if any, and return its links; one not begun is over at once."""
         stream = self.stream
         if stream is None:
             return ()

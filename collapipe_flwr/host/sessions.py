@@ -61,7 +61,7 @@ class SessionTable:
             self._sessions[request.key.session_id] = session
             return session
 
-    def request(self, session_id: str) -> SessionRequest | None:
+    def find_request(self, session_id: str) -> SessionRequest | None:
         with self._lock:
             session = self._sessions.get(session_id)
         return session.request if session else None
@@ -71,7 +71,7 @@ class SessionTable:
             return tuple(self._sessions.values())
 
     def find(self, key: SessionKey) -> Session:
-        """The session; the same refusal whether the id or the token is wrong."""
+        """Find a session; raises the same SessionRefused for a wrong id and a wrong token."""
         with self._lock:
             session = self._sessions.get(key.session_id)
         known = session.request.key.token if session else ""
@@ -82,13 +82,13 @@ class SessionTable:
         return session
 
     def progress(self) -> dict[str, PassesDone]:
-        """The micro-batches of every cluster's newest order here.
+        """Return the micro-batches of every cluster's newest order here.
 
-        They are those of all sessions for the last stage, the open ones included. A stream that
-        fails counts no longer: its steps are replayed.
+        They are those of all sessions of the last stage, open ones included. A stream that fails
+        is not counted: its steps are replayed.
         """
         with self._lock:
-            found = reduce(_counted, self._sessions.values(), self._closed)
+            found = reduce(_add_passes, self._sessions.values(), self._closed)
         return dict(found)
 
     def drop(self, session: Session) -> None:
@@ -98,11 +98,11 @@ class SessionTable:
 
     def _remove(self, session: Session) -> None:
         del self._sessions[session.request.key.session_id]
-        self._closed = _counted(self._closed, session)
+        self._closed = _add_passes(self._closed, session)
         self._let_go(session)
 
     def _retire(self, session: Session) -> bool:
-        """Remove a session that is not in use; return whether it was not."""
+        """Remove a session unless it is in use; return whether it was removed."""
         retired = session.retire()
         if retired:
             self._remove(session)
@@ -136,7 +136,7 @@ class SessionTable:
 
 
 def _replaces(request: SessionRequest, before: SessionRequest) -> bool:
-    """Whether both are the part of one cluster in one run that its stage of this name holds."""
+    """Return whether both are for the same stage of the same cluster in the same run."""
     if (before.stage.name, before.opener) != (request.stage.name, request.opener):
         return False
     if request.placement is not None:
@@ -145,8 +145,8 @@ def _replaces(request: SessionRequest, before: SessionRequest) -> bool:
     return before.placement is None and bool(place) and place == place_before
 
 
-def _counted(passes: Passes, session: Session) -> Passes:
-    """``passes`` with what a session has done for the newest order of its cluster."""
+def _add_passes(passes: Passes, session: Session) -> Passes:
+    """Add what a session has done for the newest order of its cluster."""
     request = session.request
     if request.placement is not None or not (request.cluster_id and request.attempt):
         return passes

@@ -1,4 +1,4 @@
-"""What outlives a session: its tensors, and weights that other sessions want too.
+"""Tensors that outlive a session: those of its part, and weights that other sessions need too.
 
 `TensorStore` keeps the last segment in memory, and `WeightCache` frozen weights on disk: a board
 without the checkpoint gets those of its segment from its control unit once, for all rounds,
@@ -30,8 +30,8 @@ _STORED = "last session"
 _DIGEST = re.compile("[0-9a-f]{32}")  # as `digest_of` writes it, and in the name of each file
 
 
-def _own_files(folder: Path) -> list[Path]:
-    """The files that are named as here; the user may keep others in the folder."""
+def _list_own_files(folder: Path) -> list[Path]:
+    """List the files with names like ours; the user may keep others in the folder."""
     return sorted(p for p in folder.glob(f"*{_SUFFIX}") if _DIGEST.fullmatch(p.stem))
 
 
@@ -84,7 +84,7 @@ class WeightCache:
         self._lock = threading.Lock()
 
     def find(self, digests: Mapping[str, str]) -> dict[str, Tensor]:
-        """The tensors with these digests, under the keys that they are wanted for."""
+        """Find tensors by digest, each under the key that it is wanted for."""
         asked = {k: d for k, d in digests.items() if _DIGEST.fullmatch(d)}  # a peer wrote them
         found = {key: self._read(digest) for key, digest in asked.items()}
         return {key: tensor for key, tensor in found.items() if tensor is not None}
@@ -123,7 +123,7 @@ class WeightCache:
             written.replace(path)
 
     def _make_room(self) -> None:
-        files = [(path, path.stat()) for path in _own_files(self._folder)]
+        files = [(path, path.stat()) for path in _list_own_files(self._folder)]
         left = sum(stat.st_size for _, stat in files)
         for path, stat in sorted(files, key=lambda file: file[1].st_mtime):
             if left <= self._most_bytes:

@@ -157,7 +157,7 @@ def test_slots_of_equal_content_stay_apart() -> None:
     state = PartState(weights=HEAD, optimizer=slots).tensors()
     assert host.missing(session_key("new"), digests_of(state)) == ()
     host.push_weights(session_key("new"), {})
-    with host.reading(session_key("new"), with_optimizer=True) as tensors:
+    with host.read(session_key("new"), with_optimizer=True) as tensors:
         assert len({t.data_ptr() for t in tensors.values()}) == len(state)
     found = host.weights(session_key("new"), with_optimizer=True)
     assert all(torch.equal(found[key], state[key]) for key in state)
@@ -186,7 +186,7 @@ def test_a_step_that_does_not_end_keeps_its_room_until_it_does(
     host.push_weights(session_key("a"), HEAD)
 
     def read() -> None:
-        with host.reading(session_key("a")):
+        with host.read(session_key("a")):
             gate.wait()
 
     with in_thread(read):
@@ -209,7 +209,7 @@ def test_the_next_segment_waits_for_the_room_of_one_whose_pass_has_not_ended(
     host.push_weights(closed, HEAD)
 
     def read() -> None:
-        with host.reading(closed):
+        with host.read(closed):
             gate.wait()
 
     def replay() -> None:
@@ -251,7 +251,7 @@ def test_a_benchmark_tells_what_the_next_plan_may_have(
     monkeypatch.setattr("collapipe_flwr.host.servicer.run_benchmark", lambda *_: free)
     servicer = Servicer(_device(Ledger(most_bytes)))
     asked = encode_message(BenchmarkRequest())
-    (answer,) = servicer.answers(methods.BENCHMARK, asked, FakeContext(), None)
+    (answer,) = servicer.answer(methods.BENCHMARK, asked, FakeContext(), None)
     assert decode_message(benchmark.BenchmarkAnswer, answer).memory_bytes == expected
     servicer.close()
 
@@ -265,7 +265,7 @@ def test_what_torch_keeps_of_an_accelerator_is_free_for_the_next_plan(
 
     def free() -> int:
         asked = encode_message(BenchmarkRequest(seconds=0.01))
-        (answer,) = servicer.answers(methods.BENCHMARK, asked, FakeContext(), None)
+        (answer,) = servicer.answer(methods.BENCHMARK, asked, FakeContext(), None)
         return decode_message(benchmark.BenchmarkAnswer, answer).memory_bytes
 
     free()  # a real one loads its libraries

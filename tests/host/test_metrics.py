@@ -23,7 +23,7 @@ from collapipe_flwr.host.metrics import (
     HostMetrics,
     MetricsServer,
     Tally,
-    metrics_place,
+    parse_address,
 )
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.transport.client import EdgeClient
@@ -97,13 +97,13 @@ def test_no_name_of_a_peer_ends_the_answers(name: str) -> None:
     ],
 )
 def test_a_port_alone_is_on_loopback(text: str, place: tuple[str, int]) -> None:
-    assert metrics_place(text) == place
+    assert parse_address(text) == place
 
 
 @pytest.mark.parametrize("text", ["", "here", "127.0.0.1:http", "127.0.0.1:65536"])
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="must read like"):
-        metrics_place(text)
+        parse_address(text)
 
 
 @contextmanager
