@@ -139,8 +139,9 @@ def test_a_fork_ends_with_its_program(offered: Path) -> None:
 
 @LINUX
 def test_nothing_is_left_of_a_supernode_that_was_killed() -> None:
-    code = "import os, time\nfrom collapipe_flwr.federation.client.client_process import offered\n"
-    code += "with offered():\n print(os.environ['PATH'].partition(os.pathsep)[0], flush=True)\n"
+    code = "import os, time\nfrom collapipe_flwr.federation.client import client_process\n"
+    code += "with client_process.offer_fast_program():\n"
+    code += " print(os.environ['PATH'].partition(os.pathsep)[0], flush=True)\n"
     command = [sys.executable, "-c", code + " time.sleep(600)"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as node:
         assert node.stdout is not None
