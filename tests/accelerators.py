@@ -15,12 +15,12 @@ from collapipe_flwr.cluster.hosted import ThreadEdge
 from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.generation.backends import ServedModel
 from collapipe_flwr.host.service import EdgeService
-from collapipe_flwr.pipeline.compute import present, resolve
+from collapipe_flwr.pipeline.compute import list_devices, resolve
 from collapipe_flwr.pipeline.stage import Stage
 from tests.pretend import LACKING, NAME, pretend_device
 
 KINDS = (NAME, "cuda", "xpu", "mps")
-_REAL = {device.type for device in present()} - {"cpu"}
+_REAL = {device.type for device in list_devices()} - {"cpu"}
 NO_PRETENCE = LACKING or (f"{', '.join(_REAL)} is here" if _REAL else "")
 
 

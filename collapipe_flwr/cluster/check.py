@@ -20,7 +20,7 @@ from collapipe_flwr.core.version import version_fault
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest, run_benchmark
 from collapipe_flwr.pipeline.compute import resolve
 from collapipe_flwr.transport.client import EdgeClient
-from collapipe_flwr.transport.diagnosis import diagnosis
+from collapipe_flwr.transport.diagnosis import diagnose
 from collapipe_flwr.transport.methods import MOST_PROBE_S, ProbeRequest
 
 _MEGA = 1e6
@@ -295,7 +295,7 @@ def _memory_fault(member: MemberConfig, free_bytes: int) -> str:
 def _advice(config: ClusterConfig, member: MemberConfig, error: CollaPipeError) -> str:
     if not isinstance(error, LinkTimeout | Unreachable):
         return str(error)
-    known = diagnosis(
+    known = diagnose(
         member.address,
         config.certificate_name(member),
         config.tls_files(config.control_unit.name),

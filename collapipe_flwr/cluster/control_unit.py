@@ -26,7 +26,7 @@ from collapipe_flwr.core.links import QUEUE_FRAMES
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.offload import Lookup
-from collapipe_flwr.pipeline.state import OptimizerState, between_rounds
+from collapipe_flwr.pipeline.state import OptimizerState, drop_round_start
 from collapipe_flwr.pipeline.step import MicroBatch
 from collapipe_flwr.scheduler.plans import check_cluster_plan, dry_run_plan
 from collapipe_flwr.transport.weights import TransferStats
@@ -76,7 +76,7 @@ def train_round(
     done.run(batches, probe)
     intervals, last = done.intervals, done.intervals[-1].held.state
     return RoundResult(
-        slots=between_rounds(last.optimizer) if order.keep_optimizer else {},
+        slots=drop_round_start(last.optimizer) if order.keep_optimizer else {},
         weights=Lookup.of(last.weights),
         losses=tuple(loss for interval in intervals for loss in interval.losses),
         probe=intervals[0].probe,

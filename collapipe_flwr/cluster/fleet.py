@@ -20,7 +20,7 @@ from collapipe_flwr.core.errors import CollaPipeError, LinkError, LinkTimeout
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.core.schedule import ALONE, Turn
 from collapipe_flwr.models.any_splitter import AnySplitter
-from collapipe_flwr.pipeline.compute import home
+from collapipe_flwr.pipeline.compute import bring_home
 from collapipe_flwr.pipeline.gradient_sums import Siblings
 from collapipe_flwr.pipeline.link import Link, fan_of
 from collapipe_flwr.pipeline.roles import MiddleStage
@@ -115,7 +115,7 @@ def _segments(stages: Sequence[MiddleStage], keep_optimizer: bool) -> Segments:
             weights={
                 key: tensor.detach()
                 for stage in firsts
-                for key, tensor in home(stage.part.state_dict()).items()
+                for key, tensor in bring_home(stage.part.state_dict()).items()
             },
             optimizer={k: t for s in kept for k, t in optimizer_state_of(s.optimizer).items()},
         ),

@@ -58,14 +58,14 @@ class Hosted:
         placement = self.request.placement
         with self._telling_loss():
             if placement is None:
-                self.client.patiently(lambda: self.client.open_session(self.request))
+                self.client.attempt_patiently(lambda: self.client.open_session(self.request))
             else:
                 self.client.open_session(self.request)
         own = splitter.edge_keys()
         if placement is not None:
             own = splitter.segment_keys(*placement.blocks)
         state = PartState(weights=order.weights, optimizer=order.slots)
-        self._pushed = state.only((*own, *splitter.shared_keys)).tensors()
+        self._pushed = state.select((*own, *splitter.shared_keys)).tensors()
         with self._telling_loss():
             try:
                 self._moved += self.session.push_missing(self._pushed)
@@ -234,7 +234,7 @@ class _ThreadPart:
         self._service.open(self._request)
         state = PartState(weights=order.weights, optimizer=order.slots)
         keys = (*splitter.edge_keys(), *splitter.shared_keys)
-        self._service.push_weights(self._request.key, state.only(keys).copy().tensors())
+        self._service.push_weights(self._request.key, state.select(keys).copy().tensors())
 
     def targets(self) -> Targets:
         return self._service.hold_targets(self._request.key)

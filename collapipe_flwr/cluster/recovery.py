@@ -40,7 +40,7 @@ from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.parts import EmbeddingPart
 from collapipe_flwr.pipeline.offload import Lookup
 from collapipe_flwr.pipeline.roles import FirstStage
-from collapipe_flwr.pipeline.soundness import implausible
+from collapipe_flwr.pipeline.soundness import describe_implausible
 from collapipe_flwr.pipeline.state import PartState
 from collapipe_flwr.pipeline.step import MicroBatch, StepResult
 from collapipe_flwr.scheduler.plans import check_trust
@@ -102,13 +102,13 @@ def run_interval(
             rates=order.learning.optimizer.rates(first=order.updates, batches=order.batches),
             targets=chain.targets,
         )
-        with first.telling_neighbours():
+        with first.tell_neighbours():
             tested = EvalResult.mean(_losses(first.evaluate(batch) for batch in probe))
             steps = [first.train_step(batch) for batch in batches]
             first.finish()
         keeps = keep_optimizer()
         slots = optimizer.state_tensors() if keeps else {}
-        own = PartState(weights=embedding.state_dict(), optimizer=slots).offloaded()
+        own = PartState(weights=embedding.state_dict(), optimizer=slots).offload()
         ahead, next_step = Segments(state=own, reports=(first.report(),)), first.next_step
         del first, optimizer, embedding, slots  # freed before the segments arrive
         give_back(order.compute)
@@ -129,8 +129,8 @@ def _check_sound(splitter: AnySplitter, order: RoundOrder, state: PartState) -> 
     owned = {key: segment.device_id for keys, segment in owners for key in keys}
     owned |= dict.fromkeys(splitter.edge_keys(), EDGE)
     for key, tensor in state.weights.items():
-        wrong = implausible(tensor)
-        if wrong and (key not in order.weights or not implausible(order.weights[key])):
+        wrong = describe_implausible(tensor)
+        if wrong and (key not in order.weights or not describe_implausible(order.weights[key])):
             owner = owned.get(key, CONTROL_UNIT)
             raise MemberFailed(owner, f"{owner} returned {key} with {wrong}", Blame.UNSOUND)
 
@@ -153,7 +153,7 @@ def evaluate_chain(
         first = FirstStage(
             embedding, optimizer, order.settings(0), downstream=chain.link, targets=chain.targets
         )
-        with first.telling_neighbours():
+        with first.tell_neighbours():
             results = [first.evaluate(batch, predict=predict) for batch in taken]
             predictions = tuple(result.predictions for result in results)
             if wanted is not None and generates:

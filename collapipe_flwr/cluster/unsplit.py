@@ -15,10 +15,10 @@ from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.tasks import scores_of
 from collapipe_flwr.pipeline.backward import fuse_accumulation
-from collapipe_flwr.pipeline.compute import CPU, bring, computing_in, one_thread, place_of
+from collapipe_flwr.pipeline.compute import CPU, bring, compute_in, one_thread, place_of
 from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.soundness import odd_numbers
+from collapipe_flwr.pipeline.soundness import describe_odd
 
 PLAIN = Execution()
 CONSTANT = repeat(1.0)
@@ -51,13 +51,13 @@ def train_unsplit(
             if count == 0:
                 continue  # the library's mean over nothing is not a number
             micro_batch = bring(micro_batch, place)
-            with computing_in(execution.precision, place):
+            with compute_in(execution.precision, place):
                 outputs = splitter.run_whole(model, micro_batch)
                 loss: Any = splitter.loss_of(outputs, micro_batch) * (count / sum(counts))
             with one_thread(place):
                 loss.backward()
             step_loss += float(loss.detach())
-            if not math.isfinite(step_loss) and (odd := odd_numbers(micro_batch)):
+            if not math.isfinite(step_loss) and (odd := describe_odd(micro_batch)):
                 raise DataError(
                     f"the model computes no finite loss of a batch that has {odd}: mend or leave "
                     "out such examples"

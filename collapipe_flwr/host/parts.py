@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from collapipe_flwr.core.errors import CheckpointMissing
 from collapipe_flwr.host.session import Session, SessionRefused
 from collapipe_flwr.host.stores import WeightCache
-from collapipe_flwr.pipeline.compute import CPU, hold, home
+from collapipe_flwr.pipeline.compute import CPU, bring_home, hold
 from collapipe_flwr.pipeline.config import SessionRequest
 from collapipe_flwr.pipeline.meter import bytes_of
 from collapipe_flwr.pipeline.optimizer import Optimizer
@@ -94,9 +94,9 @@ def tensors_of(session: Session, with_optimizer: bool) -> dict[str, Tensor]:
     assert session.part is not None and session.optimizer is not None
     weights = session.part.state_dict()
     if not with_optimizer:
-        return dict(home(weights))
+        return dict(bring_home(weights))
     slots = live_state(session.part, session.optimizer).optimizer
-    return dict(home(PartState(weights=weights, optimizer=slots).tensors()))
+    return dict(bring_home(PartState(weights=weights, optimizer=slots).tensors()))
 
 
 def list_trained_keys(session: Session) -> frozenset[str]:

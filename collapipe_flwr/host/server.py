@@ -169,8 +169,8 @@ class Listener(Server):
     def _admit(self, context: grpc.ServicerContext, method: Method) -> Iterator[Caller | None]:
         try:
             with (
-                self._authorizer.admitted(context, method) as caller,
-                self.intake.expecting(context, method),
+                self._authorizer.admit(context, method) as caller,
+                self.intake.expect(context, method),
             ):
                 yield caller
         finally:

@@ -212,7 +212,7 @@ class Servicer:
             raise
         threading.Thread(target=link.feed, args=(messages,), daemon=True).start()
         try:
-            yield from link.outgoing()
+            yield from link.encode_outgoing()
         finally:
             self._leave(stream)
         stream.over.wait(_SETTLE_S)  # so that the session is settled when the call ends
@@ -229,7 +229,7 @@ class Servicer:
         )
 
         def leave() -> None:
-            link.broken(LinkError(f"{peer} broke off the stream"))
+            link.break_off(LinkError(f"{peer} broke off the stream"))
             self._leave(stream)
 
         if not call.context.add_callback(leave):  # the call has ended already

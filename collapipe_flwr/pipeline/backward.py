@@ -46,7 +46,7 @@ class WeightGradient(NamedTuple):
             gradient.addmm_(self.left.t(), self.right)
 
     def product(self) -> Tensor:
-        """(a, b)."""
+        """Compute the product of shape (a, b)."""
         return self.left.t().mm(self.right)
 
 
@@ -74,8 +74,8 @@ _thread = _Thread()
 
 
 @contextmanager
-def deferring() -> Iterator[DeferredGradients]:
-    """Backward passes of this thread leave products of matrices for later."""
+def defer_products() -> Iterator[DeferredGradients]:
+    """Let backward passes of this thread leave products of matrices for later."""
     _thread.deferred = deferred = DeferredGradients()
     try:
         yield deferred
@@ -83,7 +83,7 @@ def deferring() -> Iterator[DeferredGradients]:
         _thread.deferred = None
 
 
-def _accumulated(gradient: WeightGradient) -> Tensor | None:
+def _accumulate(gradient: WeightGradient) -> Tensor | None:
     """Defer or add a product; return it to autograd for hooks, or as the first gradient."""
     if has_hooks(gradient.weight):
         return gradient.product()
@@ -97,7 +97,7 @@ def _accumulated(gradient: WeightGradient) -> Tensor | None:
 
 
 def has_hooks(weight: Tensor) -> bool:
-    """Whether hooks observe its gradient, which must then come from autograd."""
+    """Return whether hooks observe its gradient, which must then come from autograd."""
     return bool(weight._post_accumulate_grad_hooks or weight._backward_hooks)
 
 
@@ -117,7 +117,10 @@ def fuse_accumulation(part: nn.Module) -> None:
 
 
 def _is_large(module: nn.Module) -> bool:
-    """Whether fusing pays; False also for weights computed from others, which autograd needs."""
+    """Return whether fusing pays; False also for weights computed from others.
+
+    Of those, autograd needs the gradient.
+    """
     weight = module._parameters.get("weight")
     return weight is not None and weight.numel() >= WORTH
 
@@ -126,7 +129,7 @@ class FusedLinear(nn.Linear):
     """A linear layer whose products add to the weight's gradient."""
 
     def forward(self, given: Tensor) -> Tensor:
-        """(..., in) to (..., out)."""
+        """Map (..., in) to (..., out)."""
         weight, bias = _weight_and_bias(self)
         if _is_plain(weight) or torch.is_autocast_enabled(weight.device.type):
             return super().forward(given)
@@ -137,7 +140,7 @@ class FusedEmbedding(nn.Embedding):
     """A table that updates only those rows of its gradient that occur."""
 
     def forward(self, given: Tensor) -> Tensor:
-        """(...) row numbers to (..., width)."""
+        """Map row numbers (...) to (..., width)."""
         unusual = self.max_norm is not None or self.scale_grad_by_freq or self.sparse
         if unusual or _is_plain(self.weight) or given.numel() > self.weight.shape[0]:
             return super().forward(given)
@@ -146,7 +149,7 @@ class FusedEmbedding(nn.Embedding):
 
 @cache
 def _fused_conv1d(kind: Any) -> Any:
-    """The same as `FusedLinear` of a layer whose weight is (in, out)."""
+    """Make a `FusedLinear` of a layer whose weight is (in, out)."""
 
     def forward(self: Any, given: Tensor) -> Any:
         weight, bias = _weight_and_bias(self)
@@ -158,13 +161,13 @@ def _fused_conv1d(kind: Any) -> Any:
 
 
 def _weight_and_bias(layer: nn.Module) -> tuple[Any, Any]:
-    """Straight from the registry, which is faster than attribute access."""
+    """Read them straight from the registry, which is faster than attribute access."""
     parameters = layer._parameters
     return parameters["weight"], parameters["bias"]
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Whether there is no gradient to add."""
+    """Return whether there is no gradient to add."""
     return not (weight.requires_grad and torch.is_grad_enabled())
 
 
@@ -189,7 +192,7 @@ class _Product(torch.autograd.Function):
             matrix, left, right = weight.t(), inputs, rows
         return (
             rows.mm(matrix).view_as(given) if needs_given else None,
-            _accumulated(WeightGradient(ctx.weight, left, right)) if needs_weight else None,
+            _accumulate(WeightGradient(ctx.weight, left, right)) if needs_weight else None,
             rows.sum(0) if needs_bias else None,
             None,
         )
@@ -216,15 +219,15 @@ class _Lookup(torch.autograd.Function):
         return None, total if is_first else None, None
 
 
-def _called(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
-    """``function.apply`` without its preparations for `torch.func`, which cost every call."""
+def _quick_apply(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
+    """Return ``function.apply`` without its preparations for `torch.func`, slow in every call."""
     applied: Callable[..., Tensor] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return applied
 
 
-_product, _lookup = _called(_Product), _called(_Lookup)
+_product, _lookup = _quick_apply(_Product), _quick_apply(_Lookup)
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """(..., d) to (N, d)."""
+    """Flatten (..., d) to (N, d)."""
     return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)

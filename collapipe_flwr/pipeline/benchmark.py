@@ -69,7 +69,7 @@ def run_benchmark(
     place: torch.device | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> BenchmarkAnswer:
-    """The mean over repeats after one warm-up, on `place` (None: the CPU).
+    """Time the mean of some repeats after one warm-up, on `place` (None: the CPU).
 
     It uses as many threads as training. Under a quota, as of a container, a pass ends at once or
     waits for the next period: the mean is what training gets, the median is either of both.
@@ -120,14 +120,17 @@ def run_benchmark(
 
 
 def block_flop(request: BenchmarkRequest) -> float:
-    """Matrix products of attention (4 d^2), MLP (8 d^2) and scores (2 T d), twice back as forth."""
+    """Count the FLOP of a forward and backward pass; backward takes twice as many.
+
+    These are the matrix products of attention (4 d^2), MLP (8 d^2) and scores (2 T d).
+    """
     width, tokens = request.width, request.tokens
     forward = 2.0 * request.examples * tokens * (12 * width**2 + 2 * tokens * width)
     return 3.0 * forward
 
 
 def available_memory_bytes() -> int:
-    """Memory that this program may use without swapping, by Linux; elsewhere all memory."""
+    """Read the memory that may be used without swapping, on Linux; elsewhere all memory."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -139,7 +142,7 @@ def available_memory_bytes() -> int:
 def left_in_groups(
     root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> Iterator[int]:
-    """What the limits of this process's control groups leave, of version 1 or 2 or both.
+    """Yield what the limits of this process's control groups leave, of version 1 or 2 or both.
 
     Cached files count as free.
     """

@@ -31,17 +31,17 @@ _log = logging.getLogger(__name__)
 
 @cache
 def resolve(name: str, key: str = "compute") -> torch.device:
-    """The device of a name; `auto` is the first accelerator that computes, else the CPU.
+    """Find the device of a name; `auto` is the first accelerator that computes, else the CPU.
 
     Raises ConfigError, naming the `key`, for an unknown name and for a device that is not here or
     cannot compute.
     """
     check(key, name, compute_name())
-    here = present()
+    here = list_devices()
     if name == AUTO:
         fit = (d for d in here if d.type in _AUTOMATIC and not _fault(d, warns=True))
-        return _prepared(next(fit, CPU))
-    device = _numbered(torch.device(name))
+        return _switch_off_tf32(next(fit, CPU))
+    device = _add_number(torch.device(name))
     if device not in here:
         raise ConfigError(
             f"{key} is {name!r}, but torch {torch.__version__} finds only "
@@ -52,19 +52,19 @@ def resolve(name: str, key: str = "compute") -> torch.device:
             f"{key} is {name!r}, but a product there fails ({fault}): install a torch that was "
             "built for it, or choose cpu"
         )
-    return _prepared(device)
+    return _switch_off_tf32(device)
 
 
-def present() -> tuple[torch.device, ...]:
-    """All devices of this machine, the CPU first."""
+def list_devices() -> tuple[torch.device, ...]:
+    """List all devices of this machine, the CPU first."""
     counts = {kind: torch.get_device_module(kind).device_count() for kind in _KINDS}
-    found = (_numbered(torch.device(kind, i)) for kind, n in counts.items() for i in range(n))
+    found = (_add_number(torch.device(kind, i)) for kind, n in counts.items() for i in range(n))
     return (CPU, *found)
 
 
 def place_of(part: nn.Module) -> torch.device:
-    """The device of a part's tensors; the CPU for a part without any."""
-    held = (tensor for tensors in _held(part) for tensor in tensors.values() if tensor is not None)
+    """Return the device of a part's tensors; the CPU for a part without any."""
+    held = (t for tensors in _tables(part) for t in tensors.values() if t is not None)
     first = next(held, None)
     return CPU if first is None else first.device
 
@@ -77,29 +77,29 @@ def hold(part: nn.Module, device: torch.device) -> nn.Module:
     if device == CPU and place_of(part) == CPU:
         return part
     moved: dict[Tensor, Tensor] = {}
-    for tensors in _held(part):
+    for tensors in _tables(part):
         for name, tensor in tensors.items():
             if tensor is not None:
                 if tensor not in moved:
-                    moved[tensor] = _moved(tensor, device)
+                    moved[tensor] = _move(tensor, device)
                 tensors[name] = moved[tensor]
     return part
 
 
 def bring(tensors: Mapping[str, Tensor], device: torch.device) -> Mapping[str, Tensor]:
-    """The same tensors on a device; those that are there already are not copied."""
+    """Copy tensors to a device; those that are there already are not copied."""
     if device == CPU:
         return tensors
     waits = device.type not in _PINNED
     return {name: t.to(device, non_blocking=not waits) for name, t in tensors.items()}
 
 
-def home(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The same tensors on the CPU, detached if they were elsewhere; complete when this returns."""
+def bring_home(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Copy tensors to the CPU, detached if they were elsewhere; complete when this returns."""
     away = [tensor for tensor in tensors.values() if tensor.device != CPU]
     if not away:
         return tensors
-    found = {name: _landing(tensor) for name, tensor in tensors.items()}
+    found = {name: _begin_copy(tensor) for name, tensor in tensors.items()}
     for device in {tensor.device for tensor in away if tensor.device.type in _PINNED}:
         finish(device)
     return found
@@ -122,7 +122,7 @@ def one_thread(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """The memory of a device that a new program could use."""
+    """Read the memory of a device that a new program could use."""
     if device == CPU:
         return available_memory_bytes()
     module = torch.get_device_module(device.type)
@@ -154,7 +154,7 @@ class AllocatorPeak:
 
 
 def describe(device: torch.device) -> str:
-    """The device with its name and compute capability, to be shown."""
+    """Name a device with its compute capability, to be shown."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return f"{device} ({torch.cuda.get_device_name(device)}, sm_{major}{minor})"
@@ -164,20 +164,20 @@ def describe(device: torch.device) -> str:
 
 
 def torch_build() -> str:
-    """The installed torch and what it was built for."""
+    """Name the installed torch and what it was built for."""
     version = torch.version
     kinds = {"CUDA": version.cuda, "ROCm": version.hip, "XPU": getattr(version, "xpu", None)}
     built = [f"{name} {number}" for name, number in kinds.items() if number]
     return f"{torch.__version__.partition('+')[0]} ({', '.join(built) or 'CPU'})"
 
 
-def _numbered(device: torch.device) -> torch.device:
-    """`cuda` is `cuda:0`, as tensors call it."""
+def _add_number(device: torch.device) -> torch.device:
+    """Number a device as tensors do: `cuda` is `cuda:0`."""
     return device if device == CPU else torch.device(device.type, device.index or 0)
 
 
 def _fault(device: torch.device, *, warns: bool = False) -> str:
-    """The error of one product on a device, "" if none: drivers and builds may not fit."""
+    """Try one product on a device; returns its error or "", as drivers and builds may not fit."""
     try:
         ones = torch.ones(8, 8, device=device)
         found = float((ones @ ones).sum())
@@ -189,7 +189,7 @@ def _fault(device: torch.device, *, warns: bool = False) -> str:
         return why
 
 
-def _prepared(device: torch.device) -> torch.device:
+def _switch_off_tf32(device: torch.device) -> torch.device:
     """Switch off TF32 in products of single precision."""
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -197,14 +197,14 @@ def _prepared(device: torch.device) -> torch.device:
     return device
 
 
-def _held(part: nn.Module) -> Iterator[dict[str, Any]]:
-    """The parameters and the buffers of every module, whatever `part.parameters` yields."""
+def _tables(part: nn.Module) -> Iterator[dict[str, Any]]:
+    """Yield parameters and buffers of every module, whatever `part.parameters` yields."""
     for module in part.modules():
         yield module._parameters
         yield module._buffers
 
 
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+def _move(tensor: Tensor, device: torch.device) -> Tensor:
     held = tensor.detach()
     alike = tuple(slice(0, 1 if stride == 0 else None) for stride in held.stride())
     there = (
@@ -215,16 +215,16 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     return there
 
 
-def _landing(tensor: Tensor) -> Tensor:
-    """A copy on the CPU, which may be incomplete until `finish`."""
+def _begin_copy(tensor: Tensor) -> Tensor:
+    """Begin a copy to the CPU, which may be incomplete until `finish`."""
     if tensor.device.type not in _PINNED:
         return tensor.detach().to(CPU)
     pages = torch.empty_like(tensor, device=CPU, pin_memory=True, requires_grad=False)
     return pages.copy_(tensor.detach(), non_blocking=True)
 
 
-def computing_in(precision: str, place: torch.device = CPU) -> AbstractContextManager[object]:
-    """Products in bfloat16 inside; the casts of weights pass gradients back to fp32 ones.
+def compute_in(precision: str, place: torch.device = CPU) -> AbstractContextManager[object]:
+    """Compute products in bfloat16 inside; casts of weights pass gradients back to fp32 ones.
 
     The dtype of the output is kept on links, so that a cut changes no result.
     """

@@ -102,7 +102,7 @@ class SessionKey:
 
     @classmethod
     def random(cls, prefix: str) -> SessionKey:
-        """A new key from a cryptographic source."""
+        """Draw a new key from a cryptographic source."""
         return cls(
             session_id=f"{prefix}-{secrets.token_hex(4)}", token=secrets.token_hex(_RANDOM_BYTES)
         )
@@ -200,7 +200,7 @@ class PassesDone:
     tested: int = 0
 
     def __add__(self, later: PassesDone) -> PassesDone:
-        """Both, if they are of the same order; else the later ones."""
+        """Add them up if they are of the same order; else the later ones count."""
         if self.attempt != later.attempt:
             return later
         trained, tested = self.trained + later.trained, self.tested + later.tested

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.core.errors import CollaPipeError, LinkError, LinkTimeout, ProtocolError
-from collapipe_flwr.pipeline.compute import bring, home, place_of
+from collapipe_flwr.pipeline.compute import bring, bring_home, place_of
 from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.link import HIDDEN, Frame, FrameKind, Link, Mailbox
 
@@ -37,7 +37,7 @@ _STOPPED = "the text was stopped before its end"
 
 
 def next_frame(link: Link, pause_s: float) -> Frame:
-    """The next frame of a chain that generates.
+    """Take the next frame of a chain that generates.
 
     Raises LinkTimeout when the chain is not used for ``pause_s``, ProtocolError for a frame that
     lacks its tensor.
@@ -64,7 +64,7 @@ def relay_generation(part: Any, up: Link, down: Link, settings: StageConfig) -> 
     while (frame := next_frame(up, settings.pause_s)).kind is not FrameKind.END:
         passed: Frame | None = frame
         if frame.kind is FrameKind.ACTIVATION:
-            passed = _through(part, caches, frame)
+            passed = _pass_through(part, caches, frame)
         elif frame.kind is not FrameKind.STOP:
             raise ProtocolError(f"{up.peer} sent {frame.kind.name} while generating")
         if passed is not None:
@@ -73,7 +73,7 @@ def relay_generation(part: Any, up: Link, down: Link, settings: StageConfig) -> 
     pump.join(settings.deadline_s)
 
 
-def _through(part: Any, caches: dict[int, Any], frame: Frame) -> Frame | None:
+def _pass_through(part: Any, caches: dict[int, Any], frame: Frame) -> Frame | None:
     """Return the frame for the next stage; None if its text has ended."""
     came, text = bring(frame.tensors, place_of(part)), frame.micro_batch
     hidden = came[HIDDEN]
@@ -90,7 +90,7 @@ def _through(part: Any, caches: dict[int, Any], frame: Frame) -> Frame | None:
             if ROWS in frame.tensors:
                 cache.reorder_cache(came[ROWS])
             output = part.advance(hidden, cache)
-    return replace(frame, tensors={**frame.tensors, **home({HIDDEN: output})})
+    return replace(frame, tensors={**frame.tensors, **bring_home({HIDDEN: output})})
 
 
 def _pump(down: Link, up: Link, settings: StageConfig, caches: dict[int, Any]) -> None:
@@ -243,6 +243,6 @@ def _tokens_frame(
     return Frame(
         kind=FrameKind.TOKENS,
         micro_batch=text.number,
-        tensors={name: tensor.detach().clone() for name, tensor in home(tensors).items()},
+        tensors={name: tensor.detach().clone() for name, tensor in bring_home(tensors).items()},
         scalars=scalars,
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.core.errors import LinkError, LinkTimeout, ModelError, ProtocolError
-from collapipe_flwr.pipeline.compute import bring, home, place_of
+from collapipe_flwr.pipeline.compute import bring, bring_home, place_of
 from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.generation import (
     ASK,
@@ -191,9 +191,10 @@ class GenerationDriver:
         scalars = {PROMPT: 1.0} if past == 0 else {}
         if self._cached:
             scalars[PAST] = float(past)
+        moved = {} if rows is None else {ROWS: rows}
         return Frame(
             kind=FrameKind.ACTIVATION,
-            tensors={**home({HIDDEN: hidden}), **carried, **({} if rows is None else {ROWS: rows})},
+            tensors={**bring_home({HIDDEN: hidden}), **carried, **moved},
             scalars=scalars,
             text=text,
         )

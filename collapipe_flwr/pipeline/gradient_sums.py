@@ -79,8 +79,8 @@ class Siblings:
         ) -> None:
             if source is not None:
                 frame = receive(source, FrameKind.SUM, step, number)
-                for part, found in _taken(frame, piece, source):
-                    put(_flat(parameters[part.name], make=True)[part.start : part.stop], found)
+                for part, found in _read_piece(frame, piece, source):
+                    put(_flatten(parameters[part.name], make=True)[part.start : part.stop], found)
 
         for up, down in zip([*pieces, *late], [*late, *pieces], strict=True):
             if up is not None:
@@ -113,7 +113,7 @@ class Siblings:
 
 
 def pieces_of(parameters: Mapping[str, Tensor]) -> Iterator[Piece]:
-    """The gradients cut into pieces of one frame, in the same way on every replica."""
+    """Cut gradients into pieces of one frame, in the same way on every replica."""
     piece: list[_Slice] = []
     size = 0
     for name, parameter in parameters.items():
@@ -134,7 +134,7 @@ def _frame(
     parameters: Mapping[str, Tensor], step: int, number: int, piece: Piece, *, copy: bool = False
 ) -> Frame:
     tensors = {
-        SUM + part.name: _flat(parameters[part.name])[part.start : part.stop]
+        SUM + part.name: _flatten(parameters[part.name])[part.start : part.stop]
         for part in piece
         if parameters[part.name].grad is not None
     }
@@ -143,8 +143,8 @@ def _frame(
     return Frame(kind=FrameKind.SUM, step=step, micro_batch=number, tensors=tensors)
 
 
-def _taken(frame: Frame, piece: Piece, source: Link) -> Iterator[tuple[_Slice, Tensor]]:
-    """What a frame holds of a piece. Raises ProtocolError where it holds anything else."""
+def _read_piece(frame: Frame, piece: Piece, source: Link) -> Iterator[tuple[_Slice, Tensor]]:
+    """Yield what a frame holds of a piece. Raises ProtocolError where it holds anything else."""
     parts = {SUM + part.name: part for part in piece}
     for name, tensor in frame.tensors.items():
         part = parts.get(name)
@@ -156,8 +156,8 @@ def _taken(frame: Frame, piece: Piece, source: Link) -> Iterator[tuple[_Slice, T
         yield part, tensor
 
 
-def _flat(parameter: Tensor, *, make: bool = False) -> Tensor:
-    """A flat view of the gradient; with ``make`` one of zeros is made where there is none."""
+def _flatten(parameter: Tensor, *, make: bool = False) -> Tensor:
+    """Return a flat view of the gradient; with ``make``, zeros where there is none."""
     if parameter.grad is None and make:
         parameter.grad = torch.zeros_like(parameter)
     assert parameter.grad is not None
@@ -166,7 +166,7 @@ def _flat(parameter: Tensor, *, make: bool = False) -> Tensor:
 
 
 def shared_parameters(part: nn.Module) -> dict[str, nn.Parameter]:
-    """The trainable parameters of ``part`` that other stages hold too, by key."""
+    """Return the trainable parameters of ``part`` that other stages hold too, by key."""
     find = getattr(part, "shared_parameters", dict)
     return cast("dict[str, nn.Parameter]", find())
 
@@ -174,7 +174,7 @@ def shared_parameters(part: nn.Module) -> dict[str, nn.Parameter]:
 def add_shared(
     part: nn.Module, behind: Mapping[str, Tensor], optimizer: Optimizer
 ) -> dict[str, Tensor]:
-    """Gradients of shared parameters, summed over this stage and those behind, by frame name.
+    """Sum shared parameters' gradients of this stage and those behind, by frame name.
 
     The sum begins with the proximal term, which counts once and not on every stage.
     """
@@ -198,12 +198,12 @@ def take_shared(part: nn.Module, total: Mapping[str, Tensor]) -> None:
 
 
 def borrows(part: nn.Module) -> bool:
-    """Whether ``part`` reads rows of a table on the last stage."""
+    """Return whether ``part`` reads rows of a table on the last stage."""
     return bool(getattr(part, "borrowed_keys", ()))
 
 
-def wanted_rows(part: nn.Module, batch: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The ids of all rows that a step reads, by table."""
+def collect_rows(part: nn.Module, batch: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Collect the ids of all rows that a step reads, by table."""
     if not borrows(part):
         return {}
     needed = [cast("Borrower", part).rows_needed(inputs) for inputs in batch]
@@ -219,7 +219,7 @@ def load_rows(part: nn.Module, ids: Mapping[str, Tensor], rows: Mapping[str, Ten
 
 
 def lend_rows(part: nn.Module, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The rows of the last part's tables. Raises ProtocolError for rows that do not exist."""
+    """Return rows of the last part's tables. Raises ProtocolError for rows that do not exist."""
     lender = cast("LossPart", part)
     try:
         return {ROWS + key: lender.rows(key, which) for key, which in ids.items()}
@@ -228,7 +228,7 @@ def lend_rows(part: nn.Module, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def row_gradients(part: nn.Module, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients of the rows on the first part, by frame name."""
+    """Return the gradients of the rows on the first part, by frame name."""
     return {ROWS + key: cast("Borrower", part).row_gradients(key) for key in ids}
 
 

@@ -75,7 +75,7 @@ _MOST_CHARACTERS = 1000  # of an error that is sent
 
 
 def error_frame(error: LinkError) -> Frame:
-    """The ERROR frame that tells a neighbour."""
+    """Build the ERROR frame that tells a neighbour."""
     if not isinstance(error, MemberFailed):
         return Frame(kind=FrameKind.ERROR, text=make_printable(str(error))[:_MOST_CHARACTERS])
     return Frame(
@@ -86,7 +86,7 @@ def error_frame(error: LinkError) -> Frame:
 
 
 def error_of(frame: Frame, peer: str) -> LinkError:
-    """The error in an ERROR frame of ``peer``, which is named unless it passes the error on."""
+    """Read an ERROR frame of ``peer``, which is named unless it passes the error on."""
     text, scalars = make_printable(frame.text[:_MOST_CHARACTERS]), frame.scalars
     blame, side = scalars.get(_BLAME), scalars.get(_SIDE)
     if blame in tuple(Blame) and side in (-1, 0, 1):
@@ -95,13 +95,13 @@ def error_of(frame: Frame, peer: str) -> LinkError:
     return LinkError(text if _FAILED in text else f"{peer}{_FAILED}{text}")
 
 
-def learns_before(frame: Frame) -> bool:
-    """Whether any stage ahead of this one can use a gradient of the hidden state."""
+def needs_gradient(frame: Frame) -> bool:
+    """Return whether any stage ahead of this one can use a gradient of the hidden state."""
     return frame.scalars.get(LEARNS, 1.0) != 0.0
 
 
 def context_of(frame: Frame) -> dict[str, Tensor]:
-    """All tensors of an ACTIVATION frame but the hidden state."""
+    """Return all tensors of an ACTIVATION frame but the hidden state."""
     return {name: t for name, t in frame.tensors.items() if name != HIDDEN}
 
 
@@ -170,7 +170,7 @@ class Mailbox(Generic[Item]):
         with self._changed:
             self._wait(has_room, deadline_s, "took nothing")
             if self._end is not None:
-                raise _again(self._end)
+                raise _copy_error(self._end)
             self._append(item, size_bytes)
 
     def get(self, deadline_s: float | None) -> Item:
@@ -179,14 +179,14 @@ class Mailbox(Generic[Item]):
             self._wait(lambda: bool(self._items), deadline_s, "sent nothing")
             if not self._items:
                 assert self._end is not None
-                raise _again(self._end)
+                raise _copy_error(self._end)
             item, size_bytes = self._items.popleft()
             self._bytes -= size_bytes
             self._changed.notify_all()
             return item
 
     def end(self) -> None:
-        """No more items after those queued."""
+        """Refuse further items; the queued ones are still delivered."""
         with self._changed:
             if self._end is None:
                 self._end = LinkClosed(f"{self._peer} closed the link")
@@ -220,8 +220,8 @@ class Mailbox(Generic[Item]):
             raise LinkTimeout(f"{self._peer} {what} within {deadline_s:g} s")
 
 
-def _again(error: LinkError) -> LinkError:
-    """A fresh exception of the same kind: one instance must not be raised in two threads."""
+def _copy_error(error: LinkError) -> LinkError:
+    """Copy an exception: one instance must not be raised in two threads."""
     fresh = type(error)(*error.args)
     fresh.__cause__ = error.__cause__
     return fresh
@@ -259,7 +259,7 @@ class MemoryLink:
 def memory_pair(
     left: str, right: str, *, queue_frames: int = QUEUE_FRAMES
 ) -> tuple[MemoryLink, MemoryLink]:
-    """Two joined ends: the first is held by `left`, the second by `right`."""
+    """Make two joined ends: the first is held by `left`, the second by `right`."""
     to_right: Mailbox[Frame] = Mailbox(queue_frames, peer=left)
     to_left: Mailbox[Frame] = Mailbox(queue_frames, peer=right)
     return (
@@ -293,22 +293,22 @@ class Fan:
     def received(self) -> LinkTraffic:
         return reduce(LinkTraffic.__add__, (link.received for link in self._links))
 
-    def of(self, micro_batch: int) -> Link:
-        """The link that a micro-batch takes."""
+    def link_for(self, micro_batch: int) -> Link:
+        """Return the link that a micro-batch takes."""
         return self._links[self._turn.lane(micro_batch, len(self._links))]
 
     def send(self, frame: Frame, *, deadline_s: float) -> None:
         among = frame.kind in _OF_MICRO_BATCHES
-        for link in (self.of(frame.micro_batch),) if among else self._links:
-            with _naming(link):
+        for link in (self.link_for(frame.micro_batch),) if among else self._links:
+            with _name_peer(link):
                 link.send(frame, deadline_s=deadline_s)
 
     def receive(self, *, deadline_s: float) -> Frame:
-        """The frame that all replicas sent. Raises ProtocolError where they differ."""
+        """Take the frame that all replicas sent. Raises ProtocolError where they differ."""
         until_s = time.monotonic() + deadline_s
         taken = []
         for link in self._links:
-            with _naming(link):
+            with _name_peer(link):
                 taken.append(link.receive(deadline_s=max(until_s - time.monotonic(), 0.0)))
         first, *others = taken
         for link, frame in zip(self._links[1:], others, strict=True):
@@ -325,7 +325,7 @@ class Fan:
 
 
 @contextmanager
-def _naming(link: Link) -> Iterator[None]:
+def _name_peer(link: Link) -> Iterator[None]:
     """Note in a LinkError of the body whose link it is."""
     try:
         yield
@@ -335,12 +335,12 @@ def _naming(link: Link) -> Iterator[None]:
 
 
 def fan_of(links: Sequence[Link], turn: Turn) -> Link:
-    """The links as one; a single link is returned as it is."""
+    """Join links into one; a single link is returned as it is."""
     return links[0] if len(links) == 1 else Fan(links, turn)
 
 
 def lane_of(link: Link, kind: FrameKind, micro_batch: int) -> Link:
-    """The link that brings this frame."""
+    """Return the link that brings this frame."""
     if kind in _OF_MICRO_BATCHES and isinstance(link, Fan):
-        return link.of(micro_batch)
+        return link.link_for(micro_batch)
     return link

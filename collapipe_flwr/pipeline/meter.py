@@ -112,7 +112,7 @@ class StageReport:
 
 
 def _mean(values: tuple[float, float], weights: tuple[float, float]) -> float:
-    """Of two means that weigh so much; the one that weighs anything where the other does not."""
+    """Average two means by their weights; one that weighs nothing does not count."""
     (first, second), (mine, theirs) = values, weights
     if not (mine and theirs):
         return second if theirs else first
@@ -156,12 +156,12 @@ class Recorder:
         return self._seconds.get(work, 0.0)
 
     def count(self, work: str) -> int:
-        """The number of ended spans of this kind; may be called from any thread."""
+        """Return the number of ended spans of this kind; may be called from any thread."""
         return self._counts.get(work, 0)
 
 
 def square_norm(tensors: Iterable[Tensor]) -> float:
-    """Sum of the squares of all elements; 0 of nothing."""
+    """Sum the squares of all elements; 0 of nothing."""
     found = [t.detach() for t in tensors]
     return float(torch.stack(torch._foreach_norm(found)).square().sum()) if found else 0.0
 
@@ -191,21 +191,21 @@ class MemoryMeter:
         self._note()
 
     @contextmanager
-    def saving(self, kind: Hashable, parameters: Iterable[Tensor]) -> Iterator[None]:
+    def measure_saved(self, kind: Hashable, parameters: Iterable[Tensor]) -> Iterator[None]:
         """Measure what the body saves for backward, if no body of this kind was measured yet."""
         if kind in self._saved_bytes:
             yield
             return
-        with _noticing() as saved:
+        with _notice_saved() as saved:
             yield
-        self._saved_bytes[kind] = _apart_from(parameters, saved)
+        self._saved_bytes[kind] = _exclude(parameters, saved)
 
     @contextmanager
-    def recomputing(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+    def measure_recomputed(self, parameters: Iterable[Tensor]) -> Iterator[None]:
         """Measure what the body saves and frees: a block of activation checkpointing."""
-        with _noticing() as saved:
+        with _notice_saved() as saved:
             yield
-        self._note(_apart_from(parameters, saved))
+        self._note(_exclude(parameters, saved))
 
     def hold(self, micro_batch: int, kind: Hashable, tensors: Iterable[Tensor]) -> None:
         """Count the tensors that a micro-batch of this kind saves, or at least these."""
@@ -217,7 +217,7 @@ class MemoryMeter:
         self._note(bytes_of(tensors) - self._in_flight.get(micro_batch, 0))
 
     def release(self, micro_batch: int) -> None:
-        """Call after the backward pass of a micro-batch."""
+        """Stop counting a micro-batch, after its backward pass."""
         self._in_flight.pop(micro_batch, None)
 
     def _note(self, passing_bytes: int = 0) -> None:
@@ -226,30 +226,30 @@ class MemoryMeter:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind the tensors, each counted once."""
-    return sum(_distinct(tensors).values())
+    """Count the bytes of the storages behind the tensors, each storage once."""
+    return sum(_storage_bytes(tensors).values())
 
 
 @contextmanager
-def _noticing() -> Iterator[dict[int, int]]:
-    """Storages that autograd saves in the body: bytes by address."""
+def _notice_saved() -> Iterator[dict[int, int]]:
+    """Yield the storages that autograd saves in the body: bytes by address."""
     saved: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        saved.update(_distinct((tensor,)))
+        saved.update(_storage_bytes((tensor,)))
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         yield saved
 
 
-def _apart_from(parameters: Iterable[Tensor], saved: Mapping[int, int]) -> int:
-    own = _distinct(parameters)
+def _exclude(parameters: Iterable[Tensor], saved: Mapping[int, int]) -> int:
+    own = _storage_bytes(parameters)
     return sum(n for address, n in saved.items() if address not in own)
 
 
-def _distinct(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes by address of the storages behind the tensors."""
+def _storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return bytes by address of the storages behind the tensors."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
@@ -259,7 +259,7 @@ Pass = tuple[int, int]  # step, micro-batch
 
 
 def chrome_trace(pipelines: Mapping[str, Stages]) -> dict[str, object]:
-    """The trace as a JSON value: a process per pipeline, a row per stage, times in microseconds.
+    """Build the trace as JSON: a process per pipeline, a row per stage, in microseconds.
 
     Each pipeline starts at 0, by the clock of its first stage.
     """
@@ -267,7 +267,7 @@ def chrome_trace(pipelines: Mapping[str, Stages]) -> dict[str, object]:
     rows = count()  # threads of different processes must differ too
     for number, (name, stages) in enumerate(pipelines.items()):
         events.append(_metadata("process_name", number, 0, name=name))
-        aligned = on_one_clock(stages)
+        aligned = align_clocks(stages)
         starts = [span.start_s for spans in aligned.values() for span in spans]
         origin_s = min(starts, default=0.0)
         for stage, spans in aligned.items():
@@ -304,8 +304,8 @@ def _metadata(kind: str, process: int, row: int, **args: object) -> dict[str, ob
     return {"ph": "M", "name": kind, "pid": process, "tid": row, "args": args}
 
 
-def on_one_clock(stages: Mapping[str, Sequence[Span]]) -> dict[str, tuple[Span, ...]]:
-    """The spans of all stages, in pipeline order, by the clock of the first."""
+def align_clocks(stages: Mapping[str, Sequence[Span]]) -> dict[str, tuple[Span, ...]]:
+    """Shift the spans of all stages, in pipeline order, to the clock of the first."""
     aligned: dict[str, tuple[Span, ...]] = {}
     forward: dict[Pass, Span] = {}  # of the nearest stage ahead that has the pass
     backward: dict[Pass, Span] = {}
@@ -323,7 +323,7 @@ def on_one_clock(stages: Mapping[str, Sequence[Span]]) -> dict[str, tuple[Span, 
 
 
 def _offset_s(down: float | None, up: float | None) -> float:
-    """Seconds to add to the stage behind; 0 where the shortest gaps contradict nothing."""
+    """Return seconds to add to the stage behind; 0 where no gap is negative."""
     if down is None or up is None or (down >= 0 and up >= 0):
         return 0.0
     return (up - down) / 2
@@ -334,6 +334,6 @@ def _passes(spans: Sequence[Span], work: str) -> dict[Pass, Span]:
 
 
 def _least_gap_s(first: Mapping[Pass, Span], then: Mapping[Pass, Span]) -> float | None:
-    """Shortest time from the end of a pass to the start of the next stage's; None without any."""
+    """Return the shortest time from a pass's end to the next stage's start; None without any."""
     gaps = [then[key].start_s - first[key].stop_s for key in first.keys() & then.keys()]
     return min(gaps, default=None)

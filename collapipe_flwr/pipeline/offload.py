@@ -62,7 +62,7 @@ class Lookup(Mapping[str, T], Generic[T]):
 
     @staticmethod
     def of(*mappings: Mapping[str, T]) -> Lookup[T]:
-        """All of these, where later ones take precedence; of a plain mapping its values now."""
+        """Join mappings, where later ones take precedence; of a plain mapping its values now."""
         readers: dict[str, Callable[[], T]] = {}
         for found in mappings:
             if isinstance(found, Lookup):
@@ -71,8 +71,8 @@ class Lookup(Mapping[str, T], Generic[T]):
                 readers |= {key: partial(_same, value) for key, value in found.items()}
         return Lookup(readers)
 
-    def only(self, keys: Iterable[str]) -> Lookup[T]:
-        """The values of these keys; raises KeyError."""
+    def select(self, keys: Iterable[str]) -> Lookup[T]:
+        """Return the mapping of these keys alone; raises KeyError."""
         return Lookup({key: self._readers[key] for key in keys})
 
     def pop(self, key: str) -> T:
@@ -103,7 +103,7 @@ class OpenFile:
         weakref.finalize(self, os.close, descriptor)
 
     def read(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """The tensor that begins at ``start``; raises RunError when the disk fails."""
+        """Read the tensor that begins at ``start``; raises RunError when the disk fails."""
         tensor = passing_tensor(shape, dtype)
         data, done = raw_bytes(tensor), 0
         try:
@@ -129,7 +129,7 @@ class Offload:
         self._fails = False
 
     def put(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """A reader of ``tensor`` as it is now, on the CPU."""
+        """Return a reader of ``tensor`` as it is now, on the CPU."""
         here = tensor.detach().to("cpu")
         large = here.nbytes >= OFFLOAD_BYTES
         if large and (read := self.put_bytes(raw_bytes(here), here.dtype, here.shape)):
@@ -139,7 +139,7 @@ class Offload:
     def put_bytes(
         self, data: memoryview, dtype: torch.dtype, shape: Iterable[int]
     ) -> Callable[[], Tensor] | None:
-        """A reader of the tensor with these bytes; None where they cannot be written."""
+        """Write bytes; returns a reader of their tensor, or None where they cannot be written."""
         start = self._end
         try:
             if self._fails:
@@ -168,7 +168,7 @@ def offload(tensors: Mapping[str, Tensor]) -> Lookup[Tensor]:
 
 
 def passing_tensor(shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-    """An uninitialized tensor for short use; a large one in memory allocated by numpy.
+    """Make an uninitialized tensor for short use; a large one in memory allocated by numpy.
 
     torch asks for aligned memory, for which glibc wants room beyond the tensor's size: the gap that
     a freed tensor of the same size left never fits, and the heap grows with every tensor.
@@ -182,7 +182,7 @@ def passing_tensor(shape: Iterable[int], dtype: torch.dtype) -> Tensor:
 
 
 def scratch_folder() -> Path:
-    """The folder of large temporary files: TMPDIR, else one that is on a disk."""
+    """Return the folder of large temporary files: TMPDIR, else one that is on a disk."""
     named = any(os.environ.get(name) for name in _VARIABLES)
     fits = not named and os.access(_DISK, os.W_OK)
     return _DISK if fits else Path(tempfile.gettempdir())
@@ -197,7 +197,7 @@ def _write_all(descriptor: int, data: memoryview, start: int) -> int:
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor; not copied where it is contiguous and on the CPU."""
+    """Return the bytes of a tensor; not copied where it is contiguous and on the CPU."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
@@ -221,7 +221,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def read_tensors(path: Path) -> Lookup[Tensor]:
-    """All tensors of a file of safetensors, readable also after the file is deleted.
+    """Map all tensors of a file of safetensors, readable also after the file is deleted.
 
     Raises SafetensorError for any other file, OSError where it cannot be opened.
     """

@@ -88,7 +88,7 @@ class Optimizer:
             parameter.grad = None
 
     def state_tensors(self) -> dict[str, tuple[Tensor, ...]]:
-        """The state by key: for adamw (step, mean, square), for sgd (buffer).
+        """Return the state by key: for adamw (step, mean, square), for sgd (buffer).
 
         With a proximal term also the weights that the round began with, by `START` and key.
         """
@@ -117,14 +117,14 @@ class Optimizer:
                 )
 
     def empty_state(self) -> dict[str, tuple[Tensor, ...]]:
-        """See `OptimizerConfig.empty_states`."""
+        """Return the state as meta tensors, see `OptimizerConfig.empty_states`."""
         return self.settings.empty_states(
             {name: (p.shape, p.dtype) for name, p in self.by_name.items()}
         )
 
 
 def optimizer_config(optimizer: object, model: nn.Module | None = None) -> OptimizerConfig:
-    """The configuration of a class of torch.optim, a `functools.partial` of one, or an instance.
+    """Read a class of torch.optim, a `functools.partial` of one, or an instance.
 
     An instance needs its ``model``, whose parameters it names; its state is not taken along. A
     configuration is returned as it is, a name stands for the optimizer of that name. Raises
@@ -135,7 +135,7 @@ def optimizer_config(optimizer: object, model: nn.Module | None = None) -> Optim
     if isinstance(optimizer, str):
         return OptimizerConfig(name=optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):
-        return _of_instance(optimizer, model)
+        return _read_instance(optimizer, model)
     kind, given = optimizer, dict[str, Any]()
     if isinstance(optimizer, partial):
         if optimizer.args:
@@ -147,7 +147,7 @@ def optimizer_config(optimizer: object, model: nn.Module | None = None) -> Optim
     return OptimizerConfig(name=name, **_split({"lr": defaults["lr"], **given}))
 
 
-def _of_instance(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> OptimizerConfig:
+def _read_instance(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> OptimizerConfig:
     if model is None:
         raise ConfigError(
             "an optimizer that was made already needs the model whose parameters it holds; "
@@ -171,7 +171,7 @@ def _of_instance(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> O
 
 
 def _defaults(kind: Any) -> tuple[str, dict[str, Any]]:
-    """Name and default arguments of a class. Raises ConfigError unless it is of torch.optim."""
+    """Read name and default arguments of a class. Raises ConfigError if not of torch.optim."""
     name = getattr(kind, "__name__", repr(kind))
     if name not in torch_names() or getattr(torch.optim, name) is not kind:
         raise ConfigError(
@@ -184,7 +184,7 @@ def _defaults(kind: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _split(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of torch as fields of a configuration."""
+    """Turn arguments of torch into fields of a configuration."""
     found = {name: _plain(name, value) for name, value in given.items()}
     fields = {"lr": "learning_rate", "weight_decay": "weight_decay"}
     named = {fields[name]: value for name, value in found.items() if name in fields}
@@ -192,7 +192,7 @@ def _split(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(name: str, value: object) -> Argument:
-    """A value as it is sent; raises ConfigError for others than numbers, strings and tuples."""
+    """Convert a value to send; raises ConfigError if it is no number, string or tuple."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return float(value)
     if isinstance(value, list | tuple):

@@ -53,14 +53,14 @@ _SWITCHES = ("foreach", "fused")  # None stands for torch's own choice
 _OWNERS = {"betas": "adamw", "eps": "adamw", "momentum": "sgd"}  # fields of one rule only
 
 
-def _frozen(value: Any) -> Argument:
+def _freeze(value: Any) -> Argument:
     return tuple(value) if isinstance(value, list) else value
 
 
 def _read_arguments(text: str) -> dict[str, Argument]:
     if not assignments().holds(text):
         raise ValueError(text)
-    return {name: _frozen(value) for name, value in read_assignments(text).items()}
+    return {name: _freeze(value) for name, value in read_assignments(text).items()}
 
 
 def _write_arguments(arguments: Keywords) -> str:
@@ -149,11 +149,11 @@ class OptimizerConfig:
             _check_arguments(self.name, keywords)
 
     def keywords(self, name: str) -> Keywords:
-        """All arguments, ``lr`` and defaults included, for the parameter with this key."""
+        """Return all arguments, ``lr`` and defaults included, for the parameter with this key."""
         return self._keywords(next((g for g in self.groups if g.matches(name)), None))
 
     def rates(self, *, first: int = 0, batches: int = 0) -> Iterator[float]:
-        """The factors of a round's steps from number ``first`` on; 0 ``batches``: unknown.
+        """Yield the factors of a round's steps from number ``first`` on; 0 ``batches``: unknown.
 
         Raises ConfigError as `factor_of`.
         """
@@ -163,7 +163,7 @@ class OptimizerConfig:
         return map(factor_of(self.schedule, self.warmup_steps, total), count(first))
 
     def with_learning_rate(self, rate: float) -> OptimizerConfig:
-        """The same with another rate; those of groups keep their ratio to it.
+        """Return a copy with another rate; those of groups keep their ratio to it.
 
         Raises ConfigError where groups have rates of their own and this one is 0.
         """
@@ -178,14 +178,14 @@ class OptimizerConfig:
         return replace(self, learning_rate=rate, groups=groups)
 
     def state_bytes(self, parameters: Mapping[str, tuple[torch.Size, torch.dtype]]) -> int:
-        """Bytes of the state of such parameters, without counters of a few bytes each."""
+        """Count the bytes of such parameters' state, without counters of a few bytes each."""
         kept = self.empty_states(parameters).values()
         return sum(tensor.nbytes for tensors in kept for tensor in tensors if tensor.dim())
 
     def empty_states(
         self, parameters: Mapping[str, tuple[torch.Size, torch.dtype]]
     ) -> dict[str, tuple[Tensor, ...]]:
-        """The state of every parameter as meta tensors, for its shapes and dtypes."""
+        """Return every parameter's state as meta tensors, for its shapes and dtypes."""
         import torch
 
         from collapipe_flwr.pipeline.update_rules import empty_state
@@ -203,9 +203,9 @@ class OptimizerConfig:
         own = {name: getattr(self, name) for name, owner in _OWNERS.items() if owner == self.name}
         # All of them: torch fills what a group lacks with the arguments of another group.
         known = _known_arguments(self.name)
-        chosen = {**known, **own, **_given(self)}
+        chosen = {**known, **own, **_collect_given(self)}
         if group is not None:
-            chosen |= _given(group)
+            chosen |= _collect_given(group)
         if not chosen.get("weight_decay") and "weight_decay" not in known:
             chosen.pop("weight_decay", None)  # 0 is what such a class does
         return chosen
@@ -220,15 +220,15 @@ class OptimizerConfig:
                 )
 
 
-def _given(config: OptimizerConfig | ParameterGroup) -> dict[str, Argument]:
-    found = {name: _frozen(value) for name, value in config.arguments.items()}
+def _collect_given(config: OptimizerConfig | ParameterGroup) -> dict[str, Argument]:
+    found = {name: _freeze(value) for name, value in config.arguments.items()}
     named = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     return {**found, **{name: value for name, value in named.items() if value is not None}}
 
 
 @cache
 def rule_names() -> tuple[str, ...]:
-    """All names of optimizers that can train a model in parts."""
+    """Return the names of all optimizers that can train a model in parts."""
     listed = declared_names("torch", "optim/__init__.py")
     kinds = sorted(name for name in listed if name[0].isupper() and name not in _NO_RULES)
     return (*FUSED, *(name for name in kinds if name not in _REFUSED))
@@ -252,7 +252,7 @@ def _check_arguments(name: str, keywords: Keywords) -> None:
             raise ConfigError(
                 f"optimizer {name} has no argument {argument!r}; it knows {', '.join(known)}"
             )
-        if wanted := _wanted(argument, value, known.get(argument)):
+        if wanted := _explain_kind(argument, value, known.get(argument)):
             raise ConfigError(f"optimizer {name}: {argument} must be {wanted}, got {value!r}")
     usual = {**FUSED.get(name, {}), **{k: v for k, v in keywords.items() if _is_amount(k, v)}}
     if name in FUSED and keywords == usual:
@@ -263,12 +263,12 @@ def _check_arguments(name: str, keywords: Keywords) -> None:
 
 
 def _is_amount(argument: str, value: object) -> bool:
-    """Whether it is a learning rate or a weight decay that every optimizer takes."""
+    """Return whether it is a learning rate or a weight decay that every optimizer takes."""
     return argument in _KEYS and isinstance(value, int | float) and value >= 0
 
 
 def _known_arguments(name: str) -> Keywords:
-    """The keyword arguments of an optimizer, besides ``lr``, and their defaults."""
+    """Return the keyword arguments of an optimizer but ``lr``, and their defaults."""
     if name in FUSED:
         return FUSED[name]
     from collapipe_flwr.pipeline.update_rules import arguments_of
@@ -276,8 +276,8 @@ def _known_arguments(name: str) -> Keywords:
     return arguments_of(name)
 
 
-def _wanted(argument: str, value: object, default: Argument) -> str:
-    """What an argument must be instead of a value that torch would take for another one."""
+def _explain_kind(argument: str, value: object, default: Argument) -> str:
+    """Say what an argument must be instead of a value that torch would take for another."""
     if isinstance(default, bool) or argument in _SWITCHES:
         return "" if value is None or isinstance(value, int) else "true or false"
     if isinstance(default, tuple):

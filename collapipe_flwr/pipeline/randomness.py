@@ -55,7 +55,7 @@ class SeededRandomness:
         self._mode: _Mode | None = None  # of the micro-batch that runs
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def hook_modules(self) -> Iterator[None]:
         """Hook the modules for the whole body, which is cheaper than for each micro-batch in it."""
         if self._watches:
             yield
@@ -78,9 +78,9 @@ class SeededRandomness:
                 hook.remove()
 
     @contextmanager
-    def at(self, step: int, micro_batch: int) -> Iterator[None]:
-        """Random operations of the body belong to this step and micro-batch."""
-        with self.watching():
+    def seed_at(self, step: int, micro_batch: int) -> Iterator[None]:
+        """Seed the random operations of the body by this step and micro-batch."""
+        with self.hook_modules():
             self._mode = mode = _Mode(f"{self._seed}/{step}/{micro_batch}")
             try:
                 with mode:
@@ -130,11 +130,11 @@ class _Mode(TorchFunctionMode):
         self._running = [_Call(name="", path="")]
 
     def begin(self, name: str, *, is_leaf: bool) -> None:
-        """The module of this name is called."""
+        """Note that the module of this name is called."""
         self._running.append(self._running[-1].begin(name, is_leaf=is_leaf))
 
     def end(self) -> None:
-        """The call that began last is over."""
+        """Note that the call that began last is over."""
         self._running.pop()
 
     def __torch_function__(
@@ -146,16 +146,16 @@ class _Mode(TorchFunctionMode):
     ) -> Any:
         del types
         given = kwargs or {}
-        if not _draws(func, args, given):
+        if not _may_draw(func, args, given):
             return func(*args, **given)
         running = self._running[-1]
         running.random += 1
-        with _seeded(f"{self._place}/{running.path}/{running.random}"):
-            return _drawn_on_cpu(func, args, given)
+        with _seed_generator(f"{self._place}/{running.path}/{running.random}"):
+            return _draw_on_cpu(func, args, given)
 
 
-def _draws(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call may draw from the generator of the process."""
+def _may_draw(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call may draw from the generator of the process."""
     if func not in RANDOM or kwargs.get("generator") is not None:
         return False
     # the one float in a call of recurrent layers is their dropout, and whether they train is next
@@ -165,7 +165,7 @@ def _draws(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 @contextmanager
-def _seeded(text: str) -> Iterator[None]:
+def _seed_generator(text: str) -> Iterator[None]:
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     generator = torch.default_generator
     with _borrowed:
@@ -177,8 +177,8 @@ def _seeded(text: str) -> Iterator[None]:
             generator.set_state(state)
 
 
-def _drawn_on_cpu(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """`func` of the arguments, with random numbers of the CPU where any is on an accelerator."""
+def _draw_on_cpu(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call `func`, with random numbers of the CPU where any tensor is on an accelerator."""
     place = _place(args, kwargs)
     if place == CPU:
         return func(*args, **kwargs)
@@ -188,13 +188,13 @@ def _drawn_on_cpu(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, An
         return _attention(*args, **kwargs)
     if func is functional.multi_head_attention_forward:
         return _multi_head(*args, **kwargs)
-    return _there_and_back(func, args, kwargs, place)
+    return _compute_on_cpu(func, args, kwargs, place)
 
 
 def _dropout(
     func: Function, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """The input times the dropout of ones.
+    """Multiply the input by the dropout of ones.
 
     These lie in memory as the input does, which is the order in which the numbers are drawn.
     """
@@ -215,7 +215,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """With dropout by the definition, in the order in which torch computes it on a CPU."""
+    """Compute attention with dropout in the order in which torch does on a CPU."""
     if not dropout_p:
         return functional.scaled_dot_product_attention(
             query,
@@ -243,11 +243,11 @@ def _attention(
     return _dropout(functional.dropout, shares, dropout_p) @ value
 
 
-def _there_and_back(
+def _compute_on_cpu(
     func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], place: torch.device
 ) -> Any:
-    """All of it on the CPU, for what is rare; results in place are written back."""
-    here_args, here = tree_map(_here, (args, dict(kwargs)))
+    """Compute all of it on the CPU, for what is rare; results in place are written back."""
+    here_args, here = tree_map(_to_cpu, (args, dict(kwargs)))
     if "device" in here:  # it may be text
         here["device"] = CPU
     found = func(*here_args, **here)
@@ -258,22 +258,22 @@ def _there_and_back(
     return tree_map(lambda leaf: leaf.to(place) if isinstance(leaf, Tensor) else leaf, found)
 
 
-def _here(leaf: Any) -> Any:
+def _to_cpu(leaf: Any) -> Any:
     if isinstance(leaf, torch.device):
         return CPU
     return leaf.to(CPU) if isinstance(leaf, Tensor) else leaf
 
 
 def _place(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
-    """The first device that is not the CPU, of the requested one and the tensors'."""
+    """Return the first device that is not the CPU, of the requested one and the tensors'."""
     asked = torch.device(kwargs["device"]) if kwargs.get("device") is not None else CPU
     leaves = tree_leaves((args, dict(kwargs)))
     places = (leaf.device for leaf in leaves if isinstance(leaf, Tensor))
     return next((place for place in (asked, *places) if place != CPU), CPU)
 
 
-def _by_draws_here(function: Any) -> Function:
-    """The same code with the dropout above: modes do not see what a function of torch calls."""
+def _with_dropout_here(function: Any) -> Function:
+    """Copy a function with the dropout above: modes do not see what torch's functions call."""
     own = {
         **function.__globals__,
         "dropout": lambda *args, **kwargs: _dropout(functional.dropout, *args, **kwargs),
@@ -285,4 +285,4 @@ def _by_draws_here(function: Any) -> Function:
     return copied
 
 
-_multi_head = _by_draws_here(functional.multi_head_attention_forward)
+_multi_head = _with_dropout_here(functional.multi_head_attention_forward)

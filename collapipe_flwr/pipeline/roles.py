@@ -33,10 +33,10 @@ from collapipe_flwr.pipeline.link import (
     FrameKind,
     Link,
     context_of,
-    learns_before,
+    needs_gradient,
 )
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.soundness import odd_numbers
+from collapipe_flwr.pipeline.soundness import describe_odd
 from collapipe_flwr.pipeline.stage import Stage
 from collapipe_flwr.pipeline.step import LOGITS, MicroBatch, Step, StepResult
 from collapipe_flwr.pipeline.targets import Targets
@@ -57,7 +57,7 @@ class _Leader(Stage):
 
     def _emit(self, frame: Frame, output: Tensor) -> None:
         """Send the hidden state, and whether its gradient is needed."""
-        learns = self._learns or learns_before(frame)
+        learns = self._learns or needs_gradient(frame)
         activation = replace(
             frame,
             tensors={**frame.tensors, HIDDEN: output.detach()},
@@ -66,12 +66,12 @@ class _Leader(Stage):
         self._send(self.downstream, activation)
 
     def _take_gradient(self, step: Step, micro_batch: int) -> Frame:
-        """See `Stage._take_gradient`; raises ProtocolError on a wrong shape."""
+        """Receive the gradient; raises ProtocolError on a wrong shape."""
         frame = self._receive(self.downstream, FrameKind.GRADIENT, step.index, micro_batch)
         flight = self._stash[micro_batch]
-        gradient, wanted = frame.tensors.get(GRAD), self._learns or learns_before(flight.frame)
+        gradient, wanted = frame.tensors.get(GRAD), self._learns or needs_gradient(flight.frame)
         fits = gradient is not None and gradient.shape == flight.shape
-        with self._blaming(self.downstream):
+        with self._blame(self.downstream):
             if (wanted and not fits) or "loss" not in frame.scalars:
                 raise ProtocolError(
                     f"{self.downstream.peer} sent no loss or no gradient of {tuple(flight.shape)}"
@@ -127,7 +127,7 @@ class FirstStage(_Leader):
 
     def finish(self) -> None:
         """End the chain after the last step."""
-        with self.telling_neighbours():
+        with self.tell_neighbours():
             self._send(self.downstream, Frame(kind=FrameKind.END, step=self.next_step))
 
     def _drive(self, batch: Sequence[MicroBatch], *, train: bool, predict: str = "") -> StepResult:
@@ -146,11 +146,11 @@ class FirstStage(_Leader):
             predict=predict,
             rate=next(self._rates) if train else 1.0,
             seed=self.settings.seed,
-            rows=gradient_sums.wanted_rows(self.part, (m.inputs for m in batch)),
+            rows=gradient_sums.collect_rows(self.part, (m.inputs for m in batch)),
         )
         self._batch, self._loss, self._gradient_norm = batch, 0.0, None
         found: tuple[Tensor, ...] = ()
-        with self._naming_odd_input(step), self.telling_neighbours():
+        with self._name_odd_input(step), self.tell_neighbours():
             self._send(self.downstream, step.frame())
             if step.rows:
                 lent = self._get(self.downstream, FrameKind.ROWS, step.index, 0)
@@ -166,7 +166,7 @@ class FirstStage(_Leader):
         )
 
     @contextmanager
-    def _naming_odd_input(self, step: Step) -> Iterator[None]:
+    def _name_odd_input(self, step: Step) -> Iterator[None]:
         """Raise DataError for numbers that went wrong, in the body, with those of the batch."""
         try:
             yield
@@ -174,7 +174,7 @@ class FirstStage(_Leader):
             if isinstance(error, MemberFailed) and error.blame is not Blame.UNSOUND:
                 raise
             for number, micro_batch in enumerate(self._batch):
-                if odd := odd_numbers({**micro_batch.context, **micro_batch.inputs}):
+                if odd := describe_odd({**micro_batch.context, **micro_batch.inputs}):
                     raise DataError(
                         f"the model computes no finite numbers in step {step.index}, whose "
                         f"micro-batch {number} has {odd}: mend or leave out such examples"
@@ -237,13 +237,13 @@ class _Follower(Stage):
 
     def serve(self) -> None:
         """Run steps until the END frame. Raises LinkError when a neighbour fails."""
-        with self.telling_neighbours():
+        with self.tell_neighbours():
             while (frame := self._next_order()).kind is not FrameKind.END:
                 if frame.kind is FrameKind.SERVE:
                     self._relay(frame)
                     self._generate(frame)
                     return
-                with self._blaming(self.upstream):
+                with self._blame(self.upstream):
                     step = Step.of(frame)
                 self._relay(frame)
                 self.run_step(step)
@@ -252,7 +252,7 @@ class _Follower(Stage):
             self._relay(frame)
 
     def _next_order(self) -> Frame:
-        with self._blaming(self.upstream):
+        with self._blame(self.upstream):
             frame = self.upstream.receive(deadline_s=self.settings.pause_s)
             if frame.kind not in (FrameKind.BEGIN, FrameKind.END, FrameKind.SERVE):
                 raise ProtocolError(
@@ -270,14 +270,14 @@ class _Follower(Stage):
 
     @abstractmethod
     def _totals(self, step: Step) -> Frame:
-        """The TOTALS frame of the stages behind, which the last stage begins.
+        """Return the TOTALS frame of the stages behind, which the last stage begins.
 
         In training it holds the squared gradient norm and shared gradients, in an evaluation loss,
         weight and predictions.
         """
 
     def _settle(self, step: Step, square_norm: float) -> float:
-        behind = self._brought(self._totals(step))
+        behind = self._bring(self._totals(step))
         sender = self.downstream or self.upstream  # the last stage makes its own
         of_others = self._amount(sender, behind, _SQUARE_NORM, sys.float_info.max)
         totals = replace(
@@ -295,7 +295,7 @@ class _Follower(Stage):
     def _take(self, step: Step, micro_batch: int) -> Frame:
         frame = self._receive(self.upstream, FrameKind.ACTIVATION, step.index, micro_batch)
         scale, weight = frame.scalars.get("scale", -1.0), frame.scalars.get("weight", -1.0)
-        with self._blaming(self.upstream):
+        with self._blame(self.upstream):
             if HIDDEN not in frame.tensors or not scale >= 0 or not weight >= 0:
                 raise ProtocolError(
                     f"{self.upstream.peer} sent an ACTIVATION without hidden state or scale"
@@ -314,7 +314,7 @@ class MiddleStage(_Follower, _Leader):
         return output
 
     def run_step(self, step: Step) -> None:
-        """See `Stage.run_step`; borrowed rows are passed on upstream."""
+        """Run a step, see `Stage.run_step`; borrowed rows are passed on upstream."""
         if step.rows:
             self._send(self.upstream, self._receive(self.downstream, FrameKind.ROWS, step.index, 0))
         super().run_step(step)
@@ -412,14 +412,14 @@ class LastStage(_Follower):
 
 
 def _scalar(frame: Frame, name: str) -> float:
-    """One scalar of a frame. Raises ProtocolError when it is missing."""
+    """Read one scalar of a frame. Raises ProtocolError when it is missing."""
     if name not in frame.scalars:
         raise ProtocolError(f"{frame.kind.name} of step {frame.step} lacks the scalar {name}")
     return frame.scalars[name]
 
 
 def _predictions(frame: Frame, step: Step) -> tuple[Tensor, ...]:
-    """The predictions by micro-batch. Raises ProtocolError for one missing or of another kind."""
+    """Read predictions by micro-batch. Raises ProtocolError for one missing or of another kind."""
     names = [f"{_PREDICTIONS}{index}" for index in range(step.micro_batches)]
     if lost := [name for name in names if name not in frame.tensors]:
         raise ProtocolError(f"{frame.kind.name} of step {frame.step} lacks {lost[0]}")

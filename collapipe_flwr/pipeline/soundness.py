@@ -34,8 +34,8 @@ _NAMES = {HIDDEN: "hidden states", GRAD: "gradients"}
 _PREFIXES = {SUM: "sums of gradients", SHARED: "sums of gradients", ROWS: "rows of a table"}
 
 
-def implausible(tensor: Tensor) -> str:
-    """A description of numbers that cannot be right in a tensor, "" where there are none."""
+def describe_implausible(tensor: Tensor) -> str:
+    """Describe numbers that cannot be right in a tensor, "" where there are none."""
     if not (tensor.is_floating_point() and tensor.numel()):
         return ""
     low, high = (float(end) for end in tensor.detach().aminmax())
@@ -49,7 +49,7 @@ def check_sound(frame: Frame, witness: str, link: Link, side: int) -> None:
     """Raise MemberFailed if a hidden state or gradient that came over ``link`` cannot be right."""
     for name, tensor in frame.tensors.items():
         what = _NAMES.get(name) or _PREFIXES.get(name[: name.find("/") + 1])
-        if what and (wrong := implausible(tensor)):
+        if what and (wrong := describe_implausible(tensor)):
             why = f"{link.peer} sent {what} of step {frame.step} with {wrong}"
             raise MemberFailed(witness, why, Blame.UNSOUND, side, link.peer_id)
 
@@ -66,7 +66,7 @@ def check_finite(
 
 
 def advice(*, clips: bool, untrained: bool) -> str:
-    """What to do about numbers that are not finite, of weights that were trained or not."""
+    """Say what to do about numbers that are not finite, of weights that were trained or not."""
     if untrained:
         return "no step was taken yet, so look at the examples and at the weights to begin with"
     return "lower the learning rate" + (
@@ -74,8 +74,8 @@ def advice(*, clips: bool, untrained: bool) -> str:
     )
 
 
-def odd_numbers(tensors: Mapping[str, Tensor]) -> str:
-    """A description of the first tensor whose numbers make all others NaN, "" where there is none.
+def describe_odd(tensors: Mapping[str, Tensor]) -> str:
+    """Describe the first tensor whose numbers make all others NaN; empty without one.
 
     A tensor of zeros and minus infinities is a mask.
     """
@@ -88,39 +88,39 @@ def odd_numbers(tensors: Mapping[str, Tensor]) -> str:
 
 
 @contextmanager
-def blaming(witness: str, link: Link, side: int) -> Iterator[None]:
+def blame(witness: str, link: Link, side: int) -> Iterator[None]:
     """Blame the neighbour on one side for errors in what it sends, and for not answering."""
     try:
         yield
     except MemberFailed as error:
         if error.witness:
             raise
-        raise _accepted(error, witness) from error
+        raise _accept_blame(error, witness) from error
     except ProtocolError as error:
         why = str(error) if link.peer in str(error) else f"{link.peer} sent {error}"
-        raise MemberFailed(witness, why, Blame.MALFORMED, side, _whose(error, link)) from error
+        raise MemberFailed(witness, why, Blame.MALFORMED, side, _accused(error, link)) from error
     except LinkTimeout as error:
-        why, accused = str(error), _whose(error, link)
+        why, accused = str(error), _accused(error, link)
         raise MemberSilent(witness, why, Blame.SILENT, side, accused) from error
     except Unreachable as error:
-        why, accused = str(error), _whose(error, link)
+        why, accused = str(error), _accused(error, link)
         raise MemberFailed(witness, why, Blame.UNREACHABLE, side, accused) from error
 
 
-def _whose(error: LinkError, link: Link) -> str:
-    """The neighbour that an error on ``link`` is about."""
+def _accused(error: LinkError, link: Link) -> str:
+    """Return the neighbour that an error on ``link`` is about."""
     return error.peer_id or link.peer_id
 
 
-def _accepted(error: MemberFailed, witness: str) -> MemberFailed:
-    """An error without a witness, which blames the stage that received it."""
+def _accept_blame(error: MemberFailed, witness: str) -> MemberFailed:
+    """Turn an error without a witness into one that blames the stage that received it."""
     return MemberFailed(witness, f"{witness} sent {error.why}", error.blame)
 
 
 def error_for_neighbours(error: BaseException, witness: str) -> LinkError:
-    """The error that a failed stage sends its neighbours: its own, or one it received."""
+    """Return the error for a failed stage's neighbours: its own, or one it received."""
     if isinstance(error, MemberFailed) and not error.witness:
-        return _accepted(error, witness)
+        return _accept_blame(error, witness)
     if isinstance(error, LinkError):
         return error
     words = str(error).strip()

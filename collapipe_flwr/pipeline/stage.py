@@ -23,8 +23,15 @@ from torch import Tensor, nn
 from collapipe_flwr.core.errors import MemberFailed, ModelError, NotFinite, ProtocolError
 from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.core.schedule import Op, forward_actions, stage_actions
-from collapipe_flwr.pipeline.backward import DeferredGradients, deferring, fuse_accumulation
-from collapipe_flwr.pipeline.compute import bring, computing_in, finish, home, one_thread, place_of
+from collapipe_flwr.pipeline.backward import DeferredGradients, defer_products, fuse_accumulation
+from collapipe_flwr.pipeline.compute import (
+    bring,
+    bring_home,
+    compute_in,
+    finish,
+    one_thread,
+    place_of,
+)
 from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.gradient_sums import Siblings, borrows, shared_parameters
 from collapipe_flwr.pipeline.link import (
@@ -35,13 +42,13 @@ from collapipe_flwr.pipeline.link import (
     Link,
     context_of,
     lane_of,
-    learns_before,
+    needs_gradient,
 )
 from collapipe_flwr.pipeline.meter import MemoryMeter, Recorder, StageReport, square_norm
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.randomness import SeededRandomness
 from collapipe_flwr.pipeline.soundness import (
-    blaming,
+    blame,
     check_finite,
     check_sound,
     error_for_neighbours,
@@ -87,7 +94,7 @@ class Stage(ABC):
         self._randomness: SeededRandomness | None = None  # of the step; else torch's own
         self._stash: dict[int, InFlight] = {}
         # else the whole part is computed again
-        self._keeps_graph = not settings.execution.recompute or self._by_block()
+        self._keeps_graph = not settings.execution.recompute or self._recompute_by_block()
         self._returning = Frame(kind=FrameKind.ACTIVATION)  # whose backward pass runs
         self._sent: list[object] = []  # see `_send`
         self._steps = StageReport(name=settings.name)  # their number, and norms of gradients
@@ -102,11 +109,11 @@ class Stage(ABC):
 
     @abstractmethod
     def _take(self, step: Step, micro_batch: int) -> Frame:
-        """The input of one micro-batch."""
+        """Return the input of one micro-batch."""
 
     @abstractmethod
     def _compute(self, frame: Frame, hidden: Tensor | None) -> Tensor:
-        """The forward pass: the next hidden state, or the scaled loss."""
+        """Run the forward pass: the next hidden state, or the scaled loss."""
 
     @abstractmethod
     def _emit(self, frame: Frame, output: Tensor) -> None:
@@ -114,7 +121,7 @@ class Stage(ABC):
 
     @abstractmethod
     def _take_gradient(self, step: Step, micro_batch: int) -> Frame:
-        """The gradient of the output and its scalars."""
+        """Return the gradient of the output and its scalars."""
 
     @abstractmethod
     def _emit_gradient(self, frame: Frame) -> None:
@@ -144,7 +151,7 @@ class Stage(ABC):
             actions = stage_actions(own.schedule, own.depth, count, own.turn)
         else:
             actions = forward_actions(count, own.turn)
-        with self._randomness.watching() if self._randomness else nullcontext():
+        with self._randomness.hook_modules() if self._randomness else nullcontext():
             for action in actions:
                 run = self._forward if action.op is Op.FORWARD else self._backward
                 run(step, action.micro_batch)
@@ -153,7 +160,7 @@ class Stage(ABC):
         self._sent.clear()
 
     def report(self) -> StageReport:
-        """The measurements of this stage since it was opened."""
+        """Return the measurements of this stage since it was opened."""
         up, down = self.upstream, self.downstream
         return replace(
             self._steps,
@@ -172,8 +179,8 @@ class Stage(ABC):
         )
 
     @contextmanager
-    def telling_neighbours(self) -> Iterator[None]:
-        """If the body raises, close all links with its message, drop the step and re-raise."""
+    def tell_neighbours(self) -> Iterator[None]:
+        """Close all links with the body's error if it raises; drop the step and re-raise."""
         try:
             yield
         except BaseException as error:
@@ -185,44 +192,44 @@ class Stage(ABC):
                     neighbour.close(error_for_neighbours(error, self.settings.name))
             raise
 
-    def _by_block(self) -> bool:
+    def _recompute_by_block(self) -> bool:
         """Turn on activation checkpointing by block; returns whether the part supports it."""
         begin = getattr(self.part, "compute_again", None)
         stage = weakref.proxy(self)  # else part and stage would keep each other alive
         if begin is not None:
-            begin(lambda: stage._recomputing())
+            begin(lambda: stage._enter_recomputed())
         return begin is not None
 
     @contextmanager
-    def _recomputing(self) -> Iterator[None]:
-        """The context of a recomputed block, which autograd does not restore."""
+    def _enter_recomputed(self) -> Iterator[None]:
+        """Set the context of a recomputed block, which autograd does not restore."""
         with (
-            computing_in(self.settings.execution.precision, self.place),
-            self.memory.recomputing(self._weights),
-            self._random_at(self._returning),
+            compute_in(self.settings.execution.precision, self.place),
+            self.memory.measure_recomputed(self._weights),
+            self._seed_pass(self._returning),
         ):
             yield
 
     def _choose_randomness(self, step: Step) -> SeededRandomness | None:
-        """A second computation needs the masks of the first, so `recompute` implies a seed."""
+        """Seed the step if need be: `recompute` must draw the masks of the first computation."""
         if step.seed is None and not self.settings.execution.recompute:
             return None
         seed = secrets.randbits(48) if step.seed is None else step.seed
         whole = getattr(self.part, "model", self.part)  # transformers parts name modules there
         return SeededRandomness(whole, seed)
 
-    def _random_at(self, frame: Frame) -> Around:
-        """The random numbers of one micro-batch, in a forward pass or when it is recomputed."""
+    def _seed_pass(self, frame: Frame) -> Around:
+        """Seed the random numbers of one micro-batch, in a forward pass or a recomputation."""
         if self._randomness is None:
             return nullcontext()
-        return self._randomness.at(frame.step, frame.micro_batch)
+        return self._randomness.seed_at(frame.step, frame.micro_batch)
 
     def _forward(self, step: Step, micro_batch: int) -> None:
         came = self._take(step, micro_batch)
-        frame = self._brought(came)
+        frame = self._bring(came)
         hidden = frame.tensors.get(HIDDEN)
         if hidden is not None:
-            hidden = hidden.detach().requires_grad_(step.train and learns_before(frame))
+            hidden = hidden.detach().requires_grad_(step.train and needs_gradient(frame))
         with self.recorder.span("forward" if step.train else "test", step.index, micro_batch):
             output = self._run_part(frame, hidden, grad=step.train and self._keeps_graph)
         self._check_finite("forward", frame, hidden, output)
@@ -237,14 +244,14 @@ class Stage(ABC):
         self._emit(came, output)
 
     def _run_part(self, frame: Frame, hidden: Tensor | None, *, grad: bool) -> Tensor:
-        """The forward pass. Raises ModelError when the part cannot take these tensors."""
+        """Run the forward pass. Raises ModelError when the part cannot take these tensors."""
         kind = (grad, hidden is None or hidden.shape, *(t.shape for t in frame.tensors.values()))
         try:
             with (
                 torch.set_grad_enabled(grad),
-                computing_in(self.settings.execution.precision, self.place),
-                self.memory.saving(kind, self._weights),
-                self._random_at(frame),
+                compute_in(self.settings.execution.precision, self.place),
+                self.memory.measure_saved(kind, self._weights),
+                self._seed_pass(frame),
             ):
                 output = self._compute(frame, hidden)
         except _PART_ERRORS as error:
@@ -259,7 +266,7 @@ class Stage(ABC):
         return output
 
     def _backward(self, step: Step, micro_batch: int) -> None:
-        frame = self._brought(self._take_gradient(step, micro_batch))
+        frame = self._bring(self._take_gradient(step, micro_batch))
         with self.recorder.span("backward", step.index, micro_batch):
             flight = self._stash.pop(micro_batch)
             gradient, deferred = self._backpropagate(flight, frame.tensors)
@@ -303,7 +310,7 @@ class Stage(ABC):
         deferred = None
         if end is not None:
             hurries = wanted and not self.settings.execution.recompute
-            with one_thread(self.place), deferring() if hurries else nullcontext() as deferred:
+            with one_thread(self.place), defer_products() if hurries else nullcontext() as deferred:
                 torch.autograd.backward(end, incoming.get(GRAD))
         if deferred is not None:
             self.memory.note_rest(frame.micro_batch, deferred.tensors)
@@ -363,7 +370,7 @@ class Stage(ABC):
         return [p.grad for p in self.optimizer.parameters if p.grad is not None]
 
     def _square_norm_alone(self) -> float:
-        """The squared norm of the gradients that no other stage adds to."""
+        """Return the squared norm of the gradients that no other stage adds to."""
         shared = {id(p) for p in shared_parameters(self.part).values()}
         own = (p for p in self.optimizer.parameters if id(p) not in shared)
         return square_norm([p.grad for p in own if p.grad is not None])
@@ -386,14 +393,14 @@ class Stage(ABC):
         the GIL then, and this one would wait before it goes on computing.
         """
         self._sent.append(frame)
-        frame = replace(frame, tensors=home(frame.tensors))
-        with self._blaming(link), self.recorder.span("send", frame.step, frame.micro_batch):
+        frame = replace(frame, tensors=bring_home(frame.tensors))
+        with self._blame(link), self.recorder.span("send", frame.step, frame.micro_batch):
             link.send(frame, deadline_s=self.settings.deadline_s)
 
     def _receive(self, link: Link, kind: FrameKind, step: int, micro_batch: int) -> Frame:
         """Receive a frame from a neighbour. Raises ProtocolError for an unexpected one."""
         side, link = self._side(link), lane_of(link, kind, micro_batch)
-        with blaming(self.settings.name, link, side):
+        with blame(self.settings.name, link, side):
             with self.recorder.span("receive", step, micro_batch):
                 frame = link.receive(deadline_s=self.settings.deadline_s)
             if (frame.kind, frame.step, frame.micro_batch) != (kind, step, micro_batch):
@@ -406,25 +413,25 @@ class Stage(ABC):
         return frame
 
     def _get(self, link: Link, kind: FrameKind, step: int, number: int) -> Frame:
-        """As `_receive`, with the tensors on the part's device."""
-        return self._brought(self._receive(link, kind, step, number))
+        """Receive as `_receive`, with the tensors on the part's device."""
+        return self._bring(self._receive(link, kind, step, number))
 
     def _amount(self, link: Link, frame: Frame, name: str, most: float) -> float:
-        """A scalar that came over a link; raises ProtocolError unless it is in [0, ``most``]."""
+        """Read a scalar from a link; raises ProtocolError unless it is in [0, ``most``]."""
         found = frame.scalars.get(name, math.nan)
-        with self._blaming(link):
+        with self._blame(link):
             if not 0 <= found <= most:
                 raise ProtocolError(
                     f"{link.peer} sent {frame.kind.name} of step {frame.step} with {name} {found:g}"
                 )
         return found
 
-    def _brought(self, frame: Frame) -> Frame:
+    def _bring(self, frame: Frame) -> Frame:
         return replace(frame, tensors=bring(frame.tensors, self.place))
 
-    def _blaming(self, link: Link) -> Around:
+    def _blame(self, link: Link) -> Around:
         """Blame errors in the body on the neighbour on a link."""
-        return blaming(self.settings.name, link, self._side(link))
+        return blame(self.settings.name, link, self._side(link))
 
     def _side(self, link: Link) -> int:
         return MemberFailed.UPSTREAM if link is self.upstream else MemberFailed.DOWNSTREAM

@@ -33,7 +33,7 @@ class PartState:
     optimizer: OptimizerState = field(default_factory=dict)
 
     def tensors(self) -> Lookup[Tensor]:
-        """All of it in one flat mapping, as stored and sent; offloaded tensors stay in files."""
+        """Return all in one flat mapping, as stored and sent; offloaded tensors stay in files."""
         flat = {
             f"{_PREFIX}{index}/{key}": partial(_slot, self.optimizer, key, index)
             for key, tensors in self.optimizer.items()
@@ -43,26 +43,26 @@ class PartState:
 
     @staticmethod
     def of_tensors(tensors: Mapping[str, Tensor]) -> PartState:
-        """The inverse of `tensors`. Raises ModelError where numbers of optimizer tensors lack."""
+        """Invert `tensors`. Raises ModelError where numbers of optimizer tensors are missing."""
         here = Lookup.of(tensors)
         numbered: dict[str, dict[str, str]] = {}
         for name in tensors:
             if name.startswith(_PREFIX):
                 index, _, key = name.removeprefix(_PREFIX).partition("/")
                 numbered.setdefault(key, {})[index] = name
-        slots = {k: here.only(_in_order(k, names)) for k, names in numbered.items()}
+        slots = {k: here.select(_sort_slots(k, names)) for k, names in numbered.items()}
         return PartState(
-            weights=here.only(k for k in tensors if not k.startswith(_PREFIX)),
+            weights=here.select(k for k in tensors if not k.startswith(_PREFIX)),
             optimizer=Lookup({key: partial(tuple, held.values()) for key, held in slots.items()}),
         )
 
     def copy(self) -> PartState:
-        """A copy on the CPU."""
+        """Copy the state to the CPU."""
         weights = {key: _copy(tensor) for key, tensor in self.weights.items()}
-        return PartState(weights=weights, optimizer=_copied(self.optimizer))
+        return PartState(weights=weights, optimizer=_copy_state(self.optimizer))
 
-    def offloaded(self) -> PartState:
-        """A copy on disk, except for small tensors."""
+    def offload(self) -> PartState:
+        """Copy the state to disk, except for small tensors."""
         return PartState.of_tensors(offload(self.tensors()))
 
     @property
@@ -70,21 +70,21 @@ class PartState:
         """Bytes of a copy."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
-    def only(self, keys: Iterable[str]) -> PartState:
-        """The state of the part with these keys; raises ModelError if one is missing."""
+    def select(self, keys: Iterable[str]) -> PartState:
+        """Return the state of the part with these keys; raises ModelError if one is missing."""
         wanted = list(keys)
         missing = next((key for key in wanted if key not in self.weights), None)
         if missing is not None:
             raise ModelError(f"the weights lack {missing!r}; pass all keys of this part")
         slots = [name for key in wanted for name in (key, START + key) if name in self.optimizer]
         return PartState(
-            weights=Lookup.of(self.weights).only(wanted),
-            optimizer=Lookup.of(self.optimizer).only(slots),
+            weights=Lookup.of(self.weights).select(wanted),
+            optimizer=Lookup.of(self.optimizer).select(slots),
         )
 
 
 def live_state(part: nn.Module, optimizer: Optimizer) -> PartState:
-    """The state of a part, shared parameters included, in the tensors that train."""
+    """Return a part's state, shared parameters included, in the tensors that train."""
     return PartState(
         weights={**part.state_dict(), **dict(part.named_parameters())},
         optimizer=optimizer.state_tensors(),
@@ -92,17 +92,17 @@ def live_state(part: nn.Module, optimizer: Optimizer) -> PartState:
 
 
 def optimizer_state_of(optimizer: Optimizer) -> dict[str, tuple[Tensor, ...]]:
-    """A copy of the optimizer state, by the keys of the part."""
-    return _copied(optimizer.state_tensors())
+    """Copy the optimizer state, by the keys of the part."""
+    return _copy_state(optimizer.state_tensors())
 
 
-def between_rounds(state: OptimizerState) -> OptimizerState:
-    """The state without the weights that the round began with, for the next round."""
-    return Lookup.of(state).only(key for key in state if not key.startswith(START))
+def drop_round_start(state: OptimizerState) -> OptimizerState:
+    """Drop the weights that the round began with, for the next round."""
+    return Lookup.of(state).select(key for key in state if not key.startswith(START))
 
 
 def state_bytes(part: nn.Module, optimizer: Optimizer) -> int:
-    """Bytes of a part in training: weights, gradients and optimizer state."""
+    """Count the bytes of a part in training: weights, gradients and optimizer state."""
     kept = chain.from_iterable(optimizer.empty_state().values())
     return (
         bytes_of(chain(part.parameters(), part.buffers()))
@@ -128,7 +128,7 @@ def load_optimizer_state(optimizer: Optimizer, state: OptimizerState, *, copy: b
     optimizer.load_state_tensors(wanted, copy=copy)
 
 
-def _copied(state: OptimizerState) -> dict[str, tuple[Tensor, ...]]:
+def _copy_state(state: OptimizerState) -> dict[str, tuple[Tensor, ...]]:
     return {key: tuple(map(_copy, tensors)) for key, tensors in state.items()}
 
 
@@ -140,7 +140,7 @@ def _slot(state: OptimizerState, key: str, index: int) -> Tensor:
     return state[key][index]
 
 
-def _in_order(key: str, numbered: Mapping[str, str]) -> tuple[str, ...]:
+def _sort_slots(key: str, numbered: Mapping[str, str]) -> tuple[str, ...]:
     try:
         return tuple(numbered[str(index)] for index in range(len(numbered)))
     except KeyError as error:
@@ -148,7 +148,7 @@ def _in_order(key: str, numbered: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def digest_of(tensor: Tensor) -> str:
-    """A digest that is equal only for tensors of equal dtype, shape and bits."""
+    """Compute a digest that is equal only for tensors of equal dtype, shape and bits."""
     what = f"{tensor.dtype} {tuple(tensor.shape)} "
     digest = blake2b(what.encode(), digest_size=_DIGEST_BYTES)
     digest.update(raw_bytes(tensor))

@@ -55,7 +55,7 @@ class Step:
             raise ConfigError(f"a step cannot have the seed {self.seed}")
 
     def frame(self) -> Frame:
-        """The BEGIN frame for the next stage."""
+        """Build the BEGIN frame for the next stage."""
         tensors = {ROWS + key: ids for key, ids in self.rows.items()}
         text = to_json(replace(self, rows={}))
         return Frame(kind=FrameKind.BEGIN, step=self.index, tensors=tensors, text=text)
@@ -96,7 +96,7 @@ class InFlight:
 
 
 def end_of(output: Tensor) -> GradientEdge | None:
-    """Where the backward pass of an output begins; None if nothing behind it is trained."""
+    """Return where the backward pass of an output begins; None if nothing there is trained."""
     return get_gradient_edge(output) if output.requires_grad else None
 
 

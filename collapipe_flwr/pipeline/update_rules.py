@@ -2,7 +2,7 @@
 
 ``adamw`` is `torch.optim.AdamW` and ``sgd`` is `torch.optim.SGD`, each in one fused operator per
 step. The constructors and ``step`` methods of torch's classes import a compiler (70 MB and seconds
-on a small board) that neither needs; see `_light`.
+on a small board) that neither needs; see `_lighten`.
 
 Learning rates may change from step to step. The control unit computes their factor and announces it
 with the step, so that all stages use the same number. Steps count from 0 in each round of each
@@ -81,7 +81,7 @@ class FusedSGD(torch.optim.SGD):
 
 
 def make_optimizer(name: str, groups: Iterable[Mapping[str, Any]]) -> torch.optim.Optimizer:
-    """The optimizer over groups, each with its ``params`` and all keyword arguments.
+    """Make the optimizer over groups, each with its ``params`` and all keyword arguments.
 
     A group would inherit one that it lacks from the first. Raises ConfigError for arguments that
     torch refuses.
@@ -89,13 +89,13 @@ def make_optimizer(name: str, groups: Iterable[Mapping[str, Any]]) -> torch.opti
     fused = {"fused": True} if name == "adamw" else {}
     given = [{**group, **fused} for group in groups]
     defaults = {key: value for key, value in given[0].items() if key != "params"}
-    with _refusing(name):
-        made: torch.optim.Optimizer = _light(_class(name))(given, **defaults)
+    with _translate_refusal(name):
+        made: torch.optim.Optimizer = _lighten(_class(name))(given, **defaults)
     return made
 
 
 @contextmanager
-def _refusing(name: str) -> Iterator[None]:
+def _translate_refusal(name: str) -> Iterator[None]:
     """Turn what torch says of wrong arguments into a ConfigError."""
     try:
         yield
@@ -106,10 +106,10 @@ def _refusing(name: str) -> Iterator[None]:
 def state_by_name(
     name: str, keywords: Keywords, parameter: Tensor, state: Sequence[Tensor]
 ) -> dict[str, Tensor]:
-    """The ``state`` of a parameter as torch keeps it, from its tensors in order."""
+    """Name a parameter's ``state`` as torch keeps it, from its tensors in order."""
     # As torch loads them: steps are counted on the CPU, unless one operator does it all.
     counts_there = name == "adamw" or bool(keywords.get("fused"))
-    kept = _kept(name, keywords, parameter.shape, parameter.dtype)
+    kept = _list_slots(name, keywords, parameter.shape, parameter.dtype)
     return {
         key: tensor if key == _STEP and not counts_there else tensor.to(parameter.device)
         for (key, _, _), tensor in zip(kept, state, strict=True)
@@ -117,13 +117,13 @@ def state_by_name(
 
 
 def tensors_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors that an optimizer keeps for one parameter; it may keep other values, too."""
+    """Return the tensors of a parameter's state; an optimizer may keep other values, too."""
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 @cache
 def torch_names() -> tuple[str, ...]:
-    """The optimizers of torch.optim."""
+    """Return the names of the optimizers of torch.optim."""
     base, found = torch.optim.Optimizer, vars(torch.optim).items()
     kinds = {n: k for n, k in found if isinstance(k, type) and issubclass(k, base)}
     return tuple(sorted(name for name, kind in kinds.items() if kind is not base))
@@ -131,7 +131,7 @@ def torch_names() -> tuple[str, ...]:
 
 @cache
 def arguments_of(name: str) -> Keywords:
-    """The keyword arguments of a class, besides ``lr``, and their defaults."""
+    """Return the keyword arguments of a class but ``lr``, and their defaults."""
     parameters = inspect.signature(_class(name)).parameters.items()
     return {n: parameter.default for n, parameter in parameters if n not in _NOT_ARGUMENTS}
 
@@ -143,7 +143,7 @@ def try_out(name: str, keywords: Keywords) -> None:
     if name in FUSED:
         return  # all of theirs are checked by the constructors
     matrix.grad = torch.zeros_like(matrix)
-    with _refusing(name):
+    with _translate_refusal(name):
         for _ in range(2):  # some arguments count from the second step on
             optimizer.step()
 
@@ -151,8 +151,8 @@ def try_out(name: str, keywords: Keywords) -> None:
 def empty_state(
     name: str, keywords: Keywords, shape: torch.Size, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """The state of one parameter as meta tensors, for its shapes and dtypes."""
-    kept = _kept(name, keywords, shape, dtype)
+    """Return one parameter's state as meta tensors, for its shapes and dtypes."""
+    kept = _list_slots(name, keywords, shape, dtype)
     return tuple(torch.empty(size, dtype=dtype, device="meta") for _, size, dtype in kept)
 
 
@@ -162,8 +162,8 @@ def _class(name: str) -> Any:
 
 
 @cache
-def _light(kind: Any) -> Any:
-    """A class of torch.optim without the decorators that import torch's compiler.
+def _lighten(kind: Any) -> Any:
+    """Make a class of torch.optim without the decorators that import torch's compiler.
 
     They stop it from compiling an optimizer, and switch gradients off, which is done here.
     """
@@ -178,21 +178,21 @@ def _light(kind: Any) -> Any:
 _Slot = tuple[str, tuple[int, ...], torch.dtype]  # name, shape, dtype
 
 
-def _kept(
+def _list_slots(
     name: str, keywords: Keywords, shape: torch.Size, dtype: torch.dtype
 ) -> tuple[_Slot, ...]:
-    """All that an optimizer keeps for one parameter."""
-    return _probed(name, tuple(sorted(keywords.items())), tuple(shape), dtype)
+    """List all that an optimizer keeps for one parameter."""
+    return _probe_slots(name, tuple(sorted(keywords.items())), tuple(shape), dtype)
 
 
 @cache
-def _probed(
+def _probe_slots(
     name: str,
     keywords: tuple[tuple[str, Argument], ...],
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> tuple[_Slot, ...]:
-    """`_kept`, found by a step on a small parameter; its sizes differ from each other.
+    """Find `_list_slots` by a step on a small parameter, whose sizes differ from each other.
 
     Sizes of 1 and 0 are taken as they are.
     """
@@ -211,7 +211,7 @@ def _probed(
 
 
 def factor_of(schedule: str, warmup: int, total: int) -> Callable[[int], float]:
-    """The factor by step, as `transformers.get_scheduler` defines the schedules of that name.
+    """Return the factor by step, as `transformers.get_scheduler` defines these schedules.
 
     ``warmup`` steps grow linearly from 0; ``linear`` and ``cosine`` fall to 0 at ``total``. A
     function that is named by its path takes the number of the step and ignores both. Raises

@@ -25,7 +25,7 @@ MOST_AT_ONCE = {"transfers": 2, "streams": 16, "texts": 16, "calls": 8, "rosters
 
 
 def peer_fingerprint(context: grpc.ServicerContext) -> str:
-    """The SHA-256 of the caller's certificate; empty without one."""
+    """Return the SHA-256 of the caller's certificate; empty without one."""
     found = tuple(context.auth_context().get(_CERTIFICATE, ()))
     return _fingerprint(found[0]) if found else ""
 
@@ -47,19 +47,19 @@ class Authorizer:
         self._lock = threading.Lock()
 
     @contextmanager
-    def admitted(self, context: grpc.ServicerContext, method: Method) -> Iterator[Caller | None]:
-        """The caller (None: anonymous) while its call runs.
+    def admit(self, context: grpc.ServicerContext, method: Method) -> Iterator[Caller | None]:
+        """Yield the caller (None: anonymous) while its call runs.
 
         Ends the call as UNAUTHENTICATED for a stranger or a wrong role, as RESOURCE_EXHAUSTED
         for one call too many at once.
         """
-        caller = self._known(context, method)
+        caller = self._identify(context, method)
         if caller is not None and not caller.may_call(method.name, on_edge=self._on_edge):
             assert caller.role is not None
             _refuse(
                 context, f"{caller.name} is a {caller.role.value}: it may not call {method.name}"
             )
-        with self._under_way(caller, context, method):
+        with self._count_call(caller, context, method):
             yield caller
 
     def replace(self, access: AccessControl) -> list[grpc.ServicerContext]:
@@ -69,8 +69,8 @@ class Authorizer:
             calls = list(self._calls.items())
         return [context for context, (name, shown) in calls if not access.knows(name, shown)]
 
-    def _known(self, context: grpc.ServicerContext, method: Method) -> Caller | None:
-        """The caller by the common name of its certificate; None without a certificate.
+    def _identify(self, context: grpc.ServicerContext, method: Method) -> Caller | None:
+        """Find the caller by its certificate's common name; None without a certificate.
 
         Alternative names do not count: they say where its bearer is reached, and an address or host
         name may once have been, or be called like, another member. A control unit brings a roster
@@ -98,7 +98,7 @@ class Authorizer:
         return caller
 
     @contextmanager
-    def _under_way(
+    def _count_call(
         self, caller: Caller | None, context: grpc.ServicerContext, method: Method
     ) -> Iterator[None]:
         """Count the call, and let `replace` cut it."""
@@ -113,7 +113,7 @@ class Authorizer:
             self._counts[name, kind] += 1
             self._calls[context] = (name, shown)
         try:
-            self._known(context, method)  # an access control that was replaced meanwhile counts
+            self._identify(context, method)  # an access control that was replaced meanwhile counts
             yield
         finally:
             with self._lock:

@@ -51,20 +51,20 @@ class Authority:
             self._key, self._name = _read_ca(self.ca, key_path)
 
     def member(self, name: str, hosts: Iterable[str] = ()) -> TlsFiles:
-        """A new certificate for ``name``, valid for these host names and IP addresses too."""
+        """Make a certificate for ``name``, valid for these host names and IP addresses too."""
         key = ec.generate_private_key(ec.SECP256R1())
         self._write(name, self._member(name, hosts, key.public_key()), key)
         return self.files(name)
 
     def answer(self, name: str, hosts: Iterable[str], key: ec.EllipticCurvePublicKey) -> bytes:
-        """A certificate in PEM for a key that stays where it was made; a copy is kept here."""
+        """Certify in PEM a key that stays where it was made; a copy is kept here."""
         signed = self._member(name, hosts, key).sign(self._key, hashes.SHA256())
         pem = signed.public_bytes(serialization.Encoding.PEM)
         write_file(self.pair(name)[0], lambda path: path.write_bytes(pem))
         return pem
 
     def sign(self, data: bytes) -> bytes:
-        """The CA's signature, which members verify."""
+        """Sign by the CA's key; members verify it."""
         return self._key.sign(data, ec.ECDSA(hashes.SHA256()))
 
     def _member(
@@ -95,7 +95,7 @@ class Authority:
             raise ConfigError(f"{path} was not signed by {self.ca}: {way_out}") from error
 
     def pair(self, name: str) -> tuple[Path, Path]:
-        """The paths of a member's certificate and key."""
+        """Return the paths of a member's certificate and key."""
         return self.folder / f"{name}.pem", self.folder / f"{name}.key"
 
     def files(self, name: str) -> TlsFiles:
@@ -190,9 +190,9 @@ def check_names(members: Hosts, signed: Hosts) -> None:
                 raise ConfigError(
                     f"{name} is reached at {host[:80]!r}: give an IP address or a host name"
                 )
-    bearers = {_compared(name): name for name in signed} | {_compared(n): n for n in members}
+    bearers = {_normalize(name): name for name in signed} | {_normalize(n): n for n in members}
     for name in (*signed, *members):
-        other = bearers[_compared(name)]
+        other = bearers[_normalize(name)]
         if other != name:
             raise ConfigError(
                 f"the names {other!r} and {name!r} cannot be told apart in certificates and on "
@@ -200,7 +200,7 @@ def check_names(members: Hosts, signed: Hosts) -> None:
             )
     for name, hosts in members.items():
         for host in hosts:
-            if bearers.get(_compared(host), name) != name:
+            if bearers.get(_normalize(host), name) != name:
                 raise ConfigError(
                     f"{name} is reached at {host!r}, and another member is called so, as whom it "
                     f"would pass: reach {name} by its IP address or another host name, or call "
@@ -208,7 +208,7 @@ def check_names(members: Hosts, signed: Hosts) -> None:
                 )
     for name, hosts in signed.items():
         for host in hosts:
-            bearer = bearers.get(_compared(host), name)
+            bearer = bearers.get(_normalize(host), name)
             if bearer != name and bearer in members:
                 raise ConfigError(
                     f"{name}.pem, which was signed here, is valid for the host {host!r}: its "
@@ -218,7 +218,7 @@ def check_names(members: Hosts, signed: Hosts) -> None:
 
 
 def names_in(folder: Path) -> dict[str, tuple[str, ...]]:
-    """The members with a certificate in a folder, and the hosts that it is valid for."""
+    """Return the members with a certificate in a folder, and the hosts it is valid for."""
     paths = (path for path in sorted(folder.glob("*.pem")) if path.stem != AUTHORITY)
     return {path.stem: hosts for path in paths if (hosts := _hosts_in(path)) is not None}
 
@@ -261,14 +261,14 @@ def _read_ca(certificate: Path, key: Path) -> tuple[ec.EllipticCurvePrivateKey, 
     return private, found.subject
 
 
-def _compared(host: str) -> str:
-    """A form that is equal for hosts that are the same for a client."""
+def _normalize(host: str) -> str:
+    """Return a form that is equal for hosts that are the same for a client."""
     address = _address(host)
     return host.casefold().rstrip(".") if address is None else str(address)
 
 
 def is_ip_address(name: str) -> bool:
-    """Whether a certificate would name it as an IP address."""
+    """Return whether a certificate would name it as an IP address."""
     return _address(name) is not None
 
 
@@ -280,7 +280,7 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _hosts_in(path: Path) -> tuple[str, ...] | None:
-    """None for a file that is no certificate."""
+    """Read the hosts of a certificate; None for a file that is no certificate."""
     try:
         pem = path.read_bytes()
     except OSError as error:

@@ -54,7 +54,7 @@ class EdgeClient(Connection):
 
     @classmethod
     def to(cls, hop: NextHop, tls: TlsFiles | None, *, deadline_s: float = 0.0) -> EdgeClient:
-        """A client of the host of ``hop``, which its heartbeat watches."""
+        """Make a client of the host of ``hop``, which its heartbeat watches."""
         return cls(
             hop.address,
             what=hop.name,
@@ -72,19 +72,19 @@ class EdgeClient(Connection):
         return self.session(request.key)
 
     def session(self, key: SessionKey) -> Session:
-        """The session with this key, which is open already."""
+        """Return the session with this key, which is open already."""
         return Session(self, key)
 
     def health(self) -> Health:
-        """The load of the host; it may load its libraries first."""
+        """Ask for the load of the host; it may load its libraries first."""
         return self.call(methods.HEALTH, answer=Health)
 
     def progress(self, *, within_s: float) -> dict[str, PassesDone]:
-        """The micro-batches done for every cluster's newest order, also within a step."""
+        """Ask for the micro-batches done for each cluster's newest order, also within a step."""
         return self.call(methods.PROGRESS, answer=dict[str, PassesDone], within_s=within_s)
 
     def status(self) -> HostStatus:
-        """Memory and clock of the host, which loads nothing to answer."""
+        """Ask for memory and clock of the host, which loads nothing to answer."""
         return self.call(methods.STATUS, answer=HostStatus)
 
     def probe(self, request: ProbeRequest) -> ProbeAnswer:
@@ -97,10 +97,10 @@ class EdgeClient(Connection):
 
     def echo(self, payload: bytes = b"") -> None:
         """Send bytes, and wait for the empty answer."""
-        self.translated(lambda: methods.ECHO.on(self.channel)(payload, timeout=self.deadline_s))
+        self.attempt(lambda: methods.ECHO.on(self.channel)(payload, timeout=self.deadline_s))
 
     def measure_way(self, payload_bytes: int) -> ProbeAnswer:
-        """Rate and delay by the median of a few echoes; with fewer bytes where those take long."""
+        """Measure rate and delay by the median of a few echoes; of fewer bytes on slow links."""
 
         def seconds(size_bytes: int, echoes: int = _ECHOES) -> float:
             payload, took_s = bytes(size_bytes), []
@@ -140,7 +140,7 @@ class Session:
                 raise
 
         try:
-            client.translated(
+            client.attempt(
                 lambda: methods.PUSH_WEIGHTS.on(client.channel)(
                     frames(), timeout=client.transfer_s, metadata=self._metadata
                 )
@@ -152,19 +152,19 @@ class Session:
 
     def push_missing(self, tensors: Mapping[str, Tensor]) -> TransferStats:
         """Set the weights; those that the host kept from its last session do not travel."""
-        digests, sizes = _looked_at(tensors)
+        digests, sizes = _digest_all(tensors)
         pushed = [key for key in self.missing(digests) if key in tensors]
-        self.push_weights(Lookup.of(tensors).only(pushed))
+        self.push_weights(Lookup.of(tensors).select(pushed))
         sent_bytes = sum(sizes[key] for key in pushed)
         return TransferStats(sent_bytes=sent_bytes, spared_bytes=sum(sizes.values()) - sent_bytes)
 
     def fetch_weights(self, *, with_optimizer: bool = False) -> dict[str, Tensor]:
-        """The weights of the session's part now, with optimizer slots where asked for."""
+        """Fetch the weights of the session's part now, with optimizer slots where asked for."""
 
         def fetch() -> dict[str, Tensor]:
             return gather_weights(self._answers(with_optimizer, None), _MOST_BYTES)
 
-        return self.client.patiently(fetch)
+        return self.client.attempt_patiently(fetch)
 
     def fetch_changed(
         self,
@@ -173,13 +173,13 @@ class Session:
         with_optimizer: bool = False,
         turn: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - it holds nothing
     ) -> tuple[Lookup[Tensor], TransferStats]:
-        """The weights: those equal to ``known`` are taken from there, the others are fetched.
+        """Fetch the weights that differ from ``known``; the others are taken from there.
 
         The latter, within ``turn``, are stored in a file as soon as they arrive.
         """
         theirs = self.digests(with_optimizer=with_optimizer)
-        ours = Lookup.of(known).only(key for key in theirs if key in known and theirs[key])
-        digests, sizes = _looked_at(ours)
+        ours = Lookup.of(known).select(key for key in theirs if key in known and theirs[key])
+        digests, sizes = _digest_all(ours)
         changed = tuple(key for key, digest in theirs.items() if digests.get(key) != digest)
         same = [key for key, digest in theirs.items() if digests.get(key) == digest]
 
@@ -197,24 +197,24 @@ class Session:
         fetched, came_bytes = Lookup[Tensor]({}), 0
         if changed:
             with turn:
-                fetched, came_bytes = self.client.patiently(fetch)
+                fetched, came_bytes = self.client.attempt_patiently(fetch)
         stats = TransferStats(
             received_bytes=came_bytes, spared_bytes=sum(sizes[key] for key in same)
         )
-        return Lookup.of(ours.only(same), fetched).only(theirs), stats
+        return Lookup.of(ours.select(same), fetched).select(theirs), stats
 
     def missing(self, digests: Mapping[str, str]) -> tuple[str, ...]:
-        """The keys of the weights that a push must bring; the host kept the others."""
+        """Ask for the keys of the weights that a push must bring; the host kept the others."""
         within_s = self.client.transfer_s  # the host reads all weights
         return self._call(methods.MISSING, digests, tuple[str, ...], within_s=within_s)
 
     def digests(self, *, with_optimizer: bool = False) -> dict[str, str]:
-        """The content digests of what `fetch_weights` would bring, "" for what has changed."""
+        """Ask for digests of what `fetch_weights` would bring, "" for what has changed."""
         within_s = self.client.transfer_s  # the host reads all weights
         return self._call(methods.DIGESTS, with_optimizer, dict[str, str], within_s=within_s)
 
     def report(self) -> StageReport:
-        """What the session measured over all steps that count; see `EdgeService.report`."""
+        """Ask what the session measured over all steps that count; see `EdgeService.report`."""
         return self._call(methods.REPORT, None, StageReport, patiently=True)
 
     def close(self, *, within_s: float | None = None) -> None:
@@ -223,7 +223,7 @@ class Session:
 
     @contextmanager
     def connect(self, config: LinkConfig, *, name: str = "last device") -> Iterator[Link]:
-        """A new stream for the body; see `stream`. An error in the body is sent to the host."""
+        """Open a stream for the body; see `stream`. An error in the body is sent to the host."""
         link = self.stream(name=name, config=config)
         try:
             yield link
@@ -233,7 +233,7 @@ class Session:
         link.close()
 
     def stream(self, *, name: str = "control unit", config: LinkConfig | None = None) -> Link:
-        """The link to the session's stage, once the host has accepted it; close it when done.
+        """Open a link to the session's stage, once the host has accepted it; close it when done.
 
         This side sends forward. The host's errors call it `name`.
         """
@@ -261,14 +261,14 @@ class Session:
             stream_id=request.stream_id,
         )
         metadata = (*self._metadata, (methods.STREAM_KEY, to_json(request)))
-        call = methods.STREAM.on(client.channel)(stream.outgoing(), metadata=metadata)
+        call = methods.STREAM.on(client.channel)(stream.encode_outgoing(), metadata=metadata)
         reader = threading.Thread(target=read, name="reader", daemon=True)
         reader.start()
         self._await_hello(stream)
         return stream
 
     def _answers(self, with_optimizer: bool, keys: tuple[str, ...] | None) -> Iterator[Frame]:
-        """The frames of these weights."""
+        """Yield the frames of these weights."""
         request = methods.FetchRequest(keys=keys, with_optimizer=with_optimizer)
         answers = methods.FETCH_WEIGHTS.on(self.client.channel)(
             methods.encode_message(request), timeout=self.client.transfer_s, metadata=self._metadata
@@ -304,7 +304,7 @@ class Dialer:
 
     @contextmanager
     def __call__(self, hop: NextHop) -> Iterator[Link]:
-        """The link to the next host, for the body. Raises LinkError when it refuses."""
+        """Yield the link to the next host. Raises LinkError when it refuses."""
         with (
             EdgeClient.to(hop, self.tls) as client,
             client.session(hop.key).connect(hop.link, name=self.name) as link,
@@ -323,8 +323,8 @@ class Dialer:
             return client.measure_way(request.payload_bytes)
 
 
-def _looked_at(tensors: Mapping[str, Tensor]) -> tuple[dict[str, str], dict[str, int]]:
-    """Digests and bytes as they travel; each tensor is read once."""
+def _digest_all(tensors: Mapping[str, Tensor]) -> tuple[dict[str, str], dict[str, int]]:
+    """Compute digests and bytes as they travel; each tensor is read once."""
     digests, sizes = {}, {}
     for key, tensor in tensors.items():
         digests[key] = digest_of(tensor)

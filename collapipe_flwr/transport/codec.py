@@ -56,7 +56,7 @@ class WireCodec:
 
 
 def _pack_halves(tensor: Tensor) -> memoryview:
-    """Half precision, scaled per tensor by a power of two so that its largest number is on top.
+    """Write half precision, scaled per tensor by a power of two to make full use of its range.
 
     Half precision alone ends at 65504 and loses what is below 6e-8, and gradients of a mean over
     many labels are that small. Scaled, a number keeps its 11 bits down to 2^-28 of the largest one
@@ -77,7 +77,7 @@ def _unpack_halves(raw: bytearray, dtype: torch.dtype) -> Tensor:
 
 
 def _pack_int8(tensor: Tensor) -> memoryview:
-    """127 steps each way, scaled per block of 128 elements by its largest magnitude.
+    """Write 127 steps each way, scaled per block of 128 elements by its largest magnitude.
 
     The error of an element is at most 1/254 of the largest magnitude in its block. A block with
     an infinity or NaN arrives as NaN, so that an overflow stays visible.
@@ -100,7 +100,7 @@ def _unpack_int8(raw: bytearray, dtype: torch.dtype) -> Tensor:
 
 
 def _unit_of(largest: float) -> float:
-    """The power of two by which a tensor with this largest magnitude is divided."""
+    """Return the power of two by which a tensor with this largest magnitude is divided."""
     if not math.isfinite(largest):
         return 1.0
     _, exponent = math.frexp(largest)
@@ -108,7 +108,7 @@ def _unit_of(largest: float) -> float:
 
 
 def _blocks(flat: Tensor) -> Tensor:
-    """One block per row; the last one is padded with zeros."""
+    """Cut into one block per row; the last one is padded with zeros."""
     missing = -flat.numel() % _BLOCK
     full = torch.nn.functional.pad(flat, (0, missing)) if missing else flat
     return full.view(-1, _BLOCK)
@@ -157,7 +157,7 @@ _compact = json.JSONEncoder(separators=(",", ":"))
 
 
 def encode_frame(frame: Frame, codec: str = "fp32") -> bytes:
-    """The frame as bytes; `codec` applies to hidden states and gradients, all else is exact."""
+    """Encode a frame; `codec` applies to hidden states and gradients, all else is exact."""
     described: list[_Described] = []
     chunks: list[bytes | memoryview] = []
     for name, tensor in frame.tensors.items():
@@ -174,7 +174,7 @@ def encode_frame(frame: Frame, codec: str = "fp32") -> bytes:
 
 
 def decode_frame(data: bytes, limits: FrameLimits = LIMITS) -> Frame:
-    """The frame in `data`; tensors own writable memory. Raises ProtocolError on anything odd."""
+    """Decode a frame; tensors own writable memory. Raises ProtocolError on anything odd."""
     header, start = _header(data, limits)
     line, _, tensors_line = header.partition(b"\n")
     kind, step, micro_batch, scalars, text = decode_message(
@@ -183,7 +183,7 @@ def decode_frame(data: bytes, limits: FrameLimits = LIMITS) -> Frame:
     if not (_is_count(step) and _is_count(micro_batch)):
         raise ProtocolError("a frame whose step or micro-batch is no number >= 0")
     entries = _entries(tensors_line, limits)
-    if start + sum(_padded(entry.wire_bytes) for entry in entries) != len(data):
+    if start + sum(_pad_size(entry.wire_bytes) for entry in entries) != len(data):
         raise ProtocolError(f"a frame of {len(data)} bytes, which is not what its header says")
     return Frame(
         kind=kind,
@@ -202,7 +202,7 @@ def _tensors_line(described: tuple[_Described, ...]) -> bytes:
 
 @lru_cache(_REMEMBERED)
 def _entries(line: bytes, limits: FrameLimits) -> tuple[_Entry, ...]:
-    """The tensors that a header's second line lists. Raises ProtocolError on anything odd."""
+    """Read the tensors that a header's second line lists. Raises ProtocolError if malformed."""
     found = decode_message(tuple[_Described, ...], line)
     if len(found) > limits.tensors:
         raise ProtocolError(f"a frame with {len(found)} tensors; {limits.tensors} are allowed")
@@ -216,7 +216,7 @@ def _entries(line: bytes, limits: FrameLimits) -> tuple[_Entry, ...]:
 
 
 def _header(data: bytes, limits: FrameLimits) -> tuple[bytes, int]:
-    """The header's bytes, and where the tensors start."""
+    """Return the header's bytes, and where the tensors start."""
     if len(data) > limits.frame_bytes:
         raise ProtocolError(f"a frame of {len(data)} bytes; {limits.frame_bytes} are allowed")
     if len(data) < _PREFIX.size:
@@ -248,11 +248,11 @@ def _tensors(data: memoryview, start: int, entries: tuple[_Entry, ...]) -> dict[
     for entry in entries:
         raw = bytearray(data[start : start + entry.wire_bytes])
         tensors[entry.name] = entry.codec.unpack(raw, entry.dtype).reshape(entry.shape)
-        start += _padded(entry.wire_bytes)
+        start += _pad_size(entry.wire_bytes)
     return tensors
 
 
-def _padded(size: int) -> int:
+def _pad_size(size: int) -> int:
     return size + -size % _ALIGN
 
 

@@ -103,7 +103,7 @@ class Connection:
         within_s: float | None = None,
         patiently: bool = False,
     ) -> Answer:
-        """Send one message (None: an empty one) and return the `answer`; see `patiently`."""
+        """Send one message (None: an empty one); returns the `answer`. See `attempt_patiently`."""
         data = b"" if message is None else methods.encode_message(message)
 
         def once() -> Answer:
@@ -111,9 +111,9 @@ class Connection:
             answered = method.on(self.channel)(data, timeout=timeout_s, metadata=metadata)
             return methods.decode_message(answer, answered) if answer else answered
 
-        return self.patiently(once) if patiently else self.translated(once)
+        return self.attempt_patiently(once) if patiently else self.attempt(once)
 
-    def patiently(self, call: Callable[[], Answer]) -> Answer:
+    def attempt_patiently(self, call: Callable[[], Answer]) -> Answer:
         """Make a call, repeatedly while the host is away.
 
         All calls together wait for `patience_s` from the first one that missed the host, so those
@@ -123,12 +123,12 @@ class Connection:
         start_s, pause_s = time.monotonic(), 0.0
         while True:
             try:
-                answer = self.translated(call)
+                answer = self.attempt(call)
             except (Unreachable, LinkTimeout):
                 if self._missed_since_s is None:
                     self._missed_since_s = start_s
                 until_s = max(self._missed_since_s + self._patience_s, start_s + _LOOK_S)
-                if not self._connected_before(until_s) or self._closed.wait(pause_s):
+                if not self._await_host(until_s) or self._closed.wait(pause_s):
                     raise
             except LinkError:  # a refusal is an answer
                 self._missed_since_s = None
@@ -138,10 +138,10 @@ class Connection:
                 return answer
             pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
 
-    def translated(self, call: Callable[[], Answer]) -> Answer:
+    def attempt(self, call: Callable[[], Answer]) -> Answer:
         """Make a call; an error of gRPC becomes a LinkError."""
         if self.silent and not self._patience_s:
-            raise self._lifeless()
+            raise self._explain_silence()
         try:
             return call()
         except grpc.RpcError as error:
@@ -154,14 +154,14 @@ class Connection:
             raise Unreachable(f"{self.peer} broke off: {error}") from error
 
     def translate(self, error: grpc.RpcError) -> LinkError:
-        """The error of a failed call as one sentence."""
+        """Turn the error of a failed call into one sentence."""
         code, details = error.code(), error.details()
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return LinkTimeout(f"{self.peer} did not answer in time")
         if self._was_silent and details == _CLOSED:
-            return self._lifeless()
+            return self._explain_silence()
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-            why = _by_our_clock(details or "") or details
+            why = _explain_dates(details or "") or details
             return Unreachable(f"{self.peer} cannot be reached or broke off: {why}")
         if code is grpc.StatusCode.NOT_FOUND:
             return FrozenWanted(f"{self.peer} refused: {details}")
@@ -195,7 +195,7 @@ class Connection:
         self.channel = self._connect()
         silent.close()
 
-    def _connected_before(self, until_s: float) -> bool:
+    def _await_host(self, until_s: float) -> bool:
         """Wait for the host to listen again; return whether it did in time.
 
         A missed heartbeat replaces the channel meanwhile, hence the short calls.
@@ -215,14 +215,14 @@ class Connection:
             self._closed.wait(max(now_s + look_s - time.monotonic(), 0.0))  # some fail at once
         return False
 
-    def _lifeless(self) -> Unreachable:
+    def _explain_silence(self) -> Unreachable:
         assert self._heartbeat is not None
         silence_s = self._heartbeat.lost_after_s
         return Unreachable(f"{self.peer} has shown no life for {silence_s:g} s")
 
 
-def _by_our_clock(details: str) -> str:
-    """One sentence where gRPC refused the peer's certificate for its dates, else empty."""
+def _explain_dates(details: str) -> str:
+    """Explain that gRPC refused the peer's certificate for its dates; empty otherwise."""
     for words, fault in _DATED.items():
         if words in details:
             return (

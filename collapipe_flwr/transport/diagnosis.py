@@ -13,37 +13,37 @@ from cryptography.x509.oid import NameOID
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import TlsFiles, host_and_port
-from collapipe_flwr.transport.tls import unverified, validity_of
+from collapipe_flwr.transport.tls import trusting_context, validity_of
 
 _CONNECT_S = 3.0
 _MEND = "`collapipe certs`"
 _SILENT = "it listens, but does not answer: see its log"
 
 
-def diagnosis(address: str, name: str, tls: TlsFiles | None) -> str:
-    """One sentence on what to fix; empty where nobody listens at ``address``.
+def diagnose(address: str, name: str, tls: TlsFiles | None) -> str:
+    """Say in one sentence what to fix; empty where nobody listens at ``address``.
 
     The host's certificate must bear ``name``; it is shown that of ``tls``.
     """
     try:
         with socket.create_connection(host_and_port(address), _CONNECT_S) as peer:
-            return _plain(peer) if tls is None else _shaken(peer, name, tls)
+            return _try_tls(peer) if tls is None else _check_handshake(peer, name, tls)
     except OSError:
         return ""
 
 
-def _plain(peer: socket.socket) -> str:
+def _try_tls(peer: socket.socket) -> str:
     try:
-        with unverified().wrap_socket(peer):
+        with trusting_context().wrap_socket(peer):
             return "it speaks TLS and the cluster file has no [tls]: add it, or start it without"
     except OSError:
         return _SILENT
 
 
-def _shaken(peer: socket.socket, name: str, tls: TlsFiles) -> str:
+def _check_handshake(peer: socket.socket, name: str, tls: TlsFiles) -> str:
     """Shake hands with any certificate, then check it."""
     assert tls.ca is not None and tls.certificate is not None and tls.key is not None
-    context = unverified()
+    context = trusting_context()
     try:
         context.load_cert_chain(tls.certificate, tls.key)
         ca = x509.load_pem_x509_certificate(tls.ca.read_bytes())
@@ -52,13 +52,13 @@ def _shaken(peer: socket.socket, name: str, tls: TlsFiles) -> str:
     try:
         with context.wrap_socket(peer) as shaken:
             shown = shaken.getpeercert(binary_form=True)
-            fault = _judged(x509.load_der_x509_certificate(shown or b""), name, ca)
-            return fault or _their_view(shaken, tls.certificate.read_bytes())
+            fault = _judge(x509.load_der_x509_certificate(shown or b""), name, ca)
+            return fault or _explain_refusal(shaken, tls.certificate.read_bytes())
     except (OSError, ValueError):
         return "it does not speak TLS: start it with a cluster file that has [tls], or --tls-ca ..."
 
 
-def _judged(certificate: x509.Certificate, name: str, ca: x509.Certificate) -> str:
+def _judge(certificate: x509.Certificate, name: str, ca: x509.Certificate) -> str:
     now, names = datetime.now(UTC), _names(certificate)
     begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     try:
@@ -84,10 +84,11 @@ def _judged(certificate: x509.Certificate, name: str, ca: x509.Certificate) -> s
     return ""
 
 
-def _their_view(shaken: ssl.SSLSocket, ours_pem: bytes) -> str:
-    """With TLS 1.3 a host refuses a certificate only after the handshake.
+def _explain_refusal(shaken: ssl.SSLSocket, ours_pem: bytes) -> str:
+    """Explain what the host says of our certificate after the handshake.
 
-    A host that accepts it speaks first; gRPC hangs up on one that it refuses, without a reason.
+    With TLS 1.3 a host refuses a certificate only then. One that accepts it speaks first; gRPC
+    hangs up on one that it refuses, without a reason.
     """
     try:
         if shaken.recv(1):

@@ -73,7 +73,7 @@ class GenerateRequest:
 
 
 def _is_whole(text: str) -> bool:
-    """Whether it can be written: JSON, and shells of another encoding, know halves of a pair."""
+    """Return whether it can be written: JSON and odd shells know halves of a surrogate pair."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -111,8 +111,8 @@ class TextServer(Server):
 
     def _serve(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         with (
-            self._authorizer.admitted(context, WRITE),
-            self.intake.expecting(context, WRITE),
+            self._authorizer.admit(context, WRITE),
+            self.intake.expect(context, WRITE),
             call_deadline(context, _LONGEST_S),
         ):
             try:
@@ -132,7 +132,7 @@ class TextClient(Connection):
     usual_deadline_s = _LONGEST_S
 
     def write(self, request: GenerateRequest) -> Iterator[str]:
-        """The text, chunk by chunk; closing the iterator stops it.
+        """Yield the text, chunk by chunk; closing the iterator stops it.
 
         Raises ConfigError with the server's sentence for a request that it refuses, LinkError when
         it cannot be reached or breaks off, LinkTimeout after ``deadline_s``.

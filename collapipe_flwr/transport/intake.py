@@ -66,8 +66,8 @@ class Intake:
         self._others = set[int]()  # inodes of other sockets
         self._quiet_until_s = 0.0  # a stranger must not fill the log
 
-    def counted(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """The messages of a call, each counted as read."""
+    def count(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Yield the messages of a call, each counted as read."""
         peer = _peer_of(context)
         for message in messages:
             with self._lock:
@@ -75,7 +75,7 @@ class Intake:
             yield message
 
     @contextmanager
-    def expecting(self, context: grpc.ServicerContext, method: Method) -> Iterator[None]:
+    def expect(self, context: grpc.ServicerContext, method: Method) -> Iterator[None]:
         """Let the connection of an admitted call send a message of its method meanwhile."""
         peer = _peer_of(context)
         with self._lock:
@@ -98,7 +98,7 @@ class Intake:
         """Count, cut connections where a bound is exceeded, and return what is left."""
         with self._lock:  # before the system is asked: all of it is among what was received
             read, self._read = self._read, Counter[Peer]()
-        self._connections = dict(self._counted(read))
+        self._connections = dict(self._measure(read))
         kept = Counter[int]()
         with self._lock:  # what was read or admitted meanwhile counts, too
             for inode, found in self._connections.items():
@@ -116,13 +116,13 @@ class Intake:
     def drop(self, contexts: Iterable[grpc.ServicerContext]) -> None:
         """Cut the connections of these calls."""
         peers = {_peer_of(context) for context in contexts}
-        for _, peer, copy in self._accepted() if peers else ():
+        for _, peer, copy in self._list_accepted() if peers else ():
             if peer in peers:
                 _shut(copy)
 
-    def _counted(self, read: Counter[Peer]) -> Iterator[tuple[int, _Connection]]:
-        """The connections now, given what was ``read`` since the last look."""
-        for inode, peer, copy in self._accepted():
+    def _measure(self, read: Counter[Peer]) -> Iterator[tuple[int, _Connection]]:
+        """Yield the connections now, given what was ``read`` since the last look."""
+        for inode, peer, copy in self._list_accepted():
             found = self._connections.get(inode) or _Connection(peer)
             info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _COUNTS.size)
             if len(info) < _COUNTS.size:  # a kernel before 4.2
@@ -136,7 +136,7 @@ class Intake:
             yield inode, found
 
     def _excess(self, kept: Counter[int], bound: int, *, are_strangers: bool) -> Iterator[int]:
-        """The connections to cut, those with the most first."""
+        """Yield the connections to cut, those with the most first."""
         some = {i: kept[i] for i, f in self._connections.items() if f.is_stranger is are_strangers}
         total = sum(some.values())
         if total <= bound:
@@ -147,7 +147,7 @@ class Intake:
                 yield inode
 
     def _cut(self, inodes: set[int]) -> None:
-        for inode, (host, port), copy in self._accepted():
+        for inode, (host, port), copy in self._list_accepted():
             if inode not in inodes:
                 continue
             _shut(copy)
@@ -155,8 +155,8 @@ class Intake:
                 self._quiet_until_s = time.monotonic() + _SAY_S
                 _log.warning("%s (port %d) sent what no call asked for: cut off", host, port)
 
-    def _accepted(self) -> Iterator[tuple[int, Peer, socket.socket]]:
-        """Inode, peer and a copy of each connection; the copy is open until the next one."""
+    def _list_accepted(self) -> Iterator[tuple[int, Peer, socket.socket]]:
+        """Yield inode, peer and a copy of each connection; the copy is open until the next one."""
         others, self._others = self._others, set[int]()
         for fd in map(int, os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ()):
             with suppress(OSError):  # closed meanwhile
@@ -174,7 +174,7 @@ class Intake:
                 self._others.add(inode)
 
     def _peer_at(self, connection: socket.socket) -> Peer | None:
-        """The peer of a connection at our port; None for the socket that listens, and others."""
+        """Return the peer of a connection at our port; None for other sockets and the listener."""
         try:
             ours, theirs = connection.getsockname(), connection.getpeername()
         except OSError:
@@ -189,12 +189,12 @@ def _shut(connection: socket.socket) -> None:
 
 
 def _peer_of(context: grpc.ServicerContext) -> Peer:
-    """From ipv4:10.0.0.11:4711 or ipv6:%5Bfe80::1%25eth0%5D:4711."""
+    """Parse ipv4:10.0.0.11:4711 or ipv6:%5Bfe80::1%25eth0%5D:4711."""
     host, _, port = unquote(context.peer()).partition(":")[2].rpartition(":")
     return _peer(host.strip("[]"), int(port))
 
 
 def _peer(host: str, port: int) -> Peer:
-    """The same for an IPv4 address in either form."""
+    """Return one form of an address, whichever way IPv4 is written."""
     address = ip_address(host.partition("%")[0])
     return str(getattr(address, "ipv4_mapped", None) or address), port

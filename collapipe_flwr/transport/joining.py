@@ -25,7 +25,7 @@ from collapipe_flwr.core.errors import ConfigError, LinkError, ProtocolError, Un
 from collapipe_flwr.core.links import host_and_port
 from collapipe_flwr.transport.methods import Method
 from collapipe_flwr.transport.roster import Roster
-from collapipe_flwr.transport.tls import unverified
+from collapipe_flwr.transport.tls import trusting_context
 
 JOIN = Method("Join", service="collapipe.Joining")
 _MOST_PEM = 8192  # characters of a signing request
@@ -64,7 +64,7 @@ class JoinAnswer:
 
 
 def pinned_ca(address: str, pin: bytes, deadline_s: float) -> bytes:
-    """The CA certificate in PEM with SHA-256 ``pin``, from the chain that a server shows.
+    """Return the CA certificate in PEM with SHA-256 ``pin``, from the chain a server shows.
 
     Nothing is sent, because anybody can show that certificate; TLS verified by it comes next.
     Raises LinkError when nobody answers, or the CA is another one.
@@ -73,7 +73,7 @@ def pinned_ca(address: str, pin: bytes, deadline_s: float) -> bytes:
     try:
         with (
             socket.create_connection(place, deadline_s) as peer,
-            unverified().wrap_socket(peer) as shaken,
+            trusting_context().wrap_socket(peer) as shaken,
         ):
             chain = _chain(shaken)
     except (OSError, OverflowError) as error:
@@ -91,7 +91,7 @@ def pinned_ca(address: str, pin: bytes, deadline_s: float) -> bytes:
 
 
 def _chain(shaken: ssl.SSLSocket) -> list[bytes]:
-    """The chain that was shown, in DER. `SSLSocket` has a method for it from Python 3.13 on."""
+    """Return the chain that was shown, in DER; Python has a public method from 3.13 on."""
     if hasattr(shaken, "get_unverified_chain"):
         return list(shaken.get_unverified_chain())
     inner: Any = shaken._sslobj  # type: ignore[attr-defined]
@@ -101,7 +101,7 @@ def _chain(shaken: ssl.SSLSocket) -> list[bytes]:
 
 
 def own_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    """The key in ``path``; a new one that only its owner can read where there is none.
+    """Read the key in ``path``, or make one there that only its owner can read.
 
     Raises ConfigError for a file that holds no such key.
     """
@@ -120,14 +120,14 @@ def own_key(path: Path) -> ec.EllipticCurvePrivateKey:
 
 
 def request_for(name: str, key: ec.EllipticCurvePrivateKey) -> str:
-    """A certificate signing request in PEM, which proves possession of ``key``."""
+    """Make a certificate signing request in PEM, which proves possession of ``key``."""
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
     request = x509.CertificateSigningRequestBuilder().subject_name(subject)
     return request.sign(key, hashes.SHA256()).public_bytes(_PEM).decode()
 
 
 def key_in_request(pem: str) -> ec.EllipticCurvePublicKey:
-    """The key in a signing request; raises ProtocolError if it did not sign the request itself.
+    """Return the key in a signing request; raises ProtocolError if it did not sign it.
 
     Names in the request are ignored: the signer decides them.
     """
@@ -145,17 +145,17 @@ def key_in_request(pem: str) -> ec.EllipticCurvePublicKey:
 
 
 def key_in_certificate(pem: bytes) -> bytes:
-    """The public key in a certificate, as `public_bytes` gives it."""
+    """Return the public key in a certificate, as `public_bytes` gives it."""
     return public_bytes(x509.load_pem_x509_certificate(pem).public_key())
 
 
 def keys_in_certificates(pems: bytes) -> list[bytes]:
-    """The public keys in several certificates, as `public_bytes` gives them."""
+    """Return the public keys in several certificates, as `public_bytes` gives them."""
     return [public_bytes(found.public_key()) for found in x509.load_pem_x509_certificates(pems)]
 
 
 def public_bytes(key: object) -> bytes:
-    """A public key as bytes that can be compared."""
+    """Return a public key as bytes that can be compared."""
     assert isinstance(key, ec.EllipticCurvePublicKey)
     return key.public_bytes(
         serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo

@@ -22,7 +22,7 @@ _UNWATCHED_S = 10.0  # gRPC polls five times a second who still watches, unless 
 
 
 def keepalive_options(heartbeat: Heartbeat) -> Options:
-    """Options of the pinged connection: a ping per period, with a period to answer it."""
+    """Return options of the pinged connection: a ping per period, a period to answer it."""
     period_ms = round(1000 * heartbeat.period_s)
     return [
         ("grpc.keepalive_time_ms", period_ms),
@@ -38,7 +38,7 @@ def keepalive_options(heartbeat: Heartbeat) -> Options:
 
 
 def server_keepalive_options() -> Options:
-    """Options of a server that accepts such pings."""
+    """Return options of a server that accepts such pings."""
     return [
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", round(1000 * LEAST_PERIOD_S)),
@@ -96,7 +96,7 @@ class Keepalive:
 
     @contextmanager
     def _connection(self) -> Iterator[None]:
-        """A new connection, closed when gRPC has ceased to watch it: closing it earlier fails.
+        """Open a connection; it is closed when gRPC has ceased to watch it, as not before.
 
         Events of the one before are ignored.
         """

@@ -65,12 +65,12 @@ class Method:
         return re.sub(r"(?<!^)(?=[A-Z])", "_", self.name).lower()
 
     def on(self, channel: grpc.Channel) -> Any:
-        """The callable of this RPC on a channel; bytes in, bytes out."""
+        """Return the callable of this RPC on a channel; bytes in, bytes out."""
         sent, answered = ("stream" if many else "unary" for many in (self.uploads, self.downloads))
         return getattr(channel, f"{sent}_{answered}")(self.path, None, None)
 
     def handler(self, answer: Callable[..., Any]) -> grpc.RpcMethodHandler:
-        """The handler of a server. It gets all messages as a stream, to read a stranger's never."""
+        """Make a server's handler. It gets all messages as a stream, to read a stranger's never."""
         if self.downloads:
             return grpc.stream_stream_rpc_method_handler(answer)
         return grpc.stream_unary_rpc_method_handler(answer)
@@ -178,7 +178,7 @@ class ProbeAnswer:
 
 
 def encode_message(message: object) -> bytes:
-    """A dataclass instance, or a plain value, as JSON bytes."""
+    """Encode a dataclass instance, or a plain value, as JSON bytes."""
     return to_json(message).encode()
 
 
@@ -194,7 +194,7 @@ def decode_message(kind: type[Message], data: bytes) -> Message:
 
 
 def channel_options(most_bytes: int | None = None) -> Options:
-    """Message limits (``most_bytes``: received), and pings that notice a machine that vanished.
+    """Return message limits (``most_bytes``: received) and pings that notice a lost machine.
 
     The pings queue behind tensors, so they get much time; see `keepalive` for quick ones. HTTP/2
     frames of the usual 16 KiB cost about an eighth more CPU time.
@@ -213,5 +213,5 @@ def channel_options(most_bytes: int | None = None) -> Options:
 
 
 def name_options(certificate_name: str) -> Options:
-    """A client's option to expect ``certificate_name`` (empty: the peer's address) under TLS."""
+    """Return the option to expect ``certificate_name`` (empty: the address) under TLS."""
     return [("grpc.ssl_target_name_override", certificate_name)] if certificate_name else []

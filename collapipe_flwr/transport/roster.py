@@ -34,7 +34,7 @@ class Roster:
 
 
 def signed_roster(text: str, sign: Callable[[bytes], bytes], figures: str = "") -> Roster:
-    """A roster that members accept."""
+    """Sign a roster, so that members accept it."""
     roster = Roster(text=text, signature="", figures=figures)
     return replace(roster, signature=base64.b64encode(sign(roster.signed)).decode())
 

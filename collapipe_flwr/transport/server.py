@@ -68,7 +68,7 @@ class Server:
         )
         (service,) = {method.service for method in answers}
         handlers = {
-            method.name: method.handler(partial(self._counted, answer))
+            method.name: method.handler(partial(self._count_messages, answer))
             for method, answer in answers.items()
         }
         generic = grpc.method_handlers_generic_handler(service, handlers)
@@ -95,10 +95,10 @@ class Server:
     def _let_go(self) -> None:
         """End what broken-off calls may wait for."""
 
-    def _counted(
+    def _count_messages(
         self, answer: Callable[..., Any], messages: Iterator[bytes], context: grpc.ServicerContext
     ) -> Any:
-        return answer(self.intake.counted(messages, context), context)
+        return answer(self.intake.count(messages, context), context)
 
 
 def end_threads(pool: ThreadPoolExecutor, what: str) -> None:
@@ -123,7 +123,7 @@ def call_deadline(context: grpc.ServicerContext, seconds: float) -> Iterator[Non
 
 
 def only_message(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-    """The message of a call that takes one; a peer that does not send it is cut off."""
+    """Take the message of a call that has one; a peer that does not send it is cut off."""
     with call_deadline(context, _MESSAGE_S):
         message = next(messages, None)
     if message is None:

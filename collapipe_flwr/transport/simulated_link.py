@@ -21,7 +21,7 @@ from collapipe_flwr.transport.stream import RateLimiter
 
 
 def simulated_pair(left: str, right: str, link: LinkConfig) -> tuple[Link, Link]:
-    """Two joined ends that behave as ``link``; ``left`` holds the first, which sends forward."""
+    """Make two joined ends that behave as ``link``; ``left`` holds the first, forward end."""
     if link.codec == "fp32" and link == link.unpaced:
         return memory_pair(left, right)
     ahead: Mailbox[Any] = Mailbox(QUEUE_FRAMES, peer=left)
@@ -58,7 +58,7 @@ class SimulatedLink(MemoryLink):
         self._cut = cut
 
     def send(self, frame: Frame, *, deadline_s: float) -> None:
-        written = {name: self._written(name, t) for name, t in frame.tensors.items()}
+        written = {name: self._round(name, t) for name, t in frame.tensors.items()}
         frame = replace(frame, tensors={name: tensor for name, (tensor, _) in written.items()})
         size_bytes = sum(size for _, size in written.values())
         now_s = time.monotonic()
@@ -68,7 +68,7 @@ class SimulatedLink(MemoryLink):
         self.sent.sending_s += self._limiter.carrying_s(size_bytes)
 
     def receive(self, *, deadline_s: float) -> Frame:
-        """``deadline_s`` does not count the time that the wire takes."""
+        """Take the next frame; ``deadline_s`` does not count the time that the wire takes."""
         frame: Frame
         frame, size_bytes, due_s = self._inbox.get(deadline_s)
         waits_s = due_s - time.monotonic()
@@ -82,8 +82,8 @@ class SimulatedLink(MemoryLink):
             self._cut.set()
         super().close(error)
 
-    def _written(self, name: str, tensor: Tensor) -> tuple[Tensor, int]:
-        """A tensor as it arrives, and its bytes on a wire."""
+    def _round(self, name: str, tensor: Tensor) -> tuple[Tensor, int]:
+        """Return a tensor as it arrives, and its bytes on a wire."""
         if self._is_exact or name not in (HIDDEN, GRAD) or not tensor.is_floating_point():
             return tensor, tensor.numel() * tensor.element_size()
         raw = bytearray(self._codec.pack(tensor.detach()))

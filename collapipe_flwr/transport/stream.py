@@ -1,8 +1,8 @@
 """A `Link` over one bidirectional gRPC stream; the same class serves both ends.
 
-Sending and receiving never wait for each other: gRPC pulls encoded frames from `outgoing` in a
-thread of its own, and a reader thread runs `feed`. Both queues are bounded, so a slow peer slows
-the sender down (through HTTP/2 flow control) instead of filling its memory.
+Sending and receiving never wait for each other: gRPC pulls encoded frames from `encode_outgoing`
+in a thread of its own, and a reader thread runs `feed`. Both queues are bounded, so a slow peer
+slows the sender down (through HTTP/2 flow control) instead of filling its memory.
 
 A link has no deadline of its own. The stage that uses it has, and closes it when it gives up; the
 pings of the connection notice a peer that vanishes.
@@ -39,11 +39,11 @@ class RateLimiter:
         self._free_s = float("-inf")  # when the wire has carried all earlier messages
 
     def carrying_s(self, size_bytes: int) -> float:
-        """Seconds for which a message of this size keeps the wire busy; 0 without a rate."""
+        """Return for how long a message of this size keeps the wire busy; 0 without a rate."""
         return 8 * size_bytes / self._rate_bit_per_s if self._rate_bit_per_s else 0.0
 
     def delay_s(self, size_bytes: int, now_s: float) -> float:
-        """Seconds from now until a message of this size has left."""
+        """Return the seconds from now until a message of this size has left."""
         if self._rate_bit_per_s is None:
             return 0.0
         self._free_s = max(self._free_s, now_s) + self.carrying_s(size_bytes)
@@ -51,7 +51,7 @@ class RateLimiter:
 
 
 class StreamLink:
-    """One end of a stream; its maker drives `outgoing` and `feed`.
+    """One end of a stream; its maker drives `encode_outgoing` and `feed`.
 
     `rate_bit_per_s` limits what this end sends (None: no limit): a frame leaves when a wire of that
     rate would have carried it. Both ends note frames under `stream_id`.
@@ -94,18 +94,18 @@ class StreamLink:
         self._inbox.fail(LinkError(f"the link to {self.peer} is closed"))
         self._hang_up(not error)
 
-    def broken(self, error: LinkError) -> None:
-        """The stream is gone: all that wait on this link raise `error`."""
+    def break_off(self, error: LinkError) -> None:
+        """Raise `error` in all that wait on this link: the stream is gone."""
         self._over.set()
         self._inbox.fail(error)
         self._outbox.fail(error)
 
     def stop_sending(self) -> None:
-        """The peer reads no more: sending raises LinkError from now on."""
+        """Let sending raise LinkError from now on: the peer reads no more."""
         self._outbox.fail(LinkError(f"{self.peer} closed the link"))
 
-    def outgoing(self) -> Iterator[bytes]:
-        """Encoded frames until the link ends; gRPC consumes it.
+    def encode_outgoing(self) -> Iterator[bytes]:
+        """Yield encoded frames until the link ends; gRPC consumes it.
 
         A frame's delay begins when it was put. If it began after the transport took the frame
         before, a link as fast as its rate would carry half of that.
@@ -131,7 +131,7 @@ class StreamLink:
                 self._accept(data)
             self._inbox.end()
         except grpc.RpcError as error:
-            self.broken(self._translate(error))
+            self.break_off(self._translate(error))
         except ProtocolError as error:
             self._give_up(MemberFailed("", str(error), Blame.MALFORMED), error)
             self._inbox.fail(error)
@@ -144,7 +144,7 @@ class StreamLink:
         frame = decode_frame(data)
         self.received.bytes += len(data)
         if frame.kind is FrameKind.ERROR:
-            self.broken(error_of(frame, self.peer))
+            self.break_off(error_of(frame, self.peer))
         else:
             # As it is in memory: a codec makes it smaller on the wire, up to eight times.
             self._inbox.put(frame, None, size_bytes=max(frame.tensor_bytes, len(data)))

@@ -32,7 +32,7 @@ _VERSION, _UTC_TIME = 0xA0, 0x17
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """Credentials of a server.
+    """Build the credentials of a server.
 
     Raises ConfigError when a file is missing or out of date, or the key is another certificate's.
     """
@@ -44,7 +44,7 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
 
 
 def client_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
-    """Credentials of a client; raises ConfigError as those of a server."""
+    """Build the credentials of a client; raises ConfigError as those of a server."""
     if files.ca is None:
         raise ConfigError("a TLS client needs the CA certificate that signed its servers")
     if (files.certificate is None) != (files.key is None):
@@ -100,7 +100,7 @@ def _cannot_listen(listen: str, why: str | None) -> ConfigError:
 def open_channel(
     address: str, tls: TlsFiles | None, options: Options | None = None
 ) -> grpc.Channel:
-    """A channel to ``address``, in plain text without ``tls``; nothing is sent yet.
+    """Open a channel to ``address``, in plain text without ``tls``; nothing is sent yet.
 
     Members reach each other themselves, whatever proxy the environment names for the web.
     """
@@ -110,8 +110,8 @@ def open_channel(
     return grpc.secure_channel(address, client_credentials(tls), options)
 
 
-def unverified() -> ssl.SSLContext:
-    """A client's context that accepts any certificate, for the caller to judge."""
+def trusting_context() -> ssl.SSLContext:
+    """Make a client's context that accepts any certificate, for the caller to judge."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
@@ -131,7 +131,7 @@ def check_pair(certificate: Path, key: Path, way_out: str) -> None:
 
 
 def validity_of(pem: bytes) -> tuple[datetime, datetime]:
-    """Begin and end of the first certificate in a PEM file; raises ConfigError without one."""
+    """Return begin and end of the first certificate in PEM; raises ConfigError without one."""
     der = _der(pem)
     try:
         ((_, certificate),) = _elements(der)
@@ -154,7 +154,7 @@ def _der(pem: bytes) -> bytes:
 
 
 def fingerprint(pem: bytes) -> str:
-    """The SHA-256 of the first certificate in a PEM text; raises ConfigError without one."""
+    """Return the SHA-256 of the first certificate in PEM; raises ConfigError without one."""
     return sha256(_der(pem)).hexdigest()
 
 
@@ -178,7 +178,7 @@ def check_validity(path: str, pem: bytes, now: datetime) -> None:
 
 
 def _pair(certificate: Path, key: Path) -> tuple[bytes, bytes]:
-    """Key and certificate, in gRPC's order."""
+    """Read key and certificate, in gRPC's order."""
     pair = (_read(key), _certificate(certificate))
     check_pair(certificate, key, _ANEW)
     return pair
@@ -205,7 +205,7 @@ def _read(path: Path) -> bytes:
 
 
 def _elements(der: bytes) -> Iterator[tuple[int, bytes]]:
-    """Tag and content of each element in a row."""
+    """Yield tag and content of each element in a row."""
     at = 0
     while at < len(der):
         tag, length, at = der[at], der[at + 1], at + 2
@@ -219,7 +219,7 @@ def _elements(der: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _moment(tag: int, text: bytes) -> datetime:
-    """UTCTime has two digits for the year, of 1950 to 2049; GeneralizedTime has four."""
+    """Parse UTCTime, whose two digits mean 1950 to 2049, or GeneralizedTime, which has four."""
     digits = text.decode("ascii")
     if tag == _UTC_TIME:
         digits = ("19" if digits[0] >= "5" else "20") + digits

@@ -36,7 +36,7 @@ class TransferStats:
 
 
 def weight_frames(weights: Mapping[str, Tensor], piece_bytes: int = PIECE_BYTES) -> Iterator[Frame]:
-    """WEIGHTS frames of at most `piece_bytes`, then END with the number of tensors."""
+    """Yield WEIGHTS frames of at most `piece_bytes`, then END with the number of tensors."""
     for key, tensor in weights.items():
         flat = tensor.detach().contiguous().reshape(-1)
         step = max(1, piece_bytes // flat.element_size())
@@ -53,7 +53,7 @@ def weight_frames(weights: Mapping[str, Tensor], piece_bytes: int = PIECE_BYTES)
 def gather_weights(
     frames: Iterable[Frame], most_bytes: int, reserve: Callable[[int], None] = lambda _: None
 ) -> dict[str, Tensor]:
-    """The state dict behind the frames; see `gather_each`."""
+    """Collect the state dict behind the frames; see `gather_each`."""
     weights: dict[str, Tensor] = {}
     gather_each(frames, most_bytes, weights.__setitem__, reserve)
     return weights
@@ -65,7 +65,7 @@ def gather_each(
     take: Callable[[str, Tensor], object],
     reserve: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """`take` every tensor behind the frames when it is complete, and hold it no longer.
+    """Pass every tensor behind the frames to `take` when it is complete, and hold it no longer.
 
     `reserve` is called with the bytes of each tensor before. Raises ProtocolError when pieces are
     missing or out of order, or when there are more than `MOST_TENSORS` tensors or `most_bytes`.

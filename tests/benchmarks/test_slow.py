@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.data_plane.model import Slowed
-from collapipe_flwr.pipeline.backward import deferring, fuse_accumulation
+from collapipe_flwr.pipeline.backward import defer_products, fuse_accumulation
 
 pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")
 
@@ -44,7 +44,7 @@ def test_the_weights_of_a_slow_device_are_never_left_for_later(monkeypatch):
     fuse_accumulation(layer)
     with slowed.timed() as slow:
         result = slow.leave(layer(slow.enter(torch.ones(2, 3, requires_grad=True))))
-    with deferring() as deferred:
+    with defer_products() as deferred:
         result.sum().backward()
     assert clock.slept_s == [2.0, 2.0]
     assert not deferred.tensors

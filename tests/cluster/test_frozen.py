@@ -151,7 +151,7 @@ def test_optimizer_slots_are_not_kept_beside_frozen_weights(
     part = splitter.build_segment(2, 5, weights)
     empty = Optimizer(ADAMW, part.named_parameters()).empty_state()
     slots = {k: tuple(torch.zeros_like(t, device="cpu") for t in empty[k]) for k in empty}
-    trained = PartState(weights=weights, optimizer=slots).only(splitter.segment_keys(2, 5))
+    trained = PartState(weights=weights, optimizer=slots).select(splitter.segment_keys(2, 5))
     frozen = splitter.read_resident(splitter.resident_keys_of_segment(2, 5))
     cache, key = tmp_path / "cache", session_key("A")
     board = EdgeService(_elsewhere, cache=WeightCache(cache, most_bytes=10**9))

@@ -100,7 +100,7 @@ class Cluster:
     def kept_bytes(self, stop: int) -> int:
         """Weights and slots of the first device's blocks."""
         keys = self._splitter.segment_keys(0, stop)
-        return PartState(weights=self._weights, optimizer=self._slots).only(keys).num_bytes
+        return PartState(weights=self._weights, optimizer=self._slots).select(keys).num_bytes
 
 
 @contextmanager

@@ -87,7 +87,7 @@ def test_an_edge_that_restarts_takes_a_new_session_for_the_same_cluster(edge_pro
         edge_process.wait(60)
         again = start("tests.host.edge_process", address, env=os.environ)
         try:
-            client.patiently(lambda: client.open_session(request("c2"))).push_weights(
+            client.attempt_patiently(lambda: client.open_session(request("c2"))).push_weights(
                 head.state_dict()
             )
             found = client.session(session_key("c2")).fetch_weights()

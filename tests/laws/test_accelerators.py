@@ -20,7 +20,7 @@ from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.saving import save_whole
 from collapipe_flwr.models.spec import LoraConfig
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.pipeline.compute import hold, home, one_thread, place_of
+from collapipe_flwr.pipeline.compute import bring_home, hold, one_thread, place_of
 from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig, optimizer_config
 from collapipe_flwr.pipeline.randomness import SeededRandomness
@@ -104,7 +104,7 @@ def test_whatever_draws_draws_as_on_a_cpu(accelerator: torch.device) -> None:  #
 
     def drawn(place: torch.device) -> list[torch.Tensor]:
         part = hold(net, place)
-        with SeededRandomness(part, 7).at(0, 1):
+        with SeededRandomness(part, 7).seed_at(0, 1):
             found = part(hidden.to(place))
         with one_thread(place):
             found.square().sum().backward()
@@ -200,7 +200,7 @@ def test_an_unsplit_client(accelerator: torch.device) -> None:  # noqa: F811
     losses = train_unsplit(splitter, model, optimizer, steps)
     whole_losses, whole = law._train_unsplit(splitter, weights, steps, law.ADAMW)
     assert losses == near(whole_losses)
-    assert_near(dict(home(splitter.trained_weights(model))), whole)
+    assert_near(dict(bring_home(splitter.trained_weights(model))), whole)
     wanted = law.PredictionConfig(logits=True)
     found = evaluate_unsplit(splitter, model, steps, wanted)
     expected = evaluate_unsplit(splitter, splitter.build_whole(whole), steps, wanted)

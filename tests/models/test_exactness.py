@@ -178,7 +178,7 @@ def test_seeded_dropout_masks_are_those_of_the_unsplit_model(
     weights = splitter.initial_weights(seed=5)
     batch = tiny.batch(model_type, task)
     whole = splitter.build_whole(weights).train()
-    with SeededRandomness(whole, 3).at(0, 0):
+    with SeededRandomness(whole, 3).seed_at(0, 0):
         expected = whole(**batch, use_cache=False).loss
     context = splitter.context(batch)
     hidden_BTD: Any = batch
@@ -186,7 +186,7 @@ def test_seeded_dropout_masks_are_those_of_the_unsplit_model(
     segments = [splitter.build_segment(first, first + 2, weights) for first in (0, 2)]
     for part in (splitter.build_embedding(weights), *segments, edge):
         inputs = (hidden_BTD,) if hidden_BTD is batch else (hidden_BTD, context)
-        with SeededRandomness(part.model, 3).at(0, 0):
+        with SeededRandomness(part.model, 3).seed_at(0, 0):
             hidden_BTD = part(*inputs)
     assert torch.equal(hidden_BTD, expected)
     assert not torch.equal(hidden_BTD, splitter.build_whole(weights)(**batch).loss)
@@ -211,7 +211,7 @@ def test_what_is_drawn_by_a_part_of_a_model_or_a_router_is_seeded(
     assert splitter.drops
     weights, batch = splitter.initial_weights(seed=5), tiny.batch(model_type, task)
     whole = splitter.build_whole(weights).train()
-    with SeededRandomness(whole, 3).at(0, 0):
+    with SeededRandomness(whole, 3).seed_at(0, 0):
         expected = whole(**batch).loss
     assert not torch.equal(whole.eval()(**batch).loss, expected)
     context, hidden_BTD = splitter.context(batch), batch
@@ -222,7 +222,7 @@ def test_what_is_drawn_by_a_part_of_a_model_or_a_router_is_seeded(
         splitter.build_edge(weights),
     ):
         inputs = (hidden_BTD,) if hidden_BTD is batch else (hidden_BTD, context)
-        with SeededRandomness(part.model.train(), 3).at(0, 0):
+        with SeededRandomness(part.model.train(), 3).seed_at(0, 0):
             hidden_BTD = part(*inputs)
     assert torch.equal(hidden_BTD, expected)
 
@@ -237,7 +237,7 @@ def test_a_dropout_layer_of_two_parts_has_the_masks_of_the_unsplit_model(tiny: A
     def masks(model: Any, run: Callable[[], object]) -> list[Tensor]:
         found: list[Tensor] = []
         model.encoder.dropout.register_forward_hook(lambda *call: found.append(call[-1] == 0))
-        with SeededRandomness(model, 3).at(0, 0):
+        with SeededRandomness(model, 3).seed_at(0, 0):
             run()
         return found
 

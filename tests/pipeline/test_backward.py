@@ -10,7 +10,7 @@ from transformers.models.bert.modeling_bert import BertLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from collapipe_flwr.pipeline.backward import deferring, fuse_accumulation
+from collapipe_flwr.pipeline.backward import defer_products, fuse_accumulation
 from collapipe_flwr.pipeline.meter import MemoryMeter
 
 pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")
@@ -26,7 +26,7 @@ def encoder() -> nn.Module:
 def test_the_input_comes_first_and_matrices_later():
     model, hidden = encoder(), torch.randn(2, 4, WIDTH, requires_grad=True)
     fuse_accumulation(model)
-    with deferring() as deferred:
+    with defer_products() as deferred:
         model(hidden).sum().backward()
     assert hidden.grad is not None
     missing = {name for name, weight in model.named_parameters() if weight.grad is None}
@@ -44,7 +44,7 @@ def test_who_listens_to_a_weight_hears_its_gradient(layer):
     layer.weight.register_hook(lambda gradient: heard.append(gradient.shape))
     given = torch.ones(2, WIDTH) if isinstance(layer, nn.Linear) else torch.tensor([1, 2])
     for _ in range(2):
-        with deferring():
+        with defer_products():
             layer(given).sum().backward()
     assert heard == [(WIDTH, WIDTH)] * 2
 
@@ -75,12 +75,12 @@ def test_what_is_owed_takes_no_more_than_what_the_forward_pass_saved(make, atten
     (block, arguments), meter = make(attention), MemoryMeter()
     fuse_accumulation(block.train())
     hidden = torch.randn(2, 16, 32, requires_grad=True)
-    with meter.saving("pass", block.parameters()):
+    with meter.measure_saved("pass", block.parameters()):
         output = block(hidden * 1.0, **arguments)
     output = output[0] if isinstance(output, tuple) else output
     meter.hold(0, "pass", [])
     saved_bytes = meter.peak_bytes
-    with deferring() as deferred:
+    with defer_products() as deferred:
         output.sum().backward()
     assert deferred.tensors
     meter.note_rest(0, deferred.tensors)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from collapipe_flwr.pipeline.meter import Span, on_one_clock
+from collapipe_flwr.pipeline.meter import Span, align_clocks
 
 
 def span(work: str, micro_batch: int, start_s: float, late_s: float = 0.0) -> Span:
@@ -49,7 +49,7 @@ def replicated(*late_s: float) -> dict[str, list[Span]]:
 
 @pytest.mark.parametrize("late_s", [-3600.0, -2.0, 0.7, 1e6])
 def test_a_wrong_clock_is_shifted_back(late_s):
-    true, found = pipeline(0.0), on_one_clock(pipeline(late_s))
+    true, found = pipeline(0.0), align_clocks(pipeline(late_s))
     assert found["control unit"] == tuple(true["control unit"])
     for a, b in zip(found["edge"], true["edge"], strict=True):
         assert (a.start_s, a.stop_s) == pytest.approx((b.start_s, b.stop_s), abs=1e-6)
@@ -57,7 +57,7 @@ def test_a_wrong_clock_is_shifted_back(late_s):
 
 @pytest.mark.parametrize("late_s", [(-3600.0, 1e6, 7.0), (0.0, -50.0, 0.0), (0.0, 0.0, 1e5)])
 def test_replicas_and_what_is_behind_them_are_shifted_back(late_s):
-    true, found = replicated(0.0, 0.0, 0.0), on_one_clock(replicated(*late_s))
+    true, found = replicated(0.0, 0.0, 0.0), align_clocks(replicated(*late_s))
     for name, spans in true.items():
         starts = [span.start_s for span in spans]
         assert [span.start_s for span in found[name]] == pytest.approx(starts, abs=1e-6)
@@ -65,9 +65,9 @@ def test_replicas_and_what_is_behind_them_are_shifted_back(late_s):
 
 def test_clocks_that_contradict_nothing_are_left_alone():
     stages = pipeline(0.3)  # not the truth, but possible
-    assert on_one_clock(stages) == {name: tuple(spans) for name, spans in stages.items()}
+    assert align_clocks(stages) == {name: tuple(spans) for name, spans in stages.items()}
 
 
 def test_stages_without_passes_are_left_alone():
     only = {"a": [span("receive", 0, 5.0)], "b": [replace(span("send", 0, 1.0), step=3)]}
-    assert on_one_clock(only) == {name: tuple(spans) for name, spans in only.items()}
+    assert align_clocks(only) == {name: tuple(spans) for name, spans in only.items()}

@@ -35,9 +35,9 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch, fault: str = "") -> None:
     """Two CUDA devices, on which a product raises ``fault`` if there is one."""
     there = (CPU, torch.device("cuda", 0), GPU)
     resolve.cache_clear()
-    monkeypatch.setattr(compute, "present", lambda: there)
+    monkeypatch.setattr(compute, "list_devices", lambda: there)
     monkeypatch.setattr(compute, "_fault", lambda _, **__: fault)
-    monkeypatch.setattr(compute, "_prepared", lambda device: device)
+    monkeypatch.setattr(compute, "_switch_off_tf32", lambda device: device)
 
 
 def test_names_stand_for_devices_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_a_device_that_cannot_compute_is_left_alone_or_refused(
 
 
 def test_auto_never_takes_metal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compute, "present", lambda: (CPU, torch.device("mps", 0)))
+    monkeypatch.setattr(compute, "list_devices", lambda: (CPU, torch.device("mps", 0)))
     resolve.cache_clear()
     assert resolve("auto") == CPU
 
@@ -124,7 +124,7 @@ def test_on_a_cpu_nothing_is_copied() -> None:
     part = torch.nn.Linear(2, 2)
     tensors = {"weight": part.weight}
     assert hold(part, CPU).weight is tensors["weight"]
-    assert compute.bring(tensors, CPU) is tensors and compute.home(tensors) is tensors
+    assert compute.bring(tensors, CPU) is tensors and compute.bring_home(tensors) is tensors
     assert free_bytes(CPU) == pytest.approx(available_memory_bytes(), rel=0.2)
 
 

@@ -28,7 +28,7 @@ from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, FrameKind, memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MiddleStage
-from collapipe_flwr.pipeline.soundness import check_sound, odd_numbers
+from collapipe_flwr.pipeline.soundness import check_sound, describe_odd
 from collapipe_flwr.pipeline.step import MicroBatch
 from tests.pipeline.chains import DEADLINE_S, SGD, Chain, classic, make_batch, make_parts, settings
 
@@ -273,7 +273,7 @@ def test_numbers_of_a_batch_that_are_not_finite_are_named_with_their_tensor(trai
     ],
 )
 def test_a_mask_is_no_odd_input(tensor, odd):
-    assert bool(odd_numbers({"x": tensor})) is odd
+    assert bool(describe_odd({"x": tensor})) is odd
 
 
 odd_tensors = st.dictionaries(

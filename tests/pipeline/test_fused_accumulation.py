@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from collapipe_flwr.pipeline.backward import (
     FusedEmbedding,
     FusedLinear,
-    deferring,
+    defer_products,
     fuse_accumulation,
 )
 from tests.closeness import assert_near
@@ -102,7 +102,7 @@ def gradients(make, *, adding: bool, later: bool = False) -> list[Tensor | None]
     ]
     for hidden in inputs:
         output = model(hidden)
-        with deferring() as deferred:
+        with defer_products() as deferred:
             output.backward(torch.ones_like(output) / 3)
             if not later:
                 deferred.add()

@@ -20,7 +20,7 @@ from collapipe_flwr.pipeline.link import (
     fan_of,
     memory_pair,
 )
-from collapipe_flwr.pipeline.soundness import blaming
+from collapipe_flwr.pipeline.soundness import blame
 from tests.pipeline.chains import DEADLINE_S
 
 
@@ -126,6 +126,6 @@ def test_the_replica_that_is_silent_is_accused_not_the_one_that_answers():
     (to_one, one), (to_other, _other) = memory_pair("edge", "A/1"), memory_pair("edge", "A/2")
     link = fan_of([to_one, to_other], ALONE)
     one.send(frame(0), deadline_s=1)
-    with pytest.raises(MemberFailed) as failure, blaming("edge", link, MemberFailed.UPSTREAM):
+    with pytest.raises(MemberFailed) as failure, blame("edge", link, MemberFailed.UPSTREAM):
         link.receive(deadline_s=0.05)
     assert (failure.value.accused, failure.value.blame) == ("A/2", Blame.SILENT)

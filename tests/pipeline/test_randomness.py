@@ -72,7 +72,7 @@ def test_masks_depend_on_seed_step_micro_batch_and_layer() -> None:
     ones = torch.ones(WIDTH)
 
     def masks(*place: int) -> tuple[tuple[float, ...], ...]:
-        with SeededRandomness(root, place[0]).at(*place[1:]):
+        with SeededRandomness(root, place[0]).seed_at(*place[1:]):
             return tuple(tuple(root[name](ones).tolist()) for name in ("a", "b"))
 
     assert masks(1, 2, 3) == masks(1, 2, 3)
@@ -82,7 +82,7 @@ def test_masks_depend_on_seed_step_micro_batch_and_layer() -> None:
 
 def test_every_call_of_a_layer_has_a_mask_of_its_own(net: Net) -> None:
     found = [masks_of(layer) for layer in (net.dropout, net.blocks[0].dropout)]
-    with SeededRandomness(net, 1).at(0, 0):
+    with SeededRandomness(net, 1).seed_at(0, 0):
         net(torch.ones(2, WIDTH))
     masks = [tuple(mask.flatten().tolist()) for calls in found for mask in calls]
     assert len(masks) == len(set(masks)) == 5
@@ -99,7 +99,7 @@ def test_a_layer_that_is_not_the_blocks_own_has_a_mask_in_each(net: Net) -> None
 
     net.blocks = nn.ModuleList([Caller(), Caller()])
     found = [masks_of(shared), masks_of(inner.dropout)]
-    with SeededRandomness(net, 1).at(0, 0):
+    with SeededRandomness(net, 1).seed_at(0, 0):
         net(torch.ones(2, WIDTH))
     masks = [tuple(mask.flatten().tolist()) for calls in found for mask in calls]
     assert len(masks) == len(set(masks)) == 4 + 12
@@ -109,28 +109,28 @@ def test_a_layer_that_is_not_the_blocks_own_has_a_mask_in_each(net: Net) -> None
 def test_no_cut_changes_a_mask(net: Net, cut: tuple[int, ...]) -> None:
     given = torch.randn(2, WIDTH)
     seeded = SeededRandomness(net, 1)
-    with seeded.at(4, 2):
+    with seeded.seed_at(4, 2):
         whole = net(given)
-    with seeded.at(4, 2):
+    with seeded.seed_at(4, 2):
         hidden = net.embed(given)
     first = 0
     for size in cut:
-        with seeded.at(4, 2):
+        with seeded.seed_at(4, 2):
             for index in range(first, first + size):
                 hidden = net.run(index, hidden)
         first += size
-    with seeded.at(4, 2):
+    with seeded.seed_at(4, 2):
         assert torch.equal(net.end(hidden), whole)
 
 
 def test_a_block_that_is_computed_again_draws_the_same_masks(net: Net) -> None:
     given, seeded = torch.randn(2, WIDTH), SeededRandomness(net, 1)
-    with seeded.at(0, 0):
+    with seeded.seed_at(0, 0):
         first = net.run(0, given)
         second = net.run(1, first)
-    with seeded.at(0, 0):
+    with seeded.seed_at(0, 0):
         assert torch.equal(net.run(1, first), second)
-    with seeded.at(0, 1):
+    with seeded.seed_at(0, 1):
         assert not torch.equal(net.run(1, first), second)
 
 
@@ -141,10 +141,10 @@ def test_a_call_that_is_left_by_an_exception_has_ended(net: Net) -> None:
         raise StopIteration
 
     hidden, seeded = torch.ones(2, WIDTH), SeededRandomness(net, 1)
-    with seeded.at(0, 0):
+    with seeded.seed_at(0, 0):
         expected = net.end(hidden)
     net.blocks[0].register_forward_hook(leave)
-    with seeded.at(0, 0):
+    with seeded.seed_at(0, 0):
         with pytest.raises(StopIteration):
             net.run(0, hidden)
         assert torch.equal(net.end(hidden), expected)
@@ -154,7 +154,7 @@ def test_seeding_leaves_the_generator_of_the_process_alone() -> None:
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
-    with SeededRandomness(nn.Dropout(0.5), 1).at(0, 0):
+    with SeededRandomness(nn.Dropout(0.5), 1).seed_at(0, 0):
         nn.functional.dropout(torch.ones(9))
     assert torch.equal(torch.rand(4), expected)
 
@@ -204,7 +204,7 @@ def test_whatever_draws_draws_the_same_again(make: Callable[[], nn.Module]) -> N
     seeded = SeededRandomness(layer, 1)
 
     def drawn(micro_batch: int) -> Tensor:
-        with seeded.at(0, micro_batch):
+        with seeded.seed_at(0, micro_batch):
             return layer(given)
 
     first = drawn(0)

@@ -35,27 +35,27 @@ class Context:
 def test_a_member_is_known_by_its_common_name_only() -> None:
     access = AccessControl({"pi-1": Caller(name="pi-1")})
     gate = Authorizer(access, on_edge=False)
-    with gate.admitted(Context("pi-1", ["10.0.0.1", "pi-2"]), methods.ECHO) as caller:
+    with gate.admit(Context("pi-1", ["10.0.0.1", "pi-2"]), methods.ECHO) as caller:
         assert caller == Caller(name="pi-1")
     for name in ("pi-2", "PI-1", "pi-1.", "pi-1\0", "", None):
         with (
             pytest.raises(
                 Aborted, match=r"UNAUTHENTICATED: .*(is no member here|has no common name)"
             ),
-            gate.admitted(Context(name, ["pi-1"]), methods.ECHO),
+            gate.admit(Context(name, ["pi-1"]), methods.ECHO),
         ):
             pass
 
 
 def test_without_a_roster_a_nameless_certificate_is_refused_and_plain_text_is_nobody() -> None:
     gate = Authorizer(None, on_edge=True)
-    with gate.admitted(Context(), methods.ECHO) as caller:
+    with gate.admit(Context(), methods.ECHO) as caller:
         assert caller is None
-    with gate.admitted(Context("laptop"), methods.ECHO) as caller:
+    with gate.admit(Context("laptop"), methods.ECHO) as caller:
         assert caller == Caller(name="laptop")
     with (
         pytest.raises(Aborted, match=r"UNAUTHENTICATED: .* has no common name"),
-        gate.admitted(Context("", ["laptop"]), methods.ECHO),
+        gate.admit(Context("", ["laptop"]), methods.ECHO),
     ):
         pass
 
@@ -63,7 +63,7 @@ def test_without_a_roster_a_nameless_certificate_is_refused_and_plain_text_is_no
 def test_calls_are_counted_by_name_whatever_hosts_are_listed() -> None:
     gate = Authorizer(None, on_edge=True)
     entered = [
-        gate.admitted(Context("pi-1", [f"host-{n}"]), methods.PUSH_WEIGHTS)
+        gate.admit(Context("pi-1", [f"host-{n}"]), methods.PUSH_WEIGHTS)
         for n in range(MOST_AT_ONCE["transfers"] + 1)
     ]
     for call in entered[:-1]:

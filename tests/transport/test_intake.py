@@ -101,7 +101,7 @@ def test_what_handlers_read_is_not_counted_however_much_it_is(port, stack) -> No
     watching = watched(port)
     for _ in range(5):
         pair[0].sendall(bytes(BOUND))
-        assert [len(m) for m in watching.counted(iter([bytes(BOUND)]), call_of(pair))] == [BOUND]
+        assert [len(m) for m in watching.count(iter([bytes(BOUND)]), call_of(pair))] == [BOUND]
         look(watching)
     assert not is_cut(pair)
 
@@ -123,8 +123,8 @@ def test_an_admitted_call_may_send_a_message_of_its_method_and_not_more(
     pair, greedy = connected(port, stack), connected(port, stack)
     watching = watched(port)
     with (
-        watching.expecting(call_of(pair), METHOD),
-        watching.expecting(call_of(greedy), METHOD),
+        watching.expect(call_of(pair), METHOD),
+        watching.expect(call_of(greedy), METHOD),
     ):
         pair[0].sendall(bytes(METHOD.most_bytes))
         greedy[0].sendall(bytes(METHOD.most_bytes + BOUND + 1))

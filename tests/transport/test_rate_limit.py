@@ -57,7 +57,7 @@ def test_what_the_transport_takes_is_not_added_to_the_pace(
     monkeypatch.setattr(stream, "time", SimpleNamespace(monotonic=lambda: now_s))
     link = StreamLink("peer", lambda _: LinkError("gone"), rate_bit_per_s=8000.0)
     monkeypatch.setattr(link, "_over", SimpleNamespace(wait=wait))
-    outgoing = link.outgoing()
+    outgoing = link.encode_outgoing()
     for number in range(frames):
         for _ in range(0 if number and at_once else frames if at_once else 1):
             link.send(Frame(kind=FrameKind.HELLO), deadline_s=1.0)

@@ -18,7 +18,7 @@ from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.transport import certificates, methods, tls
 from collapipe_flwr.transport.certificates import Authority, sign_all
 from collapipe_flwr.transport.connection import Connection
-from collapipe_flwr.transport.diagnosis import diagnosis
+from collapipe_flwr.transport.diagnosis import diagnose
 from collapipe_flwr.transport.tls import check_validity, validity_of
 
 
@@ -86,10 +86,10 @@ def test_a_host_whose_clock_refuses_this_machine_is_told_from_a_silent_one(
     ours = _made(tmp_path, "cu", monkeypatch, days)
     good = sign_all(tmp_path, {"edge": []})["edge"]
     with _listening(theirs, monkeypatch) as address:
-        said = diagnosis(address, "pi-1", ours)
+        said = diagnose(address, "pi-1", ours)
         assert "it refuses the certificate of this machine, which holds from 20" in said
         assert "see that its clock is between these" in said
-        assert "refuses" not in diagnosis(address, "pi-1", good)
+        assert "refuses" not in diagnose(address, "pi-1", good)
 
 
 @contextmanager

@@ -40,9 +40,9 @@ from collapipe_flwr.federation.client.node_state import OPTIMIZER, Kept, NodeSta
 from collapipe_flwr.federation.client.site import Site
 from collapipe_flwr.federation.records import UnsplitTask, asked_optimizer
 from collapipe_flwr.models.splitter import splitter_of
-from collapipe_flwr.pipeline.compute import hold, home
+from collapipe_flwr.pipeline.compute import bring_home, hold
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.state import between_rounds, load_optimizer_state, optimizer_state_of
+from collapipe_flwr.pipeline.state import drop_round_start, load_optimizer_state, optimizer_state_of
 
 log = logging.getLogger("flwr.collapipe")
 
@@ -208,10 +208,10 @@ def train_whole(node: Node, message: Message, asked: UnsplitTask) -> Message:
     rates = settings.rates(batches=examples.num_batches(node.sizes[0]))
     losses = train_unsplit(splitter, model, optimizer, steps, node.config.execution, rates)
     if keeps:
-        state.remember(OPTIMIZER, between_rounds(optimizer_state_of(optimizer)))
+        state.remember(OPTIMIZER, drop_round_start(optimizer_state_of(optimizer)))
     loss = sum(losses) / max(len(losses), 1)
     metrics = MetricRecord({"train_loss": loss, records.EXAMPLES: examples.examples})
-    arrays = take_record(dict(home(splitter.trained_weights(model))))
+    arrays = take_record(dict(bring_home(splitter.trained_weights(model))))
     content = RecordDict({records.ARRAYS: arrays, records.METRICS: metrics})
     return Message(content, reply_to=message)
 
