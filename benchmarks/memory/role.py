@@ -32,7 +32,7 @@ from collapipe_flwr.cluster.unsplit import train_unsplit
 from collapipe_flwr.core.processes import end_with_parent
 from collapipe_flwr.host.allocator import configure_malloc, give_back
 from collapipe_flwr.models.checkpoint import CheckpointSource
-from collapipe_flwr.models.lora import add_adapters, first_adapter, is_adapter
+from collapipe_flwr.models.lora import add_adapters, draw_adapter, is_adapter
 from collapipe_flwr.models.spec import ModelSpec, spec_of
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.tasks import auto_class
@@ -186,7 +186,7 @@ class Player:
         """What travels, as if it had come in a message."""
         shapes = self._splitter.shapes
         return {
-            key: first_adapter(key, shapes[key][0], seed=0)
+            key: draw_adapter(key, shapes[key][0], seed=0)
             if is_adapter(key)
             else self._source.read(key).to(shapes[key][1], copy=True)
             for key in keys

@@ -24,7 +24,7 @@ from collapipe_flwr.generation.source import find_model
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.generation import SEED
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.models.validation import refusing
+from collapipe_flwr.models.validation import translate_errors
 from collapipe_flwr.transport.generation import GenerateRequest
 
 _SOUND = "input_features"
@@ -55,7 +55,7 @@ class TextModel:
         for a model that writes no text.
         """
         source = find_model(str(folder))
-        with refusing(f"--run {str(folder)!r} holds no model with a tokenizer", _ABSENT):
+        with translate_errors(f"--run {str(folder)!r} holds no model with a tokenizer", _ABSENT):
             config = AutoConfig.from_pretrained(source)
             tokenizer = AutoTokenizer.from_pretrained(source)
         task = "seq2seq" if config.is_encoder_decoder else "causal-lm"
@@ -156,7 +156,7 @@ def _load_feature_extractor(input_name: str, source: str) -> Any:
         return None
     if input_name != _SOUND:
         raise ModelError(f"a model that reads {input_name} writes no text")
-    with refusing(f"--run {source!r} has no feature extractor", _ABSENT):
+    with translate_errors(f"--run {source!r} has no feature extractor", _ABSENT):
         return AutoFeatureExtractor.from_pretrained(source)  # type: ignore[no-untyped-call]
 
 

@@ -16,7 +16,7 @@ from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import is_within
 from collapipe_flwr.models.layout import EDGE, EMBEDDING, Layout
 from collapipe_flwr.models.lora import key_of
-from collapipe_flwr.models.part import Borrower, LossPart, Part, Weights, fitting
+from collapipe_flwr.models.part import Borrower, LossPart, Part, Weights, require_tensor
 from collapipe_flwr.models.skeleton import read_tensor
 from collapipe_flwr.models.tasks import Batch, Objective
 
@@ -27,7 +27,7 @@ TensorShape = tuple[torch.Size, torch.dtype]
 
 
 class AnySplitter(ABC):
-    """Cuts one model into embedding, segments of blocks, and edge.
+    """The cut of one model into embedding, segments of blocks, and edge.
 
     Results do not depend on the cut: loss and gradients equal those of ``build_whole``. Keys are
     those of the unsplit model's ``state_dict``; ``aliases`` are those that travel under another
@@ -48,28 +48,28 @@ class AnySplitter(ABC):
     # Keys
 
     def all_keys(self) -> tuple[str, ...]:
-        """The union of all parts' keys."""
-        return self._layout.travelling(self._layout.owners)
+        """Return the keys of all parts together."""
+        return self._layout.select_travelling(self._layout.owners)
 
     def embedding_keys(self) -> tuple[str, ...]:
-        return self._layout.travelling(self._layout.keys_of(EMBEDDING))
+        return self._layout.select_travelling(self._layout.keys_of(EMBEDDING))
 
     def segment_keys(self, first_block: int, stop_block: int) -> tuple[str, ...]:
-        """The keys that a device with these blocks owns."""
+        """Return the keys that a device with these blocks owns."""
         self._check_range(first_block, stop_block)
-        return self._layout.travelling(self._layout.keys_of(*range(first_block, stop_block)))
+        return self._layout.select_travelling(self._layout.keys_of(*range(first_block, stop_block)))
 
     def held_keys(self, block: int) -> tuple[str, ...]:
-        """All keys that a device holds for this block, frozen weights included."""
+        """Return all keys that a device holds for this block, frozen weights included."""
         return self._layout.keys_of(block)
 
     def edge_keys(self) -> tuple[str, ...]:
-        return self._layout.travelling(self._layout.keys_of(EDGE))
+        return self._layout.select_travelling(self._layout.keys_of(EDGE))
 
     @property
     def shared_keys(self) -> tuple[str, ...]:
         """Parameters that every block reads; ``build_segment`` needs them besides its own."""
-        return self._layout.travelling(self._layout.shared_keys)
+        return self._layout.select_travelling(self._layout.shared_keys)
 
     @property
     def sums_shared(self) -> bool:
@@ -96,15 +96,15 @@ class AnySplitter(ABC):
             if key_of(path) != key
         }
 
-    def travelling(self, state: Weights) -> dict[str, Tensor]:
-        """The part of the unsplit model's ``state_dict`` that travels.
+    def select_travelling(self, state: Weights) -> dict[str, Tensor]:
+        """Select the part of the unsplit model's ``state_dict`` that travels.
 
         Raises ModelError if a key is missing or has another shape.
         """
-        return {key: fitting(state, key, self.shapes[key][0]) for key in self.all_keys()}
+        return {key: require_tensor(state, key, self.shapes[key][0]) for key in self.all_keys()}
 
     def whole_state(self, weights: Weights) -> dict[str, Tensor]:
-        """The unsplit model's ``state_dict`` from what travels; the inverse of ``travelling``."""
+        """Restore the unsplit model's ``state_dict`` from what travels."""
         aliases = self.aliases
         return {key: weights[aliases.get(key, key)] for key in self.state_keys}
 
@@ -112,18 +112,18 @@ class AnySplitter(ABC):
 
     @abstractmethod
     def context(self, batch: Batch) -> dict[str, Tensor]:
-        """The tensors of ``batch`` that segments and edge need."""
+        """Return the tensors of ``batch`` that segments and edge need."""
 
     @abstractmethod
     def targets_of(self, batch: Batch) -> tuple[str, ...]:
-        """The names of those tensors of ``batch`` that only head and loss read."""
+        """Return the names of those tensors of ``batch`` that only head and loss read."""
 
     @abstractmethod
     def run_whole(self, model: nn.Module, batch: Batch) -> Any:
-        """The outputs of a model from ``build_whole``; see ``loss_of`` and ``scores_of``."""
+        """Run a model from ``build_whole``; its outputs are for ``loss_of`` and ``scores_of``."""
 
     def weight_of(self, batch: Batch) -> float:
-        """What the mean loss of ``batch`` runs over; raises ModelError if a tensor is missing."""
+        """Return what the mean loss of ``batch`` runs over; raises ModelError."""
         return self.objective.weight_of(self.context(batch))
 
     def check_parts(self, parts: Sequence[Batch]) -> None:
@@ -137,47 +137,47 @@ class AnySplitter(ABC):
                 )
 
     def loss_of(self, outputs: Any, batch: Batch) -> Tensor:
-        """The mean loss of these outputs for ``batch``, a scalar; raises ModelError."""
+        """Compute the mean loss of these outputs for ``batch``, a scalar; raises ModelError."""
         return self.objective.loss_of(outputs, self.context(batch))
 
     @abstractmethod
     def example(self, shape: BatchShape) -> tuple[dict[str, Tensor], int]:
-        """A batch to measure costs with, and how many examples it holds."""
+        """Make a batch to measure costs with, and count its examples."""
 
     # Weights
 
     def initial_weights(self, seed: int) -> dict[str, Tensor]:
-        """Initial values of all keys; see ``first_weights``."""
+        """Return initial values of all keys; see ``first_weights``."""
         return self.first_weights(seed)[0]
 
     @abstractmethod
     def first_weights(self, seed: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-        """Initial values of all keys, and the keys that the checkpoint lacks."""
+        """Return initial values of all keys, and the keys that the checkpoint lacks."""
 
     def trained_weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """The current tensors that travel of a model from ``build_whole``."""
+        """Return the current tensors that travel of a model from ``build_whole``."""
         places = self._layout.places
         return {key: read_tensor(model, places[key][0]).detach() for key in self.all_keys()}
 
     def resident_keys_of_segment(self, first_block: int, stop_block: int) -> frozenset[str]:
-        """The keys that a device with these blocks reads from the checkpoint, if it has one."""
-        holdings = self._layout.holdings(*range(first_block, stop_block), runs_blocks=True)
+        """Return the keys that a device with these blocks reads from its own checkpoint."""
+        holdings = self._layout.holdings_of(*range(first_block, stop_block), runs_blocks=True)
         return self._layout.resident.intersection(holdings.all)
 
     def read_resident(self, keys: Iterable[str]) -> dict[str, Tensor]:
-        """These frozen weights, for a device without the checkpoint; raises ModelError."""
+        """Read these frozen weights for a device without the checkpoint; raises ModelError."""
         raise ModelError(f"nothing is read from a checkpoint here, but {next(iter(keys))!r} is")
 
     # Parts
 
     @abstractmethod
     def build_embedding(self, weights: Weights) -> Borrower:
-        """The control unit's part; ``weights`` must hold ``embedding_keys``."""
+        """Build the control unit's part; ``weights`` must hold ``embedding_keys``."""
 
     def embed(
         self, embedding: Borrower, weights: Weights, batch: Batch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """A batch's hidden states and context, with all rows of the tables that are borrowed."""
+        """Compute a batch's hidden states and context, with all rows of the borrowed tables."""
         for key in self.ties:
             embedding.load_rows(key, torch.arange(len(weights[key])), weights[key])
         hidden: Tensor = embedding(batch)
@@ -185,15 +185,15 @@ class AnySplitter(ABC):
 
     @abstractmethod
     def build_segment(self, first_block: int, stop_block: int, weights: Weights) -> Part:
-        """A device's part; ``weights`` must hold its ``segment_keys`` and ``shared_keys``."""
+        """Build a device's part; ``weights`` must hold its ``segment_keys`` and ``shared_keys``."""
 
     @abstractmethod
     def build_edge(self, weights: Weights) -> LossPart:
-        """The edge's part; ``weights`` must hold ``edge_keys`` (and ``shared_keys``)."""
+        """Build the edge's part; ``weights`` must hold ``edge_keys`` (and ``shared_keys``)."""
 
     @abstractmethod
     def build_whole(self, weights: Weights, *, trains: bool = False) -> Any:
-        """The unsplit model with these weights, in evaluation mode."""
+        """Build the unsplit model with these weights, in evaluation mode."""
 
     def _check_range(self, first_block: int, stop_block: int) -> None:
         if not 0 <= first_block < stop_block <= self.num_blocks:
@@ -204,7 +204,7 @@ class AnySplitter(ABC):
 
 
 def shapes_of(state: Weights, layout: Layout) -> dict[str, TensorShape]:
-    """Shape and dtype of every key."""
+    """Return shape and dtype of every key."""
     return {
         key: (state[paths[0]].shape, state[paths[0]].dtype) for key, paths in layout.places.items()
     }

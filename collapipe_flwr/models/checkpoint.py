@@ -1,8 +1,8 @@
-"""Checkpoints of transformers, folders or hub names: whole models by the library's own loader, and
-single tensors read in place.
+"""Checkpoints of transformers: whole models by the library's loader, single tensors in place.
 
-A safetensors file begins with an index of its tensors, and its other pages are read when they are
-touched: a device that holds four of twelve blocks reads a third of the file.
+A checkpoint is a folder or a hub name. A safetensors file begins with an index of its tensors, and
+its other pages are read when they are touched: a device that holds four of twelve blocks reads a
+third of the file.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from collapipe_flwr.core.errors import CheckpointMissing, ModelError, prefix_err
 from collapipe_flwr.core.hub import expand_home, explain_unreachable, is_folder_only, silence
 from collapipe_flwr.models.skeleton import build_skeleton, builder_of, derive_constant, read_config
 from collapipe_flwr.models.spec import ModelSpec
-from collapipe_flwr.models.validation import first_lines, refusing
+from collapipe_flwr.models.validation import first_lines, translate_errors
 
 _TIE_FLAGS = ("tie_word_embeddings", "share_encoder_decoder_embeddings")
 
 
 def read_pretrained_config(pretrained: str) -> PreTrainedConfig:
-    """The configuration of a checkpoint (folder or hub name); raises ModelError."""
+    """Read the configuration of a checkpoint (folder or hub name); raises ModelError."""
     folder = expand_home(pretrained)
     if not folder.is_dir() and is_folder_only(pretrained):
         raise CheckpointMissing(
@@ -79,10 +79,10 @@ def check_stored(pretrained: str) -> None:
         )
     with prefix_errors("model.pretrained"):
         if files[0].name in (_FILE, _INDEX):
-            list(_listing(pretrained))
+            list(_list_tensors(pretrained))
         elif files[0].suffix == ".bin":
             kinds = (OSError, RuntimeError, ValueError, EOFError, UnpicklingError)
-            with refusing(_unreadable(pretrained), kinds):
+            with translate_errors(_unreadable(pretrained), kinds):
                 mapped = is_zipfile(files[0])
                 torch.load(files[0], map_location="meta", weights_only=True, mmap=mapped)
 
@@ -90,16 +90,16 @@ def check_stored(pretrained: str) -> None:
 def load_checkpoint(
     spec: ModelSpec, seed: int, *, body: frozenset[str]
 ) -> tuple[PreTrainedModel, tuple[str, ...]]:
-    """The model of ``spec.pretrained``, and the sorted keys that are not from there.
+    """Load the model of ``spec.pretrained``; also return the sorted keys that it lacks.
 
     A head that the checkpoint lacks, or has for other classes, is drawn from ``seed``. Raises
     ModelError if the checkpoint cannot be read or lacks one of the ``body`` keys.
     """
-    config = _checkpoint_config(spec)
+    config = _read_checkpoint_config(spec)
     assert spec.pretrained is not None
     unread = f"cannot load the checkpoint {spec.pretrained!r}"
     kinds = OSError, ValueError, RuntimeError, SafetensorError
-    with refusing(unread, kinds), silence(logging), torch.random.fork_rng(devices=()):
+    with translate_errors(unread, kinds), silence(logging), torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         model, report = builder_of(spec, config).from_pretrained(
             _source(spec.pretrained),
@@ -114,21 +114,21 @@ def load_checkpoint(
         keys = {entry if isinstance(entry, str) else entry[0] for entry in entries}
         keys.difference_update(model.all_tied_weights_keys)
         if wrong := sorted(keys & body):
-            raise not_fitting(spec, problem, wrong)
+            raise checkpoint_misfit(spec, problem, wrong)
         lacking |= keys
     return model, tuple(sorted(lacking))
 
 
-def published_skeleton(spec: ModelSpec) -> PreTrainedModel:
-    """The model of ``spec`` without adapters, with the ties of its checkpoint."""
-    config = _checkpoint_config(spec)
+def build_published_skeleton(spec: ModelSpec) -> PreTrainedModel:
+    """Build the skeleton of ``spec`` without adapters, with the ties of its checkpoint."""
+    config = _read_checkpoint_config(spec)
     return build_skeleton(
         replace(spec, lora=None, config_json=config.to_json_string(use_diff=False))
     )
 
 
-def _checkpoint_config(spec: ModelSpec) -> PreTrainedConfig:
-    """The configuration of ``spec``, with tables tied as in its checkpoint."""
+def _read_checkpoint_config(spec: ModelSpec) -> PreTrainedConfig:
+    """Read the configuration of ``spec``, with tables tied as in its checkpoint."""
     assert spec.pretrained is not None
     config = read_config(spec)
     source = read_pretrained_config(spec.pretrained)
@@ -138,8 +138,8 @@ def _checkpoint_config(spec: ModelSpec) -> PreTrainedConfig:
     return config
 
 
-def not_fitting(spec: ModelSpec, problem: str, keys: Sequence[str]) -> ModelError:
-    """A checkpoint in which tensors of the body are ``missing`` or ``mismatched``."""
+def checkpoint_misfit(spec: ModelSpec, problem: str, keys: Sequence[str]) -> ModelError:
+    """Make the error for ``missing`` or ``mismatched`` tensors of a checkpoint's body."""
     return ModelError(
         f"the checkpoint {spec.pretrained!r} does not fit a {spec.model_type!r} model for "
         f"{spec.task!r}: {len(keys)} {problem} tensors, first {keys[0]!r}"
@@ -162,17 +162,17 @@ class CheckpointSource:
     def __init__(self, spec: ModelSpec) -> None:
         assert spec.pretrained is not None
         self._pretrained = spec.pretrained
-        self._skeleton = published_skeleton(spec)
-        self._places = _places(spec.pretrained, self._skeleton)
+        self._skeleton = build_published_skeleton(spec)
+        self._places = _find_places(spec.pretrained, self._skeleton)
         self._computing = threading.Lock()  # constants are computed within the skeleton
 
     def __contains__(self, key: object) -> bool:
         return key in self._places
 
     def read(self, key: str) -> Tensor:
-        """The tensor of one key as the checkpoint has it; raises ModelError if it has none."""
+        """Read the tensor of one key as the checkpoint has it; raises ModelError if it has none."""
         if key in self._places:
-            with refusing(_unreadable(self._pretrained), (OSError, SafetensorError)):
+            with translate_errors(_unreadable(self._pretrained), (OSError, SafetensorError)):
                 return _read(self._places[key], key, self._skeleton)
         with self._computing:
             constant = derive_constant(self._skeleton, key)
@@ -206,23 +206,23 @@ class Completed(dict[str, Tensor]):
 def _read(pieces: Sequence[Piece], key: str, model: PreTrainedModel) -> Tensor:
     file, name, joining, _ = pieces[0]
     if joining is None:
-        return _tensor(file, name)
+        return _read_tensor(file, name)
     converter = deepcopy(joining)  # it accumulates tensors
     for file, name, _, pattern in pieces:
-        converter.add_tensor(key, name, pattern, _tensor(file, name))  # type: ignore[arg-type]
+        converter.add_tensor(key, name, pattern, _read_tensor(file, name))  # type: ignore[arg-type]
     joined = converter.convert(key, model=model, config=model.config)[key]
     whole: Tensor = joined[0] if isinstance(joined, list) else joined
     return whole
 
 
-def _tensor(file: Path, name: str) -> Tensor:
+def _read_tensor(file: Path, name: str) -> Tensor:
     with safe_open(file, framework="pt") as tensors:
         tensor: Tensor = tensors.get_tensor(name)
     return tensor
 
 
-def _places(pretrained: str, skeleton: PreTrainedModel) -> dict[str, list[Piece]]:
-    """Where each tensor of the model is stored, without those that a converter would divide."""
+def _find_places(pretrained: str, skeleton: PreTrainedModel) -> dict[str, list[Piece]]:
+    """Find where each tensor is stored, except those that a converter would divide."""
     wanted = skeleton.state_dict()
     found: dict[str, list[Piece]] = {}
     transforms = get_model_conversion_mapping(skeleton)
@@ -230,7 +230,9 @@ def _places(pretrained: str, skeleton: PreTrainedModel) -> dict[str, list[Piece]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     joining = {p: c for c in converters if len(c.target_patterns) == 1 for p in c.source_patterns}
     prefix = skeleton.base_model_prefix
-    for file, name in sorted(_listing(pretrained), key=lambda stored: dot_natural_key(stored[1])):
+    for file, name in sorted(
+        _list_tensors(pretrained), key=lambda stored: dot_natural_key(stored[1])
+    ):
         key, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
         if key not in wanted and name in wanted:
             key, pattern = name, None
@@ -244,18 +246,18 @@ def _places(pretrained: str, skeleton: PreTrainedModel) -> dict[str, list[Piece]
     return found
 
 
-def _listing(pretrained: str) -> Iterator[tuple[Path, str]]:
-    """File and name of every stored tensor; only headers are read."""
+def _list_tensors(pretrained: str) -> Iterator[tuple[Path, str]]:
+    """Yield file and name of every stored tensor; only headers are read."""
     kinds = OSError, SafetensorError, ValueError, KeyError
-    with refusing(_unreadable(pretrained), kinds):
-        for file in _files(pretrained):
+    with translate_errors(_unreadable(pretrained), kinds):
+        for file in _find_files(pretrained):
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a mapping
                     yield file, name
 
 
-def _files(pretrained: str) -> list[Path]:
-    """The safetensors files in a folder or in the hub's cache, downloaded where it must be."""
+def _find_files(pretrained: str) -> list[Path]:
+    """Find the safetensors files in a folder or the hub's cache; download them if need be."""
     source = _source(pretrained)
     one = cached_file(source, _FILE, _raise_exceptions_for_missing_entries=False)
     if one is not None:
@@ -270,8 +272,8 @@ def _files(pretrained: str) -> list[Path]:
     return [Path(str(cached_file(source, shard))) for shard in shards]
 
 
-def generation_settings_file(pretrained: str) -> Path | None:
-    """The checkpoint's own generation settings; None if it has no file of them."""
+def find_generation_settings(pretrained: str) -> Path | None:
+    """Find the file of the checkpoint's own generation settings; None if it has none."""
     with suppress(OSError):
         found = cached_file(
             _source(pretrained), GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False
@@ -281,7 +283,7 @@ def generation_settings_file(pretrained: str) -> Path | None:
 
 
 def _source(pretrained: str) -> str:
-    """The checkpoint's folder or hub name as the library knows it, without ``~``."""
+    """Return the checkpoint's folder or hub name as the library knows it, without ``~``."""
     folder = expand_home(pretrained)
     return str(folder) if folder.is_dir() else pretrained
 

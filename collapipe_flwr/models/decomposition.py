@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from collapipe_flwr.core.domain import IGNORED_LABEL
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.part import Weights
-from collapipe_flwr.models.random_functions import drawing_alike
-from collapipe_flwr.models.skeleton import example_inputs
+from collapipe_flwr.models.random_functions import draw_alike
+from collapipe_flwr.models.skeleton import make_example_inputs
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.tasks import EXAMPLES, LABEL_NAMES, LABELS, Batch
 
@@ -51,14 +51,14 @@ class Means:
 
 
 def find_means(splitter: AnySplitter, weights: Weights, batch: Batch) -> Means | None:
-    """The weight that obeys the law for batches such as this one; None if none does.
+    """Find the weight that obeys the law for batches such as this one; None if none does.
 
     It is that of ``splitter``, or else "labels" for "examples", or the other way round.
     """
     if len({len(tensor) if tensor.dim() else -1 for tensor in batch.values()}) != 1:
         return None
     given = splitter.objective.weight
-    numbers = tuple(name for name in _whole_numbers(splitter, batch) if name != given)
+    numbers = tuple(name for name in _find_integers(splitter, batch) if name != given)
     untried = tuple(n for n in numbers if not _may_be_ignored(splitter, n, batch[n]))
     model = splitter.build_whole(weights, trains=True).train()
     trial = _Trial(splitter, model)
@@ -72,14 +72,14 @@ def find_means(splitter: AnySplitter, weights: Weights, batch: Batch) -> Means |
     return None
 
 
-def made_up_batch(splitter: Splitter) -> dict[str, Tensor]:
-    """Examples of one of the library's tasks, with random inputs and labels."""
+def make_up_batch(splitter: Splitter) -> dict[str, Tensor]:
+    """Make up examples of one of the library's tasks, with random inputs and labels."""
     random = torch.Generator().manual_seed(2)
     config: Any = splitter.config
     inputs: Any = splitter.input_config
     task = splitter.task
     length = min(_LENGTH, splitter.most_tokens or _LENGTH)
-    batch = example_inputs(inputs, splitter.input_name, length, examples=_TRIED)
+    batch = make_example_inputs(inputs, splitter.input_name, length, examples=_TRIED)
     if splitter.input_name == "input_ids":
         ids = torch.randint(0, inputs.vocab_size, (_TRIED, length), generator=random)
         padding = getattr(inputs, "pad_token_id", None)
@@ -104,8 +104,8 @@ class _Trial:
         self._trained = [p for p in model.parameters() if p.requires_grad]
 
     def obeys(self, weight: str, batch: Batch, *, ignoring: bool) -> bool:
-        """Whether the most demanding variant that has a loss obeys the law."""
-        for variant in _variants(self._splitter, batch, ignoring=ignoring):
+        """Return whether the most demanding variant that has a loss obeys the law."""
+        for variant in _make_variants(self._splitter, batch, ignoring=ignoring):
             with suppress(Exception):  # the user's code cannot read this variant
                 found = self._compare(weight, variant)
                 if found is not None:
@@ -113,11 +113,11 @@ class _Trial:
         return False
 
     def _compare(self, weight: str, batch: Batch) -> bool | None:
-        """Whether a batch obeys the law; None where it has no loss, weight or gradient."""
-        shares = self._shares(weight, batch)
+        """Return whether a batch obeys the law; None if it has no loss, weight or gradient."""
+        shares = self._weigh_parts(weight, batch)
         self._model.zero_grad()
         before = [buffer.clone() for buffer in self._model.buffers()]
-        loss = self._add(batch, 1.0)
+        loss = self._add_gradient(batch, 1.0)
         largest = self._largest_gradient()
         if not (0 < largest < torch.inf and shares):
             return None
@@ -126,7 +126,7 @@ class _Trial:
         sizes, losses = [largest], [abs(loss)]
         try:
             for part, share in shares:
-                found = self._add(part, -share) * share
+                found = self._add_gradient(part, -share) * share
                 loss -= found
                 sizes.append(self._largest_gradient())
                 losses.append(abs(found))
@@ -134,17 +134,17 @@ class _Trial:
             return False
         return abs(loss) <= CLOSE * max(losses) and sizes[-1] <= CLOSE * max(sizes)
 
-    def _shares(self, weight: str, batch: Batch) -> list[tuple[Batch, float]]:
-        """The parts that weigh anything, and what they weigh of the batch."""
+    def _weigh_parts(self, weight: str, batch: Batch) -> list[tuple[Batch, float]]:
+        """Return the parts that weigh anything, and their shares of the batch's weight."""
         objective = replace(self._splitter.objective, weight=weight)
         parts = [dict(zip(batch, tensors, strict=True)) for tensors in _cut(batch)]
         weights = [objective.weight_of(self._splitter.context(part)) for part in parts]
         total = sum(weights)
         return [(p, w / total) for p, w in zip(parts, weights, strict=True) if w and total > 0]
 
-    def _add(self, batch: Batch, factor: float) -> float:
-        """The loss; its gradient, so many times, is added to those of the parameters."""
-        with torch.enable_grad(), drawing_alike():
+    def _add_gradient(self, batch: Batch, factor: float) -> float:
+        """Add ``factor`` times the loss's gradient to the parameters' own; return the loss."""
+        with torch.enable_grad(), draw_alike():
             outputs = self._splitter.run_whole(self._model, batch)
             loss = self._splitter.loss_of(outputs, batch)
             if loss.requires_grad:
@@ -158,32 +158,32 @@ class _Trial:
 
 
 def _cut(batch: Batch) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors of consecutive parts."""
+    """Cut the tensors of a batch into consecutive parts."""
     return zip(*(torch.split(tensor, [*_PARTS]) for tensor in batch.values()), strict=True)
 
 
-def _variants(
+def _make_variants(
     splitter: AnySplitter, batch: Batch, *, ignoring: bool
 ) -> Iterator[dict[str, Tensor]]:
-    """Few examples with other targets, from the most to the least demanding.
+    """Yield few examples with other targets, from the most to the least demanding.
 
     With ``ignoring`` some are left out. A loss may be unable to read some of them. What a tensor of
     the batch says about its targets is true of these alone, so they stay as they are.
     """
     weight = splitter.objective.weight
     if weight in batch:
-        yield _uneven(weight, batch)
+        yield _choose_uneven(weight, batch)
         return
-    few = {name: tensor[_rows(len(tensor))].clone() for name, tensor in batch.items()}
+    few = {name: tensor[_choose_rows(len(tensor))].clone() for name, tensor in batch.items()}
     random = torch.Generator().manual_seed(1)
-    numbers = _whole_numbers(splitter, few)
-    classes = {n: _other_classes(few[n], int(batch[n].max()), random) for n in numbers}
-    scaled = {n: _scaled(few[n]) for n in _floats(splitter, few)}
-    shorter = {n: _shorter(few[n]) for n in few if n == _MASK}
+    numbers = _find_integers(splitter, few)
+    classes = {n: _draw_classes(few[n], int(batch[n].max()), random) for n in numbers}
+    scaled = {n: _scale(few[n]) for n in _find_floats(splitter, few)}
+    shorter = {n: _shorten(few[n]) for n in few if n == _MASK}
     named = [n for n in numbers if ignoring and _may_be_ignored(splitter, n, batch[n])]
-    ignored = {n: _ignoring(classes[n], batch[n], k, random) for k, n in enumerate(named)}
-    kept = {n: _ignoring(few[n], batch[n], k, random) for k, n in enumerate(named)}
-    beyond = {n: _beyond(ignored.get(n, classes[n]), splitter, few) for n in numbers}
+    ignored = {n: _ignore_some(classes[n], batch[n], k, random) for k, n in enumerate(named)}
+    kept = {n: _ignore_some(few[n], batch[n], k, random) for k, n in enumerate(named)}
+    beyond = {n: _put_beyond(ignored.get(n, classes[n]), splitter, few) for n in numbers}
     yield {**few, **scaled, **shorter, **classes, **ignored, **beyond}
     yield {**few, **scaled, **shorter, **classes, **ignored}
     yield {**few, **classes, **ignored}
@@ -194,48 +194,48 @@ def _variants(
     yield few
 
 
-def _rows(examples: int) -> Tensor:
-    """Those of the first examples, over and over if there are too few."""
+def _choose_rows(examples: int) -> Tensor:
+    """Choose the first rows, over and over if there are too few."""
     return torch.arange(_TRIED) % examples
 
 
-def _uneven(weight: str, batch: Batch) -> dict[str, Tensor]:
-    """Examples from the lightest to the heaviest; they weigh differently in any case."""
+def _choose_uneven(weight: str, batch: Batch) -> dict[str, Tensor]:
+    """Choose examples from the lightest to the heaviest; make equal weights differ."""
     by_example = batch[weight].reshape(len(batch[weight]), -1).double().sum(1)
     order = by_example.argsort()
     chosen = order[torch.linspace(0, len(order) - 1, _TRIED).round().long()]
     few = {name: tensor[chosen].clone() for name, tensor in batch.items()}
     if float(by_example.max()) <= _UNEVEN * float(by_example.min()):
-        few[weight] = _scaled(few[weight])
+        few[weight] = _scale(few[weight])
     return few
 
 
-def _whole_numbers(splitter: AnySplitter, batch: Batch) -> tuple[str, ...]:
+def _find_integers(splitter: AnySplitter, batch: Batch) -> tuple[str, ...]:
     kinds = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
     targets = (name for name in splitter.targets_of(batch) if not name.endswith("mask"))
     return tuple(name for name in targets if batch[name].dtype in kinds)
 
 
-def _floats(splitter: AnySplitter, batch: Batch) -> tuple[str, ...]:
+def _find_floats(splitter: AnySplitter, batch: Batch) -> tuple[str, ...]:
     return tuple(name for name in splitter.targets_of(batch) if batch[name].is_floating_point())
 
 
 def _may_be_ignored(splitter: AnySplitter, name: str, values: Tensor) -> bool:
-    """Whether a loss may skip some of these numbers: all losses of the library's own do."""
+    """Return whether a loss may skip some of these numbers: the library's own losses do."""
     known = name in LABEL_NAMES or splitter.objective.loss is None
     tried = splitter.objective.weight in (EXAMPLES, LABELS)
     return (known and tried) or bool((values < 0).any())
 
 
-def _other_classes(values: Tensor, largest: int, random: torch.Generator) -> Tensor:
-    """Others of the classes that occur in the batch, of which there are two or more."""
+def _draw_classes(values: Tensor, largest: int, random: torch.Generator) -> Tensor:
+    """Draw other classes of those that occur in the batch, of which there are two or more."""
     drawn = torch.randint(0, max(largest, 1) + 1, values.shape, generator=random)
     drawn.view(_TRIED, -1)[:, 0] = torch.arange(_TRIED) % (max(largest, 1) + 1)
     return drawn.to(values.dtype).where(values >= 0, values)
 
 
-def _ignoring(values: Tensor, given: Tensor, number: int, random: torch.Generator) -> Tensor:
-    """Some labels less, of other shares in each part and in each tensor by its ``number``."""
+def _ignore_some(values: Tensor, given: Tensor, number: int, random: torch.Generator) -> Tensor:
+    """Mark some labels as ignored: other shares in each part, and in each tensor by ``number``."""
     lowest = int(given.min())
     left_out = torch.rand(values.shape, generator=random) < 0.4
     flat = left_out.view(_TRIED, -1)
@@ -244,8 +244,8 @@ def _ignoring(values: Tensor, given: Tensor, number: int, random: torch.Generato
     return values.masked_fill(left_out, lowest if lowest < 0 else IGNORED_LABEL)
 
 
-def _beyond(values: Tensor, splitter: AnySplitter, batch: Batch) -> Tensor:
-    """One position behind the end of the text, which question answering leaves out."""
+def _put_beyond(values: Tensor, splitter: AnySplitter, batch: Batch) -> Tensor:
+    """Move one position behind the end of the text, which question answering leaves out."""
     inputs = set(batch).difference(splitter.targets_of(batch))
     lengths = [batch[name].shape[1] for name in inputs if batch[name].dim() > 1]
     found = values.clone()
@@ -254,13 +254,13 @@ def _beyond(values: Tensor, splitter: AnySplitter, batch: Batch) -> Tensor:
     return found
 
 
-def _scaled(values: Tensor) -> Tensor:
+def _scale(values: Tensor) -> Tensor:
     factors = torch.tensor(_FACTORS, dtype=values.dtype)
     return values * factors.view(-1, *(1,) * (values.dim() - 1))
 
 
-def _shorter(mask: Tensor) -> Tensor:
-    """The examples end one after the other."""
+def _shorten(mask: Tensor) -> Tensor:
+    """Let the examples end one after the other."""
     places, length = torch.arange(mask.shape[-1]), mask.shape[-1]
     ends = torch.linspace(length, max(length // 3, 1), _TRIED).round()
     return mask * (places < ends.view(-1, *(1,) * (mask.dim() - 1))).to(mask.dtype)

@@ -1,4 +1,4 @@
-"""From what a user writes (a model type or a checkpoint, some overrides) to a ``ModelSpec``."""
+"""Turn what a user writes (a model type or a checkpoint, some overrides) into a ``ModelSpec``."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import is_within, path_of
 from collapipe_flwr.models.checkpoint import (
-    not_fitting,
-    published_skeleton,
+    build_published_skeleton,
+    checkpoint_misfit,
     read_pretrained_config,
 )
 from collapipe_flwr.models.discovery import ON_VALUES, VALUES_ASKED, refusal
 from collapipe_flwr.models.families import FAMILIES
 from collapipe_flwr.models.likeness import refuse_unlike
-from collapipe_flwr.models.lora import default_targets, head_modules
+from collapipe_flwr.models.lora import find_default_targets, find_head_modules
 from collapipe_flwr.models.profile import profile_shapes
 from collapipe_flwr.models.skeleton import build_skeleton
 from collapipe_flwr.models.spec import BatchShape, LoraConfig, ModelSpec, unknown_type
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.models.tasks import built_class, find_task, known_task
-from collapipe_flwr.models.validation import LAYERDROPS, UNFIT, needs_token, refusing
+from collapipe_flwr.models.tasks import find_built_class, find_task, recognize_task
+from collapipe_flwr.models.validation import LAYERDROPS, UNFIT, missing_token, translate_errors
 
 _SPECIAL_TOKENS = (
     "pad_token_id",
@@ -73,7 +73,7 @@ def make_spec(
     key or value, and for a model that cannot be split.
     """
     labelled = find_task(task).labelled
-    config = _starting_config(model_type, pretrained, overrides or {})
+    config = _make_config(model_type, pretrained, overrides or {})
     if vocab_size is not None:
         _set_vocabulary(config, vocab_size, pretrained)
     _set_tokens(
@@ -103,8 +103,8 @@ def make_spec(
     if not splitter.has_record:
         rehearse(splitter)
     if pretrained is not None and splitter.decodes:
-        spec = replace(spec, untied=splitter.untied_by_checkpoint())
-    return _adapted(spec, lora) if lora and lora.rank else spec
+        spec = replace(spec, untied=splitter.find_untied_keys())
+    return _adapt(spec, lora) if lora and lora.rank else spec
 
 
 def describe_live(model: PreTrainedModel, *, ties: str, **choices: Any) -> ModelSpec:
@@ -115,8 +115,8 @@ def describe_live(model: PreTrainedModel, *, ties: str, **choices: Any) -> Model
     kind = type(model)
     config: PreTrainedConfig = deepcopy(model.config)
     _set_exact_training(config, ties)
-    task = known_task(kind)
-    own = built_class(task, config) is not kind
+    task = recognize_task(kind)
+    own = find_built_class(task, config) is not kind
     spec = ModelSpec(
         task=task,
         config_json=config.to_json_string(use_diff=False),
@@ -135,23 +135,23 @@ def describe_live(model: PreTrainedModel, *, ties: str, **choices: Any) -> Model
     return spec
 
 
-def _adapted(spec: ModelSpec, lora: LoraConfig) -> ModelSpec:
-    """``spec`` with adapters, defaults filled in."""
+def _adapt(spec: ModelSpec, lora: LoraConfig) -> ModelSpec:
+    """Add adapters to ``spec``, and fill in their defaults."""
     plain = build_skeleton(spec)
-    head = head_modules(plain) if find_task(spec.task).labelled else ()
+    head = find_head_modules(plain) if find_task(spec.task).labelled else ()
     if not lora.target_modules:
-        lora = replace(lora, target_modules=default_targets(spec.model_type))
+        lora = replace(lora, target_modules=find_default_targets(spec.model_type))
     if not lora.modules_to_save:
         lora = replace(lora, modules_to_save=head)
     _refuse_unknown(plain, lora)
     if spec.pretrained is None:
         return replace(spec, lora=lora)
-    _refuse_tied(published_skeleton(spec), lora)
+    _refuse_tied(build_published_skeleton(spec), lora)
     spec = replace(spec, lora=lora)
     splitter = Splitter(spec)
-    absent = splitter.absent_from_checkpoint()
+    absent = splitter.find_absent_keys()
     if lost := sorted(splitter.body_keys.intersection(absent)):
-        raise not_fitting(spec, "missing", lost)
+        raise checkpoint_misfit(spec, "missing", lost)
     if untrained := [name for name in head if any(is_within(key, [name]) for key in absent)]:
         raise ModelError(
             f"lora.modules-to-save {' '.join(lora.modules_to_save)!r} leaves out "
@@ -166,7 +166,7 @@ def _refuse_unknown(model: PreTrainedModel, lora: LoraConfig) -> None:
     paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
     for name in lora.modules_to_save:
         if not any(path.endswith(name) for path in paths):
-            near = _near(name, {path.rpartition(".")[2] for path in paths})
+            near = _suggest(name, {path.rpartition(".")[2] for path in paths})
             raise ModelError(
                 f"lora.modules-to-save names {name!r}, but no module of a "
                 f"{model.config.model_type!r} model ends so; "
@@ -186,7 +186,7 @@ def _refuse_tied(model: PreTrainedModel, lora: LoraConfig) -> None:
             )
 
 
-def _starting_config(
+def _make_config(
     model_type: str | None, pretrained: str | None, overrides: Mapping[str, object]
 ) -> PreTrainedConfig:
     if (model_type is None) == (pretrained is None):
@@ -195,7 +195,7 @@ def _starting_config(
     if config is None and model_type not in CONFIG_MAPPING:
         raise unknown_type(str(model_type))
     config_class: Any = type(config) if config else CONFIG_MAPPING[str(model_type)]
-    with refusing(f"model type {config.model_type if config else model_type!r}"):
+    with translate_errors(f"model type {config.model_type if config else model_type!r}"):
         _check_keys(config_class, overrides)
         if config is None:
             return config_class(**overrides)  # type: ignore[no-any-return]
@@ -210,11 +210,11 @@ def _check_keys(config_class: Any, overrides: Mapping[str, object]) -> None:
     known |= set(family.settings) if family else set()
     for key in overrides:
         if key not in known:
-            near = _near(key, known) or f"see {config_class.__name__} in the transformers manual"
+            near = _suggest(key, known) or f"see {config_class.__name__} in the transformers manual"
             raise ModelError(f"{config_class.model_type!r} models have no setting {key!r}; {near}")
 
 
-def _near(name: str, known: Iterable[str]) -> str | None:
+def _suggest(name: str, known: Iterable[str]) -> str | None:
     near = get_close_matches(name, list(known), n=3)
     return f"did you mean {' or '.join(map(repr, near))}?" if near else None
 
@@ -255,7 +255,7 @@ def _forget_foreign_tokens(config: PreTrainedConfig) -> None:
                 setattr(config, key, None)
             except StrictDataclassError as cause:  # some types require a number without reading it
                 if key not in _NEVER_READ:
-                    raise needs_token(config, key) from cause
+                    raise missing_token(config, key) from cause
     for key in ("suppress_tokens", "begin_suppress_tokens"):
         named = getattr(config, key, None)
         if named is not None:

@@ -32,11 +32,16 @@ from collapipe_flwr.core.imports import is_within
 from collapipe_flwr.models.families import FAMILIES, Family, base_path, stack_path
 from collapipe_flwr.models.module_call import arguments_of, hidden_of
 from collapipe_flwr.models.random_functions import RANDOM
-from collapipe_flwr.models.skeleton import build_skeleton, example_inputs, place_tensor, read_config
+from collapipe_flwr.models.skeleton import (
+    build_skeleton,
+    make_example_inputs,
+    place_tensor,
+    read_config,
+)
 from collapipe_flwr.models.spec import ModelSpec
-from collapipe_flwr.models.stack import without_cache
-from collapipe_flwr.models.tasks import TASKS, auto_class, is_librarys
-from collapipe_flwr.models.validation import UNFIT, why_unfit
+from collapipe_flwr.models.stack import disable_cache
+from collapipe_flwr.models.tasks import TASKS, auto_class, is_transformers_class
+from collapipe_flwr.models.validation import UNFIT, explain_unfit
 
 ON_VALUES = "what it computes depends on values, not only on shapes"
 VALUES_ASKED = (DataDependentOutputException, DynamicOutputShapeException)
@@ -46,7 +51,7 @@ _is_compiling: Callable[[], bool] = getattr(pytorch_utils, _ASKED)
 
 
 def _passes_caches() -> bool:
-    """Whether functions of transformers pass by their caches, which would keep fake tensors."""
+    """Return whether transformers passes by its caches, which would keep fake tensors."""
     modes = _get_current_dispatch_mode_stack()
     return _is_compiling() or any(isinstance(mode, FakeTensorMode) for mode in modes)
 
@@ -55,17 +60,17 @@ setattr(pytorch_utils, _ASKED, _passes_caches)
 
 
 @contextmanager
-def shapes_only() -> Iterator[None]:
-    """Tensors made in the body are fake, and so is everything computed from them."""
+def use_fake_tensors() -> Iterator[None]:
+    """Make tensors in the body fake, and so everything that is computed from them."""
     # torch logs a traceback of errors that callers report in one sentence
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     # transformers makes a few scalars that escape the mode (Gemma's embedding scale)
-    with FakeTensorMode(allow_non_fake_inputs=True), _WithoutValues():
+    with FakeTensorMode(allow_non_fake_inputs=True), _ValueFreeMode():
         yield
 
 
-class _WithoutValues(TorchFunctionMode):
-    """Replaces two functions that fake tensors do not support.
+class _ValueFreeMode(TorchFunctionMode):
+    """A mode without two functions that fake tensors do not support.
 
     A mixture's product of every token with its expert is computed as if all went to the first.
     Shapes, operations and what autograd keeps are the same; the true product has no rule for
@@ -91,8 +96,8 @@ class _WithoutValues(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _MarkingDrawn(TorchFunctionMode):
-    """Tensors that are drawn at random want gradients, as learned ones do.
+class _DrawnMarker(TorchFunctionMode):
+    """A mode in which tensors that are drawn at random want gradients, as learned ones do.
 
     What blocks read besides hidden states may be neither: every machine would draw its own.
     """
@@ -133,9 +138,9 @@ class _Trace:
 
 @lru_cache(maxsize=64)
 def discover_family(spec: ModelSpec) -> Family:
-    """A record for ``spec``'s model type; raises ModelError with the reason if there is none."""
-    with shapes_only():
-        model = _fake_model(spec)
+    """Trace a record for ``spec``'s model type; raises ModelError with the reason why not."""
+    with use_fake_tensors():
+        model = _build_fake_model(spec)
         decodes = bool(model.config.is_encoder_decoder)
         blocks_path = _find_block_list(model, spec, decodes=decodes)
         stack_path, stack = _find_stack(model, blocks_path)
@@ -160,7 +165,7 @@ def discover_family(spec: ModelSpec) -> Family:
     )
 
 
-def _fake_model(spec: ModelSpec) -> PreTrainedModel:
+def _build_fake_model(spec: ModelSpec) -> PreTrainedModel:
     model = build_skeleton(spec)
     held = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     for path, tensor in held:
@@ -171,7 +176,7 @@ def _fake_model(spec: ModelSpec) -> PreTrainedModel:
 
 
 def _find_block_list(model: PreTrainedModel, spec: ModelSpec, *, decodes: bool) -> str:
-    """The first list of the library's own layers, or else of equal modules."""
+    """Find the first list of the library's own layers, or else of equal modules."""
     within: Any = model.get_encoder() if decodes else model.base_model
     inside = {id(module) for module in within.modules()}
     lists = {
@@ -191,7 +196,7 @@ def _is_layer(kind: type) -> bool:
 
 
 def _find_stack(model: PreTrainedModel, blocks_path: str) -> tuple[str, PreTrainedModel]:
-    """The innermost library model around the blocks that reads raw inputs."""
+    """Find the innermost library model around the blocks that reads raw inputs."""
     names = blocks_path.split(".")
     for depth in range(len(names) - 1, 0, -1):
         path = ".".join(names[:depth])
@@ -213,8 +218,8 @@ def _run(stack: PreTrainedModel, blocks_path: str, spec: ModelSpec) -> _Trace:
             lambda _, args, kwargs: trace.arguments.append((args, kwargs)), with_kwargs=True
         )
         block.register_forward_hook(lambda _, __, result: trace.results.append(result))
-    blocks[-1].register_forward_hook(lambda _, __, result: _detached(result))
-    inputs = example_inputs(stack.config, stack.main_input_name, _LENGTH, _EXAMPLES)
+    blocks[-1].register_forward_hook(lambda _, __, result: _detach(result))
+    inputs = make_example_inputs(stack.config, stack.main_input_name, _LENGTH, _EXAMPLES)
     for name in arguments_of(stack, needed=True):
         if name not in inputs:
             raise refusal(
@@ -223,12 +228,12 @@ def _run(stack: PreTrainedModel, blocks_path: str, spec: ModelSpec) -> _Trace:
                 "give SplitModel a module of your own around it, with an example",
             )
     try:
-        with _MarkingDrawn():
-            trace.output = stack(**inputs, **without_cache(stack))
+        with _DrawnMarker():
+            trace.output = stack(**inputs, **disable_cache(stack))
     except VALUES_ASKED as cause:
         raise refusal(spec, ON_VALUES) from cause
     except UNFIT as cause:
-        reason = why_unfit(cause, stack.config)
+        reason = explain_unfit(cause, stack.config)
         raise refusal(spec, f"transformers cannot run it on shapes alone, {reason}") from cause
     if len(trace.results) != len(blocks):
         raise refusal(
@@ -282,31 +287,31 @@ def _check_end(trace: _Trace, stack: nn.Module, blocks: str, spec: ModelSpec) ->
         raise refusal(spec, "what stands behind its blocks reads more than the last one's result")
 
 
-def _detached(result: Any) -> Any:
+def _detach(result: Any) -> Any:
     if isinstance(result, Tensor):
         return result.detach().requires_grad_()
-    return (_detached(result[0]), *result[1:])
+    return (_detach(result[0]), *result[1:])
 
 
 def refusal(spec: ModelSpec, reason: str) -> ModelError:
-    """A model type of which no cut is exact."""
+    """Make the error for a model type of which no cut is exact."""
     what = spec.model_class or f"model type {spec.model_type!r}"
     return ModelError(f"{what} cannot be split: {reason}")
 
 
 def _is_recorded(family: Family, spec: ModelSpec) -> bool:
-    """Whether a record is of the model's own body, not only of a class that it derives from."""
+    """Return whether a record is of the model's own body, not only of a class it derives from."""
     if not spec.model_class:
         return True
     model = build_skeleton(replace(spec, lora=None))
     try:
-        return is_librarys(type(model.get_submodule(stack_path(model, family))))
+        return is_transformers_class(type(model.get_submodule(stack_path(model, family))))
     except AttributeError:
         return False
 
 
 def family_for(spec: ModelSpec) -> Family:
-    """The record of the model type, or the one that a trace finds; raises ModelError."""
+    """Return the record of the model type, or the one that a trace finds; raises ModelError."""
     family = FAMILIES.get(spec.model_type)
     if family is None or not _is_recorded(family, spec):
         family = discover_family(replace(spec, lora=None))

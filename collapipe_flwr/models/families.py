@@ -30,7 +30,7 @@ from transformers.masking_utils import (
 )
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.tasks import is_librarys
+from collapipe_flwr.models.tasks import is_transformers_class
 
 Context = Mapping[str, Tensor]
 BlockArguments = Callable[[int], dict[str, Any]]
@@ -44,19 +44,19 @@ _CAUSAL: Mapping[str, Callable[..., Any]] = {
 
 
 def no_inputs(stack: Any, hidden_BTD: Tensor, context: Context) -> BlockArguments:
-    """Vision and audio encoders: every position attends to every other."""
+    """Give blocks no mask: in vision and audio encoders, all positions attend to all."""
     del stack, hidden_BTD, context
     return lambda _: {"attention_mask": None}
 
 
 def bidirectional(stack: Any, hidden_BTD: Tensor, context: Context) -> BlockArguments:
-    """Encoders whose blocks take one padding mask."""
+    """Give all blocks of an encoder one padding mask."""
     mask = create_bidirectional_mask(**_mask_source(stack, hidden_BTD, context))
     return lambda _: {"attention_mask": mask}
 
 
 def modernbert(stack: Any, hidden_BTD: Tensor, context: Context) -> BlockArguments:
-    """Full and sliding attention alternate, each with its own rotary angles."""
+    """Alternate full and sliding attention, each with its own rotary angles."""
     source = _mask_source(stack, hidden_BTD, context)
     masks = {
         "full_attention": create_bidirectional_mask(**source),
@@ -72,7 +72,7 @@ def modernbert(stack: Any, hidden_BTD: Tensor, context: Context) -> BlockArgumen
 
 
 def causal(kinds_of: Callable[[Any], Sequence[str]]) -> InputsBuilder:
-    """Decoder-only models, with rotary positions where their stack has them.
+    """Make the builder of decoder-only models, with rotary positions where they have them.
 
     ``kinds_of`` maps the configuration to the attention type of each block: full or sliding.
     """
@@ -94,18 +94,18 @@ def causal(kinds_of: Callable[[Any], Sequence[str]]) -> InputsBuilder:
 
 
 def no_window(config: Any) -> list[str]:
-    """Full attention in all blocks; the library ignores a window in the configuration."""
+    """Use full attention in all blocks; the library ignores a window in the configuration."""
     return ["full_attention"] * config.num_hidden_layers
 
 
 def one_window(config: Any) -> list[str]:
-    """Sliding attention in all blocks if the configuration has a window (Mistral)."""
+    """Use sliding attention in all blocks if the configuration has a window (Mistral)."""
     kind = "full_attention" if config.sliding_window is None else "sliding_attention"
     return [kind] * config.num_hidden_layers
 
 
 def t5(stack: Any, hidden_BTD: Tensor, context: Context) -> BlockArguments:
-    """Every block adds the relative bias, whose table is in block 0."""
+    """Give every block the relative bias, whose table is in block 0."""
     mask = create_bidirectional_mask(**_mask_source(stack, hidden_BTD, context))
     length = hidden_BTD.shape[1]
     attention = stack.get_submodule("block.0.layer.0.SelfAttention")
@@ -114,7 +114,7 @@ def t5(stack: Any, hidden_BTD: Tensor, context: Context) -> BlockArguments:
 
 
 def deberta_v2(stack: Any, hidden_BTD: Tensor, context: Context) -> BlockArguments:
-    """Disentangled attention: every block reads the relative embeddings."""
+    """Give every block the relative embeddings, for disentangled attention."""
     encoder = stack.encoder
     arguments = {
         "attention_mask": encoder.get_attention_mask(token_mask(hidden_BTD, context)),
@@ -125,7 +125,7 @@ def deberta_v2(stack: Any, hidden_BTD: Tensor, context: Context) -> BlockArgumen
 
 
 def token_mask(hidden_BTD: Tensor, context: Context) -> Tensor:
-    """The padding mask (B, T) as integers; all ones where the batch has none."""
+    """Return the padding mask (B, T) as integers; all ones where the batch has none."""
     mask_BT = context.get("attention_mask")
     if mask_BT is None:
         return torch.ones(hidden_BTD.shape[:2], dtype=torch.long, device=hidden_BTD.device)
@@ -268,17 +268,17 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def stack_path(model: PreTrainedModel, family: Family) -> str:
-    """The path of the stack in the whole model: ``bert``, ``model.encoder``, ..."""
+    """Return the path of the stack in the whole model: ``bert``, ``model.encoder``, ..."""
     return join_path(base_path(model), family.stack)
 
 
 def base_path(model: PreTrainedModel) -> str:
-    """The path of the base model in one with a head; empty if it is the whole model.
+    """Return the path of the base model in one with a head; empty if it is the whole model.
 
     A head that is no class of the library may have any name for it.
     """
     base = model.base_model
-    if base is model and not is_librarys(type(model)):
+    if base is model and not is_transformers_class(type(model)):
         inner = (m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model)
         base = next(inner, model)
     path: str = next(name for name, module in model.named_modules() if module is base)
@@ -286,7 +286,7 @@ def base_path(model: PreTrainedModel) -> str:
 
 
 def find_blocks(model: PreTrainedModel, family: Family) -> nn.ModuleList:
-    """The family's block list; raises ModelError if the model has none there."""
+    """Return the family's block list; raises ModelError if the model has none there."""
     path = join_path(stack_path(model, family), family.blocks)
     blocks = model.get_submodule(path)
     if not isinstance(blocks, nn.ModuleList) or len(blocks) == 0:
@@ -295,5 +295,5 @@ def find_blocks(model: PreTrainedModel, family: Family) -> nn.ModuleList:
 
 
 def join_path(*parts: str) -> str:
-    """Dotted path of module names, empty ones left out."""
+    """Join module names to a dotted path; empty ones are left out."""
     return ".".join(part for part in parts if part)

@@ -27,7 +27,7 @@ from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.families import CACHE
-from collapipe_flwr.models.validation import refusing
+from collapipe_flwr.models.validation import translate_errors
 
 if TYPE_CHECKING:
     from collapipe_flwr.models.stack import Stack
@@ -58,7 +58,7 @@ class PartCache(DynamicCache):
     """
 
     def __init__(self, config: Any, first_block: int, stop_block: int) -> None:
-        super().__init__(config=_sliced(config, first_block, stop_block))
+        super().__init__(config=_slice_config(config, first_block, stop_block))
         self._first_block = first_block
         self.tokens = 0  # seen by the part, whose last step adds to it
 
@@ -76,7 +76,7 @@ class PartCache(DynamicCache):
         return both
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before this step, the same for every block."""
+        """Return the tokens before this step, the same for every block."""
         del layer_idx
         return self.tokens
 
@@ -93,12 +93,12 @@ class TopCache(PartCache):
         self._widened = False
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Row i continues row ``beam_idx[i]``, a tensor (B,)."""
+        """Let row i continue row ``beam_idx[i]``, a tensor (B,)."""
         super().reorder_cache(beam_idx)
         self._rows = beam_idx
 
     def take_rows(self, width: int) -> Tensor | None:
-        """The rows of the last step that the next ``width`` continue; None if in order."""
+        """Return the rows of the last step that the next ``width`` continue; None if in order."""
         rows, self._rows = self._rows, None
         if not self._widened:
             self._widened = True
@@ -106,7 +106,7 @@ class TopCache(PartCache):
         return rows
 
 
-def _sliced(config: Any, first_block: int, stop_block: int) -> Any:
+def _slice_config(config: Any, first_block: int, stop_block: int) -> Any:
     part = copy.deepcopy(config.get_text_config(decoder=True))
     kinds = getattr(part, "layer_types", None)
     part.num_hidden_layers = stop_block - first_block
@@ -126,7 +126,7 @@ class Prompt:
 
 
 def _watch(emit: Emit, beams: int) -> Any:
-    """Emits every new token; generation stops when ``emit`` returns False."""
+    """Make a criterion that emits every new token, and stops when ``emit`` returns False."""
     certain = 1 if beams == 1 else 0  # new tokens after a step
 
     def stops(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
@@ -137,8 +137,8 @@ def _watch(emit: Emit, beams: int) -> Any:
     return stops
 
 
-def _sampling(seed: int) -> Callable[..., Any]:
-    """The library's own sampling from a generator of its own: all other tokens are masked."""
+def _make_sampler(seed: int) -> Callable[..., Any]:
+    """Make the library's own sampling use its own generator, by masking all other tokens."""
     random = torch.Generator().manual_seed(seed)
 
     def draw(input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -155,12 +155,12 @@ def _sampling(seed: int) -> Callable[..., Any]:
 
 
 def generate(model: Any, stack: Stack, prompt: Prompt, emit: Emit, ask: Ask) -> Tensor:
-    """The new token ids (T,) of one text, special ones included; ``emit`` gets each at once.
+    """Generate the new token ids (T,) of one text, special ones included.
 
-    With beam search tokens are known at the end only: ``emit`` is called with none. Raises
-    ModelError where the library fails.
+    ``emit`` gets each at once; with beam search they are known at the end only, and it gets none.
+    Raises ModelError where the library fails.
     """
-    settings, seed = _settings(model, prompt.settings_json)
+    settings, seed = _read_settings(model, prompt.settings_json)
     beams = settings.num_beams or 1
     common: dict[str, Any] = {
         "generation_config": settings,
@@ -169,9 +169,9 @@ def generate(model: Any, stack: Stack, prompt: Prompt, emit: Emit, ask: Ask) -> 
     if settings.do_sample:
         if beams > 1:
             raise ModelError("num_beams must be 1 where texts are sampled: set one of the two")
-        common["custom_generate"] = _sampling(seed)
+        common["custom_generate"] = _make_sampler(seed)
     kinds = ValueError, IndexError, TypeError, RuntimeError
-    with refusing("the edge cannot generate", kinds):
+    with translate_errors("the edge cannot generate", kinds):
         if stack.family.decodes:
             tokens = _decode(model, stack, prompt, common)
         else:
@@ -217,9 +217,11 @@ def _continue(model: Any, stack: Stack, prompt: Prompt, ask: Ask, common: dict[s
     return output[0, prompt.input_ids.shape[1] :]
 
 
-def _settings(model: Any, text: str) -> tuple[GenerationConfig, int]:
-    """The generation settings of one text and its seed; the model's own for an empty ``text``."""
-    with refusing("generation settings cannot be read", (ValueError, TypeError, AttributeError)):
+def _read_settings(model: Any, text: str) -> tuple[GenerationConfig, int]:
+    """Read the generation settings of a text and its seed; the model's own if ``text`` is empty."""
+    with translate_errors(
+        "generation settings cannot be read", (ValueError, TypeError, AttributeError)
+    ):
         values = json.loads(text) if text else model.generation_config.to_dict()
         seed = int(values.pop(SEED, 0))
         settings = GenerationConfig.from_dict({**values, **_OVERRIDES})

@@ -45,24 +45,24 @@ class Layout:
     frozen_dtype: str = "float32"
 
     def keys_of(self, *owners: Owner) -> tuple[str, ...]:
-        """The keys of these owners, in the model's own order."""
+        """Return the keys of these owners, in the model's own order."""
         return tuple(key for key, owner in self.owners.items() if owner in owners)
 
-    def travelling(self, keys: Iterable[str]) -> tuple[str, ...]:
+    def select_travelling(self, keys: Iterable[str]) -> tuple[str, ...]:
         return tuple(key for key in keys if key not in self.resident)
 
     def all_places(self) -> dict[str, tuple[str, ...]]:
-        """Every key with all paths that lead to it, those of ``ties`` included."""
+        """Return every key with all paths that lead to it, those of ``ties`` included."""
         return {key: paths + self.ties.get(key, ()) for key, paths in self.places.items()}
 
-    def holdings(self, *owners: Owner, runs_blocks: bool = False) -> Holdings:
-        """The tensors of a part with these owners; one that ``runs_blocks`` has all shared keys."""
+    def holdings_of(self, *owners: Owner, runs_blocks: bool = False) -> Holdings:
+        """Return the tensors of a part with these owners; all shared ones if it ``runs_blocks``."""
         owned = {key: self.places[key] for key in self.keys_of(*owners)}
         shared = {key: self.places[key] for key in self.shared_keys if runs_blocks}
         return Holdings(layout=self, owned=owned, all={**owned, **shared})
 
-    def everything(self) -> Holdings:
-        """The tensors of the unsplit model, tied ones in all their places."""
+    def all_holdings(self) -> Holdings:
+        """Return the tensors of the unsplit model, tied ones in all their places."""
         places = self.all_places()
         return Holdings(layout=self, owned=places, all=places)
 
@@ -84,14 +84,14 @@ def make_layout(model: PreTrainedModel, family: Family, spec: ModelSpec) -> Layo
     stack = stack_path(model, family)
     first_at_edge = len(find_blocks(model, family)) - spec.edge_blocks
     untie = spec.ties == "untie" or spec.lora is not None  # frozen twins stay equal
-    groups = _tie_groups(model)
+    groups = _group_ties(model)
     owners: dict[str, Owner] = {}
     places: dict[str, tuple[str, ...]] = {}
     ties: dict[str, tuple[str, ...]] = {}
     for source, paths in groups.items():
         by_owner: dict[Owner, list[str]] = {}
         for path in paths:
-            owner = _owner(path, family, stack, first_at_edge)
+            owner = _find_owner(path, family, stack, first_at_edge)
             by_owner.setdefault(owner, []).append(path)
         if untie or len(by_owner) == 1:
             for owner, own in by_owner.items():
@@ -119,8 +119,8 @@ def make_layout(model: PreTrainedModel, family: Family, spec: ModelSpec) -> Layo
     )
 
 
-def _tie_groups(model: PreTrainedModel) -> dict[str, list[str]]:
-    """Every tensor's source key with all paths that lead to it, in the model's order."""
+def _group_ties(model: PreTrainedModel) -> dict[str, list[str]]:
+    """Return every tensor's source key with all paths that lead to it, in the model's order."""
     aliases: Mapping[str, str] = model.all_tied_weights_keys
     groups: dict[str, list[str]] = {}
     for path in model.state_dict():
@@ -133,7 +133,7 @@ def _tie_groups(model: PreTrainedModel) -> dict[str, list[str]]:
     return groups
 
 
-def _owner(path: str, family: Family, stack: str, first_at_edge: int) -> Owner:
+def _find_owner(path: str, family: Family, stack: str, first_at_edge: int) -> Owner:
     blocks = join_path(stack, family.blocks) + "."
     if path.startswith(blocks):
         index = int(path[len(blocks) :].split(".", 1)[0])
@@ -146,8 +146,8 @@ def _owner(path: str, family: Family, stack: str, first_at_edge: int) -> Owner:
     return EDGE
 
 
-def tensors_by_key(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Every distinct tensor of the ``state_dict`` by its first key, with all of its keys."""
+def group_tensors(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Group the keys of the ``state_dict`` by tensor, under the first key of each."""
     groups: dict[int, list[str]] = {}
     for path, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
@@ -156,9 +156,9 @@ def tensors_by_key(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {paths[0]: tuple(paths) for paths in groups.values()}
 
 
-def module_layout(model: nn.Module, spec: ModuleSpec) -> Layout:
+def make_module_layout(model: nn.Module, spec: ModuleSpec) -> Layout:
     """Assign every tensor of a module to its owner; raises ModelError where it fits no spec."""
-    places = tensors_by_key(model)
+    places = group_tensors(model)
     names = block_names(model, spec.blocks)
     wrong = sorted({*spec.before, *spec.updated, *spec.frozen}.difference(places))
     if len(names) != spec.num_blocks or wrong:
@@ -178,14 +178,14 @@ def module_layout(model: nn.Module, spec: ModuleSpec) -> Layout:
     return Layout(
         owners=owners,
         places=places,
-        ties={key: _tables(model, places[key]) for key, _ in spec.tied},
+        ties={key: _find_tables(model, places[key]) for key, _ in spec.tied},
         constants=frozenset(places).difference(trainable, spec.updated),
         frozen=frozenset(spec.frozen),
     )
 
 
 def block_names(model: nn.Module, blocks: str) -> list[str]:
-    """The paths of the blocks in order; none where the model has no such list."""
+    """Return the paths of the blocks in order; none where the model has no such list."""
     try:
         found = model.get_submodule(blocks)
     except AttributeError:
@@ -194,10 +194,10 @@ def block_names(model: nn.Module, blocks: str) -> list[str]:
 
 
 def block_index(path: str, names: Sequence[str]) -> int | None:
-    """The number of the block that holds the tensor at ``path``; None for one outside."""
+    """Return the number of the block that holds the tensor at ``path``; None outside of blocks."""
     return next((i for i, name in enumerate(names) if is_within(path, [name])), None)
 
 
-def _tables(model: nn.Module, paths: Iterable[str]) -> tuple[str, ...]:
+def _find_tables(model: nn.Module, paths: Iterable[str]) -> tuple[str, ...]:
     owners = {path: model.get_submodule(path.rpartition(".")[0]) for path in paths}
     return tuple(path for path, owner in owners.items() if isinstance(owner, nn.Embedding))

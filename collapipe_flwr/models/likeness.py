@@ -50,7 +50,7 @@ def refuse_unlike(
     ``rebuilt`` may have meta parameters. Only the values that travel are not compared, and with
     ``same_ties`` off neither which parameters are one.
     """
-    difference = next(_differences(live, rebuilt, same_ties=same_ties), None)
+    difference = next(_find_differences(live, rebuilt, same_ties=same_ties), None)
     if difference is not None:
         where, ours, theirs = difference
         raise ModelError(
@@ -59,7 +59,7 @@ def refuse_unlike(
         )
 
 
-def _differences(
+def _find_differences(
     live: nn.Module, rebuilt: nn.Module, *, same_ties: bool = True
 ) -> Iterator[tuple[str, str, str]]:
     ours, theirs = (dict(m.named_modules(remove_duplicate=False)) for m in (live, rebuilt))
@@ -73,21 +73,21 @@ def _differences(
         for path, module in modules.items():
             paths.setdefault(id(module), path)
     for path, module in ours.items():
-        yield from _of_module(path, module, theirs[path], paths)
+        yield from _compare_module(path, module, theirs[path], paths)
     if same_ties:
-        yield from _of_ties(live, rebuilt)
-    yield from _of_modes(ours, theirs, rebuilt, training=live.training)
+        yield from _compare_ties(live, rebuilt)
+    yield from _compare_modes(ours, theirs, rebuilt, training=live.training)
 
 
-def _of_module(
+def _compare_module(
     path: str, live: nn.Module, rebuilt: nn.Module, paths: Mapping[int, str]
 ) -> Iterator[tuple[str, str, str]]:
     if paths[id(live)] != paths[id(rebuilt)]:
         yield f"module {path!r}", f"also {paths[id(live)]!r}", f"also {paths[id(rebuilt)]!r}"
     if list(live._modules) != list(rebuilt._modules):
-        yield _named(path, "order of modules"), str([*live._modules]), str([*rebuilt._modules])
-    yield from _of_parameters(path, live._parameters, rebuilt._parameters)
-    yield from _of_buffers(path, live, rebuilt)
+        yield _name(path, "order of modules"), str([*live._modules]), str([*rebuilt._modules])
+    yield from _compare_parameters(path, live._parameters, rebuilt._parameters)
+    yield from _compare_buffers(path, live, rebuilt)
     ours, theirs = vars(live), vars(rebuilt)
     for name in dict.fromkeys((*ours, *theirs)):
         if name in _CARRIED:
@@ -98,34 +98,36 @@ def _of_module(
         elif "hooks_" in name and isinstance(here, dict) and isinstance(there, dict):
             here, there = len(here), len(there)
         if not _equal(here, there, paths, set()):
-            yield _named(path, name), _shown(here), _shown(there)
+            yield _name(path, name), _show(here), _show(there)
 
 
-def _of_parameters(
+def _compare_parameters(
     path: str, live: Mapping[str, Any], rebuilt: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, str]]:
     for name in dict.fromkeys((*live, *rebuilt)):
         here, there = live.get(name), rebuilt.get(name)
         if _size(here) != _size(there):
-            yield _named(path, name), _size(here), _size(there)
+            yield _name(path, name), _size(here), _size(there)
         elif here is not None and there is not None:
             if here.requires_grad and not there.requires_grad:
-                yield f"{_named(path, name)}.requires_grad", "True", "False"
+                yield f"{_name(path, name)}.requires_grad", "True", "False"
             if here._backward_hooks or here._post_accumulate_grad_hooks:
-                yield f"gradient of {_named(path, name)}", "changed by a hook", "not"
+                yield f"gradient of {_name(path, name)}", "changed by a hook", "not"
 
 
-def _of_buffers(path: str, live: nn.Module, rebuilt: nn.Module) -> Iterator[tuple[str, str, str]]:
+def _compare_buffers(
+    path: str, live: nn.Module, rebuilt: nn.Module
+) -> Iterator[tuple[str, str, str]]:
     ours, theirs = live._buffers, rebuilt._buffers
     for name in dict.fromkeys((*ours, *theirs)):
         here, there = ours.get(name), theirs.get(name)
         if _size(here) != _size(there):
-            yield _named(path, name), _size(here), _size(there)
+            yield _name(path, name), _size(here), _size(there)
         elif name in live._non_persistent_buffers_set and not _equal(here, there, {}, set()):
-            yield f"{_named(path, name)}, a buffer that does not travel,", "changed", "as built"
+            yield f"{_name(path, name)}, a buffer that does not travel,", "changed", "as built"
 
 
-def _of_ties(live: nn.Module, rebuilt: nn.Module) -> Iterator[tuple[str, str, str]]:
+def _compare_ties(live: nn.Module, rebuilt: nn.Module) -> Iterator[tuple[str, str, str]]:
     ours, theirs = (dict(m.named_parameters(remove_duplicate=False)) for m in (live, rebuilt))
     here: dict[int, str] = {}
     there: dict[int, str] = {}
@@ -136,31 +138,31 @@ def _of_ties(live: nn.Module, rebuilt: nn.Module) -> Iterator[tuple[str, str, st
             yield f"parameter {path!r}", f"the one of {first!r}", f"that of {wanted!r}"
 
 
-def _of_modes(
+def _compare_modes(
     ours: Mapping[str, nn.Module],
     theirs: Mapping[str, nn.Module],
     rebuilt: nn.Module,
     *,
     training: bool,
 ) -> Iterator[tuple[str, str, str]]:
-    """A module in another mode than its model's own ``train`` puts it into."""
+    """Yield a module in another mode than its model's own ``train`` puts it into."""
     built = {path: module.training for path, module in theirs.items()}
     rebuilt.train(training)
     wanted = {path: module.training for path, module in theirs.items()}
     live = {path: module.training for path, module in ours.items()}
     if live not in (built, wanted):
         path = next(path for path in live if live[path] != wanted[path])
-        yield _named(path, "training"), str(live[path]), str(wanted[path])
+        yield _name(path, "training"), str(live[path]), str(wanted[path])
 
 
 def _hooks_of(hooks: Mapping[int, Any]) -> list[Any]:
-    """What a module calls, whose keys count up, without what gradient checkpointing leaves."""
+    """Return what a module calls, but for what gradient checkpointing has left."""
     left = PreTrainedModel.enable_input_require_grads.__qualname__
     return [h for h in hooks.values() if not getattr(h, "__qualname__", "").startswith(left)]
 
 
 def _equal(ours: Any, theirs: Any, paths: Mapping[int, str], seen: set[tuple[int, int]]) -> bool:
-    """Whether two values of attributes are the same to a model that computes with them."""
+    """Return whether two attributes are the same to a model that computes with them."""
     if ours is theirs or (id(ours), id(theirs)) in seen:
         return True
     if id(ours) in paths or id(theirs) in paths:
@@ -174,16 +176,16 @@ def _equal(ours: Any, theirs: Any, paths: Mapping[int, str], seen: set[tuple[int
         return bool(ours == theirs or (isnan(ours) and isnan(theirs)))
     if isinstance(ours, Mapping):
         ours, theirs = [*ours.items()], [*theirs.items()]
-    elif (held := _held(ours)) is not None:
-        ours, theirs = held, _held(theirs)
+    elif (held := _take_apart(ours)) is not None:
+        ours, theirs = held, _take_apart(theirs)
     if isinstance(ours, (list, tuple)):
         pairs = zip(ours, theirs, strict=False)
         return len(ours) == len(theirs) and all(_equal(a, b, paths, seen) for a, b in pairs)
     return _equal_otherwise(ours, theirs)
 
 
-def _held(value: Any) -> list[Any] | None:
-    """What makes up an object that is no collection; None for what must be compared as it is."""
+def _take_apart(value: Any) -> list[Any] | None:
+    """Return what makes up an object that is no collection; None if it compares as it is."""
     if isinstance(value, PreTrainedConfig):
         found = {k: v for k, v in value.to_dict().items() if k not in _SET_BY_THE_CUT}
         return [found]
@@ -237,7 +239,7 @@ def _size(tensor: Any) -> str:
 
 
 def _class_of(module: nn.Module) -> type:
-    """A module's class; torch gives each module with a parametrization a class of its own."""
+    """Return a module's class; torch gives each parametrized module a class of its own."""
     return type_before_parametrizations(module)
 
 
@@ -245,11 +247,11 @@ def _kind(module: nn.Module | None) -> str:
     return "missing" if module is None else f"a {type(module).__name__}"
 
 
-def _named(path: str, name: str) -> str:
+def _name(path: str, name: str) -> str:
     return repr(f"{path}.{name}" if path else name)
 
 
-def _shown(value: Any) -> str:
+def _show(value: Any) -> str:
     if value is _ABSENT:
         return "not set"
     if isinstance(value, Tensor):

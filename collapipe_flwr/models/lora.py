@@ -43,17 +43,17 @@ _KEPT_ORIGINAL = ".original_module."
 
 
 def key_of(path: str) -> str:
-    """The key of the tensor at ``path`` of an adapted model: its name without peft's wrappers."""
+    """Return the key of the tensor at ``path``: its name without peft's wrappers."""
     return _WRAPPED.sub("", path)
 
 
 def is_superseded(path: str) -> bool:
-    """Whether the tensor at ``path`` is the original of a module that peft trains in full."""
+    """Return whether the tensor at ``path`` is the original of one that peft trains in full."""
     return _KEPT_ORIGINAL in path
 
 
 def is_adapter(key: str) -> bool:
-    """Whether a key names an adapter's tensor."""
+    """Return whether a key names an adapter's tensor."""
     return _ADAPTER.search(key) is not None
 
 
@@ -93,8 +93,8 @@ def add_adapters(
     return config
 
 
-def default_targets(model_type: str) -> tuple[str, ...]:
-    """peft's default targets for this architecture, or else all linear layers."""
+def find_default_targets(model_type: str) -> tuple[str, ...]:
+    """Return peft's default targets for this architecture, or else all linear layers."""
     _peft()
     from peft.utils import constants
 
@@ -103,8 +103,8 @@ def default_targets(model_type: str) -> tuple[str, ...]:
     return (targets,) if isinstance(targets, str) else tuple(targets)
 
 
-def head_modules(model: PreTrainedModel) -> tuple[str, ...]:
-    """The modules with parameters beside the base model: a task's own head."""
+def find_head_modules(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return the modules with parameters beside the base model: a task's own head."""
     base = model.base_model_prefix
     return tuple(
         name
@@ -113,8 +113,8 @@ def head_modules(model: PreTrainedModel) -> tuple[str, ...]:
     )
 
 
-def first_adapter(key: str, shape: torch.Size, seed: int) -> Tensor:
-    """An adapter's initial values, a function of key and seed; the product of A and B is zero.
+def draw_adapter(key: str, shape: torch.Size, seed: int) -> Tensor:
+    """Draw an adapter's initial values from key and seed; the product of A and B is zero.
 
     The distributions are peft's: Kaiming-uniform A and zero B, for tables zero A and normal B.
     """
@@ -148,7 +148,7 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(weight, *(() if scale is None else (scale,)))
         ctx.transposed = transposed
-        pieces = [inputs @ wide for wide in _wide(weight, scale, transposed, inputs.dtype)]
+        pieces = [inputs @ wide for wide in _dequantize(weight, scale, transposed, inputs.dtype)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
 
     @staticmethod
@@ -156,7 +156,9 @@ class _Product(torch.autograd.Function):
         (gradient,) = gradients
         weight, *scale = ctx.saved_tensors
         start, total = 0, None
-        for wide in _wide(weight, scale[0] if scale else None, ctx.transposed, gradient.dtype):
+        for wide in _dequantize(
+            weight, scale[0] if scale else None, ctx.transposed, gradient.dtype
+        ):
             stop = start + wide.shape[1]
             piece = gradient[..., start:stop] @ wide.T
             total = piece if total is None else total.add_(piece)
@@ -165,7 +167,7 @@ class _Product(torch.autograd.Function):
         return total, None, None, None
 
 
-def _product(layer: nn.Module, inputs: Tensor, *, transposed: bool) -> Tensor:
+def _multiply(layer: nn.Module, inputs: Tensor, *, transposed: bool) -> Tensor:
     scale = getattr(layer, "weight_scale", None)
     output: Tensor = _Product.apply(inputs, layer.weight, scale, transposed)  # type: ignore[no-untyped-call]
     return output
@@ -175,7 +177,7 @@ class _QuantizedLinear(nn.Linear):
     """A frozen linear layer; its weight is (out, in)."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        output = _product(self, inputs, transposed=True)
+        output = _multiply(self, inputs, transposed=True)
         return output if self.bias is None else output + self.bias
 
 
@@ -183,7 +185,7 @@ class _QuantizedConv1D(Conv1D):
     """A frozen layer of GPT-2; its weight is (in, out)."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return _product(self, inputs, transposed=False) + self.bias
+        return _multiply(self, inputs, transposed=False) + self.bias
 
 
 class _QuantizedEmbedding(nn.Embedding):
@@ -203,7 +205,7 @@ _QUANTIZED: dict[type, type] = {
 
 
 def can_quantize(module: nn.Module) -> bool:
-    """Whether this kind of layer can compute with a quantized weight."""
+    """Return whether this kind of layer can compute with a quantized weight."""
     return type(module) in _QUANTIZED or type(module) in _QUANTIZED.values()
 
 
@@ -211,7 +213,7 @@ def quantize(layers: Sequence[nn.Module], weight: Tensor, dtype: str) -> None:
     """Give a layer, or tied ones, their frozen weight in ``dtype`` (bfloat16 or int8)."""
     scale = None
     if dtype == "int8":
-        weight, scale = _rounded(weight, along=0 if isinstance(layers[0], Conv1D) else 1)
+        weight, scale = _round_to_int8(weight, along=0 if isinstance(layers[0], Conv1D) else 1)
     else:
         weight = weight.to(torch.bfloat16, copy=True)
     parameter = nn.Parameter(weight, requires_grad=False)
@@ -222,8 +224,8 @@ def quantize(layers: Sequence[nn.Module], weight: Tensor, dtype: str) -> None:
             layer.register_buffer("weight_scale", scale, persistent=False)
 
 
-def _rounded(weight: Tensor, along: int) -> tuple[Tensor, Tensor]:
-    """The matrix as int8 and its scales, computed in chunks for tables."""
+def _round_to_int8(weight: Tensor, along: int) -> tuple[Tensor, Tensor]:
+    """Round the matrix to int8, with scales; computed in chunks for tables."""
     pieces = torch.split(weight, _CHUNK_ROWS) if along == 1 else (weight,)
     scales, narrow_pieces = [], []
     for piece in pieces:
@@ -233,10 +235,10 @@ def _rounded(weight: Tensor, along: int) -> tuple[Tensor, Tensor]:
     return torch.cat(narrow_pieces), torch.cat(scales)
 
 
-def _wide(
+def _dequantize(
     weight: Tensor, scale: Tensor | None, transposed: bool, dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    """The dequantized matrix (in, out) in ``dtype``, in chunks along its outputs."""
+    """Yield the dequantized matrix (in, out) in ``dtype``, in chunks along its outputs."""
     rows = _CHUNK_ROWS if transposed else len(weight)
     for start in range(0, len(weight), rows):
         wide = weight[start : start + rows].to(dtype)

@@ -31,7 +31,7 @@ _FAST = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttentio
 
 
 class StopForward(Exception):
-    """Ends a model's forward from within, with the arguments of the call where it ended."""
+    """The end of a model's forward from within, with the arguments of the call where it ended."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args)
@@ -39,12 +39,12 @@ class StopForward(Exception):
 
 
 def stop_forward(*args: Any, **kwargs: Any) -> NoReturn:
-    """The forward of the module at which the model's forward is to end."""
+    """Stop the model's forward, in place of a module's own forward."""
     raise StopForward(*args, **kwargs)
 
 
 @contextmanager
-def replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+def replace_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Run the body with other forwards in place of these modules' own."""
     try:
         for module, forward in forwards.items():
@@ -55,15 +55,15 @@ def replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]
             del module.forward
 
 
-class Following(TorchFunctionMode):
-    """Finds what is computed in the body from the values of an input, not from its shape alone."""
+class InputTracker(TorchFunctionMode):
+    """What is computed in the body from the values of an input, not from its shape alone."""
 
     def __init__(self, source: Tensor) -> None:
         super().__init__()
         self._computed: Any = WeakIdKeyDictionary({source: None})
 
-    def reached(self, values: Any) -> bool:
-        """Whether any tensor among ``values`` was computed from it."""
+    def reaches(self, values: Any) -> bool:
+        """Return whether any tensor among ``values`` was computed from the input."""
         return any(isinstance(v, Tensor) and v in self._computed for v in tree_leaves(values))
 
     def __torch_function__(
@@ -80,7 +80,7 @@ class Following(TorchFunctionMode):
         if (
             not name.endswith("_like")
             and not name.startswith("new_")
-            and self.reached((args, given))
+            and self.reaches((args, given))
         ):
             for tensor in tree_leaves(found):
                 if isinstance(tensor, Tensor):
@@ -89,7 +89,7 @@ class Following(TorchFunctionMode):
 
 
 def names_in(function: Callable[..., Any], *, needed: bool = False) -> tuple[str, ...]:
-    """The names of a function's arguments, or only of the ``needed`` ones: without a default."""
+    """Return the names of a function's arguments, or of the ``needed`` ones: without a default."""
     parameters = inspect.signature(function).parameters.values()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = (p for p in parameters if p.kind not in variadic)
@@ -97,12 +97,12 @@ def names_in(function: Callable[..., Any], *, needed: bool = False) -> tuple[str
 
 
 def arguments_of(module: nn.Module, *, needed: bool = False) -> tuple[str, ...]:
-    """The names of the arguments of a module's forward; see `names_in`."""
+    """Return the names of the arguments of a module's forward; see `names_in`."""
     return names_in(type(module).forward, needed=needed)[1:]
 
 
 def call(model: nn.Module, inputs: Sequence[str], batch: Mapping[str, Tensor]) -> Any:
-    """The outputs of a model for these tensors of a batch.
+    """Call a model with these tensors of a batch.
 
     They are passed by name if its forward has an argument of that name or takes any, otherwise by
     position.
@@ -121,7 +121,7 @@ def call(model: nn.Module, inputs: Sequence[str], batch: Mapping[str, Tensor]) -
 
 
 def _takes_any_name(module: nn.Module) -> bool:
-    """Whether a forward has keyword arguments that it does not name, and no such others."""
+    """Return whether a forward has keyword arguments without names, but no positional ones."""
     kinds = {p.kind for p in inspect.signature(type(module).forward).parameters.values()}
     return inspect.Parameter.VAR_KEYWORD in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds
 
@@ -129,7 +129,7 @@ def _takes_any_name(module: nn.Module) -> bool:
 def split_arguments(
     block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Tensor, dict[str, Any]]:
-    """The hidden states of a call, and its other arguments by name; raises ModelError."""
+    """Split a call into hidden states and other arguments by name; raises ModelError."""
     names = arguments_of(block)
     if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
         raise ModelError("its blocks do not take hidden states, one tensor of numbers, first")
@@ -140,12 +140,12 @@ def split_arguments(
 
 
 def describe(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The template of these arguments; raises ModelError for types that cannot travel."""
+    """Return the template of these arguments; raises ModelError for types that cannot travel."""
     return {name: _describe(name, value) for name, value in arguments.items()}
 
 
 def pack(arguments: Mapping[str, Any], template: Template) -> dict[str, Tensor]:
-    """The tensors among the arguments, for the context.
+    """Pack the tensors among the arguments into a context.
 
     Raises ModelError if they do not fit the template.
     """
@@ -153,8 +153,8 @@ def pack(arguments: Mapping[str, Any], template: Template) -> dict[str, Tensor]:
     for name in found.keys() | template.keys():
         if not _fits(found.get(name), template.get(name)):
             raise ModelError(
-                f"blocks are called with {name}={_shown(found.get(name))}, in the example of "
-                f"SplitModel with {name}={_shown(template.get(name))}: give an example like the "
+                f"blocks are called with {name}={_show(found.get(name))}, in the example of "
+                f"SplitModel with {name}={_show(template.get(name))}: give an example like the "
                 "batches"
             )
     return {
@@ -166,7 +166,7 @@ def pack(arguments: Mapping[str, Any], template: Template) -> dict[str, Tensor]:
 
 
 def unpack(context: Mapping[str, Tensor], template: Template) -> dict[str, Any]:
-    """The arguments of blocks from a context."""
+    """Unpack the arguments of blocks from a context."""
     return {
         name: _build(entry, (context.get(f"{PREFIX}{name}/{index}") for index in count()))
         for name, entry in template.items()
@@ -174,7 +174,7 @@ def unpack(context: Mapping[str, Tensor], template: Template) -> dict[str, Any]:
 
 
 def shape_tensor(tensor: Tensor) -> Tensor:
-    """The shape of an input that does not travel."""
+    """Return the shape of an input that does not travel."""
     with unset_fake_temporarily():
         return torch.tensor(tensor.shape, dtype=torch.int64)
 
@@ -184,19 +184,19 @@ def blocks_of(model: nn.Module, path: str) -> list[nn.Module]:
 
 
 def hidden_of(result: Any) -> Tensor:
-    """The hidden states among what a block or a stack returns."""
+    """Return the hidden states among what a block or a stack returns."""
     several = isinstance(result, (tuple, list, ModelOutput)) and result
     hidden: Tensor = result[0] if several else result
     return hidden
 
 
-def returning(hidden: Tensor, results: int) -> Callable[..., Any]:
-    """The forward of a block that returns ``hidden``, in a tuple of ``results`` if not 0."""
+def make_forward(hidden: Tensor, results: int) -> Callable[..., Any]:
+    """Make a block's forward that returns ``hidden``, in a tuple of ``results`` if not 0."""
     return lambda *_, **__: (hidden, *(None,) * (results - 1)) if results else hidden
 
 
 @contextmanager
-def as_in_training(model: nn.Module) -> Iterator[None]:
+def avoid_fast_path(model: nn.Module) -> Iterator[None]:
     """Keep torch's transformer layers from their fast path in evaluation.
 
     It would fuse a whole layer, and drop padding from a tensor that all layers share.
@@ -233,12 +233,12 @@ def _build(entry: Mapping[str, Any], leaves: Iterator[Tensor | None]) -> Any:
 
 
 def _fits(found: Mapping[str, Any] | None, entry: Mapping[str, Any] | None) -> bool:
-    """Whether they are equal, or one is a tensor and the other None, as for an optional mask."""
+    """Return whether they are equal, or a tensor and None, as for an optional mask."""
     optional = ({"tensor": "real"}, {"value": None})
     return found == entry or (found in optional and entry in optional)
 
 
-def _shown(entry: Mapping[str, Any] | None) -> str:
+def _show(entry: Mapping[str, Any] | None) -> str:
     if entry is None:
         return "nothing"
     return repr(entry["value"]) if "value" in entry else "a tensor"

@@ -1,4 +1,4 @@
-"""From a live torch module to a ``ModuleSpec``."""
+"""Turn a live torch module into a ``ModuleSpec``: rebuild it, trace it, find tensors' owners."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ModelError, prefix_errors
 from collapipe_flwr.core.imports import is_within, load_builder
-from collapipe_flwr.models.layout import block_index, block_names, tensors_by_key
+from collapipe_flwr.models.layout import block_index, block_names, group_tensors
 from collapipe_flwr.models.likeness import refuse_unlike
 from collapipe_flwr.models.module_call import names_in
 from collapipe_flwr.models.module_trace import ModuleTrace, trace_module
 from collapipe_flwr.models.part import normalises_batches
 from collapipe_flwr.models.skeleton import build_module
 from collapipe_flwr.models.spec import ModuleSpec
-from collapipe_flwr.models.validation import refusing
+from collapipe_flwr.models.validation import translate_errors
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 _BUILT_SO = (
@@ -50,16 +50,16 @@ def describe_module(
             f"{name} needs {', '.join(needed)} to be built on other machines: pass "
             f"SplitModel({name}, arguments={{{needed[0]!r}: ...}})"
         )
-    twin = _twin(model, build, arguments_json)
+    twin = _build_twin(model, build, arguments_json)
     with prefix_errors(f"{name} cannot be split"):
         blocks = blocks or _find_blocks(model)
         names = block_names(model, blocks)
         if not names or not isinstance(model.get_submodule(blocks), _LISTS):
             raise ModelError(f"blocks={blocks!r} is no list of blocks in it")
         _refuse_shared(model, names)
-        trace = trace_module(twin, blocks, inputs, first_examples(example))
-        keys = tensors_by_key(model)
-        owners = _owners(model, keys, names, trace, embed, head)
+        trace = trace_module(twin, blocks, inputs, take_first_examples(example))
+        keys = group_tensors(model)
+        owners = _find_owners(model, keys, names, trace, embed, head)
         tied = [key for key in keys if len(owners.get(key, ())) > 1]
         ids = {key: _ids_of(model, key, keys[key], trace) for key in tied}
     return ModuleSpec(
@@ -84,8 +84,8 @@ def describe_module(
     )
 
 
-def _twin(model: nn.Module, build: str, arguments_json: str) -> nn.Module:
-    """The model as other machines build it, with the live one's weights."""
+def _build_twin(model: nn.Module, build: str, arguments_json: str) -> nn.Module:
+    """Build the model as other machines do, with the live one's weights."""
     twin = build_module(build, arguments_json, seed=0)
     name = type(model).__name__
     ours, theirs = model.state_dict(), twin.state_dict()
@@ -97,7 +97,7 @@ def _twin(model: nn.Module, build: str, arguments_json: str) -> nn.Module:
                 f"{there} instead of {here}: pass SplitModel(build, arguments={{...}}), the class "
                 "or function that built the live one"
             )
-    with refusing(f"{name} cannot be split", (RuntimeError,)):
+    with translate_errors(f"{name} cannot be split", (RuntimeError,)):
         twin.load_state_dict(ours)
     refuse_unlike(model, twin, _BUILT_SO)
     return twin.train()
@@ -109,8 +109,8 @@ def _kind(tensor: Any) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def first_examples(example: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The first few examples, if all tensors hold the same number."""
+def take_first_examples(example: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Take the first few examples, if all tensors hold the same number."""
     sizes = {len(tensor) if tensor.dim() else -1 for tensor in example.values()}
     if len(sizes) != 1:
         return dict(example)
@@ -118,7 +118,7 @@ def first_examples(example: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _find_blocks(model: nn.Module) -> str:
-    """The only list of two or more modules of one class that is in no other such list."""
+    """Find the only list of two or more modules of one class that is in no other such list."""
     found: list[str] = []
     for path, module in model.named_modules():
         kinds = [type(child) for child in module._modules.values()]
@@ -140,7 +140,7 @@ def _find_blocks(model: nn.Module) -> str:
 
 def _refuse_shared(model: nn.Module, names: Sequence[str]) -> None:
     """Raise ModelError for a tensor of a block that is also used elsewhere."""
-    for paths in tensors_by_key(model).values():
+    for paths in group_tensors(model).values():
         holders = {block_index(path, names) for path in paths}
         if len(holders) > 1:
             raise ModelError(
@@ -152,7 +152,7 @@ def _refuse_shared(model: nn.Module, names: Sequence[str]) -> None:
         )
 
 
-def _owners(
+def _find_owners(
     model: nn.Module,
     keys: Mapping[str, tuple[str, ...]],
     names: Sequence[str],
@@ -160,7 +160,7 @@ def _owners(
     embed: Sequence[str],
     head: Sequence[str],
 ) -> dict[str, set[str]]:
-    """Where each tensor outside of blocks is read: "embed", "head", or both."""
+    """Find where each tensor outside of blocks is read: "embed", "head", or both."""
     for name in (*embed, *head):
         if not any(is_within(path, [name]) for paths in keys.values() for path in paths):
             raise ModelError(f"embed or head names {name!r}, which holds no tensor of it")
@@ -182,7 +182,7 @@ def _owners(
 
 
 def _ids_of(model: nn.Module, key: str, paths: Sequence[str], trace: ModuleTrace) -> str:
-    """The input that holds the row numbers of a table that is read on both sides."""
+    """Return the input that holds the row numbers of a table that is read on both sides."""
     holders = [model.get_submodule(path.rpartition(".")[0]) for path in paths]
     found = trace.ids_of.get(key, {None})
     (name,) = found if len(found) == 1 else {None}

@@ -20,17 +20,17 @@ from torch.nn import functional
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.any_splitter import AnySplitter, shapes_of
-from collapipe_flwr.models.layout import EDGE, EMBEDDING, Holdings, module_layout
+from collapipe_flwr.models.layout import EDGE, EMBEDDING, Holdings, make_module_layout
 from collapipe_flwr.models.module_call import (
     SHAPE,
     StopForward,
-    as_in_training,
+    avoid_fast_path,
     blocks_of,
     call,
     hidden_of,
+    make_forward,
     pack,
-    replaced,
-    returning,
+    replace_forwards,
     shape_tensor,
     split_arguments,
     stop_forward,
@@ -52,33 +52,33 @@ from collapipe_flwr.models.tasks import (
     Objective,
     count_labels,
     labels_of,
-    named_loss,
+    load_loss,
     scores_of,
 )
-from collapipe_flwr.models.validation import UNFIT, first_lines, refusing
+from collapipe_flwr.models.validation import UNFIT, first_lines, translate_errors
 
 _COSTED = 2  # examples, where a batch may be cut: some layers need more than one
 
 
 class ModuleSplitter(AnySplitter):
-    """Cuts the module that ``spec`` describes; raises ModelError if it is not as described."""
+    """The cut of the module that ``spec`` describes; raises ModelError if it is not like that."""
 
     def __init__(self, spec: ModuleSpec) -> None:
         self.spec: ModuleSpec = spec
         its_own = LABELS in spec.inputs  # the model computes its loss itself
-        loss = named_loss(spec.loss) or (None if its_own else cross_entropy)
+        loss = load_loss(spec.loss) or (None if its_own else cross_entropy)
         weight = spec.weight or (LABELS if loss is cross_entropy else EXAMPLES)
         self.objective = Objective(weight=weight, targets=count_labels, loss=loss)
         skeleton = self._skeleton()
         self.num_blocks = spec.num_blocks - spec.edge_blocks
-        self._layout = module_layout(skeleton, spec)
+        self._layout = make_module_layout(skeleton, spec)
         self.shapes = shapes_of(skeleton.state_dict(), self._layout)
         self.state_keys = tuple(skeleton.state_dict())
         self.decodes = self.generates = False  # of torch modules only training is known
         self.drops, self.whole_batches = spec.drops, spec.whole_batches
 
     def context(self, batch: Batch) -> dict[str, Tensor]:
-        """All tensors except inputs that are not read behind the blocks; of these the shapes."""
+        """Return all tensors; of inputs that nothing behind the blocks reads, the shapes."""
         hidden = [key for key in self.spec.inputs if key not in self.spec.tail and key in batch]
         found = {key: value for key, value in batch.items() if key not in hidden}
         return {**found, **{SHAPE + key: shape_tensor(batch[key]) for key in hidden}}
@@ -88,11 +88,11 @@ class ModuleSplitter(AnySplitter):
         return tuple(key for key in batch if key not in ahead)
 
     def run_whole(self, model: nn.Module, batch: Batch) -> Any:
-        with as_in_training(model):
+        with avoid_fast_path(model):
             return call(model, self.spec.inputs, batch)
 
     def example(self, shape: BatchShape) -> tuple[dict[str, Tensor], int]:
-        """Zeros of the shapes that the model was described with."""
+        """Return zeros of the shapes that the model was described with."""
         del shape
         size = self.spec.batch_size
         few = min(size, _COSTED)
@@ -103,28 +103,28 @@ class ModuleSplitter(AnySplitter):
         return zeros, few or 1
 
     def first_weights(self, seed: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-        """The values that the module draws itself."""
+        """Return the values that the module draws itself."""
         model = build_module(self.spec.build, self.spec.arguments_json, seed)
-        return self.travelling({k: t.detach() for k, t in model.state_dict().items()}), ()
+        return self.select_travelling({k: t.detach() for k, t in model.state_dict().items()}), ()
 
     def build_embedding(self, weights: Weights) -> ModuleEmbedding:
-        holdings = self._layout.holdings(EMBEDDING)
+        holdings = self._layout.holdings_of(EMBEDDING)
         return ModuleEmbedding(self._skeleton(), self.spec, holdings, weights)
 
     def build_segment(self, first_block: int, stop_block: int, weights: Weights) -> ModuleSegment:
         self._check_range(first_block, stop_block)
-        holdings = self._layout.holdings(*range(first_block, stop_block))
+        holdings = self._layout.holdings_of(*range(first_block, stop_block))
         blocks = slice(first_block, stop_block)
         return ModuleSegment(self._skeleton(), self.spec, holdings, weights, blocks)
 
     def build_edge(self, weights: Weights) -> ModuleEdge:
-        holdings = self._layout.holdings(EDGE)
+        holdings = self._layout.holdings_of(EDGE)
         return ModuleEdge(self._skeleton(), self.spec, holdings, weights, self.objective)
 
     def build_whole(self, weights: Weights, *, trains: bool = False) -> nn.Module:
         del trains
         model = self._skeleton()
-        Part(model, self._layout.everything(), weights)
+        Part(model, self._layout.all_holdings(), weights)
         return model.train(False)
 
     def _skeleton(self) -> nn.Module:
@@ -132,7 +132,7 @@ class ModuleSplitter(AnySplitter):
 
 
 def cross_entropy(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """The default loss of a module: cross entropy of its logits and the batch's labels."""
+    """Compute a module's default loss: cross entropy of its logits and the batch's labels."""
     return functional.cross_entropy(scores_of(outputs), labels_of(batch))
 
 
@@ -150,9 +150,9 @@ class ModuleEmbedding(Borrower):
         self._first.forward = stop_forward
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Hidden states from the tensors of a batch; raises ModelError if they do not fit."""
+        """Compute hidden states from a batch; raises ModelError if its tensors do not fit."""
         try:
-            with as_in_training(self.model):
+            with avoid_fast_path(self.model):
                 call(self.model, self._spec.inputs, inputs)
         except StopForward as reached:
             hidden, others = split_arguments(self._first, reached.args, reached.kwargs)
@@ -191,16 +191,16 @@ class ModuleSegment(Part):
         self._around = around
 
     def forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Tensor:
-        """Hidden states behind this segment's last block."""
+        """Compute the hidden states behind this segment's last block."""
         arguments = unpack(context, self._template)
-        again = self._around and partial(self._keeping, self._around)
-        with as_in_training(self.model):
+        again = self._around and partial(self._keep_buffers, self._around)
+        with avoid_fast_path(self.model):
             for block in self._blocks:
                 hidden = run_block(block, hidden, arguments, again)
         return hidden
 
     @contextmanager
-    def _keeping(self, around: Around) -> Iterator[None]:
+    def _keep_buffers(self, around: Around) -> Iterator[None]:
         kept = {path: read_tensor(self.model, path).clone() for path in self._updated}
         with around():
             yield
@@ -230,18 +230,18 @@ class ModuleEdge(LossPart):
         self._dtypes = {name: getattr(torch, dtype) for name, dtype, _ in spec.example}
 
     def outputs(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Any:
-        """The result of the model's forward."""
-        with as_in_training(self.model):
+        """Run the model's forward, and return its result."""
+        with avoid_fast_path(self.model):
             if self._spec.edge_blocks:
                 arguments = unpack(context, self._template)
                 for block in self._blocks[-self._spec.edge_blocks :]:
                     hidden = hidden_of(block(hidden, **arguments))
-            forwards = dict.fromkeys(self._blocks, returning(hidden, self._spec.results))
-            with replaced(forwards), refusing("the edge cannot compute its output"):
-                return call(self.model, self._spec.inputs, self._inputs(context))
+            forwards = dict.fromkeys(self._blocks, make_forward(hidden, self._spec.results))
+            with replace_forwards(forwards), translate_errors("the edge cannot compute its output"):
+                return call(self.model, self._spec.inputs, self._collect_inputs(context))
 
-    def _inputs(self, context: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inputs that arrived, and zeros in place of the others."""
+    def _collect_inputs(self, context: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the inputs that arrived, and zeros in place of the others."""
         found: dict[str, Tensor] = {}
         for name in self._spec.inputs:
             if name in context:
@@ -255,7 +255,7 @@ class ModuleEdge(LossPart):
 
 
 def _zeros_like(tensor: Tensor) -> Tensor:
-    """Zeros that take no memory for a parameter; a buffer may be written to."""
+    """Make zeros, for a parameter ones that take no memory; a buffer may be written to."""
     if not isinstance(tensor, nn.Parameter):
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     zeros = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.layout import block_index, block_names, tensors_by_key
+from collapipe_flwr.models.layout import block_index, block_names, group_tensors
 from collapipe_flwr.models.module_call import (
     blocks_of,
     call,
@@ -27,8 +27,8 @@ from collapipe_flwr.models.module_call import (
     hidden_of,
     split_arguments,
 )
-from collapipe_flwr.models.random_functions import Noticing
-from collapipe_flwr.models.validation import refusing
+from collapipe_flwr.models.random_functions import RandomDetector
+from collapipe_flwr.models.validation import translate_errors
 
 _AHEAD, _BETWEEN, _BEHIND = -1, -2, -3  # where the pass is, or the number of a block
 _ASKS_VALUES = ("_local_scalar_dense", "is_nonzero", "equal")
@@ -48,18 +48,18 @@ def trace_module(
     model.train()
     before = {key: buffer.clone() for key, buffer in model.named_buffers()}
     with (
-        refusing("it cannot read the example"),
+        translate_errors("it cannot read the example"),
         torch.random.fork_rng(devices=()),
         torch.no_grad(),
         trace,
-        trace.noticing,
+        trace.detector,
     ):
         call(model, inputs, batch)
     if len(trace.calls) != len(trace.blocks):
         raise ModelError(
             f"its {len(trace.blocks)} blocks ran {len(trace.calls)} times, not once each"
         )
-    saved = tensors_by_key(model)
+    saved = group_tensors(model)
     trace.updated = tuple(
         key
         for key, buffer in model.named_buffers()
@@ -69,7 +69,7 @@ def trace_module(
 
 
 class ModuleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tracks which parameters, inputs and blocks every tensor of a forward pass is computed from.
+    """A record of which parameters, inputs and blocks each tensor of a forward pass comes from.
 
     ``ahead`` and ``behind`` are the keys read there, ``ids_of`` the inputs that tables ahead are
     looked up with (None: something else), ``tail`` the inputs that are read behind the blocks.
@@ -87,7 +87,7 @@ class ModuleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.results = 0
         self.updated: tuple[str, ...] = ()
         self.drops = False
-        self.noticing = Noticing()
+        self.detector = RandomDetector()
         self.blocks = blocks_of(model, blocks)
         self._names = block_names(model, blocks)
         self._place = _AHEAD
@@ -100,7 +100,7 @@ class ModuleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         }
         state = model.state_dict(keep_vars=True)
         self._owned = {
-            _storage(state[key]): key for key in tensors_by_key(model) if state[key].numel()
+            _storage(state[key]): key for key in group_tensors(model) if state[key].numel()
         }
         self._learned = {key for key, _ in model.named_parameters()}
         for at, key in self._owned.items():
@@ -136,18 +136,18 @@ class ModuleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_drawn(self, name: str) -> None:
         self.drops = True
-        if not self.noticing.runs_one:
+        if not self.detector.runs_one:
             raise ModelError(
-                f"its forward draws random numbers ({name}) where they cannot be seeded, so that "
-                "another cut would draw others: call torch.rand, torch.randn or a dropout layer"
+                f"its forward draws random numbers ({name}) that cannot be seeded, so another cut "
+                "would draw others: call torch.rand, torch.randn or a dropout layer"
             )
 
     def _judge(self, name: str, read: Sequence[Tensor], labels: frozenset[Label]) -> None:
         chooses = name in _ASKS_VALUES and any(kind != "owned" for kind, _ in labels)
         if chooses and not (self._place == _AHEAD and _makes_mask()):
             raise ModelError(
-                "which way its forward takes depends on values of the batch (an `if`, `.item()` or "
-                "`bool()` of a tensor): compute both ways and choose with torch.where"
+                "its forward branches on values of the batch (an `if`, `.item()` or `bool()` of a "
+                "tensor): compute both branches and choose with torch.where"
             )
         if name == "embedding" and self._place == _AHEAD and _storage(read[0]) in self._owned:
             table = self._owned[_storage(read[0])]
@@ -186,9 +186,8 @@ class ModuleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         foreign = [label for label in labels if label[0] != "input"]
         if foreign:
             raise ModelError(
-                f"what stands behind its blocks reads {_source(foreign)}, which is on another "
-                "machine: only the result of the last block and inputs of the batch may be read "
-                "there"
+                f"what runs behind its blocks reads {_source(foreign)}, which is on another "
+                "machine: let it read the last block's result and inputs of the batch only"
             )
         self.tail.update(name for _, name in labels)
 
@@ -244,7 +243,7 @@ class ModuleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation draws random numbers; attention without dropout does not.
+    """Return whether an operation draws random numbers; attention without dropout does not.
 
     A generator of the model's own is its own affair.
     """
@@ -258,7 +257,7 @@ def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _makes_mask() -> bool:
-    """Whether transformers is deciding if a padding mask is needed: blocks get it, or None."""
+    """Return whether transformers is deciding if blocks need a padding mask, or get None."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
@@ -280,7 +279,7 @@ def _same(left: Any, right: Any) -> bool:
 
 
 def _source(labels: Iterable[Label]) -> str:
-    """Where a tensor comes from: the last block, else a parameter, else an input."""
+    """Say where a tensor comes from: the last block, else a parameter, else an input."""
     order = ("block", "owned", "input")
     kind, name = min(labels, key=lambda label: (order.index(label[0]), label[1]))
     return {

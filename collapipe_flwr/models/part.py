@@ -56,30 +56,30 @@ class Part(nn.Module):
                 if key in self._layout.resident:
                     continue
                 target = read_tensor(self.model, paths[0])
-                target.copy_(fitting(weights, key, target.shape))
+                target.copy_(require_tensor(weights, key, target.shape))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
-        """Owned tensors by absolute key, detached but not copied."""
+        """Return owned tensors by absolute key, detached but not copied."""
         del args, kwargs
         owned = self._holdings.owned
         return {
             key: read_tensor(self.model, owned[key][0]).detach()
-            for key in self._layout.travelling(owned)
+            for key in self._layout.select_travelling(owned)
         }
 
     def block_context(self) -> dict[str, Tensor]:
-        """Tensors that blocks read beside hidden states, from an embedding's last forward."""
+        """Return what blocks read beside hidden states, from an embedding's last forward."""
         return {}
 
     def held_bytes(self) -> int:
-        """Bytes of all owned tensors, whether they travel or stay."""
+        """Return the bytes of all owned tensors, whether they travel or stay."""
         owned = self._holdings.owned.values()
         return sum(read_tensor(self.model, paths[0]).nbytes for paths in owned)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Owned parameters and replicas by absolute key."""
+        """Yield owned parameters and replicas by absolute key."""
         del recurse, remove_duplicate
         for key, paths in self._holdings.all.items():
             tensor = read_tensor(self.model, paths[0])
@@ -87,7 +87,7 @@ class Part(nn.Module):
                 yield f"{prefix}.{key}" if prefix else key, tensor
 
     def shared_parameters(self) -> dict[str, nn.Parameter]:
-        """Trainable parameters that other parts hold too: sum their gradients before a step."""
+        """Return trainable parameters that other parts hold too: their gradients must be summed."""
         return {
             key: parameter
             for key, parameter in self.named_parameters()
@@ -96,8 +96,8 @@ class Part(nn.Module):
 
     def _adopt(self, key: str, paths: tuple[str, ...], weights: Weights) -> None:
         blueprint = read_tensor(self.model, paths[0])
-        value = fitting(weights, key, blueprint.shape)
-        if key in self._layout.resident and self._quantized(paths, value):
+        value = require_tensor(weights, key, blueprint.shape)
+        if key in self._layout.resident and self._quantize(paths, value):
             return
         tensor = value.detach().to(blueprint.dtype, copy=True)
         if isinstance(blueprint, nn.Parameter):
@@ -106,7 +106,7 @@ class Part(nn.Module):
         for path in paths:
             place_tensor(self.model, path, tensor)
 
-    def _quantized(self, paths: tuple[str, ...], value: Tensor) -> bool:
+    def _quantize(self, paths: tuple[str, ...], value: Tensor) -> bool:
         """Keep a resident matrix in the layout's ``frozen_dtype``; False if its layer cannot."""
         dtype = self._layout.frozen_dtype
         modules = [self.model.get_submodule(path.rpartition(".")[0]) for path in paths]
@@ -127,7 +127,7 @@ class Borrower(Part):
         weights: Weights,
         ids_of: Mapping[str, tuple[str, ...]],
     ) -> None:
-        """``ids_of`` names the inputs that may hold row numbers of each of these tables."""
+        """Build the part; ``ids_of`` names the inputs that may hold row numbers of each table."""
         super().__init__(model, holdings, weights)
         self._ids_of = ids_of
         self._borrowed = {
@@ -141,7 +141,7 @@ class Borrower(Part):
         return tuple(self._borrowed)
 
     def rows_needed(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The rows to fetch from the edge for a whole step's inputs: key to token ids."""
+        """Return the rows to fetch from the edge for a whole step's inputs: key to token ids."""
         return {
             key: torch.unique(torch.cat([inputs[n].flatten() for n in names if n in inputs]))
             for key, names in self._ids_of.items()
@@ -153,7 +153,7 @@ class Borrower(Part):
             table.load(ids, rows)
 
     def row_gradients(self, key: str) -> Tensor:
-        """The gradients (U, D) of the loaded rows, for the edge's ``add_row_gradients``."""
+        """Return the gradients (U, D) of the loaded rows, for the edge's ``add_row_gradients``."""
         return torch.stack([table.gradients() for table in self._borrowed[key]]).sum(0)
 
 
@@ -183,7 +183,7 @@ class BorrowedTable:
         self._module.padding_idx = padding
 
     def gradients(self) -> Tensor:
-        """The gradients (U, D) of the rows last loaded, zero where no loss reached them."""
+        """Return the gradients (U, D) of the rows last loaded, zero where no loss reached them."""
         rows = self._module.weight
         if self._ids is None:
             raise ModelError("no rows were loaded, so there are no gradients to return")
@@ -193,7 +193,7 @@ class BorrowedTable:
         return len(ids) == self._module.num_embeddings
 
     def _translate(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Token ids to row numbers, ahead of the module's own lookup."""
+        """Translate token ids to row numbers, ahead of the module's own lookup."""
         del module
         if self._ids is None:
             raise ModelError("load the rows of this step before the embedding runs")
@@ -220,10 +220,10 @@ class LossPart(Part):
 
     @abstractmethod
     def outputs(self, hidden: Tensor, context: Batch) -> Any:
-        """The result of the model's forward, from hidden states behind the last device."""
+        """Compute the result of the model's forward from hidden states behind the last device."""
 
     def forward(self, hidden: Tensor, context: Batch) -> Tensor:
-        """The loss: a scalar, the mean over this batch's own weight (``weight_of``).
+        """Compute the loss: a scalar, the mean over this batch's own weight (``weight_of``).
 
         A batch that weighs nothing has loss 0, connected to ``hidden`` by zero gradients.
         """
@@ -234,7 +234,7 @@ class LossPart(Part):
     def judge(
         self, hidden: Tensor, context: Batch, *, scores: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """The loss, and the predicted ids, or with ``scores`` all logits.
+        """Compute the loss, and the predicted ids, or with ``scores`` all logits.
 
         Ids are (B,) or (B, T), scores (B, C) or (B, T, C).
         """
@@ -245,11 +245,11 @@ class LossPart(Part):
         return loss, logits if scores else best_class(logits)
 
     def weight_of(self, context: Batch) -> float:
-        """The size that the loss is a mean over: examples, target tokens, or a sum of weights."""
+        """Return what the loss is a mean over: examples, target tokens, or a sum of weights."""
         return self._objective.weight_of(context)
 
     def rows(self, key: str, ids: Tensor) -> Tensor:
-        """A copy of these rows (U, D) of a table that the embedding borrows."""
+        """Return a copy of these rows (U, D) of a table that the embedding borrows."""
         return self._table(key).detach()[ids].clone()
 
     def add_row_gradients(self, key: str, ids: Tensor, gradients: Tensor) -> None:
@@ -264,12 +264,12 @@ class LossPart(Part):
 
 
 def normalises_batches(model: nn.Module) -> bool:
-    """Whether any layer computes with the mean of the whole batch."""
+    """Return whether any layer computes with the mean of the whole batch."""
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
-def fitting(weights: Weights, key: str, shape: torch.Size) -> Tensor:
-    """The tensor of a key; raises ModelError if it is missing or has another shape."""
+def require_tensor(weights: Weights, key: str, shape: torch.Size) -> Tensor:
+    """Return the tensor of a key; raises ModelError if it is missing or has another shape."""
     try:
         value = weights[key]
     except KeyError as cause:

@@ -15,14 +15,14 @@ from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.generation import FEEDING, Ask, Emit, PartCache, Prompt, generate
 from collapipe_flwr.models.layout import Holdings
 from collapipe_flwr.models.module_call import (
-    Following,
+    InputTracker,
     StopForward,
     arguments_of,
     stop_forward,
 )
 from collapipe_flwr.models.part import Borrower, LossPart, Part, Weights
-from collapipe_flwr.models.skeleton import blank_pixels
-from collapipe_flwr.models.stack import Around, Stack, without_cache
+from collapipe_flwr.models.skeleton import make_blank_pixels
+from collapipe_flwr.models.stack import Around, Stack, disable_cache
 from collapipe_flwr.models.tasks import LABELS, Objective, Task, numbers_of
 from collapipe_flwr.models.validation import first_lines, most_positions
 
@@ -48,7 +48,7 @@ class EmbeddingPart(Borrower):
         stack.entrance.forward = stop_forward
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Hidden states (B, T, D) from ``input_ids``, ``pixel_values`` or ``input_features``.
+        """Embed ``input_ids``, ``pixel_values`` or ``input_features`` as (B, T, D).
 
         Further tensors of a batch (labels, ...) are ignored; raises ModelError if none fits.
         """
@@ -93,7 +93,7 @@ class SegmentPart(Part):
         self._stack.again = around
 
     def forward(self, hidden_BTD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
-        """Hidden states (B, T, D) behind this segment's last block.
+        """Compute the hidden states (B, T, D) behind this segment's last block.
 
         ``context`` may hold ``attention_mask`` (B, T), any integer or boolean type, and
         ``position_ids``; other tensors are ignored.
@@ -101,11 +101,11 @@ class SegmentPart(Part):
         return self._stack.run_blocks(hidden_BTD, context)
 
     def new_cache(self) -> PartCache:
-        """An empty cache for the generation of one text; see ``advance``."""
+        """Make an empty cache for the generation of one text; see ``advance``."""
         return PartCache(self.model.config, self._stack.first_block, self._stack.stop_block)
 
     def advance(self, hidden_BTD: Tensor, cache: PartCache) -> Tensor:
-        """Hidden states of the tokens that follow those in the cache, which grows by them."""
+        """Compute hidden states of the tokens that follow those in the cache, which grows."""
         return self._stack.run_blocks(hidden_BTD, {}, cache)
 
 
@@ -138,13 +138,15 @@ class EdgePart(LossPart):
             # The head calls its base model as always, and gets what the devices computed. The
             # reference is weak, so that memory is freed as soon as the part is dropped.
             edge = weakref.ref(self)
-            stack.module.forward = lambda *args, **kwargs: _alive(edge)._finish(*args, **kwargs)
+            stack.module.forward = lambda *args, **kwargs: _dereference(edge)._finish(
+                *args, **kwargs
+            )
 
     def outputs(self, hidden_BTD: Tensor, context: Mapping[str, Tensor]) -> ModelOutput:
-        """The task head's full output: ``logits``, and ``loss`` where there are labels."""
+        """Compute the task head's full output: ``logits``, and ``loss`` where there are labels."""
         hidden_BTD = self._stack.run_blocks(hidden_BTD, context)
         known: dict[str, Any] = {k: v for k, v in context.items() if k in self._accepted}
-        known.update(without_cache(self.model))
+        known.update(disable_cache(self.model))
         if self._stack.family.decodes:
             return self._call(encoder_outputs=self._stack.finish(hidden_BTD), **known)
         if self._own_head:
@@ -152,7 +154,7 @@ class EdgePart(LossPart):
         return self._call(**{self._stack.family.entry: hidden_BTD}, **known)
 
     def generate(self, prompt: Prompt, emit: Emit, ask: Ask) -> Tensor:
-        """The new token ids (T,) of one text; see ``generation.generate``."""
+        """Generate the new token ids (T,) of one text; see ``generation.generate``."""
         return generate(self.model, self._stack, prompt, emit, ask)
 
     def _call(self, **arguments: Any) -> ModelOutput:
@@ -172,10 +174,10 @@ class EdgePart(LossPart):
         if name != "pixel_values":
             raise ModelError(f"{name!r} did not come to the edge with the hidden states")
         config: Any = self._stack.module.config
-        blank = blank_pixels(config, hidden_BTD)  # the true ones stay on the control unit
-        with Following(blank) as following:
+        blank = make_blank_pixels(config, hidden_BTD)  # the true ones stay on the control unit
+        with InputTracker(blank) as tracker:
             output = self._call_base(hidden_BTD, {**known, name: blank})
-        if following.reached([*numbers_of(output)]):
+        if tracker.reaches([*numbers_of(output)]):
             raise ModelError(
                 f"the head computes with {name!r} itself, which stays on the control unit: give "
                 "what it needs of it another name in the batch, such as 'labels'"
@@ -191,7 +193,7 @@ class EdgePart(LossPart):
             self._arrived_BTD = None
 
     def _finish(self, *args: Tensor, **kwargs: Any) -> Any:
-        """The base model's result, computed from the devices' hidden states."""
+        """Return the base model's result, computed from the devices' hidden states."""
         if self._arrived_BTD is not None:
             for name in ("output_hidden_states", "output_attentions"):
                 if kwargs.get(name):
@@ -209,19 +211,19 @@ class EdgePart(LossPart):
         return self._stack.finish(args[0] if hidden_BTD is None else hidden_BTD)
 
 
-def _alive(edge: weakref.ref[EdgePart]) -> EdgePart:
+def _dereference(edge: weakref.ref[EdgePart]) -> EdgePart:
     part = edge()
     assert part is not None, "the head outlived its part"
     return part
 
 
 def misfit_of_inputs(config: Any, inputs: Mapping[str, Tensor]) -> str | None:
-    """The fault of a batch's tokens, in one sentence; None if they have none."""
+    """Describe the fault of a batch's tokens in one sentence; None if they have none."""
     ids = inputs.get("input_ids")
     if ids is None or ids.numel() == 0:
         return None
     vocabulary, positions = getattr(config, "vocab_size", None), most_positions(config)
-    wrong = _outside(ids, vocabulary)
+    wrong = _find_outside(ids, vocabulary)
     if wrong is not None:
         return (
             f"the batch holds token {wrong}, but the model's vocabulary has {vocabulary} tokens: "
@@ -236,12 +238,12 @@ def misfit_of_inputs(config: Any, inputs: Mapping[str, Tensor]) -> str | None:
 
 
 def misfit_of_labels(config: Any, task: Task, labels: Tensor | None) -> str | None:
-    """The fault of a batch's labels, in one sentence; None if they have none."""
+    """Describe the fault of a batch's labels in one sentence; None if they have none."""
     if labels is None or labels.is_floating_point():
         return None
     vocabulary = getattr(config, "decoder_vocab_size", None) or getattr(config, "vocab_size", None)
     classes: Any = config.num_labels if task.labelled else vocabulary
-    wrong = _outside(labels[labels != IGNORED_LABEL], classes)
+    wrong = _find_outside(labels[labels != IGNORED_LABEL], classes)
     if wrong is None:
         return None
     way_out = (
@@ -252,8 +254,8 @@ def misfit_of_labels(config: Any, task: Task, labels: Tensor | None) -> str | No
     return f"the batch holds the label {wrong}, but the model knows 0 to {classes - 1}: {way_out}"
 
 
-def _outside(ids: Tensor, size: int | None) -> int | None:
-    """One of the ids that is not in 0 .. ``size`` - 1; None if all are."""
+def _find_outside(ids: Tensor, size: int | None) -> int | None:
+    """Return one of the ids that is not in 0 .. ``size`` - 1; None if all are."""
     if size is None or ids.numel() == 0:
         return None
     lowest, highest = int(ids.min()), int(ids.max())

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from collapipe_flwr.core.domain import BlockCost, ModelProfile
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.any_splitter import AnySplitter
-from collapipe_flwr.models.discovery import ON_VALUES, VALUES_ASKED, refusal, shapes_only
+from collapipe_flwr.models.discovery import ON_VALUES, VALUES_ASKED, refusal, use_fake_tensors
 from collapipe_flwr.models.part import Part
 from collapipe_flwr.models.spec import BatchShape, ModuleSpec
 from collapipe_flwr.models.splitter import Splitter
@@ -38,18 +38,18 @@ ACTIVATION_BYTES = 4  # activations cross the network in single precision
 
 
 def adamw_bytes(parameters: Sizes) -> int:
-    """Bytes of two moments for each parameter."""
-    return 2 * _bytes(parameters)
+    """Return the bytes of two moments for each parameter."""
+    return 2 * _count_bytes(parameters)
 
 
-def _bytes(tensors: Sizes) -> int:
+def _count_bytes(tensors: Sizes) -> int:
     return sum(size.numel() * dtype.itemsize for size, dtype in tensors.values())
 
 
 def profile_model(
     splitter: AnySplitter, shape: BatchShape, optimizer_bytes: StateBytes = adamw_bytes
 ) -> ModelProfile:
-    """Costs of embedding, every block and the edge for examples of ``shape``.
+    """Measure the costs of embedding, every block and the edge for examples of ``shape``.
 
     A torch module that does not run on shapes alone runs on zeros. Raises ModelError if it cannot.
     """
@@ -69,8 +69,8 @@ def profile_model(
 def profile_shapes(
     splitter: AnySplitter, shape: BatchShape, optimizer_bytes: StateBytes = adamw_bytes
 ) -> ModelProfile:
-    """As ``profile_model``, on shapes alone, with errors as the library raises them."""
-    with shapes_only():
+    """Profile as ``profile_model`` on shapes alone, with errors as the library raises them."""
+    with use_fake_tensors():
         return _profile(splitter, shape, optimizer_bytes)
 
 
@@ -82,7 +82,7 @@ def _profile(splitter: AnySplitter, shape: BatchShape, optimizer_bytes: StateByt
     embedding = splitter.build_embedding(weights)
     hidden_BTD, context = splitter.embed(embedding, weights, batch)
     edge = splitter.build_edge(weights)
-    measure = partial(_cost, optimizer_bytes=optimizer_bytes, examples=examples)
+    measure = partial(_measure_cost, optimizer_bytes=optimizer_bytes, examples=examples)
     known: dict[object, BlockCost] = {}
     blocks = []
     for index in range(splitter.num_blocks):
@@ -98,7 +98,7 @@ def _profile(splitter: AnySplitter, shape: BatchShape, optimizer_bytes: StateByt
         kind = (hidden_BTD.requires_grad, sizes, state_bytes)
         if kind not in known:  # else it costs the same
             block = splitter.build_segment(index, index + 1, weights)
-            known[kind] = measure(block, partial(block, _leaf(hidden_BTD), context))
+            known[kind] = measure(block, partial(block, _make_leaf(hidden_BTD), context))
             learns = hidden_BTD.requires_grad or any(p.requires_grad for p in block.parameters())
             hidden_BTD = hidden_BTD.detach().requires_grad_(learns)
         blocks.append(known[kind])
@@ -106,13 +106,15 @@ def _profile(splitter: AnySplitter, shape: BatchShape, optimizer_bytes: StateByt
         embedding=measure(embedding, lambda: embedding(batch)),
         blocks=tuple(blocks),
         decoder=measure(
-            edge, lambda: _numbers(edge.outputs(_leaf(hidden_BTD), context)), sends=False
+            edge,
+            lambda: _choose_numbers(edge.outputs(_make_leaf(hidden_BTD), context)),
+            sends=False,
         ),
     )
 
 
-def _numbers(outputs: Any) -> Tensor:
-    """The logits of a head, or one tensor from all that it returns; raises ModelError."""
+def _choose_numbers(outputs: Any) -> Tensor:
+    """Choose the logits of a head, or join all that it returns; raises ModelError."""
     if isinstance(outputs, Mapping) and "logits" in outputs:
         return scores_of(outputs)
     found = numbers_of(outputs)
@@ -121,7 +123,7 @@ def _numbers(outputs: Any) -> Tensor:
     return found[0] if len(found) == 1 else torch.stack([tensor.sum() for tensor in found])
 
 
-def _cost(
+def _measure_cost(
     part: Part,
     run: Callable[[], Tensor],
     *,
@@ -129,9 +131,9 @@ def _cost(
     examples: int,
     sends: bool = True,
 ) -> BlockCost:
-    """The costs of the part, measured by ``run``; its output is sent on if it ``sends``."""
+    """Measure the costs of the part by ``run``; its output is sent on if it ``sends``."""
     parameters = list(part.parameters())
-    output, forward_flop, stash_bytes = _measure(run, parameters)
+    output, forward_flop, stash_bytes = _run_counted(run, parameters)
     trained = {k: (p.shape, p.dtype) for k, p in part.named_parameters() if p.requires_grad}
     with unset_fake_temporarily():
         kept = optimizer_bytes(trained)
@@ -142,16 +144,18 @@ def _cost(
         forward_flop=forward_flop / examples,
         backward_flop=backward / examples,
         parameter_bytes=sum(tensor.nbytes for tensor in part.state_dict().values()),
-        state_bytes=part.held_bytes() + _bytes(trained) + kept,  # gradients are as trained ones
+        state_bytes=part.held_bytes()
+        + _count_bytes(trained)
+        + kept,  # gradients are as trained ones
         stash_bytes=stash_bytes / examples,
         output_bytes=output.numel() * ACTIVATION_BYTES / examples if sends else 0.0,
     )
 
 
-def _measure(
+def _run_counted(
     run: Callable[[], Tensor], parameters: Iterable[nn.Parameter]
 ) -> tuple[Tensor, float, int]:
-    """Run once; the output, operations, and the bytes of the storages that autograd keeps."""
+    """Run once; return output, operations, and bytes of the storages that autograd keeps."""
     weights = {parameter.untyped_storage()._cdata for parameter in parameters}
     kept: dict[int, int] = {}
 
@@ -170,7 +174,7 @@ def _measure(
 
 
 def _backward_flop(run: Callable[[], Tensor]) -> float:
-    """Operations of the backward pass that autograd really runs."""
+    """Count the operations of the backward pass that autograd really runs."""
     output: Any = run()
     if not output.requires_grad:
         return 0.0
@@ -182,14 +186,14 @@ def _backward_flop(run: Callable[[], Tensor]) -> float:
 def _attention_flop(
     query: torch.Size, key: torch.Size, value: torch.Size, *args: object, **kwargs: object
 ) -> int:
-    """Scores and weighted sum; shapes are (batch, heads, tokens, width)."""
+    """Count scores and weighted sum; shapes are (batch, heads, tokens, width)."""
     del args, kwargs
     batch, heads, queries, width = query
     return 2 * batch * heads * queries * key[-2] * (width + value[-1])
 
 
 def _attention_backward_flop(_: torch.Size, *args: torch.Size, **kwargs: object) -> int:
-    """Two products for each of the forward pass, without the kernel's recomputation."""
+    """Count two products for each of the forward pass, without the kernel's recomputation."""
     return 2 * _attention_flop(args[0], args[1], args[2], **kwargs)
 
 
@@ -200,7 +204,7 @@ _CPU_ATTENTION = {
 }
 
 
-def _leaf(tensor: Tensor) -> Tensor:
+def _make_leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
@@ -231,20 +235,20 @@ def time_block(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> TimedBlock:
-    """Medians over repeats of the first block, after one warm-up.
+    """Time the first block: medians over repeats, after one warm-up.
 
     ``cost`` is that block's of ``profile_model``. Its weights are drawn here, so that no
     checkpoint is read.
     """
-    block = splitter.build_segment(0, 1, _drawn(splitter))
+    block = splitter.build_segment(0, 1, _draw_weights(splitter))
     width = int(splitter.config.get_text_config().hidden_size)
     tokens = round(cost.output_bytes / ACTIVATION_BYTES / width)
     hidden_BTD = torch.randn(examples, tokens, width, requires_grad=True)
     context = {"attention_mask": torch.ones(examples, tokens, dtype=torch.long)}
-    passes = [_once(block, hidden_BTD, context, clock)]
+    passes = [_time_once(block, hidden_BTD, context, clock)]
     until_s = clock() + seconds
     while len(passes) <= _LEAST_REPEATS or (clock() < until_s and len(passes) < _MOST_REPEATS):
-        passes.append(_once(block, hidden_BTD, context, clock))
+        passes.append(_time_once(block, hidden_BTD, context, clock))
     forward, backward = zip(*passes[1:], strict=True)
     return TimedBlock(
         examples=examples,
@@ -254,7 +258,7 @@ def time_block(
     )
 
 
-def _drawn(splitter: Splitter) -> dict[str, Tensor]:
+def _draw_weights(splitter: Splitter) -> dict[str, Tensor]:
     keys = (*splitter.segment_keys(0, 1), *splitter.shared_keys)
     random = torch.Generator().manual_seed(0)
     return {
@@ -264,7 +268,7 @@ def _drawn(splitter: Splitter) -> dict[str, Tensor]:
     }
 
 
-def _once(
+def _time_once(
     block: Part, hidden_BTD: Tensor, context: dict[str, Tensor], clock: Callable[[], float]
 ) -> tuple[float, float]:
     start_s = clock()

@@ -43,8 +43,8 @@ COUNTING: ContextVar[bool] = ContextVar("COUNTING", default=True)  # of this thr
 
 
 @contextmanager
-def uncounted() -> Iterator[None]:
-    """Calls of modules in the body are no part of a forward pass, and number no later call."""
+def leave_uncounted() -> Iterator[None]:
+    """Leave calls of modules in the body uncounted: they are no part of a forward pass."""
     token = COUNTING.set(False)
     try:
         yield
@@ -52,8 +52,8 @@ def uncounted() -> Iterator[None]:
         COUNTING.reset(token)
 
 
-class Noticing(TorchFunctionMode):
-    """Tells whether one of `RANDOM` runs."""
+class RandomDetector(TorchFunctionMode):
+    """A mode that knows whether one of `RANDOM` runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,8 +75,8 @@ class Noticing(TorchFunctionMode):
 
 
 @contextmanager
-def drawing_alike() -> Iterator[None]:
-    """Nothing drops out in the body, and each example of a batch draws the same numbers.
+def draw_alike() -> Iterator[None]:
+    """Turn dropout off in the body, and draw the same numbers for each example of a batch.
 
     So what is computed does not depend on how many examples are drawn for at once.
     """
@@ -98,7 +98,7 @@ _REFILLED: dict[Function, Function] = {
 
 
 class _Alike(TorchFunctionMode):
-    """Seeds each of `RANDOM` by how many of them ran before, anew for every example."""
+    """A mode that seeds each of `RANDOM` by how many ran before it, anew for every example."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,21 +128,21 @@ class _Alike(TorchFunctionMode):
             return func(*args, **given).sort(descending=True).values
         if args and isinstance(args[0], Tensor) and args[0].dim() and func not in _LIKE:
             parts = torch.split(args[0], 1)
-            rows = [self._seeded(func, row, *args[1:], **given) for row in parts]
+            rows = [self._draw_seeded(func, row, *args[1:], **given) for row in parts]
             return args[0] if func.__name__.endswith("_") else torch.cat(rows)
-        return self._alike(func, self._seeded(func, *args, **given))
+        return self._repeat_first(func, self._draw_seeded(func, *args, **given))
 
-    def _alike(self, func: Function, drawn: Any) -> Any:
-        """The same numbers for all of the first dimension, and for any length of it."""
+    def _repeat_first(self, func: Function, drawn: Any) -> Any:
+        """Make the numbers equal along the first dimension, for any length of it."""
         if not isinstance(drawn, Tensor) or not drawn.dim():
             return drawn
         if func not in _REFILLED:
             return drawn[:1].expand_as(drawn).clone()
         with torch.no_grad():
             for row in drawn:
-                self._seeded(_REFILLED[func], row)
+                self._draw_seeded(_REFILLED[func], row)
         return drawn
 
-    def _seeded(self, func: Function, *args: Any, **kwargs: Any) -> Any:
+    def _draw_seeded(self, func: Function, *args: Any, **kwargs: Any) -> Any:
         torch.default_generator.manual_seed(self._ran)
         return func(*args, **kwargs)

@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from collapipe_flwr.core.durable import draft, make_folder, publish
-from collapipe_flwr.models.checkpoint import generation_settings_file
+from collapipe_flwr.models.checkpoint import find_generation_settings
 from collapipe_flwr.models.lora import add_adapters, is_superseded, key_of
 from collapipe_flwr.models.skeleton import build_skeleton
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.models.validation import refusing
+from collapipe_flwr.models.validation import translate_errors
 
 _PEFT_PREFIX = "base_model.model."
 _ADAPTER_FILE = "adapter_model.safetensors"
@@ -36,7 +36,7 @@ def save_adapter(spec: ModelSpec, weights: Mapping[str, Tensor], directory: Path
     splitter = Splitter(spec)
     own = set(splitter.all_keys()) - (splitter.constant_keys - set(spec.absent))
     tensors = {f"{_PEFT_PREFIX}{key}": weights[key].contiguous() for key in sorted(own)}
-    with _written("adapter", directory) as folder:
+    with _write_folder("adapter", directory) as folder:
         config.save_pretrained(str(folder))
         save_file(tensors, folder / _ADAPTER_FILE, metadata={"format": "pt"})
 
@@ -54,24 +54,24 @@ def save_whole(
     tokenizer or preprocessor before the folder gets its name.
     """
     if spec.lora is not None:
-        weights, spec = _merged(spec, weights), replace(spec, lora=None)
+        weights, spec = _merge_adapters(spec, weights), replace(spec, lora=None)
     model = Splitter(spec).build_whole(weights)
-    with _written("model", directory) as folder:
+    with _write_folder("model", directory) as folder:
         model.save_pretrained(str(folder))
-        if spec.pretrained and (settings := generation_settings_file(spec.pretrained)):
+        if spec.pretrained and (settings := find_generation_settings(spec.pretrained)):
             copyfile(settings, folder / settings.name)  # the configuration holds few of them
         if save_inputs is not None:
             save_inputs(folder)
 
 
 @contextmanager
-def _written(what: str, directory: Path | str) -> Iterator[Path]:
-    """A draft folder that becomes ``directory``; its files join those of an existing one.
+def _write_folder(what: str, directory: Path | str) -> Iterator[Path]:
+    """Yield a draft folder that becomes ``directory``, or whose files join an existing one.
 
     Raises ModelError when it cannot be written.
     """
     path = Path(directory).resolve()
-    with refusing(f"cannot write the {what} to {str(directory)!r}", (OSError,)):
+    with translate_errors(f"cannot write the {what} to {str(directory)!r}", (OSError,)):
         make_folder(path.parent)
         with draft(path / what if path.exists() else path) as folder:
             yield folder
@@ -82,8 +82,8 @@ def _written(what: str, directory: Path | str) -> Iterator[Path]:
                 publish(folder, path)
 
 
-def _merged(spec: ModelSpec, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of the equal model without adapters, from unquantized frozen weights."""
+def _merge_adapters(spec: ModelSpec, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of the equal model without adapters, from exact frozen weights."""
     assert spec.lora is not None
     exact = replace(spec, lora=replace(spec.lora, frozen_dtype="float32"))
     model = Splitter(exact).build_whole(weights)

@@ -22,7 +22,7 @@ from collapipe_flwr.core.imports import load_builder
 from collapipe_flwr.models.lora import add_adapters
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.tasks import auto_class, model_class
-from collapipe_flwr.models.validation import UNFIT, refusing, why_unfit
+from collapipe_flwr.models.validation import UNFIT, explain_unfit, translate_errors
 
 # Building patches globals of torch or transformers for a moment; devices may be threads. The lock
 # is reentrant, and users' modules are imported ahead of it, since they may build models themselves.
@@ -31,7 +31,7 @@ _MOST = {"layer": 4096, "depth": 4096, "num_blocks": 4096, "label": 2**17}  # by
 
 
 def read_config(spec: ModelSpec) -> PreTrainedConfig:
-    """The configuration inside ``spec``; raises ModelError if transformers does not know it."""
+    """Read the configuration in ``spec``; raises ModelError if transformers does not know it."""
     # transformers writes infinities and NaN as {"__float__": "Infinity"}
     values = PreTrainedConfig._decode_special_floats(json.loads(spec.config_json))
     model_type, own = values.get("model_type"), model_class(spec)
@@ -39,7 +39,7 @@ def read_config(spec: ModelSpec) -> PreTrainedConfig:
         raise ModelError(f"config_json names the unknown model_type {model_type!r}")
     config_class: Any = (own and own.config_class) or CONFIG_MAPPING[model_type]
     _refuse_endless(values)
-    with refusing(f"model type {model_type!r}"):
+    with translate_errors(f"model type {model_type!r}"):
         config: PreTrainedConfig = config_class.from_dict(values)
     config.architectures = config.architectures or []  # None breaks the choice of a head
     return config
@@ -54,11 +54,11 @@ def _refuse_endless(values: Mapping[str, Any]) -> None:
             _refuse_endless(value)
         for count in value if isinstance(value, list) else (value,):
             if most is not None and type(count) is int and count > most:
-                raise ModelError(f"config_json asks for {key} of {count}; {most} are allowed")
+                raise ModelError(f"{key} in config_json must be at most {most}, got {count}")
 
 
 def build_skeleton(spec: ModelSpec) -> PreTrainedModel:
-    """The whole model with meta parameters and real constant buffers.
+    """Build the whole model with meta parameters and real constant buffers.
 
     The attention implementation is settled here: masks are dropped silently without one.
     """
@@ -67,7 +67,7 @@ def build_skeleton(spec: ModelSpec) -> PreTrainedModel:
     # some models read values of tensors while they are built
     with unset_fake_temporarily(), _BUILDING:
         with torch.device("meta"):
-            model = _from_config(builder, config)
+            model = _build_from_config(builder, config)
         for key in spec.untied:
             model.all_tied_weights_keys.pop(key, None)
         _fill_constants(model)
@@ -77,16 +77,16 @@ def build_skeleton(spec: ModelSpec) -> PreTrainedModel:
 
 
 def build_random(spec: ModelSpec, seed: int) -> PreTrainedModel:
-    """The whole model with the library's own random first weights, drawn from ``seed``."""
+    """Build the whole model with the library's own random first weights, from ``seed``."""
     config = read_config(spec)
     builder = builder_of(spec, config)
     with _BUILDING, torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        return _from_config(builder, config)
+        return _build_from_config(builder, config)
 
 
 def build_module(path: str, arguments_json: str, seed: int | None = None) -> nn.Module:
-    """The module that a class or function at an import path builds, with initial weights.
+    """Build a module by the class or function at an import path, with initial weights.
 
     With a ``seed`` they are drawn from it, and the global generator is left as it was. Raises
     ModelError.
@@ -95,7 +95,9 @@ def build_module(path: str, arguments_json: str, seed: int | None = None) -> nn.
     with unset_fake_temporarily(), torch.random.fork_rng(devices=(), enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
-        with refusing(f"{path!r} cannot be built", (Exception,)):  # whatever the user's code does
+        with translate_errors(
+            f"{path!r} cannot be built", (Exception,)
+        ):  # whatever the user's code does
             model = builder(**arguments)
     if not isinstance(model, nn.Module):
         raise ModelError(f"{path!r} must return an nn.Module, got {type(model).__name__}")
@@ -103,18 +105,18 @@ def build_module(path: str, arguments_json: str, seed: int | None = None) -> nn.
 
 
 def build_module_skeleton(path: str, arguments_json: str) -> nn.Module:
-    """The module with its parameters on the meta device, and with real buffers."""
+    """Build the module with its parameters on the meta device, and with real buffers."""
     load_builder(path, nn.Module)
     try:
-        with _on_meta():
+        with _build_on_meta():
             return build_module(path, arguments_json, seed=0)
     except ModelError:
         return build_module(path, arguments_json, seed=0)  # it reads what it draws
 
 
 @contextmanager
-def _on_meta() -> Iterator[None]:
-    """Modules that this thread builds in the body register their parameters without memory."""
+def _build_on_meta() -> Iterator[None]:
+    """Register parameters of modules that this thread builds in the body without memory."""
     kind: Any = nn.Module
     with _BUILDING:
         register, here = kind.register_parameter, threading.get_ident()
@@ -132,7 +134,7 @@ def _on_meta() -> Iterator[None]:
 
 
 def builder_of(spec: ModelSpec, config: PreTrainedConfig) -> Any:
-    """The class that ``spec`` names, or the Auto class of its task; raises ModelError."""
+    """Return the class that ``spec`` names, or the Auto class of its task; raises ModelError."""
     found: Any = model_class(spec) or auto_class(spec.task, config)
     if found is None:
         raise ModelError(
@@ -142,7 +144,7 @@ def builder_of(spec: ModelSpec, config: PreTrainedConfig) -> Any:
 
 
 def place_tensor(model: nn.Module, path: str, tensor: Tensor) -> None:
-    owner, name = _holder(model, path)
+    owner, name = _find_holder(model, path)
     if name in owner._parameters:
         owner._parameters[name] = tensor  # type: ignore[assignment]
     else:
@@ -163,7 +165,7 @@ def leave_holes(model: nn.Module, paths: Iterable[str]) -> None:
 
 
 def read_tensor(model: nn.Module, path: str) -> Tensor:
-    owner, name = _holder(model, path)
+    owner, name = _find_holder(model, path)
     tensor: Tensor | None = owner._parameters.get(name)
     if tensor is None:
         tensor = owner._buffers.get(name)
@@ -171,8 +173,8 @@ def read_tensor(model: nn.Module, path: str) -> Tensor:
     return tensor
 
 
-def _holder(model: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """As `get_submodule` finds it, which checks every step."""
+def _find_holder(model: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """Find a tensor's module, as `get_submodule` does, which checks every step."""
     *names, last = path.split(".")
     for name in names:
         found = model._modules[name]
@@ -181,13 +183,13 @@ def _holder(model: nn.Module, path: str) -> tuple[nn.Module, str]:
     return model, last
 
 
-def _from_config(builder: Any, config: PreTrainedConfig) -> PreTrainedModel:
+def _build_from_config(builder: Any, config: PreTrainedConfig) -> PreTrainedModel:
     try:
         own = isinstance(builder, type) and issubclass(builder, PreTrainedModel)
         build = builder._from_config if own else builder.from_config
         model: PreTrainedModel = build(config)
     except UNFIT as cause:
-        reason = why_unfit(cause, config)
+        reason = explain_unfit(cause, config)
         raise ModelError(
             f"transformers cannot build the {config.model_type!r} model: {reason}"
         ) from cause
@@ -214,7 +216,7 @@ def _fill_constants(model: PreTrainedModel) -> None:
 
 
 def derive_constant(model: PreTrainedModel, path: str) -> Tensor | None:
-    """The value of a tensor that the library computes and never trains; None for others."""
+    """Compute a tensor that the library computes and never trains; None for others."""
     blueprint = read_tensor(model, path)
     if blueprint.requires_grad:
         return None
@@ -238,17 +240,17 @@ def _compute(model: PreTrainedModel, path: str, empty: Tensor) -> bool:
         while owner and not _is_computed(model, path, empty):
             owner = owner.rpartition(".")[0]
             module = model.get_submodule(owner)
-            _closest_model(model, owner)._init_weights(module)  # type: ignore[no-untyped-call]
+            _find_closest_model(model, owner)._init_weights(module)  # type: ignore[no-untyped-call]
     return _is_computed(model, path, empty)
 
 
 def _is_computed(model: nn.Module, path: str, empty: Tensor) -> bool:
-    """Whether the tensor at ``path`` was replaced or written to since it was ``empty``."""
+    """Return whether the tensor at ``path`` was replaced or written to since it was ``empty``."""
     return read_tensor(model, path) is not empty or empty._version > 0
 
 
-def _closest_model(model: PreTrainedModel, path: str) -> PreTrainedModel:
-    """The innermost library model around ``path``: it knows how to initialise its modules."""
+def _find_closest_model(model: PreTrainedModel, path: str) -> PreTrainedModel:
+    """Find the innermost library model around ``path``, which can initialise its modules."""
     module = model.get_submodule(path)
     while not isinstance(module, PreTrainedModel):
         path = path.rpartition(".")[0]
@@ -256,10 +258,10 @@ def _closest_model(model: PreTrainedModel, path: str) -> PreTrainedModel:
     return module
 
 
-def example_inputs(
+def make_example_inputs(
     config: Any, input_name: str, length: int, examples: int = 1
 ) -> dict[str, Tensor]:
-    """The embedding's inputs for ``examples`` of ``length`` tokens.
+    """Make the embedding's inputs for ``examples`` of ``length`` tokens.
 
     Images and sound have the size that ``config`` gives; ``length`` is ignored.
     """
@@ -274,8 +276,8 @@ def example_inputs(
     return {"input_ids": ones, "attention_mask": ones.clone()}
 
 
-def blank_pixels(config: Any, hidden_BTD: Tensor) -> Tensor:
-    """Blank pictures (B, C, H, W) of the size that ``config`` gives, without memory."""
+def make_blank_pixels(config: Any, hidden_BTD: Tensor) -> Tensor:
+    """Make blank pictures (B, C, H, W) of the size that ``config`` gives, without memory."""
     blank = torch.zeros((), device=hidden_BTD.device, dtype=hidden_BTD.dtype)
     return blank.expand(len(hidden_BTD), *_picture_shape(config))
 

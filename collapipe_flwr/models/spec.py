@@ -1,5 +1,6 @@
-"""The description of a model: the run-config's ``model.*`` and ``lora.*`` keys, and the
-``ModelSpec`` (of transformers) or ``ModuleSpec`` (of plain torch) that travels in Flower and gRPC
+"""The description of a model: the run-config's ``model.*`` and ``lora.*`` keys, and its spec.
+
+The ``ModelSpec`` (of transformers) or ``ModuleSpec`` (of plain torch) travels in Flower and gRPC
 messages as one JSON string.
 """
 
@@ -78,12 +79,12 @@ class LoraConfig:
 
 
 def may_be_type(name: str) -> bool:
-    """Whether transformers, which is not loaded for it, may have models of this type."""
+    """Return whether transformers, which is not loaded for it, may have models of this type."""
     return is_spelled(name, "transformers", "models/auto/*.py")
 
 
 def unknown_type(model_type: str) -> ModelError:
-    """The refusal of a model type that transformers does not have."""
+    """Make the error for a model type that transformers does not have."""
     near = nearest_types(model_type)
     hint = f"did you mean {' or '.join(map(repr, near))}?"
     known = f"choose one of {', '.join(MODEL_TYPES)}"
@@ -91,7 +92,7 @@ def unknown_type(model_type: str) -> ModelError:
 
 
 def nearest_types(name: str) -> list[str]:
-    """Model types that may have been meant."""
+    """Return the model types that may have been meant."""
     return get_close_matches(name, MODEL_TYPES, n=3)
 
 
@@ -107,7 +108,7 @@ class _Description:
     __slots__ = ()
 
     def to_json(self) -> str:
-        """One string; the inverse of ``spec_of``."""
+        """Write one string; the inverse of ``spec_of``."""
         return to_json(self)
 
 
@@ -228,7 +229,9 @@ class ModuleSpec(_Description):
             if not isinstance(getattr(torch, dtype, None), torch.dtype):
                 raise ModelError(f"the example's {name!r} is of no type that torch has: {dtype!r}")
         if not 0 < self.num_blocks <= _MOST_BLOCKS:
-            raise ModelError(f"a module of {self.num_blocks} blocks cannot be cut")
+            raise ModelError(
+                f"a module must have 1 to {_MOST_BLOCKS} blocks to be cut, got {self.num_blocks}"
+            )
         if not 0 <= self.edge_blocks < self.num_blocks:
             raise ModelError(
                 f"edge_blocks must be below the model's {self.num_blocks} blocks, got "
@@ -243,7 +246,7 @@ class ModuleSpec(_Description):
 
 
 def spec_of(text: str) -> ModelSpec | ModuleSpec:
-    """The description that a string holds; raises ModelError."""
+    """Read the description that a string holds; raises ModelError."""
     kind: type[ModelSpec | ModuleSpec] = ModelSpec
     with suppress(ValueError, RecursionError):  # refused below
         values = json.loads(text)

@@ -17,17 +17,17 @@ from transformers import PreTrainedModel
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import path_of
 from collapipe_flwr.models.any_splitter import AnySplitter, DescribedModel
-from collapipe_flwr.models.decomposition import find_means, made_up_batch
+from collapipe_flwr.models.decomposition import find_means, make_up_batch
 from collapipe_flwr.models.describing import describe_live
 from collapipe_flwr.models.module_call import arguments_of
-from collapipe_flwr.models.module_describing import describe_module, first_examples
+from collapipe_flwr.models.module_describing import describe_module, take_first_examples
 from collapipe_flwr.models.profile import profile_model
-from collapipe_flwr.models.skeleton import build_module, example_inputs
+from collapipe_flwr.models.skeleton import build_module, make_example_inputs
 from collapipe_flwr.models.spec import BatchShape, ModelSpec, ModuleSpec
 from collapipe_flwr.models.splitter import Splitter, splitter_of
 from collapipe_flwr.models.tasks import LABELS, numbers_of
 from collapipe_flwr.models.unfit import refuse_unfit
-from collapipe_flwr.models.validation import refusing
+from collapipe_flwr.models.validation import translate_errors
 
 _log = logging.getLogger("flwr.collapipe")
 
@@ -75,7 +75,7 @@ class SplitModel(DescribedModel):
     ) -> None:
         if isinstance(model, nn.Module):
             refuse_unfit(model)
-        build, given = _builder(model, arguments)
+        build, given = _find_builder(model, arguments)
         if isinstance(model, nn.Module):
             self.model = model
         else:
@@ -91,23 +91,23 @@ class SplitModel(DescribedModel):
         else:
             spec = describe_module(
                 self.model,
-                example=self._batch(),
+                example=self._require_example(),
                 build=path_of(build, "the model"),
                 arguments_json=given,
                 blocks=blocks,
                 embed=embed,
                 head=head,
-                inputs=self._inputs() if inputs is None else tuple(inputs),
+                inputs=self._find_inputs() if inputs is None else tuple(inputs),
                 **common,
             )
         super().__init__(
             splitter_of(spec.to_json()),
-            self._shape(spec, length),
-            batch_size=self._batch_size(batch_size),
+            self._find_shape(spec, length),
+            batch_size=self._find_batch_size(batch_size),
             personal=tuple(personal),
         )
         self._check()
-        frozen = (*spec.frozen, *self._unreached())
+        frozen = (*spec.frozen, *self._find_unreached())
         self.splitter = splitter_of(replace(spec, frozen=frozen).to_json())
         if whole_batches:
             self.splitter = splitter_of(replace(self.spec, whole_batches=True).to_json())
@@ -120,11 +120,13 @@ class SplitModel(DescribedModel):
         return self.splitter.spec
 
     def weights(self) -> dict[str, Tensor]:
-        """The live model's tensors that travel."""
-        return self.splitter.travelling({k: t.detach() for k, t in self.model.state_dict().items()})
+        """Return the live model's tensors that travel."""
+        return self.splitter.select_travelling(
+            {k: t.detach() for k, t in self.model.state_dict().items()}
+        )
 
-    def _batch(self) -> dict[str, Tensor]:
-        """The example that a module is traced with; raises ModelError if none was given."""
+    def _require_example(self) -> dict[str, Tensor]:
+        """Return the example that a module is traced with; raises ModelError without one."""
         if self._example is None:
             raise ModelError(
                 f"SplitModel needs an example to cut {type(self.model).__name__}: pass one batch "
@@ -132,8 +134,8 @@ class SplitModel(DescribedModel):
             )
         return self._example
 
-    def _inputs(self) -> tuple[str, ...]:
-        example = self._batch()
+    def _find_inputs(self) -> tuple[str, ...]:
+        example = self._require_example()
         if set(example) == {INPUTS, LABELS}:
             return (INPUTS,)
         named = tuple(key for key in arguments_of(self.model) if key in example)
@@ -144,11 +146,11 @@ class SplitModel(DescribedModel):
             )
         return named
 
-    def _batch_size(self, given: int | None) -> int:
+    def _find_batch_size(self, given: int | None) -> int:
         if given is None and self._example is not None:
             sizes = [len(tensor) for tensor in self._example.values() if tensor.dim()]
             if len(sizes) < len(self._example):
-                raise ModelError("the example holds a single number: pass a batch, no single item")
+                raise ModelError("the example holds a single number: pass a batch, not one item")
             given = next(iter(sizes), None)
         if not isinstance(given, int) or given < 1:
             raise ModelError(
@@ -157,14 +159,16 @@ class SplitModel(DescribedModel):
             )
         return given
 
-    def _shape(self, spec: ModelSpec | ModuleSpec, length: int | None) -> BatchShape:
+    def _find_shape(self, spec: ModelSpec | ModuleSpec, length: int | None) -> BatchShape:
         if isinstance(spec, ModuleSpec):
             return BatchShape(source_length=length or 1)
         name = str(self.model.main_input_name)
         if length is None and name == "input_ids":
             ids = (self._example or {}).get(name)
             if ids is None:
-                raise ModelError("SplitModel needs the length of texts in tokens: length=128, say")
+                raise ModelError(
+                    "SplitModel needs the length of texts in tokens, such as length=128"
+                )
             length = ids.shape[-1]
         if length is not None and not (isinstance(length, int) and length > 0):
             raise ModelError(f"length must be a whole number of at least 1, got {length!r}")
@@ -174,29 +178,29 @@ class SplitModel(DescribedModel):
         """Raise ModelError unless the parts compute what the model does."""
         batch, splitter = self._example, self.splitter
         if isinstance(self.spec, ModuleSpec):
-            with refusing(f"{type(self.model).__name__} {_NOT_APART}"):
+            with translate_errors(f"{type(self.model).__name__} {_NOT_APART}"):
                 profile_model(splitter, self.shape)
         if batch is None and isinstance(splitter, Splitter) and not splitter.decodes:
-            batch = self._made_up(splitter)
+            batch = self._make_up_inputs(splitter)
         if batch is not None and not splitter.decodes:
-            _check_exact(self.model, splitter, first_examples(batch))
+            _check_exact(self.model, splitter, take_first_examples(batch))
         if self._example is not None:
-            _check_loss(self.model, splitter, first_examples(self._example))
+            _check_loss(self.model, splitter, take_first_examples(self._example))
 
     def _find_how_to_cut(self) -> None:
         """Describe by what batches may be cut, and tell where they may not."""
         splitter, batch, found = self.splitter, self._example, None
         if batch is None and isinstance(splitter, Splitter) and not splitter.has_own_loss:
-            batch = made_up_batch(splitter)
+            batch = make_up_batch(splitter)
         if splitter.whole_batches:
             why = "its layers learn from batches as a whole"
         elif batch is None:
-            why = "whether its loss is a mean is tried on a batch: pass example=next(iter(loader))"
+            why = "its loss must be tried on a batch first: pass example=next(iter(loader))"
         else:
             found = find_means(splitter, self.weights(), batch)
             why = (
-                f"its loss is no mean over {splitter.objective.weight!r}: name by weight= a tensor "
-                "of the batch whose sum the loss divides by, if there is one"
+                f"its loss is not a mean over {splitter.objective.weight!r}: if it divides by the "
+                "sum of a tensor of the batch, name that tensor by weight="
             )
         changes: dict[str, Any] = {"whole_batches": True}
         if found is None:
@@ -205,13 +209,13 @@ class SplitModel(DescribedModel):
             changes = {"weight": found.weight, "complete": found.complete}
         self.splitter = splitter_of(replace(self.spec, **changes).to_json())
 
-    def _made_up(self, splitter: Splitter) -> dict[str, Tensor]:
-        """Two examples without labels, for a model of transformers."""
+    def _make_up_inputs(self, splitter: Splitter) -> dict[str, Tensor]:
+        """Make up two examples without labels, for a model of transformers."""
         length = min(self.shape.source_length, 8)
-        return example_inputs(splitter.input_config, splitter.input_name, length, examples=2)
+        return make_example_inputs(splitter.input_config, splitter.input_name, length, examples=2)
 
-    def _unreached(self) -> tuple[str, ...]:
-        """The keys ahead of the head that the user's own training leaves alone.
+    def _find_unreached(self) -> tuple[str, ...]:
+        """Find the keys ahead of the head that the user's own training leaves alone.
 
         No gradient reaches them past a `detach` or `no_grad` of forward, which a cut would lose.
         """
@@ -219,7 +223,7 @@ class SplitModel(DescribedModel):
         if isinstance(splitter, Splitter):
             if not splitter.spec.model_class or (batch is None and splitter.decodes):
                 return ()
-            batch = self._made_up(splitter) if batch is None else batch
+            batch = self._make_up_inputs(splitter) if batch is None else batch
         assert batch is not None
         model = splitter.build_whole(self.weights(), trains=True)
         trained = {k: p for k, p in model.named_parameters() if p.requires_grad}
@@ -228,12 +232,16 @@ class SplitModel(DescribedModel):
             parameter.register_post_accumulate_grad_hook(partial(_note, reached, key))
         for mode in (True, False):  # a block may be skipped at random in training
             model.train(mode)
-            with refusing(_UNTRAINED), torch.enable_grad(), torch.random.fork_rng(devices=()):
-                outputs = splitter.run_whole(model, first_examples(batch))
+            with (
+                translate_errors(_UNTRAINED),
+                torch.enable_grad(),
+                torch.random.fork_rng(devices=()),
+            ):
+                outputs = splitter.run_whole(model, take_first_examples(batch))
                 if self._example is None:
                     ends = [numbers.sum() for numbers in numbers_of(outputs)]
                 else:
-                    ends = [splitter.loss_of(outputs, first_examples(batch))]
+                    ends = [splitter.loss_of(outputs, take_first_examples(batch))]
                 if ends := [end for end in ends if end.requires_grad]:
                     torch.autograd.backward(ends)
             if len(reached) == len(trained):
@@ -243,7 +251,7 @@ class SplitModel(DescribedModel):
 
 
 def as_batch(batch: Batch) -> dict[str, Tensor]:
-    """A batch of any loader as a mapping of tensors; raises ModelError for another kind."""
+    """Return a batch of any loader as a mapping of tensors; raises ModelError for others."""
     if isinstance(batch, Mapping):  # transformers' BatchEncoding is one, too
         found = {str(key): value for key, value in batch.items()}
     elif isinstance(batch, (tuple, list)) and len(batch) == 2:
@@ -256,8 +264,8 @@ def as_batch(batch: Batch) -> dict[str, Tensor]:
     wrong = next((key for key, value in found.items() if not isinstance(value, Tensor)), None)
     if wrong is not None:
         raise ModelError(
-            f"the batch holds {wrong!r}, a {type(found[wrong]).__name__}: no tensor; give the "
-            "DataLoader a collate_fn that leaves it out or makes one of it"
+            f"{wrong!r} of the batch is a {type(found[wrong]).__name__}, not a tensor: give the "
+            "DataLoader a collate_fn that leaves it out or makes a tensor of it"
         )
     return found
 
@@ -270,7 +278,7 @@ def _note(reached: set[str], key: str, parameter: Tensor) -> None:
 
 def _check_loss(model: nn.Module, splitter: AnySplitter, batch: Mapping[str, Tensor]) -> None:
     """Raise ModelError unless the example has a loss and a weight."""
-    with _evaluating(model), torch.no_grad():
+    with _evaluate(model), torch.no_grad():
         splitter.loss_of(splitter.run_whole(model, batch), batch)
     weight = splitter.weight_of(batch)
     if not weight >= 0:
@@ -279,12 +287,12 @@ def _check_loss(model: nn.Module, splitter: AnySplitter, batch: Mapping[str, Ten
 
 def _check_exact(model: nn.Module, splitter: AnySplitter, batch: Mapping[str, Tensor]) -> None:
     """Raise ModelError unless all parts together compute the live model's scores."""
-    weights = splitter.travelling(model.state_dict())
+    weights = splitter.select_travelling(model.state_dict())
     unread = f"{type(model).__name__} cannot read the example"
-    with refusing(unread), _evaluating(model), torch.no_grad():
+    with translate_errors(unread), _evaluate(model), torch.no_grad():
         expected = numbers_of(splitter.run_whole(model, batch))
     apart = f"{type(model).__name__} {_NOT_APART}"
-    with refusing(apart, (Exception,)), torch.no_grad():  # whatever the user's code does
+    with translate_errors(apart, (Exception,)), torch.no_grad():  # whatever the user's code does
         embedding = splitter.build_embedding(weights).train(False)
         segment = splitter.build_segment(0, splitter.num_blocks, weights).train(False)
         hidden, context = splitter.embed(embedding, weights, batch)
@@ -292,22 +300,22 @@ def _check_exact(model: nn.Module, splitter: AnySplitter, batch: Mapping[str, Te
         found = numbers_of(edge.outputs(segment(hidden, context), context))
     if len(found) != len(expected) or not all(map(_close, found, expected)):
         raise ModelError(
-            f"{type(model).__name__} cannot be split: its parts together compute other numbers "
-            "than the model; what stands behind its blocks may read more than their result, or it "
-            "is built with other arguments elsewhere"
+            f"{type(model).__name__} cannot be split: its parts compute other numbers than the "
+            "whole model; what runs behind its blocks may read more than their result, or other "
+            "machines build it with other arguments"
         )
 
 
 def _close(ours: Tensor, theirs: Tensor) -> bool:
-    """Equal up to rounding, relative to the largest number."""
+    """Return whether tensors are equal up to rounding, relative to the largest number."""
     if ours.shape != theirs.shape or not theirs.numel():
         return ours.shape == theirs.shape
     return float((ours - theirs).abs().max()) <= _CLOSE * max(float(theirs.abs().max()), 1.0)
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode in the body, and afterwards each module's own mode."""
+def _evaluate(model: nn.Module) -> Iterator[None]:
+    """Set evaluation mode in the body, and afterwards each module's own mode."""
     modes = {module: module.training for module in model.modules()}
     model.train(False)
     try:
@@ -317,8 +325,8 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _builder(model: Any, arguments: Mapping[str, object] | None) -> tuple[Any, str]:
-    """What builds the model on other machines, and its arguments as JSON; raises ModelError."""
+def _find_builder(model: Any, arguments: Mapping[str, object] | None) -> tuple[Any, str]:
+    """Return what builds the model elsewhere, and its arguments as JSON; raises ModelError."""
     if isinstance(model, nn.Module):
         if arguments is not None:
             raise ModelError("arguments belong to what builds a model: SplitModel(Net, arguments=)")

@@ -17,12 +17,12 @@ from collapipe_flwr.models.checkpoint import CheckpointSource, Completed, load_c
 from collapipe_flwr.models.discovery import family_for
 from collapipe_flwr.models.families import Family, find_blocks, stack_path
 from collapipe_flwr.models.layout import EDGE, EMBEDDING, make_layout
-from collapipe_flwr.models.lora import first_adapter, is_adapter, is_superseded, key_of
+from collapipe_flwr.models.lora import draw_adapter, is_adapter, is_superseded, key_of
 from collapipe_flwr.models.module_call import arguments_of
 from collapipe_flwr.models.module_splitter import ModuleSplitter
 from collapipe_flwr.models.part import Part, Weights, normalises_batches
 from collapipe_flwr.models.parts import EdgePart, EmbeddingPart, SegmentPart
-from collapipe_flwr.models.skeleton import build_random, build_skeleton, example_inputs
+from collapipe_flwr.models.skeleton import build_random, build_skeleton, make_example_inputs
 from collapipe_flwr.models.spec import BatchShape, ModelSpec, ModuleSpec, spec_of
 from collapipe_flwr.models.stack import Stack, passes_on
 from collapipe_flwr.models.tasks import (
@@ -31,16 +31,16 @@ from collapipe_flwr.models.tasks import (
     OWN_TASK,
     Objective,
     find_task,
-    named_loss,
+    load_loss,
 )
-from collapipe_flwr.models.validation import blocks_for_devices, most_positions, refuse_inexact
+from collapipe_flwr.models.validation import count_device_blocks, most_positions, refuse_inexact
 
 _COMMON_INPUTS = frozenset({"attention_mask", "position_ids"})
 _LARGE_INPUTS = ("pixel_values", "input_features")  # they stay on the control unit
 
 
 class Splitter(AnySplitter):
-    """Cuts a transformers model, described by ``spec``, into parts with only their own tensors.
+    """The cut of a transformers model, ``spec``, into parts that hold only their own tensors.
 
     With adapters (``spec.lora``) over a checkpoint, the frozen weights are *resident*: each part
     reads its own from the checkpoint on its machine. The keys below then name what travels.
@@ -55,13 +55,13 @@ class Splitter(AnySplitter):
         self.objective = Objective(
             weight=spec.weight or (EXAMPLES if own_loss else LABELS),
             targets=self.task.targets,
-            loss=named_loss(spec.loss),
+            loss=load_loss(spec.loss),
         )
         self._family = family_for(spec)
         skeleton = build_skeleton(spec)
         refuse_inexact(skeleton.config, self._family, spec.task)
         total_blocks = len(find_blocks(skeleton, self._family))
-        self.num_blocks = blocks_for_devices(total_blocks, spec, self._family)
+        self.num_blocks = count_device_blocks(total_blocks, spec, self._family)
         self._layout = make_layout(skeleton, self._family, spec)
         self.config = skeleton.config
         self.has_record = self._family.inputs is not None  # its type is known, not found by a trace
@@ -72,7 +72,7 @@ class Splitter(AnySplitter):
         self._body_inputs, self._head_inputs = (set(arguments_of(m)) for m in (stack, skeleton))
         if passes_on(skeleton):
             self._head_inputs |= self._body_inputs
-        self._context_keys = _context_keys(self._family, spec.task)
+        self._context_keys = _choose_context_keys(self._family, spec.task)
         self._unread = set[str]()
         if spec.model_class:
             self._unread = (self._body_inputs | _COMMON_INPUTS) - self._head_inputs
@@ -89,7 +89,10 @@ class Splitter(AnySplitter):
         return {key: value for key, value in batch.items() if self._travels(key)}
 
     def _travels(self, key: str) -> bool:
-        """Own heads get their own arguments, and own losses all that the body does not read."""
+        """Return whether a tensor of a batch travels to the edge.
+
+        Own heads get their own arguments, and own losses all that the body does not read.
+        """
         if key in self._unread:
             return False
         if key in self._context_keys:
@@ -110,11 +113,11 @@ class Splitter(AnySplitter):
         return model(**known)
 
     def example(self, shape: BatchShape) -> tuple[dict[str, Tensor], int]:
-        """One example of the task.
+        """Make one example of the task.
 
         It has no label if that is one class (its loss costs nothing), or if the task is an own one.
         """
-        inputs = example_inputs(self.input_config, self.input_name, shape.source_length)
+        inputs = make_example_inputs(self.input_config, self.input_name, shape.source_length)
         if self.task.label_per_example or self.task is OWN_TASK:
             return inputs, 1
         length = shape.target_length if self.decodes else shape.source_length
@@ -123,13 +126,13 @@ class Splitter(AnySplitter):
     # Weights
 
     def first_weights(self, seed: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-        """Initial values of all keys: from ``spec.pretrained``, else drawn from ``seed``.
+        """Return initial values of all keys: from ``spec.pretrained``, or else from ``seed``.
 
         The second result are the keys of a head that the checkpoint lacks; they are drawn as well.
         Raises ModelError if it cannot be read or lacks tensors of the model's body.
         """
-        model, drawn = self._first_model(seed)
-        differing = self._untied_in(model)
+        model, drawn = self._make_first_model(seed)
+        differing = self._find_untied(model)
         if differing:
             raise ModelError(
                 f"the checkpoint {self.spec.pretrained!r} holds an own {differing[0]!r}, which its "
@@ -137,19 +140,19 @@ class Splitter(AnySplitter):
             )
         found = model.state_dict()
         weights = {
-            key: first_adapter(key, self.shapes[key][0], seed)
+            key: draw_adapter(key, self.shapes[key][0], seed)
             if is_adapter(key)
             else found[key].detach().clone()
             for key in self.all_keys()
         }
         return weights, drawn
 
-    def untied_by_checkpoint(self) -> tuple[str, ...]:
-        """Keys that the architecture ties, but ``spec.pretrained`` holds with different values."""
-        return self._untied_in(self._first_model(seed=0)[0])
+    def find_untied_keys(self) -> tuple[str, ...]:
+        """Find keys that the architecture ties, but ``spec.pretrained`` holds as unequal tables."""
+        return self._find_untied(self._make_first_model(seed=0)[0])
 
-    def absent_from_checkpoint(self) -> tuple[str, ...]:
-        """Frozen keys that ``spec.pretrained`` lacks, such as the lower layers of a new head."""
+    def find_absent_keys(self) -> tuple[str, ...]:
+        """Find frozen keys that ``spec.pretrained`` lacks, as the lower layers of a new head."""
         plain = Splitter(replace(self.spec, lora=None))
         derivable = plain.constant_keys.difference(plain.shared_keys)
         return tuple(
@@ -164,30 +167,34 @@ class Splitter(AnySplitter):
     # Parts
 
     def build_embedding(self, weights: Weights) -> EmbeddingPart:
-        holdings = self._layout.holdings(EMBEDDING)
-        return EmbeddingPart(self._stack(0, 0), holdings, self._completed(weights), self._unread)
+        holdings = self._layout.holdings_of(EMBEDDING)
+        return EmbeddingPart(
+            self._build_stack(0, 0), holdings, self._complete(weights), self._unread
+        )
 
     def build_segment(self, first_block: int, stop_block: int, weights: Weights) -> SegmentPart:
         self._check_range(first_block, stop_block)
-        holdings = self._layout.holdings(*range(first_block, stop_block), runs_blocks=True)
-        return SegmentPart(self._stack(first_block, stop_block), holdings, self._completed(weights))
+        holdings = self._layout.holdings_of(*range(first_block, stop_block), runs_blocks=True)
+        return SegmentPart(
+            self._build_stack(first_block, stop_block), holdings, self._complete(weights)
+        )
 
     def build_edge(self, weights: Weights) -> EdgePart:
-        holdings = self._layout.holdings(EDGE, runs_blocks=self.spec.edge_blocks > 0)
-        stack = self._stack(self.num_blocks, self.num_blocks + self.spec.edge_blocks)
+        holdings = self._layout.holdings_of(EDGE, runs_blocks=self.spec.edge_blocks > 0)
+        stack = self._build_stack(self.num_blocks, self.num_blocks + self.spec.edge_blocks)
         return EdgePart(
             stack,
             holdings,
-            self._completed(weights),
+            self._complete(weights),
             self.task,
             self.objective,
             own_head=bool(self.spec.model_class),
         )
 
     def build_whole(self, weights: Weights, *, trains: bool = False) -> PreTrainedModel:
-        """See ``AnySplitter``; a model that ``trains`` keeps no cache for generation."""
+        """Build as ``AnySplitter`` says; a model that ``trains`` keeps no cache for generation."""
         model = build_skeleton(self.spec)
-        Part(model, self._layout.everything(), self._completed(weights))
+        Part(model, self._layout.all_holdings(), self._complete(weights))
         for path in [p for p in model.all_tied_weights_keys if p in self._layout.owners]:
             model.all_tied_weights_keys.pop(path)
         model.train(False)
@@ -195,8 +202,8 @@ class Splitter(AnySplitter):
             model.config.use_cache = False
         return model
 
-    def _untied_in(self, model: PreTrainedModel) -> tuple[str, ...]:
-        """Paths of tied tables with other values than their key in a model without adapters."""
+    def _find_untied(self, model: PreTrainedModel) -> tuple[str, ...]:
+        """Find paths of tied tables with other values than their key, without adapters."""
         found = model.state_dict()
         return tuple(
             path
@@ -206,8 +213,8 @@ class Splitter(AnySplitter):
             if not torch.equal(found[path], found[key])
         )
 
-    def _first_model(self, seed: int) -> tuple[PreTrainedModel, tuple[str, ...]]:
-        """The model with initial weights, and the keys that the checkpoint lacks."""
+    def _make_first_model(self, seed: int) -> tuple[PreTrainedModel, tuple[str, ...]]:
+        """Make the model with initial weights; also return the keys that the checkpoint lacks."""
         if self.spec.pretrained is None:
             return build_random(self.spec, seed), ()
         return load_checkpoint(self.spec, seed, body=self.body_keys)
@@ -218,7 +225,7 @@ class Splitter(AnySplitter):
         head = () if self.decodes else self._layout.keys_of(EDGE)
         return frozenset(key for key in self._layout.owners if not is_adapter(key)).difference(head)
 
-    def _stack(self, first_block: int, stop_block: int) -> Stack:
+    def _build_stack(self, first_block: int, stop_block: int) -> Stack:
         return Stack(
             model=build_skeleton(self.spec),
             family=self._family,
@@ -226,7 +233,7 @@ class Splitter(AnySplitter):
             stop_block=stop_block,
         )
 
-    def _completed(self, weights: Weights) -> Weights:
+    def _complete(self, weights: Weights) -> Weights:
         if not self._layout.resident:
             return weights
         return Completed(weights, self._layout.resident, lambda key: self._source.read(key))
@@ -236,8 +243,8 @@ class Splitter(AnySplitter):
         return CheckpointSource(self.spec)
 
 
-def _context_keys(family: Family, task: str) -> frozenset[str]:
-    """The tensors of a batch that travel down the chain beside hidden states."""
+def _choose_context_keys(family: Family, task: str) -> frozenset[str]:
+    """Choose the tensors of a batch that travel down the chain beside hidden states."""
     wanted = {"attention_mask", "position_ids", "labels"}
     if family.decodes:
         wanted |= {"decoder_input_ids", "decoder_attention_mask"}
@@ -247,24 +254,24 @@ def _context_keys(family: Family, task: str) -> frozenset[str]:
 
 
 def _drops(skeleton: PreTrainedModel, spec: ModelSpec) -> bool:
-    """Own heads need not keep their dropout in the configuration."""
-    shares = [*_drawing(skeleton.config.to_dict())]
+    """Return whether training draws numbers; own heads may keep dropout outside the config."""
+    shares = [*_find_dropout(skeleton.config.to_dict())]
     if spec.model_class:
         shares += [m.p for m in skeleton.modules() if isinstance(m, nn.Dropout)]
     return any(share > 0 for share in (*shares, spec.lora.dropout if spec.lora else 0.0))
 
 
-def _drawing(settings: Mapping[str, Any]) -> Iterator[float]:
-    """What of a configuration says how much is drawn in training, in its parts as well."""
+def _find_dropout(settings: Mapping[str, Any]) -> Iterator[float]:
+    """Yield how much is drawn in training by a configuration, in its parts as well."""
     for name, value in settings.items():
         if isinstance(value, dict):
-            yield from _drawing(value)
+            yield from _find_dropout(value)
         elif isinstance(value, float) and ("drop" in name or "jitter" in name):
             yield value
 
 
 @lru_cache(maxsize=4)
 def splitter_of(spec_json: str) -> AnySplitter:
-    """The splitter of a model of any kind, the same one in every round; raises ModelError."""
+    """Return the splitter of any model, the same one in every round; raises ModelError."""
     spec = spec_of(spec_json)
     return ModuleSplitter(spec) if isinstance(spec, ModuleSpec) else Splitter(spec)

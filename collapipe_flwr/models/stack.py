@@ -35,12 +35,12 @@ from collapipe_flwr.models.module_call import (
     StopForward,
     arguments_of,
     hidden_of,
-    replaced,
-    returning,
+    make_forward,
+    replace_forwards,
     split_arguments,
 )
-from collapipe_flwr.models.random_functions import uncounted
-from collapipe_flwr.models.skeleton import blank_pixels
+from collapipe_flwr.models.random_functions import leave_uncounted
+from collapipe_flwr.models.skeleton import make_blank_pixels
 
 Forward = Callable[..., Any]
 Around = Callable[[], AbstractContextManager[object]]  # entered for every second computation
@@ -49,7 +49,7 @@ Around = Callable[[], AbstractContextManager[object]]  # entered for every secon
 def run_block(
     block: nn.Module, hidden_BTD: Tensor, arguments: Mapping[str, Any], around: Around | None
 ) -> Tensor:
-    """The block's hidden states; with `around` it is recomputed in the backward pass.
+    """Compute the block's hidden states; with `around` again in the backward pass.
 
     Gradients are those of a plain call. They reach its parameters, `hidden_BTD` and tensors that
     are themselves `arguments`, not those inside of one. Random numbers are drawn twice: `around`,
@@ -75,7 +75,7 @@ def run_block(
 
 
 class _Checkpointed(torch.autograd.Function):
-    """Saves the inputs of a call and repeats it for the backward pass."""
+    """A call of which only the inputs are saved, repeated for the backward pass."""
 
     @staticmethod
     def forward(
@@ -90,11 +90,11 @@ class _Checkpointed(torch.autograd.Function):
         # the hooks hide it from those of a caller.
         with torch.enable_grad(), saved_tensors_hooks(_same, _same):
             trains = [tensor.requires_grad for tensor in inputs]
-            return run(*_leaves(inputs, trains)).detach()
+            return run(*_detach(inputs, trains)).detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        inputs = _leaves(ctx.saved_tensors, ctx.needs_input_grad[3:])
+        inputs = _detach(ctx.saved_tensors, ctx.needs_input_grad[3:])
         with ctx.around():
             with torch.enable_grad():
                 output = ctx.run(*inputs)
@@ -102,8 +102,8 @@ class _Checkpointed(torch.autograd.Function):
         return (None, None, None, *(tensor.grad for tensor in inputs))
 
 
-def _leaves(tensors: Sequence[Tensor], trains: Sequence[bool]) -> list[Tensor]:
-    """The same values, detached."""
+def _detach(tensors: Sequence[Tensor], trains: Sequence[bool]) -> list[Tensor]:
+    """Return the same values, detached."""
     return [t.detach().requires_grad_(wants) for t, wants in zip(tensors, trains, strict=True)]
 
 
@@ -146,7 +146,7 @@ class Stack:
         context: Mapping[str, Tensor],
         cache: PartCache | None = None,
     ) -> Tensor:
-        """Hidden states (B, T, D) behind the last of these blocks.
+        """Compute the hidden states (B, T, D) behind the last of these blocks.
 
         With a ``cache`` they are those of the tokens that come next. Raises ModelError for a model
         type that has none.
@@ -157,7 +157,7 @@ class Stack:
                 "split: only its training is known"
             )
         if self.first_block < self.stop_block:
-            arguments = self._arguments(hidden_BTD, context, cache)
+            arguments = self._make_arguments(hidden_BTD, context, cache)
             for index in range(self.first_block, self.stop_block):
                 output_BTD = run_block(self.blocks[index], hidden_BTD, arguments(index), self.again)
                 if index == 0 and self.family.joined:
@@ -168,9 +168,9 @@ class Stack:
         return hidden_BTD
 
     def finish(self, hidden_BTD: Tensor) -> ModelOutput:
-        """The result of the library's stack, from hidden states behind the last block."""
+        """Compute the result of the library's stack from hidden states behind the last block."""
         if self.family.inputs is None:
-            forward = returning(hidden_BTD, self.family.block_results)
+            forward = make_forward(hidden_BTD, self.family.block_results)
             output: ModelOutput = self._replay(hidden_BTD, {}, dict.fromkeys(self.blocks, forward))
             return output
         for name in self.family.after:
@@ -181,7 +181,7 @@ class Stack:
             pooler_output=None if pooler is None else pooler(hidden_BTD),
         )
 
-    def _arguments(
+    def _make_arguments(
         self, hidden_BTD: Tensor, context: Mapping[str, Tensor], cache: PartCache | None
     ) -> BlockArguments:
         if self.family.inputs is not None:
@@ -193,9 +193,9 @@ class Stack:
             found.append(split_arguments(block, args, kwargs)[1])
             if len(found) == len(self.blocks):
                 raise StopForward
-            return returning(hidden_BTD, self.family.block_results)()
+            return make_forward(hidden_BTD, self.family.block_results)()
 
-        with uncounted(), suppress(StopForward):
+        with leave_uncounted(), suppress(StopForward):
             self._replay(
                 hidden_BTD, context, {block: partial(note, block) for block in self.blocks}
             )
@@ -204,21 +204,21 @@ class Stack:
     def _replay(
         self, hidden_BTD: Tensor, context: Mapping[str, Tensor], forwards: Mapping[Any, Forward]
     ) -> Any:
-        """The library's own forward, with these ``forwards`` in place of its blocks'.
+        """Run the library's own forward, with these ``forwards`` in place of its blocks'.
 
         What it reads ahead of them has the right shape and no values, since they need not read it.
         """
         unread_BTD = torch.zeros_like(hidden_BTD)  # the library may change it in place
         if self.family.input_name == "pixel_values":
-            inputs = {"pixel_values": blank_pixels(self.module.config, hidden_BTD)}
+            inputs = {"pixel_values": make_blank_pixels(self.module.config, hidden_BTD)}
         else:
             inputs = {"inputs_embeds": torch.zeros_like(hidden_BTD)}
         known = {key: context[key] for key in ("attention_mask", "position_ids") if key in context}
         stack: Any = self.module  # the edge replaces this instance's own forward
         before = [stack.get_submodule(name) for name in self.family.before]
         forwards = {**dict.fromkeys(before, lambda *_, **__: unread_BTD), **forwards}
-        with self.replaying, replaced(forwards):
-            return type(stack).forward(stack, **inputs, **known, **without_cache(stack))
+        with self.replaying, replace_forwards(forwards):
+            return type(stack).forward(stack, **inputs, **known, **disable_cache(stack))
 
     def _join(self, before_BTD: Tensor, after_BTD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
         assert self.family.joined is not None
@@ -230,12 +230,12 @@ class Stack:
         return joined
 
 
-def without_cache(model: nn.Module) -> dict[str, bool]:
-    """The argument that keeps a model from building a cache for generating, if it would."""
+def disable_cache(model: nn.Module) -> dict[str, bool]:
+    """Return the argument that keeps a model from building a cache for generation, if it would."""
     return {"use_cache": False} if "use_cache" in arguments_of(model) else {}
 
 
 def passes_on(module: nn.Module) -> bool:
-    """Whether a module's own forward takes arguments that it does not name."""
+    """Return whether a module's own forward takes arguments that it does not name."""
     parameters = inspect.signature(type(module).forward).parameters.values()
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)

@@ -41,7 +41,7 @@ EXAMPLES = "examples"
 
 
 def count_labels(labels: Tensor) -> int:
-    """The number of labels that are not ignored.
+    """Count the labels that are not ignored.
 
     A fraction marks nothing, unless it pads a sequence: -100.0 may be a target like any other.
     """
@@ -51,7 +51,7 @@ def count_labels(labels: Tensor) -> int:
 
 
 def _count_per_example(labels: Tensor) -> int:
-    """As `count_labels`, of labels that are never padded."""
+    """Count as `count_labels` does, but labels that are never padded."""
     return count_labels(labels.flatten())
 
 
@@ -91,7 +91,7 @@ OWN_TASK = Task("own", ())  # of a class that learns something else
 
 
 def find_task(name: str) -> Task:
-    """The task of that name; raises ModelError naming the nearest one."""
+    """Return the task of that name; raises ModelError naming the nearest one."""
     if found := {**TASKS, OWN_TASK.name: OWN_TASK}.get(name):
         return found
     near = get_close_matches(name, TASKS, n=1)
@@ -100,22 +100,22 @@ def find_task(name: str) -> Task:
 
 
 def auto_class(task: str, config: PreTrainedConfig) -> Any:
-    """The Auto class that puts the task's head on this architecture; None without such a head."""
+    """Return the Auto class that puts the task's head on this architecture; None without one."""
     classes: tuple[Any, ...] = find_task(task).auto_classes
     return next((auto for auto in classes if type(config) in auto._model_mapping), None)
 
 
 def model_class(spec: ModelSpec) -> type[PreTrainedModel] | None:
-    """The class that ``spec`` names, None for that of its task; raises ModelError."""
+    """Return the class that ``spec`` names, None for that of its task; raises ModelError."""
     if not spec.model_class:
         return None
     found: type[PreTrainedModel] = load_class(spec.model_class, PreTrainedModel)
     return found
 
 
-def known_task(kind: type) -> str:
-    """The task whose head a class is or derives from; that of ``OWN_TASK`` if none is."""
-    names = {base.__name__ for base in kind.__mro__ if is_librarys(base)}
+def recognize_task(kind: type) -> str:
+    """Return the task whose head a class is or derives from; ``OWN_TASK``'s name if none is."""
+    names = {base.__name__ for base in kind.__mro__ if is_transformers_class(base)}
     # BART's model is registered for masked-lm, too
     for task in sorted(_TASKS, key=lambda task: task.name != "seq2seq"):
         for auto in task.auto_classes:
@@ -126,16 +126,16 @@ def known_task(kind: type) -> str:
     return OWN_TASK.name
 
 
-def built_class(task: str, config: PreTrainedConfig) -> type | None:
-    """The library's class for the task on this architecture; None if there is none."""
+def find_built_class(task: str, config: PreTrainedConfig) -> type | None:
+    """Return the library's class for the task on this architecture; None if there is none."""
     auto = auto_class(task, config)
     found: Any = auto and auto._model_mapping[type(config)]
     kind: type | None = found[0] if isinstance(found, tuple) else found
     return kind
 
 
-def is_librarys(kind: type) -> bool:
-    """Whether a class is one of transformers itself."""
+def is_transformers_class(kind: type) -> bool:
+    """Return whether a class is one of transformers itself."""
     return kind.__module__.partition(".")[0] == "transformers"
 
 
@@ -152,7 +152,7 @@ class Objective:
     loss: Loss | None = None
 
     def weight_of(self, batch: Batch) -> float:
-        """What the mean loss of this batch runs over; raises ModelError if a tensor is missing."""
+        """Return what this batch's mean loss runs over; raises ModelError if it lacks a tensor."""
         if self.weight == EXAMPLES:
             return _count_examples(batch)
         if self.weight == LABELS:
@@ -161,23 +161,23 @@ class Objective:
         return float(weights.sum(dtype=torch.float64))
 
     def loss_of(self, outputs: Any, batch: Batch) -> Tensor:
-        """The mean loss, a scalar; raises ModelError where there is none."""
+        """Compute the mean loss, a scalar; raises ModelError where there is none."""
         if self.loss is None:
-            named = by_name(outputs)
+            named = name_outputs(outputs)
             loss = named.get("loss") if isinstance(named, Mapping) else None
             if loss is None:
                 raise ModelError(
                     "the model returned no loss: give the batch labels, or name a loss"
                 )
         else:
-            loss = _called(self.loss, outputs, batch)
+            loss = _call(self.loss, outputs, batch)
         if not isinstance(loss, Tensor) or loss.dim():
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ModelError(f"the loss must be one number, the mean over the batch, got {shape}")
         return loss
 
 
-def _called(loss: Loss, outputs: Any, batch: Batch) -> Any:
+def _call(loss: Loss, outputs: Any, batch: Batch) -> Any:
     try:
         return loss(outputs, dict(batch))
     except UNFIT as cause:
@@ -188,22 +188,22 @@ def _called(loss: Loss, outputs: Any, batch: Batch) -> Any:
         ) from cause
 
 
-def named_loss(path: str) -> Loss | None:
-    """The loss at an import path; None for an empty one. Raises ModelError."""
+def load_loss(path: str) -> Loss | None:
+    """Load the loss at an import path; None for an empty one. Raises ModelError."""
     found: Loss | None = load_function(path) if path else None
     return found
 
 
-def by_name(outputs: Any) -> Any:
-    """Outputs that have names, as a mapping of their own fields; others as they are."""
+def name_outputs(outputs: Any) -> Any:
+    """Return outputs that have names as a mapping of their own fields; others as they are."""
     if isinstance(outputs, Mapping) or not is_dataclass(outputs):
         return outputs
     return {field.name: getattr(outputs, field.name) for field in fields(outputs)}
 
 
 def scores_of(outputs: Any) -> Tensor:
-    """The logits among what a model's forward returns; raises ModelError."""
-    outputs = by_name(outputs)
+    """Return the logits among what a model's forward returns; raises ModelError."""
+    outputs = name_outputs(outputs)
     if isinstance(outputs, Mapping):
         outputs = outputs.get("logits")
     elif isinstance(outputs, (tuple, list)) and outputs:
@@ -214,24 +214,24 @@ def scores_of(outputs: Any) -> Tensor:
 
 
 def best_class(scores: Tensor) -> Tensor:
-    """Predicted ids (B,) of scores (B, C), or (B, T) of (B, T, C)."""
+    """Return predicted ids (B,) of scores (B, C), or (B, T) of (B, T, C)."""
     return scores.argmax(dim=-1)
 
 
 def numbers_of(outputs: Any) -> list[Tensor]:
-    """All floating-point tensors that a forward returns, in order."""
-    outputs = by_name(outputs)
+    """Return all floating-point tensors that a forward returns, in order."""
+    outputs = name_outputs(outputs)
     leaves = tree_leaves(dict(outputs) if isinstance(outputs, Mapping) else outputs)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def labels_of(batch: Batch) -> Tensor:
-    """The labels of a batch, as transformers or data sets call them; raises ModelError."""
+    """Return the labels of a batch, as transformers or data sets call them; raises ModelError."""
     return _tensor(batch, "label" if LABELS not in batch and "label" in batch else LABELS)
 
 
 def _count_examples(batch: Batch) -> int:
-    """From the labels, or else from any tensor of a batch, or from the shape of one that stays."""
+    """Count by the labels, else by any tensor of a batch, else by the shape of one that stays."""
     if LABELS in batch or "label" in batch:
         return len(labels_of(batch))
     own = sorted(key for key in batch if "/" not in key)

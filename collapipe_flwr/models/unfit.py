@@ -72,7 +72,7 @@ def _refuse_sparse(model: nn.Module, name: str) -> None:
 
 
 def _refuse_other_precision(model: PreTrainedModel, name: str) -> None:
-    """Parts of the library's models are built, planned and trained in single precision."""
+    """Raise ModelError unless transformers' weights are float32, as parts are built."""
     for key, tensor in model.state_dict().items():
         if tensor.dtype != torch.float32 and (tensor.is_floating_point() or tensor.is_complex()):
             kind = str(tensor.dtype).removeprefix("torch.")

@@ -41,10 +41,10 @@ def refuse_inexact(config: Any, family: Family, task: str) -> None:
     if family.decodes and family.inputs is not None:  # else it could not shift its labels
         for key in _START_TOKENS.get(config.model_type, _ALL_START_TOKENS):
             if getattr(config, key, None) is None:
-                raise needs_token(config, key)
+                raise missing_token(config, key)
     pools = task == "sequence-classification" and "masked-lm" not in family.tasks
     if pools and config.get_text_config().pad_token_id is None:  # by the last token but padding
-        raise needs_token(config, "pad_token_id")
+        raise missing_token(config, "pad_token_id")
     if _scales_dynamically(config.to_dict()):
         raise ModelError(
             "rope_type must not be 'dynamic': its frequencies follow the longest text that a "
@@ -56,14 +56,14 @@ def refuse_inexact(config: Any, family: Family, task: str) -> None:
 
 
 def _scales_dynamically(settings: Mapping[str, Any]) -> bool:
-    """Whether rotary positions depend on the batches before, in any part of a configuration."""
+    """Return whether rotary positions depend on earlier batches, anywhere in the settings."""
     return settings.get("rope_type") == "dynamic" or any(
         _scales_dynamically(v) for v in settings.values() if isinstance(v, Mapping)
     )
 
 
-def blocks_for_devices(total_blocks: int, spec: ModelSpec, family: Family) -> int:
-    """How many of the blocks devices may hold; raises ModelError if none is left."""
+def count_device_blocks(total_blocks: int, spec: ModelSpec, family: Family) -> int:
+    """Return how many of the blocks devices may hold; raises ModelError if none is left."""
     if spec.edge_blocks and family.decodes:
         raise ModelError(
             f"edge_blocks must be 0 for {spec.model_type!r}: its decoder stands at the edge"
@@ -75,8 +75,8 @@ def blocks_for_devices(total_blocks: int, spec: ModelSpec, family: Family) -> in
     return total_blocks - spec.edge_blocks
 
 
-def needs_token(config: Any, key: str) -> ModelError:
-    """The error for a special token that is not given; only the tokenizer knows it."""
+def missing_token(config: Any, key: str) -> ModelError:
+    """Make the error for a special token that is not given; only the tokenizer knows it."""
     return ModelError(f"{config.model_type!r} models need {key}; take it from the tokenizer")
 
 
@@ -85,7 +85,7 @@ _SHIFTED_POSITIONS = ("roberta", "xlm-roberta", "camembert")
 
 
 def most_positions(config: Any) -> int | None:
-    """How many tokens a sequence may have; None where the model sets no limit."""
+    """Return how many tokens a sequence may have; None where the model sets no limit."""
     positions = getattr(config, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions < 1:
         return None
@@ -111,7 +111,7 @@ _WRITTEN_FOR_USERS = (ValueError, AssertionError, ImportError, NotImplementedErr
 
 
 def first_lines(cause: BaseException) -> str:
-    """The beginning of another library's message, on one line."""
+    """Return the beginning of another library's message, on one line."""
     if isinstance(cause, StrictDataclassError):  # names its validator first
         cause = cause.__cause__ or cause
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
@@ -119,7 +119,7 @@ def first_lines(cause: BaseException) -> str:
 
 
 @contextmanager
-def refusing(what: str, kinds: tuple[type[Exception], ...] = UNFIT) -> Iterator[None]:
+def translate_errors(what: str, kinds: tuple[type[Exception], ...] = UNFIT) -> Iterator[None]:
     """Raise ModelError for errors of these kinds: ``what`` fails, with their message."""
     try:
         yield
@@ -129,8 +129,8 @@ def refusing(what: str, kinds: tuple[type[Exception], ...] = UNFIT) -> Iterator[
         raise ModelError(f"{what}: {first_lines(cause)}") from cause
 
 
-def why_unfit(cause: BaseException, config: PreTrainedConfig) -> str:
-    """Why transformers cannot use ``config``, and where its settings are explained."""
+def explain_unfit(cause: BaseException, config: PreTrainedConfig) -> str:
+    """Say why transformers cannot use ``config``, and where its settings are explained."""
     if isinstance(cause, (*_WRITTEN_FOR_USERS, StrictDataclassError)):
         return first_lines(cause)
     usual = vars(type(config)())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from collapipe_flwr.models.decomposition import find_means, made_up_batch
+from collapipe_flwr.models.decomposition import find_means, make_up_batch
 from collapipe_flwr.models.splitter import Splitter
 from tests.models.conftest import Tiny
 
@@ -28,5 +28,5 @@ USUAL = ("marian", "vit", "bert", "distilbert", "gpt2", "qwen2", "whisper")
 )
 def test_a_family_may_be_cut_by_its_labels(model_type: str) -> None:
     splitter = Splitter(Tiny().spec(model_type, TASKS[model_type]))
-    found = find_means(splitter, splitter.initial_weights(seed=1), made_up_batch(splitter))
+    found = find_means(splitter, splitter.initial_weights(seed=1), make_up_batch(splitter))
     assert found is not None and found.weight == "labels"

@@ -26,7 +26,7 @@ from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.spec import spec_of as read_spec
 from collapipe_flwr.models.split_model import SplitModel
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.models.tasks import known_task
+from collapipe_flwr.models.tasks import recognize_task
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from tests.closeness import assert_near, near
 from tests.laws.test_cluster_equals_whole import (
@@ -58,7 +58,7 @@ def spec_of(kind: type, **choices: Any) -> ModelSpec:
     config = own_models.bert_config()
     config.return_dict = True
     return ModelSpec(
-        task=known_task(kind),
+        task=recognize_task(kind),
         config_json=config.to_json_string(use_diff=False),
         model_class=imports.path_of(kind, "the model"),
         **choices,
@@ -252,7 +252,7 @@ def test_a_head_that_reads_all_hidden_states_is_refused() -> None:
     ],
 )
 def test_the_task_of_a_class(kind: type, task: str) -> None:
-    assert known_task(kind) == task
+    assert recognize_task(kind) == task
 
 
 def test_a_tensor_that_is_missing_is_named() -> None:

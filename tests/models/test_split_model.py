@@ -293,7 +293,7 @@ def test_a_batch_is_a_mapping_or_a_pair() -> None:
     assert as_batch((inputs, labels)) == {"inputs": inputs, "labels": labels}
     with pytest.raises(ModelError, match="a pair of inputs and labels, got tuple"):
         as_batch((inputs, labels, labels))
-    with pytest.raises(ModelError, match="'names', a list: no tensor"):
+    with pytest.raises(ModelError, match="'names' of the batch is a list, not a tensor"):
         as_batch({"inputs": inputs, "names": ["a"]})
 
 
@@ -350,7 +350,7 @@ def test_what_the_user_froze_stays() -> None:
         parameter.requires_grad = False
     splitter = SplitModel(model, example=pictures(0)).splitter
     assert "layers.0.ln_1.weight" in splitter.constant_keys
-    segment = splitter.build_segment(0, 1, splitter.travelling(model.state_dict()))
+    segment = splitter.build_segment(0, 1, splitter.select_travelling(model.state_dict()))
     assert not any(parameter.requires_grad for parameter in segment.parameters())
 
 
@@ -386,9 +386,9 @@ def test_what_a_head_on_a_librarys_body_keeps_from_learning_stays() -> None:
         (own_models.CollectsStates, "behind its blocks reads the result of block 0"),
         (own_models.Repeats, "are one parameter, and blocks may share none"),
         (own_models.SharesHalf, "are one parameter, and blocks may share none"),
-        (own_models.Decides, "depends on values of the batch"),
+        (own_models.Decides, "branches on values of the batch"),
         (own_models.Interferes, "something happens between its blocks 0 and 1"),
-        (own_models.DrawsUnseen, r"random numbers \(normal_\) where they cannot be seeded"),
+        (own_models.DrawsUnseen, r"random numbers \(normal_\) that cannot be seeded"),
     ],
 )
 def test_a_model_that_cannot_be_cut_says_why(kind: type[nn.Module], reason: str) -> None:
@@ -484,7 +484,7 @@ def test_a_module_around_a_body_of_the_library_is_cut() -> None:
     mask[0, 4:] = 0
     padded = {**full, "attention_mask": mask}
     splitter = SplitModel(model, example=full).splitter
-    weights = {k: t.clone() for k, t in splitter.travelling(model.state_dict()).items()}
+    weights = {k: t.clone() for k, t in splitter.select_travelling(model.state_dict()).items()}
     steps = [cut_up(full, (3, 3)), cut_up(padded, (3, 3))]
     losses, split = _train_split(splitter, weights, CUTS[1], steps, CALM)
 
@@ -502,7 +502,7 @@ def test_tied_keys_of_a_live_model_come_back() -> None:
     whole = split_model.splitter.whole_state(split_model.weights())
     assert list(whole) == list(split_model.model.state_dict())
     with pytest.raises(ModelError, match=r"lack 'embed\.weight'"):
-        split_model.splitter.travelling({})
+        split_model.splitter.select_travelling({})
 
 
 def test_an_example_is_asked_for() -> None:
@@ -512,7 +512,7 @@ def test_an_example_is_asked_for() -> None:
 
 def test_the_length_of_texts_is_asked_for_where_the_example_does_not_tell_it() -> None:
     model = own_models.BertForSequenceClassification(own_models.bert_config())
-    with pytest.raises(ModelError, match="needs the length of texts in tokens: length=128"):
+    with pytest.raises(ModelError, match="needs the length of texts in tokens, such as length=128"):
         SplitModel(model, example=tuple(texts(0).values()))
 
 

@@ -191,12 +191,12 @@ def _close(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Take all rights to a folder away, also from root."""
     stat, access = os.stat, os.access
 
-    def refusing(path: Any, *args: Any, **options: Any) -> os.stat_result:
+    def translate_errors(path: Any, *args: Any, **options: Any) -> os.stat_result:
         if folder in Path(str(path)).parents:
             raise PermissionError(13, "Permission denied", str(path))
         return stat(path, *args, **options)
 
-    monkeypatch.setattr(os, "stat", refusing)
+    monkeypatch.setattr(os, "stat", translate_errors)
     monkeypatch.setattr(os, "access", lambda path, mode: path != folder and access(path, mode))
 
 
