@@ -26,7 +26,16 @@ class NamespaceNetwork(Network):
     def __init__(self, prefix: str, addresses: Mapping[str, str]) -> None:
         self._namespaces = {host: f"{prefix}{number}" for number, host in enumerate(addresses)}
         self._addresses = dict(addresses)
-        self._switch = f"{prefix}sw"
+        self.switch = f"{prefix}sw"  # the namespace of the bridge
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """All hosts."""
+        return tuple(self._namespaces)
+
+    def namespace(self, host: str) -> str:
+        """The name of a host's namespace."""
+        return self._namespaces[host]
 
     def endpoint(self, host: str) -> Endpoint:
         """See Network."""
@@ -66,7 +75,7 @@ class NamespaceNetwork(Network):
 
     def _port(self, host: str, state: str) -> None:
         number = list(self._namespaces).index(host)
-        _ip("-n", self._switch, "link", "set", f"port{number}", state)
+        _ip("-n", self.switch, "link", "set", f"port{number}", state)
 
     def _shape(self, host: str, verb: str, rate_bit_per_s: int) -> None:
         bucket = f"tc qdisc {verb} dev eth0 root tbf rate {rate_bit_per_s}bit burst 64kb latency 1s"
@@ -74,7 +83,7 @@ class NamespaceNetwork(Network):
 
     def build(self, rate_bit_per_s: int, undo: ExitStack) -> None:
         """Make everything; ``undo`` deletes it again, also after a half-made network."""
-        switch = self._switch
+        switch = self.switch
         _add_namespace(switch, undo)
         _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
         _ip("-n", switch, "link", "set", "bridge", "up")
@@ -91,10 +100,17 @@ class NamespaceNetwork(Network):
 
 @contextmanager
 def namespaces(
-    hosts: Sequence[str], *, rate_bit_per_s: int, addresses: Mapping[str, str] | None = None
+    hosts: Sequence[str],
+    *,
+    rate_bit_per_s: int,
+    addresses: Mapping[str, str] | None = None,
+    within: str = "",
 ) -> Iterator[NamespaceNetwork]:
-    """A network of namespaces while the body runs; addresses belong to one /24."""
-    prefix = f"cp{os.getpid()}-"
+    """A network of namespaces while the body runs; addresses belong to one /24.
+
+    ``within`` tells several networks of this process apart.
+    """
+    prefix = f"cp{os.getpid()}{within}-"
     if addresses is None:
         addresses = {host: f"10.77.0.{number + 1}" for number, host in enumerate(hosts)}
     network = NamespaceNetwork(prefix, {host: addresses[host] for host in hosts})
