@@ -13,7 +13,7 @@ from typer import Argument, Option
 from collapipe_flwr.core.errors import ConfigError, prefix_errors
 from collapipe_flwr.core.json_codec import to_json, to_plain
 from collapipe_flwr.core.keys import check as check_value
-from collapipe_flwr.core.links import host_and_port
+from collapipe_flwr.core.links import host_and_port, with_port
 from collapipe_flwr.membership.systemd import Manager, Service, check_manager, install, lingers
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def init(
     run it on any machine that stays, as that of the first of several clusters.
     """
     from collapipe_flwr.config.cluster_file import MEMBER_NAME, MemberConfig, Role
-    from collapipe_flwr.membership.newcomer import PORTS, kind_here, measured, with_port
+    from collapipe_flwr.membership.newcomer import PORTS, kind_here, measured
     from collapipe_flwr.membership.registry import Registry, default_folder
 
     check_value("NAME", name, MEMBER_NAME)
@@ -303,7 +303,7 @@ def _joined_at(config: ClusterConfig) -> str:
 def _refuse_other_addresses(known: ClusterConfig, address: str, edge_address: str) -> None:
     """Raise ConfigError where a cluster that is there already was asked to be elsewhere."""
     from collapipe_flwr.config.cluster_file import Role
-    from collapipe_flwr.membership.newcomer import PORTS, with_port
+    from collapipe_flwr.membership.newcomer import PORTS
 
     at = address and with_port(address, PORTS[Role.CONTROL_UNIT])
     for option, wanted, kept in (

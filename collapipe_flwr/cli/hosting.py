@@ -13,9 +13,10 @@ from typer import Option
 
 from collapipe_flwr.core.errors import ConfigError, prefix_errors
 from collapipe_flwr.core.json_log import log_json
-from collapipe_flwr.core.links import TlsFiles
+from collapipe_flwr.core.links import TlsFiles, host_and_port, with_port
 
 if TYPE_CHECKING:
+    from collapipe_flwr.config.cluster_file import ClusterConfig
     from collapipe_flwr.host.daemon import HostSettings
 
 Listen = Annotated[
@@ -71,6 +72,14 @@ class LogFormat(StrEnum):
     JSON = "json"
 
 
+Dial = Annotated[
+    str,
+    Option(
+        metavar="CONTROL_UNIT[:PORT]",
+        help="Accept no connection from the network; dial the control unit, which passes on those "
+        "of the cluster. Default: where the cluster file says of a device that dials.",
+    ),
+]
 Logs = Annotated[LogFormat, Option("--log-format", help="json: one object per line.")]
 
 
@@ -103,6 +112,7 @@ def _read_settings(default: str, options: dict[str, Any], **more: Any) -> HostSe
     with prefix_errors("--name"):
         address = next((a for c in clusters if (a := c.member(name).address)), default)
     tls = own_tls or next((c.tls_files(name) for c in clusters), None)
+    dial, unit = _dialled(name, clusters, options.get("dial", ""))
     access_control(clusters)  # refuses a name that two clusters would share
     rosters, allow = None, options["allow"] or ()
     if tls is not None and tls.ca is not None and (clusters or allow):
@@ -111,7 +121,9 @@ def _read_settings(default: str, options: dict[str, Any], **more: Any) -> HostSe
         sys.path.insert(0, os.getcwd())  # modules may also stand where the command is given
     same = ("insecure", "compute", "threads", "grace_s", "metrics")
     return HostSettings(
-        listen=options["listen"] or address,
+        listen=options["listen"] or ("127.0.0.1:0" if dial else address),
+        dial=dial,
+        unit=unit,
         name=name,
         tls=tls,
         rosters=rosters,
@@ -122,9 +134,31 @@ def _read_settings(default: str, options: dict[str, Any], **more: Any) -> HostSe
     )
 
 
+def _dialled(name: str, clusters: list[ClusterConfig], asked: str) -> tuple[str, str]:
+    """Where a device dials its control unit, and what that is called; empty if it listens.
+
+    Raises ConfigError if ``asked`` to dial where its cluster would not look for it.
+    """
+    from collapipe_flwr.config.cluster_file import RELAY_PORT
+
+    found = next((c for c in clusters if c.member(name).dials), None)
+    if found is None:
+        if asked:
+            raise ConfigError(
+                f"--dial {asked}: no file given by --cluster says `dials = true` of {name}, so "
+                "others would not look for it there: `collapipe join TOKEN --dial` sees to it"
+            )
+        return "", ""
+    dial = with_port(asked, RELAY_PORT) if asked else found.relay_address
+    with blaming("--dial"):
+        host_and_port(dial)
+    return dial, found.control_unit.name
+
+
 def device(
     listen: Listen = "",
     name: Annotated[str, Option(help="Name of this board in certificates and errors.")] = "device",
+    dial: Dial = "",
     cluster: Cluster = None,
     allow: Allow = None,
     ca: Ca = None,

@@ -32,6 +32,13 @@ def join(
             "control unit, port 50071 (an edge: 50061)."
         ),
     ] = "",
+    dial: Annotated[
+        bool,
+        Option(
+            "--dial",
+            help="This device accepts no connection from the network: it dials its control unit.",
+        ),
+    ] = False,
     kind: Annotated[str, Option(help="Board preset. Default: by its own description.")] = "",
     folder: Folder = None,
     service: AsService = None,
@@ -57,11 +64,14 @@ def join(
     folder = folder or default_folder()
     if service is not None:
         check_manager(service, folder)
+    if dial and address:
+        raise ConfigError("--dial and --address: who dials has no address, so leave one out")
     known = parse_token(sys.stdin.readline() if token == "-" else token)
     newcomer = here.Newcomer(
         folder=folder,
         name=name or here.default_name(known.role, known.cluster_id),
         address=address,
+        dials=dial,
         kind=kind or here.kind_here(),
     )
     if again:
@@ -81,7 +91,7 @@ def join(
 
 def _join(token: JoinToken, newcomer: Newcomer, discover: bool) -> Membership:
     from collapipe_flwr.config.cluster_file import Role
-    from collapipe_flwr.core.links import host_towards
+    from collapipe_flwr.core.links import host_towards, with_port
     from collapipe_flwr.membership import newcomer as here
 
     unit = token.address
@@ -89,8 +99,9 @@ def _join(token: JoinToken, newcomer: Newcomer, discover: bool) -> Membership:
         from collapipe_flwr.membership.discovery import found
 
         unit = found(token.pin, interface=unit.rpartition(":")[0])
-    host = newcomer.address or host_towards(unit)
-    address = here.with_port(host, here.PORTS[token.role])
+    address = ""
+    if not newcomer.dials:
+        address = with_port(newcomer.address or host_towards(unit), here.PORTS[token.role])
     measures = token.role in (Role.DEVICE, Role.CONTROL_UNIT)
 
     def say(text: str) -> None:

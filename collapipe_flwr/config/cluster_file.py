@@ -27,6 +27,7 @@ from collapipe_flwr.core.keys import Rule, Value, above, at_least, key, matches,
 from collapipe_flwr.core.links import CODECS, TlsFiles, is_address
 
 MEMBER_NAME = bounds.MEMBER_NAME
+RELAY_PORT = 50062  # of control units, for devices that dial
 _FINGERPRINT = matches(r"([0-9a-f]{64})?", "must be a SHA-256, 64 hexadecimal digits")
 _ADDRESS = Rule(lambda text: not text or is_address(text), 'must read like "10.0.0.11:50071"')
 _HEAD = """\
@@ -52,10 +53,14 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberConfig:
-    """A machine. A figure of 0 was not declared: measured, or that of its ``kind``, counts."""
+    """A machine. A figure of 0 was not declared: measured, or that of its ``kind``, counts.
+
+    A device that ``dials`` accepts no connection: it is reached where its control unit relays.
+    """
 
     name: str = key("", MEMBER_NAME)
     address: str = key("", _ADDRESS)
+    dials: bool = key(False)
     kind: str = key("raspberry-pi-4")
     speed_gflop_per_s: float = key(0.0, at_least(0))  # effective, in training
     memory_mb: float = key(0.0, at_least(0))  # that training may use
@@ -95,12 +100,14 @@ class ClusterConfig:
 
     A file with a ``version`` above 0 is a roster, kept by `collapipe cluster`: members replace it
     by newer ones, and a member without a fingerprint has not joined yet. Newcomers are admitted at
-    ``joining``, or by the control unit's machine if that is empty.
+    ``joining``, or by the control unit's machine if that is empty; devices that dial are reached at
+    ``relay``, or at a port of that machine.
     """
 
     id: str = key("", MEMBER_NAME)
     version: int = key(0, at_least(0))
     joining: str = key("", _ADDRESS)
+    relay: str = key("", _ADDRESS)
     measured: Path | None = key(None, path())
     folder: Path = Path()
     control_unit: MemberConfig = MemberConfig(name="control-unit")
@@ -152,6 +159,17 @@ class ClusterConfig:
     def joining_address(self) -> str:
         """Where newcomers are admitted; empty where nobody is."""
         return self.joining or self.control_unit.address
+
+    @property
+    def relay_address(self) -> str:
+        """Where devices that dial are reached; empty where nothing says where the machine is."""
+        host = self.control_unit.host
+        return self.relay or (f"{host}:{RELAY_PORT}" if host else "")
+
+    @property
+    def diallers(self) -> tuple[MemberConfig, ...]:
+        """The devices that dial."""
+        return tuple(device for device in self.devices if device.dials)
 
     def having(self, role: Role) -> tuple[MemberConfig, ...]:
         """Return the members in a role: any number of devices, at most one of every other."""
@@ -246,6 +264,11 @@ def parse_cluster(values: Mapping[str, Any], folder: Path) -> ClusterConfig:
         **tables,
     )
     _check_members(config)
+    at = config.relay_address
+    config = replace(
+        config,
+        devices=tuple(replace(d, address=at) if d.dials else d for d in config.devices),
+    )
     devices = {device.name: device for device in config.devices}
     edge, *others = (devices.get(edge.name, edge) for edge in config.edges)
     return replace(config, edge=edge, other_edges=tuple(others))
@@ -253,8 +276,9 @@ def parse_cluster(values: Mapping[str, Any], folder: Path) -> ClusterConfig:
 
 def _check_members(config: ClusterConfig) -> None:
     for index, device in enumerate(config.devices, 1):
-        if not device.address:
-            raise ConfigError(f"device[{index}].address of {device.name} is missing")
+        _check_way(config, index, device)
+    if any(m.dials for m in (config.control_unit, *config.edges, config.server)):
+        raise ConfigError("only a device dials: leave dials out of the other tables")
     for names in (config.names, [edge.name for edge in config.edges]):
         compared = [name.casefold() for name in names]  # hosts and some disks ignore case
         twice = [name for name in names if compared.count(name.casefold()) > 1]
@@ -293,6 +317,25 @@ def _check_members(config: ClusterConfig) -> None:
         )
 
 
+def _check_way(config: ClusterConfig, index: int, device: MemberConfig) -> None:
+    """Raise ConfigError unless it is said once how a device is reached."""
+    if not device.dials:
+        if not device.address:
+            raise ConfigError(f"device[{index}].address of {device.name} is missing")
+        return
+    if device.address:
+        raise ConfigError(
+            f"device[{index}] of {device.name} dials, so it has no address: leave one of them out"
+        )
+    if config.tls is None:
+        raise ConfigError(f"device[{index}] of {device.name} dials, which needs [tls]")
+    if not (config.relay_address or config.version):
+        raise ConfigError(
+            f"device[{index}] of {device.name} dials, and nothing says where: give relay or "
+            "control-unit.address"
+        )
+
+
 def certificate_hosts(clusters: Iterable[ClusterConfig]) -> dict[str, tuple[str, ...]]:
     """Return members' names with their certificates' hosts; edges may be in several clusters.
 
@@ -309,7 +352,18 @@ def certificate_hosts(clusters: Iterable[ClusterConfig]) -> dict[str, tuple[str,
 def cluster_text(config: ClusterConfig) -> str:
     """Write the TOML that `parse_cluster` reads as ``config``, without keys at their defaults."""
     measured = config.measured and Path(os.path.relpath(config.measured, config.folder))
-    lines = list(_lines(_changed(replace(config, measured=measured), _USUAL)))
+    devices = [replace(d, address="") if d.dials else d for d in config.devices]
+    edge, *others = (
+        replace(edge, address="", dials=False) if edge.dials else edge for edge in config.edges
+    )
+    config = replace(
+        config,
+        measured=measured,
+        devices=tuple(devices),
+        edge=edge,
+        other_edges=tuple(others),
+    )
+    lines = list(_lines(_changed(config, _USUAL)))
     tables = [
         (f"[{name}]", _changed(getattr(config, field), getattr(_USUAL, field)))
         for name, field in _TABLES.items()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import re
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -78,6 +79,11 @@ def is_address(text: str) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def with_port(address: str, port: int) -> str:
+    """HOST:PORT of HOST; an address with a port stays as it is."""
+    return address if re.search(r":[0-9]{1,5}$", address) else f"{address}:{port}"
 
 
 def host_towards(address: str) -> str:

@@ -8,7 +8,8 @@ import logging
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,7 +54,7 @@ class HostSettings:
     is free when the first caller comes). Planned transmit power is set on `radio_interface` (empty:
     on none), and energy metered by `energy_sensor`, see `energy`. Own models and losses may come
     from the modules in `imports`. Prometheus scrapes the address `metrics` (empty: nothing is
-    served).
+    served). With `dial` nothing need reach it: it dials the control unit called `unit` there.
     """
 
     listen: str
@@ -71,6 +72,8 @@ class HostSettings:
     imports: tuple[str, ...] = ()
     grace_s: float = 10.0
     metrics: str = ""
+    dial: str = ""
+    unit: str = ""
 
     @property
     def cache_folder(self) -> Path | None:
@@ -134,8 +137,11 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
 
         if settings.rosters is not None:
             settings.rosters.on_removed = leave
-        with listener, serving_metrics(settings.metrics, metrics):
-            announce(listener.address)
+        with (
+            listener,
+            serving_metrics(settings.metrics, metrics),
+            _reachable(settings, listener.address, announce),
+        ):
             stop.wait()
             # Nothing may keep the process: past this time it ends with 1, and stderr shows why.
             faulthandler.dump_traceback_later(settings.grace_s + _LEAVE_S, exit=True)
@@ -143,6 +149,30 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
                 _log.warning("%s: it stops, and what it was at is broken off", why)
             listener.drain(0.0 if removed else settings.grace_s)
             listener.stop(_BREAK_OFF_S)
+
+
+@contextmanager
+def _reachable(
+    settings: HostSettings, listens: str, announce: Callable[[str], None]
+) -> Iterator[None]:
+    """Announce where others reach this host: where it listens, or where it has dialled in."""
+    if not settings.dial:
+        announce(listens)
+        yield
+        return
+    from collapipe_flwr.transport.dialing import Dialing  # others need not hold it in memory
+
+    assert settings.tls is not None
+    first = iter([lambda: announce(settings.dial)])
+    dialing = Dialing(
+        relay=settings.dial,
+        unit=settings.unit,
+        tls=settings.tls,
+        listens=listens,
+        on_admitted=lambda: next(first, lambda: None)(),
+    )
+    with dialing():
+        yield
 
 
 def hide_unused_libraries() -> None:

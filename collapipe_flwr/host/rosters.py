@@ -41,6 +41,11 @@ class Rosters:
         """The versions of the files in force, by cluster id."""
         return {name: config.version for name, config in self._clusters.items()}
 
+    @property
+    def clusters(self) -> tuple[ClusterConfig, ...]:
+        """The files in force."""
+        return tuple(self._clusters.values())
+
     def accept(self, roster: Roster) -> int:
         """Apply a roster if it is newer; return the version that is in force now.
 

@@ -66,6 +66,8 @@ def admit(
         if other := version_fault(request.name, request.version, "the control unit"):
             raise JoinRefused(other)
         config = registry.cluster(token.cluster_id)
+        if member.dials:
+            member = _dialling(config, token.role, member)
         try:
             certificate = _kept_certificate(registry, config, token.role, member, key)
             if request.only_asks:
@@ -97,13 +99,28 @@ def admit(
 def _member(request: joining.JoinRequest) -> MemberConfig:
     """The newcomer as the roster will list it."""
     kind = request.kind or MemberConfig().kind
-    member = MemberConfig(name=request.name, address=request.address, kind=kind)
+    address = "" if request.dials else request.address
+    member = MemberConfig(name=request.name, address=address, dials=request.dials, kind=kind)
     try:
         check_keys(member, "")
         device_preset(kind)
     except ConfigError as error:
         raise JoinRefused(str(error)) from error
     return member
+
+
+def _dialling(config: ClusterConfig, role: Role, member: MemberConfig) -> MemberConfig:
+    """The newcomer at the address where its control unit relays. Raises JoinRefused."""
+    if role is not Role.DEVICE:
+        raise JoinRefused(
+            f"{_one(role)} must be reached: join without --dial, with --address HOST:PORT"
+        )
+    if not config.relay_address:
+        raise JoinRefused(
+            f"the control unit of {config.id} has not joined yet, through which {member.name} "
+            "would be reached: let that join first"
+        )
+    return replace(member, address=config.relay_address)
 
 
 def _registered(config: ClusterConfig, role: Role, name: str) -> MemberConfig | None:
@@ -155,7 +172,7 @@ def _check_free(
     if taken is not None:
         raise JoinRefused(f"another member is called {taken} already: choose another with --name")
     taken = next((m.name for m in others if m.address and m.address == member.address), None)
-    if taken is not None:
+    if taken is not None and not member.dials:
         raise JoinRefused(
             f"{taken} of {config.id} is at {member.address} already: give this one an address of "
             "its own with --address"

@@ -53,11 +53,12 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Newcomer:
-    """This machine as it asks to join; its daemon will listen at ``address``."""
+    """This machine as it asks to join; its daemon will listen at ``address``, or it ``dials``."""
 
     folder: Path
     name: str
     address: str = ""
+    dials: bool = False
     kind: str = ""
 
     @property
@@ -101,11 +102,6 @@ def reachable(address: str) -> str:
     """HOST:PORT for others of an address that is listened at, which may be all of this machine."""
     host, port = host_and_port(address)
     return f"{own_host()}:{port}" if host in ("0.0.0.0", "::") else address
-
-
-def with_port(address: str, port: int) -> str:
-    """HOST:PORT of HOST; an address with a port stays as it is."""
-    return address if re.search(r":[0-9]{1,5}$", address) else f"{address}:{port}"
 
 
 def measured(name: str) -> Measured:
@@ -186,6 +182,7 @@ def join(
         request_pem=joining.request_for(newcomer.name, key),
         unix_s=time.time(),
         address=newcomer.address,
+        dials=newcomer.dials,
         kind=newcomer.kind,
         version=own_version(),
     )

@@ -25,7 +25,7 @@ from collapipe_flwr.core.links import Heartbeat, TlsFiles
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.keepalive import Keepalive, keepalive_options
 from collapipe_flwr.transport.methods import Metadata, Method
-from collapipe_flwr.transport.tls import open_channel
+from collapipe_flwr.transport.tls import NOT_DIALLED, UNRECOGNIZED_NAME, open_channel
 
 Answer = TypeVar("Answer")
 _LOOK_S = 0.5
@@ -161,7 +161,7 @@ class Connection:
         if self._was_silent and details == _CLOSED:
             return self._explain_silence()
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-            why = _explain_dates(details or "") or details
+            why = _explain_absence(details or "") or details
             return Unreachable(f"{self.peer} cannot be reached or broke off: {why}")
         if code is grpc.StatusCode.NOT_FOUND:
             return FrozenWanted(f"{self.peer} refused: {details}")
@@ -221,8 +221,10 @@ class Connection:
         return Unreachable(f"{self.peer} has shown no life for {silence_s:g} s")
 
 
-def _explain_dates(details: str) -> str:
-    """Explain that gRPC refused the peer's certificate for its dates; empty otherwise."""
+def _explain_absence(details: str) -> str:
+    """Explain that the peer has not dialled in, or its certificate's dates; empty otherwise."""
+    if UNRECOGNIZED_NAME in details:
+        return NOT_DIALLED
     for words, fault in _DATED.items():
         if words in details:
             return (

@@ -13,7 +13,12 @@ from cryptography.x509.oid import NameOID
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import TlsFiles, host_and_port
-from collapipe_flwr.transport.tls import trusting_context, validity_of
+from collapipe_flwr.transport.tls import (
+    NOT_DIALLED,
+    UNRECOGNIZED_NAME,
+    trusting_context,
+    validity_of,
+)
 
 _CONNECT_S = 3.0
 _MEND = "`collapipe certs`"
@@ -50,11 +55,13 @@ def _check_handshake(peer: socket.socket, name: str, tls: TlsFiles) -> str:
     except (OSError, ValueError) as error:
         raise ConfigError(f"the certificates here cannot be used: {error}") from error
     try:
-        with context.wrap_socket(peer) as shaken:
+        with context.wrap_socket(peer, server_hostname=name) as shaken:
             shown = shaken.getpeercert(binary_form=True)
             fault = _judge(x509.load_der_x509_certificate(shown or b""), name, ca)
             return fault or _explain_refusal(shaken, tls.certificate.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        if UNRECOGNIZED_NAME in str(error):
+            return NOT_DIALLED
         return "it does not speak TLS: start it with a cluster file that has [tls], or --tls-ca ..."
 
 

@@ -36,8 +36,9 @@ _PEM = serialization.Encoding.PEM
 class JoinRequest:
     """A machine that asks to join; figures of 0 were not measured, ``kind`` may be empty.
 
-    ``address`` is where it listens (empty: nowhere), ``unix_s`` its clock, ``version`` that of
-    its CollaPipe. One that ``only_asks`` whether it would be admitted gets no answer but a refusal.
+    ``address`` is where it listens (empty: nowhere, as one that ``dials``), ``unix_s`` its clock,
+    ``version`` that of its CollaPipe. One that ``only_asks`` whether it would be admitted gets no
+    answer but a refusal.
     """
 
     secret: bounds.Text = field(repr=False)  # of its token, in hexadecimal
@@ -45,6 +46,7 @@ class JoinRequest:
     request_pem: Annotated[str, bounds.most_entries(_MOST_PEM)]
     unix_s: bounds.Moment
     address: bounds.Address = ""
+    dials: bool = False
     kind: bounds.Text = ""
     speed_flop_per_s: bounds.SpeedOrNone = 0.0
     overhead_s: bounds.Overhead = 0.0

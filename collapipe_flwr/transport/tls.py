@@ -29,6 +29,10 @@ _ANEW = (
 )
 _PEM = re.compile(rb"-----BEGIN CERTIFICATE-----(.+?)-----END CERTIFICATE-----", re.DOTALL)
 _VERSION, _UTC_TIME = 0xA0, 0x17
+UNRECOGNIZED_NAME = "UNRECOGNIZED_NAME"  # in the words of a TLS library that a relay sent away
+NOT_DIALLED = (
+    "it has not dialled in to its control unit: see that `collapipe device` runs there, and its log"
+)
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:

@@ -127,6 +127,19 @@ def test_several_edges_are_machines_devices_or_the_control_unit_in_order() -> No
             {"id": "g", "device": DEVICES[:1], "edge": {"name": "pi-1"}},
             r"\[edge\] names 'pi-1', the only device",
         ),
+        (
+            {"id": "g", "device": [{"name": "d", "dials": True, "address": "h:1"}], "tls": {}},
+            r"device\[1\] of d dials, so it has no address",
+        ),
+        (
+            {"id": "g", "device": [{"name": "d", "dials": True}], "relay": "h:1"},
+            r"device\[1\] of d dials, which needs \[tls\]",
+        ),
+        (
+            {"id": "g", "device": [{"name": "d", "dials": True}], "tls": {}},
+            r"device\[1\] of d dials, and nothing says where",
+        ),
+        ({"id": "g", "device": DEVICES, "edge": {"dials": True}}, "only a device dials"),
         ({"id": "g", "device": ["pi-1"]}, r"at least one \[\[device\]\] table"),
         ({"id": "g", "device": [DEVICES[0], 3]}, r"device\[2\] must be a table, .* got 3"),
         ({"id": 3, "device": DEVICES}, "id must be a string, got 3"),
@@ -146,6 +159,24 @@ def test_an_edge_may_be_a_device_or_the_control_unit() -> None:
     for cluster in (on_device, here):
         assert cluster.names == ("control-unit", "pi-1", "pi-2", "server")
         assert cluster.having(Role.EDGE) == ()
+
+
+def test_an_edge_s_address_may_be_that_of_its_device_wherever_it_is_listed() -> None:
+    for device in DEVICES:
+        edge = {"name": device["name"], "address": device["address"]}
+        found = parse_cluster({"id": "g", "device": DEVICES, "edge": edge}, Path())
+        assert found.edge.address == device["address"]
+
+
+def test_devices_that_dial_are_reached_at_one_address_of_their_control_unit() -> None:
+    devices = [*DEVICES, *({"name": name, "dials": True} for name in ("phone", "tablet"))]
+    unit = {"name": "hub", "address": "10.0.0.10:50060"}
+    values = {"id": "g", "control-unit": unit, "device": devices, "tls": {}}
+    found = parse_cluster(values, Path())
+    assert [d.name for d in found.diallers] == ["phone", "tablet"]
+    assert {d.address for d in found.diallers} == {"10.0.0.10:50062"}
+    elsewhere = parse_cluster({**values, "relay": "home.example:7000"}, Path())
+    assert {d.address for d in elsewhere.diallers} == {"home.example:7000"}
 
 
 @pytest.mark.parametrize(("text", "words"), [("id = ", "is not TOML"), (None, "cannot be read")])

@@ -18,6 +18,7 @@ DEVICES = (
     MemberConfig(name="pi-1", address="[::1]:50071", memory_mb=1500.5, fingerprint="0" * 64),
     MemberConfig(name="pi-2", address="10.0.0.12:50071", kind="jetson-nano", tx_power_w=0.1),
 )
+DIALS = MemberConfig(name="phone", address="10.0.0.10:50062", dials=True)
 
 
 def test_what_is_written_is_read() -> None:
@@ -33,6 +34,9 @@ def test_what_is_written_is_read() -> None:
         tls=TlsConfig(ca="keys/ca.pem"),
         measured=Path("/etc/collapipe/g.json"),
     )
-    for cluster in (plain, full, replace(full, tls=None), replace(plain, tls=TlsConfig())):
+    dialled = replace(full, devices=(*DEVICES, DIALS))
+    as_edge = replace(dialled, edge=DIALS)
+    others = (as_edge, replace(full, tls=None), replace(plain, tls=TlsConfig()))
+    for cluster in (plain, full, dialled, *others):
         text = cluster_text(cluster)
         assert parse_cluster(tomllib.loads(text), cluster.folder) == cluster

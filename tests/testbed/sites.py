@@ -134,8 +134,8 @@ def _outside(number: int) -> str:
 
 
 def _dropped(namespace: str) -> int:
-    command = ["ip", "netns", "exec", namespace, *"nft list counter ip wall forbidden".split()]
-    found = re.search(r"packets (\d+)", _run(command))
+    listing = ["nft", "list", "counter", "ip", "wall", "forbidden"]
+    found = re.search(r"packets (\d+)", _run(["ip", "netns", "exec", namespace, *listing]))
     assert found is not None
     return int(found[1])
 

@@ -175,12 +175,13 @@ def edge_here(cluster: ClusterConfig, service: EdgeService) -> Iterator[str]:
     """Serve the edge in this process, and give its address.
 
     It listens where the cluster file says, else on a free port of the address by which this machine
-    reaches the first device.
+    reaches the first device that it can reach itself.
     """
     unit = cluster.control_unit
     tls, rosters = cluster.tls_files(unit.name), None
     listen = next((edge.address for edge in cluster.edges if edge.name == unit.name), "")
-    listen = listen or f"{host_towards(cluster.devices[0].address)}:0"
+    nearest = min(cluster.devices, key=lambda device: device.dials)
+    listen = listen or f"{host_towards(nearest.address)}:0"
     if tls is not None and tls.ca is not None:
         rosters = Rosters(unit.name, [cluster], tls.ca)
     with EdgeServer(listen, service, tls=tls, rosters=rosters) as server:

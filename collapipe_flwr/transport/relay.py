@@ -1,0 +1,392 @@
+"""Reaches devices that accept no connection: they dial the control unit, where a `Relay` listens.
+
+Three kinds of connection come to its one port, and their first bytes tell them apart:
+
+* TLS that asks for the control unit by name: a device dials in (`dialing`). It proves who it is by
+  its certificate, stays, and hears a token of every connection that somebody opens to it;
+* TLS that asks for a device by name: a peer of that device. Its bytes are passed on as they come.
+  Only both ends have keys to them: TLS goes through, and the relay sees neither call nor tensor;
+* a line with such a token: the connection that the device opened for that peer. The token is of no
+  other use, so it need not be hidden, and boards encrypt no byte twice.
+
+A connection is held in one buffer per direction: who sends faster than the other end reads, waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any, cast
+
+from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
+from collapipe_flwr.core.errors import CollaPipeError, ConfigError
+from collapipe_flwr.core.links import host_and_port
+from collapipe_flwr.core.processes import meanwhile
+from collapipe_flwr.core.texts import one_line
+
+_log = logging.getLogger(__name__)
+BEAT_S, LOST_S = 2.0, 8.0  # a device says so often that it is there, and is away after so long
+ADMITTED, REFUSED, TAKE = b"admitted", b"refused", b"take"  # words that begin lines
+_GREET_S = 10.0  # to say what a connection is for, and for a device to take one
+_LOOK_S = 1.0  # until members that were removed are cut
+MOST_OF_A_DEVICE, MOST_OF_ALL = 64, 512  # connections
+_CHUNK_BYTES = 64 * 2**10
+_MOST_HELLO_BYTES = 16 * 2**10  # of a client's first message; gRPC's has 2 KiB
+_HANDSHAKE = 0x16  # how TLS begins
+_IDLE_S, _PROBE_S, _PROBES = 60, 15, 4  # of an idle connection, until its end is taken for dead
+_Clusters = Callable[[], Iterable[ClusterConfig]]
+
+
+@dataclass(slots=True)
+class _Dialled:
+    """A device that is there: what it proved, how to speak to it, its peers' connections."""
+
+    name: str
+    fingerprint: str
+    secured: _Secured
+    peers: set[asyncio.Task[Any]] = field(default_factory=set)
+
+
+class Relay:
+    """Listens for the devices of ``clusters``, as they are now, whose control unit's key is here.
+
+    Use as a context manager. Raises ConfigError when it cannot listen.
+    """
+
+    def __init__(self, listen: str, clusters: _Clusters) -> None:
+        self._clusters = clusters
+        self._known: tuple[ClusterConfig, ...] = ()
+        self._contexts: dict[str, ssl.SSLContext] = {}  # by the names of control units
+        self._dialled: dict[str, _Dialled] = {}  # by their names, as TLS compares those
+        self._wanted: dict[str, asyncio.Future[socket.socket]] = {}  # by token
+        self._callers: set[asyncio.Task[None]] = set()
+        try:
+            place = host_and_port(listen, least=0)
+            family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
+            self._listener = socket.create_server(place, family=family, backlog=128)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {listen} for devices that dial ({error.strerror}): choose a "
+                "free port of this machine with `relay` in the cluster file"
+            ) from error
+        self._listener.setblocking(False)
+        self.address = f"{listen.rpartition(':')[0]}:{self._listener.getsockname()[1]}"
+        self._life = meanwhile(lambda over: run_until(over, self._serve), "relay")
+
+    def __enter__(self) -> Relay:
+        self._life.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._life.__exit__(None, None, None)
+        self._listener.close()
+
+    async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._watch())
+            while True:
+                caller, _ = await loop.sock_accept(self._listener)
+                if len(self._callers) >= MOST_OF_ALL:
+                    caller.close()
+                    continue
+                task = group.create_task(self._answer(caller))
+                self._callers.add(task)
+                task.add_done_callback(self._callers.discard)
+
+    async def _watch(self) -> None:
+        """Cut devices, with their connections, that are not members any more."""
+        while True:
+            self._look()
+            for dialled in tuple(self._dialled.values()):
+                if fault := _fault(self._known, dialled.name, dialled.fingerprint):
+                    _log.info("a device that had dialled in is cut off: %s", fault)
+                    dialled.secured.close()
+            await asyncio.sleep(_LOOK_S)
+
+    def _look(self) -> None:
+        """Note who is a member now; a file that somebody is editing changes nothing."""
+        try:
+            known = tuple(self._clusters())
+            if known != self._known:
+                self._contexts = _contexts(known)
+                self._known = known
+        except (CollaPipeError, OSError) as error:
+            _log.error("devices dial in by the members that were known before: %s", error)
+
+    async def _answer(self, caller: socket.socket) -> None:
+        tune(caller)
+        try:
+            async with asyncio.timeout(_GREET_S):
+                begin = await asyncio.get_running_loop().sock_recv(caller, _CHUNK_BYTES)
+                if begin[:1] != bytes([_HANDSHAKE]):
+                    self._give(caller, begin)
+                    return
+                secured = _Secured(caller, self._contexts)
+                is_for_us = await secured.shake_hands(begin)
+            if is_for_us:
+                await self._keep(secured)
+            else:
+                await self._pass_on(caller, secured)
+        except OSError as error:
+            _log.debug("a connection ended: %s", error)
+        finally:
+            caller.close()
+
+    async def _keep(self, secured: _Secured) -> None:
+        """Let a device in, and listen to it until it goes."""
+        name, shown = secured.peer
+        if _fault(self._known, name, shown):
+            self._look()  # it may have joined since
+        if fault := _fault(self._known, name, shown):
+            _log.warning("a device that dials was refused: %s", one_line(fault))
+            await secured.say(REFUSED, fault.encode())
+            return
+        dialled, key = _Dialled(name, shown, secured), name.casefold()
+        if (before := self._dialled.get(key)) is not None:
+            before.secured.close()  # whose end nobody has heard of
+        self._dialled[key] = dialled
+        _log.info("%s has dialled in", name)
+        try:
+            await secured.say(ADMITTED)
+            while True:
+                async with asyncio.timeout(LOST_S):
+                    if not await secured.hear():
+                        break
+                await secured.say()  # so that it knows the same of us
+        finally:
+            if self._dialled.get(key) is dialled:
+                del self._dialled[key]
+                _log.info("%s is away", name)
+            for task in dialled.peers:  # who would else wait for its answer
+                task.cancel()
+
+    async def _pass_on(self, peer: socket.socket, secured: _Secured) -> None:
+        """Connect a peer with the device that it asks for, if that is there."""
+        loop, dialled = asyncio.get_running_loop(), self._dialled.get(secured.asked)
+        if dialled is None:
+            await loop.sock_sendall(peer, secured.alert)
+            return
+        if len(dialled.peers) >= MOST_OF_A_DEVICE:
+            _log.warning("%s has %d connections, its limit", dialled.name, MOST_OF_A_DEVICE)
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        token, given = secrets.token_hex(16), loop.create_future()
+        self._wanted[token] = given
+        dialled.peers.add(task)
+        try:
+            async with asyncio.timeout(_GREET_S):
+                await dialled.secured.say(TAKE, token.encode())
+                device = await given
+            with device:
+                await loop.sock_sendall(device, secured.heard)
+                await splice(peer, device)
+        finally:
+            dialled.peers.discard(task)
+            self._wanted.pop(token, None)
+            if not given.cancel() and not given.cancelled():  # it came just too late
+                given.result().close()
+
+    def _give(self, device: socket.socket, line: bytes) -> None:
+        """Give a device's connection to the peer that waits for it, if there is one."""
+        word, _, token = line.rstrip(b"\n").partition(b" ")
+        given = self._wanted.pop(token.decode("ascii", "replace"), None)
+        if word == TAKE and given is not None and not given.done():
+            copy = socket.socket(fileno=device.detach())
+            copy.setblocking(False)
+            given.set_result(copy)
+
+
+def _contexts(clusters: Iterable[ClusterConfig]) -> dict[str, ssl.SSLContext]:
+    """TLS of every control unit whose key is here, by its name as TLS compares it."""
+    found = {}
+    for config in clusters:
+        files = config.tls_files(config.control_unit.name)
+        if files and files.certificate and files.key and files.key.exists():
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(files.ca)
+            context.load_cert_chain(files.certificate, files.key)
+            found[config.control_unit.name.casefold()] = context
+    return found
+
+
+def _fault(clusters: Iterable[ClusterConfig], name: str, fingerprint: str) -> str:
+    """Why who shows this certificate may not dial in; empty if it may."""
+    found = next((d for config in clusters for d in config.devices if d.name == name), None)
+    if found is None:
+        return f"{name[:80]} is no device here"
+    if not found.dials:
+        return (
+            f"{name} is listed at {found.address}, and does not dial: remove it, and let it join "
+            "again with --dial"
+        )
+    if not _may_show(found, fingerprint):
+        return f"{name} is a device here, but this is not the certificate that it joined with"
+    return ""
+
+
+def _may_show(member: MemberConfig, fingerprint: str) -> bool:
+    return member.fingerprint in ("", fingerprint)
+
+
+class _Secured:
+    """This side of TLS with a caller whose first message says for whom it is."""
+
+    def __init__(self, caller: socket.socket, contexts: dict[str, ssl.SSLContext]) -> None:
+        self._caller, self._contexts = caller, contexts
+        self._came, self._go = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._speaking = asyncio.Lock()
+        self.asked, self.heard, self.alert = "", b"", b""
+
+    async def shake_hands(self, begin: bytes) -> bool:
+        """Whether it is for us; else all that was ``heard``, and an ``alert`` that it is not."""
+        unnamed = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        unnamed.verify_mode = ssl.CERT_REQUIRED
+        unnamed.sni_callback = self._choose
+        self._tls = unnamed.wrap_bio(self._came, self._go, server_side=True)
+        self.heard = begin
+        self._came.write(begin)
+        while True:
+            try:
+                self._tls.do_handshake()
+            except ssl.SSLWantReadError:
+                await self._flush()
+                await self._receive()
+                continue
+            except ssl.SSLError:
+                self.alert = self._go.read()
+                if self.asked in self._contexts:  # and hears what is wrong with its certificate
+                    await asyncio.get_running_loop().sock_sendall(self._caller, self.alert)
+                    raise
+                return False
+            await self._flush()
+            return True
+
+    def _choose(self, tls: ssl.SSLObject, asked: str | None, _: ssl.SSLContext) -> int | None:
+        self.asked = (asked or "").casefold()
+        if self.asked not in self._contexts:
+            return ssl.ALERT_DESCRIPTION_UNRECOGNIZED_NAME
+        tls.context = self._contexts[self.asked]
+        return None
+
+    @property
+    def peer(self) -> tuple[str, str]:
+        """The common name and the fingerprint that its certificate proves."""
+        der, found = self._tls.getpeercert(True), self._tls.getpeercert()
+        assert der is not None and found is not None
+        subject = cast("tuple[tuple[tuple[str, str], ...], ...]", found["subject"])
+        names = [value for entries in subject for key, value in entries if key == "commonName"]
+        return names[0] if names else "", sha256(der).hexdigest()
+
+    async def hear(self) -> bytes:
+        """Some bytes; none at the end."""
+        while True:
+            try:
+                return self._tls.read(_CHUNK_BYTES)
+            except ssl.SSLWantReadError:
+                await self._receive()
+            except ssl.SSLZeroReturnError:
+                return b""
+
+    async def say(self, *words: bytes) -> None:
+        """One line."""
+        self._tls.write(b" ".join(words) + b"\n")
+        await self._flush()
+
+    def close(self) -> None:
+        """End the connection; who waits for the other side hears its end."""
+        with suppress(OSError):
+            self._caller.shutdown(socket.SHUT_RDWR)
+
+    async def _receive(self) -> None:
+        data = await asyncio.get_running_loop().sock_recv(self._caller, _CHUNK_BYTES)
+        if not data:
+            raise ConnectionResetError("the other side hung up")
+        if not self.asked:
+            self.heard += data
+            if len(self.heard) > _MOST_HELLO_BYTES:
+                raise ConnectionAbortedError("no first message of TLS is so long")
+        self._came.write(data)
+
+    async def _flush(self) -> None:
+        async with self._speaking:  # records leave in their order
+            if self._go.pending:
+                await asyncio.get_running_loop().sock_sendall(self._caller, self._go.read())
+
+
+async def splice(one: socket.socket, other: socket.socket) -> None:
+    """Pass on what comes from each to the other, until both have ended or one is broken off."""
+
+    async def pass_on(source: socket.socket, sink: socket.socket) -> None:
+        buffer = memoryview(bytearray(_CHUNK_BYTES))
+        while size := await loop.sock_recv_into(source, buffer):
+            await loop.sock_sendall(sink, buffer[:size])
+        sink.shutdown(socket.SHUT_WR)
+
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(pass_on(one, other))
+            group.create_task(pass_on(other, one))
+    except* OSError:
+        pass
+
+
+def tune(connection: socket.socket) -> None:
+    """Send small frames at once, and notice an end that is gone without a word."""
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", _IDLE_S),
+        ("TCP_KEEPINTVL", _PROBE_S),
+        ("TCP_KEEPCNT", _PROBES),
+    ):
+        if hasattr(socket, name):  # elsewhere the system's own times hold
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def run_until(over: threading.Event, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run ``work`` in a loop of its own until ``over`` is set; it is cancelled then."""
+
+    async def both() -> None:
+        task = asyncio.create_task(work())
+        waiting = asyncio.create_task(asyncio.to_thread(over.wait))
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(both())
+
+
+@contextmanager
+def relaying(clusters: _Clusters) -> Iterator[None]:
+    """Relay during the body, as soon as a device of ``clusters`` dials."""
+
+    def watch(over: threading.Event) -> None:
+        said = ""
+        while not over.wait(_LOOK_S):
+            try:
+                where = next((c.relay_address for c in clusters() if c.diallers), "")
+                if not where:
+                    continue
+                with Relay(where, clusters) as relay:
+                    _log.info("devices dial in at %s", relay.address)
+                    over.wait()
+            except CollaPipeError as error:
+                if str(error) != said:
+                    _log.error("no device can dial in: %s", said := str(error))
+
+    with meanwhile(watch, "relaying"):
+        yield
