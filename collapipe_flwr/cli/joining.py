@@ -134,8 +134,6 @@ def _start(found: Membership, folder: Path, options: list[str]) -> None:
     if found.role is Role.CONTROL_UNIT:
         typer.echo(f"to train: collapipe run . --cluster {path}")
         command = ["cluster", "serve", "--folder", str(folder)]
-    if found.role is Role.EDGE:
-        command += ["--state-dir", str(folder / "state")]
     sys.stdout.flush()
     python = [sys.executable, "-m", "collapipe_flwr.cli"]
     os.execv(sys.executable, [*python, *command, *options])
