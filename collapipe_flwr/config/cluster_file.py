@@ -352,18 +352,10 @@ def certificate_hosts(clusters: Iterable[ClusterConfig]) -> dict[str, tuple[str,
 def cluster_text(config: ClusterConfig) -> str:
     """Write the TOML that `parse_cluster` reads as ``config``, without keys at their defaults."""
     measured = config.measured and Path(os.path.relpath(config.measured, config.folder))
-    devices = [replace(d, address="") if d.dials else d for d in config.devices]
-    edge, *others = (
-        replace(edge, address="", dials=False) if edge.dials else edge for edge in config.edges
-    )
-    config = replace(
-        config,
-        measured=measured,
-        devices=tuple(devices),
-        edge=edge,
-        other_edges=tuple(others),
-    )
-    lines = list(_lines(_changed(config, _USUAL)))
+    devices = tuple(replace(d, address="") if d.dials else d for d in config.devices)
+    edge, *others = (replace(e, address="", dials=False) if e.dials else e for e in config.edges)
+    config = replace(config, devices=devices, edge=edge, other_edges=tuple(others))
+    lines = list(_lines(_changed(replace(config, measured=measured), _USUAL)))
     tables = [
         (f"[{name}]", _changed(getattr(config, field), getattr(_USUAL, field)))
         for name, field in _TABLES.items()

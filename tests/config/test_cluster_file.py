@@ -161,13 +161,6 @@ def test_an_edge_may_be_a_device_or_the_control_unit() -> None:
         assert cluster.having(Role.EDGE) == ()
 
 
-def test_an_edge_s_address_may_be_that_of_its_device_wherever_it_is_listed() -> None:
-    for device in DEVICES:
-        edge = {"name": device["name"], "address": device["address"]}
-        found = parse_cluster({"id": "g", "device": DEVICES, "edge": edge}, Path())
-        assert found.edge.address == device["address"]
-
-
 def test_devices_that_dial_are_reached_at_one_address_of_their_control_unit() -> None:
     devices = [*DEVICES, *({"name": name, "dials": True} for name in ("phone", "tablet"))]
     unit = {"name": "hub", "address": "10.0.0.10:50060"}

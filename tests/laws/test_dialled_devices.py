@@ -74,7 +74,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Remo
         edge = HostedEdge(
             address=host("edge").address, certificate_name="edge", tls=config.tls_files("cu")
         )
-        yield RemoteFleet(cluster=config, edge=edge), there
+        yield RemoteFleet(cluster=config, edges={"": edge}), there
 
 
 CASES = [(("d1",), False), (("d1", "d2"), False), (("d1",), True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import ssl
 import stat
@@ -20,6 +21,7 @@ from cryptography import x509
 from typer.testing import CliRunner, Result
 
 from collapipe_flwr.cli import app
+from collapipe_flwr.cli import joining as cli
 from collapipe_flwr.cluster.profile import Measured, profile_of
 from collapipe_flwr.config.access_control import SERVICE_NAME, access_control
 from collapipe_flwr.config.cluster_file import MemberConfig, Role
@@ -35,7 +37,7 @@ from collapipe_flwr.membership.admission import (
     admit,
 )
 from collapipe_flwr.membership.members import RosterSender
-from collapipe_flwr.membership.newcomer import forget, join, membership_of
+from collapipe_flwr.membership.newcomer import Membership, forget, join, membership_of
 from collapipe_flwr.membership.registry import Registry, new_token
 from collapipe_flwr.membership.tokens import JoinRefused, parse_token
 from collapipe_flwr.transport.joining import JOIN, JoinRequest, own_key, request_for
@@ -306,6 +308,19 @@ def test_a_name_that_is_refused_leaves_the_token_for_another_one(
     with pytest.raises(LinkError, match="choose another name with --name"):
         joined(service, token, board(tmp_path / "other", "raspberrypi", 1001))
     assert joined(service, token, board(tmp_path / "other", "pi-2", 1001)).name == "pi-2"
+
+
+@pytest.mark.parametrize("role", [Role.DEVICE, Role.EDGE, Role.CONTROL_UNIT])
+def test_who_has_joined_is_started_by_a_command_that_there_is(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, role: Role
+) -> None:
+    begun = list[list[str]]()
+    monkeypatch.setattr(os, "execv", lambda _, command: begun.append(command))
+    member = Membership(cluster=registry.cluster(), name="m", role=role)
+    cli._start(member, registry.folder, ["--metrics", "9000"] if role is Role.DEVICE else [])
+    (command,) = begun
+    arguments = command[command.index("collapipe_flwr.cli") + 1 :]
+    assert CliRunner().invoke(app, [*arguments, "--help"]).exit_code == 0
 
 
 def test_an_edge_that_joined_one_of_two_clusters_joins_the_other_when_it_asks_again(

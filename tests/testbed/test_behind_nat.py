@@ -19,7 +19,7 @@ from tests.testbed.processes import Program, programs
 from tests.testbed.rounds import planned
 from tests.testbed.sites import SERVER, Sites, sites, sites_allowed
 
-ROUNDS, RUN_S, START_S = 2, 300.0, 120.0
+ROUNDS, RUN_S, START_S = 2, 480.0, 180.0
 SITES = {"a": ("cu-a", "a1", "a2"), "b": ("cu-b", "board", "phone", "edge")}
 UNIT_B = "10.78.2.1"
 RUN: dict[str, object] = {
@@ -82,7 +82,7 @@ class Behind(Deployment):
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(not sites_allowed(), reason="needs root, ip, tc and nft (apt install nftables)")
 def test_clusters_behind_nat_train_by_connections_to_the_superlink_alone(tmp_path: Path) -> None:
     env = {**environment(tmp_path), "OMP_NUM_THREADS": "1"}
