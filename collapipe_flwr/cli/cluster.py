@@ -144,6 +144,7 @@ def serve(
 ) -> None:
     """Admit new members and send rosters to all, until SIGTERM or Ctrl-C.
 
+    It also passes on connections to devices that dial, and runs the edge if its files are here.
     Run it where the cluster was made. Members keep working without it and get changes when it is
     back. On a control unit that joined by a token, it keeps the cluster file up to date.
     """

@@ -300,6 +300,11 @@ def _advice(config: ClusterConfig, member: MemberConfig, error: CollaPipeError) 
         config.certificate_name(member),
         config.tls_files(config.control_unit.name),
     )
+    if member.dials and not known:
+        return (
+            f"no answer at {member.address}, where its control unit relays: start `collapipe "
+            "cluster serve` there, and see that the firewall lets the port through"
+        )
     return known or (
         f"no answer at {member.address}: start `collapipe device` (or `edge`) there, and see "
         "that the address is right and the firewall lets the port through"

@@ -26,8 +26,8 @@ from collapipe_flwr.cluster.profile import (
     profile_of,
     read_measurements,
 )
-from collapipe_flwr.config.cluster_file import read_cluster
-from collapipe_flwr.core.errors import ConfigError, LinkTimeout
+from collapipe_flwr.config.cluster_file import parse_cluster, read_cluster
+from collapipe_flwr.core.errors import ConfigError, LinkTimeout, Unreachable
 from collapipe_flwr.core.json_codec import to_json
 from collapipe_flwr.core.version import own_version
 from collapipe_flwr.host.server import EdgeServer
@@ -42,6 +42,7 @@ from collapipe_flwr.pipeline.compute import torch_build
 from collapipe_flwr.transport.certificates import sign_all
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.methods import ProbeAnswer
+from collapipe_flwr.transport.relay import Relay
 from tests.cluster.daemon_processes import Daemon, running
 from tests.host.chain_to_edge import request, service
 
@@ -227,6 +228,18 @@ def test_members_that_do_not_answer_are_waited_for_together(tmp_path: Path, monk
     assert [m.name for m in found.members] == done[:4]
     for member, address in zip(found.members[1:], addresses, strict=True):
         assert f"no answer at {address}" in member.fault
+
+
+def test_of_a_device_that_dials_it_is_said_who_passes_on_its_calls(tmp_path: Path) -> None:
+    unit, devices = {"address": "127.0.0.1:1"}, [{"name": "phone", "dials": True}]
+    values = {"id": "A", "control-unit": unit, "relay": "127.0.0.1:1", "device": devices}
+    config = parse_cluster({**values, "tls": {}}, tmp_path)
+    sign_all(tmp_path / "certs", {"control-unit": ()})
+    with Relay("127.0.0.1:0", lambda: [config]) as relay:
+        phone = replace(config.devices[0], address=relay.address)
+        assert "has not dialled in" in check._advice(config, phone, Unreachable("gone"))
+    said = check._advice(config, phone, Unreachable("gone"))
+    assert f"no answer at {relay.address}, where its control unit relays" in said
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +30,8 @@ from collapipe_flwr.membership.newcomer import Membership, Newcomer, default_nam
 from collapipe_flwr.membership.registry import Registry
 from collapipe_flwr.membership.serving import follow
 from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.dialing import Dialing
+from collapipe_flwr.transport.relay import Relay
 from tests.membership.clusters import (
     ID,
     UNIT,
@@ -91,6 +96,25 @@ def remove(registry: Registry, name: str) -> dict[str, str]:
         after = registry.remove(before, name)
     gone = [m for m in listeners(before) if m.name == name]
     return send_rosters(after, (*listeners(after), *gone), registry.roster(after))
+
+
+def test_it_relays_to_devices_that_dial(
+    tmp_path: Path, registry: Registry, joining: JoiningService, unit: Membership
+) -> None:
+    newcomer = replace(board(tmp_path, "phone"), address="", dials=True)
+    phone = joined(joining, print_token(registry), newcomer)
+    host = unit.cluster.control_unit.host
+    assert registry.cluster().member("phone").address == f"{host}:50062"
+    rosters, tls = rosters_of(unit), phone.cluster.tls_files("phone")
+    assert tls is not None
+    with following(unit, rosters), Relay("127.0.0.1:0", lambda: rosters.clusters) as relay:
+        dialing = Dialing(relay=relay.address, unit=UNIT, tls=tls, listens="127.0.0.1:1")
+        with pytest.raises(LinkError, match="phone is no device here"):
+            asyncio.run(dialing.serve_once())
+        RosterSender(registry).look()
+        admitted = threading.Event()
+        with replace(dialing, on_admitted=admitted.set)():
+            assert admitted.wait(60)
 
 
 def test_it_joins_once_and_its_key_stays_with_it(
