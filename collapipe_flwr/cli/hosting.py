@@ -112,7 +112,7 @@ def _read_settings(default: str, options: dict[str, Any], **more: Any) -> HostSe
     with prefix_errors("--name"):
         address = next((a for c in clusters if (a := c.member(name).address)), default)
     tls = own_tls or next((c.tls_files(name) for c in clusters), None)
-    dial, unit = _dialled(name, clusters, options.get("dial", ""))
+    dial, unit = _read_dial(name, clusters, options.get("dial", ""))
     access_control(clusters)  # refuses a name that two clusters would share
     rosters, allow = None, options["allow"] or ()
     if tls is not None and tls.ca is not None and (clusters or allow):
@@ -134,8 +134,8 @@ def _read_settings(default: str, options: dict[str, Any], **more: Any) -> HostSe
     )
 
 
-def _dialled(name: str, clusters: list[ClusterConfig], asked: str) -> tuple[str, str]:
-    """Where a device dials its control unit, and what that is called; empty if it listens.
+def _read_dial(name: str, clusters: list[ClusterConfig], asked: str) -> tuple[str, str]:
+    """Return where a device dials its control unit, and its name; empty if it listens.
 
     Raises ConfigError if ``asked`` to dial where its cluster would not look for it.
     """
@@ -150,7 +150,7 @@ def _dialled(name: str, clusters: list[ClusterConfig], asked: str) -> tuple[str,
             )
         return "", ""
     dial = with_port(asked, RELAY_PORT) if asked else found.relay_address
-    with blaming("--dial"):
+    with prefix_errors("--dial"):
         host_and_port(dial)
     return dial, found.control_unit.name
 

@@ -140,7 +140,7 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
         with (
             listener,
             serving_metrics(settings.metrics, metrics),
-            _reachable(settings, listener.address, announce),
+            _make_reachable(settings, listener.address, announce),
         ):
             stop.wait()
             # Nothing may keep the process: past this time it ends with 1, and stderr shows why.
@@ -152,7 +152,7 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
 
 
 @contextmanager
-def _reachable(
+def _make_reachable(
     settings: HostSettings, listens: str, announce: Callable[[str], None]
 ) -> Iterator[None]:
     """Announce where others reach this host: where it listens, or where it has dialled in."""

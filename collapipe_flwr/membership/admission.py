@@ -67,7 +67,7 @@ def admit(
             raise JoinRefused(other)
         config = registry.cluster(token.cluster_id)
         if member.dials:
-            member = _dialling(config, token.role, member)
+            member = _place_dialler(config, token.role, member)
         try:
             certificate = _kept_certificate(registry, config, token.role, member, key)
             if request.only_asks:
@@ -109,8 +109,8 @@ def _member(request: joining.JoinRequest) -> MemberConfig:
     return member
 
 
-def _dialling(config: ClusterConfig, role: Role, member: MemberConfig) -> MemberConfig:
-    """The newcomer at the address where its control unit relays. Raises JoinRefused."""
+def _place_dialler(config: ClusterConfig, role: Role, member: MemberConfig) -> MemberConfig:
+    """Give the newcomer the address where its control unit relays. Raises JoinRefused."""
     if role is not Role.DEVICE:
         raise JoinRefused(
             f"{_one(role)} must be reached: join without --dial, with --address HOST:PORT"

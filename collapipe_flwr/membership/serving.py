@@ -22,7 +22,7 @@ from collapipe_flwr.membership.figures import add_figures
 from collapipe_flwr.membership.members import RosterSender
 from collapipe_flwr.membership.newcomer import reachable
 from collapipe_flwr.membership.registry import Registry
-from collapipe_flwr.transport.relay import relaying
+from collapipe_flwr.transport.relay import run_relay
 from collapipe_flwr.transport.tls import fingerprint
 
 _LOOK_S = 0.2
@@ -57,7 +57,7 @@ def serve(
         if announce:
             pin = bytes.fromhex(fingerprint(registry.ca.read_bytes()))
             stack.enter_context(announced(config, reachable(joining.address), pin))
-        stack.enter_context(relaying(lambda: registry.clusters().values()))
+        stack.enter_context(run_relay(lambda: registry.clusters().values()))
         stack.enter_context(run_beside(RosterSender(registry).watch, "rosters"))
         say(f"newcomers of {', '.join(registry.clusters())} are let in at {joining.address}")
         while not stop.wait(_LOOK_S):
@@ -87,7 +87,7 @@ def follow(config: ClusterConfig, listen: str, say: Callable[[str], object]) -> 
 
         rosters.on_removed = leave
         listener = Listener(listen or unit.address, None, tls=files, rosters=rosters)
-        with listener, relaying(lambda: rosters.clusters):
+        with listener, run_relay(lambda: rosters.clusters):
             say(f"{unit.name} on {listener.address}: {config.path} is kept up to date")
             stop.wait()
             listener.stop(_HEAR_S)

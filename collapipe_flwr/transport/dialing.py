@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.core.links import TlsFiles, host_and_port
-from collapipe_flwr.core.processes import meanwhile
+from collapipe_flwr.core.processes import run_beside
 from collapipe_flwr.transport.relay import (
     ADMITTED,
     BEAT_S,
@@ -53,7 +53,7 @@ class Dialing:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Be reachable during the body."""
-        with meanwhile(lambda over: run_until(over, self._keep_dialing), "dialing"):
+        with run_beside(lambda over: run_until(over, self._keep_dialing), "dialing"):
             yield
 
     async def _keep_dialing(self) -> None:
@@ -144,8 +144,8 @@ class Dialing:
         """Connect one peer with the daemon."""
         try:
             with (
-                await _connected(host_and_port(self.relay)) as peer,
-                await _connected(host_and_port(self.listens)) as own,
+                await _connect(host_and_port(self.relay)) as peer,
+                await _connect(host_and_port(self.listens)) as own,
             ):
                 await asyncio.get_running_loop().sock_sendall(
                     peer, b" ".join((TAKE, token)) + b"\n"
@@ -162,8 +162,8 @@ async def _beat(writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(BEAT_S)
 
 
-async def _connected(place: _Place) -> socket.socket:
-    """A connection, by whichever of a name's addresses answers."""
+async def _connect(place: _Place) -> socket.socket:
+    """Connect with whichever of a name's addresses answers."""
     found = await asyncio.to_thread(socket.create_connection, place, _CONNECT_S)
     tune(found)
     return found

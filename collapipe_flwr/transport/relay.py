@@ -29,8 +29,8 @@ from typing import Any, cast
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError
 from collapipe_flwr.core.links import host_and_port
-from collapipe_flwr.core.processes import meanwhile
-from collapipe_flwr.core.texts import one_line
+from collapipe_flwr.core.processes import run_beside
+from collapipe_flwr.core.texts import to_one_line
 
 _log = logging.getLogger(__name__)
 BEAT_S, LOST_S = 2.0, 8.0  # a device says so often that it is there, and is away after so long
@@ -79,7 +79,7 @@ class Relay:
             ) from error
         self._listener.setblocking(False)
         self.address = f"{listen.rpartition(':')[0]}:{self._listener.getsockname()[1]}"
-        self._life = meanwhile(lambda over: run_until(over, self._serve), "relay")
+        self._life = run_beside(lambda over: run_until(over, self._serve), "relay")
 
     def __enter__(self) -> Relay:
         self._life.__enter__()
@@ -107,7 +107,7 @@ class Relay:
         while True:
             self._look()
             for dialled in tuple(self._dialled.values()):
-                if fault := _fault(self._known, dialled.name, dialled.fingerprint):
+                if fault := _find_fault(self._known, dialled.name, dialled.fingerprint):
                     _log.info("a device that had dialled in is cut off: %s", fault)
                     dialled.secured.close()
             await asyncio.sleep(_LOOK_S)
@@ -117,7 +117,7 @@ class Relay:
         try:
             known = tuple(self._clusters())
             if known != self._known:
-                self._contexts = _contexts(known)
+                self._contexts = _make_contexts(known)
                 self._known = known
         except (CollaPipeError, OSError) as error:
             _log.error("devices dial in by the members that were known before: %s", error)
@@ -144,10 +144,10 @@ class Relay:
     async def _keep(self, secured: _Secured) -> None:
         """Let a device in, and listen to it until it goes."""
         name, shown = secured.peer
-        if _fault(self._known, name, shown):
+        if _find_fault(self._known, name, shown):
             self._look()  # it may have joined since
-        if fault := _fault(self._known, name, shown):
-            _log.warning("a device that dials was refused: %s", one_line(fault))
+        if fault := _find_fault(self._known, name, shown):
+            _log.warning("a device that dials was refused: %s", to_one_line(fault))
             await secured.say(REFUSED, fault.encode())
             return
         dialled, key = _Dialled(name, shown, secured), name.casefold()
@@ -206,8 +206,8 @@ class Relay:
             given.set_result(copy)
 
 
-def _contexts(clusters: Iterable[ClusterConfig]) -> dict[str, ssl.SSLContext]:
-    """TLS of every control unit whose key is here, by its name as TLS compares it."""
+def _make_contexts(clusters: Iterable[ClusterConfig]) -> dict[str, ssl.SSLContext]:
+    """Make TLS of every control unit whose key is here, by its name as TLS compares it."""
     found = {}
     for config in clusters:
         files = config.tls_files(config.control_unit.name)
@@ -220,8 +220,8 @@ def _contexts(clusters: Iterable[ClusterConfig]) -> dict[str, ssl.SSLContext]:
     return found
 
 
-def _fault(clusters: Iterable[ClusterConfig], name: str, fingerprint: str) -> str:
-    """Why who shows this certificate may not dial in; empty if it may."""
+def _find_fault(clusters: Iterable[ClusterConfig], name: str, fingerprint: str) -> str:
+    """Return why who shows this certificate may not dial in; empty if it may."""
     found = next((d for config in clusters for d in config.devices if d.name == name), None)
     if found is None:
         return f"{name[:80]} is no device here"
@@ -249,7 +249,7 @@ class _Secured:
         self.asked, self.heard, self.alert = "", b"", b""
 
     async def shake_hands(self, begin: bytes) -> bool:
-        """Whether it is for us; else all that was ``heard``, and an ``alert`` that it is not."""
+        """Return whether it is for us; if not, ``heard`` and an ``alert`` are for the caller."""
         unnamed = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         unnamed.verify_mode = ssl.CERT_REQUIRED
         unnamed.sni_callback = self._choose
@@ -289,7 +289,7 @@ class _Secured:
         return names[0] if names else "", sha256(der).hexdigest()
 
     async def hear(self) -> bytes:
-        """Some bytes; none at the end."""
+        """Return some bytes; none at the end."""
         while True:
             try:
                 return self._tls.read(_CHUNK_BYTES)
@@ -299,7 +299,7 @@ class _Secured:
                 return b""
 
     async def say(self, *words: bytes) -> None:
-        """One line."""
+        """Send one line."""
         self._tls.write(b" ".join(words) + b"\n")
         await self._flush()
 
@@ -371,7 +371,7 @@ def run_until(over: threading.Event, work: Callable[[], Coroutine[Any, Any, None
 
 
 @contextmanager
-def relaying(clusters: _Clusters) -> Iterator[None]:
+def run_relay(clusters: _Clusters) -> Iterator[None]:
     """Relay during the body, as soon as a device of ``clusters`` dials."""
 
     def watch(over: threading.Event) -> None:
@@ -388,5 +388,5 @@ def relaying(clusters: _Clusters) -> Iterator[None]:
                 if str(error) != said:
                     _log.error("no device can dial in: %s", said := str(error))
 
-    with meanwhile(watch, "relaying"):
+    with run_beside(watch, "relaying"):
         yield

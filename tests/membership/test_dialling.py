@@ -79,7 +79,7 @@ def running(member: Membership, rosters: Rosters | None = None) -> Iterator[None
     rosters = rosters or rosters_of(member)
     with (
         Listener(settings.listen, None, tls=tls, rosters=rosters) as listener,
-        daemon._reachable(settings, listener.address, lambda _: there.set()),
+        daemon._make_reachable(settings, listener.address, lambda _: there.set()),
     ):
         assert there.wait(60)
         yield
@@ -130,7 +130,7 @@ def test_a_daemon_dials_where_its_file_says_so_and_else_not(
         unset = dict.fromkeys(("ca", "certificate", "key", "allow", "imports"), None)
         plain = {"listen": "", "memory_mb": 0.0, "insecure": False, "compute": "cpu", "threads": 0}
         more = {"grace_s": 1.0, "metrics": "", "name": name, "cluster": [folder], "dial": dial}
-        return hosting._settings("127.0.0.1:50071", {**unset, **plain, **more})
+        return hosting._read_settings("127.0.0.1:50071", {**unset, **plain, **more})
 
     found = settings("phone", tmp_path / "phone")
     at = registry.cluster().relay_address

@@ -23,7 +23,7 @@ from collapipe_flwr.transport.certificates import sign_all
 from collapipe_flwr.transport.client import EdgeClient
 from collapipe_flwr.transport.diagnosis import diagnosis
 from collapipe_flwr.transport.dialing import Dialing
-from collapipe_flwr.transport.relay import Relay, relaying, splice
+from collapipe_flwr.transport.relay import Relay, run_relay, splice
 from tests.ports import free_port
 from tests.threads import none_left
 
@@ -251,7 +251,7 @@ def test_nobody_relays_where_no_device_dials(config: ClusterConfig) -> None:
         return now
 
     at = config.relay_address
-    with none_left(), relaying(clusters):
+    with none_left(), run_relay(clusters):
         assert looked.wait(WAIT_S)
         with pytest.raises(LinkError, match="nobody lets devices in there"):
             asyncio.run(dialling(config, "d0", at).serve_once())
