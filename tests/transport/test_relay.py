@@ -21,7 +21,7 @@ from collapipe_flwr.host.server import Listener
 from collapipe_flwr.transport import relay
 from collapipe_flwr.transport.certificates import sign_all
 from collapipe_flwr.transport.client import EdgeClient
-from collapipe_flwr.transport.diagnosis import diagnosis
+from collapipe_flwr.transport.diagnosis import diagnose
 from collapipe_flwr.transport.dialing import Dialing
 from collapipe_flwr.transport.relay import Relay, run_relay, splice
 from tests.ports import free_port
@@ -99,7 +99,7 @@ def test_a_device_that_is_away_is_so_in_one_sentence_until_it_has_dialled_again(
     with Relay(at, lambda: [config]), client(config, "d0", at) as peer:
         with pytest.raises(Unreachable, match=r"d0 at .*: it has not dialled in to its control"):
             peer.status()
-        assert "has not dialled in" in diagnosis(at, "d0", files(config, "cu"))
+        assert "has not dialled in" in diagnose(at, "d0", files(config, "cu"))
     with ExitStack() as stack:
         first = stack.enter_context(Relay(at, lambda: [config]))
         with device(config, "d0", at) as admitted:
