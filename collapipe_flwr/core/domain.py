@@ -140,6 +140,11 @@ class ClusterProfile:
         return () if self.edge is None else (self.edge, *self.other_edges)
 
     @property
+    def edge_at_home(self) -> bool:
+        """Whether the control unit is the edge."""
+        return self.edge is not None and self.edge.device_id == self.control_unit.device_id
+
+    @property
     def edge_id(self) -> str:
         """The id of the edge that it has, or prefers."""
         return "" if self.edge is None else self.edge.id

@@ -264,10 +264,8 @@ def _air(tables: Tables, m: int, here: Ints) -> Air:
 
     out = (np.zeros_like(here), here)
     first = [seconds(cut[0], out, width[out], p) for p in (power[0], power[here])]
-    up, band = (
-        (here, np.full_like(here, edge)),
-        np.full(len(here), tables.snapshot.radio.bandwidth_hz),
-    )
+    up, home = (here, np.full_like(here, edge)), tables.edges.home_m[m]
+    band = np.where(home, width[up], tables.snapshot.radio.bandwidth_hz)
     beam = np.asarray(tables.edges.power_m[m])
     last = [seconds(cut[-1], up, band, p) for p in (power[here], beam)]
     between = 0.0

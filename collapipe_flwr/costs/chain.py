@@ -100,7 +100,7 @@ def _power_limits(tables: Tables, rows: Layouts, hops: Hops) -> Array:
 
 def hop_bandwidth_hz(chain: Chain, edge_hz_r: Array) -> Array:
     """Bandwidth of every hop, (R, S + 1), given each row's share towards the edge."""
-    return np.where(chain.hops.to_edge, edge_hz_r[:, None], chain.d2d_hz_rh)
+    return np.where(chain.hops.shared, edge_hz_r[:, None], chain.d2d_hz_rh)
 
 
 def full_power_times(chain: Chain, edge_hz_r: Array) -> Array:
@@ -130,6 +130,9 @@ def price_rows(chain: Chain, times: Array, powers: Array) -> RowPrices:
     makespan = makespan_of(chain, times)
     hop_j = powers * times
     radiated = radio_energy_j(chain.steps_r * count, hop_j[..., 0], hop_j[..., 1])
+    if chain.tables.edges.home_m.any():  # those control units send gradients as well
+        own_j = np.where(chain.hops.to_edge & ~chain.hops.shared, hop_j[..., 1], 0.0)
+        radiated[..., 0] += chain.steps_r * count * own_j.sum(-1)
     return RowPrices(
         makespan_s=makespan,
         latency_s=chain.fixed_s + chain.steps_r * makespan,

@@ -129,7 +129,8 @@ class Hops:
     """Payload, parties and radio of every hop of every row; unused hops carry 0 bits."""
 
     used: Mask  # (R, S + 1)
-    to_edge: Mask  # (R, S + 1): the hop over the shared bandwidth
+    to_edge: Mask  # (R, S + 1)
+    shared: Mask  # of these, those over the shared bandwidth: not to a control unit
     sender: Ints  # member index of the upstream party
     receiver: Ints  # member index of the downstream party; the edge's own index at the end
     bits: Array  # per micro-batch, in either direction, coded, over ``share``
@@ -156,6 +157,7 @@ def hops_of(tables: Tables, rows: Layouts) -> Hops:
     return Hops(
         used=used,
         to_edge=to_edge,
+        shared=to_edge & ~tables.edges.home_m[rows.cluster_r][:, None],
         sender=sender,
         receiver=receiver,
         bits=np.where(used, np.maximum(bits, 1.0), 0.0),

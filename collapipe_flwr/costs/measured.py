@@ -51,7 +51,8 @@ def taken_s(profile: DeviceProfile | EdgeProfile, passes: float, flop: float) ->
 def server_s(profile: ClusterProfile, model: ModelProfile) -> float:
     """Seconds of a round's weights from the Flower server and back; see `tables`."""
     whole = model.embedding.parameter_bytes + sum(b.parameter_bytes for b in model.blocks)
-    whole += model.decoder.parameter_bytes if profile.real_links else 0
+    far = profile.real_links or profile.edge_at_home
+    whole += model.decoder.parameter_bytes if far else 0
     return 16.0 * whole / profile.server_rate_bit_per_s
 
 

@@ -257,9 +257,13 @@ class ReplicatedPricing:
                 found[at.name(hop, sender)] += there
                 if hop + 1 < at.edge:
                     found[at.name(hop + 1, receiver)] += home
+                elif self.tables.edges.home_m[self.m]:
+                    found[at.name(0, 0)] += home
         return found
 
     def _computing_j(self, stage: int, replica: int) -> float:
+        if not stage and self.tables.edges.home_m[self.m]:
+            return float(self.chain.computing_j[0, 0])  # both parts
         members, member = self.tables.members, self.at.member(stage, replica)
         busy_s = self.at.own(stage, replica) * sum(self._passes_s(stage, replica))
         embedding = float(self.tables.snapshot.model.embedding.parameter_bytes)

@@ -62,6 +62,7 @@ class EdgeTable:
     memory_m: Array  # bytes, of each of its clusters
     clusters_m: Array
     own_m: Mask  # whether it is another than the snapshot's
+    home_m: Mask  # whether it is the control unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class Tables:
     members: MemberTable
     edges: EdgeTable
     gain_mij: Array  # (M, I, I + 1): the last receiver is the edge
-    d2d_hz_mij: Array  # like gain_mij; what stands behind the last member means nothing
+    d2d_hz_mij: Array  # like gain_mij; to the edge only where that is the control unit
     codec_mij: Ints  # like gain_mij: the link's place in ``core.links.CODECS``
     share_mij: Array  # like gain_mij: of its promised rate, what the link reaches
     server_rate_m: Array  # what a round takes besides counts as a slower way to the server
@@ -146,6 +147,7 @@ def _edges(snapshot: Snapshot) -> EdgeTable:
         memory_m=column(edge.memory_bytes for edge in edges) / column(sharing),
         clusters_m=column(sharing),
         own_m=np.array(owned, dtype=np.bool_),
+        home_m=np.array([profile.edge_at_home for profile in profiles], dtype=np.bool_),
     )
 
 
@@ -153,14 +155,15 @@ def _server_rates(snapshot: Snapshot) -> Array:
     """Rates at which embedding and blocks take as long there and back as all that a round takes.
 
     That is the round's overhead, and for machines the decoder's weights, too. A simulated edge
-    stands beside the server, as the paper's does.
+    stands beside the server, as the paper's does, unless the control unit is it.
     """
     model, profiles = snapshot.model, [c.profile for c in snapshot.clusters]
     bits = 16.0 * sum(part.parameter_bytes for part in (model.embedding, *model.blocks))
     rate = np.array([profile.server_rate_bit_per_s for profile in profiles], dtype=np.float64)
     overhead = np.array([profile.overhead_s for profile in profiles], dtype=np.float64)
-    real = np.array([profile.real_links for profile in profiles], dtype=np.float64)
-    more_bits = overhead * rate + real * 16.0 * model.decoder.parameter_bytes
+    apart = [profile.real_links or profile.edge_at_home for profile in profiles]
+    far = np.array(apart, dtype=np.float64)
+    more_bits = overhead * rate + far * 16.0 * model.decoder.parameter_bytes
     return rate / (1.0 + more_bits / max(bits, 1.0))
 
 
@@ -218,7 +221,10 @@ def _links(given: Sequence[_Ends | None], shape: tuple[int, ...], absent: float)
 
 
 def _d2d(clusters: tuple[ClusterSnapshot, ...]) -> Array:
-    """Bandwidth of the hop between any two members: the narrower of both radios, (M, I, I + 1)."""
+    """Bandwidth of the hop between any two members: the narrower of both radios, (M, I, I + 1).
+
+    Also to the edge, where that is the control unit.
+    """
     width = max(len(c.profile.devices) + 1 for c in clusters)
     shared = np.array([c.profile.d2d_bandwidth_hz for c in clusters], dtype=np.float64)
     widest = np.repeat(shared[:, None], width + 1, axis=1)
@@ -226,6 +232,8 @@ def _d2d(clusters: tuple[ClusterSnapshot, ...]) -> Array:
         for i, member in enumerate(cluster.profile.members):
             if member.d2d_bandwidth_hz is not None:
                 widest[m, i] = min(member.d2d_bandwidth_hz, shared[m])
+        if cluster.profile.edge_at_home:
+            widest[m, -1] = widest[m, 0]
     return np.minimum(widest[:, :-1, None], widest[:, None, :])
 
 

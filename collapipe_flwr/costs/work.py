@@ -2,7 +2,8 @@
 
 Stages are the control unit (embedding), the segment slots and the edge (decoder), (R, S + 2). The
 edge is mains-powered and the link to the Flower server is not a radio of ours: neither counts in
-energies. Our reconstruction.
+energies. Our reconstruction. A control unit that is the edge is one processor (`busier_end`), which
+spends the energy of both parts.
 
 A pass of a micro-batch of s examples through a stage of n blocks takes ``s FLOP / speed`` and n
 times the overhead of its device: what starting an operation costs, however small its operands are.
@@ -91,7 +92,21 @@ def computing_of(
     joule = steps_of(tables, rows)[:, None] * of_members(tables.members.energy_per_flop_mi, rows)
     forward_s = size * forward / speed + ahead * overhead
     backward_s = size * backward / speed + back * overhead
+    home = tables.edges.home_m[rows.cluster_r]
+    for seconds in (forward_s, backward_s):
+        seconds[home, busier_end(model)] = (seconds[:, 0] + seconds[:, -1])[home]
+    flop[home, 0] += flop[home, -1]
     return forward_s, backward_s, (optimiser / speed).sum(1), joule * flop[:, :-1]
+
+
+def busier_end(model: ModelProfile) -> int:
+    """The stage, 0 or -1, whose passes stand for both where one processor is the first and last.
+
+    It is as busy as both, so that it paces the pipeline as that does. Only in the first and the
+    last moments of a step the lighter part's pass counts twice.
+    """
+    first, last = (e.forward_flop + e.backward_flop for e in (model.embedding, model.decoder))
+    return 0 if first > last else -1
 
 
 def edge_speeds(tables: Tables, options: PricingOptions) -> Array:

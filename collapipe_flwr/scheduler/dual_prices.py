@@ -59,7 +59,7 @@ class LinkTable:
     ) -> None:
         self.counts, self._known = counts, np.zeros(len(counts), bool)
         width = tables.d2d_hz_mij.copy()
-        width[:, :, -1] = edge_hz_m[:, None]
+        width[:, :, -1] = np.where(tables.edges.home_m, width[:, :, -1].T, edge_hz_m).T
         noise_w = width * (tables.snapshot.radio.noise_w_per_hz / tables.gain_mij)  # it gives 0 dB
         coded = SHARES[tables.codec_mij] / tables.share_mij  # bits for a bit, over the link's share
         watt = tables.members.power_max_mi

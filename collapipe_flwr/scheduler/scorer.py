@@ -26,6 +26,7 @@ from collapipe_flwr.costs.work import (
     NO_ROOM,
     OPTIMISER_FLOP_PER_BYTE,
     PricingOptions,
+    busier_end,
     edge_speeds,
     kept_bytes,
     server_s,
@@ -76,9 +77,9 @@ class Scorer:
         limited = bool(np.isfinite(problem.room_mi).any())
         self.room = problem.room_mi.ravel() if limited else None
         self.budget = tables.members.budget_mi.ravel()
-        self._price_ends()
         own_m = tables.members.overhead_mi[:, 0]
         self.overhead_2m = np.stack([own_m, tables.edges.overhead_m])
+        self._price_ends()
         self.late = bool(self.overhead_2m.any() or self.members.overhead.any())
 
     def _price_ends(self) -> None:
@@ -88,6 +89,9 @@ class Scorer:
         first, last = model.embedding, model.decoder
         self.forward_2m = np.stack([first.forward_flop / own, last.forward_flop / edge_m])
         self.backward_2m = np.stack([first.backward_flop / own, last.backward_flop / edge_m])
+        home = tables.edges.home_m
+        for both in (self.forward_2m, self.backward_2m, self.overhead_2m):
+            both[busier_end(model), home] = both.sum(0)[home]
         update = first.parameter_bytes / own + last.parameter_bytes / edge_m
         self.update_s_m = OPTIMISER_FLOP_PER_BYTE * update
 
@@ -182,12 +186,14 @@ class Scorer:
 
     def _own_worth(self, rows: Layouts, batch: _Batch) -> Array:
         """What a step costs the control unit in priced energy."""
-        head = self.tables.snapshot.model.embedding
-        flop = batch.examples * (head.forward_flop + head.backward_flop)
-        flop = flop + OPTIMISER_FLOP_PER_BYTE * head.parameter_bytes
+        model, home = self.tables.snapshot.model, self.tables.edges.home_m[rows.cluster_r]
         own = rows.cluster_r * self.tables.edge
         overhead = self.members.overhead.take(own) / self.members.slowness.take(own)
-        return np.asarray((flop + batch.count * overhead) * self.members.flop_worth.take(own))
+        flop = batch.count * overhead
+        for part, here in ((model.embedding, True), (model.decoder, home)):
+            passes = batch.examples * (part.forward_flop + part.backward_flop)
+            flop = flop + here * (passes + OPTIMISER_FLOP_PER_BYTE * part.parameter_bytes)
+        return np.asarray(flop * self.members.flop_worth.take(own))
 
     def _hops(
         self, rows: Layouts, batch: _Batch, slots: _Slots, slowest: tuple[Array, Array]

@@ -275,7 +275,7 @@ def _with_its_edge(cluster: ClusterSnapshot) -> ClusterSnapshot:
 
 def with_edge_at_home(cluster: ClusterProfile) -> ClusterProfile:
     """The cluster whose control unit is its edge, with the measured links to it."""
-    if has_edge_at_home(cluster):
+    if cluster.edge_at_home:
         return cluster
     unit = cluster.control_unit
     edge = EdgeProfile(
@@ -301,7 +301,7 @@ def with_divided_memory(cluster: ClusterProfile, model: ModelProfile) -> Cluster
     Each gets the state of its part and half of what is left.
     """
     unit, edge = cluster.control_unit, cluster.edge
-    if edge is None or not has_edge_at_home(cluster) or edge.memory_bytes != unit.memory_bytes:
+    if edge is None or not cluster.edge_at_home or edge.memory_bytes != unit.memory_bytes:
         return cluster  # or it is divided already
     own, last = model.embedding.state_bytes, model.decoder.state_bytes
     here = max(own + (unit.memory_bytes - own - last) // 2, 1)
@@ -311,11 +311,6 @@ def with_divided_memory(cluster: ClusterProfile, model: ModelProfile) -> Cluster
         control_unit=replace(unit, memory_bytes=here),
         edge=replace(edge, memory_bytes=there),
     )
-
-
-def has_edge_at_home(cluster: ClusterProfile) -> bool:
-    """Whether its control unit is the cluster's edge."""
-    return cluster.edge is not None and cluster.edge.name == cluster.control_unit.device_id
 
 
 def _place(

@@ -39,7 +39,9 @@ def _latency_fm(chain: Chain, hz_fm: Array) -> Array:
     last = hops.to_edge.argmax(1)
     snr = chain.power_max_w[every, last] / chain.noise_over_gain[every, last, None]
     times = np.tile(full_power_times(chain, hz_fm[0]), (len(hz_fm), 1, 1, 1))
-    times[:, every, last] = send_time_s(hops.bits[every, last, None], hz_fm[:, :, None], snr)
+    shared, own_hz = hops.shared[every, last], chain.d2d_hz_rh[every, last]
+    width = np.where(shared, hz_fm, own_hz)[:, :, None]
+    times[:, every, last] = send_time_s(hops.bits[every, last, None], width, snr)
     return latency_of(chain, times)
 
 

@@ -305,11 +305,13 @@ def allocate(
         )
     every = np.zeros(problem.used_rh.size)
     every[solver.hops.flat_h] = np.exp(best.point.x)
-    return Allocation(
-        edge_hz_r=np.exp(best.point.omega),
-        times=np.stack(np.split(every.reshape(problem.used_rh.shape), 2, axis=1), axis=2),
-        latency_price_r=best.latency_price_r,
-    )
+    edge_hz_r = np.exp(best.point.omega)
+    times = np.stack(np.split(every.reshape(problem.used_rh.shape), 2, axis=1), axis=2)
+    home = chain.hops.to_edge & ~chain.hops.shared
+    if home.any():  # the program took these hops for some of the shared bandwidth
+        full = full_power_times(chain, edge_hz_r)
+        times = np.where(home[:, :, None], np.maximum(times, full), times)
+    return Allocation(edge_hz_r=edge_hz_r, times=times, latency_price_r=best.latency_price_r)
 
 
 def _refuse_nonsense(problem: RadioProblem) -> None:
