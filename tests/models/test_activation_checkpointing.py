@@ -67,7 +67,7 @@ def _dropping(module: Any) -> Any:
 
 
 def _masks(model: torch.nn.Module) -> Callable[[], AbstractContextManager[None]]:
-    return partial(SeededRandomness(model, 7).at, 1, 2)
+    return partial(SeededRandomness(model, 7).seed_at, 1, 2)
 
 
 def _gradients(splitter: Splitter, batch: dict[str, Tensor], *, again: bool) -> Any:
