@@ -36,6 +36,7 @@ _log = logging.getLogger(__name__)
 BEAT_S, LOST_S = 2.0, 8.0  # a device says so often that it is there, and is away after so long
 ADMITTED, REFUSED, TAKE = b"admitted", b"refused", b"take"  # words that begin lines
 _GREET_S = 10.0  # to say what a connection is for, and for a device to take one
+_PAUSE_S = 0.2
 _LOOK_S = 1.0  # until members that were removed are cut
 MOST_OF_A_DEVICE, MOST_OF_ALL = 64, 512  # connections
 _CHUNK_BYTES = 64 * 2**10
@@ -67,7 +68,6 @@ class Relay:
         self._contexts: dict[str, ssl.SSLContext] = {}  # by the names of control units
         self._dialled: dict[str, _Dialled] = {}  # by their names, as TLS compares those
         self._wanted: dict[str, asyncio.Future[socket.socket]] = {}  # by token
-        self._callers: set[asyncio.Task[None]] = set()
         try:
             place = host_and_port(listen, least=0)
             family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
@@ -90,17 +90,32 @@ class Relay:
         self._listener.close()
 
     async def _serve(self) -> None:
-        loop = asyncio.get_running_loop()
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._watch())
+        """Answer callers, each in a task of its own, so that none ends with another."""
+        callers: dict[asyncio.Task[None], socket.socket] = {}
+        watching = asyncio.create_task(self._watch())
+        try:
             while True:
-                caller, _ = await loop.sock_accept(self._listener)
-                if len(self._callers) >= MOST_OF_ALL:
+                caller = await self._accept()
+                if len(callers) >= MOST_OF_ALL:
                     caller.close()
                     continue
-                task = group.create_task(self._answer(caller))
-                self._callers.add(task)
-                task.add_done_callback(self._callers.discard)
+                callers[task := asyncio.create_task(self._answer(caller))] = caller
+                task.add_done_callback(lambda ended: callers.pop(ended).close())
+        finally:
+            tasks = (watching, *callers)
+            for each in tasks:
+                each.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _accept(self) -> socket.socket:
+        while True:
+            try:
+                caller, _ = await asyncio.get_running_loop().sock_accept(self._listener)
+            except OSError as error:  # too many files are open, or it hung up already
+                _log.warning("a connection was not accepted: %s", error)
+                await asyncio.sleep(_PAUSE_S)
+            else:
+                return caller
 
     async def _watch(self) -> None:
         """Cut devices, with their connections, that are not members any more."""
@@ -123,6 +138,7 @@ class Relay:
             _log.error("devices dial in by the members that were known before: %s", error)
 
     async def _answer(self, caller: socket.socket) -> None:
+        """Find out what a connection is for, and serve it; `_serve` closes it."""
         tune(caller)
         try:
             async with asyncio.timeout(_GREET_S):
@@ -138,8 +154,6 @@ class Relay:
                 await self._pass_on(caller, secured)
         except OSError as error:
             _log.debug("a connection ended: %s", error)
-        finally:
-            caller.close()
 
     async def _keep(self, secured: _Secured) -> None:
         """Let a device in, and listen to it until it goes."""

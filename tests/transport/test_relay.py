@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import queue
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -158,6 +159,29 @@ def test_what_nobody_waits_for_is_hung_up_on(
                 pass
         with device(config, "d0", there.address):
             pass
+
+
+def test_a_first_message_may_come_in_pieces(config: ClusterConfig) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    came, go = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = context.wrap_bio(came, go, server_hostname="d0")
+    with pytest.raises(ssl.SSLWantReadError):
+        tls.do_handshake()
+    hello = go.read()
+    with Relay("127.0.0.1:0", lambda: [config]) as there, device(config, "d0", there.address):
+        host, _, port = there.address.rpartition(":")
+        with socket.create_connection((host, int(port)), WAIT_S) as peer:
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for place in range(0, len(hello), 50):
+                peer.sendall(hello[place : place + 50])
+            while not tls.version():
+                came.write(peer.recv(10_000))
+                with suppress(ssl.SSLWantReadError):
+                    tls.do_handshake()
+            shown = ssl.DER_cert_to_PEM_cert(tls.getpeercert(True) or b"")
+    certificate = files(config, "d0").certificate
+    assert certificate is not None and shown.split() == certificate.read_text().split()
 
 
 def test_a_device_that_is_removed_is_cut_off_with_its_peers(config: ClusterConfig) -> None:
