@@ -103,7 +103,7 @@ class NearClient:
         """See `NearSession`."""
         return NearSession(self, key)  # type: ignore[arg-type]
 
-    def patiently(self, call: Callable[[], Any]) -> Any:
+    def attempt_patiently(self, call: Callable[[], Any]) -> Any:
         """Call it once."""
         return call()
 

@@ -208,7 +208,7 @@ class ClusterSnapshot:
         return self.channel.to_member(names.index(edge.device_id))
 
     def with_edge(self, edge: EdgeProfile) -> ClusterSnapshot:
-        """The cluster with this edge alone; a device that is the edge holds no blocks."""
+        """Return the cluster with this edge alone; a device that is the edge holds no blocks."""
         profile = replace(self.profile, edge=edge, other_edges=())
         one = replace(self, profile=profile, channel=self.channel_to(edge))
         return one.without({edge.device_id})

@@ -117,10 +117,7 @@ def fuse_accumulation(part: nn.Module) -> None:
 
 
 def _is_large(module: nn.Module) -> bool:
-    """Return whether fusing pays; False also for weights computed from others.
-
-    Of those, autograd needs the gradient.
-    """
+    """Return whether fusing pays; False also for computed weights, as autograd needs those."""
     weight = module._parameters.get("weight")
     return weight is not None and weight.numel() >= WORTH
 

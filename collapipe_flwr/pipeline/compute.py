@@ -172,7 +172,7 @@ def torch_build() -> str:
 
 
 def _add_number(device: torch.device) -> torch.device:
-    """Number a device as tensors do: `cuda` is `cuda:0`."""
+    """Write `cuda` as `cuda:0`, as tensors call it."""
     return device if device == CPU else torch.device(device.type, device.index or 0)
 
 

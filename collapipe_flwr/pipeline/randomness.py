@@ -56,7 +56,7 @@ class SeededRandomness:
 
     @contextmanager
     def hook_modules(self) -> Iterator[None]:
-        """Hook the modules for the whole body, which is cheaper than for each micro-batch in it."""
+        """Register hooks for the whole body, which is cheaper than for each micro-batch in it."""
         if self._watches:
             yield
             return

@@ -98,10 +98,7 @@ class Bars:
         return done / passed_s if passed_s > 0.0 and done < of else 0.0
 
     def _left_s(self, names: list[str], progress: RunProgress) -> float | None:
-        """Estimate the seconds until all have finished; None before any cluster has begun.
-
-        Clusters that have not begun count at the mean rate of the others.
-        """
+        """Estimate the seconds until all end; those that have not begun count at the mean rate."""
         clusters = {name: progress.clusters[name] for name in names}
         left = {name: max(each.of - _done(each), 0) for name, each in clusters.items()}
         rates = {name: rate for name in names if (rate := self._rate(name, progress))}

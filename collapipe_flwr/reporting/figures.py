@@ -65,7 +65,7 @@ def draw_curves(axes: Axes, curves: Sequence[Curve]) -> None:
             curve.x,
             curve.y,
             label=curve.label,
-            color=colour_of(number),
+            color=colour(number),
             linestyle=_DASHES[number // len(COLOURS) % len(_DASHES)],
             linewidth=width,
             marker=_MARKERS[number % len(_MARKERS)],
@@ -103,7 +103,7 @@ def write_plain_numbers(axes: Axes) -> None:
         axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
 
 
-def colour_of(number: int) -> str:
+def colour(number: int) -> str:
     """Return the colour of the curve or bar with this number."""
     return COLOURS[number % len(COLOURS)]
 

@@ -43,7 +43,7 @@ def write_json(path: Path | None, values: object) -> None:
         raise ConfigError(f"{path} cannot be written ({error})") from error
 
 
-def format_cell(value: float | None, unit: float, digits: int) -> str:
+def cell(value: float | None, unit: float, digits: int) -> str:
     """Format a cell of :func:`number_table`: the value in this unit, empty for None."""
     return "" if value is None else f"{value / unit:z.{digits}f}"
 

@@ -218,9 +218,9 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
     """Read the summary of a run; None before there is one. See `run_lock.mark_interrupted`."""
     written, path = is_written(run_dir), run_dir / _SUMMARY
     summary = _read(path)
-    return (
-        None if summary is None else mark_interrupted(_check_shape(path, summary), run_dir, written)
-    )
+    if summary is None:
+        return None
+    return mark_interrupted(_check_shape(path, summary), run_dir, written)
 
 
 def read_summary_head(run_dir: Path) -> dict[str, Any] | None:
@@ -290,10 +290,7 @@ def resume_config(run_dir: Path, overrides: Json) -> dict[str, Any]:
 
 
 def run_id_of(folder: Path) -> str:
-    """Return the id by which sinks recognise the run of this folder.
-
-    It is drawn once. Raises OSError.
-    """
+    """Return the id by which sinks recognise this folder's run; drawn once. Raises OSError."""
     path = folder / _RUN_ID
     if not path.exists():
         write_text(path, secrets.token_hex(16))

@@ -152,9 +152,7 @@ def _segments(ran: Sequence[PolicyResult], caption: str) -> Figure:
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     handles = [
-        Patch(
-            facecolor=figures.colour_of(number - 1), label=f"{number}: {device.rpartition('/')[2]}"
-        )
+        Patch(facecolor=figures.colour(number - 1), label=f"{number}: {device.rpartition('/')[2]}")
         for device, number in numbers.items()
     ]
     figure.legend(handles=handles, loc="outside right upper", fontsize="small", frameon=False)
@@ -165,12 +163,7 @@ def _draw_segment(axes: Axes, row: int, segment: Segment, numbers: dict[str, int
     holders = [numbers[device] for device in segment.device_ids]
     left, width = segment.first_block, segment.stop_block - segment.first_block
     axes.barh(
-        row,
-        width,
-        left=left,
-        color=figures.colour_of(holders[0] - 1),
-        edgecolor="white",
-        linewidth=2,
+        row, width, left=left, color=figures.colour(holders[0] - 1), edgecolor="white", linewidth=2
     )
     axes.text(
         left + width / 2,
@@ -178,5 +171,5 @@ def _draw_segment(axes: Axes, row: int, segment: Segment, numbers: dict[str, int
         "+".join(map(str, holders)),
         ha="center",
         va="center",
-        color="black" if figures.colour_of(holders[0] - 1) in _LIGHT else "white",
+        color="black" if figures.colour(holders[0] - 1) in _LIGHT else "white",
     )

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from collapipe_flwr.core.json_codec import to_plain
-from collapipe_flwr.reporting.output import format_cell, number_table
+from collapipe_flwr.reporting.output import cell, number_table
 
 if TYPE_CHECKING:
     from collapipe_flwr.cluster.forecast import Forecast
@@ -65,12 +65,12 @@ def measurements_table(found: Measurements) -> Table:
         table.add_row(
             member.name,
             member.address or "here",
-            format_cell(member.speed_flop_per_s, _GIGA, 1),
-            format_cell(member.memory_bytes, _GIGA, 1),
-            format_cell(member.idle_bytes, _MEGA, 0),
-            format_cell(member.clock_ahead_s, 1.0, 1),
-            format_cell(member.rate_bit_per_s, _MEGA, 0),
-            format_cell(member.delay_s, _MILLI, 2),
+            cell(member.speed_flop_per_s, _GIGA, 1),
+            cell(member.memory_bytes, _GIGA, 1),
+            cell(member.idle_bytes, _MEGA, 0),
+            cell(member.clock_ahead_s, 1.0, 1),
+            cell(member.rate_bit_per_s, _MEGA, 0),
+            cell(member.delay_s, _MILLI, 2),
             _mark(member.fault, busy=member.busy),
         )
     return table
@@ -101,10 +101,7 @@ def links_table(found: Measurements) -> Table:
     """Build a table with a line per direction between two hosts."""
     table = number_table("links", ("from", "to"), ("Mbit\n/s", "delay\nms", ""))
     for link in found.links:
-        rate, delay = (
-            format_cell(link.rate_bit_per_s, _MEGA, 0),
-            format_cell(link.delay_s, _MILLI, 2),
-        )
+        rate, delay = cell(link.rate_bit_per_s, _MEGA, 0), cell(link.delay_s, _MILLI, 2)
         table.add_row(link.source, link.target, rate, delay, _mark(link.fault))
     return table
 
@@ -195,11 +192,11 @@ def status_table(found: ClusterStatus) -> Table:
             member.role,
             member.address,
             Text(member.state, style=_COLOURS.get(member.state, "")),
-            format_cell(member.speed_flop_per_s, _GIGA, 1),
-            format_cell(member.memory_bytes, _GIGA, 1),
-            format_cell(member.resident_bytes, _MEGA, 0),
-            format_cell(member.clock_ahead_s, 1.0, 1),
-            format_cell(member.roster, 1, 0),
+            cell(member.speed_flop_per_s, _GIGA, 1),
+            cell(member.memory_bytes, _GIGA, 1),
+            cell(member.resident_bytes, _MEGA, 0),
+            cell(member.clock_ahead_s, 1.0, 1),
+            cell(member.roster, 1, 0),
         )
     return table
 

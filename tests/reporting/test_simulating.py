@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.reporting.figures import colour_of
+from collapipe_flwr.reporting.figures import colour
 from collapipe_flwr.reporting.simulation import run_simulation
 from collapipe_flwr.reporting.simulation_figures import describe, draw_figures
 from collapipe_flwr.scheduler.policies import POLICIES
@@ -89,4 +89,4 @@ def test_plot_without_matplotlib_says_how_to_get_it(
 
 
 def test_every_policy_has_a_colour_of_its_own() -> None:
-    assert len({colour_of(number) for number in range(len(POLICIES))}) == len(POLICIES)
+    assert len({colour(number) for number in range(len(POLICIES))}) == len(POLICIES)

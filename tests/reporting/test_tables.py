@@ -20,7 +20,7 @@ from collapipe_flwr.membership.members import AWAY, EXPECTED, READY, ClusterStat
 from collapipe_flwr.reporting import output, tables
 from collapipe_flwr.reporting.bars import Bars
 from collapipe_flwr.reporting.console import RoundPrinter, summary_table
-from collapipe_flwr.reporting.output import format_cell, format_count, progress, terminal
+from collapipe_flwr.reporting.output import cell, format_count, progress, terminal
 from collapipe_flwr.reporting.progress import ClusterProgress, RunProgress
 from collapipe_flwr.reporting.tables import (
     follow,
@@ -90,7 +90,7 @@ def deployed() -> Any:
         failures=[failure],
         results=[failure],
         unlisted=[(STRANGE, STRANGE)],
-        of=lambda *_: [failure],
+        results_of=lambda *_: [failure],
     )
 
 
@@ -190,7 +190,7 @@ def test_it_follows_until_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_clock_that_is_ahead_by_almost_nothing_has_no_sign() -> None:
-    assert format_cell(-0.01, 1.0, 1) == "0.0"
+    assert cell(-0.01, 1.0, 1) == "0.0"
 
 
 def test_a_pipe_is_told_what_begins(capsys: pytest.CaptureFixture[str]) -> None:

@@ -108,14 +108,13 @@ def _budgets(devices: Sequence[Spent]) -> Chart:
         if (kept := [each for each in shown if each.over is over])
     ]
     figure = charts.plot_by_row(traces, unit)
+    rest = "that used less are not shown"
     order = [charts.escape_name(each.name) for each in shown]
     figure["layout"]["yaxis"] |= {"categoryorder": "array", "categoryarray": order}
     return Chart(
         key="energy",
         title="Mean energy of a round",
-        note=charts.note_left_out(
-            budgeted or devices, shown, "device", "that used less are not shown"
-        ),
+        note=charts.note_left_out(budgeted or devices, shown, "device", rest),
         figure=charts.draw_limit(figure) if budgeted else figure,
     )
 
@@ -172,9 +171,8 @@ def compare_energy(runs: Sequence[RunData]) -> Section:
         name: max((100 * each.share for each in devices if each.share is not None), default=None)
         for name, devices in found.items()
     }
-    total = charts.plot_per_run(
-        "energy", "Mean energy of a round, all devices", "energy", totals, "J"
-    )
+    title = "Mean energy of a round, all devices"
+    total = charts.plot_per_run("energy", title, "energy", totals, "J")
     share = charts.plot_per_run("worst", "Worst device, in % of its budget", "worst", worst, "%")
     limit = replace(share, figure=charts.draw_limit(share.figure or {}))
     return Section(key="energy", title="Energy", charts=[total, limit])

@@ -25,9 +25,7 @@ def learning(run: RunData) -> Section:
         key="learning",
         title="Learning",
         text=f"Every point is the mean of {stride} rounds." if stride > 1 else "",
-        charts=charts.drop_missing(
-            _loss(run), *(_metric(run, name) for name in names), _stream(run)
-        ),
+        charts=charts.drop_missing(_loss(run), *(_metric(run, n) for n in names), _stream(run)),
     )
 
 
@@ -68,12 +66,11 @@ def _stream(run: RunData) -> Chart | None:
     series = run.numbers["prequential_loss"]
     if not series.known:
         return None
+    curve = charts.curve("new examples", run.rounds, series, charts.FIRST)
     return Chart(
         key="stream",
         title="Loss on new examples of the stream, before training on them",
-        figure=charts.plot_by_round(
-            [charts.curve("new examples", run.rounds, series, charts.FIRST)]
-        ),
+        figure=charts.plot_by_round([curve]),
     )
 
 
@@ -161,10 +158,7 @@ def _over_time(runs: Sequence[RunData]) -> Chart | None:
 
 
 def run_style(place: int, count: int) -> Json:
-    """Return the style of a run's curve.
-
-    Earlier curves are wider, so that all of those that coincide are seen.
-    """
+    """Return a run's style; earlier curves are wider, so that all which coincide are seen."""
     colour = charts.colour_of(place)
     dash = ("solid", "dash", "dot")[place // len(charts.COLOURS) % 3]
     width = min(2.0 + 1.3 * (count - 1 - place), 9.0)

@@ -105,9 +105,7 @@ def _chart(found: Sequence[Peak]) -> Chart:
 
     def text(peak: Peak) -> str:
         known = {"measured": peak.measured, "planned": peak.planned, "allowed": peak.allowed}
-        return ", ".join(
-            f"{name} {charts.format_size(count)}" for name, count in known.items() if count
-        )
+        return ", ".join(f"{name} {charts.format_size(n)}" for name, n in known.items() if n)
 
     hover: dict[str, Any] = {
         "customdata": [text(peak) for peak in shown],

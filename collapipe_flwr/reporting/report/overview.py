@@ -56,9 +56,8 @@ def _outcome(run: RunData) -> Iterator[Tile]:
     yield Tile(title="Run", value=status, note=note, warning=failed)
     if metric := summary.get("metric"):
         note = f"untrained {format_number(metric.get('initial'), 3)}, on unseen examples"
-        yield Tile(
-            title=str(metric["name"]), value=format_number(metric.get("final"), 3), note=note
-        )
+        value = format_number(metric.get("final"), 3)
+        yield Tile(title=str(metric["name"]), value=value, note=note)
     if (wall_s := summary.get("wall_s")) is not None:
         kind, rounds = name_kind(run), run.numbers["latency_s"].known
         note = f"{kind}: {format_seconds(fmean(rounds))} a round" if rounds else ""
@@ -132,10 +131,8 @@ def _text(value: object) -> str:
 def compare_settings(runs: Sequence[RunData]) -> Section:
     """Show the settings and versions in which runs differ."""
     tables = [
-        *_tabulate_differences("Run-config", runs, [run.config for run in runs]),
-        *_tabulate_differences(
-            "Versions", runs, [run.summary.get("versions") or {} for run in runs]
-        ),
+        *_differences("Run-config", runs, [run.config for run in runs]),
+        *_differences("Versions", runs, [run.summary.get("versions") or {} for run in runs]),
     ]
     empty = "Nothing: all runs have the same settings and versions."
     if not any(run.config for run in runs):
@@ -143,7 +140,7 @@ def compare_settings(runs: Sequence[RunData]) -> Section:
     return Section(key="settings", title="What differs", tables=tables, empty=empty)
 
 
-def _tabulate_differences(
+def _differences(
     title: str, runs: Sequence[RunData], values: Sequence[Mapping[str, object]]
 ) -> list[Table]:
     own = ("run-name", "output-dir", "resume", "train.state-dir")

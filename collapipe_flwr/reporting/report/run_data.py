@@ -135,10 +135,7 @@ class RunData:
         self.incidents += incidents_of(event)
 
     def device(self, name: str, cluster: str = "") -> DeviceData:
-        """Return the data of a member, made on first use.
-
-        By default its name contains its cluster.
-        """
+        """Return a member's data, made on first use; by default its name contains its cluster."""
         found = self.devices.get(name)
         if found is None:
             found = self.devices[name] = DeviceData(cluster or name.rpartition("/")[0])
