@@ -90,8 +90,8 @@ class Planning:
         )
         return replace(self, settings=settings)
 
-    def guarded(self, model: ModelProfile) -> ModelProfile:
-        """The model with its trusted blocks; raises ConfigError where it has fewer."""
+    def guard(self, model: ModelProfile) -> ModelProfile:
+        """Return the model with its trusted blocks; raises ConfigError where it has fewer."""
         if self.trusted_blocks > len(model.blocks):
             raise ConfigError(
                 f"privacy.trusted-blocks is {self.trusted_blocks}, but the model has "
@@ -319,7 +319,7 @@ def planner_of(
         )
     return DescribedClusters(
         planning,
-        lambda: planning.guarded(
+        lambda: planning.guard(
             profile_model(model.splitter, model.shape, first.optimizer.state_bytes)
         ),
     )

@@ -145,9 +145,9 @@ def test_no_policy_is_trusted_to_heed_trust() -> None:
 
 
 def test_more_trusted_blocks_than_there_are_is_one_sentence() -> None:
-    assert Planning(trusted_blocks=4).guarded(MODEL).trusted_blocks == 4
+    assert Planning(trusted_blocks=4).guard(MODEL).trusted_blocks == 4
     with pytest.raises(ConfigError, match="trusted-blocks is 5, but the model has 4 blocks"):
-        Planning(trusted_blocks=5).guarded(MODEL)
+        Planning(trusted_blocks=5).guard(MODEL)
 
 
 def test_the_first_plan_knows_the_links_that_were_measured_before() -> None:

@@ -90,7 +90,7 @@ def make_planner(
     )
     with prefix_errors("scheduler.policy"):
         scheduler = planning.scheduler
-    model = planning.guarded(model)
+    model = planning.guard(model)
     world = planning.world(sorted(clusters.values(), key=lambda c: c.cluster_id), model)
     with prefix_errors("world.devices, world.memory-share"):
         scheduler.step(scheduler.init(snapshot := world.snapshot(1, model)), snapshot)

@@ -1,0 +1,153 @@
+"""Seconds per round by how many blocks stay on trusted devices, and by where the edge is.
+
+    python benchmarks/trusted_depth.py docs/results/trusted-depth.json
+    python benchmarks/trusted_depth.py --table docs/results/trusted-depth.json   # what was measured
+
+Simulated rounds of ``dssda`` in the presets' worlds of one seed with two clusters of six devices.
+The first two devices of every cluster are trusted. The edge is a machine beside the server, the
+control unit, or the last device, which then holds no block. What no plan fits has no number.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from concurrent.futures import Executor, ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from collapipe_flwr.core.domain import ClusterSnapshot, EdgeProfile, ModelProfile, Snapshot
+from collapipe_flwr.core.errors import InfeasibleError
+from collapipe_flwr.costs.price import price
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.simulation.episode import simulated_outcome
+from collapipe_flwr.simulation.setting import PRESETS, Setting
+from collapipe_flwr.simulation.world import with_divided_memory, with_edge_at_home
+
+NAMES = ("paper", "one-strong")
+TRUSTED = 2  # devices of every cluster
+SEED, CLUSTERS, ROUNDS = 0, 2, 2
+Place = Callable[[ClusterSnapshot, ModelProfile], ClusterSnapshot]
+
+
+def beside_the_server(cluster: ClusterSnapshot, model: ModelProfile) -> ClusterSnapshot:
+    """As worlds have it."""
+    del model
+    return cluster
+
+
+def at_the_control_unit(cluster: ClusterSnapshot, model: ModelProfile) -> ClusterSnapshot:
+    """One machine at both ends of the pipeline."""
+    profile = with_divided_memory(with_edge_at_home(cluster.profile), model)
+    return replace(cluster, profile=profile, channel=cluster.channel.to_member(0))
+
+
+def on_the_last_device(cluster: ClusterSnapshot, model: ModelProfile) -> ClusterSnapshot:
+    """It computes the head in place of blocks."""
+    del model
+    device = cluster.profile.devices[-1]
+    edge = EdgeProfile(
+        speed_flop_per_s=device.speed_flop_per_s,
+        memory_bytes=device.memory_bytes,
+        tx_power_w=device.tx_power_max_w,
+        overhead_s=device.overhead_s,
+        name=device.device_id,
+        device_id=device.device_id,
+    )
+    placed = replace(
+        cluster,
+        profile=replace(cluster.profile, edge=edge),
+        channel=cluster.channel_to(edge),
+    )
+    return placed.without({device.device_id})
+
+
+PLACES: dict[str, Place] = {
+    "beside the server": beside_the_server,
+    "control unit": at_the_control_unit,
+    "last device": on_the_last_device,
+}
+
+
+def trusting(cluster: ClusterSnapshot) -> ClusterSnapshot:
+    """The cluster whose first devices are trusted."""
+    devices = cluster.profile.devices
+    marked = (replace(device, trusted=n < TRUSTED) for n, device in enumerate(devices))
+    return replace(cluster, profile=replace(cluster.profile, devices=tuple(marked)))
+
+
+def seconds(setting: Setting, blocks: int, place: Place, rounds: int = ROUNDS) -> float | None:
+    """The mean of some rounds; None where no plan fits."""
+    model = replace(setting.model.profile(), trusted_blocks=blocks)
+    world = setting.world(SEED, model)
+    scheduler = make_scheduler("dssda", setting.settings)
+
+    def seen(index: int) -> Snapshot:
+        snapshot = world.snapshot(index, model)
+        placed = (place(trusting(cluster), model) for cluster in snapshot.clusters)
+        return replace(snapshot, clusters=tuple(placed))
+
+    state, taken_s = scheduler.init(seen(1)), []
+    for index in range(1, rounds + 1):
+        snapshot = seen(index)
+        try:
+            plan, state = scheduler.step(state, snapshot)
+        except InfeasibleError:
+            return None
+        priced = price(plan, snapshot, setting.settings)
+        outcome = simulated_outcome(plan, priced, snapshot, snapshot, setting.settings)
+        state = scheduler.observe(state, plan, outcome)
+        taken_s.append(priced.latency_s)
+    return fmean(taken_s)
+
+
+def cell(setting: Setting, where: str, blocks: int) -> float | None:
+    """`seconds` by the place's name."""
+    return seconds(setting, blocks, PLACES[where])
+
+
+def measured(settings: dict[str, Setting], pool: Executor) -> dict[str, Any]:
+    """Seconds by preset and place, from no trusted block to all."""
+    begun = {
+        name: {
+            where: {
+                str(blocks): pool.submit(cell, setting, where, blocks)
+                for blocks in range(setting.model.blocks + 1)
+            }
+            for where in PLACES
+        }
+        for name, setting in settings.items()
+    }
+    found = {
+        name: {w: {k: v.result() for k, v in cells.items()} for w, cells in places.items()}
+        for name, places in begun.items()
+    }
+    settled = {"trusted": TRUSTED, "seed": SEED, "clusters": CLUSTERS, "rounds": ROUNDS}
+    return {**settled, "seconds": found}
+
+
+def table(told: dict[str, Any]) -> str:
+    """What was measured, as Markdown."""
+    columns = [(name, where) for name, places in told["seconds"].items() for where in places]
+    depths = list(dict.fromkeys(d for name, where in columns for d in told["seconds"][name][where]))
+    head = ["trusted blocks", *(f"{name}: {where}" for name, where in columns)]
+    lines = [head, ["---:"] * len(head)]
+    for depth in depths:
+        cells = (told["seconds"][name][where].get(depth) for name, where in columns)
+        lines.append([depth, *("no plan" if s is None else f"{s:.1f}" for s in cells)])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        raise SystemExit("usage: python benchmarks/trusted_depth.py [--table] FILE.json")
+    target = Path(sys.argv[-1])
+    if sys.argv[1] != "--table":
+        settings = {name: replace(PRESETS[name], clusters=CLUSTERS) for name in NAMES}
+        with ProcessPoolExecutor() as pool:
+            told = measured(settings, pool)
+        target.write_text(json.dumps(told, indent=1) + "\n")
+    print(table(json.loads(target.read_text())))
