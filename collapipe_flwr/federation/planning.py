@@ -27,6 +27,7 @@ from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan, Ro
 from collapipe_flwr.models.any_splitter import DescribedModel
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.scheduler.base import Policy
+from collapipe_flwr.scheduler.edges import with_divided_memory
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig
 from collapipe_flwr.simulation.world import (
@@ -34,7 +35,6 @@ from collapipe_flwr.simulation.world import (
     World,
     budgeted,
     make_world,
-    with_divided_memory,
     with_edge_at_home,
 )
 

@@ -204,6 +204,8 @@ class EdgeChoice:
 
         def part(cluster: ClusterSnapshot) -> ClusterSnapshot:
             edge = cluster.profile.edge
+            if cluster.profile.edge_at_home:  # nobody else's
+                return cluster
             own = edge and replace(
                 edge,
                 speed_flop_per_s=edge.speed_flop_per_s / sharing,

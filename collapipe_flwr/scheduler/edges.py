@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from operator import is_
 
-from collapipe_flwr.core.domain import ClusterSnapshot, ModelProfile, Plan, Snapshot
+from collapipe_flwr.core.domain import ClusterProfile, ClusterSnapshot, ModelProfile, Plan, Snapshot
 from collapipe_flwr.scheduler.link_estimates import LinkEstimates, with_links
 
 Chosen = Mapping[str, str]
@@ -39,11 +39,23 @@ def _on_edge(cluster: ClusterSnapshot, name: str | None, model: ModelProfile) ->
         return cluster
     usable = [edge for edge in profile.edges if profile.has_devices_beside(edge)]
     edge = next((edge for edge in usable if edge.id == name), usable[0])
-    unit = profile.control_unit
-    if edge.device_id == unit.device_id:  # each part has its state and half of what is left
-        own, last = model.embedding.state_bytes, model.decoder.state_bytes
-        here = max(own + (unit.memory_bytes - own - last) // 2, 1)
-        edge = replace(edge, memory_bytes=max(unit.memory_bytes - here, 1))
-        unit = replace(unit, memory_bytes=here)
-        cluster = replace(cluster, profile=replace(profile, control_unit=unit))
-    return cluster.with_edge(edge)
+    one = cluster.with_edge(edge)
+    return replace(one, profile=with_divided_memory(one.profile, model))
+
+
+def with_divided_memory(cluster: ClusterProfile, model: ModelProfile) -> ClusterProfile:
+    """Divide the control unit's memory among its two parts, if it is the edge.
+
+    Each gets the state of its part and half of what is left.
+    """
+    unit, edge = cluster.control_unit, cluster.edge
+    if edge is None or not cluster.edge_at_home or edge.memory_bytes != unit.memory_bytes:
+        return cluster  # or it is divided already
+    own, last = model.embedding.state_bytes, model.decoder.state_bytes
+    here = max(own + (unit.memory_bytes - own - last) // 2, 1)
+    there = max(unit.memory_bytes - here, 1)
+    return replace(
+        cluster,
+        control_unit=replace(unit, memory_bytes=here),
+        edge=replace(edge, memory_bytes=there),
+    )

@@ -295,24 +295,6 @@ def with_edge_at_home(cluster: ClusterProfile) -> ClusterProfile:
     return replace(cluster, edge=edge, link_rates=tuple(rates))
 
 
-def with_divided_memory(cluster: ClusterProfile, model: ModelProfile) -> ClusterProfile:
-    """The cluster whose control unit's memory is divided among its two parts, if it is the edge.
-
-    Each gets the state of its part and half of what is left.
-    """
-    unit, edge = cluster.control_unit, cluster.edge
-    if edge is None or not cluster.edge_at_home or edge.memory_bytes != unit.memory_bytes:
-        return cluster  # or it is divided already
-    own, last = model.embedding.state_bytes, model.decoder.state_bytes
-    here = max(own + (unit.memory_bytes - own - last) // 2, 1)
-    there = max(unit.memory_bytes - here, 1)
-    return replace(
-        cluster,
-        control_unit=replace(unit, memory_bytes=here),
-        edge=replace(edge, memory_bytes=there),
-    )
-
-
 def _place(
     cluster_id: str, members: int, radio: RadioPreset, rng: np.random.Generator
 ) -> Placement:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from collapipe_flwr.core.domain import BlockCost, LinkRate, ModelProfile
-from collapipe_flwr.simulation.world import make_world, with_divided_memory, with_edge_at_home
+from collapipe_flwr.scheduler.edges import with_divided_memory
+from collapipe_flwr.simulation.world import make_world, with_edge_at_home
 
 PART = BlockCost(
     forward_flop=1e6,
