@@ -1,8 +1,8 @@
 """Schedules of all stages of a chain, and their replay in time.
 
-A replay gives the makespan of 1F1B: with slow links it has no closed form. A dry run is a replay in
-which every pass takes one time slot and links take none. Raises ScheduleError that says which
-stage waits for what when nothing can go on.
+A replay gives the makespan of 1F1B, which has no closed form with slow links (docs/theory.md, 2.2).
+A dry run is a replay in which every pass takes one time slot and links take none. Raises
+ScheduleError that says which stage waits for what when nothing can go on.
 """
 
 from __future__ import annotations

@@ -326,7 +326,7 @@ def _offset_s(down: float | None, up: float | None) -> float:
     """Return seconds to add to the stage behind; 0 where no gap is negative."""
     if down is None or up is None or (down >= 0 and up >= 0):
         return 0.0
-    return (up - down) / 2
+    return (up - down) / 2  # then both gaps are (down + up) / 2
 
 
 def _passes(spans: Sequence[Span], work: str) -> dict[Pass, Span]:

@@ -187,6 +187,7 @@ class FirstStage(_Leader):
         if self._targets is not None:
             held = {name: sent.pop(name) for name in taken.targets}
             self._targets.put(step.index, micro_batch, held)
+        # Means weigh n_i / N, so that their sum is the mean over the whole batch.
         return Frame(
             kind=FrameKind.ACTIVATION,
             step=step.index,

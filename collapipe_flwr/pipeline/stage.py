@@ -281,6 +281,7 @@ class Stage(ABC):
         if micro_batch == 0:
             self._note_fixed()
             # The gradient that it would have alone: the accumulated one carries the factor n_i / N.
+            # Both norms give the gradient noise (docs/theory.md, 4.4).
             scalars = flight.frame.scalars
             norm, scale, weight = (
                 square_norm(self._gradients()),
