@@ -24,7 +24,7 @@ from collapipe_flwr.scheduler.base import (
     planner_for,
     solution_plan,
 )
-from collapipe_flwr.scheduler.decision import refined
+from collapipe_flwr.scheduler.decision import refine_codecs
 from collapipe_flwr.scheduler.initial_layouts import all_layouts, count_layouts, rows_for
 from collapipe_flwr.scheduler.model_share import capped, least_shares, with_model_shares
 from collapipe_flwr.scheduler.planner import Planner, Solution
@@ -99,5 +99,5 @@ def optimal_plan(
     shares = least_shares(tables, settings)
     limited = capped(tables, shares, settings)
     planner = planner_for(limited, before, settings)
-    plan = solution_plan(refined(planner, exhaustive(planner)), "brute-force", 1.0)
+    plan = solution_plan(refine_codecs(planner, exhaustive(planner)), "brute-force", 1.0)
     return with_model_shares(plan, shares, tables, settings)

@@ -19,7 +19,7 @@ from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.simulation.episode import run_episode
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.setting import Setting
-from collapipe_flwr.simulation.simulate import Tick, silent
+from collapipe_flwr.simulation.simulate import Tick, ignore_tick
 
 DEVICES = 10
 MODEL = ModelShape(blocks=24)
@@ -113,7 +113,7 @@ def choosing_codecs(setting: Setting) -> Setting:
     return replace(setting, settings=settings, model=replace(setting.model, wire_bytes=4))
 
 
-def decision_time(setting: Setting, tick: Tick = silent) -> DecisionTime:
+def decision_time(setting: Setting, tick: Tick = ignore_tick) -> DecisionTime:
     """Time the first and the following decisions of a setting of at least two rounds."""
     profile = setting.model.profile()
     world = setting.world(setting.seeds[0], profile)
@@ -133,7 +133,7 @@ def decision_time(setting: Setting, tick: Tick = silent) -> DecisionTime:
     )
 
 
-def bench(plan: BenchPlan, tick: Tick = silent) -> BenchResult:
+def bench(plan: BenchPlan, tick: Tick = ignore_tick) -> BenchResult:
     """Measure everything; takes minutes at the usual sizes."""
     decisions = tuple(decision_time(setting, tick) for setting in plan.decisions)
     radio = None

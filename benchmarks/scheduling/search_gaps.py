@@ -193,7 +193,7 @@ def search_case(size: SearchSize, seed: int, queues: bool) -> SearchCase:
 def with_radio(planner: Planner, plans: Plans) -> Solution:
     """A rival's plan with all that the scheduler does about bandwidth and power."""
     found = planner.radio(plans.rows.layouts())
-    return planner.evened(found) if planner.settings.schedule == "1f1b" else found
+    return planner.shift_bandwidth(found) if planner.settings.schedule == "1f1b" else found
 
 
 def search_planner(size: SearchSize, seed: int, queues: bool) -> Planner:

@@ -67,13 +67,13 @@ class Forecast:
             )
         if self.plan is None:
             return f"{name} does not fit: {self.refusal}"
-        return f"{name} fits {self.cluster.cluster_id}: {_described(self.plan, self.cluster)}"
+        return f"{name} fits {self.cluster.cluster_id}: {_describe_plan(self.plan, self.cluster)}"
 
 
 def build_model(request: ModelChoice) -> Splitter:
-    """The model, without weights; raises ModelError or ConfigError."""
+    """Build the model, without weights; raises ModelError or ConfigError."""
     known_type = request.model in CONFIG_MAPPING and not Path(request.model).is_dir()
-    task = request.task or _usual_task(request.model, known_type)
+    task = request.task or _find_usual_task(request.model, known_type)
     tokens: dict[str, Any] = {}
     if known_type and task == "seq2seq":  # known to a tokenizer only; which they are costs nothing
         tokens = {"pad_token_id": 0, "decoder_start_token_id": 0}
@@ -95,7 +95,7 @@ def build_model(request: ModelChoice) -> Splitter:
     return splitter
 
 
-def _usual_task(model: str, known_type: bool) -> str:
+def _find_usual_task(model: str, known_type: bool) -> str:
     model_type = model if known_type else read_pretrained_config(model).model_type
     if model_type not in FAMILIES:
         raise ConfigError(f"model type {model_type!r} needs --task: what it is to learn")
@@ -111,7 +111,7 @@ def forecast(
     examples_at_once: int = 8,
     seconds: float = 1.0,
 ) -> Forecast:
-    """Costs, one timed block (``seconds`` of it; 0: none), and the plan for ``cluster``."""
+    """Compute costs, time a block (for ``seconds``; 0: not at all), and plan for ``cluster``."""
     profile = profile_model(splitter, shape)
     measured = None
     if seconds > 0:
@@ -120,7 +120,7 @@ def forecast(
         )
     plan, refusal = None, ""
     try:
-        plan = None if cluster is None else plan_for(cluster, profile, settings)
+        plan = None if cluster is None else plan_first_round(cluster, profile, settings)
     except InfeasibleError as error:
         refusal = str(error)
     return Forecast(
@@ -134,10 +134,10 @@ def forecast(
     )
 
 
-def plan_for(
+def plan_first_round(
     cluster: ClusterProfile, profile: ModelProfile, settings: SchedulerConfig
 ) -> ClusterPlan:
-    """The first round's plan for unlimited energy and a steady channel; raises InfeasibleError."""
+    """Plan the first round for unlimited energy and a steady channel; raises InfeasibleError."""
     world = make_world(
         cluster_devices=[[member.kind for member in cluster.members]],
         examples=[cluster.examples],
@@ -154,7 +154,7 @@ def plan_for(
     return found
 
 
-def _described(plan: ClusterPlan, cluster: ClusterProfile) -> str:
+def _describe_plan(plan: ClusterPlan, cluster: ClusterProfile) -> str:
     memory = {device.device_id: device.memory_bytes for device in cluster.devices}
     used = {name: size for name, size in plan.memory_bytes.items() if name in memory}
     fullest = max(used, key=lambda name: used[name] / memory[name])

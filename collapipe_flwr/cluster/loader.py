@@ -47,13 +47,13 @@ class Batches(Protocol):
         """Examples of the probe."""
 
     def steps(self, batch_size: int, micro_batch_size: int) -> Iterable[list[dict[str, Tensor]]]:
-        """One step per batch of ``batch_size`` examples; raises DataError."""
+        """Yield one step per batch of ``batch_size`` examples; raises DataError."""
 
     def probe(self, batch_size: int, micro_batch_size: int) -> Iterable[list[dict[str, Tensor]]]:
-        """The micro-batches that are evaluated before the first step."""
+        """Yield the micro-batches that are evaluated before the first step."""
 
     def num_batches(self, batch_size: int) -> int:
-        """The steps of the round; 0 where their number is not known."""
+        """Return the number of steps of the round; 0 where it is not known."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class LoaderBatches:
         return self.epochs * length_hint(self.loader)
 
     def steps(self, batch_size: int, micro_batch_size: int) -> Iterator[list[dict[str, Tensor]]]:
-        """Every batch, as its micro-batches; raises DataError."""
+        """Yield every batch as its micro-batches; raises DataError."""
         wanted = None if self.any_size else batch_size
         for epoch in range(1, self.epochs + 1):
             self.examples, smaller, full = 0, 0, False
@@ -131,7 +131,7 @@ def _check_shapes(tensors: Mapping[str, Tensor], planned: Mapping[str, tuple[int
 
 
 def examples_of(tensors: Mapping[str, Tensor]) -> int:
-    """The number of examples of a batch: the common length of its tensors. Raises DataError."""
+    """Return the number of examples: the common length of a batch's tensors. Raises DataError."""
     single = next((name for name, tensor in tensors.items() if not tensor.dim()), None)
     if single is not None:
         raise DataError(
@@ -145,25 +145,25 @@ def examples_of(tensors: Mapping[str, Tensor]) -> int:
 
 
 def cut(tensors: Mapping[str, Tensor], size: int, micro_batch_size: int) -> list[dict[str, Tensor]]:
-    """Consecutive rows of a batch of ``size`` examples, ``micro_batch_size`` at a time."""
+    """Cut a batch of ``size`` examples into consecutive rows, ``micro_batch_size`` at a time."""
     return [
         {name: tensor[start : start + micro_batch_size] for name, tensor in tensors.items()}
         for start in range(0, size, micro_batch_size)
     ]
 
 
-def joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """All examples of ``parts`` in one batch.
+def join(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Join all examples of ``parts`` in one batch.
 
     Shorter sequences are padded at the end: labels by -100, which counts as no label, other tensors
     by 0.
     """
     names = parts[0] if parts else ()
-    return {name: stacked([part[name] for part in parts], name) for name in names}
+    return {name: stack([part[name] for part in parts], name) for name in names}
 
 
-def stacked(tensors: Sequence[Tensor], name: str = "") -> Tensor:
-    """The rows of all ``tensors`` (B, T, ...), padded to the longest T."""
+def stack(tensors: Sequence[Tensor], name: str = "") -> Tensor:
+    """Stack the rows of all ``tensors`` (B, T, ...), padded to the longest T."""
     longest = max((tensor.shape[1] for tensor in tensors if tensor.dim() > 1), default=0)
     filling = IGNORED_LABEL if name in LABEL_NAMES else 0
 

@@ -22,25 +22,27 @@ class Routes:
     links: Sequence[LinkConfig]
 
     def down(self, holder: Holder) -> tuple[NextHop, ...]:
-        """The next stage's sessions, in the order in which the holder's micro-batches take them."""
+        """Return the next stage's sessions, in the order of the holder's micro-batches."""
         link = self.links[holder.stage]
         if holder.stage == len(self.order.plan.segments):
-            return (_lane(self.edge, link, holder, ALONE),)
+            return (_set_lane(self.edge, link, holder, ALONE),)
         names = self.order.plan.segments[holder.stage].device_ids
         return tuple(
-            _lane(self.places[names[other]], link, holder, Turn(replica=other, replicas=len(names)))
+            _set_lane(
+                self.places[names[other]], link, holder, Turn(replica=other, replicas=len(names))
+            )
             for other in holder.turn.meets(len(names))
         )
 
     def ahead(self, holder: Holder) -> NextHop | None:
-        """The session of the replica before this one; the first has none."""
+        """Return the session of the replica before this one; the first has none."""
         if holder.turn.replica == 0:
             return None
         name = holder.segment.device_ids[holder.turn.replica - 1]
         return replace(self.places[name], link=LinkConfig(lanes=0))
 
     def request(self, splitter: AnySplitter, holder: Holder) -> SessionRequest:
-        """The session of one device."""
+        """Build the request that opens the session of one device."""
         order, segment = self.order, holder.segment
         return SessionRequest(
             key=self.places[holder.device_id].key,
@@ -59,8 +61,8 @@ class Routes:
         )
 
 
-def _lane(place: NextHop, link: LinkConfig, holder: Holder, receiver: Turn) -> NextHop:
-    """The receiver's session, by the holder's link among those that the receiver reads in turn."""
+def _set_lane(place: NextHop, link: LinkConfig, holder: Holder, receiver: Turn) -> NextHop:
+    """Give the holder's link its place among those that the receiver reads in turn."""
     senders = receiver.meets(holder.turn.replicas)
     lane = senders.index(holder.turn.replica)
     return replace(place, link=replace(link, lane=lane, lanes=len(senders)))

@@ -36,13 +36,13 @@ class Suspects:
         self._failures: list[tuple[str, MemberFailed]] = []  # of the interval that is replayed
 
     def clear(self) -> None:
-        """Call when the interval has succeeded without the suspects."""
+        """Forget the failures of an interval that has succeeded without the suspects."""
         self._failures = []
 
     def quarantine(
         self, error: LinkError, plan: ClusterPlan, *, last: bool, untrained: bool = False
     ) -> str:
-        """The device to continue without, "" where none is to blame.
+        """Return the device to continue without, "" where none is to blame.
 
         ``last`` says that the interval has been replayed often enough to blame a link,
         ``untrained`` that the round has not taken a step yet. Raises Diverged or ModelError where
@@ -52,20 +52,20 @@ class Suspects:
             return ""
         if error.blame is Blame.UNREACHABLE and not last:
             return ""
-        blamed = _blamed(error, plan)
+        blamed = _find_blamed(error, plan)
         for before in self._failures:
-            if _alike(before[1], error):
+            if _are_alike(before[1], error):
                 cause = "the model fails on this input" if untrained else "the training diverged"
                 told = advice(clips=self._clips, untrained=untrained)
-                raise _shared_failure(before, (blamed, error), cause, told)
+                raise _make_shared_failure(before, (blamed, error), cause, told)
         self._failures.append((blamed, error))
         if blamed in ("", CONTROL_UNIT, EDGE):
             return ""
-        self.quarantined[blamed] = _reason(blamed, error)
+        self.quarantined[blamed] = _name_reason(blamed, error)
         return blamed
 
     def explain(self, refusal: str) -> str:
-        """The ``refusal`` of a plan, with the reason why the suspects are left out."""
+        """Add to the ``refusal`` of a plan the reason why the suspects are left out."""
         if not self._failures:
             return refusal
         blamed, error = self._failures[-1]
@@ -73,11 +73,12 @@ class Suspects:
             "; whether it computes wrongly or the training diverges shows only where another "
             f"device can hold its blocks: add one, or {advice(clips=self._clips, untrained=False)}"
         )
-        return f"{_reason(blamed, error)}; {refusal}{doubt if error.blame is Blame.UNSOUND else ''}"
+        why = _name_reason(blamed, error)
+        return f"{why}; {refusal}{doubt if error.blame is Blame.UNSOUND else ''}"
 
 
-def _blamed(error: MemberFailed, plan: ClusterPlan) -> str:
-    """The blamed device, control unit or edge; "" if the witness is none of these."""
+def _find_blamed(error: MemberFailed, plan: ClusterPlan) -> str:
+    """Find the blamed device, control unit or edge; "" if the witness is none of these."""
     stages = [(CONTROL_UNIT,), *(segment.device_ids for segment in plan.segments), (EDGE,)]
     here = next((n for n, members in enumerate(stages) if error.witness in members), None)
     if here is None or not error.side:
@@ -92,24 +93,26 @@ def _blamed(error: MemberFailed, plan: ClusterPlan) -> str:
     return stages[place][0] if len(stages[place]) == 1 else ""
 
 
-def _reason(blamed: str, error: MemberFailed) -> str:
-    """The reason with the member's name, for which neighbours may use another."""
+def _name_reason(blamed: str, error: MemberFailed) -> str:
+    """Put the member's own name before the reason, since neighbours may call it otherwise."""
     return error.why if blamed in error.why.split() else f"{blamed}: {error.why}"
 
 
-def _alike(before: MemberFailed, now: MemberFailed) -> bool:
-    """Whether two members failed in the same way, apart from their names and numbers."""
+def _are_alike(before: MemberFailed, now: MemberFailed) -> bool:
+    """Return whether two members failed in the same way, apart from names and numbers."""
     if Blame.UNSOUND in (before.blame, now.blame):
         return before.blame is now.blame
-    return before.blame is now.blame is Blame.RAISED and _common(before) == _common(now)
+    return before.blame is now.blame is Blame.RAISED and _strip_specifics(
+        before
+    ) == _strip_specifics(now)
 
 
-def _common(error: MemberFailed) -> str:
-    """What is left of a sentence without what is specific to one device."""
+def _strip_specifics(error: MemberFailed) -> str:
+    """Strip from a sentence what is specific to one device."""
     return _SPECIFIC.sub("", error.why.replace(error.witness, ""))
 
 
-def _shared_failure(
+def _make_shared_failure(
     before: tuple[str, MemberFailed], now: tuple[str, MemberFailed], cause: str, told: str
 ) -> CollaPipeError:
     (first, error), (second, again) = before, now
@@ -123,6 +126,6 @@ def _shared_failure(
         )
     without = f"without {first}" if first not in ("", CONTROL_UNIT, EDGE) else "again"
     return Diverged(
-        f"{_reason(first, error)}; replayed {without}, {_reason(second, again)}: no device is to "
-        f"blame, {cause}; {told}"
+        f"{_name_reason(first, error)}; replayed {without}, {_name_reason(second, again)}: no "
+        f"device is to blame, {cause}; {told}"
     )

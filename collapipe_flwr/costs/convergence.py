@@ -56,7 +56,7 @@ class LearningConstants:
     target: float  # eps, a squared gradient norm
 
     def rounds(self, sums: BoundSums) -> Array:
-        """``R_eps``; infinite where the target lies under the floor."""
+        """Compute ``R_eps``; infinite where the target lies under the floor."""
         room = self.target - sums.floor(self)
         needed = 4.0 * self.loss_gap / (self.learning_rate * sums.tau)
         with np.errstate(divide="ignore"):
@@ -70,7 +70,7 @@ class NoiseScale:
     examples: float  # B_noise
 
     def rounds(self, sums: BoundSums) -> Array:
-        """Rounds that the same progress takes, in rounds of one step on the true gradient."""
+        """Compute relative rounds for the same progress: 1 is a step on the true gradient."""
         return np.asarray((1.0 + self.examples * sums.alone / sums.tau) / sums.tau)
 
 
@@ -86,7 +86,7 @@ class BoundSums:
     staleness: float = 0.0  # sum w s^2
 
     def floor(self, constants: LearningConstants) -> Array:
-        """``xi``: what no number of rounds goes below."""
+        """Compute ``xi``, below which no number of rounds goes."""
         step = constants.learning_rate * constants.smoothness
         stale = 1.0 + 2.0 * step * self.tau * self.staleness
         stochastic = 4.0 * step * constants.noise * self.variance / self.tau * stale
@@ -96,7 +96,7 @@ class BoundSums:
 
 
 def bound_sums(shares: Array, steps: Array, batches: Array) -> BoundSums:
-    """Sums over the last axis: clusters with data shares p, steps H and batches B."""
+    """Sum over the last axis: clusters with data shares p, steps H and batches B."""
     return BoundSums(
         tau=np.asarray((shares * steps).sum(-1)),
         variance=np.asarray((shares**2 * steps / batches).sum(-1)),
@@ -107,13 +107,13 @@ def bound_sums(shares: Array, steps: Array, batches: Array) -> BoundSums:
 
 
 def late_sums(shares: Array, steps: Array, batches: Array, late: Ints) -> BoundSums:
-    """Sums over clusters whose updates join so many rounds ``late``."""
+    """Sum over clusters whose updates join so many rounds ``late``."""
     sums = bound_sums(shares := shares * join_weight(late), steps, batches)
     return replace(sums, staleness=float((shares * steps * late**2).sum() / sums.tau))
 
 
 def join_weight(late: Ints) -> Array:
-    """The weight of late updates per round: 1 / sqrt(1 + s) once in 1 + s rounds (FedBuff)."""
+    """Compute the weight of late updates per round: 1 / sqrt(1 + s) once in 1 + s (FedBuff)."""
     return np.asarray((1.0 + late) ** -1.5)
 
 
@@ -123,7 +123,7 @@ def exchanged(
     cluster_r: Ints,
     new: tuple[Array, Array],
 ) -> BoundSums:
-    """Sums for rows that replace one cluster's H and B each, those of the others kept."""
+    """Sum for rows that replace one cluster's H and B each and keep those of the others."""
     total, share = bound_sums(shares, *now), shares[cluster_r]
     (steps, batches), (h, b) = now, new
     old_h, old_b = steps[cluster_r], batches[cluster_r]
@@ -137,7 +137,7 @@ def exchanged(
 
 
 def others_max(values: Array) -> Array:
-    """The largest of all other entries, for every entry; 0 where there is no other."""
+    """Return for every entry the largest of all others; 0 where there is no other."""
     if values.shape[0] == 1:
         return np.zeros(1)
     order = np.argsort(values)
@@ -173,7 +173,7 @@ def update(
     state: LearningState, outcome: RoundOutcome, *, learning_rate: float, mean_steps: float
 ) -> LearningState:
     """Fold one round's telemetry in; fields that were not measured change nothing."""
-    state = _with_noise(state, outcome)
+    state = _average_noise(state, outcome)
     losses = [c.loss for c in outcome.clusters if c.loss is not None and _usable(c.loss)]
     if losses:
         state = replace(state, loss=_blend(state.loss, sum(losses) / len(losses)))
@@ -196,27 +196,27 @@ def update(
 
 
 def constants_of(state: LearningState, learning_rate: float) -> LearningConstants:
-    """Estimates where there are some, the prior elsewhere; of drift, zero is one: one cluster's."""
+    """Return estimates where there are some, else the prior; a drift of 0 is one (one cluster)."""
 
-    def known(name: str) -> float:
+    def estimate(name: str) -> float:
         value = getattr(state, name)
         usable = value is not None and (value > 0 or name == "drift")
         return float(value if usable else getattr(PRIOR, name))
 
     return LearningConstants(
         learning_rate=learning_rate,
-        smoothness=known("smoothness"),
-        noise=known("noise"),
-        drift=known("drift"),
-        loss_gap=known("loss"),
-        target=TARGET_SHARE * known("first_gradient_square"),
+        smoothness=estimate("smoothness"),
+        noise=estimate("noise"),
+        drift=estimate("drift"),
+        loss_gap=estimate("loss"),
+        target=TARGET_SHARE * estimate("first_gradient_square"),
     )
 
 
 def noise_scale_of(state: LearningState) -> NoiseScale:
-    """The ratio of both averages, of their priors before the first measurement.
+    """Return the ratio of both averages, of their priors before the first measurement.
 
-    The averages are unbiased and may fall below 0 where they are uncertain: only here they do not.
+    The averages are unbiased, so they may fall below 0 where uncertain; here they are cut off at 0.
     """
     if state.noise is None or state.gradient_square is None:
         state = PRIOR
@@ -226,9 +226,9 @@ def noise_scale_of(state: LearningState) -> NoiseScale:
     return NoiseScale(examples=noise / max(state.gradient_square, least, TINY))
 
 
-def _with_noise(state: LearningState, outcome: RoundOutcome) -> LearningState:
-    """Both moving averages, in which rounds and clusters weigh by what their sizes tell."""
-    found = [each for c in outcome.clusters if (each := _noise_of(c)) is not None]
+def _average_noise(state: LearningState, outcome: RoundOutcome) -> LearningState:
+    """Update both moving averages; rounds and clusters weigh by what their sizes tell."""
+    found = [each for c in outcome.clusters if (each := _measure_noise(c)) is not None]
     if not found:
         return state
     clarity = sum(each.clarity for each in found) / len(found)
@@ -257,8 +257,8 @@ class _Noise:
     clarity: float
 
 
-def _noise_of(cluster: ClusterOutcome) -> _Noise | None:
-    """None where the sizes do not differ."""
+def _measure_noise(cluster: ClusterOutcome) -> _Noise | None:
+    """Measure the noise of one cluster; None where the batch sizes do not differ."""
     g = cluster.gradient_noise
     if g is None or not math.inf > g.big_examples > g.small_examples > 0:
         return None

@@ -27,7 +27,7 @@ def step_makespan_s(
     axis: int = -1,
     held: Array | None = None,
 ) -> Array:
-    """One step's makespan by ``options.schedule``: GPipe's exactly, 1F1B's lower bound.
+    """Compute a step's makespan by ``options.schedule``: GPipe's exactly, 1F1B's lower bound.
 
     ``held`` are the most micro-batches that fit on every stage, and on all ahead of it.
     """
@@ -37,7 +37,7 @@ def step_makespan_s(
 
 
 def gpipe_makespan_s(stage_s: Both, hop_s: Both, micro_batches: ArrayLike, axis: int = -1) -> Array:
-    """Exact makespan of one GPipe step: two permutation flow shops, one after the other.
+    """Compute the exact makespan of a GPipe step: two permutation flow shops, one after another.
 
     In either pass a micro-batch alone takes all stages (K + 2 along ``axis``) and hops (K + 1),
     and every further one as long as the slowest of them.
@@ -53,7 +53,7 @@ def gpipe_makespan_s(stage_s: Both, hop_s: Both, micro_batches: ArrayLike, axis:
 def _least_idle_s(
     passes: Sequence[Array], hops: Sequence[Array], tail: Array, most: Array, micro_batches: Array
 ) -> Array:
-    """How long every stage idles at least, whatever its depth up to ``most``; stages in front.
+    """Bound how long every stage idles at least, at any depth up to ``most``; stages in front.
 
     With depth d it makes d forward passes before its first backward pass, as fast as they come,
     which waits for ``tail``, and d backward passes behind its last forward pass, as fast as the
@@ -77,7 +77,7 @@ def _least_idle_s(
 
 
 def _in_turns_s(stage: Array, tail: Array, most: Array, micro_batches: Array) -> Array:
-    """How long it takes to have every micro-batch here for its own passes and ``tail``.
+    """Compute how long it takes to have every micro-batch here for its passes and ``tail``.
 
     Only ``most`` are here at once. Where those cannot hide the tail, one after the other of what is
     left over takes its own passes before.
@@ -95,7 +95,7 @@ def _overlapped_makespan_s(
     axis: int,
     held: Array | None,
 ) -> Array:
-    """What a step cannot undercut when passes overlap (1F1B), and nearly takes.
+    """Bound a step from below when passes overlap (1F1B); it nearly takes so long.
 
     A stage works J times both passes; before, the first micro-batch has passed what stands ahead of
     it, and after, the last gradient passes it. It idles while all that it can hold is on the way to

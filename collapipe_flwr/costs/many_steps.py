@@ -1,4 +1,4 @@
-"""Many steps of 1F1B played side by side: what `warm_up` finds for each, bit by bit.
+"""Many steps of 1F1B played side by side, with the results of `warm_up` for each, bit by bit.
 
 Suffixes: ``_k`` stage (control unit, slots, edge), ``_r`` row. Unused slots lie between the last
 device and the edge. They compute nothing, nothing is sent behind them, and like the edge they hold
@@ -29,7 +29,7 @@ class ManySteps:
     micro_batches_r: Ints
 
     def take(self, rows: Ints) -> ManySteps:
-        """The chosen rows."""
+        """Take the chosen rows."""
         return ManySteps(
             ahead_kr=self.ahead_kr[:, rows],
             back_kr=self.back_kr[:, rows],
@@ -40,31 +40,31 @@ class ManySteps:
         )
 
     def choose_warm_up(self, limit_kr: Ints, least_r: Array) -> tuple[Ints, Array]:
-        """Depths, (K, R), and seconds, (R,), as `warm_up.choose_warm_up` has them."""
-        depth_kr, found_r = self._quickest(limit_kr, least_r)
-        depth_kr, found_r = self._trimmed(
-            depth_kr, found_r, np.flatnonzero(~_near(found_r, least_r))
+        """Choose depths, (K, R), and seconds, (R,), as `warm_up.choose_warm_up` does."""
+        depth_kr, found_r = self._search(limit_kr, least_r)
+        depth_kr, found_r = self._trim(
+            depth_kr, found_r, np.flatnonzero(~_are_near(found_r, least_r))
         )
-        return self._raised(depth_kr, found_r, limit_kr, least_r)
+        return self._raise_depths(depth_kr, found_r, limit_kr, least_r)
 
-    def _quickest(self, limit_kr: Ints, least_r: Array) -> tuple[Ints, Array]:
-        depth_kr, found_r = self._deepened(limit_kr, least_r)
-        if len(slow := np.flatnonzero(~_near(found_r, least_r))):
-            falling = self._falling(limit_kr)[:, slow]
-            other_kr, other_r = self.take(slow)._deepened(falling, least_r[slow])
+    def _search(self, limit_kr: Ints, least_r: Array) -> tuple[Ints, Array]:
+        depth_kr, found_r = self._deepen(limit_kr, least_r)
+        if len(slow := np.flatnonzero(~_are_near(found_r, least_r))):
+            falling = self._let_fall(limit_kr)[:, slow]
+            other_kr, other_r = self.take(slow)._deepen(falling, least_r[slow])
             better = other_r < found_r[slow]
             depth_kr[:, slow[better]], found_r[slow[better]] = other_kr[:, better], other_r[better]
         return depth_kr, found_r
 
-    def _falling(self, limit_kr: Ints) -> Ints:
-        """Less in flight on every stage than on the one ahead of it."""
+    def _let_fall(self, limit_kr: Ints) -> Ints:
+        """Let every stage have less in flight than the one ahead of it."""
         falling = limit_kr.copy()
         for k in range(1, len(limit_kr)):
             less = np.maximum(np.minimum(limit_kr[k], falling[k - 1] - 1), 1)
             falling[k] = np.where(self.used_kr[k], less, falling[k - 1])
         return falling
 
-    def _deepened(self, limit_kr: Ints, least_r: Array) -> tuple[Ints, Array]:
+    def _deepen(self, limit_kr: Ints, least_r: Array) -> tuple[Ints, Array]:
         depth_kr, found_r = np.ones_like(limit_kr), np.full(limit_kr.shape[1], np.inf)
         open_r, most = np.arange(len(found_r)), int(self.micro_batches_r.max())
         for first in range(0, most, AT_A_TIME):
@@ -75,8 +75,8 @@ class ManySteps:
             going = np.ones(len(open_r), bool)
             for slack, trial_kr, seconds_r in zip(slacks, trials, played, strict=True):
                 going &= slack < self.micro_batches_r[open_r]
-                going &= ~_near(found_r[open_r], least_r[open_r])
-                going &= ~_near(found_r[open_r], seconds_r)
+                going &= ~_are_near(found_r[open_r], least_r[open_r])
+                going &= ~_are_near(found_r[open_r], seconds_r)
                 found_r[open_r[going]] = seconds_r[going]
                 depth_kr[:, open_r[going]] = trial_kr[:, going]
             open_r = open_r[going]
@@ -92,8 +92,8 @@ class ManySteps:
             depth_kr[k] = np.where(self.used_kr[k], depth, 1)
         return depth_kr
 
-    def _trimmed(self, depth_kr: Ints, found_r: Array, rows: Ints) -> tuple[Ints, Array]:
-        """Only these rows; all depths of a stage are played at once, then searched."""
+    def _trim(self, depth_kr: Ints, found_r: Array, rows: Ints) -> tuple[Ints, Array]:
+        """Trim these rows; all depths of a stage are played at once, then searched."""
         shortest_r = found_r.copy()
         for k in range(len(depth_kr) - 2, -1, -1):
             fewer = depth_kr[k, rows] - depth_kr[k + 1, rows]
@@ -119,14 +119,14 @@ class ManySteps:
             depth_kr[k, open_r] = high
         return depth_kr, found_r
 
-    def _raised(
+    def _raise_depths(
         self, depth_kr: Ints, found_r: Array, limit_kr: Ints, least_r: Array
     ) -> tuple[Ints, Array]:
-        """One more in flight on a stage, or on all down to it; all stages are tried at once."""
+        """Raise the depth of a stage, or of all down to it; all stages are tried at once."""
         most_kr = np.where(self.used_kr, np.minimum(limit_kr, self.micro_batches_r), 1)
         most_kr[-1] = 1
         stages, every = len(depth_kr), np.arange(len(depth_kr))[:, None]
-        open_r = np.flatnonzero(~_near(found_r, least_r))
+        open_r = np.flatnonzero(~_are_near(found_r, least_r))
         while len(open_r):
             now_kr = depth_kr[:, open_r]
             room = now_kr < most_kr[:, open_r]
@@ -142,15 +142,15 @@ class ManySteps:
             which[trial, place] = np.arange(len(place))
             best, at = played.argmin(0), np.arange(len(open_r))
             seconds = played[best, at]
-            going = np.flatnonzero(~_near(found_r[open_r], seconds))
+            going = np.flatnonzero(~_are_near(found_r[open_r], seconds))
             open_r = open_r[going]
             depth_kr[:, open_r] = trial_kr[:, which[best, at][going]]
             found_r[open_r] = seconds[going]
-            open_r = open_r[~_near(found_r[open_r], least_r[open_r])]
+            open_r = open_r[~_are_near(found_r[open_r], least_r[open_r])]
         return depth_kr, found_r
 
     def play(self, depth_kr: Ints) -> Array:
-        """Seconds of every step with depths that do not rise, (R,); see `warm_up`.
+        """Play every step with depths that do not rise, (R,) seconds; see `warm_up`.
 
         On every stage, rows with fewer forward passes than others before their first gradient sit
         the first ones out, so that all do their last ones side by side and then one per gradient.
@@ -216,6 +216,6 @@ class ManySteps:
         return np.asarray(free[0])
 
 
-def _near(found_r: Array, other_r: Array) -> Mask:
-    """As `WarmUp.is_near`."""
+def _are_near(found_r: Array, other_r: Array) -> Mask:
+    """Compare as `WarmUp.is_near` does."""
     return np.asarray(other_r >= found_r * (1.0 - AS_GOOD))

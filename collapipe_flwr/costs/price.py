@@ -42,10 +42,10 @@ def price(plan: Plan, snapshot: Snapshot, options: PricingOptions | None = None)
     """Price ``plan`` under ``snapshot``; raises ScheduleError if a planned party is gone."""
     if not plan.clusters:
         raise ScheduleError(f"the plan of round {plan.round_index} has no clusters to price")
-    chain = _chain(plan, snapshot, options or PricingOptions())
+    chain = _tabulate_chain(plan, snapshot, options or PricingOptions())
     powers = planned_powers(chain, plan.clusters)
     times = achieved_times(chain, plan.clusters, powers)
-    depths = [_depths_alone(c) for c in plan.clusters]
+    depths = [_select_depths(c) for c in plan.clusters]
     step_s = planned_makespan_s(chain, times, depths)
     clusters = price_clusters(chain, price_rows(chain, times, powers).energy_j, depths, step_s)
     clusters = tuple(
@@ -60,7 +60,7 @@ def price(plan: Plan, snapshot: Snapshot, options: PricingOptions | None = None)
 def price_clusters(
     chain: Chain, energy_rs: Array, depths: Sequence[Depths], step_s: Array
 ) -> tuple[PricedCluster, ...]:
-    """Every row's cluster with names; ``depths`` per stage and ``step_s`` of its pipeline."""
+    """Price every row's cluster by name; ``depths`` per stage and ``step_s`` of its pipeline."""
     tables, rows = chain.tables, chain.rows
     latency_s = chain.fixed_s + chain.steps_r * step_s
     memory = peak_bytes(tables, rows, chain.options, flight_table(chain, depths))
@@ -80,20 +80,20 @@ def price_clusters(
     return tuple(clusters)
 
 
-def _depths_alone(plan: ClusterPlan) -> Depths:
-    """Of the first device of every stage; where there are others, such as never block."""
+def _select_depths(plan: ClusterPlan) -> Depths:
+    """Select depths of every stage's first device; with replicas, such as never block."""
     shared = max(plan.replicas) > 1
     return (plan.micro_batches,) * len(plan.warmup_depth) if shared else plan.warmup_depth
 
 
 def with_rates(plan: Plan, snapshot: Snapshot) -> Plan:
-    """The plan with the rate of every hop over the snapshot's gains, as far as links reach it.
+    """Set the rate of every hop over the snapshot's gains, as far as links reach it.
 
     Raises ScheduleError if a planned party is gone.
     """
     if not plan.clusters:
         return plan
-    chain = _chain(plan, snapshot, PricingOptions())
+    chain = _tabulate_chain(plan, snapshot, PricingOptions())
     rates = achieved_rates(chain, plan.clusters, planned_powers(chain, plan.clusters))
     rates = rates * chain.hops.share[:, :, None]
     for m, cluster in enumerate(plan.clusters):
@@ -101,12 +101,13 @@ def with_rates(plan: Plan, snapshot: Snapshot) -> Plan:
             priced = ReplicatedPricing(chain.tables, m, cluster, chain.options).costs()
             rates[m, : len(priced.rates)] = priced.rates
     clusters = [
-        replace(cluster, hops=_rated(cluster, rates[m])) for m, cluster in enumerate(plan.clusters)
+        replace(cluster, hops=_set_rates(cluster, rates[m]))
+        for m, cluster in enumerate(plan.clusters)
     ]
     return replace(plan, clusters=tuple(clusters))
 
 
-def _rated(plan: ClusterPlan, rate_h2: Array) -> tuple[LinkConfig, ...]:
+def _set_rates(plan: ClusterPlan, rate_h2: Array) -> tuple[LinkConfig, ...]:
     hops = plan.hops or (LinkConfig(),) * (len(plan.segments) + 1)
     return tuple(
         replace(hop, forward_bit_per_s=float(ahead), backward_bit_per_s=float(back))
@@ -114,15 +115,15 @@ def _rated(plan: ClusterPlan, rate_h2: Array) -> tuple[LinkConfig, ...]:
     )
 
 
-def _chain(plan: Plan, snapshot: Snapshot, options: PricingOptions) -> Chain:
-    """The plan's clusters in its order, with its layouts and codecs."""
+def _tabulate_chain(plan: Plan, snapshot: Snapshot, options: PricingOptions) -> Chain:
+    """Tabulate the plan's clusters in its order, with its layouts and codecs."""
     tables = tabulate(restricted(snapshot, [c.cluster_id for c in plan.clusters]))
     rows = rows_of_plans(tables, plan.clusters)
     return chain_of(planned_codecs(tables, rows, plan.clusters), rows, options)
 
 
 def planned_powers(chain: Chain, plans: Sequence[ClusterPlan]) -> Array:
-    """The plans' powers on hops, (R, S + 1, 2); the edge sends at its own full power."""
+    """Return the plans' powers on hops, (R, S + 1, 2); the edge sends at its own full power."""
     powers = np.zeros_like(chain.power_max_w)
     for m, plan in enumerate(plans):
         powers[m, : len(plan.member_ids), 0] = [plan.tx_power_w[k] for k in plan.member_ids]
@@ -133,13 +134,13 @@ def planned_powers(chain: Chain, plans: Sequence[ClusterPlan]) -> Array:
 
 
 def achieved_times(chain: Chain, plans: Sequence[ClusterPlan], powers: Array) -> Array:
-    """Hop times of the planned powers over the snapshot's gains."""
+    """Compute hop times of the planned powers over the snapshot's gains."""
     times = chain.hops.bits[:, :, None] / achieved_rates(chain, plans, powers)
     return np.where(chain.hops.used[:, :, None], times, 0.0)
 
 
 def achieved_rates(chain: Chain, plans: Sequence[ClusterPlan], powers: Array) -> Array:
-    """Promised bits per second of every hop, (R, S + 1, 2), both ways; 1 where none is."""
+    """Compute promised bits per second of hops, (R, S + 1, 2), both ways; 1 without a hop."""
     width = hop_bandwidth_hz(chain, np.array([plan.bandwidth_hz for plan in plans]))
     used = chain.hops.used[:, :, None]
     snr = np.where(used, powers, 1.0) / chain.noise_over_gain[:, :, None]

@@ -1,4 +1,4 @@
-"""What links do to a payload: the codec's share and rounding; time, power and energy (Shannon).
+"""Links and payloads: the codec's share and rounding; time, power and energy (Shannon).
 
 A payload of ``A`` bits sent in time ``t`` over bandwidth ``w`` needs the power
 ``p = (N0 w / g) (2^(A / (t w)) - 1)`` (Shannon 1948); its energy ``p t`` depends on the product
@@ -31,14 +31,14 @@ NOISE = np.array([ROUNDING[name] ** 2 for name in CODECS])  # errors of links ad
 
 
 def codec_index(name: str) -> int:
-    """Place in ``CODECS``; raises ConfigError with the names there are."""
+    """Return the place in ``CODECS``; raises ConfigError with the names there are."""
     if name not in CODECS:
         raise ConfigError(f"unknown codec {name!r}: choose one of {', '.join(CODECS)}")
     return CODECS.index(name)
 
 
-def ladder(names: Sequence[str]) -> tuple[int, ...]:
-    """The codecs worth choosing between, the least lossy first: each smaller than those before."""
+def rank_codecs(names: Sequence[str]) -> tuple[int, ...]:
+    """Rank codecs worth a choice, the least lossy first: each is smaller than those before."""
     steps: list[int] = []
     for index in sorted({codec_index(name) for name in names}):
         if not steps or SHARES[index] < SHARES[steps[-1]]:
@@ -47,27 +47,27 @@ def ladder(names: Sequence[str]) -> tuple[int, ...]:
 
 
 def rate_bit_per_s(bandwidth_hz: ArrayLike, snr_w: ArrayLike) -> Array:
-    """Rate ``w log2(1 + p g / (w N0))``; ``snr_w`` is ``p g / N0`` in Hz."""
+    """Compute the rate ``w log2(1 + p g / (w N0))``; ``snr_w`` is ``p g / N0`` in Hz."""
     width = np.asarray(bandwidth_hz, dtype=np.float64)
     return width * np.log1p(np.asarray(snr_w) / width) / LN2
 
 
 def send_time_s(bits: ArrayLike, bandwidth_hz: ArrayLike, snr_w: ArrayLike) -> Array:
-    """Seconds that ``bits`` take at full use of the link."""
+    """Compute the seconds that ``bits`` take at full use of the link."""
     return np.asarray(bits, dtype=np.float64) / rate_bit_per_s(bandwidth_hz, snr_w)
 
 
 def power_for_time_w(
     bits: ArrayLike, bandwidth_hz: ArrayLike, noise_over_gain: ArrayLike, time_s: ArrayLike
 ) -> Array:
-    """Transmit power that delivers ``bits`` in exactly ``time_s`` (``noise_over_gain`` = N0/g)."""
+    """Compute the power that sends ``bits`` in exactly ``time_s`` (``noise_over_gain`` = N0/g)."""
     width = np.asarray(bandwidth_hz, dtype=np.float64)
     exponent = LN2 * np.asarray(bits) / (np.asarray(time_s) * width)
     return np.asarray(noise_over_gain) * width * np.expm1(np.minimum(exponent, _EXPONENT_MAX))
 
 
 def solve_exponent(ratio: ArrayLike) -> Array:
-    """The root ``z >= 0`` of ``e^z (z - 1) + 1 = ratio`` (z = 1 + W((ratio - 1) / e)).
+    """Solve ``e^z (z - 1) + 1 = ratio`` for ``z >= 0`` (z = 1 + W((ratio - 1) / e)).
 
     A payload of A bits costs least in ``s t + energy(t)`` at ``t = A ln2 / (w z)``, with
     ``ratio = s g / (N0 w)``.
@@ -79,7 +79,7 @@ def solve_exponent(ratio: ArrayLike) -> Array:
     grown = np.log1p(value)
     z = np.where(value < 1.0, small / (1.0 + small / 3.0), grown)
     for _ in range(6):
-        f, slope = _exponent_log(z)
+        f, slope = _evaluate_log(z)
         z = np.maximum(z - (f - np.log(value)) / slope, z * 0.1)
     return z
 
@@ -88,8 +88,8 @@ GRID_FROM, GRID_TO, GRID_STEPS = -40.0, 92.0, 20_000  # ln of the ratios that a 
 
 
 @lru_cache(maxsize=1)
-def _exponent_grid() -> tuple[Array, Array]:
-    """``solve_exponent`` and its logarithm at even steps of the logarithm of the ratio."""
+def _tabulate_exponent() -> tuple[Array, Array]:
+    """Tabulate ``solve_exponent`` and its logarithm at even steps of ln(ratio)."""
     exponent = solve_exponent(np.exp(np.linspace(GRID_FROM, GRID_TO, GRID_STEPS + 1)))
     return exponent, np.log(exponent)
 
@@ -99,8 +99,8 @@ def _place(log_ratio: Array) -> Array:
 
 
 def exponent_near(log_ratio: Array) -> Array:
-    """``solve_exponent`` of ``exp(log_ratio)`` by interpolation, to about 1e-5 relative."""
-    exponent, _ = _exponent_grid()
+    """Interpolate ``solve_exponent`` of ``exp(log_ratio)``, to about 1e-5 relative."""
+    exponent, _ = _tabulate_exponent()
     place = np.clip(_place(log_ratio), 0.0, GRID_STEPS - 1e-6)
     whole = place.astype(np.intp)
     below = exponent.take(whole)
@@ -108,13 +108,13 @@ def exponent_near(log_ratio: Array) -> Array:
 
 
 def log_exponent_near(log_ratio: Array) -> Array:
-    """Its logarithm by the nearest entry of the table: to about 0.3 %."""
+    """Look up the logarithm of ``exponent_near`` at the nearest entry: to about 0.3 %."""
     place = (_place(log_ratio) + 0.5).astype(np.intp)
-    return np.asarray(_exponent_grid()[1].take(place, mode="clip"))
+    return np.asarray(_tabulate_exponent()[1].take(place, mode="clip"))
 
 
-def _exponent_log(z: Array) -> tuple[Array, Array]:
-    """``ln(e^z (z - 1) + 1)`` and its derivative ``z e^z / (e^z (z - 1) + 1)``."""
+def _evaluate_log(z: Array) -> tuple[Array, Array]:
+    """Evaluate ``ln(e^z (z - 1) + 1)`` and its derivative ``z e^z / (e^z (z - 1) + 1)``."""
     series = z * z * (0.5 + z / 3.0 + z * z / 8.0)
     big = np.minimum(z, _EXPONENT_MAX)
     direct = np.exp(big) * (big - 1.0) + 1.0

@@ -31,7 +31,7 @@ class Variants:
         self._indices = member_indices(tables, m)
 
     def rows(self) -> Layouts:
-        """All of them."""
+        """Build all rows."""
         plan, count = self._plan, max(self.replicas[1:-1:2]) * self._even
         members = [[self.member(s, self.picked(s, v)) for s in self.segments] for v in range(count)]
         stops = np.array([segment.stop_block for segment in plan.segments], dtype=np.int64)
@@ -44,32 +44,32 @@ class Variants:
         )
 
     def picked(self, stage: int, row: int) -> int:
-        """The replica of a stage in a row."""
+        """Return the replica of a stage in a row."""
         digit = row // self._even if stage % 2 else row % self._even
         return digit % self.replicas[stage]
 
     def row(self, stage: int, replica: int, behind: int = 0) -> int:
-        """Where a replica stands beside that one of the stage behind."""
+        """Return the row in which a replica stands beside that one of the stage behind."""
         if stage % 2:
             return replica * self._even + behind
         return replica + behind * self._even
 
     def member(self, stage: int, replica: int) -> int:
-        """The place on the member axis; the control unit's is 0."""
+        """Return the place on the member axis; the control unit's is 0."""
         return self._indices[self.name(stage, replica)] if stage else 0
 
     def name(self, stage: int, replica: int) -> str:
-        """The id of a device, or of the control unit."""
+        """Return the id of a device, or of the control unit."""
         if stage == 0:
             return self._plan.member_ids[0]
         return self._plan.segments[stage - 1].device_ids[replica]
 
     def own(self, stage: int, replica: int) -> int:
-        """Micro-batches of a step that pass a replica."""
+        """Count the micro-batches of a step that pass a replica."""
         turn = Turn(replica=replica, replicas=self.replicas[stage])
         return len(turn.own(self._plan.micro_batches))
 
     def meetings(self, hop: int) -> Counter[tuple[int, int]]:
-        """How many micro-batches of a step pass from which replica to which one behind."""
+        """Count the micro-batches of a step that pass from each replica to each one behind."""
         ahead, behind = self.replicas[hop], self.replicas[hop + 1]
         return Counter((j % ahead, j % behind) for j in range(self._plan.micro_batches))

@@ -28,7 +28,7 @@ class WarmUp(NamedTuple):
     makespan_s: float
 
     def is_near(self, other_s: float) -> bool:
-        """Whether it takes at most `AS_GOOD` longer than another."""
+        """Return whether it takes at most `AS_GOOD` longer than another."""
         return other_s >= self.makespan_s * (1.0 - AS_GOOD)
 
 
@@ -39,31 +39,31 @@ _Play = Callable[[Depths], float]  # the makespan of a step with these depths
 def choose_warm_up(
     step: StepTimes, limit: Depths, micro_batches: int, least_s: float = -math.inf
 ) -> WarmUp:
-    """Depths that make a step short, none deeper than needed; limits must not rise.
+    """Choose depths that make a step short, none deeper than needed; limits must not rise.
 
     A few combinations are tried, which `tests/costs/test_warm_up.py` compares with all that exist.
     Depths with which a step is near ``least_s``, a lower bound for all depths, need not be least.
     """
     play = cache(lambda depths: one_f_one_b_makespan_s(step, depths, micro_batches))
-    found = _quickest(play, limit, micro_batches, least_s)
+    found = _search(play, limit, micro_batches, least_s)
     if found.is_near(least_s):
         return found
-    return _raised(play, _trimmed(play, found), limit, micro_batches, least_s)
+    return _raise_depths(play, _trim(play, found), limit, micro_batches, least_s)
 
 
-def _quickest(play: _Play, limit: Sequence[int], micro_batches: int, least_s: float) -> WarmUp:
-    first = _deepened(play, limit, micro_batches, least_s)
+def _search(play: _Play, limit: Sequence[int], micro_batches: int, least_s: float) -> WarmUp:
+    first = _deepen(play, limit, micro_batches, least_s)
     if first.is_near(least_s):
         return first
     # Where memory is short for some, forwards on the stages behind cost those the gradients they
     # wait for: the second look lets every stage have less in flight than the one ahead of it.
     falling = list(accumulate(limit, lambda ahead, here: max(min(here, ahead - 1), 1)))
-    second = _deepened(play, falling, micro_batches, least_s)
+    second = _deepen(play, falling, micro_batches, least_s)
     return min(first, second, key=lambda found: found.makespan_s)
 
 
-def _deepened(play: _Play, limit: Sequence[int], micro_batches: int, least_s: float) -> WarmUp:
-    """From the textbook's depths on, one more in flight per hop as long as that pays."""
+def _deepen(play: _Play, limit: Sequence[int], micro_batches: int, least_s: float) -> WarmUp:
+    """Deepen the textbook's depths by one more in flight per hop as long as that pays."""
     depths = _with_slack(limit, 0)
     best = WarmUp(depths, play(depths))
     for slack in range(1, micro_batches):
@@ -77,7 +77,7 @@ def _deepened(play: _Play, limit: Sequence[int], micro_batches: int, least_s: fl
     return best
 
 
-def _trimmed(play: _Play, found: WarmUp) -> WarmUp:
+def _trim(play: _Play, found: WarmUp) -> WarmUp:
     """Lower the depth of every stage, from the last one on, as far as the step takes no longer."""
     shortest_s = found.makespan_s
     for stage in reversed(range(len(found.depths) - 1)):
@@ -93,12 +93,12 @@ def _trimmed(play: _Play, found: WarmUp) -> WarmUp:
     return found
 
 
-def _raised(
+def _raise_depths(
     play: _Play, found: WarmUp, limit: Sequence[int], micro_batches: int, least_s: float
 ) -> WarmUp:
-    """One more in flight on a stage, or on all stages down to it, as long as that pays.
+    """Raise the depth of a stage, or of all stages down to it, by one as long as that pays.
 
-    After `_trimmed`: a stage that is deeper than it need be hides that more would pay ahead of it.
+    After `_trim`: a stage that is deeper than it need be hides that more would pay ahead of it.
     """
     most = [min(each, micro_batches) for each in limit]
     while not found.is_near(least_s):
@@ -117,7 +117,7 @@ def _raised(
 
 
 def _with_slack(limit: Sequence[int], slack: int) -> Depths:
-    """From the end: 1, and with every stage one more and ``slack``, as far as the limits go."""
+    """Count from the end: 1, then one more and ``slack`` per stage, as far as limits allow."""
     depths = [1]
     for most in reversed(limit[:-1]):
         depths.append(max(min(most, depths[-1] + 1 + slack), depths[-1]))
@@ -125,15 +125,15 @@ def _with_slack(limit: Sequence[int], slack: int) -> Depths:
 
 
 def one_f_one_b_makespan_s(step: StepTimes, depths: Depths, micro_batches: int) -> float:
-    """What `replay` says, by recurrence where possible. Raises ScheduleError on deadlock."""
+    """Compute what `replay` does, by recurrence if possible. Raises ScheduleError on deadlock."""
     in_order = not (step.half_duplex or step.weights_s)
     if in_order and all(a >= b for a, b in pairwise(depths)):
-        return _waves_s(step, depths, micro_batches)
+        return _play_waves_s(step, depths, micro_batches)
     return replay(step, depths, micro_batches).makespan_s
 
 
-def _waves_s(step: StepTimes, depths: Depths, micro_batches: int) -> float:
-    """One step by recurrence.
+def _play_waves_s(step: StepTimes, depths: Depths, micro_batches: int) -> float:
+    """Play one step by recurrence.
 
     Over full-duplex links stages and links serve micro-batches in order, so every end is the later
     of two ends plus a time. Backward j of a stage of depth d waits for its forward j + d - 1, and

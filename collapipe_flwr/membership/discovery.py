@@ -42,7 +42,7 @@ def announced(config: ClusterConfig, address: str, pin: bytes) -> Iterator[None]
 
 
 def found(pin: bytes, *, interface: str = "", deadline_s: float = FIND_S) -> str:
-    """HOST:PORT of the joining service of that CA; raises LinkError if none is found in time."""
+    """Find HOST:PORT of the joining service of that CA; raises LinkError if none is announced."""
     heard: SimpleQueue[str] = SimpleQueue()
 
     def look(zeroconf: Any, service_type: str, name: str, state_change: Any) -> None:
@@ -64,7 +64,7 @@ def found(pin: bytes, *, interface: str = "", deadline_s: float = FIND_S) -> str
 
 
 def _answered(network: Any, service_type: str, name: str, pin: bytes) -> list[str]:
-    """Where a service of this CA is; what others announce is not asked for, which takes time.
+    """Look up where a service of this CA is; others are not looked up, which would take time.
 
     Anybody may announce anything, and an error here would end the search.
     """
@@ -78,7 +78,7 @@ def _answered(network: Any, service_type: str, name: str, pin: bytes) -> list[st
 
 
 def _places(info: Any, pin: bytes) -> list[str]:
-    """The addresses in an announcement, which anybody may make; none for another CA's service."""
+    """Read the addresses in an announcement, which anybody may make; none for another CA's."""
     if info is None or info.properties.get(b"pin") != pin.hex()[:_PIN_DIGITS].encode():
         return []
     hosts = (f"[{host}]" if ":" in host else host for host in info.parsed_addresses())
@@ -87,7 +87,7 @@ def _places(info: Any, pin: bytes) -> list[str]:
 
 @contextmanager
 def _zeroconf(host: str) -> Iterator[Any]:
-    """On loopback if ``host`` is there, else on all interfaces."""
+    """Open zeroconf on loopback if ``host`` is there, else on all interfaces."""
     with extra("discovery"):
         from zeroconf import InterfaceChoice, Zeroconf
     plain = host.strip("[]")

@@ -14,7 +14,7 @@ from collapipe_flwr.transport.roster import Roster
 
 
 def figures_of(config: ClusterConfig) -> Measurements:
-    """The figures of a cluster; raises ConfigError for a file that cannot be read."""
+    """Read the figures of a cluster; raises ConfigError for a file that cannot be read."""
     if config.measured is None or not config.measured.exists():
         return Measurements(cluster_id=config.id, members=())
     return read_measurements(config.measured)

@@ -60,7 +60,7 @@ class Service:
         return f"collapipe-{self.unit}"
 
     def environment(self) -> str:
-        """The content of UNIT.env."""
+        """Write the content of UNIT.env."""
         options = list(self.options)
         if self.unit == "edge" and self.name:
             options = ["--name", self.name, *options]
@@ -68,7 +68,7 @@ class Service:
         return "".join(f"{key}={value}\n" for key, value in values.items() if value)
 
     def text(self, manager: Manager) -> str:
-        """The content of the unit."""
+        """Write the content of the unit."""
         template = (_UNITS / f"{self.service}.service").read_text()
         text = template.replace(_BIN, str(Path(sys.executable).parent))
         text = text.replace(_FOLDER, str(self.folder.resolve()))

@@ -119,7 +119,7 @@ class TokenBook:
         self._write((*known, made))
 
     def usable(self, secret: bytes, use: TokenUse, now_s: float) -> KnownToken:
-        """The token by which a member may join; the same member may do so again.
+        """Find the token by which a member may join; the same member may do so again.
 
         Raises JoinRefused when it is not known, not valid now, or used up.
         """
@@ -133,7 +133,7 @@ class TokenBook:
         return found[0]
 
     def has_expired(self, now_s: float) -> bool:
-        """Whether there are tokens to `void_expired`."""
+        """Return whether there are tokens to `void_expired`."""
         return any(_has_ended(token, now_s) for token in self._read())
 
     def void_expired(self, now_s: float) -> None:
@@ -177,7 +177,7 @@ class TokenBook:
 
 
 def _has_ended(token: KnownToken, now_s: float) -> bool:
-    """Whether its time is over, and not marked as such yet."""
+    """Return whether its time is over and not marked as such yet."""
     return token.made_s < token.ends_s <= now_s
 
 

@@ -29,7 +29,7 @@ from collapipe_flwr.reporting.simulation_figures import save_figures
 from collapipe_flwr.simulation import summary
 from collapipe_flwr.simulation.score import Score
 from collapipe_flwr.simulation.setting import Setting
-from collapipe_flwr.simulation.simulate import FACTORS, OURS, Simulation, penalty_sweep, simulate
+from collapipe_flwr.simulation.simulate import FACTORS, OURS, Simulation, simulate, sweep_penalty
 
 COLUMNS = (
     "latency\ns",
@@ -68,7 +68,7 @@ def run_simulation(
     refusals = [f"{p.policy}: {p.refusal}" for p in simulation.policies if p.refusal is not None]
     for sentence in (*bound_lines(simulation), *codec_lines(simulation), *refusals):
         console.print(sentence)
-    compared = summary.comparison(simulation)
+    compared = summary.compare(simulation)
     if compared is not None:
         console.print(claims_table(cast("dict[str, summary.Json]", compared["claims"])))
     write_json(json_file, summary.simulation_json(simulation))
@@ -82,7 +82,7 @@ def _tradeoff(simulation: Simulation) -> Mapping[float, Score]:
     if simulation.policy(OURS) is None:
         return {}
     with progress(simulation.setting.rounds * len(FACTORS)) as tick:
-        return penalty_sweep(simulation.setting, lambda _: tick("trade-off"))
+        return sweep_penalty(simulation.setting, lambda _: tick("trade-off"))
 
 
 def policy_table(simulation: Simulation) -> Table:
@@ -112,7 +112,7 @@ def policy_table(simulation: Simulation) -> Table:
 
 def bound_lines(simulation: Simulation) -> list[str]:
     """Say the bound of any pipeline, our distance from it, and who breaks a budget."""
-    rows, bound = summary.summaries(simulation), summary.bound_summary(simulation)
+    rows, bound = summary.summaries(simulation), summary.average_bounds(simulation)
     lines = [
         f"No plan within budgets takes less than {bound.latency_in_budget_s:.1f} s a round on "
         f"average or is more efficient than {bound.compute_efficiency:.3f}; without budgets, "

@@ -1,4 +1,4 @@
-"""What devices may spend in a round besides their budget, and what that says about prices.
+"""Accounts of energy that devices may spend besides their budget, and the prices these imply.
 
 An account gains the device's share of its budget every round and pays for what the round took.
 A device that never overdraws its account keeps its budget on average. Accounts open with an
@@ -18,7 +18,7 @@ GAIN = 0.25  # of what it is off, by which the place-holder moves in a round
 def opened_accounts(
     budgets_j: Nested, rounds: int, settings: SchedulerConfig
 ) -> dict[str, dict[str, float]]:
-    """Accounts after ``rounds`` rounds: what is left of the advance, for finite budgets."""
+    """Open accounts after ``rounds`` rounds with the rest of the advance, for finite budgets."""
     left = (
         (1.0 - settings.budget_margin) * settings.energy_advance * max(1.0 - rounds / REPAID, 0.0)
     )
@@ -35,7 +35,7 @@ def settled_accounts(
     rounds: int,
     settings: SchedulerConfig,
 ) -> dict[str, dict[str, float]]:
-    """Accounts after the ``rounds``-th round; a device seen for the first time opens one."""
+    """Settle accounts after the ``rounds``-th round; a device seen for the first time opens one."""
     share = settings.aimed(rounds)
     return {
         cluster: {
@@ -51,20 +51,20 @@ def settled_accounts(
 def settled_placeholders(
     placeholders_j: Nested, accounts_j: Nested, budgets_j: Nested
 ) -> dict[str, dict[str, float]]:
-    """Place-holders after a round: less while accounts are full, more while they are empty.
+    """Lower place-holders of full accounts after a round, and raise those of empty ones.
 
-    A full account says that prices are too high for its budget to be used, an empty one that they
-    are too low: limits decided then, and not what a joule is worth.
+    A full account says that prices are too high for its budget to be used. An empty one says that
+    they are too low: then limits decided, and not what a joule is worth.
     """
     moved: dict[str, dict[str, float]] = {}
     for cluster, accounts in accounts_j.items():
         before, budgets = placeholders_j.get(cluster, {}), budgets_j[cluster]
-        after = {d: _moved(before.get(d, 0.0), held, budgets[d]) for d, held in accounts.items()}
+        after = {d: _move(before.get(d, 0.0), held, budgets[d]) for d, held in accounts.items()}
         moved[cluster] = {device: value for device, value in after.items() if value > 0.0}
     return moved
 
 
-def _moved(placeholder: float, held: float, budget: float) -> float:
-    """By at most ``GAIN`` budgets."""
+def _move(placeholder: float, held: float, budget: float) -> float:
+    """Move a place-holder by at most ``GAIN`` budgets."""
     short = min(max(IN_HAND * budget - held, -budget), budget)
     return max(placeholder + GAIN * short, 0.0)

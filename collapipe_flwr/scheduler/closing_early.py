@@ -27,13 +27,13 @@ Decide = Callable[[Snapshot, float], Decision]
 
 
 def closing_s(latency_m: Array, slack: float) -> float:
-    """When a round closes, as `RoundClock` has it."""
+    """Return when a round closes, as `RoundClock` does."""
     median = np.sort(latency_m)[(len(latency_m) - 1) // 2]
     return float(min(latency_m.max(), slack * median))
 
 
-def rounds_late(latency_m: Array, slack: float) -> Ints:
-    """By how many rounds each cluster is late."""
+def count_rounds_late(latency_m: Array, slack: float) -> Ints:
+    """Count the rounds by which each cluster is late."""
     ratio = latency_m / closing_s(latency_m, slack)
     return np.asarray(np.maximum(np.ceil(ratio * (1.0 - 1e-9)) - 1, 0), dtype=np.int64)
 
@@ -56,7 +56,7 @@ class EarlyRound:
         """Rounds to the target over those of the reference plan, late updates as they count."""
         tables = [part.planner.tables for part in self.parts]
         examples = np.concatenate([each.examples_m for each in tables])
-        shares, late = examples / examples.sum(), rounds_late(self.latency_m, self.slack)
+        shares, late = examples / examples.sum(), count_rounds_late(self.latency_m, self.slack)
         learning = self.whole.planner.learning
         if learning.constants is None:
             return float(1.0 / (shares * join_weight(late)).sum())
@@ -68,14 +68,14 @@ class EarlyRound:
     @property
     def objective(self) -> float:
         """Time to the target, and the energy that a round costs on average."""
-        waits = rounds_late(self.latency_m, self.slack)
+        waits = count_rounds_late(self.latency_m, self.slack)
         late = np.split(waits, np.cumsum([len(p.solution.rows) for p in self.parts])[:-1])
         time = self.whole.planner.latency_price * self.rho * closing_s(self.latency_m, self.slack)
         pairs = zip(self.parts, late, strict=True)
         return time + sum(float((_energy_m(part) / (1.0 + s)).sum()) for part, s in pairs)
 
     def plan(self, policy: str) -> Plan:
-        """In names and units, clusters in the order of the snapshot."""
+        """Convert to a `Plan`, with clusters in the order of the snapshot."""
         plans = [part.plan(policy) for part in self.parts]
         by_id = {cluster.cluster_id: cluster for plan in plans for cluster in plan.clusters}
         order = [c.profile.cluster_id for c in self.whole.planner.tables.snapshot.clusters]
@@ -86,7 +86,7 @@ class EarlyRound:
 
 
 def closing_early(whole: Decision, decide: Decide, slack: float) -> EarlyRound:
-    """The better of ``whole`` and rounds that wait for fewer clusters."""
+    """Choose the better of ``whole`` and rounds that wait for fewer clusters."""
     snapshot = whole.planner.tables.snapshot
     best = EarlyRound(whole=whole, parts=(whole,), slack=slack)
     here, gone, now = snapshot.clusters, tuple[ClusterSnapshot, ...](), whole
@@ -96,10 +96,10 @@ def closing_early(whole: Decision, decide: Decide, slack: float) -> EarlyRound:
         late = set(dearest[: min(max(len(gone), 1), most - len(gone))].tolist())
         gone = (*gone, *(c for m, c in enumerate(here) if m in late))
         here = tuple(c for m, c in enumerate(here) if m not in late)
-        here_share = _examples(here) / _examples(snapshot.clusters)
-        now = decide(_part(snapshot, here), here_share)
-        worth = _worth_of_a_second(now, whole, here_share)
-        parts = (now, decide(_part(snapshot, gone), 1.0 / worth))
+        here_share = _count_examples(here) / _count_examples(snapshot.clusters)
+        now = decide(_take_part(snapshot, here), here_share)
+        worth = _price_late_second(now, whole, here_share)
+        parts = (now, decide(_take_part(snapshot, gone), 1.0 / worth))
         fewer = EarlyRound(whole=whole, parts=parts, slack=slack)
         if not fewer.objective < best.objective:
             break
@@ -107,8 +107,8 @@ def closing_early(whole: Decision, decide: Decide, slack: float) -> EarlyRound:
     return best
 
 
-def _worth_of_a_second(now: Decision, whole: Decision, share: float) -> float:
-    """What a second of late clusters is worth in seconds of the round.
+def _price_late_second(now: Decision, whole: Decision, share: float) -> float:
+    """Price a second of late clusters in seconds of the round.
 
     With r = 1 + s, progress per second is in proportion to (share + late share * r^-1.5) / T. A
     relative change of their latency changes r as much, so progress by 1.5 of the late term.
@@ -119,8 +119,8 @@ def _worth_of_a_second(now: Decision, whole: Decision, share: float) -> float:
     return float(1.5 * late / (share + late) / ratio)
 
 
-def _part(snapshot: Snapshot, clusters: Sequence[ClusterSnapshot]) -> Snapshot:
-    """Some clusters, with their part of the bandwidth and of the edge's memory."""
+def _take_part(snapshot: Snapshot, clusters: Sequence[ClusterSnapshot]) -> Snapshot:
+    """Restrict to some clusters, with their part of the bandwidth and of the edge's memory."""
     share = len(clusters) / len(snapshot.clusters)
     return replace(
         snapshot,
@@ -130,10 +130,10 @@ def _part(snapshot: Snapshot, clusters: Sequence[ClusterSnapshot]) -> Snapshot:
     )
 
 
-def _examples(clusters: Sequence[ClusterSnapshot]) -> int:
+def _count_examples(clusters: Sequence[ClusterSnapshot]) -> int:
     return sum(cluster.profile.examples for cluster in clusters)
 
 
 def _energy_m(decision: Decision) -> Array:
-    """What the objective has besides the round's latency, by cluster."""
+    """Return the part of the objective besides the round's latency, by cluster."""
     return decision.planner.worth(decision.solution.chain, decision.solution.priced)

@@ -20,7 +20,7 @@ from collapipe_flwr.core.domain import Plan
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.chain import price_rows
 from collapipe_flwr.costs.layouts import of_members, with_codecs
-from collapipe_flwr.costs.radio import NOISE, SHARES, ladder
+from collapipe_flwr.costs.radio import NOISE, SHARES, rank_codecs
 from collapipe_flwr.scheduler.base import solution_plan
 from collapipe_flwr.scheduler.model_share import with_model_shares
 from collapipe_flwr.scheduler.planner import Planner, Solution
@@ -30,17 +30,17 @@ MARGIN = 0.02  # what finer codecs may cost
 TINY = 1e-12  # relative
 
 
-def refined(planner: Planner, coarse: Solution) -> Solution:
-    """``coarse`` with finer codecs where they are worth it, and radio to suit."""
-    steps = ladder(planner.settings.codecs)
+def refine_codecs(planner: Planner, coarse: Solution) -> Solution:
+    """Choose finer codecs than ``coarse`` has where they are worth it, and optimise the radio."""
+    steps = rank_codecs(planner.settings.codecs)
     if len(steps) < 2:
         return coarse
-    codec = lifted(Lifting(planner, coarse), steps)
+    codec = lift_codecs(Lifting(planner, coarse), steps)
     if (codec == coarse.chain.hops.codec).all():
         return coarse
     tables = with_codecs(planner.tables, coarse.rows, codec)
     finer = replace(planner, tables=tables)
-    return finer.as_played(finer.stayed(coarse.rows, coarse.allocation.edge_hz_r))
+    return finer.play(finer.stayed(coarse.rows, coarse.allocation.edge_hz_r))
 
 
 class Lifting:
@@ -56,9 +56,9 @@ class Lifting:
         self._played_s = coarse.priced.latency_s - bounded.latency_s  # more than 1F1B's bound
 
     def priced(self, codec_rh: Ints) -> tuple[Array, Array]:
-        """Time and priced energy of every cluster, (R,), with its powers and bandwidth kept.
+        """Compute time and priced energy of every cluster, (R,), at its powers and bandwidth.
 
-        Of every choice of codecs where they have an axis more in front.
+        An axis more in front of ``codec_rh`` holds several choices of codecs.
         """
         coarse = self.coarse
         grown = SHARES[codec_rh] / SHARES[coarse.chain.hops.codec]
@@ -67,13 +67,13 @@ class Lifting:
         return prices.latency_s + self._played_s, (self._prices * prices.energy_j).sum(-1)
 
     def allowed(self, codec_rh: Ints) -> Mask:
-        """Clusters that keep both margins, as `priced` has them."""
+        """Return which clusters keep both margins, in the shape of `priced`."""
         latency, worth = self.priced(codec_rh)
         return np.asarray((latency <= self._most_s) & (worth <= self._most_worth))
 
 
-def lifted(lifting: Lifting, steps: tuple[int, ...]) -> Ints:
-    """Codecs of every hop, (R, S + 1): one lift per cluster at a time while one is allowed."""
+def lift_codecs(lifting: Lifting, steps: tuple[int, ...]) -> Ints:
+    """Lift codecs of hops, (R, S + 1), one per cluster at a time while one is allowed."""
     hops = lifting.coarse.chain.hops
     finer = np.arange(len(SHARES))
     finer[list(steps[1:])] = steps[:-1]
@@ -108,8 +108,8 @@ class Decision:
     model_share_m: Array
 
     def plan(self, policy: str) -> Plan:
-        """In names and units, with codecs no coarser than they must be."""
-        refined_solution = refined(self.planner, self.solution)
+        """Convert to a `Plan`, with codecs no coarser than they must be."""
+        refined_solution = refine_codecs(self.planner, self.solution)
         plan = solution_plan(refined_solution, policy, self.share)
         if self.planner.settings.replicas:
             plan = with_replicas(plan, self.planner, refined_solution.rho)

@@ -21,12 +21,12 @@ class Moves:
     """
 
     def __init__(self, rows: Layouts, cost_mi: Array, most: int) -> None:
-        """Only the ``most`` members of least cost may come in; infinite cost bars a member."""
+        """Let only the ``most`` members of least cost come in; infinite cost bars a member."""
         self.rows = rows
         self.depth = rows.depth_r
         width = max(int(self.depth.max()), 1)
-        self.members = _wider(rows.member_rs[:, :width], UNUSED)
-        self.stops = _wider(rows.stop_rs[:, :width], int(rows.stop_rs.max()))
+        self.members = _widen(rows.member_rs[:, :width], UNUSED)
+        self.stops = _widen(rows.stop_rs[:, :width], int(rows.stop_rs.max()))
         self.slots = np.arange(width + 1)
         self.cost_mi, self.most = cost_mi, most
 
@@ -34,7 +34,7 @@ class Moves:
         return stack([kind(self)[1] for kind in MOVE_KINDS])
 
     def _spare(self) -> Mask:
-        """Members that may come in, (R, I)."""
+        """Return the members that may come in, (R, I)."""
         cost = self.cost_mi[self.rows.cluster_r]
         row, slot = np.nonzero(self.members != UNUSED)
         cost[row, self.members[row, slot]] = np.inf
@@ -52,7 +52,7 @@ class Moves:
         )
 
     def shifts(self) -> Neighbours:
-        """One slot gives a block to another, two to the next; the cuts between them move along."""
+        """Move a block from a slot to another, or two to the next; cuts in between move along."""
         width = len(self.slots)
         giver, taker = np.nonzero(~np.eye(width, dtype=bool))
         near = np.abs(giver - taker) == 1
@@ -68,11 +68,11 @@ class Moves:
         return self._rows(parent, self.members[parent], stops)
 
     def _blocks(self) -> Ints:
-        """Blocks of every slot, (R, S)."""
+        """Count the blocks of every slot, (R, S)."""
         return np.diff(self.stops, axis=1, prepend=0)
 
     def swaps(self) -> Neighbours:
-        """Two devices change places, with or without their blocks."""
+        """Let two devices change places, with or without their blocks."""
         left, right = np.triu_indices(len(self.slots), 1)
         parent, pair = np.nonzero(right[None, :] < self.depth[:, None])
         members, at = self.members[parent], np.arange(len(parent))
@@ -88,7 +88,7 @@ class Moves:
         return self._rows(np.concatenate([parent, parent[moves]]), members, stops)
 
     def replacements(self) -> Neighbours:
-        """A spare device takes over a whole segment."""
+        """Let a spare device take over a whole segment."""
         active = self.slots[None, :] < self.depth[:, None]
         parent, slot, spare = np.nonzero(active[:, :, None] & self._spare()[:, None, :])
         members = self.members[parent]
@@ -96,7 +96,7 @@ class Moves:
         return self._rows(parent, members, self.stops[parent])
 
     def drops(self) -> Neighbours:
-        """A device leaves; its blocks go to the next one or to the previous one."""
+        """Drop a device; its blocks go to the next one or to the previous one."""
         active = (self.slots[None, :] < self.depth[:, None]) & (self.depth > 1)[:, None]
         parent, slot = np.nonzero(active)
         at, end = np.arange(len(parent)), len(self.slots) - 1
@@ -114,7 +114,7 @@ class Moves:
         return self._rows(*(np.concatenate(column) for column in zip(*options, strict=True)))
 
     def insertions(self) -> Neighbours:
-        """A spare device takes half of a segment or one block, before or behind its owner."""
+        """Give a spare device half of a segment or one block, before or behind its owner."""
         blocks = self._blocks()
         active = (self.slots[None, :] < self.depth[:, None]) & (blocks > 1)
         parent, slot, spare = np.nonzero(active[:, :, None] & self._spare()[:, None, :])
@@ -134,8 +134,8 @@ class Moves:
         return self._rows(*(np.concatenate(column) for column in zip(*options, strict=True)))
 
 
-def _wider(table: Ints, padding: int) -> Ints:
-    """``table`` with one more slot."""
+def _widen(table: Ints, padding: int) -> Ints:
+    """Widen ``table`` by one slot."""
     return np.concatenate([table, np.full_like(table[:, :1], padding)], axis=1)
 
 
@@ -148,14 +148,14 @@ MOVE_KINDS: tuple[Kind, ...] = (
 )
 
 
-def every_batch(rows: Layouts, batches: Ints) -> Neighbours:
-    """Every row with every (size, count) pair."""
+def pair_batches(rows: Layouts, batches: Ints) -> Neighbours:
+    """Pair every row with every (size, count)."""
     parent = np.repeat(np.arange(len(rows)), len(batches))
     grid = np.tile(batches, (len(rows), 1))
     return parent, rows.take(parent).with_batches(grid[:, 0], grid[:, 1])
 
 
-def every_cut(rows: Layouts, batches: Ints) -> Layouts:
-    """Every row with every (size, count) pair of its batch."""
-    parent, moved = every_batch(rows, batches)
+def recut_batches(rows: Layouts, batches: Ints) -> Layouts:
+    """Pair every row with every (size, count) of its own batch."""
+    parent, moved = pair_batches(rows, batches)
     return moved.take(moved.batch_r == rows.batch_r[parent])

@@ -72,23 +72,23 @@ class LogFilter:
         return tuple(map(math.exp, self.mean))
 
     def expected(self, parts: Sequence[float]) -> float:
-        """The sum for these parts."""
+        """Return the sum that these parts are expected to give."""
         return math.fsum(c * v for c, v in zip(parts, self.values, strict=True))
 
     def error(self, parts: Sequence[float], value: float) -> float | None:
-        """ln(value / expected); None where either is no positive number."""
+        """Compute ln(value / expected); None where either is no positive number."""
         expected = self.expected(parts)
         if not (0 < value < math.inf and 0 < expected < math.inf):
             return None
         return math.log(value / expected)
 
     def seeing(self, parts: Sequence[float], value: float, prior: Prior) -> LogFilter:
-        """After one more round, in which the sum was ``value``."""
+        """Return the filter after one more round, in which the sum was ``value``."""
         error = self.error(parts, value)
         if error is None:
             return self
         new = not self.spread
-        spread = prior.spread if new else self._drifted(prior)
+        spread = prior.spread if new else self._drift(prior)
         share = np.array(parts) * np.array(self.values) / self.expected(parts)
         limit = GATE * math.sqrt(float(share @ spread @ share) + NOISE**2)
         surprise = error if abs(error) > limit and not new else None
@@ -97,7 +97,7 @@ class LogFilter:
             spread, limit, surprise = prior.spread, STEP, None
         limit = STEP if new else min(limit, STEP)
         seen = max(-limit, min(limit, error))
-        mean, after = self._updated(parts, seen, spread)
+        mean, after = self._update(parts, seen, spread)
         if seen != error:  # what counts for less tells less
             after = spread + (after - spread) * seen / error
         return LogFilter(
@@ -108,18 +108,18 @@ class LogFilter:
         )
 
     def without(self) -> LogFilter:
-        """After one more round that showed nothing of it."""
+        """Return the filter after one more round that showed nothing of it."""
         return replace(self, unseen=self.unseen + 1)
 
-    def _drifted(self, prior: Prior) -> Array:
-        """The spread one round later, nowhere wider than the prior's."""
+    def _drift(self, prior: Prior) -> Array:
+        """Widen the spread for one round, nowhere beyond the prior's."""
         most = np.diag(prior.spread)
         spread = np.array(self.spread) + DRIFT**2 * prior.spread / most[most > 0].min()
         excess = np.sqrt(np.maximum(np.diag(spread) / np.maximum(most, 1e-12), 1.0))
         return np.asarray(spread / np.outer(excess, excess))
 
-    def _updated(self, parts: Sequence[float], seen: float, spread: Array) -> tuple[Array, Array]:
-        """Mean and spread given that ln of the sum is ``seen`` above what was expected."""
+    def _update(self, parts: Sequence[float], seen: float, spread: Array) -> tuple[Array, Array]:
+        """Update mean and spread, given that ln of the sum is ``seen`` above the expected."""
         before, coefficients = np.array(self.mean), np.array(parts)
         aim = math.log(self.expected(parts)) + seen
         mean = before

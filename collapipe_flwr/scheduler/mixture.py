@@ -23,49 +23,49 @@ REFINEMENTS = 2
 SHORT = 0.995  # of the way to the boundary
 
 
-def multipliers(cost_p: Array, excess_pd: Array) -> tuple[float, Array]:
-    """Cost of the best mix and the worth of every budget, (D,), at most ``MOST``."""
+def solve_mixture(cost_p: Array, excess_pd: Array) -> tuple[float, Array]:
+    """Return the cost of the best mix and the worth of every budget, (D,), at most ``MOST``."""
     relevant = np.flatnonzero((excess_pd > 0.0).any(0))
-    worth = _solved(excess_pd[:, relevant].T, cost_p)
+    worth = _solve_program(excess_pd[:, relevant].T, cost_p)
     theta = np.zeros(excess_pd.shape[1])
     theta[relevant] = np.clip(-worth[:-1], 0.0, MOST)
     return float((cost_p + excess_pd @ theta).min()), theta
 
 
-def _solved(rows: Array, cost_p: Array) -> Array:
-    """Multipliers of ``rows x - short + left = 0`` and ``sum x = 1`` where the cost is least.
+def _solve_program(rows: Array, cost_p: Array) -> Array:
+    """Solve for the multipliers of ``rows x - short + left = 0`` and ``sum x = 1`` at least cost.
 
-    What a budget falls short of costs `MOST`, what is left of it nothing.
+    Overspending a budget costs `MOST` per budget, and what is left of it costs nothing.
     """
     count, plans = rows.shape
     goal = np.concatenate([cost_p, np.full(count, MOST), np.zeros(count)])
     wide = len(goal)
 
-    def kept(x: Array) -> Array:
-        """The left sides of all constraints."""
+    def apply_rows(x: Array) -> Array:
+        """Return the left sides of all constraints."""
         short, left = x[plans : plans + count], x[plans + count :]
         return np.append(rows @ x[:plans] - short + left, x[:plans].sum())
 
-    def priced(worth: Array) -> Array:
-        """What the multipliers of all constraints say of every variable."""
+    def apply_columns(worth: Array) -> Array:
+        """Return the price of every variable at the multipliers of all constraints."""
         return np.concatenate([worth[:-1] @ rows + worth[-1], -worth[:-1], worth[:-1]])
 
     right = np.append(np.zeros(count), 1.0)
     x, worth, slack = np.ones(wide), np.zeros(count + 1), np.ones(wide) * (1.0 + abs(goal).max())
     for _ in range(ITERATIONS):
-        primal, dual = right - kept(x), goal - priced(worth) - slack
+        primal, dual = right - apply_rows(x), goal - apply_columns(worth) - slack
         middle = float(x @ slack) / wide
         if middle < ENOUGH and abs(primal).max() < ENOUGH and abs(dual).max() < ENOUGH:
             break
         ratio = x / slack
-        solve = _normal(rows, ratio)
+        solve = _factor_normal(rows, ratio)
         aim = np.zeros(wide)
         for step in ("predictor", "corrector"):
             centre = aim / slack - x
-            d_worth = solve(primal - kept(centre - ratio * dual))
-            d_slack = dual - priced(d_worth)
+            d_worth = solve(primal - apply_rows(centre - ratio * dual))
+            d_slack = dual - apply_columns(d_worth)
             d_x = centre - ratio * d_slack
-            reach_x, reach_s = _reach(x, d_x), _reach(slack, d_slack)
+            reach_x, reach_s = _measure_reach(x, d_x), _measure_reach(slack, d_slack)
             if step == "predictor":
                 left = float((x + reach_x * d_x) @ (slack + reach_s * d_slack)) / wide
                 aim = (left / middle) ** 3 * middle - d_x * d_slack
@@ -74,8 +74,8 @@ def _solved(rows: Array, cost_p: Array) -> Array:
     return worth
 
 
-def _normal(rows: Array, ratio: Array) -> Callable[[Array], Array]:
-    """Solves the normal equations, which are diagonal but for the few plans: by those alone."""
+def _factor_normal(rows: Array, ratio: Array) -> Callable[[Array], Array]:
+    """Factor the normal equations: diagonal except for the few plans, which are solved densely."""
     count, plans = rows.shape
     of_plan, own = ratio[:plans], ratio[plans : plans + count] + ratio[plans + count :]
     least = 1e-12 * (own.sum() + of_plan @ (1.0 + (rows * rows).sum(0)))
@@ -85,22 +85,22 @@ def _normal(rows: Array, ratio: Array) -> Callable[[Array], Array]:
     small[:plans, :plans] = rows.T @ scaled + np.diag(1.0 / of_plan)
     small[plans, plans] = -least
 
-    def once(right: Array) -> Array:
+    def solve_once(right: Array) -> Array:
         found = np.linalg.solve(small, np.append(right[:-1] @ scaled, right[-1]))
         return np.append(right[:-1] / own - scaled @ found[:-1], -found[-1])
 
     def solve(right: Array) -> Array:
-        found = once(right)
+        found = solve_once(right)
         for _ in range(REFINEMENTS):  # large quotients cancel
             plan = of_plan * (found[:-1] @ rows + found[-1])
             said = np.append(own * found[:-1] + rows @ plan, plan.sum() + least * found[-1])
-            found = found + once(right - said)
+            found = found + solve_once(right - said)
         return found
 
     return solve
 
 
-def _reach(values: Array, change: Array) -> float:
-    """How far, at most 1, one may go before a value is 0."""
+def _measure_reach(values: Array, change: Array) -> float:
+    """Return how far, at most 1, one may go before a value is 0."""
     falling = change < 0.0
     return min(1.0, float((-values[falling] / change[falling]).min(initial=np.inf)))

@@ -24,7 +24,7 @@ import numpy as np
 
 from collapipe_flwr.costs.arrays import Array, Mask
 from collapipe_flwr.scheduler.base import USUAL_WEIGHT
-from collapipe_flwr.scheduler.mixture import multipliers as mixed
+from collapipe_flwr.scheduler.mixture import solve_mixture as mixed
 from collapipe_flwr.scheduler.planner import Planner, Solution
 
 STEPS = 25  # cutting planes at most
@@ -55,7 +55,7 @@ class Dual:
         return mask
 
     def at(self, theta_mi: Array, room_mi: Array | None = None) -> Planner:
-        """The planner of a round at these multipliers."""
+        """Make the planner of a round at these multipliers."""
         budget = np.where(self.limited, self.planner.tables.members.budget_mi, 1.0)
         return replace(
             self.planner,
@@ -64,18 +64,18 @@ class Dual:
         )
 
     def excess(self, solution: Solution) -> Array:
-        """Energy over the budget, less 1, (M, I); 0 where there is none."""
+        """Compute energy over budget, less 1, (M, I); 0 where there is no budget."""
         budget = self.planner.tables.members.budget_mi
         spent = solution.spent_mi(budget.shape)
         return np.where(self.limited, spent / budget - 1.0, 0.0)
 
     def value(self, solution: Solution, theta_mi: Array) -> float:
-        """The Lagrangian of a plan."""
+        """Compute the Lagrangian of a plan."""
         late = self.planner.latency_price * solution.rho * float(solution.priced.latency_s.max())
         return late + float((theta_mi * self.excess(solution)).sum())
 
     def respond(self, theta_mi: Array) -> Solution:
-        """The best plan that the search finds at these multipliers."""
+        """Search for the best plan at these multipliers."""
         near = min(self.solutions, key=lambda s: self.value(s, theta_mi))
         found = self.at(theta_mi)
         self.solutions.append(found.improve(found.radio(near.rows)))
@@ -103,8 +103,8 @@ class Dual:
         devices = len(self.planner.price_mi[0]) - 1
         return min(STEPS, WORK // (clusters * devices * blocks))
 
-    def multipliers(self, kept: Solution) -> Array:
-        """The multipliers at which the least Lagrangian of all plans is highest, (M, I).
+    def solve_mixture(self, kept: Solution) -> Array:
+        """Find the multipliers at which the least Lagrangian of all plans is highest, (M, I).
 
         ``kept`` is a plan that keeps all budgets, without which no mix may.
         """
@@ -112,7 +112,7 @@ class Dual:
         value = self.value(self.solutions[0], best)
         self.solutions.append(kept)
         for _ in range(self._steps):
-            upper, goal = self._highest()
+            upper, goal = self._maximize()
             if upper - value <= ENOUGH * upper:
                 break
             theta = best + INWARD * (goal - best)
@@ -120,8 +120,8 @@ class Dual:
                 best, value = theta, found
         return best
 
-    def _highest(self) -> tuple[float, Array]:
-        """The maximum over multipliers of the least Lagrangian of all plans seen so far."""
+    def _maximize(self) -> tuple[float, Array]:
+        """Maximise over multipliers the least Lagrangian of all plans seen so far."""
         nothing = np.zeros_like(self.planner.price_mi)
         cost = np.array([self.value(s, nothing) for s in self.solutions])
         excess = np.array([self.excess(s).ravel() for s in self.solutions])
@@ -130,12 +130,12 @@ class Dual:
 
 
 def unlearned_weight(devices: int) -> float:
-    """V where time allows no steps: multipliers of so many devices sum to about one latency."""
+    """Guess V where time allows no steps: all multipliers then sum to about one latency."""
     return max(devices / PART, USUAL_WEIGHT)
 
 
 def weight_for(theta_mi: Array) -> float:
-    """V for multipliers of this size."""
+    """Choose V for multipliers of this size."""
     active = theta_mi[theta_mi > 1e-4]
     if not len(active):
         return USUAL_WEIGHT

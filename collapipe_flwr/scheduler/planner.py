@@ -27,7 +27,7 @@ from collapipe_flwr.costs.layouts import (
     stack,
 )
 from collapipe_flwr.scheduler.dual_prices import DualPrices
-from collapipe_flwr.scheduler.local_search import every_batch, every_cut
+from collapipe_flwr.scheduler.local_search import pair_batches, recut_batches
 from collapipe_flwr.scheduler.problem import RoundProblem
 from collapipe_flwr.scheduler.radio.equal_ends import levelled_hz
 from collapipe_flwr.scheduler.radio.interior_point import Allocation, allocate, equal_shares
@@ -73,11 +73,11 @@ class Solution:
         return self.chain.rows
 
     def spent_mi(self, shape: tuple[int, ...]) -> Array:
-        """Joules of every member, (M, I)."""
+        """Return the joules of every member, (M, I)."""
         return by_member(self.priced.energy_j, self.rows, shape)
 
     def radio_mi(self, shape: tuple[int, ...]) -> Array:
-        """The part of `spent_mi` that transmissions take."""
+        """Return the part of `spent_mi` that transmissions take."""
         return by_member(self.priced.energy_j - self.chain.computing_j, self.rows, shape)
 
 
@@ -96,9 +96,9 @@ class Planner(RoundProblem):
         return self.tables.num_clusters > HASTY_CLUSTERS
 
     def solve(self, stay: Solution | None = None, spare: Layouts | None = None) -> Solution:
-        """The best plan found, from scratch or also from ``stay``; raises InfeasibleError.
+        """Search the best plan, from scratch or also from ``stay``; raises InfeasibleError.
 
-        Many clusters leave time for one choice beside ``stay`` only, with rows of a ``spare`` plan.
+        Many clusters leave time for one choice besides ``stay``, with rows of a ``spare`` plan.
         """
         search = Search(self, spare)
         rows = search.choose(self.opening_prices(), None if self.few or stay is None else stay.rows)
@@ -109,20 +109,20 @@ class Planner(RoundProblem):
             best = self.improve(best, search)
         if not self.few:
             time_allows = self.tables.num_clusters <= HASTENED_CLUSTERS
-            return self._hastened(best) if stay is None and time_allows else best
-        best = self.polished(best)
+            return self._improve_all(best) if stay is None and time_allows else best
+        best = self.polish(best)
         if self.tables.num_clusters > JOINED_CLUSTERS:
             return best
-        for rows in search.elsewhere():
+        for rows in search.pick_elsewhere():
             trial, length_s = self.radio(rows), best.priced.latency_s.max()
             near = abs(trial.priced.latency_s.max() / length_s - 1.0) < ELSEWHERE
             if not near and trial.objective < CLOSE * best.objective:
-                best = min(best, self.polished(trial), key=lambda s: s.objective)
+                best = min(best, self.polish(trial), key=lambda s: s.objective)
         # What is found far away once is near in the rounds that follow.
         far = stay is None and self.settings.schedule == "1f1b"
-        return self.polished(best, far=True) if far else best
+        return self.polish(best, far=True) if far else best
 
-    def polished(self, best: Solution, *, far: bool = False) -> Solution:
+    def polish(self, best: Solution, *, far: bool = False) -> Solution:
         """Try the runners-up of ``best`` with the radio re-optimised, while time allows.
 
         Dual prices value a cluster's alternatives at the bandwidth it has now; the radio solver
@@ -132,11 +132,11 @@ class Planner(RoundProblem):
         most = JOINED_CLUSTERS if overlapped else POLISHED_CLUSTERS
         tries = POLISH_SOLVES if self.tables.num_clusters <= most else 0
         if overlapped and tries:
-            best = self.evened(best)
+            best = self.shift_bandwidth(best)
         tried: set[bytes] = {key_of(best.rows)}
         while tries > 0:
             before = best
-            for rivals in self._rivals(best, far=far):
+            for rivals in self._propose_rivals(best, far=far):
                 fresh = [r for r in rivals if key_of(r) not in tried][:tries]
                 tried |= {key_of(r) for r in fresh}
                 tries -= len(fresh)
@@ -146,19 +146,19 @@ class Planner(RoundProblem):
                     break
             else:
                 break
-        return self.evened(best) if overlapped else best
+        return self.shift_bandwidth(best) if overlapped else best
 
-    def _rivals(self, best: Solution, *, far: bool) -> Iterator[list[Layouts]]:
-        """Plans near ``best``: under 1F1B one that may differ in all clusters, then those in one.
+    def _propose_rivals(self, best: Solution, *, far: bool) -> Iterator[list[Layouts]]:
+        """Propose plans near ``best``: under 1F1B one that may differ in all clusters, then in one.
 
         The latter, for few clusters, by dual prices and in turn by what they cost as played.
         """
-        near, values = self._promising(best)
+        near, values = self._find_promising(best)
         lists = [near.take(np.argsort(values, kind="stable")[:POLISH_RIVALS])]
         if self.settings.schedule == "1f1b" and len(near):
-            found = self.in_place(best).played(near, joint=True)
-            yield [found.together()]
-            quickest = np.argsort(found.alone(), kind="stable")[:POLISH_RIVALS]
+            found = self.in_place(best).play_rows(near, joint=True)
+            yield [found.combine()]
+            quickest = np.argsort(found.value_alone(), kind="stable")[:POLISH_RIVALS]
             lists.append(found.near.take(quickest))
         if self.tables.num_clusters <= POLISHED_CLUSTERS:
             places = [(rows, r) for r in range(POLISH_RIVALS) for rows in lists if r < len(rows)]
@@ -166,47 +166,50 @@ class Planner(RoundProblem):
             plans = [replaced(best.rows, row.cluster_r, row) for row in single]
             yield list({key_of(plan): plan for plan in plans}.values())
         if far:
-            for rows in self._far(best, near):
+            for rows in self._search_far(best, near):
                 yield [rows]
 
-    def _far(self, best: Solution, near: Layouts) -> Iterator[Layouts]:
-        """The best choices among ``near`` and what a beam finds for the clusters that a round
-        waits for.
+    def _search_far(self, best: Solution, near: Layouts) -> Iterator[Layouts]:
+        """Choose among ``near`` and what a beam finds for the clusters that a round waits for.
 
-        Over the bandwidth in place, and over equal bandwidth, which other rows may be best for.
+        Once over the bandwidth in place and once over equal bandwidth, where other rows may be
+        best.
         """
         slow = best.rows.take(best.priced.latency_s > SLOW * best.priced.latency_s.max())
         even = equal_shares(best.chain, self.tables.snapshot.radio.bandwidth_hz)
         for now in map(self.in_place, (best, self.priced(best.chain, even, best.rho))):
-            yield now.played(near, joint=True).grown(slow, now.played).together()
+            yield now.play_rows(near, joint=True).grow(slow, now.play_rows).combine()
 
     def in_place(self, now: Solution) -> InPlace:
-        """The plan whose rows may be replaced."""
+        """Make ``now`` the plan whose rows may be replaced."""
         costs = self.estimates(now.chain, now.priced)
         return InPlace(self, now.rows, costs, now.allocation.edge_hz_r)
 
-    def _promising(self, best: Solution) -> tuple[Layouts, Array]:
-        """Rows a move away that by dual prices cost little more, and how much, (R,)."""
+    def _find_promising(self, best: Solution) -> tuple[Layouts, Array]:
+        """Find rows a move away that by dual prices cost little more, and how much, (R,)."""
         scorer, now = self.scorer(self.dual_prices(best)), best.rows
-        near = stack([self.neighbours(now), every_batch(now, self.batches())[1]])
+        near = stack([self.neighbours(now), pair_batches(now, self.batches())[1]])
         values = self.score(scorer, near, now) - self.score(scorer, now, now)[near.cluster_r]
         promising = values < WORTH_A_TRY * best.objective
         return near.take(promising), values[promising]
 
-    def _hastened(self, best: Solution) -> Solution:
-        """``best`` and what gains near it, while it does."""
+    def _improve_all(self, best: Solution) -> Solution:
+        """Improve ``best`` by plans near it until none helps."""
         while True:
             before = best
-            for rows in self._quicker(best):
+            for rows in self._propose_moves(best):
                 trial = self.radio(rows, before.allocation.edge_hz_r)
                 best = min(best, trial, key=lambda s: s.objective)
             if not best.objective < before.objective * (1.0 - WORTHWHILE):
                 return best
 
-    def _quicker(self, best: Solution) -> Iterator[Layouts]:
-        """Plans near ``best`` of many clusters: with the best rows a move away, and with rows
-        further away for clusters that end late whatever their bandwidth."""
-        yield self.in_place(best).bounded(self._promising(best)[0]).together()
+    def _propose_moves(self, best: Solution) -> Iterator[Layouts]:
+        """Propose plans near ``best`` of many clusters.
+
+        First with the best rows a move away, then with rows further away for clusters that end late
+        whatever their bandwidth.
+        """
+        yield self.in_place(best).bound_rows(self._find_promising(best)[0]).combine()
         chain, hz_m = best.chain, AMPLE * best.allocation.edge_hz_r
         times = full_power_times(chain, hz_m)
         ample = self.estimates(chain, price_rows(chain, times, powers_for(chain, hz_m, times)))
@@ -214,12 +217,12 @@ class Planner(RoundProblem):
         late = np.sort(late[ample.latency[late] > SLOW * best.priced.latency_s.max()])
         if not len(late):
             return
-        start = self.fitting(every_cut(best.rows.take(late), self.batches()))
+        start = self.fitting(recut_batches(best.rows.take(late), self.batches()))
         # Seen from the others, which end together, no row of one of them shortens a round.
         nothing = np.zeros(len(best.rows))
         alone = InPlace(self, best.rows, Estimates(nothing, nothing, nothing), hz_m)
-        found = alone.bounded(start).grown(start, alone.bounded, LATE_ROWS)
-        yield replace(alone, costs=ample).bounded(found.near).together()
+        found = alone.bound_rows(start).grow(start, alone.bound_rows, LATE_ROWS)
+        yield replace(alone, costs=ample).bound_rows(found.near).combine()
 
     def improve(self, best: Solution, search: Search | None = None) -> Solution:
         """Alternate segments and radio from ``best`` on while the objective falls."""
@@ -236,20 +239,21 @@ class Planner(RoundProblem):
         return best
 
     def radio(self, rows: Layouts, hz_m: Array | None = None) -> Solution:
-        """The best bandwidth and powers for one row per cluster.
+        """Optimise bandwidth and powers for one row per cluster (docs/theory.md, "Radio").
 
-        Of 1F1B the program's formula is not exact: it takes links for hidden that memory is too
+        For 1F1B the program's formula is not exact: it takes links for hidden that memory is too
         short to hide, and others for seen that are hidden. So full power is tried as well, over
-        equal bandwidth and over ``hz_m`` where 1F1B is played, else over what levels the clusters.
+        equal bandwidth and over ``hz_m`` where 1F1B is played, else over bandwidths with which the
+        clusters end together.
         """
         band_hz = self.tables.snapshot.radio.bandwidth_hz
         chain = chain_of(self.tables, rows, self.settings)
         rho = self.learning.rho(self.tables, rows)
-        best = now = self._allocated(chain, rho)
+        best = now = self._allocate(chain, rho)
         if self.settings.schedule != "1f1b":
             return best
         if not self.few:
-            return self.levelled(best)
+            return self.equalize_finish_times(best)
         excess_s = np.full(len(rows), np.inf)
         for _ in range(CORRECTIONS):
             said = convex_latency_s(chain, now.allocation.times)
@@ -257,15 +261,15 @@ class Planner(RoundProblem):
             less = np.minimum(excess_s, said - now.priced.latency_s)
             if not (np.abs(less - excess_s) > EXCESS * said).any() or not less.any():
                 break
-            now, excess_s = self._allocated(chain, rho, less), less
+            now, excess_s = self._allocate(chain, rho, less), less
             best = min(best, now, key=lambda s: s.objective)
-        best = self._at_full_power(best, np.full(len(rows), band_hz / len(rows)))
-        return best if hz_m is None else self._at_full_power(best, hz_m)
+        best = self._try_full_power(best, np.full(len(rows), band_hz / len(rows)))
+        return best if hz_m is None else self._try_full_power(best, hz_m)
 
     def stayed(self, rows: Layouts, hz_m: Array) -> Solution:
-        """`radio` for rows in place over bandwidths near those in place, ``hz_m``.
+        """Optimise the radio of rows in place, starting from the bandwidths in place, ``hz_m``.
 
-        Under 1F1B full power suits many clusters, which makes it a look-up and no program.
+        Under 1F1B full power suits many clusters, so that no program has to be solved for them.
         """
         if self.few or self.settings.schedule != "1f1b":
             return self.radio(rows)
@@ -273,44 +277,44 @@ class Planner(RoundProblem):
         rho = self.learning.rho(self.tables, rows)
         price = np.full(len(rows), self.latency_price * rho / len(rows))
         now = Allocation(edge_hz_r=hz_m, times=full_power_times(chain, hz_m), latency_price_r=price)
-        return self.levelled(self.priced(chain, now, rho))
+        return self.equalize_finish_times(self.priced(chain, now, rho))
 
-    def _at_full_power(self, best: Solution, hz_m: Array) -> Solution:
-        """The rows of ``best`` over these bandwidths if they cost less so."""
+    def _try_full_power(self, best: Solution, hz_m: Array) -> Solution:
+        """Try the rows of ``best`` at full power over these bandwidths; return the better one."""
         times = full_power_times(best.chain, hz_m)
         allocation = replace(best.allocation, edge_hz_r=hz_m, times=times)
         trial = self.priced(best.chain, allocation, best.rho, best)
         return min(best, trial, key=lambda s: s.objective)
 
-    def as_played(self, solution: Solution) -> Solution:
-        """A decision by the bound, with its steps as played; few clusters play all they try."""
+    def play(self, solution: Solution) -> Solution:
+        """Play the steps of a decision by the bound; few clusters play all that they try."""
         if self.few or self.settings.schedule != "1f1b":
             return solution
         priced = played(solution.chain, solution.allocation.times, solution.priced)
         objective = self._objective(solution.chain, priced, solution.rho)
         return replace(solution, priced=priced, objective=objective)
 
-    def levelled(self, best: Solution) -> Solution:
-        """Bandwidth with which clusters at full power end together, if that is better."""
+    def equalize_finish_times(self, best: Solution) -> Solution:
+        """Give clusters at full power the bandwidths to end together, if that is better."""
         band_hz = self.tables.snapshot.radio.bandwidth_hz
         hz_m = levelled_hz(best.chain, best.allocation.edge_hz_r, band_hz)
-        return self._at_full_power(best, hz_m)
+        return self._try_full_power(best, hz_m)
 
-    def evened(self, best: Solution) -> Solution:
-        """More bandwidth for slower clusters, all at full power, while the objective falls."""
+    def shift_bandwidth(self, best: Solution) -> Solution:
+        """Shift bandwidth to slower clusters, all at full power, while the objective falls."""
         band_hz = self.tables.snapshot.radio.bandwidth_hz
         for _ in range(EVENINGS):
             before = best
             for power in EVENING:
                 late = before.priced.latency_s / before.priced.latency_s.max()
                 hz_m = before.allocation.edge_hz_r * late**power
-                best = self._at_full_power(best, hz_m * (band_hz / hz_m.sum()))
+                best = self._try_full_power(best, hz_m * (band_hz / hz_m.sum()))
             if not best.objective < before.objective * (1.0 - ENOUGH):
                 break
         return best
 
-    def _allocated(self, chain: Chain, rho: float, excess_s: Array | float = 0.0) -> Solution:
-        """The optimal radio if the formula's latencies are ``excess_s`` too high."""
+    def _allocate(self, chain: Chain, rho: float, excess_s: Array | float = 0.0) -> Solution:
+        """Optimise the radio, taking the formula's latencies for ``excess_s`` too high."""
         most = 0.9 * convex_latency_s(chain, None)
         allocation = allocate(
             replace(chain, fixed_s=chain.fixed_s - np.minimum(excess_s, most)),
@@ -323,7 +327,7 @@ class Planner(RoundProblem):
     def priced(
         self, chain: Chain, allocation: Allocation, rho: float, best: Solution | None = None
     ) -> Solution:
-        """Latency, energy and objective of a decision.
+        """Compute latency, energy and objective of a decision.
 
         Few clusters play 1F1B, unless the lower bound shows that ``best`` is better.
         """
@@ -347,16 +351,16 @@ class Planner(RoundProblem):
         return late + float(self.worth(chain, priced).sum())
 
     def opening_prices(self) -> DualPrices:
-        """Prices to start from: equal bandwidth, every cluster's second at the round's price."""
+        """Start with equal bandwidth, and every cluster's second at the round's price."""
         clusters = self.tables.num_clusters
         hz_m = np.full(clusters, self.tables.snapshot.radio.bandwidth_hz / clusters)
         return DualPrices(np.zeros(clusters), np.full(clusters, self.latency_price), hz_m)
 
     def dual_prices(self, now: Solution) -> DualPrices:
-        """The dual prices at the solution ``now``."""
+        """Return the dual prices at the solution ``now``."""
         ceiling_m, radio = others_max(now.priced.latency_s), now.allocation
         return DualPrices(ceiling_m, radio.latency_price_r, radio.edge_hz_r)
 
     def choose(self, prices: DualPrices, now: Layouts | None) -> Layouts:
-        """The best row of every cluster at ``prices``; raises InfeasibleError."""
+        """Choose the best row of every cluster at ``prices``; raises InfeasibleError."""
         return Search(self).choose(prices, now)

@@ -52,12 +52,12 @@ class LatencyOnly(Dssda):
         return replace(state, weight=self.settings.penalty_weight or USUAL_WEIGHT)
 
     def _placeholders(self, state: SchedulerState, accounts_j: Nested) -> Nested:
-        """Unchanged."""
+        """Keep place-holders as they are."""
         del accounts_j
         return state.placeholder_j
 
     def _room(self, tables: Tables, state: SchedulerState) -> Array:
-        """No limit."""
+        """Return infinite room: this policy has no limit."""
         del state
         return np.full_like(tables.members.budget_mi, np.inf)
 
@@ -78,7 +78,7 @@ POLICIES = ("dssda", *RULES, "static", "latency-only")
 
 
 def make_scheduler(name: str, settings: SchedulerConfig | None = None) -> Scheduler:
-    """The scheduler of that name; raises ConfigError with the list of known names."""
+    """Make the scheduler of that name; raises ConfigError with the list of known names."""
     chosen, known = settings or SchedulerConfig(), ", ".join(POLICIES)
     if name in _JOINT:
         return _JOINT[name](chosen)

@@ -40,11 +40,11 @@ class Pool:
         return len(self.rows)
 
     def take(self, index: Ints | Mask) -> Pool:
-        """The chosen rows."""
+        """Take the chosen rows."""
         return Pool(self.rows.take(index), self.costs.take(index), self.pair_r[index])
 
-    def joined(self, more: Pool) -> Pool:
-        """These rows, then ``more``."""
+    def join(self, more: Pool) -> Pool:
+        """Append ``more`` rows."""
         return Pool(
             stack([self.rows, more.rows]),
             joined([self.costs, more.costs]),
@@ -53,14 +53,14 @@ class Pool:
 
 
 def pool_of(problem: RoundProblem, scorer: Scorer, rows: Layouts) -> Pool:
-    """The rows that fit their memories and have micro-batches of the grid."""
+    """Keep the rows that fit their memories and have micro-batches of the grid."""
     pair = problem.pair_of(rows)
     costs = scorer.estimates(rows)
     return Pool(rows, costs, pair).take((pair >= 0) & np.isfinite(costs.worth))
 
 
-def front(pool: Pool, pairs: int, least: float) -> Mask:
-    """Rows that no other of their cluster and pair beats; gains up to ``least`` do not count.
+def select_front(pool: Pool, pairs: int, least: float) -> Mask:
+    """Select rows that no other of their cluster and pair beats by more than ``least``.
 
     By latency as it is and by the soft one: where several stages are the slowest, taking blocks
     from one of them shows in the second alone.
@@ -68,13 +68,13 @@ def front(pool: Pool, pairs: int, least: float) -> Mask:
     group, keep = pool.rows.cluster_r * pairs + pool.pair_r, np.zeros(len(pool), bool)
     for seconds in (pool.costs.latency, pool.costs.soft):
         order = np.lexsort((pool.costs.worth, seconds, group))
-        first, gain = _gains(group[order], pool.costs.worth[order], least)
+        first, gain = _measure_gains(group[order], pool.costs.worth[order], least)
         keep[order[first | (gain > least)]] = True
     return keep
 
 
-def _gains(group: Ints, worth: Array, most: float = 0.0) -> tuple[Mask, Array]:
-    """Which rows are the first of their group, and by how much others undercut all before them."""
+def _measure_gains(group: Ints, worth: Array, most: float = 0.0) -> tuple[Mask, Array]:
+    """Tell which rows are the first of their group, and how far others undercut those before."""
     first = np.diff(group, prepend=-1) != 0
     # Later groups lie below earlier ones, so that one running minimum serves all.
     place = np.cumsum(first) * (2.0 * float(worth.max(initial=0.0)) + 2.0 * most + 1.0)
@@ -98,29 +98,29 @@ class Picking:
         self._kinds = pool.rows.take(which)
 
     def best(self) -> tuple[float, Ints]:
-        """The least objective found, and the row of every cluster."""
-        best = self._changed(self.common()[1])
+        """Find the least objective, and the row of every cluster."""
+        best = self._improve(self.pick_common()[1])
         if self.problem.tables.num_clusters > SWEPT_CLUSTERS:
             return best
         for _ in range(SWEEPS):
-            swept = self.by_length(best[1])
-            found = self._changed(min(swept, key=lambda pick: pick[0])[1])
+            swept = self.pick_by_length(best[1])
+            found = self._improve(min(swept, key=lambda pick: pick[0])[1])
             if not found[0] < best[0] - SAME * abs(best[0]):
                 break
             best = found
         return best
 
-    def elsewhere(self) -> list[Ints]:
-        """Picks that cost little more than the best, for rounds of other lengths; best first."""
-        swept = self.by_length(self.best()[1])
+    def pick_elsewhere(self) -> list[Ints]:
+        """Pick choices that cost little more, for rounds of other lengths; best first."""
+        swept = self.pick_by_length(self.best()[1])
         values = np.array([value for value, _ in swept])
         before, behind = np.append(np.inf, values[:-1]), np.append(values[1:], np.inf)
         least = (values < before) & (values <= behind) & (values < CLOSE * values.min())
         dips = np.flatnonzero(least)
         return [swept[k][1] for k in dips[np.argsort(values[dips], kind="stable")]]
 
-    def by_length(self, near: Ints) -> list[tuple[float, Ints]]:
-        """For many lengths of a round the best rows that are no slower, and their objective.
+    def pick_by_length(self, near: Ints) -> list[tuple[float, Ints]]:
+        """Pick for many lengths of a round the best rows that are no slower, with the objective.
 
         Micro-batches may differ between clusters: seen from the rows ``near``, rounds to the target
         are the sum of what every cluster's choice adds to them.
@@ -149,18 +149,18 @@ class Picking:
         return Within(self.pool, self._kind_r)
 
     def value(self, choice: Ints) -> float:
-        """The objective of one row per cluster."""
+        """Compute the objective of one row per cluster."""
         return float(self._values(choice))
 
     def _values(self, choices: Ints) -> Array:
-        """`value` of each choice, clusters on the last axis."""
+        """Compute `value` of each choice, clusters on the last axis."""
         problem, latency, worth = self.problem, self.pool.costs.latency, self.pool.costs.worth
         rho = problem.learning.rhos(problem.tables, self._steps[choices], self._batches[choices])
         slowest = latency[choices].max(-1)
         return np.asarray(problem.latency_price * rho * slowest + worth[choices].sum(-1))
 
-    def common(self) -> tuple[float, Ints]:
-        """The best where every cluster that can takes one batch, the others what is quickest."""
+    def pick_common(self) -> tuple[float, Ints]:
+        """Pick the best where all clusters that can take one batch, and others the quickest row."""
         best = min(self.commons.values(), key=lambda one: one.value)
         return best.value, best.choice()
 
@@ -171,18 +171,18 @@ class Picking:
         return {b: Common(self.problem, self.pool, self._with_batch(b)) for b in batches}
 
     def _with_batch(self, batch: int) -> Ints:
-        """Rows with a batch by cluster and latency, the quickest of clusters without such a row."""
+        """Order rows with a batch by cluster and latency; other clusters give their quickest."""
         owner, same = self.pool.rows.cluster_r, self.pool.rows.batch_r == batch
         without = np.ones(self.problem.tables.num_clusters, bool)
         without[owner[same]] = False
         order = self._order
         return np.asarray(order[same[order] | (self._first & without[owner[order]])])
 
-    def _changed(self, choice: Ints) -> tuple[float, Ints]:
+    def _improve(self, choice: Ints) -> tuple[float, Ints]:
         """Change one cluster's row at a time while that gains."""
         now, owner = self.value(choice), self.pool.rows.cluster_r
         for _ in range(CHANGES):
-            values = self.exchanged(choice)
+            values = self.price_exchanges(choice)
             best = int(np.argmin(values))
             if not values[best] < now - SAME * abs(now):
                 break
@@ -190,8 +190,8 @@ class Picking:
             choice[owner[best]] = best
         return now, choice
 
-    def exchanged(self, choice: Ints) -> Array:
-        """The objective with each row in the place of its cluster's row of ``choice``, (R,)."""
+    def price_exchanges(self, choice: Ints) -> Array:
+        """Compute the objective with each row in place of its cluster's in ``choice``, (R,)."""
         pool, problem, owner = self.pool, self.problem, self.pool.rows.cluster_r
         rho = self._rho(pool.rows.take(choice))
         others = others_max(pool.costs.latency[choice])[owner]
@@ -200,7 +200,7 @@ class Picking:
         return np.asarray(late + pool.costs.worth + rest[owner])
 
     def _rho(self, now: Layouts) -> Array:
-        """`Learning.rho_rows` of the pool."""
+        """Compute `Learning.rho_rows` of the pool."""
         rho = self.problem.learning.rho_rows(self.problem.tables, self._kinds, now)
         return np.asarray(rho[self._kind_r])
 
@@ -221,7 +221,7 @@ class Within:
         self._before = starts - 1
 
     def rows(self, seconds_l: Array) -> Ints:
-        """Of every kind within every length of a round, (L, K); -1 where none is."""
+        """Return the row of every kind within every length of a round, (L, K); -1 without one."""
         quick = [np.searchsorted(s, seconds_l, side="right") for s in self._seconds]
         number = np.stack(quick, axis=1)
         return np.where(number > 0, self._thriftiest[self._before + number], -1)
@@ -233,7 +233,7 @@ class Common:
     def __init__(self, problem: RoundProblem, pool: Pool, order: Ints) -> None:
         self._order, self._costs = order, pool.costs.take(order)
         owner, latency = pool.rows.cluster_r[order], self._costs.latency
-        first, gain = _gains(owner, self._costs.worth)
+        first, gain = _measure_gains(owner, self._costs.worth)
         self._starts = np.flatnonzero(first)
         rho = problem.learning.rho(problem.tables, pool.rows.take(order[first]))
         # As the ceiling rises, one cluster after another may take a row that needs less energy.
@@ -246,7 +246,7 @@ class Common:
         self.value, self._ceiling = float(values[best]), float(ceilings[best])
 
     def choice(self) -> Ints:
-        """The row of every cluster."""
+        """Return the row of every cluster."""
         latency, worth = self._costs.latency, self._costs.worth
         within = np.where(latency <= self._ceiling, worth, np.inf)
         least = np.minimum.reduceat(within, self._starts)

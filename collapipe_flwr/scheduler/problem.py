@@ -33,18 +33,18 @@ class Learning:
     reference: Reference
 
     def rho(self, tables: Tables, now: Layouts) -> float:
-        """Rounds to the target over those of the reference plan."""
+        """Return the rounds to the target over those of the reference plan."""
         return float(self.rhos(tables, steps_of(tables, now), now.batch_r))
 
     def rhos(self, tables: Tables, steps: Array, batches: Array) -> Array:
-        """The same by steps and batches, clusters on the last axis."""
+        """Compute `rho` by steps and batches, clusters on the last axis."""
         if self.constants is None:
             return np.ones(steps.shape[:-1])
         sums = bound_sums(_shares(tables), steps, batches)
         return np.minimum(self.constants.rounds(sums) / self.reference_rounds, NEVER)
 
     def rho_rows(self, tables: Tables, rows: Layouts, now: Layouts) -> Array:
-        """The same for rows that each replace their own cluster's row of ``now``."""
+        """Compute `rho` for rows that each replace their own cluster's row of ``now``."""
         if self.constants is None:
             return np.ones(len(rows))
         old, new = ((steps_of(tables, each), each.batch_r) for each in (now, rows))
@@ -59,7 +59,7 @@ def _shares(tables: Tables) -> Array:
 def learning_for(
     tables: Tables, constants: LearningConstants | NoiseScale | None, reference: Reference
 ) -> Learning:
-    """Progress around a snapshot; the bound's target is kept reachable for the reference plan."""
+    """Price progress at a snapshot; the bound's target stays reachable for the reference plan."""
     if constants is None:
         return Learning(constants=None, reference_rounds=1.0, reference=reference)
     batch = np.full(
@@ -91,19 +91,19 @@ class RoundProblem:
     room_mi: Array  # infinite without a limit
 
     def scorer(self, prices: DualPrices) -> Scorer:
-        """Fast pricing of candidate rows at ``prices``."""
+        """Make the scorer of candidate rows at ``prices``."""
         return Scorer(self, prices)
 
     def score(self, scorer: Scorer, rows: Layouts, now: Layouts) -> Array:
-        """The cluster-wise objective of every row, the other clusters as in ``now``."""
+        """Compute the cluster-wise objective of every row, the other clusters as in ``now``."""
         return scorer.values(rows, self.learning.rho_rows(self.tables, rows, now))
 
     def estimates(self, chain: Chain, priced: RowPrices) -> Estimates:
-        """What rows cost that have been priced with their hop times."""
+        """Return the costs of rows that have been priced with their hop times."""
         return Estimates(priced.latency_s, priced.latency_s, self.worth(chain, priced))
 
     def worth(self, chain: Chain, priced: RowPrices) -> Array:
-        """Priced energy of every row, with the surcharge on what overdraws an account."""
+        """Price the energy of every row, with the surcharge on what overdraws an account."""
         energy = (of_members(self.price_mi, chain.rows) * priced.energy_j).sum(1)
         room = of_members(self.room_mi, chain.rows, padding=np.inf)[:, 1:]
         budget = of_members(self.tables.members.budget_mi, chain.rows, padding=1.0)[:, 1:]
@@ -111,11 +111,11 @@ class RoundProblem:
         return np.asarray(energy + self.latency_price * over * priced.latency_s)
 
     def batches(self) -> Ints:
-        """All (size, count) pairs."""
+        """Return all (size, count) pairs."""
         return np.array(self.settings.batches, dtype=np.int64)
 
     def pair_of(self, rows: Layouts) -> Ints:
-        """Place of every row's micro-batches in ``batches()``, -1 where no plan may choose them."""
+        """Return the place of every row's micro-batches in ``batches()``, -1 outside the grid."""
         batches = self.batches()
         most = (rows.micro_batch_size_r.max(initial=0), rows.micro_batches_r.max(initial=0))
         table = np.full(np.maximum(batches.max(0), most) + 1, -1)
@@ -123,17 +123,17 @@ class RoundProblem:
         return np.asarray(table[rows.micro_batch_size_r, rows.micro_batches_r])
 
     def device_counts(self) -> Ints:
-        """Devices of every cluster, control units not counted."""
+        """Count the devices of every cluster, without control units."""
         return np.asarray(self.tables.members.present_mi.sum(1) - 1, dtype=np.int64)
 
     def neighbours(self, rows: Layouts) -> Layouts:
-        """Every single move from every row, any device of its cluster coming in."""
+        """Return every single move from every row, any device of its cluster coming in."""
         cost = np.where(self.tables.members.present_mi, 1.0, np.inf)
         cost[:, 0] = np.inf
         return Moves(rows, cost, cost.shape[1]).all()
 
     def fitting(self, rows: Layouts) -> Layouts:
-        """Those that keep within all memories."""
+        """Keep the rows that fit all memories."""
         return rows.take(fits(self.tables, rows, self.settings))
 
     def refuse(self, m: int) -> NoReturn:

@@ -1,4 +1,4 @@
-"""What every scheduler is: settings, and explicit state in, plan and state out.
+"""The interface of every scheduler: settings, and explicit state in, plan and state out.
 
 The state is plain values that survive a checkpoint. Virtual queues turn long-term constraints into
 prices per round: ``Q(t+1) = max(Q(t) + e(t) - budget, -placeholder)``. Summing gives
@@ -30,7 +30,7 @@ from collapipe_flwr.core.keys import (
 from collapipe_flwr.core.links import CODECS
 from collapipe_flwr.core.schedule import SCHEDULES
 from collapipe_flwr.costs.convergence import LearningState
-from collapipe_flwr.costs.radio import ladder
+from collapipe_flwr.costs.radio import rank_codecs
 from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.scheduler.estimates import ProfileEstimates
 from collapipe_flwr.scheduler.gain_estimates import RobustGains
@@ -78,7 +78,7 @@ class SchedulerState:
 
 
 def reference_of(state: SchedulerState) -> Reference:
-    """The reference plan; raises ScheduleError for a state that no ``init`` made."""
+    """Return the reference plan; raises ScheduleError for a state that no ``init`` made."""
     if state.reference is None:
         raise ScheduleError("the scheduler's state has no reference plan: start it with init()")
     return state.reference
@@ -88,7 +88,7 @@ REPAID = 10  # rounds in which devices pay their advance back
 
 
 def advance(queue: float, spent: float, budget: float, placeholder: float = 0.0) -> float:
-    """One step of a virtual queue, which together with its place-holder is never negative."""
+    """Advance a virtual queue, which together with its place-holder is never negative."""
     return 0.0 if math.isinf(budget) else max(queue + spent - budget, -placeholder)
 
 
@@ -100,7 +100,7 @@ def advance_energy(
     share: float,
     placeholders_j: Nested | None = None,
 ) -> dict[str, dict[str, float]]:
-    """All energy queues after a round in which devices got ``share`` of their budgets.
+    """Advance all energy queues by a round in which devices got ``share`` of their budgets.
 
     Members that spent nothing recover it.
     """
@@ -123,7 +123,7 @@ def advance_energy(
 def advance_participation(
     queues: Mapping[str, float], connected: Collection[str], done: Collection[str], *, floor: float
 ) -> dict[str, float]:
-    """Participation deficits after a round that some of the connected clusters finished."""
+    """Advance participation deficits by a round that some of the connected clusters finished."""
     return {
         cluster: max(queues.get(cluster, 0.0) + floor - float(cluster in done), 0.0)
         for cluster in sorted(connected)
@@ -204,14 +204,14 @@ class SchedulerConfig(PricingOptions):
         return replace(self, micro_batch_sizes=sizes, micro_batches=(1,))
 
     def aimed(self, rounds: int) -> float:
-        """The share of its budget that a device gets for the ``rounds``-th round, from 1."""
+        """Return the share of its budget that a device gets for the ``rounds``-th round, from 1."""
         repaid = self.energy_advance / REPAID if rounds <= REPAID else 0.0
         return (1.0 - self.budget_margin) * (1.0 - repaid)
 
     @property
     def coarsest(self) -> str:
         """The codec that leaves the least of an activation's bytes."""
-        return CODECS[ladder(self.codecs)[-1]]
+        return CODECS[rank_codecs(self.codecs)[-1]]
 
 
 @runtime_checkable
@@ -222,7 +222,7 @@ class Scheduler(Protocol):
     def name(self) -> str: ...
 
     def init(self, snapshot: Snapshot) -> SchedulerState:
-        """The state before the first round; raises ScheduleError for unusable snapshots."""
+        """Make the state before the first round; raises ScheduleError for unusable snapshots."""
         ...
 
     def step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:

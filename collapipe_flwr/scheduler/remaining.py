@@ -22,34 +22,34 @@ Value = TypeVar("Value")
 
 
 def without_lost(plan: ClusterPlan, rest: ReplanInput) -> ClusterPlan | None:
-    """The plan for the devices of ``rest``; None where that needs blocks to move.
+    """Return the plan for the devices of ``rest``; None where that needs blocks to move.
 
     A step is predicted to take as much longer as the stage that lost most.
     """
-    segments = tuple(_left(segment, rest.present) for segment in plan.segments)
+    segments = tuple(_keep_present(segment, rest.present) for segment in plan.segments)
     if any(segment is None for segment in segments):
         return None
     thinned = replace(plan, segments=tuple(segment for segment in segments if segment is not None))
-    for depths in _depths(plan, thinned.replicas):
-        candidate = _predicted(plan, replace(thinned, warmup_depth=depths), rest)
-        if candidate is not None and _runs(candidate, rest.options.schedule):
+    for depths in _propose_depths(plan, thinned.replicas):
+        candidate = _predict(plan, replace(thinned, warmup_depth=depths), rest)
+        if candidate is not None and _can_run(candidate, rest.options.schedule):
             return candidate
     return None
 
 
-def _left(segment: Segment, present: Collection[str]) -> Segment | None:
+def _keep_present(segment: Segment, present: Collection[str]) -> Segment | None:
     names = [name for name in segment.device_ids if name in present]
     return replace(segment, device_id=names[0], replicas=tuple(names[1:])) if names else None
 
 
-def _depths(plan: ClusterPlan, left: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Of every stage: with as many in flight in all as before, else with as many on each device."""
+def _propose_depths(plan: ClusterPlan, left: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Propose depths: as many in flight per stage as before, else as many on each device."""
     stages = tuple(zip(plan.warmup_depth, plan.replicas, left, strict=True))
     yield tuple(min(-(-depth * had // has), plan.micro_batches) for depth, had, has in stages)
     yield plan.warmup_depth
 
 
-def _runs(plan: ClusterPlan, schedule: str) -> bool:
+def _can_run(plan: ClusterPlan, schedule: str) -> bool:
     try:
         dry_run_plan(plan, schedule)
     except ScheduleError:
@@ -57,8 +57,8 @@ def _runs(plan: ClusterPlan, schedule: str) -> bool:
     return True
 
 
-def _predicted(before: ClusterPlan, plan: ClusterPlan, rest: ReplanInput) -> ClusterPlan | None:
-    """With predictions for those that are left; None where a memory is too small."""
+def _predict(before: ClusterPlan, plan: ClusterPlan, rest: ReplanInput) -> ClusterPlan | None:
+    """Predict for the devices that are left; None where a memory is too small."""
     blocks, margin = block_table(rest.model), 1.0 - rest.options.memory_margin
     most = before.most_bytes
     room = {device.device_id: min(device.memory_bytes * margin, most) for device in rest.devices}
@@ -79,19 +79,19 @@ def _predicted(before: ClusterPlan, plan: ClusterPlan, rest: ReplanInput) -> Clu
     longer = max(more.values())
     return replace(
         plan,
-        tx_power_w=_without(plan.tx_power_w, before, plan),
-        gradient_power_w=_without(plan.gradient_power_w, before, plan),
+        tx_power_w=_drop_gone(plan.tx_power_w, before, plan),
+        gradient_power_w=_drop_gone(plan.gradient_power_w, before, plan),
         latency_s=plan.latency_s * longer,
         step_s=plan.step_s * longer,
         energy_j={
             name: joule * more.get(name, 1.0)
-            for name, joule in _without(plan.energy_j, before, plan).items()
+            for name, joule in _drop_gone(plan.energy_j, before, plan).items()
         },
         memory_bytes={name: int(size) for name, size in need.items()},
     )
 
 
-def _without(
+def _drop_gone(
     values: Mapping[str, Value], before: ClusterPlan, plan: ClusterPlan
 ) -> dict[str, Value]:
     gone = set(before.device_ids) - set(plan.device_ids)

@@ -29,7 +29,7 @@ MOST_SLACK = 3  # micro-batches more in flight per stage than the textbook has
 
 
 def with_replicas(plan: Plan, problem: RoundProblem, rho: float) -> Plan:
-    """``plan`` with replicas in the clusters that make the round long."""
+    """Add replicas to ``plan`` in the clusters that make the round long."""
     if len(plan.clusters) > MOST_CLUSTERS:
         return plan
     for _ in range(MOST_CHANGES):
@@ -54,33 +54,37 @@ class _Changes:
         )
 
     def best(self) -> ClusterPlan | None:
-        """The change that gains most; None where none is worth it."""
-        now = self._pricing(self._now).costs()
+        """Find the change that gains most; None where none is worth it."""
+        now = self._make_pricing(self._now).costs()
         value = self._pays(now.latency_s, now.spent_j)
         least, found = value - WORTH * abs(value), None
-        for segments, hops in self._segments(now.slowest_stage):
-            for plan, costs in self._candidates(segments, now.hop_s[list(hops)], hops, least):
+        for segments, hops in self._propose_segments(now.slowest_stage):
+            for plan, costs in self._propose_candidates(
+                segments, now.hop_s[list(hops)], hops, least
+            ):
                 value = self._pays(costs.latency_s, costs.spent_j)
-                if self._allowed(costs) and value < least:
-                    least, found = value, _predicted(plan, costs)
+                if self._is_allowed(costs) and value < least:
+                    least, found = value, _apply_costs(plan, costs)
         return found
 
-    def _segments(self, slowest: int) -> Iterator[tuple[tuple[Segment, ...], tuple[int, ...]]]:
-        """Segments, and which hops of today's plan theirs are."""
+    def _propose_segments(
+        self, slowest: int
+    ) -> Iterator[tuple[tuple[Segment, ...], tuple[int, ...]]]:
+        """Propose segments, and which hops of today's plan theirs are."""
         segments, hops = self._now.segments, tuple(range(len(self._now.segments) + 1))
         here = segments[slowest]
         for name in (n for n in self._members if n not in self._now.device_ids):
             more = replace(here, replicas=(*here.replicas, name))
             yield (*segments[:slowest], more, *segments[slowest + 1 :]), hops
-        for group in _groups(len(segments)):
-            yield _merged(segments, group), (*sorted(set(group)), len(segments))
+        for group in _list_groups(len(segments)):
+            yield _merge(segments, group), (*sorted(set(group)), len(segments))
 
-    def _candidates(
+    def _propose_candidates(
         self, segments: tuple[Segment, ...], hop_s: Array, hops: tuple[int, ...], least: float
     ) -> Iterator[tuple[ClusterPlan, ReplicatedCosts]]:
-        """With full depths under GPipe, else deeper ones as long as these gain.
+        """Propose full depths under GPipe, else deeper ones as long as these gain.
 
-        None where no depth can make the cluster pay less than ``least``.
+        Yields none where no depth can make the cluster pay less than ``least``.
         """
         full = self._problem.tables.members.power_max_mi[self._m].tolist()
         names = [name for segment in segments for name in segment.device_ids]
@@ -94,11 +98,11 @@ class _Changes:
         )
         if max(plan.replicas) > plan.micro_batches:
             return
-        plan = self._pricing(plan).thrifty(hop_s)
+        plan = self._make_pricing(plan).thrifty(hop_s)
         shortest_s = float("inf")
-        for depths in self._depths(plan):
+        for depths in self._propose_depths(plan):
             deep = replace(plan, warmup_depth=depths)
-            pricing = self._pricing(deep)
+            pricing = self._make_pricing(deep)
             if not self._pays(*pricing.least()) < least:
                 return
             costs = pricing.costs()
@@ -107,7 +111,7 @@ class _Changes:
                 return
             shortest_s = costs.step_s
 
-    def _depths(self, plan: ClusterPlan) -> Iterator[tuple[int, ...]]:
+    def _propose_depths(self, plan: ClusterPlan) -> Iterator[tuple[int, ...]]:
         most = plan.micro_batches
         if self._problem.settings.schedule == "gpipe":
             yield (most,) * len(plan.replicas)
@@ -117,22 +121,22 @@ class _Changes:
 
     # -- prices -----------------------------------------------------------------------------
 
-    def _pricing(self, plan: ClusterPlan) -> ReplicatedPricing:
+    def _make_pricing(self, plan: ClusterPlan) -> ReplicatedPricing:
         return ReplicatedPricing(self._problem.tables, self._m, plan, self._problem.settings)
 
-    def _allowed(self, costs: ReplicatedCosts) -> bool:
-        """Whether it fits all memories and what every device may spend in this round."""
+    def _is_allowed(self, costs: ReplicatedCosts) -> bool:
+        """Return whether it fits all memories and what every device may spend in this round."""
         room, at = self._problem.room_mi[self._m], self._members
         return costs.fits and all(j <= room[at[n]] for n, j in costs.spent_j.items() if n in at)
 
     def _pays(self, latency_s: float, energy_j: Mapping[str, float]) -> float:
-        """What the cluster pays: seconds of the round, and joules."""
+        """Compute what the cluster pays: seconds of the round, and joules."""
         prices = self._problem.price_mi[self._m]
         joules = sum(prices[self._members.get(name, 0)] * j for name, j in energy_j.items())
         return self._second_price * max(latency_s, self._others_s) + float(joules)
 
 
-def _predicted(plan: ClusterPlan, costs: ReplicatedCosts) -> ClusterPlan:
+def _apply_costs(plan: ClusterPlan, costs: ReplicatedCosts) -> ClusterPlan:
     return replace(
         plan,
         latency_s=costs.latency_s,
@@ -142,8 +146,8 @@ def _predicted(plan: ClusterPlan, costs: ReplicatedCosts) -> ClusterPlan:
     )
 
 
-def _groups(count: int) -> list[tuple[int, ...]]:
-    """By stage, the first stage of those that it is put together with."""
+def _list_groups(count: int) -> list[tuple[int, ...]]:
+    """List groupings: for every stage the first one of those that it is merged with."""
     pairs = [
         tuple(first if stage == first + 1 else stage for stage in range(count))
         for first in range(count - 1)
@@ -153,7 +157,7 @@ def _groups(count: int) -> list[tuple[int, ...]]:
     return [group for group in found if group != tuple(range(count))]
 
 
-def _merged(segments: tuple[Segment, ...], group: tuple[int, ...]) -> tuple[Segment, ...]:
+def _merge(segments: tuple[Segment, ...], group: tuple[int, ...]) -> tuple[Segment, ...]:
     found = []
     for _, stages in groupby(range(len(segments)), key=group.__getitem__):
         together = [segments[stage] for stage in stages]

@@ -43,37 +43,37 @@ class InPlace:
     costs: Estimates  # of these rows
     hz_m: Array
 
-    def bounded(self, near: Layouts) -> RunnersUp:
-        """All rows of ``near`` by the lower bound."""
-        chain, _, priced = self._bounded(near)
+    def bound_rows(self, near: Layouts) -> RunnersUp:
+        """Price all rows of ``near`` by the lower bound."""
+        chain, _, priced = self._bound(near)
         return RunnersUp(self, near, self.problem.estimates(chain, priced))
 
-    def played(self, near: Layouts, *, joint: bool = False) -> RunnersUp:
-        """The rows of ``near`` that matter, as their steps are played.
+    def play_rows(self, near: Layouts, *, joint: bool = False) -> RunnersUp:
+        """Play the steps of the rows of ``near`` that matter.
 
         Those that may be among the best `WIDTH` of their clusters alone. For a ``joint`` choice
         also those that none with the same micro-batches beats in latency as well as in energy. The
         lower bound of a row's latency is enough to leave it out.
         """
-        chain, times, priced = self._bounded(near)
+        chain, times, priced = self._bound(near)
         every = RunnersUp(self, near, self.problem.estimates(chain, priced))
         pair_r, done = self.problem.pair_of(near), np.zeros(len(near), bool)
-        while len(more := self._next(every, pair_r, done, joint=joint)):
+        while len(more := self._choose_next(every, pair_r, done, joint=joint)):
             priced = played(chain, times, priced, more)
             every = replace(every, costs=self.problem.estimates(chain, priced))
             done[more] = True
         return every.take(np.flatnonzero(done))
 
-    def _bounded(self, rows: Layouts) -> tuple[Chain, Array, RowPrices]:
-        """Rows with their shortest hops over these bandwidths, and what they cost at least."""
+    def _bound(self, rows: Layouts) -> tuple[Chain, Array, RowPrices]:
+        """Bound the costs of rows from below, with their shortest hops over these bandwidths."""
         hz = self.hz_m[rows.cluster_r]
         chain = chain_of(self.problem.tables, rows, self.problem.settings)
         times = full_power_times(chain, hz)
         return chain, times, price_rows(chain, times, powers_for(chain, hz, times))
 
-    def _next(self, every: RunnersUp, pair_r: Ints, done: Mask, *, joint: bool) -> Ints:
-        """The most promising rows of every cluster that may matter and are not ``done``."""
-        values, owner, costs = every.alone(), every.near.cluster_r, every.costs
+    def _choose_next(self, every: RunnersUp, pair_r: Ints, done: Mask, *, joint: bool) -> Ints:
+        """Choose the most promising rows of every cluster that may matter and are not ``done``."""
+        values, owner, costs = every.value_alone(), every.near.cluster_r, every.costs
         own_pair = self.problem.pair_of(self.rows)
         chosen = [np.zeros(0, np.int64)]
         for m in np.unique(owner[~done]):
@@ -102,35 +102,35 @@ class RunnersUp:
     costs: Estimates  # of these rows
 
     def take(self, rows: Ints) -> RunnersUp:
-        """The chosen rows."""
+        """Take the chosen rows."""
         return RunnersUp(self.plan, self.near.take(rows), self.costs.take(rows))
 
-    def alone(self) -> Array:
-        """The objective with each row in the plan, less the plan's own priced energy, (R,)."""
+    def value_alone(self) -> Array:
+        """Compute the objective with each row in the plan, less the plan's priced energy, (R,)."""
         plan, problem, owner = self.plan, self.plan.problem, self.near.cluster_r
         late_s = problem.learning.rho_rows(problem.tables, self.near, plan.rows)
         late_s *= np.maximum(self.costs.latency, others_max(plan.costs.latency)[owner])
         more = self.costs.worth - plan.costs.worth[owner]
         return np.asarray(problem.latency_price * late_s + more)
 
-    def first(self, width: int) -> RunnersUp:
-        """The ``width`` rows of every cluster that cost least in the plan, best first."""
-        order = np.argsort(self.alone(), kind="stable")
+    def keep_first(self, width: int) -> RunnersUp:
+        """Keep the ``width`` rows of every cluster that cost least in the plan, best first."""
+        order = np.argsort(self.value_alone(), kind="stable")
         owner = self.near.cluster_r[order]
         return self.take(np.concatenate([order[owner == m][:width] for m in np.unique(owner)]))
 
-    def together(self) -> Layouts:
-        """The best plan found with new rows in any number of clusters, perhaps the plan itself."""
+    def combine(self) -> Layouts:
+        """Find the best plan with new rows in any number of clusters, perhaps the plan itself."""
         plan, rows = self.plan, stack([self.plan.rows, self.near])
         costs = joined([plan.costs, self.costs])
         pool = Pool(rows, costs, plan.problem.pair_of(rows))
         chosen = rows.take(Picking(plan.problem, pool).best()[1])
         return replaced(chosen, chosen.cluster_r, chosen)  # no wider than needed
 
-    def grown(
+    def grow(
         self, start: Layouts, price: Callable[[Layouts], RunnersUp], width: int = WIDTH
     ) -> RunnersUp:
-        """These rows, and the best of every cluster that a beam search from ``start`` finds.
+        """Add the best rows of every cluster that a beam search from ``start`` finds.
 
         The ``width`` best rows one move away, then those one move from these, until the best of all
         has not become better for `PATIENCE` moves.
@@ -142,8 +142,8 @@ class RunnersUp:
             if not new:
                 break
             seen |= new.keys()
-            found = price(moved.take(np.array(list(new.values())))).first(width)
-            least = found.alone().min()
+            found = price(moved.take(np.array(list(new.values())))).keep_first(width)
+            least = found.value_alone().min()
             vain = 0 if least < best else vain + 1
             best, start = min(best, least), found.near
             parts.append(found)

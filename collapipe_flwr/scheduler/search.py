@@ -24,8 +24,8 @@ from collapipe_flwr.scheduler.initial_layouts import (
     first_rows,
     rows_for,
 )
-from collapipe_flwr.scheduler.local_search import Moves, every_batch
-from collapipe_flwr.scheduler.pool import Picking, Pool, front, pool_of
+from collapipe_flwr.scheduler.local_search import Moves, pair_batches
+from collapipe_flwr.scheduler.pool import Picking, Pool, pool_of, select_front
 from collapipe_flwr.scheduler.problem import RoundProblem
 from collapipe_flwr.scheduler.scorer import Estimates
 
@@ -59,7 +59,7 @@ class Search:
     """Searches of one decision under successive dual prices."""
 
     def __init__(self, problem: RoundProblem, spare: Layouts | None = None) -> None:
-        """``spare`` rows are known to it beside those in place."""
+        """Search ``problem``; ``spare`` rows are known besides those in place."""
         self.problem, self.spare = problem, spare
         self.clusters = np.arange(problem.tables.num_clusters)
         self.few = problem.tables.few  # with more, what is tried is limited
@@ -67,7 +67,7 @@ class Search:
         self.left, self.thorough, self.hasty = NO_LIMIT, True, False
 
     def choose(self, prices: DualPrices, now: Layouts | None) -> Layouts:
-        """The best rows found for all clusters together; raises InfeasibleError without any.
+        """Choose the best rows for all clusters together; raises InfeasibleError without any.
 
         The first choice of a search without rows in place starts from scratch, later ones from what
         is known by then.
@@ -82,25 +82,31 @@ class Search:
             else:
                 self.left = TRIED_HASTILY if self.hasty else TRIED_AGAIN
         if self.pool is None and now is None:
-            pool = self._first()
+            pool = self._start_pool()
             fresh = np.ones(len(pool), bool)
         else:
             known = [] if self.pool is None else [self.pool.rows]
-            new = [] if now is None else self._around(now) if self.thorough else self._in_time(now)
+            new = (
+                []
+                if now is None
+                else self._collect_around(now)
+                if self.thorough
+                else self._collect_in_time(now)
+            )
             pool = self._pool_of(stack(known + new))
             fresh = np.arange(len(pool)) >= sum(len(rows) for rows in known)
-        keep = self._promising(pool)
-        self.pool, choice = self._grown(pool.take(keep), fresh[keep])
+        keep = self._find_promising(pool)
+        self.pool, choice = self._grow(pool.take(keep), fresh[keep])
         rows = self.pool.rows.take(choice)
         return replaced(rows, self.clusters, rows)  # no wider than needed
 
-    def elsewhere(self) -> Iterator[Layouts]:
-        """Other plans from what was chosen from last that cost little more, best first.
+    def pick_elsewhere(self) -> Iterator[Layouts]:
+        """Pick other plans from the last pool that cost little more, best first.
 
         Their rounds are shorter or longer, so that no single move leads from one to another.
         """
         assert self.pool is not None  # of the last choice
-        for choice in Picking(self.problem, self.pool).elsewhere()[:ELSEWHERE]:
+        for choice in Picking(self.problem, self.pool).pick_elsewhere()[:ELSEWHERE]:
             rows = self.pool.rows.take(choice)
             yield replaced(rows, self.clusters, rows)
 
@@ -109,38 +115,38 @@ class Search:
     def _pool_of(self, rows: Layouts) -> Pool:
         return pool_of(self.problem, self.scorer, rows)
 
-    def _first(self) -> Pool:
-        """All rows of small clusters; simple ones of others, with the pairs that promise most."""
+    def _start_pool(self) -> Pool:
+        """Collect all rows of small clusters, simple ones of others with the best pairs."""
         problem, counts = self.problem, self.problem.device_counts()
         tables, batches = problem.tables, problem.batches()
-        small = self._enumerable(counts)
+        small = self._find_enumerable(counts)
         parts = [
             rows_for(int(m), *all_layouts(int(counts[m]), tables.num_blocks), batches)
             for m in np.flatnonzero(small)
         ]
         if len(large := np.flatnonzero(~small)):
-            parts += [first_rows(problem, large, pair) for pair in self._sampled_pairs(large)]
+            parts += [first_rows(problem, large, pair) for pair in self._sample_pairs(large)]
         pool = self._pool_of(stack(parts))
         if (missing := np.setdiff1d(self.clusters, pool.rows.cluster_r)).size:
             problem.refuse(int(missing[0]))
-        return pool.take(front(pool, len(batches), 0.0))
+        return pool.take(select_front(pool, len(batches), 0.0))
 
-    def _enumerable(self, counts: Ints) -> Mask:
+    def _find_enumerable(self, counts: Ints) -> Mask:
         grid, blocks = len(self.problem.batches()), self.problem.tables.num_blocks
         most = min(ENUMERATED_ROWS, ENUMERATED_IN_ALL // len(counts))
         rows = {int(n): count_layouts(int(n), blocks) for n in set(counts.tolist())}
         return np.array([rows[int(n)] * grid <= most for n in counts])
 
-    def _widest_pairs(self) -> list[tuple[int, int]]:
-        """For every batch of the grid the pair with the most micro-batches."""
+    def _find_widest_pairs(self) -> list[tuple[int, int]]:
+        """Find for every batch of the grid the pair with the most micro-batches."""
         widest: dict[int, tuple[int, int]] = {}
         for size, count in sorted(self.problem.batches().tolist()):
             widest.setdefault(size * count, (size, count))
         return list(widest.values())
 
-    def _sampled_pairs(self, large: Ints) -> list[tuple[int, int]]:
-        """The widest pairs; of many clusters those with which some of them are quick."""
-        pairs, some = self._widest_pairs(), large[:: max(len(large) // SAMPLE, 1)]
+    def _sample_pairs(self, large: Ints) -> list[tuple[int, int]]:
+        """Return the widest pairs; of many clusters those with which some of them are quick."""
+        pairs, some = self._find_widest_pairs(), large[:: max(len(large) // SAMPLE, 1)]
         if len(large) <= 2 * SAMPLE:
             return pairs
         late = []
@@ -154,7 +160,7 @@ class Search:
         return good if np.isfinite(most) else pairs
 
     def _common_rho(self, size: int, count: int) -> float:
-        """Rounds to the target where all clusters have these micro-batches."""
+        """Return relative rounds to the target where all clusters have these micro-batches."""
         tables, one = self.problem.tables, np.ones((len(self.clusters), 1), np.int64)
         stops = tables.num_blocks * one
         rows = Layouts(
@@ -166,21 +172,21 @@ class Search:
         )
         return self.problem.learning.rho(tables, rows)
 
-    def _promising(self, pool: Pool) -> Mask:
-        """Rows with batches of which the first plan is not far from the best one."""
+    def _find_promising(self, pool: Pool) -> Mask:
+        """Find rows with batches whose first plan is not far from the best one."""
         picking = Picking(self.problem, pool)
-        least, choice = picking.common()
+        least, choice = picking.pick_common()
         most = (PROMISING if self.few else PROMISING_MANY) * least
         good = [batch for batch, best in picking.commons.items() if best.value <= most]
         keep = np.isin(pool.rows.batch_r, good)
         # A pair that is bad for all of them may be good for the one that the others wait for.
         own = pool.rows.cluster_r * len(self.problem.batches()) + pool.pair_r
-        keep |= np.isin(own, own[picking.exchanged(choice) < least])
+        keep |= np.isin(own, own[picking.price_exchanges(choice) < least])
         served = np.isin(pool.rows.cluster_r, pool.rows.cluster_r[keep])
         return np.asarray(keep | ~served)
 
-    def _around(self, now: Layouts) -> list[Layouts]:
-        """Rows in place with other micro-batches, and simple ones at these prices.
+    def _collect_around(self, now: Layouts) -> list[Layouts]:
+        """Collect rows in place with other micro-batches, and simple ones at these prices.
 
         The latter for all clusters where nothing else is known, else for those that matter most.
         """
@@ -188,27 +194,27 @@ class Search:
         if self.pool is not None:
             in_place = self._pool_of(now)
             value = Picking(self.problem, in_place).value(self.clusters)
-            which = np.flatnonzero(self._pressing(in_place.costs, value))
+            which = np.flatnonzero(self._find_pressing(in_place.costs, value))
         simple = [first_rows(self.problem, which, pair) for pair in _pairs_of(now)]
-        return [every_batch(now, batches)[1], *simple]
+        return [pair_batches(now, batches)[1], *simple]
 
-    def _in_time(self, now: Layouts) -> list[Layouts]:
-        """Where time is short: the cheapest rows for rounds of several lengths near today's.
+    def _collect_in_time(self, now: Layouts) -> list[Layouts]:
+        """Collect, where time is short, the cheapest rows for rounds of lengths near today's.
 
         Also rows in place with other micro-batches, and those of a spare plan.
         """
         least, most = now.batch_r.min() / NEAR, now.batch_r.max() * NEAR
-        widest = [pair for pair in self._widest_pairs() if least <= pair[0] * pair[1] <= most]
+        widest = [pair for pair in self._find_widest_pairs() if least <= pair[0] * pair[1] <= most]
         pairs = np.unique(np.array(_pairs_of(now) + widest), axis=0)
-        known = [every_batch(now, pairs)[1]]
+        known = [pair_batches(now, pairs)[1]]
         known += [] if self.spare is None else [self.spare]
         late_t = self.scorer.estimates(now).latency.max() * np.array(LENGTHS)
         return [*known, cheapest_rows(self.scorer, now, late_t)]
 
     # -- growth -----------------------------------------------------------------------------
 
-    def _grown(self, pool: Pool, fresh: Mask) -> tuple[Pool, Ints]:
-        """The pool with what is worth knowing near ``fresh`` rows, and the row of every cluster.
+    def _grow(self, pool: Pool, fresh: Mask) -> tuple[Pool, Ints]:
+        """Grow the pool by rows worth knowing near ``fresh`` ones, and pick a row per cluster.
 
         Half of what may still be tried in a decision from scratch is left for other prices.
         """
@@ -217,28 +223,28 @@ class Search:
         value, choice = Picking(self.problem, pool).best()
         jumped: set[bytes] = set()
         for _ in range(ROUNDS if self.thorough else ROUNDS_AGAIN):
-            keep = self._worth_knowing(pool, value, choice)
+            keep = self._select_known(pool, value, choice)
             choice = (np.cumsum(keep) - 1)[choice]
             pool, fresh = pool.take(keep), fresh[keep]
             most = tried if self.hasty else -(-tried // PARTS)
-            moving = self._in_order(pool, choice, np.flatnonzero(fresh))[:most]
+            moving = self._order_moves(pool, choice, np.flatnonzero(fresh))[:most]
             tried, self.left = tried - len(moving), self.left - len(moving)
             if len(moving):
                 near = Moves(pool.rows.take(moving), self.cost_mi, spares).all()
             else:
-                near = self._far(pool.rows.take(choice), jumped)
+                near = self._jump_far(pool.rows.take(choice), jumped)
             if not len(near):
                 break
             known = len(pool)
-            pool = pool.joined(self._pool_of(near))
+            pool = pool.join(self._pool_of(near))
             fresh = np.arange(len(pool)) >= known
             value, choice = Picking(self.problem, pool).best()
             if self.hasty:  # all that may be tried has been
                 break
         return pool, choice
 
-    def _far(self, picked: Layouts, jumped: set[bytes]) -> Layouts:
-        """Two moves away from rows of which that has not been tried yet; for few clusters."""
+    def _jump_far(self, picked: Layouts, jumped: set[bytes]) -> Layouts:
+        """Return rows two moves away from those for which this is new; for few clusters."""
         none = picked.take(np.zeros(0, np.int64))
         if len(self.clusters) > FAR_CLUSTERS:
             return none
@@ -251,33 +257,33 @@ class Search:
         near = Moves(picked.take(np.array(new)), self.cost_mi, most).all()
         return Moves(near, self.cost_mi, most).all() if len(near) else none
 
-    def _in_order(self, pool: Pool, choice: Ints, rows: Ints) -> Ints:
-        """``rows``, those of the slowest clusters first, then by priced energy, highest first."""
+    def _order_moves(self, pool: Pool, choice: Ints, rows: Ints) -> Ints:
+        """Order ``rows``: slowest clusters first, then by priced energy, highest first."""
         owner, latency = pool.rows.cluster_r[rows], pool.costs.latency[choice]
         slow = latency > PRESSING * latency.max()
         return rows[np.lexsort((-pool.costs.worth[choice][owner], ~slow[owner]))]
 
-    def _worth_knowing(self, pool: Pool, value: float, choice: Ints) -> Mask:
-        """Rows that no other beats, seen from a pick of that ``value``, and the pick's own."""
+    def _select_known(self, pool: Pool, value: float, choice: Ints) -> Mask:
+        """Select rows that no other beats, seen from a pick of that ``value``, and the pick's."""
         problem, costs, owner = self.problem, pool.costs, pool.rows.cluster_r
-        price_r = self._second(pool)
+        price_r = self._price_second(pool)
         rho = problem.learning.rho(problem.tables, pool.rows.take(choice))
         late = problem.latency_price * rho * float(costs.latency[choice].max())
-        near_r = self._pressing(costs.take(choice), value)[owner]
-        scaled = [_told_apart(price_r * s / late, near_r) for s in (costs.latency, costs.soft)]
+        near_r = self._find_pressing(costs.take(choice), value)[owner]
+        scaled = [_coarsen(price_r * s / late, near_r) for s in (costs.latency, costs.soft)]
         seen = replace(pool, costs=Estimates(scaled[0], scaled[1], costs.worth))
-        keep = front(seen, len(problem.batches()), ENOUGH * value / len(self.clusters))
+        keep = select_front(seen, len(problem.batches()), ENOUGH * value / len(self.clusters))
         keep &= near_r | (price_r * costs.latency <= BAND * late)
         keep[choice] = True
         return keep
 
-    def _pressing(self, costs: Estimates, value: float) -> Mask:
-        """Clusters that make the round long or dear, (M,); all where there are few."""
+    def _find_pressing(self, costs: Estimates, value: float) -> Mask:
+        """Find clusters that make the round long or dear, (M,); all where there are few."""
         slow = costs.latency > PRESSING * costs.latency.max()
         return np.asarray(slow | (costs.worth > ENOUGH * value) | self.few)
 
-    def _second(self, pool: Pool) -> Array:
-        """What a second of the round costs if all clusters have the row's micro-batches, (R,)."""
+    def _price_second(self, pool: Pool) -> Array:
+        """Price a second of the round where all clusters have the row's micro-batches, (R,)."""
         batches = self.problem.batches()
         price = np.zeros(len(batches))
         for pair in np.unique(pool.pair_r):
@@ -286,7 +292,7 @@ class Search:
         return price[pool.pair_r]
 
     def _device_cost(self) -> Array:
-        """What an operation costs on every member, infinite where none can work, (M, I)."""
+        """Price an operation on every member, infinite where none can work, (M, I)."""
         members, price_mi = self.problem.tables.members, self.problem.price_mi
         second = self.scorer.slope_m[:, None] / members.speed_mi
         cost = second + price_mi * members.energy_per_flop_mi
@@ -295,14 +301,14 @@ class Search:
         return cost
 
 
-def _told_apart(late_r: Array, near_r: Mask) -> Array:
-    """Latency over the pick's, as coarse out of the band around 1 as differences matter."""
+def _coarsen(late_r: Array, near_r: Mask) -> Array:
+    """Coarsen latency over the pick's outside the band around 1, where differences matter less."""
     coarse = COARSE ** np.ceil(np.log(late_r) / np.log(COARSE))
     coarse = np.where((late_r > 1.0 / BAND) & (late_r < BAND), late_r, coarse)
     return np.where(near_r, coarse, np.maximum(late_r, 1.0 / BAND))
 
 
 def _pairs_of(rows: Layouts) -> list[tuple[int, int]]:
-    """The pairs of micro-batches that rows have."""
+    """Return the pairs of micro-batches that rows have."""
     pairs = np.stack([rows.micro_batch_size_r, rows.micro_batches_r], axis=1)
     return [(size, count) for size, count in np.unique(pairs, axis=0).tolist()]

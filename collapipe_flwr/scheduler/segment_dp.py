@@ -66,7 +66,7 @@ Shortest = Callable[[SegmentProblem], "tuple[tuple[int, ...], tuple[int, ...]] |
 
 
 def best_path(problem: SegmentProblem, shortest: Shortest) -> Path:
-    """The optimum, best first over pairs of caps; raises InfeasibleError without any path.
+    """Find the optimum, best first over pairs of caps; raises InfeasibleError without any path.
 
     A path that beats the cheapest one under some caps must undercut one of its two bottlenecks,
     so each pair of caps branches into two; its cheapest cost bounds everything beyond.
@@ -79,14 +79,14 @@ def best_path(problem: SegmentProblem, shortest: Shortest) -> Path:
         bound, _, caps = heappop(queue)
         if bound >= limit:
             break
-        found = shortest(_capped(problem, caps))
+        found = shortest(_cap(problem, caps))
         if found is None:
             continue
         path = describe(problem, *found)
         if path.value(problem) < limit:
             best, limit = path, path.value(problem)
         bound = path.cost + problem.pace * sum(problem.floor) + problem.fixed_cost
-        for after in _lower(problem, caps, path):
+        for after in _branch(problem, caps, path):
             if bound < limit and after not in seen:
                 seen.add(after)
                 heappush(queue, (bound, next(serial), after))
@@ -95,10 +95,10 @@ def best_path(problem: SegmentProblem, shortest: Shortest) -> Path:
     return best
 
 
-def _lower(
+def _branch(
     problem: SegmentProblem, caps: tuple[float, float], path: Path
 ) -> list[tuple[float, float]]:
-    """The two pairs of caps that exclude ``path``, where its bottlenecks can be undercut."""
+    """Return the two pairs of caps that exclude ``path``, where its bottlenecks can be undercut."""
     after = []
     if path.forward_s > problem.floor[0]:
         after.append((path.forward_s, caps[1]))
@@ -107,8 +107,8 @@ def _lower(
     return after
 
 
-def _capped(problem: SegmentProblem, caps: tuple[float, float]) -> SegmentProblem:
-    """Infinite cost for resources that are not faster than the caps."""
+def _cap(problem: SegmentProblem, caps: tuple[float, float]) -> SegmentProblem:
+    """Make resources that are not faster than the caps infinitely dear."""
     stage = (problem.stage_forward_nlk >= caps[0]) | (problem.stage_backward_nlk >= caps[1])
     hop = (problem.hop_forward_ijl >= caps[0]) | (problem.hop_backward_ijl >= caps[1])
     return replace(
@@ -119,7 +119,7 @@ def _capped(problem: SegmentProblem, caps: tuple[float, float]) -> SegmentProble
 
 
 def describe(problem: SegmentProblem, devices: Sequence[int], stops: Sequence[int]) -> Path:
-    """Costs and bottlenecks of a path."""
+    """Compute costs and bottlenecks of a path."""
     p, members = problem, [0, *(device + 1 for device in devices), problem.devices + 1]
     hops = list(zip(members, members[1:], (0, *stops), strict=False))
     stages = list(zip(devices, (0, *stops), stops, strict=False))
@@ -138,7 +138,7 @@ def describe(problem: SegmentProblem, devices: Sequence[int], stops: Sequence[in
 
 
 def in_order(order: Sequence[int]) -> Shortest:
-    """Shortest path that visits devices in a given order; any of them may be left out."""
+    """Make the search for the shortest path through devices in this order, or some of them."""
 
     def shortest(p: SegmentProblem) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         blocks = p.blocks
@@ -174,7 +174,7 @@ def in_order(order: Sequence[int]) -> Shortest:
 
 
 def any_order(p: SegmentProblem) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Shortest path over all orders and subsets: dynamic programming over sets of devices."""
+    """Find the shortest path over all orders and subsets, by dynamic programming over sets."""
     table = _SubsetTable(p)
     table.fill()
     return table.path()
@@ -193,7 +193,7 @@ class _SubsetTable:
         self.sizes = np.array([int(mask).bit_count() for mask in masks])
 
     def fill(self) -> None:
-        """All layers up to as many devices as there are blocks."""
+        """Fill all layers up to as many devices as there are blocks."""
         p = self.p
         for device in range(self.n):
             through = p.hop_cost_ijl[0, device + 1, 0] + p.stage_cost_nlk[device, 0]

@@ -27,8 +27,10 @@ class Bounds:
     compute_efficiency: float  # at the latter latency
 
 
-def bounds_in(world: World, model: ModelProfile, settings: SchedulerConfig, rounds: int) -> Bounds:
-    """The bounds of ``rounds`` rounds.
+def compute_bounds(
+    world: World, model: ModelProfile, settings: SchedulerConfig, rounds: int
+) -> Bounds:
+    """Compute the bounds of ``rounds`` rounds.
 
     The slowest cluster of a round is at least as slow as each: the maximum of averages is below
     the average of maxima.
@@ -49,7 +51,7 @@ def bounds_in(world: World, model: ModelProfile, settings: SchedulerConfig, roun
 
 
 def useful_s(world: World, model: ModelProfile) -> float:
-    """Seconds that all devices together need for the useful operations of a round.
+    """Compute the seconds that all devices together need for a round's useful operations.
 
     One forward and one backward pass of all blocks over every example. Over the length of a round
     in which all clusters take part, it *is* the share of capacity that the round uses.

@@ -43,43 +43,43 @@ ChannelModel = Callable[[Placement, int, int], ChannelState]
 
 
 def static(placement: Placement, seed: int, round_index: int) -> ChannelState:
-    """Path loss only: the same gains in every round."""
+    """Apply path loss only: the same gains in every round."""
     del seed, round_index
-    return _channel(*_gains(placement, placement.member_m))
+    return _make_state(*_compute_gains(placement, placement.member_m))
 
 
 def block_fading(placement: Placement, seed: int, round_index: int) -> ChannelState:
-    """Rayleigh fading, independent from round to round: path loss times exponential fades."""
-    d2d, edge = _gains(placement, placement.member_m)
-    rng = _rng(placement, seed, round_index)
+    """Apply Rayleigh fading, independent by round: path loss times exponential fades."""
+    d2d, edge = _compute_gains(placement, placement.member_m)
+    rng = _make_rng(placement, seed, round_index)
     fade = np.maximum(rng.exponential(size=d2d.shape), FADE_FLOOR)
     fade = np.triu(fade) + np.triu(fade, 1).T
     fade_edge = np.maximum(rng.exponential(size=edge.shape), FADE_FLOOR)
-    return _channel(d2d * fade, edge * fade_edge)
+    return _make_state(d2d * fade, edge * fade_edge)
 
 
 def mobility(placement: Placement, seed: int, round_index: int) -> ChannelState:
-    """Path loss while members circle around their places, one turn in ``PERIOD_ROUNDS``."""
-    phases = _rng(placement, seed, 0).uniform(0.0, 2.0 * math.pi, len(placement.orbit_m))
+    """Apply path loss to members that circle around their places in ``PERIOD_ROUNDS``."""
+    phases = _make_rng(placement, seed, 0).uniform(0.0, 2.0 * math.pi, len(placement.orbit_m))
     angle = phases + 2.0 * math.pi * round_index / PERIOD_ROUNDS
     offset = placement.orbit_m[:, None] * np.stack([np.cos(angle), np.sin(angle)], axis=1)
-    return _channel(*_gains(placement, placement.member_m + offset))
+    return _make_state(*_compute_gains(placement, placement.member_m + offset))
 
 
 def trace(factors: Sequence[float]) -> ChannelModel:
-    """Path loss times recorded factors, one per round, from the start again at the end."""
+    """Multiply path loss by recorded factors, one per round, from the start again at the end."""
 
     def state(placement: Placement, seed: int, round_index: int) -> ChannelState:
         del seed
-        d2d, edge = _gains(placement, placement.member_m)
+        d2d, edge = _compute_gains(placement, placement.member_m)
         factor = factors[(round_index - 1) % len(factors)]
-        return _channel(d2d * factor, edge * factor)
+        return _make_state(d2d * factor, edge * factor)
 
     return state
 
 
 def channel_model(name: str) -> ChannelModel:
-    """``static``, ``block-fading``, ``mobility`` or ``trace:FILE``; raises ConfigError.
+    """Find ``static``, ``block-fading``, ``mobility`` or ``trace:FILE``; raises ConfigError.
 
     The file holds a JSON list of positive factors.
     """
@@ -105,19 +105,21 @@ def _read_trace(path: Path) -> tuple[float, ...]:
     return tuple(factors)
 
 
-def _rng(placement: Placement, seed: int, round_index: int) -> np.random.Generator:
+def _make_rng(placement: Placement, seed: int, round_index: int) -> np.random.Generator:
     return np.random.default_rng([seed, round_index, *map(ord, placement.cluster_id)])
 
 
-def _gains(placement: Placement, member_m: Array) -> tuple[Array, Array]:
+def _compute_gains(placement: Placement, member_m: Array) -> tuple[Array, Array]:
     apart = np.linalg.norm(member_m[:, None, :] - member_m[None, :, :], axis=2)
-    return _loss(placement, apart), _loss(placement, np.linalg.norm(member_m, axis=1))
+    return _compute_loss(placement, apart), _compute_loss(
+        placement, np.linalg.norm(member_m, axis=1)
+    )
 
 
-def _loss(placement: Placement, metres: Array) -> Array:
+def _compute_loss(placement: Placement, metres: Array) -> Array:
     at_one = (LIGHT_M_PER_S / (4.0 * math.pi * placement.carrier_hz)) ** 2
     return np.asarray(at_one * np.maximum(metres, NEAREST_M) ** -placement.exponent)
 
 
-def _channel(d2d: Array, edge: Array) -> ChannelState:
+def _make_state(d2d: Array, edge: Array) -> ChannelState:
     return ChannelState(d2d_gain=tuple(map(tuple, d2d.tolist())), edge_gain=tuple(edge.tolist()))

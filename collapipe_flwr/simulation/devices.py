@@ -33,10 +33,10 @@ from collapipe_flwr.core.errors import ConfigError
 GIGA, MEGA = 1e9, 1e6
 
 
-def _board(
+def _make_board(
     kind: str, gflop_per_s: float, gib: float, load_w: float, tx_power_w: float
 ) -> DeviceProfile:
-    """A class of board: a profile without a name and without an energy budget."""
+    """Make a class of board: a profile without a name and without an energy budget."""
     return DeviceProfile(
         device_id="",
         kind=kind,
@@ -51,31 +51,31 @@ def _board(
 _PRESETS = (
     # 4x Cortex-A72 at 1.5 GHz: 24 GFLOP/s HPL-class fp32 peak 48; 4 GB board; 3.5 W over idle
     # (raspberrypi.com product brief; published Linpack and power reviews). Wi-Fi about 20 dBm.
-    _board("raspberry-pi-4", 12.0, 3.0, 3.5, 0.1),
+    _make_board("raspberry-pi-4", 12.0, 3.0, 3.5, 0.1),
     # 4x Cortex-A76 at 2.4 GHz: fp32 peak 154, HPL 30 fp64; 8 GB board; 6 W over idle
     # (raspberrypi.com product brief; published Linpack and power reviews).
-    _board("raspberry-pi-5", 35.0, 6.5, 6.0, 0.1),
+    _make_board("raspberry-pi-5", 35.0, 6.5, 6.0, 0.1),
     # 128-core Maxwell: 236 GFLOP/s fp32 peak; 4 GB shared; 10 W mode (NVIDIA data sheet).
-    _board("jetson-nano", 80.0, 2.8, 6.5, 0.1),
+    _make_board("jetson-nano", 80.0, 2.8, 6.5, 0.1),
     # 1024-core Ampere: 1.28 TFLOP/s fp32 peak; 8 GB shared; 15 W mode (NVIDIA data sheet).
-    _board("jetson-orin-nano", 450.0, 6.0, 10.0, 0.1),
+    _make_board("jetson-orin-nano", 450.0, 6.0, 10.0, 0.1),
     # Mid-range phone SoC on its big CPU cores: 100-200 fp32 peak, thermally limited to about
     # 3.5 W; 3GPP power class 3 is 23 dBm = 0.2 W.
-    _board("phone", 50.0, 2.0, 3.5, 0.2),
+    _make_board("phone", 50.0, 2.0, 3.5, 0.2),
 )
 
 PRESETS: dict[str, DeviceProfile] = {preset.kind: preset for preset in _PRESETS}
 
 
 def device_preset(kind: str) -> DeviceProfile:
-    """The board of that name, without id and energy budget; raises ConfigError with known names."""
+    """Return a board by name, without id and budget; raises ConfigError with the known names."""
     if kind not in PRESETS:
         raise ConfigError(f"unknown device kind {kind!r}: choose one of {', '.join(PRESETS)}")
     return PRESETS[kind]
 
 
 def scaled(device: DeviceProfile, *, speed: float, power: float) -> DeviceProfile:
-    """The device with so many times its speed, and its power while computing."""
+    """Scale a device's speed, and its power while computing."""
     return replace(
         device,
         speed_flop_per_s=device.speed_flop_per_s * speed,
@@ -120,7 +120,7 @@ RADIOS: dict[str, RadioPreset] = {preset.kind: preset for preset in _RADIOS}
 
 
 def radio_preset(kind: str) -> RadioPreset:
-    """The preset of that name; raises ConfigError with the list of known names."""
+    """Return the preset of that name; raises ConfigError with the list of known names."""
     if kind not in RADIOS:
         raise ConfigError(f"unknown radio {kind!r}: choose one of {', '.join(RADIOS)}")
     return RADIOS[kind]
@@ -139,7 +139,7 @@ class FleetCluster:
 
 
 def read_fleet(path: Path) -> tuple[FleetCluster, ...]:
-    """The clusters in ``path``; raises ConfigError that names file and entry."""
+    """Read the clusters in ``path``; raises ConfigError that names file and entry."""
     try:
         text = path.read_text(encoding="utf-8")
         values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
@@ -150,33 +150,33 @@ def read_fleet(path: Path) -> tuple[FleetCluster, ...]:
     except ValueError as error:
         raise ConfigError(f"--devices-from {path}: neither JSON nor TOML ({error})") from error
     try:
-        return _fleet(values)
+        return _read_clusters(values)
     except ConfigError as error:
         raise ConfigError(f"--devices-from {path}: {error}") from error
 
 
-def _fleet(values: object) -> tuple[FleetCluster, ...]:
+def _read_clusters(values: object) -> tuple[FleetCluster, ...]:
     clusters = values.get("clusters") if isinstance(values, Mapping) else None
     if not isinstance(values, Mapping) or not isinstance(clusters, list) or not clusters:
         raise ConfigError('needs a list "clusters" with at least one entry')
     own = values.get("kinds", {})
     if not isinstance(own, Mapping):
         raise ConfigError('"kinds" must map names to boards')
-    kinds = PRESETS | {name: _kind(str(name), board) for name, board in own.items()}
-    fleet = tuple(_cluster(m, entry, kinds) for m, entry in enumerate(clusters))
+    kinds = PRESETS | {name: _read_kind(str(name), board) for name, board in own.items()}
+    fleet = tuple(_read_cluster(m, entry, kinds) for m, entry in enumerate(clusters))
     if len({cluster.cluster_id for cluster in fleet}) < len(fleet):
         raise ConfigError('every cluster needs an "id" of its own')
     return fleet
 
 
-def _kind(name: str, board: Any) -> DeviceProfile:
+def _read_kind(name: str, board: Any) -> DeviceProfile:
     numbers: list[Any] = [board.get(f) for f in FIELDS] if isinstance(board, Mapping) else [None]
     if not all(map(_is_positive, numbers)):
         raise ConfigError(f"kind {name!r} needs numbers > 0 for {', '.join(FIELDS)}")
     narrow = board.get("d2d_mhz")
     if narrow is not None and not _is_positive(narrow):
         raise ConfigError(f"kind {name!r}: d2d_mhz must be a number > 0, got {narrow!r}")
-    kind = _board(name, *map(float, numbers))
+    kind = _make_board(name, *map(float, numbers))
     return kind if narrow is None else replace(kind, d2d_bandwidth_hz=narrow * MEGA)
 
 
@@ -188,7 +188,7 @@ def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _cluster(m: int, entry: Any, kinds: Mapping[str, DeviceProfile]) -> FleetCluster:
+def _read_cluster(m: int, entry: Any, kinds: Mapping[str, DeviceProfile]) -> FleetCluster:
     devices = entry.get("devices") if isinstance(entry, Mapping) else None
     if not isinstance(devices, list) or len(devices) < 2:
         raise ConfigError(f'clusters[{m}] needs "devices": a control unit and at least one more')

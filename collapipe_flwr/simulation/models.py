@@ -34,21 +34,21 @@ class ModelShape:
         check_keys(self, "--")
 
     def profile(self) -> ModelProfile:
-        """Costs per example, as the schedulers see them."""
+        """Compute costs per example, as the schedulers see them."""
         width, tokens, depth = self.width, self.tokens, self.decoder_blocks
         cut = float(tokens * width * self.wire_bytes)
         forward = tokens * (24.0 * width**2 + 4.0 * tokens * width)
-        one = _cost(12 * width**2, forward, tokens * width * STASH_BYTES_PER_UNIT, cut)
+        one = _make_cost(12 * width**2, forward, tokens * width * STASH_BYTES_PER_UNIT, cut)
         table = self.vocabulary * width
-        embedding = _cost(table, 2.0 * tokens * width, tokens * width * WEIGHT_BYTES, cut)
+        embedding = _make_cost(table, 2.0 * tokens * width, tokens * width * WEIGHT_BYTES, cut)
         head_flop = 2.0 * table * tokens
         stash = depth * one.stash_bytes + tokens * self.vocabulary * WEIGHT_BYTES
         weights = depth * one.parameter_bytes // WEIGHT_BYTES + table
-        decoder = _cost(weights, depth * one.forward_flop + head_flop, stash, 0.0)
+        decoder = _make_cost(weights, depth * one.forward_flop + head_flop, stash, 0.0)
         return ModelProfile(embedding=embedding, blocks=(one,) * self.blocks, decoder=decoder)
 
 
-def _cost(weights: int, forward_flop: float, stash_bytes: float, cut: float) -> BlockCost:
+def _make_cost(weights: int, forward_flop: float, stash_bytes: float, cut: float) -> BlockCost:
     return BlockCost(
         forward_flop=forward_flop,
         backward_flop=2.0 * forward_flop,

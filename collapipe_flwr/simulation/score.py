@@ -37,7 +37,7 @@ class Target:
     examples: Mapping[str, int]
 
     def rounds(self, plan: Plan) -> float:
-        """Rounds to the target if every round were like this one; infinite if it is not reached."""
+        """Compute rounds to the target if all were like this one; infinite if it is not reached."""
         examples = np.array([self.examples[c.cluster_id] for c in plan.clusters], float)
         steps = np.array([c.local_steps for c in plan.clusters], float)
         batches = [c.micro_batch_size * c.micro_batches for c in plan.clusters]
@@ -47,13 +47,13 @@ class Target:
         return inf if needed >= NEVER * self.reference_rounds else needed / share
 
     def time_s(self, rounds: Sequence[EpisodeRound]) -> float:
-        """Average latency over average progress; a round's progress is 1 over its rounds."""
+        """Divide average latency by average progress; a round's progress is 1 over its rounds."""
         progress = sum(1.0 / self.rounds(done.plan) for done in rounds)
         return sum(done.priced.latency_s for done in rounds) / progress if progress else inf
 
 
-def target_in(world: World, model: ModelProfile, settings: SchedulerConfig) -> Target:
-    """The yardstick of one world, the same for all policies."""
+def make_target(world: World, model: ModelProfile, settings: SchedulerConfig) -> Target:
+    """Make the yardstick of one world, the same for all policies."""
     settings = replace(settings, bound=True)
     snapshot = world.snapshot(1, model)
     learning = learning_in(
@@ -102,7 +102,7 @@ def score(
         spent_j[device] += joule
 
     def in_budgets(energy_j: Mapping[str, float]) -> float:
-        """The largest energy of a device, in units of its budget."""
+        """Return the largest energy of a device, in units of its budget."""
         return max(energy_j.get(name, 0.0) / budget_j for name, budget_j in budgets_j.items())
 
     return Score(
@@ -113,8 +113,8 @@ def score(
             in_budgets({d: q for c in r.state.energy_queue_j.values() for d, q in c.items()})
             for r in rounds
         ),
-        compute_efficiency=_efficiency(world, model, rounds, everyone=True),
-        busy_share=_efficiency(world, model, rounds, everyone=False),
+        compute_efficiency=_measure_efficiency(world, model, rounds, everyone=True),
+        busy_share=_measure_efficiency(world, model, rounds, everyone=False),
         peak_device_memory_bytes=max(
             size for r in rounds for c in r.priced.clusters for size in c.memory_bytes.values()
         ),
@@ -125,7 +125,7 @@ def score(
     )
 
 
-def _efficiency(
+def _measure_efficiency(
     world: World, model: ModelProfile, rounds: Sequence[EpisodeRound], *, everyone: bool
 ) -> float:
     per_example = sum(b.forward_flop + b.backward_flop for b in model.blocks)

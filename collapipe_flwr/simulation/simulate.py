@@ -10,9 +10,9 @@ from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.work import whole_model
 from collapipe_flwr.scheduler.base import USUAL_WEIGHT
 from collapipe_flwr.scheduler.policies import make_scheduler
-from collapipe_flwr.simulation.bounds import Bounds, bounds_in
+from collapipe_flwr.simulation.bounds import Bounds, compute_bounds
 from collapipe_flwr.simulation.episode import run_episode
-from collapipe_flwr.simulation.score import Score, score, target_in
+from collapipe_flwr.simulation.score import Score, make_target, score
 from collapipe_flwr.simulation.setting import Setting
 from collapipe_flwr.simulation.world import World
 
@@ -23,8 +23,8 @@ Tick = Callable[[str], None]
 """Called after every step of long work with the name of what is being done."""
 
 
-def silent(doing: str) -> None:
-    """A tick that does nothing."""
+def ignore_tick(doing: str) -> None:
+    """Ignore a tick."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +45,12 @@ class Simulation:
     bounds: tuple[Bounds, ...]  # one per seed of the setting: what no pipeline can beat
 
     def policy(self, name: str) -> PolicyResult | None:
-        """The policy of that name if it ran."""
+        """Return the policy of that name if it ran."""
         found = (p for p in self.policies if p.policy == name and p.refusal is None)
         return next(found, None)
 
 
-def simulate(setting: Setting, tick: Tick = silent) -> Simulation:
+def simulate(setting: Setting, tick: Tick = ignore_tick) -> Simulation:
     """Run everything; a policy whose rule fits no device is reported, not raised.
 
     Raises ConfigError for unusable settings, ScheduleError when no policy could run.
@@ -61,7 +61,7 @@ def simulate(setting: Setting, tick: Tick = silent) -> Simulation:
     if all(result.refusal for result in results):
         raise ScheduleError(f"no policy could run; {results[0].policy}: {results[0].refusal}")
     settings, rounds = setting.settings, setting.rounds
-    bounds = [bounds_in(world.true, profile, settings, rounds) for _, world in worlds]
+    bounds = [compute_bounds(world.true, profile, settings, rounds) for _, world in worlds]
     return Simulation(setting=setting, policies=results, bounds=tuple(bounds))
 
 
@@ -86,7 +86,7 @@ def _policy(
                 rounds.append(done)
         except ScheduleError as error:
             return PolicyResult(policy=name, scores=(), refusal=f"seed {seed}: {error}")
-        target = target_in(world, profile, settings)
+        target = make_target(world, profile, settings)
         scores.append(score(world.true, trained, seed, rounds, target))
     return PolicyResult(policy=name, scores=tuple(scores))
 
@@ -94,8 +94,8 @@ def _policy(
 FACTORS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
-def penalty_sweep(setting: Setting, tick: Tick = silent) -> dict[float, Score]:
-    """The score of DSSDA in the world of the first seed, by penalty weight.
+def sweep_penalty(setting: Setting, tick: Tick = ignore_tick) -> dict[float, Score]:
+    """Score DSSDA in the world of the first seed, by penalty weight.
 
     Weights are the setting's own one times `FACTORS`. Raises ScheduleError.
     """

@@ -48,7 +48,7 @@ class Summary:
         return self.energy_over_budget_max <= 1.0
 
     def as_json(self) -> Json:
-        """The keys of ``policies.NAME``; ``capacity_used`` is another name of the efficiency."""
+        """Write the keys of ``policies.NAME``; ``capacity_used`` is another name of efficiency."""
         values: Json = to_plain(self) | {
             "time_to_target_s": _or_null(self.time_to_target_s),
             "capacity_used": self.compute_efficiency,
@@ -59,7 +59,7 @@ class Summary:
 
 
 def summarise(result: PolicyResult) -> Summary:
-    """Averages over seeds; percentiles over all rounds; the worst seed against budgets."""
+    """Average over seeds; percentiles are over all rounds, budgets against the worst seed."""
     scores = result.scores
     latency = np.concatenate([s.latency_s for s in scores])
     decision = np.concatenate([s.decision_s for s in scores])
@@ -84,8 +84,8 @@ def summaries(simulation: Simulation) -> tuple[Summary, ...]:
     return tuple(summarise(p) for p in simulation.policies if p.refusal is None)
 
 
-def bound_summary(simulation: Simulation) -> Bounds:
-    """Averages over the seeds of the simulation."""
+def average_bounds(simulation: Simulation) -> Bounds:
+    """Average the bounds over the seeds of the simulation."""
     names = [field.name for field in fields(Bounds)]
     return Bounds(**{n: _mean([getattr(each, n) for each in simulation.bounds]) for n in names})
 
@@ -96,8 +96,8 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def policies_json(simulation: Simulation) -> Json:
-    """Every policy's averages and seeds; equal settings give equal values but for decision_s."""
-    bound_s = bound_summary(simulation).latency_in_budget_s
+    """Write policies' averages and seeds; equal settings give equal values but for decision_s."""
+    bound_s = average_bounds(simulation).latency_in_budget_s
     policies: Json = {}
     for result in simulation.policies:
         if result.refusal is not None:
@@ -110,10 +110,10 @@ def policies_json(simulation: Simulation) -> Json:
 
 
 def bounds_json(simulation: Simulation) -> Json:
-    """Averages, and every seed's."""
+    """Write the averages of bounds, and every seed's."""
     pairs = zip(simulation.setting.seeds, simulation.bounds, strict=True)
     seeds = [{"seed": seed, **to_plain(each)} for seed, each in pairs]
-    return {**to_plain(bound_summary(simulation)), "seeds": seeds}
+    return {**to_plain(average_bounds(simulation)), "seeds": seeds}
 
 
 def _score_json(score: Score) -> Json:
@@ -130,36 +130,36 @@ def _or_null(value: float) -> float | None:
 
 
 def simulation_json(simulation: Simulation) -> Json:
-    """The whole simulation as plain data."""
+    """Write the whole simulation as plain data."""
     return {
         "setting": simulation.setting.as_json(),
         "policies": policies_json(simulation),
         "bounds": bounds_json(simulation),
-        "comparison": comparison(simulation),
+        "comparison": compare(simulation),
     }
 
 
-def comparison(simulation: Simulation) -> Json | None:
-    """DSSDA against each other policy, and the paper's three claims; None without DSSDA."""
+def compare(simulation: Simulation) -> Json | None:
+    """Compare DSSDA with each other policy and the paper's three claims; None without DSSDA."""
     by_name = {row.policy: row for row in summaries(simulation)}
     ours = by_name.pop(OURS, None)
     if ours is None or not by_name:
         return None
-    bound = bound_summary(simulation)
-    against = {name: _against(ours, row) for name, row in by_name.items()}
+    bound = average_bounds(simulation)
+    against = {name: _compare_two(ours, row) for name, row in by_name.items()}
     memory_share = against["fedavg"]["peak_memory_share"] if "fedavg" in against else None
     return {
         "against": against,
         "claims": {
-            "latency_lower_percent": _latency_claim(simulation, ours, by_name, bound),
-            "efficiency_higher_percent": _efficiency_claim(simulation, ours, by_name, bound),
+            "latency_lower_percent": _claim_latency(simulation, ours, by_name, bound),
+            "efficiency_higher_percent": _claim_efficiency(simulation, ours, by_name, bound),
             "peak_memory_share": _claim(memory_share, lt, MEMORY_SHARE),
             "energy_over_budget_max": _claim(ours.energy_over_budget_max, le, 1.0),
         },
     }
 
 
-def _against(ours: Summary, other: Summary) -> dict[str, float | None]:
+def _compare_two(ours: Summary, other: Summary) -> dict[str, float | None]:
     return {
         "latency_lower_percent": _lower(ours.latency_s["mean"], other.latency_s["mean"]),
         "latency_p95_lower_percent": _lower(ours.latency_s["p95"], other.latency_s["p95"]),
@@ -169,10 +169,10 @@ def _against(ours: Summary, other: Summary) -> dict[str, float | None]:
     }
 
 
-def _latency_claim(
+def _claim_latency(
     simulation: Simulation, ours: Summary, others: Mapping[str, Summary], bound: Bounds
 ) -> Json:
-    """Against the quickest of the paper's three baselines, whether it keeps budgets or not."""
+    """Compare with the quickest of the paper's three baselines, whether it keeps budgets or not."""
     rivals = [others[name] for name in PAPER_BASELINES if name in others]
     best = min(rivals, key=lambda row: row.latency_s["mean"], default=None)
     if best is None:
@@ -191,10 +191,10 @@ def _latency_claim(
     )
 
 
-def _efficiency_claim(
+def _claim_efficiency(
     simulation: Simulation, ours: Summary, others: Mapping[str, Summary], bound: Bounds
 ) -> Json:
-    """Against the best of the pipelines that keep all energy budgets."""
+    """Compare with the best of the pipelines that keep all energy budgets."""
     rivals = [others[n] for n in PIPELINE_BASELINES if n in others and others[n].keeps_budgets]
     best = max(rivals, key=lambda row: row.compute_efficiency, default=None)
     if best is None:

@@ -11,7 +11,7 @@ import torch
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import CODECS
 from collapipe_flwr.costs.layouts import Layouts, hops_of
-from collapipe_flwr.costs.radio import ROUNDING, WIRE_SHARE, ladder
+from collapipe_flwr.costs.radio import ROUNDING, WIRE_SHARE, rank_codecs
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import make_world
@@ -44,10 +44,14 @@ def test_codecs_stand_in_order_of_what_they_lose():
 
 
 def test_a_codec_that_loses_more_without_being_smaller_is_never_chosen():
-    assert [CODECS[k] for k in ladder(("int8", "bf16", "fp16", "fp32"))] == ["fp32", "fp16", "int8"]
-    assert [CODECS[k] for k in ladder(("bf16",))] == ["bf16"]
+    assert [CODECS[k] for k in rank_codecs(("int8", "bf16", "fp16", "fp32"))] == [
+        "fp32",
+        "fp16",
+        "int8",
+    ]
+    assert [CODECS[k] for k in rank_codecs(("bf16",))] == ["bf16"]
     with pytest.raises(ConfigError, match="zip"):
-        ladder(("zip",))
+        rank_codecs(("zip",))
 
 
 def _hops(codec: str, bound: str = "") -> np.ndarray:

@@ -27,7 +27,7 @@ from collapipe_flwr.costs.layouts import stack
 from collapipe_flwr.costs.many_steps import ManySteps
 from collapipe_flwr.costs.warm_up import choose_warm_up
 from collapipe_flwr.costs.work import fits
-from collapipe_flwr.scheduler.local_search import every_batch
+from collapipe_flwr.scheduler.local_search import pair_batches
 
 SIZE = SearchSize(clusters=3, devices=5, blocks=10, seeds=range(1), schedule="1f1b")
 
@@ -37,7 +37,7 @@ def many_rows(seed: int, share: float) -> tuple[Chain, Array, Array]:
     planner = search_planner(SIZE, seed, queues=True)
     rows = planner.choose(planner.opening_prices(), None)
     rows = stack([rows, planner.neighbours(rows)])
-    rows = every_batch(rows, planner.batches())[1]
+    rows = pair_batches(rows, planner.batches())[1]
     rows = rows.take(fits(planner.tables, rows, planner.settings))
     rows = rows.take(np.arange(0, len(rows), 7))
     chain = chain_of(planner.tables, rows, planner.settings)

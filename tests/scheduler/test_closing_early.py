@@ -11,7 +11,7 @@ from collapipe_flwr.core.domain import ClusterSnapshot, Plan, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.convergence import join_weight
 from collapipe_flwr.costs.price import price
-from collapipe_flwr.scheduler.closing_early import EarlyRound, closing_s, rounds_late
+from collapipe_flwr.scheduler.closing_early import EarlyRound, closing_s, count_rounds_late
 from collapipe_flwr.scheduler.dssda import Dssda
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
@@ -38,8 +38,8 @@ def test_a_round_closes_with_its_last_cluster_or_a_little_after_the_median() -> 
     assert closing_s(latency, 1.5) == 16.5
     assert closing_s(latency[:3], 1.5) == 14.0
     assert closing_s(latency[[0, 3]], 1.5) == 15.0  # of two, the quicker one
-    assert rounds_late(latency, 1.5).tolist() == [0, 0, 0, 2]
-    assert rounds_late(np.array([10.0, 10.0, 15.0]), 1.5).tolist() == [0, 0, 0]
+    assert count_rounds_late(latency, 1.5).tolist() == [0, 0, 0, 2]
+    assert count_rounds_late(np.array([10.0, 10.0, 15.0]), 1.5).tolist() == [0, 0, 0]
     assert join_weight(np.array([0, 3])).tolist() == [1.0, 1.0 / 8.0]
 
 
@@ -62,7 +62,10 @@ def test_nobody_waits_for_a_cluster_of_slow_boards(bound: bool) -> None:
     latency = np.array([cluster.latency_s for cluster in early.clusters])
     assert early.latency_s == pytest.approx(closing_s(latency, 1.5))
     assert early.latency_s < whole.latency_s
-    assert rounds_late(latency, 1.5).tolist()[:2] == [0, 0] and rounds_late(latency, 1.5)[2] > 0
+    assert (
+        count_rounds_late(latency, 1.5).tolist()[:2] == [0, 0]
+        and count_rounds_late(latency, 1.5)[2] > 0
+    )
     # More rounds, of which each holds less, and yet sooner at the target.
     assert early.rho > whole.rho
     assert early.rho * early.latency_s < whole.rho * whole.latency_s
@@ -75,7 +78,7 @@ def test_each_cluster_pays_for_its_energy_as_often_as_it_ends() -> None:
     state = replace(scheduler.init(snapshot), energy_queue_j=prices)
     whole = Dssda(SETTINGS)._decide(replace(state, weight=1.0), snapshot, 1.0)
     energy_m = whole.planner.worth(whole.solution.chain, whole.solution.priced)
-    late_m = rounds_late(whole.solution.priced.latency_s, 1.5)
+    late_m = count_rounds_late(whole.solution.priced.latency_s, 1.5)
     assert late_m[2] > late_m[0] == 0 and (energy_m > 0).all()
     early = EarlyRound(whole=whole, parts=(whole,), slack=1.5)
     time = whole.planner.latency_price * early.rho * closing_s(early.latency_m, 1.5)

@@ -73,7 +73,7 @@ def test_what_is_no_number_changes_nothing(value: float) -> None:
 def test_one_false_reading_moves_an_estimate_by_less_than_the_gate(jump: float) -> None:
     parts, known = (BLOCKS, flop(16)), settled(0.02)
     before = known.expected(parts)
-    spread = known._drifted(STAGE)
+    spread = known._drift(STAGE)
     share = np.array(parts) * np.array(known.values) / before
     after = known.seeing(parts, jump * seconds(16), STAGE)
     bound = GATE * math.sqrt(float(share @ spread @ share) + NOISE**2)

@@ -65,7 +65,7 @@ def test_clusters_that_computing_holds_up_get_no_more_than_helps(found: Solution
 def test_the_bound_that_many_clusters_are_decided_by_is_nearly_met(
     planner: Planner, found: Solution
 ) -> None:
-    played = planner.as_played(found)
+    played = planner.play(found)
     longer = played.priced.latency_s / found.priced.latency_s
     assert (longer >= 1.0 - 1e-12).all()
     assert np.quantile(longer, 0.9) < 1.005

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from collapipe_flwr.scheduler.mixture import MOST, multipliers
+from collapipe_flwr.scheduler.mixture import MOST, solve_mixture
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -19,7 +19,7 @@ def test_multipliers_are_those_of_the_linear_program(seed: int) -> None:
     excess *= rng.random((plans, devices)) < rng.uniform(0.1, 1.0)
     if seed % 2:
         excess[0] = -0.1 * rng.random(devices)
-    value, theta = multipliers(cost, excess)
+    value, theta = solve_mixture(cost, excess)
     found = linprog(
         np.append(np.zeros(devices), -1.0),
         A_ub=np.column_stack([-excess, np.ones(plans)]),
@@ -32,5 +32,5 @@ def test_multipliers_are_those_of_the_linear_program(seed: int) -> None:
 
 
 def test_without_excess_budgets_are_worth_nothing() -> None:
-    value, theta = multipliers(np.array([2.0, 1.0]), np.array([[0.0, -1.0], [-0.5, 0.0]]))
+    value, theta = solve_mixture(np.array([2.0, 1.0]), np.array([[0.0, -1.0], [-0.5, 0.0]]))
     assert value == 1.0 and not theta.any()

@@ -56,7 +56,7 @@ def test_alternation_never_gets_worse(a_snapshot: MakeSnapshot) -> None:
             after = planner.improve(now)
             assert after.objective <= now.objective * (1 + 1e-12)
             now = after
-        assert planner.polished(now).objective <= now.objective * (1 + 1e-12)
+        assert planner.polish(now).objective <= now.objective * (1 + 1e-12)
 
 
 def test_enumeration_counts_and_validity() -> None:

@@ -84,7 +84,7 @@ def test_rows_of_all_clusters_are_chosen_together(
         return np.array([solution.objective for solution in found])
 
     ours = objectives()
-    monkeypatch.setattr(RunnersUp, "together", lambda self: self.plan.rows)
+    monkeypatch.setattr(RunnersUp, "combine", lambda self: self.plan.rows)
     before = objectives()
     assert (ours <= before * (1 + 1e-9)).all(), ours / before
     assert (ours / before).mean() < 0.993
@@ -97,12 +97,14 @@ def test_what_a_runner_up_costs_can_be_had() -> None:
     now = planner.radio(rows)
     near = planner.fitting(planner.neighbours(rows))
     own, hz_m = planner.estimates(now.chain, now.priced), now.allocation.edge_hz_r
-    found = InPlace(planner, rows, own, hz_m).played(near, joint=True)
+    found = InPlace(planner, rows, own, hz_m).play_rows(near, joint=True)
     near = found.near
-    for r in (0, len(near) // 2, len(near) - 1, int(found.alone().argmin())):
+    for r in (0, len(near) // 2, len(near) - 1, int(found.value_alone().argmin())):
         changed = replaced(rows, near.cluster_r[[r]], near.take(np.array([r])))
         energy = float(own.worth.sum())
-        assert planner.radio(changed, hz_m).objective <= (found.alone()[r] + energy) * (1 + 1e-9)
+        assert planner.radio(changed, hz_m).objective <= (found.value_alone()[r] + energy) * (
+            1 + 1e-9
+        )
 
 
 def cost_of(found: Solution) -> float:
@@ -118,14 +120,14 @@ def test_rows_that_are_left_out_are_not_among_the_best(monkeypatch: pytest.Monke
         now = planner.radio(planner.choose(planner.opening_prices(), None))
         near = planner.fitting(planner.neighbours(now.rows))
         own, hz_m = planner.estimates(now.chain, now.priced), now.allocation.edge_hz_r
-        found = InPlace(planner, now.rows, own, hz_m).played(near, joint=True)
+        found = InPlace(planner, now.rows, own, hz_m).play_rows(near, joint=True)
         with monkeypatch.context() as patch:
             patch.setattr(playing, "WIDTH", len(near))
-            every = InPlace(planner, now.rows, own, hz_m).played(near, joint=True)
+            every = InPlace(planner, now.rows, own, hz_m).play_rows(near, joint=True)
         assert len(found.near) < 0.8 * len(every.near) == 0.8 * len(near)
         for m in range(SIZE.clusters):
             best, all_ = (
-                np.sort(each.alone()[each.near.cluster_r == m]) for each in (found, every)
+                np.sort(each.value_alone()[each.near.cluster_r == m]) for each in (found, every)
             )
             assert (best[: playing.WIDTH] == all_[: playing.WIDTH]).all()
-        assert key_of(found.together()) == key_of(every.together())
+        assert key_of(found.combine()) == key_of(every.combine())

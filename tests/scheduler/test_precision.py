@@ -13,10 +13,10 @@ from collapipe_flwr.core.domain import Plan, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.links import CODECS
 from collapipe_flwr.costs.price import price
-from collapipe_flwr.costs.radio import NOISE, ladder
+from collapipe_flwr.costs.radio import NOISE, rank_codecs
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import planner_for
-from collapipe_flwr.scheduler.decision import MARGIN, Lifting, lifted, refined
+from collapipe_flwr.scheduler.decision import MARGIN, Lifting, lift_codecs, refine_codecs
 from collapipe_flwr.scheduler.planner import Planner, Solution
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
@@ -91,8 +91,8 @@ class Case:
     coarse: Solution
 
     @property
-    def refined(self) -> Solution:
-        return refined(self.planner, self.coarse)
+    def refine_codecs(self) -> Solution:
+        return refine_codecs(self.planner, self.coarse)
 
 
 def _case(seed: int) -> Case:
@@ -106,7 +106,7 @@ def _case(seed: int) -> Case:
 @pytest.mark.parametrize("seed", range(12))
 def test_finer_codecs_cost_no_more_than_the_margins(seed: int) -> None:
     case = _case(seed)
-    fine = case.refined
+    fine = case.refine_codecs
     assert fine.objective <= (1.0 + 2.0 * MARGIN) * case.coarse.objective * (1.0 + 1e-3)
     assert (fine.chain.hops.codec <= case.coarse.chain.hops.codec).all()
 
@@ -114,9 +114,9 @@ def test_finer_codecs_cost_no_more_than_the_margins(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_no_hop_could_be_lifted_alone(seed: int) -> None:
     case = _case(seed)
-    steps = ladder(AUTO)
+    steps = rank_codecs(AUTO)
     lifting = Lifting(case.planner, case.coarse)
-    codec = lifted(lifting, steps)
+    codec = lift_codecs(lifting, steps)
     assert lifting.allowed(codec).all()
     for row, hop in np.argwhere(case.coarse.chain.hops.used & (codec > 0)):
         trial = codec.copy()
@@ -130,9 +130,9 @@ def test_greedy_lifting_is_near_the_least_noise() -> None:
     for seed in range(20):
         case = _case(seed)
         lifting, hops = Lifting(case.planner, case.coarse), case.coarse.chain.hops
-        ours = NOISE[lifted(lifting, ladder(AUTO))] * hops.used
+        ours = NOISE[lift_codecs(lifting, rank_codecs(AUTO))] * hops.used
         best = np.full(len(ours), np.inf)
-        for choice in product(ladder(AUTO), repeat=hops.used.shape[1]):
+        for choice in product(rank_codecs(AUTO), repeat=hops.used.shape[1]):
             trial = np.where(hops.used, np.array(choice)[None, :], hops.codec)
             noise = (NOISE[trial] * hops.used).sum(1)
             best = np.minimum(best, np.where(lifting.allowed(trial), noise, np.inf))

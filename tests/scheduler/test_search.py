@@ -17,7 +17,7 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.chain import chain_of, price_rows
 from collapipe_flwr.costs.layouts import of_members
 from collapipe_flwr.scheduler.planner import Planner
-from collapipe_flwr.scheduler.pool import Picking, Pool, Within, front, pool_of
+from collapipe_flwr.scheduler.pool import Picking, Pool, Within, pool_of, select_front
 from collapipe_flwr.scheduler.radio.interior_point import allocate, equal_shares
 from collapipe_flwr.scheduler.radio.problem import convex_latency_s
 from collapipe_flwr.scheduler.scorer import Estimates
@@ -206,7 +206,7 @@ def test_the_front_is_what_no_other_row_beats(seed: int) -> None:
     pool = a_pool_with_ties(rng, seed)
     worth, latency = pool.costs.worth, pool.costs.latency
     group = pool.rows.cluster_r * 100 + pool.pair_r
-    kept = front(pool, 100, 0.0)
+    kept = select_front(pool, 100, 0.0)
     for r in range(len(pool)):
         rivals = group == group[r]
         better = (worth <= worth[r]) & (latency <= latency[r]) & rivals

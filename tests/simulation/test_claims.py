@@ -12,7 +12,7 @@ from collapipe_flwr.scheduler.rules import RULES
 from collapipe_flwr.simulation.bounds import useful_s
 from collapipe_flwr.simulation.setting import Setting
 from collapipe_flwr.simulation.simulate import PolicyResult, Simulation, simulate
-from collapipe_flwr.simulation.summary import comparison, simulation_json
+from collapipe_flwr.simulation.summary import compare, simulation_json
 from collapipe_flwr.simulation.world import EnergyBudget
 
 POLICIES = ("dssda", "fedavg", "splitfed", "uniform", "throughput")
@@ -35,7 +35,7 @@ def changed(simulation: Simulation, policy: str, **fields: float) -> Simulation:
 
 
 def claims(simulation: Simulation) -> dict[str, Any]:
-    compared: Any = comparison(simulation)
+    compared: Any = compare(simulation)
     return dict(compared["claims"])
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.simulation.episode import EpisodeRound, run_episode
-from collapipe_flwr.simulation.score import Score, score, target_in
+from collapipe_flwr.simulation.score import Score, make_target, score
 from collapipe_flwr.simulation.setting import Setting
 from collapipe_flwr.simulation.world import EnergyBudget, World
 
@@ -19,7 +19,7 @@ def _episode(setting: Setting, policy: str) -> tuple[World, list[EpisodeRound], 
     world = setting.world(0, profile)
     scheduler = make_scheduler(policy, setting.settings)
     rounds = list(run_episode(world, scheduler, profile, setting.rounds))
-    target = target_in(world, profile, setting.settings)
+    target = make_target(world, profile, setting.settings)
     return world, rounds, score(world, profile, 0, rounds, target)
 
 
@@ -55,7 +55,7 @@ def test_average_energy_keeps_within_budget_plus_queue(small: Setting) -> None:
 def test_time_to_target_of_the_reference_batch_is_its_rounds_times_latency(small: Setting) -> None:
     still = replace(small, channel="static")
     world, _, result = _episode(still, "uniform")
-    needed = target_in(world, still.model.profile(), still.settings).reference_rounds
+    needed = make_target(world, still.model.profile(), still.settings).reference_rounds
     assert result.time_to_target_s == pytest.approx(needed * result.latency_s[0])
 
 

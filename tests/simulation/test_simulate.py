@@ -15,7 +15,7 @@ from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.scheduler.policies import POLICIES
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.setting import Setting
-from collapipe_flwr.simulation.simulate import FACTORS, penalty_sweep, simulate
+from collapipe_flwr.simulation.simulate import FACTORS, simulate, sweep_penalty
 from collapipe_flwr.simulation.summary import simulation_json
 from collapipe_flwr.simulation.world import EnergyBudget
 
@@ -95,7 +95,7 @@ def test_a_policy_that_fits_nowhere_is_reported_not_raised(small: Setting) -> No
 
 def test_a_larger_penalty_weight_buys_latency_with_energy(small: Setting) -> None:
     tight = replace(small, clusters=1, rounds=4, budget=EnergyBudget(joule=2.0))
-    points = list(penalty_sweep(tight).values())
+    points = list(sweep_penalty(tight).values())
     assert len(points) == len(FACTORS)
     assert points[-1].latency_mean_s <= points[0].latency_mean_s
     assert points[-1].energy_over_budget_max >= points[0].energy_over_budget_max

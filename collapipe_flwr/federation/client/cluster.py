@@ -27,7 +27,7 @@ from flwr.clientapp.mod import arrays_size_mod, message_size_mod
 from torch import Tensor
 
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig
-from collapipe_flwr.cluster.loader import Batches, LoaderBatches, joined, stacked
+from collapipe_flwr.cluster.loader import Batches, LoaderBatches, join, stack
 from collapipe_flwr.cluster.profile import describe_cluster
 from collapipe_flwr.config.schema import EdgeConfig, TrainConfig, WorldConfig
 from collapipe_flwr.core.domain import ClusterProfile
@@ -271,8 +271,8 @@ class LoaderTest:
         scores: dict[str, float | list[float]] = {records.EXAMPLES: self._batches.examples}
         if self.metrics is None:
             return scores
-        logits = stacked([part for step in found.predictions for part in step])
-        value = self.metrics(logits, _find_labels(joined(self._seen)))
+        logits = stack([part for step in found.predictions for part in step])
+        value = self.metrics(logits, _find_labels(join(self._seen)))
         if not isinstance(value, Mapping):
             value = {getattr(self.metrics, "__name__", "metric"): value}
         return scores | {str(name): _parse_score(str(name), score) for name, score in value.items()}

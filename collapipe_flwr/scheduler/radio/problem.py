@@ -56,7 +56,7 @@ class RadioProblem:
 def radio_problem(
     chain: Chain, price_rs: Array, *, latency_price: float, bandwidth_hz: float
 ) -> RadioProblem:
-    """The radio block of one row per cluster; ``price_rs`` per joule of CU and slots (R, S + 1)."""
+    """Build the radio block; ``price_rs`` per joule of control unit and slots (R, S + 1)."""
     hops, count = chain.hops, chain.rows.micro_batches_r.astype(np.float64)
     forward, backward = chain.forward_stage_s, chain.backward_stage_s
     backward_price = np.concatenate([price_rs[:, 1:], np.zeros((len(chain.rows), 1))], axis=1)
@@ -88,9 +88,9 @@ def radio_problem(
 
 
 def convex_latency_s(chain: Chain, times: Array | None) -> Array:
-    """What the program takes 1F1B's rounds to last, (R,): every stage and hop, then the slowest.
+    """Compute 1F1B's rounds as the program sees them, (R,): all stages and hops, then the slowest.
 
-    With ``times`` None all of it that hops do not change.
+    With ``times`` None, return the part that hops do not change.
     """
     stages = chain.forward_stage_s + chain.backward_stage_s
     rest = chain.fixed_s + chain.steps_r * stages.sum(1)
@@ -124,21 +124,21 @@ class FlatHops:
     edge_snr_r2: Array  # SNR at full power, times bandwidth
 
     def by_cap(self, values: Array) -> Array:
-        """Sums over the stretch of every cap, along the last axis."""
+        """Sum over the stretch of every cap, along the last axis."""
         return np.add.reduceat(values, self.starts_c, axis=-1)
 
     def by_row(self, values: Array) -> Array:
-        """Values of the row's caps, (..., R, sides), or of its two edge hops, (R, 2), added up."""
+        """Add up values of a row's caps, (..., R, sides), or of its two edge hops, (R, 2)."""
         if values.shape[-1] == 1:
             return np.asarray(values[..., 0])
         return np.asarray(values[..., 0] + values[..., 1])
 
     def lines_by_cap(self, values: Array) -> Array:
-        """Sums by cap of several lines of hops, (lines, R, sides)."""
+        """Sum several lines of hops by cap, (lines, R, sides)."""
         return self.by_cap(values).reshape(len(values), self.rows, self.sides)
 
     def edge_low(self, omega: Array) -> tuple[Array, Array, Array]:
-        """ln(time) at full power towards the edge, (R, 2), and two derivatives by omega."""
+        """Compute ln(time) at full power to the edge, (R, 2), and two derivatives by omega."""
         snr = self.edge_snr_r2 * np.exp(-omega)[:, None]
         gained, rest = np.log1p(snr), 1.0 / (1.0 + snr)
         ratio = snr * rest / gained
@@ -146,7 +146,7 @@ class FlatHops:
         return low, ratio - 1.0, ratio * (ratio - rest)
 
 
-def flat_hops(problem: RadioProblem) -> FlatHops:
+def flatten_hops(problem: RadioProblem) -> FlatHops:
     """Gather the used hops of ``problem``."""
     p, (rows, slots) = problem, problem.used_rh.shape
     flat = np.flatnonzero(p.used_rh)
@@ -189,7 +189,7 @@ class Point:
     tau: float
 
     def moved(self, step: Point, length: float) -> Point:
-        """This point plus ``length`` times ``step``."""
+        """Return this point plus ``length`` times ``step``."""
         return Point(
             x=self.x + length * step.x,
             omega=self.omega + length * step.omega,
@@ -198,7 +198,7 @@ class Point:
         )
 
     def square(self) -> float:
-        """Squared length."""
+        """Return the squared length."""
         parts = (self.x, self.omega, self.cap)
         return float(sum(np.vdot(part, part) for part in parts)) + self.tau**2
 
@@ -231,7 +231,7 @@ class ConstraintIndex:
         self.unbound = 1.0 - bound  # keeps the pivots of unused caps regular
 
     def parts(self, flat: Array) -> Parts:
-        """Writable views of ``flat``."""
+        """Return writable views of ``flat``."""
         return Parts(
             flat[: self.cap],
             flat[self.cap : self.power],
@@ -261,14 +261,14 @@ class RadioTerms:
 
     def __init__(self, problem: RadioProblem) -> None:
         self.problem = problem
-        self.hops = flat_hops(problem)
+        self.hops = flatten_hops(problem)
         self.index = ConstraintIndex(self.hops, problem)
         self.cap_weight = problem.cap_weight_r2[:, : self.hops.sides]
         self.log_stage = np.log(np.maximum(problem.stage_max_r2[:, : self.hops.sides], 1e-12))
         self.scale = 1.0
 
     def objective(self, point: Point) -> float:
-        """What is minimised, in the problem's own units."""
+        """Compute what is minimised, in the problem's own units."""
         energy = float(self._energy(point)[0].sum()) / self.scale
         return self.problem.latency_price * float(np.exp(point.tau)) + energy
 
@@ -301,7 +301,7 @@ class RadioTerms:
         )
 
     def settled(self, point: Point) -> Point:
-        """A point beside ``point`` that keeps every limit exactly.
+        """Return a point beside ``point`` that keeps every limit exactly.
 
         Bandwidth adds up, no hop is faster than at full power, hops that cost nothing are as fast,
         and clusters behind the round speed up.
@@ -322,12 +322,12 @@ class RadioTerms:
         return Point(x=x, omega=omega, cap=cap, tau=float(self._late(x, cap)[0].max()))
 
     def _slowest(self, x: Array) -> Array:
-        """The least caps that hop times allow."""
+        """Return the least caps that hop times allow."""
         hops = np.maximum.reduceat(x, self.hops.starts_c).reshape(self.log_stage.shape)
         return np.maximum(hops, self.log_stage)
 
     def _energy(self, point: Point) -> tuple[Array, Array, Array]:
-        """Priced and scaled energy of every hop with two derivatives by y = x + omega."""
+        """Compute priced, scaled energy of every hop and two derivatives by y = x + omega."""
         hops = self.hops
         z = hops.log_bits_h - point.x
         z[hops.edge_r2] -= point.omega[:, None]
@@ -338,7 +338,7 @@ class RadioTerms:
         return worth * mean, worth * (mean - grown), worth * (grown * (z - 1.0) + mean)
 
     def _late(self, x: Array, cap: Array) -> tuple[Array, Array, Array]:
-        """ln(latency) of every row, and the shares of hops and slowest resources in it."""
+        """Compute ln(latency) of every row, and the shares of hops and slowest resources in it."""
         hops = self.hops
         hop, slow = hops.weight_h * np.exp(x), self.cap_weight * np.exp(cap)
         sent = hops.by_cap(hop).reshape(hops.rows, hops.sides)

@@ -38,16 +38,16 @@ class Response:
 
 
 def warm_start(terms: RadioTerms) -> tuple[Point, Array]:
-    """A point within all bounds, and each cluster's price of a second, (R,).
+    """Return a point within all bounds, and each cluster's price of a second, (R,).
 
     Prices and bandwidth are adjusted from equal bandwidth and the full price for everyone.
     """
     adjustment, rows = _PriceAdjustment(terms), terms.hops.rows
     price, omega = adjustment.dearest, np.full(rows, adjustment.log_band - np.log(rows))
-    response = adjustment.response(price, omega)
+    response = adjustment.respond(price, omega)
     for _ in range(ROUNDS):
-        price, omega = adjustment.adjusted(price, omega, response)
-        response = adjustment.response(price, omega)
+        price, omega = adjustment.adjust(price, omega, response)
+        response = adjustment.respond(price, omega)
     tau = float(np.log(response.latency_s.max())) + AHEAD
     point = Point(x=response.x, omega=omega, cap=response.cap, tau=tau)
     return point, np.exp(price) / terms.problem.weight_r
@@ -64,8 +64,8 @@ class _PriceAdjustment:
         self.log_worth = np.log(np.maximum(self.hops.worth_h, 1e-200))
         self.repeats = np.log1p(self.cap_weight[:, 0] / self.p.weight_r)[self.hops.row_h]
 
-    def response(self, price: Array, omega: Array) -> Response:
-        """Best times at ln(price of a second of hops) and ln(bandwidth), both (R,)."""
+    def respond(self, price: Array, omega: Array) -> Response:
+        """Find the best times at ln(price of a second of hops) and ln(bandwidth), both (R,)."""
         p, hops = self.p, self.hops
         edge = hops.edge_r2
         bits, low = hops.log_bits_h.copy(), hops.low_h.copy()
@@ -91,8 +91,8 @@ class _PriceAdjustment:
             demand=price + np.log(at_edge / p.weight_r),
         )
 
-    def adjusted(self, price: Array, omega: Array, response: Response) -> tuple[Array, Array]:
-        """Newton-like steps towards equal latencies and equal worth of a hertz, both at once."""
+    def adjust(self, price: Array, omega: Array, response: Response) -> tuple[Array, Array]:
+        """Step, like Newton, towards equal latencies and equal worth of a hertz, both at once."""
         leads = price >= self.dearest - 1e-9
         if not leads.any():
             leads = price - self.dearest >= (price - self.dearest).max()
@@ -101,14 +101,14 @@ class _PriceAdjustment:
         leads &= late >= -1e-9
         firm = BANDWIDTH_ELASTICITY + np.where(leads, 0.0, 0.5 * response.edge / yields)
         wanted = response.demand - omega + np.where(leads, 0.0, 0.5 * late / yields)
-        change = self._shared(omega, wanted, firm)
+        change = self._share_bandwidth(omega, wanted, firm)
         step = np.clip((late - response.edge * change) / yields, -LARGEST_STEP, LARGEST_STEP)
         omega = omega + change
         omega += self.log_band - np.log(np.exp(omega).sum())
         return np.minimum(price + step, self.dearest), omega
 
-    def _shared(self, omega: Array, wanted: Array, firm: Array) -> Array:
-        """Changes (wanted - ln price of a hertz) / firm, bounded, that use up the bandwidth."""
+    def _share_bandwidth(self, omega: Array, wanted: Array, firm: Array) -> Array:
+        """Find changes (wanted - ln price of a hertz) / firm, bounded, that use all bandwidth."""
         price, change = float((wanted + omega).max()) - self.log_band, omega
         for _ in range(6):
             raw = (wanted - price) / firm
