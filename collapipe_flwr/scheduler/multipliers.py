@@ -24,7 +24,7 @@ import numpy as np
 
 from collapipe_flwr.costs.arrays import Array, Mask
 from collapipe_flwr.scheduler.base import USUAL_WEIGHT
-from collapipe_flwr.scheduler.mixture import solve_mixture as mixed
+from collapipe_flwr.scheduler.mixture import solve_mixture
 from collapipe_flwr.scheduler.planner import Planner, Solution
 
 STEPS = 25  # cutting planes at most
@@ -103,7 +103,7 @@ class Dual:
         devices = len(self.planner.price_mi[0]) - 1
         return min(STEPS, WORK // (clusters * devices * blocks))
 
-    def solve_mixture(self, kept: Solution) -> Array:
+    def multipliers(self, kept: Solution) -> Array:
         """Find the multipliers at which the least Lagrangian of all plans is highest, (M, I).
 
         ``kept`` is a plan that keeps all budgets, without which no mix may.
@@ -125,7 +125,7 @@ class Dual:
         nothing = np.zeros_like(self.planner.price_mi)
         cost = np.array([self.value(s, nothing) for s in self.solutions])
         excess = np.array([self.excess(s).ravel() for s in self.solutions])
-        value, theta = mixed(cost, excess)
+        value, theta = solve_mixture(cost, excess)
         return value, theta.reshape(nothing.shape)
 
 

@@ -91,7 +91,7 @@ class Case:
     coarse: Solution
 
     @property
-    def refine_codecs(self) -> Solution:
+    def refined(self) -> Solution:
         return refine_codecs(self.planner, self.coarse)
 
 
@@ -106,7 +106,7 @@ def _case(seed: int) -> Case:
 @pytest.mark.parametrize("seed", range(12))
 def test_finer_codecs_cost_no_more_than_the_margins(seed: int) -> None:
     case = _case(seed)
-    fine = case.refine_codecs
+    fine = case.refined
     assert fine.objective <= (1.0 + 2.0 * MARGIN) * case.coarse.objective * (1.0 + 1e-3)
     assert (fine.chain.hops.codec <= case.coarse.chain.hops.codec).all()
 
