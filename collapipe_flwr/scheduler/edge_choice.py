@@ -140,7 +140,8 @@ class EdgeChoice:
         return on_edges(self._snapshot, chosen, self._state.links)
 
     def _other_starts(self) -> Iterator[Assignment]:
-        """Everybody's second edge, third, and so on, and the roomiest."""
+        """All edges in turn, everybody's second edge, third, and so on, and the roomiest."""
+        yield tuple(m % len(edges) for m, edges in enumerate(self._edges))
         for k in range(1, max(map(len, self._edges))):
             yield tuple(min(k, len(edges) - 1) for edges in self._edges)
         rooms = [[edge.memory_bytes if edge else 0 for edge in edges] for edges in self._edges]
@@ -171,10 +172,8 @@ class EdgeChoice:
             if not len(here):
                 continue
             plans = [each for each in moved if each is not None]
-            for n, sharing in enumerate(SHARING):
-                if sharing > len(self._edges):
-                    break
-                seconds[here, k, n] = self._bound_s(seen, plans, sharing)
+            for n in range(1 + _at(len(self._edges))):
+                seconds[here, k, n] = self._bound_s(seen, plans, SHARING[n])
         for m, edges in enumerate(self._edges):
             seconds[m, len(edges) :] = np.inf
             if self._snapshot.clusters[m].profile.cluster_id not in named:
@@ -224,6 +223,11 @@ class EdgeChoice:
         return np.where(fits(tables, rows, self._settings), latency, np.inf)
 
 
+def _at(sharing: int | Ints) -> Ints:
+    """The place in `SHARING` of the next number that is no smaller."""
+    return np.minimum(np.searchsorted(SHARING, sharing), len(SHARING) - 1)
+
+
 class _Outlook:
     """What assignments promise, by T."""
 
@@ -242,8 +246,7 @@ class _Outlook:
         """Seconds of every cluster, and its machine."""
         k = np.array(assignment)
         machine = self._machine_mk[self._every, k]
-        sharing = np.searchsorted(SHARING, np.bincount(machine)[machine])
-        return self.seconds_mkn[self._every, k, sharing], machine
+        return self.seconds_mkn[self._every, k, _at(np.bincount(machine)[machine])], machine
 
     def value(self, assignment: Assignment) -> float:
         """The slowest cluster's seconds, and a part of the mean."""

@@ -439,12 +439,16 @@ def changed(value: object, path: tuple, new: object) -> object:
     return copy
 
 
+def _with_edges(planner: ScheduledRounds) -> ClusterProfile:
+    """The first cluster, which names two edges now."""
+    edges = [replace(planner.world.edge, id=name, name=name) for name in ("near", "far")]
+    return replace(planner.world.clusters[0], edge=edges[0], other_edges=(edges[1],))
+
+
 def machine_reply(planner: ScheduledRounds) -> tuple[RoundPlan, RecordDict]:
     planned = planner.plan(1, list(NODES), ArrayRecord())
     plan = planned.cluster_plan(11)
-    measured = replace(
-        told(plan, planner), profile=planner.world.clusters[0], edge=None, replanned=plan
-    )
+    measured = replace(told(plan, planner), profile=_with_edges(planner), edge=None, replanned=plan)
     return planned, write_telemetry(RecordDict({}), measured)
 
 

@@ -105,9 +105,10 @@ def test_clusters_do_not_crowd_on_an_edge_where_there_is_another() -> None:
     assert set(chosen_by(with_edges(plain_world(2), *edges)).values()) == {"m0", "m1"}
 
 
-def test_clusters_share_the_only_edge_that_is_worth_it() -> None:
+@pytest.mark.parametrize("clusters", [2, 5])
+def test_clusters_share_the_only_edge_that_is_worth_it(clusters: int) -> None:
     edges = (machine("slow", 1e7), machine("fast", 1e11))
-    assert set(chosen_by(with_edges(plain_world(2), *edges)).values()) == {"fast"}
+    assert set(chosen_by(with_edges(plain_world(clusters), *edges)).values()) == {"fast"}
 
 
 def test_an_edge_without_room_is_not_chosen_however_fast() -> None:
@@ -116,6 +117,11 @@ def test_an_edge_without_room_is_not_chosen_however_fast() -> None:
     full = with_edges(plain_world(2), machine("full", 1e13, 2**10), machine("too", 1e9, 2**10))
     with pytest.raises(InfeasibleError, match="no layout that fits"):
         chosen_by(full)
+
+
+def test_clusters_spread_where_no_edge_has_room_for_all() -> None:
+    edges = (machine("m0", 1e10, 300 * 2**20), machine("m1", 1e9, 300 * 2**20))
+    assert set(chosen_by(with_edges(plain_world(2), *edges)).values()) == {"m0", "m1"}
 
 
 def test_a_device_that_is_chosen_holds_no_blocks() -> None:
