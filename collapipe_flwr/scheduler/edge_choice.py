@@ -172,8 +172,8 @@ class EdgeChoice:
             if not len(here):
                 continue
             plans = [each for each in moved if each is not None]
-            for n in range(1 + _at(len(self._edges))):
-                seconds[here, k, n] = self._bound_s(seen, plans, SHARING[n])
+            counts = SHARING[: 1 + int(_at(len(self._edges)))]
+            seconds[here, k, : len(counts)] = self._bounds_s(seen, plans, counts)
         for m, edges in enumerate(self._edges):
             seconds[m, len(edges) :] = np.inf
             if self._snapshot.clusters[m].profile.cluster_id not in named:
@@ -198,29 +198,36 @@ class EdgeChoice:
         except InfeasibleError:
             return None
 
-    def _bound_s(self, seen: Snapshot, plans: Sequence[ClusterPlan], sharing: int) -> Array:
-        """Seconds of every plan's round with an n-th of its edge."""
+    def _bounds_s(
+        self, seen: Snapshot, plans: Sequence[ClusterPlan], counts: Sequence[int]
+    ) -> Array:
+        """Seconds of every plan's round if so many clusters share its edge, (M, N)."""
 
-        def part(cluster: ClusterSnapshot) -> ClusterSnapshot:
-            edge = cluster.profile.edge
-            if cluster.profile.edge_at_home:  # nobody else's
-                return cluster
-            own = edge and replace(
-                edge,
-                speed_flop_per_s=edge.speed_flop_per_s / sharing,
-                memory_bytes=edge.memory_bytes // sharing,
-                name=cluster.profile.cluster_id,
+        def alone(cluster: ClusterSnapshot) -> ClusterSnapshot:
+            profile = cluster.profile
+            own = profile.edge
+            if own is not None and not profile.edge_at_home:
+                own = replace(own, name=f"of {profile.cluster_id}")
+            return replace(cluster, profile=replace(profile, edge=own))
+
+        each = replace(seen, clusters=tuple(map(alone, seen.clusters)))
+        each = restricted(each, [plan.cluster_id for plan in plans])
+        whole = tabulate(each, self._settings.coarsest)
+        rows = rows_of_plans(whole, plans)
+        hz_m, found = np.array([plan.bandwidth_hz for plan in plans]), []
+        shared = whole.edges.own_m & ~whole.edges.home_m
+        for count in counts:
+            part = np.where(shared, 1.0 / count, 1.0)
+            edges = replace(
+                whole.edges,
+                speed_m=part * whole.edges.speed_m,
+                memory_m=part * whole.edges.memory_m,
             )
-            return replace(cluster, profile=replace(cluster.profile, edge=own))
-
-        alone = replace(seen, clusters=tuple(map(part, seen.clusters)))
-        alone = restricted(alone, [plan.cluster_id for plan in plans])
-        tables = tabulate(alone, self._settings.coarsest)
-        rows = rows_of_plans(tables, plans)
-        chain = chain_of(tables, rows, self._settings)
-        hz = np.array([plan.bandwidth_hz for plan in plans])
-        latency = latency_of(chain, full_power_times(chain, hz))
-        return np.where(fits(tables, rows, self._settings), latency, np.inf)
+            tables = replace(whole, edges=edges)
+            chain = chain_of(tables, rows, self._settings)
+            latency_m = latency_of(chain, full_power_times(chain, hz_m))
+            found.append(np.where(fits(tables, rows, self._settings), latency_m, np.inf))
+        return np.stack(found, axis=1)
 
 
 def _at(sharing: int | Ints) -> Ints:
