@@ -188,7 +188,7 @@ class Checkpointed(Strategy):
         return lambda server_round, arrays: evaluate(server_round + self._done, arrays)
 
     def _renumber(self, result: Result, arrays: ArrayRecord) -> Result:
-        """Number results by true rounds; if no round was left, take the checkpoint's model."""
+        """Put results under true rounds; if no round was left, take the checkpoint's model."""
 
         def shift(history: dict[int, T]) -> dict[int, T]:
             return {server_round + self._done: value for server_round, value in history.items()}
