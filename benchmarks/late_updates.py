@@ -28,9 +28,9 @@ from torch import Tensor
 
 from collapipe_flwr import CollaPipe
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
-from collapipe_flwr.federation.deadline import RoundClock
+from collapipe_flwr.federation.deadline import RoundDeadline
 from collapipe_flwr.federation.local_grid import LocalGrid
-from collapipe_flwr.federation.members import Members
+from collapipe_flwr.federation.members import ClusterGrid
 from collapipe_flwr.federation.records import EXAMPLES, write_telemetry
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 
@@ -162,8 +162,8 @@ def seconds_to_target(way: str, seed: int) -> tuple[float, int]:
     problem = Problem(seed)
     grid = ThreadGrid({n + 1: Client(n, problem.share_of(n)) for n in range(len(OWN))})
     names = {node: f"node-{node}" for node in grid.get_node_ids()}
-    clock = RoundClock(slack or 1.0, joins_late=bool(slack))
-    members = Members(grid, names, clock) if slack else grid
+    clock = RoundDeadline(slack or 1.0, joins_late=bool(slack))
+    members = ClusterGrid(grid, names, clock) if slack else grid
     inner = FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
     judge = Judge(problem.draw(torch.full((CLASSES,), 1 / CLASSES), 2000, salt=0))
     start = encode_tensors({"weight": torch.zeros(FEATURES, CLASSES)})

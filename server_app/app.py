@@ -23,8 +23,8 @@ from collapipe_flwr.core.errors import (
 )
 from collapipe_flwr.core.imports import installed_versions
 from collapipe_flwr.federation.arrays import encode_tensors
-from collapipe_flwr.federation.deadline import RoundClock
-from collapipe_flwr.federation.members import Members, discover_clusters
+from collapipe_flwr.federation.deadline import RoundDeadline
+from collapipe_flwr.federation.members import ClusterGrid, discover_clusters
 from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.federation.planning import Unplanned
 from collapipe_flwr.federation.records import UnsplitTask, task_config
@@ -124,14 +124,14 @@ def _add_how_to_resume(folder: RunFolder) -> Iterator[None]:
 
 
 def _find_clusters(
-    grid: Grid, config: AppConfig, learner: Learner, clock: RoundClock | None
-) -> tuple[Members, ScheduledRounds | None]:
+    grid: Grid, config: AppConfig, learner: Learner, clock: RoundDeadline | None
+) -> tuple[ClusterGrid, ScheduledRounds | None]:
     """Wait for the clusters of the run, and make the planner of a split model."""
     clusters = discover_clusters(
         grid, expected=config.run.clusters, timeout_s=config.run.node_timeout_s
     )
     names = {node: found.cluster_id for node, found in clusters.items()}
-    members = Members(grid, names, clock, patience_s=config.run.node_timeout_s)
+    members = ClusterGrid(grid, names, clock, patience_s=config.run.node_timeout_s)
     if config.run.runtime != "pipeline":
         return members, None
     model = profile_model(learner.splitter, learner.shape, config.train.optimizer.state_bytes)
@@ -145,7 +145,7 @@ def _make_recorder(
     folder: RunFolder,
     evaluator: Evaluator,
     planner: ScheduledRounds | None,
-    members: Members,
+    members: ClusterGrid,
     printer: RoundPrinter,
     progress: ProgressFile,
 ) -> RunRecorder:
@@ -180,7 +180,7 @@ def _make_recorder(
 
 
 def _train(
-    members: Members,
+    members: ClusterGrid,
     config: AppConfig,
     learner: Learner,
     planner: ScheduledRounds | None,

@@ -24,8 +24,8 @@ from collapipe_flwr.core.keys import read_assignments
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.data.batches import cut_batches, draw_round_examples
 from collapipe_flwr.data.tasks import Task, load_task
-from collapipe_flwr.host.server import EdgeServer
-from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.server import HostServer
+from collapipe_flwr.host.service import HostService
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.spec import BatchShape
@@ -45,7 +45,7 @@ from collapipe_flwr.pipeline.step import MicroBatch
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.world import make_world
-from collapipe_flwr.transport.client import Dialer, EdgeClient
+from collapipe_flwr.transport.client import Dialer, HostClient
 from collapipe_flwr.transport.codec import WIRE_CODECS
 
 DEVICES = ("raspberry-pi-5", "raspberry-pi-4", "raspberry-pi-4")
@@ -249,18 +249,18 @@ class _Chain:
         self._precision = precision
         self._rule = OptimizerConfig(learning_rate=trial.case.learning_rate, weight_decay=0.0)
         self._stack = ExitStack()
-        self._clients: list[EdgeClient] = []
+        self._clients: list[HostClient] = []
 
     def __enter__(self) -> _Chain:
         with ExitStack() as stack:
             servers = [
                 stack.enter_context(
-                    EdgeServer("127.0.0.1:0", EdgeService(connect=Dialer(name=f"host {index}")))
+                    HostServer("127.0.0.1:0", HostService(connect=Dialer(name=f"host {index}")))
                 )
                 for index in range(3)
             ]
             addresses = [server.address for server in servers]
-            self._clients = [stack.enter_context(EdgeClient(a)) for a in addresses]
+            self._clients = [stack.enter_context(HostClient(a)) for a in addresses]
             weights = self._splitter.initial_weights(self._seed)
             for index, client in enumerate(self._clients):
                 session = client.open_session(self._request(index, addresses))

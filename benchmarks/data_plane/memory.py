@@ -32,7 +32,7 @@ from collapipe_flwr.pipeline.config import (
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.step import MicroBatch
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.client import HostClient
 
 CLASSES = 4
 _KEY = SessionKey(session_id="memory", token=TOKEN)
@@ -168,7 +168,7 @@ def _devices(case: MemoryCase) -> tuple[list[int], list[int]]:
         hosts = range(case.devices + 1)
         addresses = [crew.ask(host, "host") for host in hosts]
         idle = [crew.ask(device, "usage")["peak_bytes"] for device in hosts[:-1]]
-        clients = [EdgeClient(address) for address in addresses]
+        clients = [HostClient(address) for address in addresses]
         for index, client in enumerate(clients):
             session = client.open_session(_request(case, splitter.spec, index, addresses))
             session.push_weights(_owned(splitter, weights, case, index))
@@ -181,7 +181,7 @@ def _devices(case: MemoryCase) -> tuple[list[int], list[int]]:
 
 
 def _train(
-    case: MemoryCase, splitter: Splitter, weights: dict[str, Tensor], client: EdgeClient
+    case: MemoryCase, splitter: Splitter, weights: dict[str, Tensor], client: HostClient
 ) -> None:
     part = splitter.build_embedding(weights)
     link = client.session(_KEY).stream()

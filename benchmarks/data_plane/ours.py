@@ -13,8 +13,8 @@ from benchmarks.data_plane.job import TOKEN, Job, StageOrder, StageSeconds, Step
 from benchmarks.data_plane.model import BenchPart, micro_batches
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.core.links import LinkConfig, TlsFiles
-from collapipe_flwr.host.server import EdgeServer
-from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.server import HostServer
+from collapipe_flwr.host.service import HostService
 from collapipe_flwr.pipeline.config import (
     Execution,
     NextHop,
@@ -27,7 +27,7 @@ from collapipe_flwr.pipeline.meter import Span
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.stage import WEIGHTS
-from collapipe_flwr.transport.client import Dialer, EdgeClient
+from collapipe_flwr.transport.client import Dialer, HostClient
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-4)
 _KEY = SessionKey(session_id="bench", token=TOKEN)
@@ -49,10 +49,10 @@ def member_tls(folder: str, name: str) -> TlsFiles | None:
     return TlsFiles(ca=Path(folder) / "ca.pem", certificate=files["pem"], key=files["key"])
 
 
-def serve(host: str, tls: TlsFiles | None) -> EdgeServer:
+def serve(host: str, tls: TlsFiles | None) -> HostServer:
     """A host on a free port of an address of this machine."""
-    service = EdgeService(build_part, connect=Dialer(name="device", tls=tls))
-    return EdgeServer(f"{host}:0", service, tls=tls)
+    service = HostService(build_part, connect=Dialer(name="device", tls=tls))
+    return HostServer(f"{host}:0", service, tls=tls)
 
 
 class Driver:
@@ -60,7 +60,7 @@ class Driver:
 
     def __init__(self, job: Job, addresses: Sequence[str], tls: TlsFiles | None) -> None:
         self._job = job
-        self._clients = [EdgeClient(address, tls=tls) for address in addresses]
+        self._clients = [HostClient(address, tls=tls) for address in addresses]
         for stage in range(1, job.stages):
             self._open(stage, addresses)
         self._link = self._clients[0].session(_KEY).stream(config=LinkConfig(codec=job.codec))

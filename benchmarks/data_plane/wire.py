@@ -17,11 +17,11 @@ from benchmarks.data_plane.duel import Pace, open_chain
 from benchmarks.data_plane.job import Job
 from benchmarks.data_plane.network import Network
 from collapipe_flwr.core.links import LinkConfig, TlsFiles
-from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.service import HostService
 from collapipe_flwr.host.session import ONLY, Lane, Stream
 from collapipe_flwr.pipeline.config import SessionKey, SessionRequest
 from collapipe_flwr.pipeline.link import HIDDEN, Frame, FrameKind, Link
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.client import HostClient
 
 SINK = "sink"
 _TOKEN = "a stream of a bench on this machine"
@@ -29,11 +29,11 @@ _DEADLINE_S = 120.0
 _WARM_FRAMES = 8
 
 
-class Sink(EdgeService):
+class Sink(HostService):
     """A host that receives, counts and answers once at the end; sessions hold no model."""
 
     def claim(self, key: SessionKey, lane: Lane = ONLY) -> Stream:
-        """See `EdgeService.claim`."""
+        """See `HostService.claim`."""
         session = self.find(key)
         with session.at_rest():
             return session.claim(lane)
@@ -68,7 +68,7 @@ def wire_cost(crew: Crew, load: Load, tls: TlsFiles | None, codec: str = "fp32")
     """Move ``load`` to worker 0 of ``crew``. Raises LinkError when the stream breaks."""
     address = crew.ask(0, "sink")
     hidden = torch.randn(load.frame_bytes // 4)
-    with EdgeClient(address, tls=tls) as client:
+    with HostClient(address, tls=tls) as client:
         key = SessionKey(session_id=SINK, token=_TOKEN)
         session = client.open_session(SessionRequest(key=key, spec_json="{}"))
         link = session.stream(config=LinkConfig(codec=codec))

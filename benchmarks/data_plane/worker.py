@@ -12,8 +12,8 @@ from benchmarks.data_plane.ours import Driver, member_tls, serve
 from benchmarks.resident import peak_bytes
 from collapipe_flwr.core.json_codec import from_json, to_plain
 from collapipe_flwr.host.daemon import hide_unused_libraries
-from collapipe_flwr.host.server import EdgeServer
-from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.server import HostServer
+from collapipe_flwr.host.service import HostService
 from collapipe_flwr.transport.client import Dialer
 
 
@@ -24,7 +24,7 @@ class Worker:
         torch.set_num_threads(1)
         self._host = host
         self._tls = member_tls(certificates, "member")
-        self._server: EdgeServer | None = None
+        self._server: HostServer | None = None
         self._driver: Driver | None = None
         self._rank: object = None
 
@@ -41,15 +41,15 @@ class Worker:
 
         del asked
         if self._server is None:
-            self._server = EdgeServer(f"{self._host}:0", Sink(), tls=self._tls).__enter__()
+            self._server = HostServer(f"{self._host}:0", Sink(), tls=self._tls).__enter__()
         return self._server.address
 
     def host(self, asked: Mapping[str, str]) -> object:
         """Become a host of transformers parts, as a device is; its address."""
         del asked
         hide_unused_libraries()
-        service = EdgeService(connect=Dialer(name="device", tls=self._tls))
-        self._server = EdgeServer(f"{self._host}:0", service, tls=self._tls).__enter__()
+        service = HostService(connect=Dialer(name="device", tls=self._tls))
+        self._server = HostServer(f"{self._host}:0", service, tls=self._tls).__enter__()
         return self._server.address
 
     def whole(self, asked: Mapping[str, str]) -> object:

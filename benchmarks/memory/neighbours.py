@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collapipe_flwr.cluster.hosted import Hosted, HostedEdge, edge_request
+from collapipe_flwr.cluster.hosted import HostedEdge, RemoteStage, edge_request
 from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
@@ -35,7 +35,7 @@ from collapipe_flwr.pipeline.link import (
     memory_pair,
 )
 from collapipe_flwr.pipeline.meter import StageReport
-from collapipe_flwr.transport.client import Session
+from collapipe_flwr.transport.client import RemoteSession
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
 from collapipe_flwr.transport.weights import weight_frames
 
@@ -45,7 +45,7 @@ _NOWHERE = "127.0.0.1:1"
 
 
 @dataclass(frozen=True, slots=True)
-class NearSession(Session):
+class NearSession(RemoteSession):
     """A session whose calls end here."""
 
     def push_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -113,10 +113,12 @@ class NearEdge(HostedEdge):
     """An edge that `NearClient` stands in for."""
 
     @contextmanager
-    def session(self, splitter: Splitter, order: RoundOrder) -> Iterator[tuple[Hosted, NextHop]]:  # type: ignore[override]
+    def session(  # type: ignore[override]
+        self, splitter: Splitter, order: RoundOrder
+    ) -> Iterator[tuple[RemoteStage, NextHop]]:
         """See `HostedEdge.session`."""
         request = edge_request(splitter, order)
-        hosted = Hosted(NearClient(splitter), request)  # type: ignore[arg-type]
+        hosted = RemoteStage(NearClient(splitter), request)  # type: ignore[arg-type]
         yield hosted, NextHop(address=self.address, key=request.key)
 
 
@@ -126,7 +128,7 @@ class OwnEdge(HostedEdge):
 
     feed: Callable[[Link], None]
 
-    def targets_of(self, hosted: Hosted) -> None:
+    def targets_of(self, hosted: RemoteStage) -> None:
         """Run the session, which is open and filled; its targets come in frames."""
         with hosted.session.connect(LinkConfig()) as link:
             self.feed(link)

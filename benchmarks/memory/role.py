@@ -30,7 +30,7 @@ from collapipe_flwr.cluster.hosted import HostedEdge
 from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.unsplit import train_unsplit
 from collapipe_flwr.core.processes import end_with_parent
-from collapipe_flwr.host.allocator import configure_malloc, give_back
+from collapipe_flwr.host.allocator import configure_malloc, trim_heap
 from collapipe_flwr.models.checkpoint import CheckpointSource
 from collapipe_flwr.models.lora import add_adapters, draw_adapter, is_adapter
 from collapipe_flwr.models.spec import ModelSpec, spec_of
@@ -78,10 +78,10 @@ class Player:
 
     def control_unit_and_edge(self) -> None:
         """A round of a control unit that serves its cluster's edge."""
-        from collapipe_flwr.host.server import EdgeServer
-        from collapipe_flwr.host.service import EdgeService
+        from collapipe_flwr.host.server import HostServer
+        from collapipe_flwr.host.service import HostService
 
-        with EdgeServer("127.0.0.1:0", service := EdgeService(most_sessions=1)) as server:
+        with HostServer("127.0.0.1:0", service := HostService(most_sessions=1)) as server:
             self.control_unit(
                 OwnEdge(
                     address=server.address,
@@ -108,7 +108,7 @@ class Player:
         bundle(content)  # as it comes
         unbundle(content)
         weights = offload_tensors(content.array_records["arrays"])
-        give_back()
+        trim_heap()
         batch = self._batch()
         micro_batch = MicroBatch(
             inputs=batch,

@@ -19,7 +19,7 @@ from collapipe_flwr.core.keys import AUTO
 from collapipe_flwr.core.version import version_fault
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest, run_benchmark
 from collapipe_flwr.pipeline.compute import resolve
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.client import HostClient
 from collapipe_flwr.transport.diagnosis import diagnose
 from collapipe_flwr.transport.methods import MOST_PROBE_S, ProbeRequest
 
@@ -178,8 +178,8 @@ def _possible(speed_flop_per_s: float) -> float:
     return min(max(speed_flop_per_s, LEAST_SPEED), MOST_SPEED)
 
 
-def _client(config: ClusterConfig, member: MemberConfig, settings: CheckSettings) -> EdgeClient:
-    return EdgeClient(
+def _client(config: ClusterConfig, member: MemberConfig, settings: CheckSettings) -> HostClient:
+    return HostClient(
         member.address,
         what=member.name,
         tls=config.tls_files(config.control_unit.name),
@@ -193,7 +193,7 @@ def _asked(
     config: ClusterConfig,
     member: MemberConfig,
     settings: CheckSettings,
-    ask: Callable[[EdgeClient], Measured],
+    ask: Callable[[HostClient], Measured],
 ) -> Measured:
     """What ``ask`` returns, or the fault of a member that does not answer."""
     try:
@@ -207,7 +207,7 @@ def _asked(
 def _looked_at(config: ClusterConfig, member: MemberConfig, settings: CheckSettings) -> Measured:
     """What a member says of itself, which disturbs nothing."""
 
-    def look(client: EdgeClient) -> Measured:
+    def look(client: HostClient) -> Measured:
         client.echo()  # connects, which must not count as delay
         before_s = settings.clock()
         status = client.status()
@@ -233,7 +233,7 @@ def _measured(
 ) -> Measured:
     """The link to a member that is not at work, its speed and its memory."""
 
-    def measure(client: EdgeClient) -> Measured:
+    def measure(client: HostClient) -> Measured:
         client.echo()
         way = client.measure_way(settings.payload_bytes)
         reached = replace(looked, rate_bit_per_s=way.rate_bit_per_s, delay_s=way.delay_s)

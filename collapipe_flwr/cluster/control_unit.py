@@ -25,7 +25,7 @@ from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.links import QUEUE_FRAMES
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.pipeline.meter import StageReport
-from collapipe_flwr.pipeline.offload import Lookup
+from collapipe_flwr.pipeline.offload import LazyMapping
 from collapipe_flwr.pipeline.state import OptimizerState, drop_round_start
 from collapipe_flwr.pipeline.step import MicroBatch
 from collapipe_flwr.scheduler.plans import check_cluster_plan, dry_run_plan
@@ -39,7 +39,7 @@ class RoundResult:
     They, and ``moved``, leave out intervals that were void and replayed.
     """
 
-    weights: Lookup[Tensor]
+    weights: LazyMapping[Tensor]
     slots: OptimizerState = field(default_factory=dict)  # of all parts, on request
     losses: tuple[float, ...]  # per optimizer step; a batch without labels makes none
     probe: EvalResult  # before the first step
@@ -77,7 +77,7 @@ def train_round(
     intervals, last = done.intervals, done.intervals[-1].held.state
     return RoundResult(
         slots=drop_round_start(last.optimizer) if order.keep_optimizer else {},
-        weights=Lookup.of(last.weights),
+        weights=LazyMapping.of(last.weights),
         losses=tuple(loss for interval in intervals for loss in interval.losses),
         probe=intervals[0].probe,
         reports=joined(interval.held.reports for interval in intervals),

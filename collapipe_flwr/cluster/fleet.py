@@ -18,7 +18,7 @@ from collapipe_flwr.cluster.hosted import Edge
 from collapipe_flwr.cluster.order import CONTROL_UNIT, RoundOrder, Segments
 from collapipe_flwr.core.errors import CollaPipeError, LinkError, LinkTimeout
 from collapipe_flwr.core.links import LinkConfig
-from collapipe_flwr.core.schedule import ALONE, Turn
+from collapipe_flwr.core.schedule import ALONE, ReplicaIndex
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.pipeline.compute import bring_home
 from collapipe_flwr.pipeline.gradient_sums import Siblings
@@ -173,18 +173,18 @@ def join(
     def pair(sender: _Place, receiver: _Place, link: LinkConfig) -> tuple[Link, Link]:
         return simulated_pair(name(*sender), name(*receiver), link)
 
-    def down(stage: int, turn: Turn) -> Link:
+    def down(stage: int, turn: ReplicaIndex) -> Link:
         """To the next stage's replicas that its micro-batches meet; the last hop is the edge's."""
         if stage == len(segments):
             return edges[turn.replica]
         here, met = (stage, turn.replica), turn.meets(replicas[stage + 1])
         return fan_of([pair(here, (stage + 1, other), hops[stage])[0] for other in met], turn)
 
-    def up(stage: int, turn: Turn) -> Link:
+    def up(stage: int, turn: ReplicaIndex) -> Link:
         here, met = (stage, turn.replica), turn.meets(replicas[stage - 1])
         return fan_of([pair((stage - 1, other), here, hops[stage - 1])[1] for other in met], turn)
 
-    def beside(stage: int, turn: Turn) -> Siblings:
+    def beside(stage: int, turn: ReplicaIndex) -> Siblings:
         place, link = turn.replica, LinkConfig(lanes=0)
         here, is_last = (stage, place), place == turn.replicas - 1
         return Siblings(

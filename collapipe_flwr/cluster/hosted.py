@@ -26,16 +26,16 @@ from collapipe_flwr.core.errors import (
     Unreachable,
 )
 from collapipe_flwr.core.links import Heartbeat, LinkConfig, TlsFiles
-from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.service import HostService
 from collapipe_flwr.host.session import Lane, Stream
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.pipeline.compute import CPU
 from collapipe_flwr.pipeline.config import NextHop, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.link import Link
-from collapipe_flwr.pipeline.offload import Lookup
+from collapipe_flwr.pipeline.offload import LazyMapping
 from collapipe_flwr.pipeline.state import PartState
 from collapipe_flwr.pipeline.targets import Targets
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.client import HostClient
 from collapipe_flwr.transport.simulated_link import simulated_pair
 from collapipe_flwr.transport.weights import TransferStats
 
@@ -44,10 +44,10 @@ CLOSE_S = 2.0  # for a host to free a session
 ENDED_S = 60.0  # for the edge's thread to end behind the last frame
 
 
-class Hosted:
+class RemoteStage:
     """One stage in a session on one daemon."""
 
-    def __init__(self, client: EdgeClient, request: SessionRequest) -> None:
+    def __init__(self, client: HostClient, request: SessionRequest) -> None:
         self.client, self.request = client, request
         self.session = client.session(request.key)
         self._pushed: Mapping[str, Tensor] = {}
@@ -75,7 +75,7 @@ class Hosted:
                 _log.info("%s; it gets its frozen weights from here", wanted)
                 keys = splitter.resident_keys_of_segment(*placement.blocks)
                 frozen = splitter.read_resident(keys)
-                self._moved += self.session.push_missing(Lookup.of(self._pushed, frozen))
+                self._moved += self.session.push_missing(LazyMapping.of(self._pushed, frozen))
 
     def collect(self, keep_optimizer: bool, turn: AbstractContextManager[object]) -> Segments:
         """The part, fetched within ``turn``, and its report, once the host has ended.
@@ -161,13 +161,15 @@ class HostedEdge:
     deadline_s: float = 20.0
     patience_s: float = 20.0
     heartbeat: Heartbeat | None = None
-    service: EdgeService | None = None  # behind the address, where it is in this process
+    service: HostService | None = None  # behind the address, where it is in this process
 
     @contextmanager
-    def session(self, splitter: AnySplitter, order: RoundOrder) -> Iterator[tuple[Hosted, NextHop]]:
+    def session(
+        self, splitter: AnySplitter, order: RoundOrder
+    ) -> Iterator[tuple[RemoteStage, NextHop]]:
         """The session for an order, not open yet, and how devices reach it; closed afterwards."""
         request = edge_request(splitter, order)
-        with EdgeClient(
+        with HostClient(
             self.address,
             what=self.name,
             tls=self.tls,
@@ -176,7 +178,7 @@ class HostedEdge:
             patience_s=self.patience_s,
             heartbeat=self.heartbeat,
         ) as client:
-            hosted = Hosted(client, request)
+            hosted = RemoteStage(client, request)
             try:
                 yield (
                     hosted,
@@ -197,7 +199,7 @@ class HostedEdge:
             hosted.open(splitter, order)
             yield EdgePart(hosted.collect, hosted.session.connect, self.targets_of(hosted))
 
-    def targets_of(self, hosted: Hosted) -> Targets | None:
+    def targets_of(self, hosted: RemoteStage) -> Targets | None:
         """How an open session gets its targets; None where they travel."""
         return None if self.service is None else self.service.hold_targets(hosted.request.key)
 
@@ -212,7 +214,7 @@ class ThreadEdge:
     def opened(self, splitter: AnySplitter, order: RoundOrder) -> Iterator[EdgePart]:
         """See `Edge.opened`; the thread has ended afterwards."""
         last = order.plan.segments[-1].device_ids
-        part = _ThreadPart(EdgeService(compute=self._compute), edge_request(splitter, order), last)
+        part = _ThreadPart(HostService(compute=self._compute), edge_request(splitter, order), last)
         part.open(splitter, order)
         try:
             yield EdgePart(part.collect, part.connect, part.targets())
@@ -224,7 +226,7 @@ class _ThreadPart:
     """A session of a service in this process, with a thread for its chain."""
 
     def __init__(
-        self, service: EdgeService, request: SessionRequest, device_ids: Sequence[str]
+        self, service: HostService, request: SessionRequest, device_ids: Sequence[str]
     ) -> None:
         self._service, self._request = service, request
         self._device_ids = device_ids  # that connect, by lane

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import Heartbeat, LinkConfig
-from collapipe_flwr.core.schedule import ALONE, SCHEDULES, Turn, turns
+from collapipe_flwr.core.schedule import ALONE, SCHEDULES, ReplicaIndex, turns
 from collapipe_flwr.pipeline.compute import CPU, hold
 from collapipe_flwr.pipeline.config import LONGEST_WAIT_S, Execution, StageConfig
 from collapipe_flwr.pipeline.meter import StageReport
-from collapipe_flwr.pipeline.offload import Lookup
+from collapipe_flwr.pipeline.offload import LazyMapping
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.state import OptimizerState, PartState, load_optimizer_state
 from collapipe_flwr.transport.weights import TransferStats
@@ -85,10 +85,10 @@ class RoundOrder:
         return planned if execution.paced else tuple(hop.unpaced for hop in planned)
 
     @property
-    def holders(self) -> tuple[Holder, ...]:
+    def holders(self) -> tuple[StageReplica, ...]:
         """The planned devices in pipeline order, replicas next to each other."""
         return tuple(
-            Holder(stage=stage, turn=turn, segment=segment)
+            StageReplica(stage=stage, turn=turn, segment=segment)
             for stage, segment in enumerate(self.plan.segments, start=1)
             for turn in turns(len(segment.device_ids))
         )
@@ -113,7 +113,7 @@ class RoundOrder:
             execution=learning.execution.without_recompute,
         )
 
-    def settings(self, stage: int, turn: Turn = ALONE) -> StageConfig:
+    def settings(self, stage: int, turn: ReplicaIndex = ALONE) -> StageConfig:
         """The configuration of a stage, or of a replica of it; 0 is the control unit."""
         learning, segments = self.learning, self.plan.segments
         patience = 1 + PATIENCE_PER_STAGE * (len(segments) - stage)
@@ -130,11 +130,11 @@ class RoundOrder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
+class StageReplica:
     """A planned device: one replica of a stage; the first device is stage 1."""
 
     stage: int
-    turn: Turn
+    turn: ReplicaIndex
     segment: Segment
 
     @property
@@ -154,8 +154,8 @@ class Segments:
         """Join the stages ahead with those behind."""
         return Segments(
             state=PartState(
-                weights=Lookup.of(self.state.weights, behind.state.weights),
-                optimizer=Lookup.of(self.state.optimizer, behind.state.optimizer),
+                weights=LazyMapping.of(self.state.weights, behind.state.weights),
+                optimizer=LazyMapping.of(self.state.optimizer, behind.state.optimizer),
             ),
             reports=self.reports + behind.reports,
             moved=self.moved + behind.moved,

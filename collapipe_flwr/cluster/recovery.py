@@ -35,10 +35,10 @@ from collapipe_flwr.cluster.suspects import Suspects
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, EdgeProfile, ModelProfile
 from collapipe_flwr.core.errors import Blame, EdgeLost, InfeasibleError, LinkError, MemberFailed
 from collapipe_flwr.costs.work import PricingOptions
-from collapipe_flwr.host.allocator import give_back
+from collapipe_flwr.host.allocator import trim_heap
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.parts import EmbeddingPart
-from collapipe_flwr.pipeline.offload import Lookup
+from collapipe_flwr.pipeline.offload import LazyMapping
 from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.soundness import describe_implausible
 from collapipe_flwr.pipeline.state import PartState
@@ -67,7 +67,7 @@ class ReplayInterval:
         """What is left of ``order`` after this interval."""
         return replace(
             order,
-            weights=Lookup.of(order.weights, self.held.state.weights),
+            weights=LazyMapping.of(order.weights, self.held.state.weights),
             slots=self.held.state.optimizer,
             first_step=self.next_step,
             updates=order.updates + len(self.losses),
@@ -91,7 +91,7 @@ def run_interval(
     """
     embedding, optimizer = order.placed(splitter.build_embedding(order.weights))
     with fleet.chain(splitter, order) as chain:
-        give_back(order.compute)  # what sending the segments took
+        trim_heap(order.compute)  # what sending the segments took
         first = FirstStage(
             embedding,
             optimizer,
@@ -111,9 +111,9 @@ def run_interval(
         own = PartState(weights=embedding.state_dict(), optimizer=slots).offload()
         ahead, next_step = Segments(state=own, reports=(first.report(),)), first.next_step
         del first, optimizer, embedding, slots  # freed before the segments arrive
-        give_back(order.compute)
+        trim_heap(order.compute)
         held = ahead + chain.collect(keeps)
-        give_back(order.compute)
+        trim_heap(order.compute)
     _check_sound(splitter, order, held.state)
     return ReplayInterval(
         losses=tuple(step.loss for step in steps if step.weight),

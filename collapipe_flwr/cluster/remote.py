@@ -16,7 +16,7 @@ from itertools import compress
 from typing import TypeVar
 
 from collapipe_flwr.cluster.fleet import Chain
-from collapipe_flwr.cluster.hosted import Hosted, HostedEdge
+from collapipe_flwr.cluster.hosted import HostedEdge, RemoteStage
 from collapipe_flwr.cluster.order import CONTROL_UNIT, RoundOrder, Segments
 from collapipe_flwr.cluster.routes import Routes
 from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
@@ -35,7 +35,7 @@ from collapipe_flwr.core.schedule import ALONE
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.pipeline.config import NextHop, SessionKey
 from collapipe_flwr.pipeline.link import Link, fan_of
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.client import HostClient
 
 _log = logging.getLogger(__name__)
 _MEGA = 1e6
@@ -76,13 +76,13 @@ class RemoteFleet:
                 [hop.with_limits(limits.codec, rate_bit_per_s) for hop in order.hops],
             )
             sessions = [
-                Hosted(
+                RemoteStage(
                     stack.enter_context(self._client(places[holder.device_id])),
                     routes.request(splitter, holder),
                 )
                 for holder in order.holders
             ]
-            stack.callback(_at_once, Hosted.close, tuple(sessions))
+            stack.callback(_at_once, RemoteStage.close, tuple(sessions))
             sessions.append(edge)
             _at_once(lambda hosted: hosted.open(splitter, order), sessions)
             targets = last.targets_of(edge)  # before its stage begins
@@ -97,7 +97,9 @@ class RemoteFleet:
                 link.close(str(error) or type(error).__name__)
                 raise
 
-    def collect(self, link: Link, sessions: Sequence[Hosted], keep_optimizer: bool) -> Segments:
+    def collect(
+        self, link: Link, sessions: Sequence[RemoteStage], keep_optimizer: bool
+    ) -> Segments:
         """See `Chain`; segments go to files as they arrive, `AT_ONCE` at a time."""
         link.close()  # returns when device 1, and with it the chain behind it, has ended
         turn = threading.BoundedSemaphore(AT_ONCE)
@@ -157,9 +159,9 @@ class RemoteFleet:
             )
         return self.edges[name]
 
-    def _client(self, hop: NextHop) -> EdgeClient:
+    def _client(self, hop: NextHop) -> HostClient:
         tls = self.cluster.tls_files(self.cluster.control_unit.name)
-        return EdgeClient.to(hop, tls, deadline_s=self.deadline_s)
+        return HostClient.to(hop, tls, deadline_s=self.deadline_s)
 
     def _hop(self, device_id: str) -> NextHop:
         """A fresh session on a device. Raises Unreachable for one that the file does not list."""
@@ -179,13 +181,15 @@ class RemoteFleet:
         )
 
 
-def _at_once(work: Callable[[Hosted], Answer], sessions: Sequence[Hosted]) -> list[Answer]:
+def _at_once(
+    work: Callable[[RemoteStage], Answer], sessions: Sequence[RemoteStage]
+) -> list[Answer]:
     """Do the same with every session in parallel; raises the first one's error.
 
     A device that answers but fails or refuses is blamed for it.
     """
 
-    def attributed(hosted: Hosted) -> Answer:
+    def attributed(hosted: RemoteStage) -> Answer:
         try:
             return work(hosted)
         except (EdgeLost, LinkTimeout, MemberFailed, Unreachable):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from collapipe_flwr.cluster.order import Holder, RoundOrder
+from collapipe_flwr.cluster.order import RoundOrder, StageReplica
 from collapipe_flwr.core.links import LinkConfig
-from collapipe_flwr.core.schedule import ALONE, Turn
+from collapipe_flwr.core.schedule import ALONE, ReplicaIndex
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.pipeline.config import NextHop, Placement, SessionRequest
 
@@ -21,7 +21,7 @@ class Routes:
     edge: NextHop
     links: Sequence[LinkConfig]
 
-    def down(self, holder: Holder) -> tuple[NextHop, ...]:
+    def down(self, holder: StageReplica) -> tuple[NextHop, ...]:
         """Return the next stage's sessions, in the order of the holder's micro-batches."""
         link = self.links[holder.stage]
         if holder.stage == len(self.order.plan.segments):
@@ -29,19 +29,22 @@ class Routes:
         names = self.order.plan.segments[holder.stage].device_ids
         return tuple(
             _set_lane(
-                self.places[names[other]], link, holder, Turn(replica=other, replicas=len(names))
+                self.places[names[other]],
+                link,
+                holder,
+                ReplicaIndex(replica=other, replicas=len(names)),
             )
             for other in holder.turn.meets(len(names))
         )
 
-    def ahead(self, holder: Holder) -> NextHop | None:
+    def ahead(self, holder: StageReplica) -> NextHop | None:
         """Return the session of the replica before this one; the first has none."""
         if holder.turn.replica == 0:
             return None
         name = holder.segment.device_ids[holder.turn.replica - 1]
         return replace(self.places[name], link=LinkConfig(lanes=0))
 
-    def request(self, splitter: AnySplitter, holder: Holder) -> SessionRequest:
+    def request(self, splitter: AnySplitter, holder: StageReplica) -> SessionRequest:
         """Build the request that opens the session of one device."""
         order, segment = self.order, holder.segment
         return SessionRequest(
@@ -61,7 +64,9 @@ class Routes:
         )
 
 
-def _set_lane(place: NextHop, link: LinkConfig, holder: Holder, receiver: Turn) -> NextHop:
+def _set_lane(
+    place: NextHop, link: LinkConfig, holder: StageReplica, receiver: ReplicaIndex
+) -> NextHop:
     """Give the holder's link its place among those that the receiver reads in turn."""
     senders = receiver.meets(holder.turn.replicas)
     lane = senders.index(holder.turn.replica)

@@ -65,7 +65,7 @@ Work = Annotated[float, between(1.0, 1e15)]  # FLOP
 Duration = Annotated[float, between(1e-9, 1e6)]  # seconds
 Watts = Annotated[float, between(1e-9, 1e6)]  # of a radio
 Joules = Annotated[float, between(0, 1e15)]
-Memory = Annotated[int, between(1, 2**53)]  # bytes
+ComponentState = Annotated[int, between(1, 2**53)]  # bytes
 JoulesPerFlop = Annotated[float, between(0, 1.0)]
 MaybeHuge = Annotated[  # a loss or a norm, which may diverge: to infinity, or to NaN
     float,

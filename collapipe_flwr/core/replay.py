@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.core.schedule import Action, Actions, Op, Turn, stage_actions, turns
+from collapipe_flwr.core.schedule import Action, Actions, Op, ReplicaIndex, stage_actions, turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Worker:
     """One replica of one stage; prints as "stage 2", or "stage 2.1" where the stage has several."""
 
     stage: int
-    turn: Turn
+    turn: ReplicaIndex
 
     def __str__(self) -> str:
         replica = "" if self.turn.replicas == 1 else f".{self.turn.replica}"

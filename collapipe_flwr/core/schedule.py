@@ -24,7 +24,7 @@ PIECE_BYTES = 4 * 2**20  # of the gradients that replicas exchange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class ReplicaIndex:
     """The place of one replica among the ``replicas`` of its stage."""
 
     replica: int = 0
@@ -48,12 +48,12 @@ class Turn:
         return micro_batch // self.replicas % lanes
 
 
-ALONE = Turn()
+ALONE = ReplicaIndex()
 
 
-def turns(replicas: int) -> tuple[Turn, ...]:
+def turns(replicas: int) -> tuple[ReplicaIndex, ...]:
     """Return the places of all replicas of a stage."""
-    return tuple(Turn(replica=index, replicas=replicas) for index in range(replicas))
+    return tuple(ReplicaIndex(replica=index, replicas=replicas) for index in range(replicas))
 
 
 def pieces_ahead(replica: int) -> int:
@@ -85,7 +85,7 @@ Actions = tuple[Action, ...]
 
 
 @lru_cache(maxsize=1024)
-def stage_actions(name: str, depth: int, micro_batches: int, turn: Turn = ALONE) -> Actions:
+def stage_actions(name: str, depth: int, micro_batches: int, turn: ReplicaIndex = ALONE) -> Actions:
     """List the actions of one stage, or of one of its replicas, with its own micro-batches.
 
     `gpipe`: all forwards, then all backwards (`depth` is ignored). `1f1b`: `depth` forwards to
@@ -110,7 +110,7 @@ def stage_actions(name: str, depth: int, micro_batches: int, turn: Turn = ALONE)
     return tuple(actions)
 
 
-def forward_actions(micro_batches: int, turn: Turn) -> Actions:
+def forward_actions(micro_batches: int, turn: ReplicaIndex) -> Actions:
     """List the actions of one worker in evaluation."""
     return tuple(Action(Op.FORWARD, m) for m in turn.own(micro_batches))
 

@@ -26,7 +26,7 @@ from collapipe_flwr.costs.chain import chain_of, hop_bandwidth_hz
 from collapipe_flwr.costs.layouts import planned_codecs, segment_sums
 from collapipe_flwr.costs.radio import power_for_time_w, rate_bit_per_s, send_time_s
 from collapipe_flwr.costs.tables import Tables
-from collapipe_flwr.costs.variants import Variants
+from collapipe_flwr.costs.variants import ReplicaRows
 from collapipe_flwr.costs.work import (
     OPTIMISER_FLOP_PER_BYTE,
     PricingOptions,
@@ -86,7 +86,7 @@ class ReplicatedPricing:
 
     def __init__(self, tables: Tables, m: int, plan: ClusterPlan, options: PricingOptions) -> None:
         self.tables, self.m, self.plan, self.options = tables, m, plan, options
-        self.at = Variants(tables, m, plan)
+        self.at = ReplicaRows(tables, m, plan)
         rows = self.at.rows()
         coded = planned_codecs(tables, rows, [plan] * len(rows))
         self.chain = chain_of(coded, rows, options)

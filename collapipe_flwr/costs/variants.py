@@ -12,12 +12,12 @@ from collections import Counter
 import numpy as np
 
 from collapipe_flwr.core.domain import ClusterPlan
-from collapipe_flwr.core.schedule import Turn
+from collapipe_flwr.core.schedule import ReplicaIndex
 from collapipe_flwr.costs.layouts import Layouts, member_indices
 from collapipe_flwr.costs.tables import Tables
 
 
-class Variants:
+class ReplicaRows:
     """Stages are numbered from the control unit (0) to the edge (K + 1), which have one place."""
 
     def __init__(self, tables: Tables, m: int, plan: ClusterPlan) -> None:
@@ -66,7 +66,7 @@ class Variants:
 
     def own(self, stage: int, replica: int) -> int:
         """Count the micro-batches of a step that pass a replica."""
-        turn = Turn(replica=replica, replicas=self.replicas[stage])
+        turn = ReplicaIndex(replica=replica, replicas=self.replicas[stage])
         return len(turn.own(self._plan.micro_batches))
 
     def meetings(self, hop: int) -> Counter[tuple[int, int]]:

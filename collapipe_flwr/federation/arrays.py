@@ -19,7 +19,7 @@ from flwr.common.constant import SType
 
 from collapipe_flwr.core.errors import ProtocolError, RunError
 from collapipe_flwr.federation.array_format import RAW_DTYPES, RAW_TORCH, layout_of
-from collapipe_flwr.pipeline.offload import OFFLOAD_BYTES, Lookup, Offload
+from collapipe_flwr.pipeline.offload import OFFLOAD_BYTES, LazyMapping, Offload
 
 _RAW_NAMES = {dtype: name for name, dtype in RAW_DTYPES.items()}
 _PLAIN_DTYPES = {
@@ -42,16 +42,16 @@ def take_tensors(record: ArrayRecord) -> dict[str, torch.Tensor]:
     return {key: _decode_tensor(key, record.pop(key)) for key in list(record)}
 
 
-def offload_tensors(record: ArrayRecord) -> Lookup[torch.Tensor]:
+def offload_tensors(record: ArrayRecord) -> LazyMapping[torch.Tensor]:
     """Move the tensors into a file, from which each is read when it is asked for.
 
     Raises ProtocolError on a malformed array.
     """
     stow = Offload()
-    return Lookup({key: _offload_tensor(stow, key, record.pop(key)) for key in list(record)})
+    return LazyMapping({key: _offload_tensor(stow, key, record.pop(key)) for key in list(record)})
 
 
-def take_record(tensors: dict[str, torch.Tensor] | Lookup[torch.Tensor]) -> ArrayRecord:
+def take_record(tensors: dict[str, torch.Tensor] | LazyMapping[torch.Tensor]) -> ArrayRecord:
     """Encode a state dict as an ArrayRecord, emptying it on the way."""
     return ArrayRecord({key: _encode_tensor(tensors.pop(key)) for key in list(tensors)})
 

@@ -46,7 +46,7 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class ComponentState:
     """What one part of the run keeps between rounds: text, arrays, tensors of any dtype."""
 
     text: str = ""
@@ -54,10 +54,10 @@ class Memory:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     @staticmethod
-    def by_name(parts: Mapping[str, Mapping[str, Tensor]]) -> Memory:
+    def by_name(parts: Mapping[str, Mapping[str, Tensor]]) -> ComponentState:
         """Join the tensors of several owners, whose names may hold any text."""
         numbered = {str(index): tensors for index, tensors in enumerate(parts.values())}
-        return Memory(text=json.dumps(list(parts)), tensors=_join(numbered))
+        return ComponentState(text=json.dumps(list(parts)), tensors=_join(numbered))
 
     def named_tensors(self) -> dict[str, dict[str, Tensor]]:
         """Return what :meth:`by_name` was given."""
@@ -69,10 +69,10 @@ class Memory:
 class Resumable(Protocol):
     """A part of the run whose memory a checkpoint keeps."""
 
-    def dump(self) -> Memory:
+    def dump(self) -> ComponentState:
         """Return everything that the next round depends on."""
 
-    def load(self, memory: Memory) -> None:
+    def load(self, memory: ComponentState) -> None:
         """Restore what :meth:`dump` returned."""
 
 
@@ -83,7 +83,7 @@ class Checkpoint:
     server_round: int
     arrays: ArrayRecord
     strategy: str  # class name of the inner strategy
-    memories: Mapping[str, Memory] = field(default_factory=dict)
+    memories: Mapping[str, ComponentState] = field(default_factory=dict)
     rng_state: str = field(repr=False, default="")
 
 
@@ -186,7 +186,7 @@ def _read(folder: Path) -> Checkpoint:
             arrays=encode_tensors({key: model[key] for key in state["keys"]}),
             strategy=state["strategy"],
             memories={
-                part: Memory(
+                part: ComponentState(
                     text=text, arrays=_select(part, arrays), tensors=_select(part, tensors)
                 )
                 for part, text in state["memories"].items()

@@ -29,7 +29,7 @@ from flwr.serverapp import Grid
 
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.core.json_codec import from_json, to_json
-from collapipe_flwr.federation.checkpoint import Memory
+from collapipe_flwr.federation.checkpoint import ComponentState
 from collapipe_flwr.federation.messages import LATE
 from collapipe_flwr.federation.records import read_assignment, take_telemetry
 
@@ -46,7 +46,7 @@ class _Kept:
     missed: dict[str, float] = field(default_factory=dict)  # ratio to allow; 0: not waited for
 
 
-class RoundClock:
+class RoundDeadline:
     """Closes training rounds after ``slack`` times the duration that it estimates.
 
     Later replies are never pulled: the next round has messages of its own.
@@ -122,10 +122,10 @@ class RoundClock:
             elif self._kept.missed.get(name) != 0.0 and seconds > 0:
                 self._kept.missed[name] = max(GROWTH / self._slack, 1.0) * planned_s / seconds
 
-    def dump(self) -> Memory:
-        return Memory(text=to_json(self._kept))
+    def dump(self) -> ComponentState:
+        return ComponentState(text=to_json(self._kept))
 
-    def load(self, memory: Memory) -> None:
+    def load(self, memory: ComponentState) -> None:
         """Restore from a checkpoint; raises ProtocolError if it is not a clock's."""
         self._kept = from_json(_Kept, memory.text or "{}", "the clock's checkpoint")
 

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 
 from collapipe_flwr.config.schema import EdgeConfig
 from collapipe_flwr.core.errors import LinkError
-from collapipe_flwr.host.server import EdgeServer
-from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.server import HostServer
+from collapipe_flwr.host.service import HostService
 from collapipe_flwr.pipeline.compute import resolve
 from collapipe_flwr.pipeline.config import PassesDone
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.client import HostClient
 
 log = logging.getLogger("flwr.collapipe")
 _PROGRESS_S = 2.0  # the caller polls
@@ -24,7 +24,7 @@ _PROGRESS_S = 2.0  # the caller polls
 class DefaultEdge:
     """An edge as the server sees it, which need not reach it unless it ``is_here``."""
 
-    def __init__(self, client: EdgeClient, *, is_here: bool = False) -> None:
+    def __init__(self, client: HostClient, *, is_here: bool = False) -> None:
         self._client = client
         self.is_here = is_here
 
@@ -46,7 +46,7 @@ class DefaultEdge:
 def open_edge(config: EdgeConfig) -> Iterator[DefaultEdge]:
     """Connect to the user's edge, or serve one on loopback during the body."""
     if config.address:
-        with EdgeClient(
+        with HostClient(
             config.address,
             tls=config.tls(),
             certificate_name=config.certificate_name,
@@ -56,8 +56,8 @@ def open_edge(config: EdgeConfig) -> Iterator[DefaultEdge]:
         return
     compute = resolve(config.compute, "edge.compute")
     with (
-        EdgeServer("127.0.0.1:0", EdgeService(compute=compute)) as server,
-        EdgeClient(server.address, deadline_s=config.timeout_s) as client,
+        HostServer("127.0.0.1:0", HostService(compute=compute)) as server,
+        HostClient(server.address, deadline_s=config.timeout_s) as client,
     ):
         log.info("edge server on %s", server.address)
         yield DefaultEdge(client, is_here=True)

@@ -18,7 +18,12 @@ from collapipe_flwr.core.errors import DevicesMissing, RunError
 from collapipe_flwr.federation.arrays import find_not_finite, inner_view, load_into, narrow_raw
 from collapipe_flwr.federation.attempts import DEFAULT_TIMEOUT_S, Attempts, are_permanent
 from collapipe_flwr.federation.border import averages, evaluations
-from collapipe_flwr.federation.checkpoint import Memory, Resumable, restore_rng_state, rng_state
+from collapipe_flwr.federation.checkpoint import (
+    ComponentState,
+    Resumable,
+    restore_rng_state,
+    rng_state,
+)
 from collapipe_flwr.federation.default_edge import DefaultEdge, open_edge
 from collapipe_flwr.federation.hook_options import Learning, check_options, learning_of
 from collapipe_flwr.federation.inner import check_returned, layers
@@ -160,7 +165,7 @@ class StrategyHooks:
         self._accepted.forget()
         for part in (self.planner, self._personal):
             if isinstance(part, Resumable):
-                part.load(Memory())
+                part.load(ComponentState())
         self._planned = None
 
     @property

@@ -25,7 +25,7 @@ from collapipe_flwr.core.errors import ProtocolError, RunError
 from collapipe_flwr.federation.attempts import FIRST_PAUSE_S
 from collapipe_flwr.federation.border import described
 from collapipe_flwr.federation.checkpoint import Resumable
-from collapipe_flwr.federation.deadline import RoundClock
+from collapipe_flwr.federation.deadline import RoundDeadline
 from collapipe_flwr.federation.messages import error_text
 from collapipe_flwr.federation.records import QUERY_DESCRIBE
 from collapipe_flwr.federation.wrapped_grid import WrappedGrid
@@ -37,14 +37,14 @@ _POLL_S = 0.5
 _NODE_UNAVAILABLE = 5  # flwr's error code of a node whose heartbeats are missing
 
 
-class Members(WrappedGrid):
+class ClusterGrid(WrappedGrid):
     """``grid`` restricted to the nodes of ``clusters``; a ``clock`` closes its rounds."""
 
     def __init__(
         self,
         grid: Grid,
         clusters: Mapping[int, str],
-        clock: RoundClock | None = None,
+        clock: RoundDeadline | None = None,
         *,
         patience_s: float = math.inf,
         now: Callable[[], float] = time.monotonic,

@@ -34,7 +34,7 @@ from collapipe_flwr.costs.measured import explained_s
 from collapipe_flwr.costs.price import price, with_rates
 from collapipe_flwr.costs.replicas import PricedCluster
 from collapipe_flwr.federation.absence import Absence, without_absent
-from collapipe_flwr.federation.checkpoint import Memory
+from collapipe_flwr.federation.checkpoint import ComponentState
 from collapipe_flwr.federation.outcomes import MovementMeter, measured_outcome
 from collapipe_flwr.federation.rounds import ClosedRound, Outcome, RoundPlan
 from collapipe_flwr.federation.telemetry import ClusterTelemetry, link_samples
@@ -198,11 +198,11 @@ class ScheduledRounds:
             clusters=outcome.clusters,
         )
 
-    def dump(self) -> Memory:
+    def dump(self) -> ComponentState:
         kept = _Kept(state=self.state, absence=self._absence, examples=self._examples)
-        return Memory(text=to_json(kept), arrays=self._meter.last)
+        return ComponentState(text=to_json(kept), arrays=self._meter.last)
 
-    def load(self, memory: Memory) -> None:
+    def load(self, memory: ComponentState) -> None:
         """Restore from a checkpoint; raises ProtocolError for another's."""
         kept = from_json(_Kept, memory.text or "{}", "the planner's checkpoint")
         self.state, self._absence, self._examples = kept.state, kept.absence, kept.examples

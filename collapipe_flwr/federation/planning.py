@@ -19,7 +19,7 @@ from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.core.domain import BlockCost, ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.core.json_codec import from_json, to_json
-from collapipe_flwr.federation.checkpoint import Memory
+from collapipe_flwr.federation.checkpoint import ComponentState
 from collapipe_flwr.federation.members import NO_CLUSTER, Newcomers, check_names
 from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.federation.records import array_bytes
@@ -241,11 +241,11 @@ class DefaultProfilePlanner(ScheduledRounds):
         del closed
         return Outcome()
 
-    def dump(self) -> Memory:
+    def dump(self) -> ComponentState:
         memory = super().dump()
         return replace(memory, text=to_json(_Kept(nodes=tuple(self._names), state=memory.text)))
 
-    def load(self, memory: Memory) -> None:
+    def load(self, memory: ComponentState) -> None:
         """Restore from a checkpoint; raises ProtocolError for another planner's."""
         kept = from_json(_Kept, memory.text or "{}", "the planner's checkpoint")
         self._names |= {node: f"node-{node}" for node in kept.nodes}

@@ -25,7 +25,7 @@ from collapipe_flwr.core.errors import CollaPipeError, RunError
 from collapipe_flwr.federation.checkpoint import (
     Checkpoint,
     Checkpoints,
-    Memory,
+    ComponentState,
     Resumable,
     restore_rng_state,
     rng_state,
@@ -136,7 +136,7 @@ class Checkpointed(Strategy):
     def _make_checkpoint(self, server_round: int) -> Checkpoint:
         arrays = Arrays()
         state = select_changed(encode_state(self._inner, arrays), self._first_state)
-        inner = Memory(text=json.dumps(state), arrays=arrays)
+        inner = ComponentState(text=json.dumps(state), arrays=arrays)
         return Checkpoint(
             server_round=server_round,
             arrays=self._arrays,
@@ -162,7 +162,7 @@ class Checkpointed(Strategy):
             restore_state(self._inner, json.loads(inner.text), dict(inner.arrays))
         for name, part in self._parts.items():
             with self._translate_errors(checkpoint, name):
-                part.load(checkpoint.memories.get(name, Memory()))
+                part.load(checkpoint.memories.get(name, ComponentState()))
         self._rng_state = checkpoint.rng_state
         self._done = checkpoint.server_round
         log.info("resumed after round %d", self._done)

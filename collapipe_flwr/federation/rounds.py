@@ -24,7 +24,7 @@ from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan, Plan
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.core.links import LinkReport
-from collapipe_flwr.federation.checkpoint import KEPT_CHECKPOINTS, Memory
+from collapipe_flwr.federation.checkpoint import KEPT_CHECKPOINTS, ComponentState
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.transport.weights import TransferStats
 
@@ -87,13 +87,13 @@ class AcceptedRounds:
         now = Progress(rounds=rounds, last_round=server_round, attempt=attempt)
         self.clusters = {**self.clusters, cluster_id: now}
 
-    def dump(self) -> Memory:
+    def dump(self) -> ComponentState:
         """Return the counts; later progress includes the rounds that this checkpoint needs."""
         now = {name: progress.last_round for name, progress in self.clusters.items()}
         self.saved = (*self.saved, now)[-KEPT_CHECKPOINTS:]
-        return Memory(text=to_json(self))
+        return ComponentState(text=to_json(self))
 
-    def load(self, memory: Memory) -> None:
+    def load(self, memory: ComponentState) -> None:
         """Restore from a checkpoint; raises ProtocolError for other data."""
         kept = from_json(AcceptedRounds, memory.text, "the accepted rounds of the checkpoint")
         self.clusters, self.saved = kept.clusters, kept.saved

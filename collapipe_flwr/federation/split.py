@@ -20,7 +20,7 @@ from flwr.app import Array, ArrayRecord, RecordDict
 from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.core.errors import Diverged, ProtocolError, RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors, is_floating, widened
-from collapipe_flwr.federation.checkpoint import Memory
+from collapipe_flwr.federation.checkpoint import ComponentState
 from collapipe_flwr.federation.default_edge import DefaultEdge
 from collapipe_flwr.federation.messages import explain_divergence
 from collapipe_flwr.federation.records import SplitTask, asked_optimizer
@@ -130,10 +130,12 @@ class PersonalArrays:
         if keys:
             self._clusters[cluster_id] = {key: model[key] for key in keys}
 
-    def dump(self) -> Memory:
+    def dump(self) -> ComponentState:
         clusters = self._clusters.items()
-        return Memory.by_name({n: decode_tensors(ArrayRecord(arrays)) for n, arrays in clusters})
+        return ComponentState.by_name(
+            {n: decode_tensors(ArrayRecord(arrays)) for n, arrays in clusters}
+        )
 
-    def load(self, memory: Memory) -> None:
+    def load(self, memory: ComponentState) -> None:
         found = memory.named_tensors().items()
         self._clusters = {name: dict(encode_tensors(tensors)) for name, tensors in found}

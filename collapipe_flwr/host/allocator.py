@@ -66,10 +66,10 @@ def configured_malloc() -> Iterator[None]:
     try:
         yield
     finally:
-        give_back()
+        trim_heap()
 
 
-def give_back(place: torch.device | None = None) -> None:
+def trim_heap(place: torch.device | None = None) -> None:
     """Return all free memory to the system, also from between allocations.
 
     For an accelerator also the memory that torch keeps for later tensors: other programs cannot use

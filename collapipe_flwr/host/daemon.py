@@ -195,7 +195,7 @@ def _servicer(
     import torch
 
     from collapipe_flwr.host.ledger import Ledger
-    from collapipe_flwr.host.service import EdgeService, refuse_next_hop
+    from collapipe_flwr.host.service import HostService, refuse_next_hop
     from collapipe_flwr.host.servicer import Servicer
     from collapipe_flwr.host.stores import TensorStore, WeightCache
     from collapipe_flwr.pipeline.compute import describe, free_bytes, resolve
@@ -208,7 +208,7 @@ def _servicer(
     place = resolve(settings.compute, _COMPUTE)
     _log.info("computing on %s", describe(place))
     ledger = Ledger(settings.memory_bytes or free_bytes(place))
-    service = EdgeService(
+    service = HostService(
         build_part,
         connect=dialer or refuse_next_hop,
         store=TensorStore(ledger) if passes_on else None,  # the edge's clusters differ
@@ -250,7 +250,15 @@ def set_power(interface: str, tx_power_w: float) -> None:
     """
     if not interface:
         return
-    command = ["iw", "dev", interface, "set", "txpower", "fixed", str(mbm(tx_power_w))]
+    command = [
+        "iw",
+        "dev",
+        interface,
+        "set",
+        "txpower",
+        "fixed",
+        str(to_millibel_milliwatts(tx_power_w)),
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_IW_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -260,6 +268,6 @@ def set_power(interface: str, tx_power_w: float) -> None:
         _log.warning("planned power not applied: `%s`: %s", " ".join(command), done.stderr)
 
 
-def mbm(tx_power_w: float) -> int:
+def to_millibel_milliwatts(tx_power_w: float) -> int:
     """Hundredths of dBm, the unit of ``iw``."""
     return round(100 * 10 * math.log10(max(tx_power_w, _LEAST_W) / 1e-3))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import CheckpointMissing
-from collapipe_flwr.host.session import Session, SessionRefused
+from collapipe_flwr.host.session import HostSession, SessionRefused
 from collapipe_flwr.host.stores import WeightCache
 from collapipe_flwr.pipeline.compute import CPU, bring_home, hold
 from collapipe_flwr.pipeline.config import SessionRequest
@@ -41,7 +41,7 @@ class Parts:
         self._compute = compute
         self._cache = cache
 
-    def replace(self, session: Session, tensors: Mapping[str, Tensor], arrived: str) -> None:
+    def replace(self, session: HostSession, tensors: Mapping[str, Tensor], arrived: str) -> None:
         """Build the session's part from `tensors`, reserved as `arrived`, and those found here.
 
         Optimizer slots are taken over, not copied, and there are no gradients yet, so that a part
@@ -63,7 +63,7 @@ class Parts:
             session.found, session.wanted = {}, {}
             session.account.reserve({PART: needed, FOUND: 0, _NEW: 0, arrived: 0})
 
-    def require_part(self, session: Session) -> tuple[nn.Module, Optimizer]:
+    def require_part(self, session: HostSession) -> tuple[nn.Module, Optimizer]:
         """Return the part and its optimizer; raises SessionRefused before they are there."""
         if session.part is None or session.optimizer is None:
             raise SessionRefused("the session has no weights yet: push them first")
@@ -73,7 +73,7 @@ class Parts:
         return hold(self._build_here(request, weights), self._compute)
 
     def _build_first(
-        self, session: Session, weights: Mapping[str, Tensor], pushed: Mapping[str, Tensor]
+        self, session: HostSession, weights: Mapping[str, Tensor], pushed: Mapping[str, Tensor]
     ) -> nn.Module:
         """Build the part, and cache frozen weights that had to be pushed."""
         try:
@@ -89,7 +89,7 @@ class Parts:
         return part
 
 
-def tensors_of(session: Session, with_optimizer: bool) -> dict[str, Tensor]:
+def tensors_of(session: HostSession, with_optimizer: bool) -> dict[str, Tensor]:
     """Return a part's tensors, and its optimizer's if asked for; copied only from accelerators."""
     assert session.part is not None and session.optimizer is not None
     weights = session.part.state_dict()
@@ -99,7 +99,7 @@ def tensors_of(session: Session, with_optimizer: bool) -> dict[str, Tensor]:
     return dict(bring_home(PartState(weights=weights, optimizer=slots).tensors()))
 
 
-def list_trained_keys(session: Session) -> frozenset[str]:
+def list_trained_keys(session: HostSession) -> frozenset[str]:
     """Return the keys of `tensors_of` that the session's steps have changed, slots included."""
     if not session.steps:
         return frozenset()
@@ -112,7 +112,7 @@ def list_trained_keys(session: Session) -> frozenset[str]:
     return frozenset(names) | of_them.tensors().keys()
 
 
-def _assign_found(session: Session) -> dict[str, Tensor]:
+def _assign_found(session: HostSession) -> dict[str, Tensor]:
     """Give every key that `missing` found a tensor of its own, also for the same content."""
     by_key: dict[str, Tensor] = {}
     used: set[str] = set()

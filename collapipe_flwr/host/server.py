@@ -34,7 +34,7 @@ from collapipe_flwr.transport.roster import Roster
 from collapipe_flwr.transport.server import Server, only_message
 
 if TYPE_CHECKING:
-    from collapipe_flwr.host.service import EdgeService
+    from collapipe_flwr.host.service import HostService
     from collapipe_flwr.host.servicer import Servicer
     from collapipe_flwr.pipeline.config import Health
 
@@ -196,13 +196,13 @@ class Listener(Server):
         return self._servicer
 
 
-class EdgeServer(Listener):
-    """A host with an `EdgeService` that is there from the beginning."""
+class HostServer(Listener):
+    """A host with an `HostService` that is there from the beginning."""
 
     def __init__(
         self,
         listen: str,
-        service: EdgeService,
+        service: HostService,
         *,
         tls: TlsFiles | None = None,
         rosters: Rosters | None = None,

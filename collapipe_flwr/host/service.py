@@ -27,7 +27,7 @@ from collapipe_flwr.host.energy import EnergyMeter
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.host.metrics import Tally
 from collapipe_flwr.host.parts import FOUND, BuildPart, Parts, list_trained_keys, tensors_of
-from collapipe_flwr.host.session import ONLY, Lane, Session, SessionRefused, Stream
+from collapipe_flwr.host.session import ONLY, HostSession, Lane, SessionRefused, Stream
 from collapipe_flwr.host.sessions import SessionTable
 from collapipe_flwr.host.stores import TensorStore, WeightCache
 from collapipe_flwr.pipeline.compute import CPU, AllocatorPeak
@@ -64,7 +64,7 @@ def refuse_next_hop(hop: NextHop) -> AbstractContextManager[Link]:
     raise ConfigError(f"this host passes nothing on, so it cannot connect to {hop.address}")
 
 
-class EdgeService:
+class HostService:
     """Holds up to `most_sessions` sessions; every method may be called from any thread.
 
     Their memory is reserved in `ledger`. Parts `compute` on one device; weights come and go as CPU
@@ -248,7 +248,7 @@ class EdgeService:
         here = self._store if self.compute == CPU else None
         return here.held_bytes if here is not None else 0
 
-    def find(self, key: SessionKey) -> Session:
+    def find(self, key: SessionKey) -> HostSession:
         """Find a session. Raises SessionRefused when the id or the token is wrong."""
         return self.sessions.find(key)
 
@@ -308,7 +308,7 @@ class EdgeService:
             session.recorder = None
             session.end(stream)
 
-    def _let_go(self, session: Session) -> None:
+    def _let_go(self, session: HostSession) -> None:
         """Free what a session held, once it has left the table."""
         session.account.close()
         self._targets.pop(session.request.key.session_id, None)

@@ -24,9 +24,9 @@ from collapipe_flwr.core.errors import (
 from collapipe_flwr.core.json_log import add_log_fields
 from collapipe_flwr.core.texts import SHORT, to_one_line
 from collapipe_flwr.core.version import version_fault
-from collapipe_flwr.host.allocator import give_back
+from collapipe_flwr.host.allocator import trim_heap
 from collapipe_flwr.host.ledger import NoRoom
-from collapipe_flwr.host.service import EdgeService, Reserve
+from collapipe_flwr.host.service import HostService, Reserve
 from collapipe_flwr.host.session import Lane, SessionRefused, Stream
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest, run_benchmark
 from collapipe_flwr.pipeline.config import Health, PassesDone, SessionKey, SessionRequest
@@ -82,7 +82,7 @@ class Servicer:
 
     def __init__(
         self,
-        service: EdgeService,
+        service: HostService,
         *,
         control_units: Callable[[], int] = lambda: 1,
         sessions_of_each: int = 8,
@@ -144,7 +144,7 @@ class Servicer:
 
         with call_deadline(call.context, _TRANSFER_S):
             self.service.receive_weights(call.key, receive)
-        give_back(self.service.compute)
+        trim_heap(self.service.compute)
 
     def missing(self, data: bytes, call: Call) -> tuple[str, ...]:
         return self.service.missing(call.key, decode_message(dict[str, str], data))
@@ -172,7 +172,7 @@ class Servicer:
 
     def close_session(self, _: bytes, call: Call) -> None:
         self.service.close(call.key)
-        give_back(self.service.compute)
+        trim_heap(self.service.compute)
 
     def health(self, _data: bytes, _call: Call) -> Health:
         return self.service.health()
@@ -185,7 +185,7 @@ class Servicer:
         try:
             spare_bytes = self.service.spare_bytes()
             found = run_benchmark(request, self.service.compute)
-            give_back(self.service.compute)
+            trim_heap(self.service.compute)
         finally:
             self._measuring.release()
         memory_bytes = min(found.memory_bytes + spare_bytes, health.most_bytes)

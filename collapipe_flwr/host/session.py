@@ -17,7 +17,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import LinkError
-from collapipe_flwr.core.schedule import Turn
+from collapipe_flwr.core.schedule import ReplicaIndex
 from collapipe_flwr.host.ledger import Account
 from collapipe_flwr.pipeline.config import PassesDone, SessionRequest
 from collapipe_flwr.pipeline.link import Link, fan_of
@@ -46,7 +46,7 @@ ONLY, SIBLING = Lane(), Lane(0, 0)
 class Lanes:
     """The lanes that were claimed, with their links once they are there; `turn` is the stage's."""
 
-    turn: Turn
+    turn: ReplicaIndex
     links: dict[Lane, Link | None] = field(default_factory=dict)
 
     def accepts(self, lane: Lane) -> bool:
@@ -92,7 +92,7 @@ class Lanes:
 class Stream:
     """One stream of one session, from its claim to its end."""
 
-    session: Session
+    session: HostSession
     lanes: Lanes
     links: list[Link] = field(default_factory=list)
     runs: bool = False  # else it is broken off at once
@@ -101,7 +101,7 @@ class Stream:
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class HostSession:
     """A part, what trains it, and its life.
 
     `drop` makes the host forget the session; its last use calls it, once.
@@ -109,7 +109,7 @@ class Session:
 
     request: SessionRequest
     account: Account
-    drop: Callable[[Session], None]
+    drop: Callable[[HostSession], None]
     used_s: float  # when it was last asked for
     part: nn.Module | None = None
     optimizer: Optimizer | None = None

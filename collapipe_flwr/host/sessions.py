@@ -8,7 +8,7 @@ from functools import reduce
 from secrets import compare_digest
 
 from collapipe_flwr.host.ledger import Account
-from collapipe_flwr.host.session import Session, SessionRefused
+from collapipe_flwr.host.session import HostSession, SessionRefused
 from collapipe_flwr.pipeline.config import PassesDone, SessionKey, SessionRequest
 
 Passes = Mapping[str, PassesDone]  # by cluster
@@ -27,19 +27,19 @@ class SessionTable:
         most_sessions: int,
         forget_after_s: float,
         clock: Callable[[], float],
-        let_go: Callable[[Session], None],
+        let_go: Callable[[HostSession], None],
     ) -> None:
         self.most_sessions = most_sessions
         self._forget_after_s = forget_after_s
         self._clock = clock
         self._let_go = let_go
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, HostSession] = {}
         self._closed: Passes = {}
         self._lock = threading.Lock()
 
     def add(
         self, request: SessionRequest, account: Account, *, most_of_opener: int | None = None
-    ) -> Session:
+    ) -> HostSession:
         """Add a session. Raises SessionRefused when the id is taken or the table is full.
 
         An opener with `most_of_opener` sessions loses the one that was unused for longest. If the
@@ -57,7 +57,7 @@ class SessionTable:
             if most_of_opener is not None:
                 self._make_room_for(request.opener, most_of_opener)
             self._make_room()
-            session = Session(request, account, self.drop, used_s=self._clock())
+            session = HostSession(request, account, self.drop, used_s=self._clock())
             self._sessions[request.key.session_id] = session
             return session
 
@@ -66,11 +66,11 @@ class SessionTable:
             session = self._sessions.get(session_id)
         return session.request if session else None
 
-    def all(self) -> tuple[Session, ...]:
+    def all(self) -> tuple[HostSession, ...]:
         with self._lock:
             return tuple(self._sessions.values())
 
-    def find(self, key: SessionKey) -> Session:
+    def find(self, key: SessionKey) -> HostSession:
         """Find a session; raises the same SessionRefused for a wrong id and a wrong token."""
         with self._lock:
             session = self._sessions.get(key.session_id)
@@ -91,17 +91,17 @@ class SessionTable:
             found = reduce(_add_passes, self._sessions.values(), self._closed)
         return dict(found)
 
-    def drop(self, session: Session) -> None:
+    def drop(self, session: HostSession) -> None:
         """Forget a session whose last use has ended."""
         with self._lock:
             self._remove(session)
 
-    def _remove(self, session: Session) -> None:
+    def _remove(self, session: HostSession) -> None:
         del self._sessions[session.request.key.session_id]
         self._closed = _add_passes(self._closed, session)
         self._let_go(session)
 
-    def _retire(self, session: Session) -> bool:
+    def _retire(self, session: HostSession) -> bool:
         """Remove a session unless it is in use; return whether it was removed."""
         retired = session.retire()
         if retired:
@@ -145,7 +145,7 @@ def _replaces(request: SessionRequest, before: SessionRequest) -> bool:
     return before.placement is None and bool(place) and place == place_before
 
 
-def _add_passes(passes: Passes, session: Session) -> Passes:
+def _add_passes(passes: Passes, session: HostSession) -> Passes:
     """Add what a session has done for the newest order of its cluster."""
     request = session.request
     if request.placement is not None or not (request.cluster_id and request.attempt):

@@ -15,7 +15,7 @@ from collapipe_flwr.core import bounds
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import at_least, check_keys, key, one_of
 from collapipe_flwr.core.links import Heartbeat, LinkConfig
-from collapipe_flwr.core.schedule import ALONE, Turn
+from collapipe_flwr.core.schedule import ALONE, ReplicaIndex
 from collapipe_flwr.pipeline.optimizer_settings import OptimizerConfig
 
 PRECISIONS = ("fp32", "bf16")
@@ -74,7 +74,7 @@ class StageConfig:
     idle_s: float = 600.0
     seed: int | None = None
     execution: Execution = field(default_factory=Execution)
-    turn: Turn = ALONE
+    turn: ReplicaIndex = ALONE
 
     def __post_init__(self) -> None:
         if self.seed is not None and not 0 <= self.seed < MOST_SEED:

@@ -1,6 +1,6 @@
 """Links between neighbouring stages, and the frames on them: one per micro-batch and direction.
 
-A `Fan` is one link to all replicas of a neighbouring stage.
+A `ReplicaLinks` is one link to all replicas of a neighbouring stage.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from collapipe_flwr.core.errors import Blame, LinkError, LinkTimeout, MemberFailed, ProtocolError
 from collapipe_flwr.core.links import QUEUE_FRAMES, LinkTraffic
-from collapipe_flwr.core.schedule import Turn
+from collapipe_flwr.core.schedule import ReplicaIndex
 from collapipe_flwr.core.texts import make_printable
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ def memory_pair(
 _OF_MICRO_BATCHES = (FrameKind.ACTIVATION, FrameKind.GRADIENT)
 
 
-class Fan:
+class ReplicaLinks:
     """Links to the replicas of a stage, in the order in which micro-batches of `turn` take them.
 
     Frames of micro-batches alternate; all others are sent to each replica, and come from each. An
@@ -280,7 +280,7 @@ class Fan:
 
     peer_id = ""
 
-    def __init__(self, links: Sequence[Link], turn: Turn) -> None:
+    def __init__(self, links: Sequence[Link], turn: ReplicaIndex) -> None:
         self.peer = " and ".join(link.peer for link in links)
         self._links = tuple(links)
         self._turn = turn
@@ -334,13 +334,13 @@ def _name_peer(link: Link) -> Iterator[None]:
         raise
 
 
-def fan_of(links: Sequence[Link], turn: Turn) -> Link:
+def fan_of(links: Sequence[Link], turn: ReplicaIndex) -> Link:
     """Join links into one; a single link is returned as it is."""
-    return links[0] if len(links) == 1 else Fan(links, turn)
+    return links[0] if len(links) == 1 else ReplicaLinks(links, turn)
 
 
 def lane_of(link: Link, kind: FrameKind, micro_batch: int) -> Link:
     """Return the link that brings this frame."""
-    if kind in _OF_MICRO_BATCHES and isinstance(link, Fan):
+    if kind in _OF_MICRO_BATCHES and isinstance(link, ReplicaLinks):
         return link.link_for(micro_batch)
     return link

@@ -54,26 +54,26 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-class Lookup(Mapping[str, T], Generic[T]):
+class LazyMapping(Mapping[str, T], Generic[T]):
     """A mapping whose values are made, or read, on each access."""
 
     def __init__(self, readers: Mapping[str, Callable[[], T]]) -> None:
         self._readers = dict(readers)
 
     @staticmethod
-    def of(*mappings: Mapping[str, T]) -> Lookup[T]:
+    def of(*mappings: Mapping[str, T]) -> LazyMapping[T]:
         """Join mappings, where later ones take precedence; of a plain mapping its values now."""
         readers: dict[str, Callable[[], T]] = {}
         for found in mappings:
-            if isinstance(found, Lookup):
+            if isinstance(found, LazyMapping):
                 readers |= found._readers
             else:
                 readers |= {key: partial(_same, value) for key, value in found.items()}
-        return Lookup(readers)
+        return LazyMapping(readers)
 
-    def select(self, keys: Iterable[str]) -> Lookup[T]:
+    def select(self, keys: Iterable[str]) -> LazyMapping[T]:
         """Return the mapping of these keys alone; raises KeyError."""
-        return Lookup({key: self._readers[key] for key in keys})
+        return LazyMapping({key: self._readers[key] for key in keys})
 
     def pop(self, key: str) -> T:
         return self._readers.pop(key)()
@@ -161,10 +161,10 @@ class Offload:
         return partial(self._file.read, start, dtype, tuple(shape))
 
 
-def offload(tensors: Mapping[str, Tensor]) -> Lookup[Tensor]:
+def offload(tensors: Mapping[str, Tensor]) -> LazyMapping[Tensor]:
     """Write tensors to a file of their own; the mapping reads them from there."""
     file = Offload()
-    return Lookup({key: file.put(tensor) for key, tensor in tensors.items()})
+    return LazyMapping({key: file.put(tensor) for key, tensor in tensors.items()})
 
 
 def passing_tensor(shape: Iterable[int], dtype: torch.dtype) -> Tensor:
@@ -220,7 +220,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
             start += _write_all(file.fileno(), raw_bytes(tensors[key]), start)
 
 
-def read_tensors(path: Path) -> Lookup[Tensor]:
+def read_tensors(path: Path) -> LazyMapping[Tensor]:
     """Map all tensors of a file of safetensors, readable also after the file is deleted.
 
     Raises SafetensorError for any other file, OSError where it cannot be opened.
@@ -237,7 +237,7 @@ def read_tensors(path: Path) -> Lookup[Tensor]:
     for key, entry in described.items():
         start = begin + entry["data_offsets"][0]
         readers[key] = partial(file.read, start, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
-    return Lookup(readers)
+    return LazyMapping(readers)
 
 
 def _same(value: T) -> T:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.pipeline.meter import bytes_of
-from collapipe_flwr.pipeline.offload import Lookup, offload, raw_bytes
+from collapipe_flwr.pipeline.offload import LazyMapping, offload, raw_bytes
 from collapipe_flwr.pipeline.optimizer import START, Optimizer
 
 OptimizerState = Mapping[str, tuple[Tensor, ...]]  # by parameter; see `Optimizer.state_tensors`
@@ -32,19 +32,19 @@ class PartState:
     weights: Mapping[str, Tensor]
     optimizer: OptimizerState = field(default_factory=dict)
 
-    def tensors(self) -> Lookup[Tensor]:
+    def tensors(self) -> LazyMapping[Tensor]:
         """Return all in one flat mapping, as stored and sent; offloaded tensors stay in files."""
         flat = {
             f"{_PREFIX}{index}/{key}": partial(_slot, self.optimizer, key, index)
             for key, tensors in self.optimizer.items()
             for index in range(len(tensors))
         }
-        return Lookup.of(self.weights, Lookup(flat))
+        return LazyMapping.of(self.weights, LazyMapping(flat))
 
     @staticmethod
     def of_tensors(tensors: Mapping[str, Tensor]) -> PartState:
         """Invert `tensors`. Raises ModelError where numbers of optimizer tensors are missing."""
-        here = Lookup.of(tensors)
+        here = LazyMapping.of(tensors)
         numbered: dict[str, dict[str, str]] = {}
         for name in tensors:
             if name.startswith(_PREFIX):
@@ -53,7 +53,9 @@ class PartState:
         slots = {k: here.select(_sort_slots(k, names)) for k, names in numbered.items()}
         return PartState(
             weights=here.select(k for k in tensors if not k.startswith(_PREFIX)),
-            optimizer=Lookup({key: partial(tuple, held.values()) for key, held in slots.items()}),
+            optimizer=LazyMapping(
+                {key: partial(tuple, held.values()) for key, held in slots.items()}
+            ),
         )
 
     def copy(self) -> PartState:
@@ -78,8 +80,8 @@ class PartState:
             raise ModelError(f"the weights lack {missing!r}; pass all keys of this part")
         slots = [name for key in wanted for name in (key, START + key) if name in self.optimizer]
         return PartState(
-            weights=Lookup.of(self.weights).select(wanted),
-            optimizer=Lookup.of(self.optimizer).select(slots),
+            weights=LazyMapping.of(self.weights).select(wanted),
+            optimizer=LazyMapping.of(self.optimizer).select(slots),
         )
 
 
@@ -98,7 +100,7 @@ def optimizer_state_of(optimizer: Optimizer) -> dict[str, tuple[Tensor, ...]]:
 
 def drop_round_start(state: OptimizerState) -> OptimizerState:
     """Drop the weights that the round began with, for the next round."""
-    return Lookup.of(state).select(key for key in state if not key.startswith(START))
+    return LazyMapping.of(state).select(key for key in state if not key.startswith(START))
 
 
 def state_bytes(part: nn.Module, optimizer: Optimizer) -> int:

@@ -15,7 +15,7 @@ WORTH_A_CHANGE = 0.05  # of the objective, by which their rows may be dearer
 TRIED = 6  # rows of such a cluster that are played
 
 
-def caught_up(planner: Planner, solution: Solution) -> Solution:
+def repair_late_clusters(planner: Planner, solution: Solution) -> Solution:
     """Play ``solution``, and try other rows for clusters that then end much later."""
     best, bound_s = planner.play(solution), solution.priced.latency_s.max()
     late = np.flatnonzero(best.priced.latency_s > MUCH_LATER * bound_s)

@@ -27,7 +27,7 @@ Decide = Callable[[Snapshot, float], Decision]
 
 
 def closing_s(latency_m: Array, slack: float) -> float:
-    """Return when a round closes, as `RoundClock` does."""
+    """Return when a round closes, as `RoundDeadline` does."""
     median = np.sort(latency_m)[(len(latency_m) - 1) // 2]
     return float(min(latency_m.max(), slack * median))
 

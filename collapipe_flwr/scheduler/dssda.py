@@ -24,7 +24,7 @@ from collapipe_flwr.scheduler.base import (
     solution_plan,
     weight_of,
 )
-from collapipe_flwr.scheduler.catching_up import caught_up
+from collapipe_flwr.scheduler.catching_up import repair_late_clusters
 from collapipe_flwr.scheduler.closing_early import closing_early
 from collapipe_flwr.scheduler.decision import Decision
 from collapipe_flwr.scheduler.edge_choice import EdgeChoice
@@ -214,7 +214,7 @@ def within(planner: Planner, solution: Solution) -> Solution:
     Many clusters leave no time for that: what is overdrawn by transmissions is paid back later.
     """
     if not planner.few:
-        return caught_up(planner, solution)
+        return repair_late_clusters(planner, solution)
     for _ in range(OVERDRAFTS):
         room = of_members(planner.room_mi, solution.rows, padding=np.inf)
         if (solution.priced.energy_j <= room).all():

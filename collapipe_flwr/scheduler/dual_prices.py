@@ -68,7 +68,9 @@ class LinkTable:
         ahead = watt[:, :, None], price_mi[:, :, None]
         back = back_w[:, None, :], np.pad(price_mi, last)[:, None, :]
         nat_s = LN2 * coded / width
-        self._ways = [_Way(noise_w, nat_s, slope_m, *senders) for senders in (ahead, back)]
+        self._ways = [
+            _LinkDirection(noise_w, nat_s, slope_m, *senders) for senders in (ahead, back)
+        ]
         self.quick = [way.points(1) for way in self._ways]
         room = (len(counts), noise_w.size)
         self._seconds, self._worth = np.empty((2, *room)), np.empty((2, *room))
@@ -86,7 +88,7 @@ class LinkTable:
         return [Points(seconds[k], worth[k]) for k in (0, 1)]
 
 
-class _Way:
+class _LinkDirection:
     """One direction of all links: seconds of a bit at one nat per hertz, and who sends.
 
     ``watt`` and ``price`` are senders' limits and prices per joule.

@@ -32,7 +32,7 @@ from collapipe_flwr.scheduler.problem import RoundProblem
 from collapipe_flwr.scheduler.radio.equal_ends import levelled_hz
 from collapipe_flwr.scheduler.radio.interior_point import Allocation, allocate, equal_shares
 from collapipe_flwr.scheduler.radio.problem import convex_latency_s
-from collapipe_flwr.scheduler.runners_up import InPlace
+from collapipe_flwr.scheduler.runners_up import Incumbent
 from collapipe_flwr.scheduler.scorer import Estimates
 from collapipe_flwr.scheduler.search import HASTY_CLUSTERS, Search
 
@@ -180,10 +180,10 @@ class Planner(RoundProblem):
         for now in map(self.in_place, (best, self.priced(best.chain, even, best.rho))):
             yield now.play_rows(near, joint=True).grow(slow, now.play_rows).combine()
 
-    def in_place(self, now: Solution) -> InPlace:
+    def in_place(self, now: Solution) -> Incumbent:
         """Make ``now`` the plan whose rows may be replaced."""
         costs = self.estimates(now.chain, now.priced)
-        return InPlace(self, now.rows, costs, now.allocation.edge_hz_r)
+        return Incumbent(self, now.rows, costs, now.allocation.edge_hz_r)
 
     def _find_promising(self, best: Solution) -> tuple[Layouts, Array]:
         """Find rows a move away that by dual prices cost little more, and how much, (R,)."""
@@ -220,7 +220,7 @@ class Planner(RoundProblem):
         start = self.fitting(recut_batches(best.rows.take(late), self.batches()))
         # Seen from the others, which end together, no row of one of them shortens a round.
         nothing = np.zeros(len(best.rows))
-        alone = InPlace(self, best.rows, Estimates(nothing, nothing, nothing), hz_m)
+        alone = Incumbent(self, best.rows, Estimates(nothing, nothing, nothing), hz_m)
         found = alone.bound_rows(start).grow(start, alone.bound_rows, LATE_ROWS)
         yield replace(alone, costs=ample).bound_rows(found.near).combine()
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.core.schedule import Turn
+from collapipe_flwr.core.schedule import ReplicaIndex
 from collapipe_flwr.costs.tables import block_table
 from collapipe_flwr.costs.work import segment_bytes
 from collapipe_flwr.scheduler.plans import dry_run_plan
@@ -68,7 +68,7 @@ def _predict(before: ClusterPlan, plan: ClusterPlan, rest: ReplanInput) -> Clust
         zip(plan.segments, before.replicas[1:-1], strict=True), 1
     ):
         has = len(segment.device_ids)
-        own = len(Turn(replicas=has).own(plan.micro_batches))
+        own = len(ReplicaIndex(replicas=has).own(plan.micro_batches))
         flight = min(plan.warmup_depth[stage], own)
         sizes = segment_bytes(blocks, rest.options, plan.micro_batch_size, flight)
         size = float(sizes[segment.first_block, segment.stop_block])

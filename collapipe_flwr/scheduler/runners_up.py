@@ -35,7 +35,7 @@ PATIENCE = 2  # moves in vain
 
 
 @dataclass(frozen=True, slots=True)
-class InPlace:
+class Incumbent:
     """A plan, over whose bandwidth other rows of its clusters are priced at full power."""
 
     problem: RoundProblem
@@ -43,12 +43,12 @@ class InPlace:
     costs: Estimates  # of these rows
     hz_m: Array
 
-    def bound_rows(self, near: Layouts) -> RunnersUp:
+    def bound_rows(self, near: Layouts) -> CandidateRows:
         """Price all rows of ``near`` by the lower bound."""
         chain, _, priced = self._bound(near)
-        return RunnersUp(self, near, self.problem.estimates(chain, priced))
+        return CandidateRows(self, near, self.problem.estimates(chain, priced))
 
-    def play_rows(self, near: Layouts, *, joint: bool = False) -> RunnersUp:
+    def play_rows(self, near: Layouts, *, joint: bool = False) -> CandidateRows:
         """Play the steps of the rows of ``near`` that matter.
 
         Those that may be among the best `WIDTH` of their clusters alone. For a ``joint`` choice
@@ -56,7 +56,7 @@ class InPlace:
         lower bound of a row's latency is enough to leave it out.
         """
         chain, times, priced = self._bound(near)
-        every = RunnersUp(self, near, self.problem.estimates(chain, priced))
+        every = CandidateRows(self, near, self.problem.estimates(chain, priced))
         pair_r, done = self.problem.pair_of(near), np.zeros(len(near), bool)
         while len(more := self._choose_next(every, pair_r, done, joint=joint)):
             priced = played(chain, times, priced, more)
@@ -71,7 +71,7 @@ class InPlace:
         times = full_power_times(chain, hz)
         return chain, times, price_rows(chain, times, powers_for(chain, hz, times))
 
-    def _choose_next(self, every: RunnersUp, pair_r: Ints, done: Mask, *, joint: bool) -> Ints:
+    def _choose_next(self, every: CandidateRows, pair_r: Ints, done: Mask, *, joint: bool) -> Ints:
         """Choose the most promising rows of every cluster that may matter and are not ``done``."""
         values, owner, costs = every.value_alone(), every.near.cluster_r, every.costs
         own_pair = self.problem.pair_of(self.rows)
@@ -94,16 +94,16 @@ class InPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class RunnersUp:
+class CandidateRows:
     """Rows, each of which may replace its cluster's row of a plan."""
 
-    plan: InPlace
+    plan: Incumbent
     near: Layouts
     costs: Estimates  # of these rows
 
-    def take(self, rows: Ints) -> RunnersUp:
+    def take(self, rows: Ints) -> CandidateRows:
         """Take the chosen rows."""
-        return RunnersUp(self.plan, self.near.take(rows), self.costs.take(rows))
+        return CandidateRows(self.plan, self.near.take(rows), self.costs.take(rows))
 
     def value_alone(self) -> Array:
         """Compute the objective with each row in the plan, less the plan's priced energy, (R,)."""
@@ -113,7 +113,7 @@ class RunnersUp:
         more = self.costs.worth - plan.costs.worth[owner]
         return np.asarray(problem.latency_price * late_s + more)
 
-    def keep_first(self, width: int) -> RunnersUp:
+    def keep_first(self, width: int) -> CandidateRows:
         """Keep the ``width`` rows of every cluster that cost least in the plan, best first."""
         order = np.argsort(self.value_alone(), kind="stable")
         owner = self.near.cluster_r[order]
@@ -128,8 +128,8 @@ class RunnersUp:
         return replaced(chosen, chosen.cluster_r, chosen)  # no wider than needed
 
     def grow(
-        self, start: Layouts, price: Callable[[Layouts], RunnersUp], width: int = WIDTH
-    ) -> RunnersUp:
+        self, start: Layouts, price: Callable[[Layouts], CandidateRows], width: int = WIDTH
+    ) -> CandidateRows:
         """Add the best rows of every cluster that a beam search from ``start`` finds.
 
         The ``width`` best rows one move away, then those one move from these, until the best of all
@@ -148,4 +148,4 @@ class RunnersUp:
             best, start = min(best, least), found.near
             parts.append(found)
         near = stack([part.near for part in parts])
-        return RunnersUp(self.plan, near, joined([part.costs for part in parts]))
+        return CandidateRows(self.plan, near, joined([part.costs for part in parts]))

@@ -1,4 +1,4 @@
-"""Client of an edge server or device: `EdgeClient` for the host, `Session` for one part on it.
+"""Client of an edge or device: `HostClient` for the host, `RemoteSession` for one part on it.
 
 A device is a client of the next hosts of its chain, by its `Dialer`.
 """
@@ -24,7 +24,7 @@ from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest
 from collapipe_flwr.pipeline.config import Health, NextHop, PassesDone, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.link import Frame, FrameKind, Link
 from collapipe_flwr.pipeline.meter import StageReport
-from collapipe_flwr.pipeline.offload import Lookup, Offload
+from collapipe_flwr.pipeline.offload import LazyMapping, Offload
 from collapipe_flwr.pipeline.state import digest_of
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
@@ -49,11 +49,11 @@ _LONG_S = 1.0
 _LEAST_CARRYING = 0.1  # of the time of a full echo
 
 
-class EdgeClient(Connection):
+class HostClient(Connection):
     """What a host does besides its sessions; see `Connection` for deadlines and errors."""
 
     @classmethod
-    def to(cls, hop: NextHop, tls: TlsFiles | None, *, deadline_s: float = 0.0) -> EdgeClient:
+    def to(cls, hop: NextHop, tls: TlsFiles | None, *, deadline_s: float = 0.0) -> HostClient:
         """Make a client of the host of ``hop``, which its heartbeat watches."""
         return cls(
             hop.address,
@@ -64,16 +64,16 @@ class EdgeClient(Connection):
             heartbeat=hop.heartbeat,
         )
 
-    def open_session(self, request: SessionRequest) -> Session:
+    def open_session(self, request: SessionRequest) -> RemoteSession:
         """Open a session; it needs weights before it can run."""
         within_s = max(self.deadline_s, _WAKE_S)
         version = ((methods.VERSION_KEY, own_version()),)
         self.call(methods.OPEN_SESSION, request, metadata=version, within_s=within_s)
         return self.session(request.key)
 
-    def session(self, key: SessionKey) -> Session:
+    def session(self, key: SessionKey) -> RemoteSession:
         """Return the session with this key, which is open already."""
-        return Session(self, key)
+        return RemoteSession(self, key)
 
     def health(self) -> Health:
         """Ask for the load of the host; it may load its libraries first."""
@@ -122,10 +122,10 @@ class EdgeClient(Connection):
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class RemoteSession:
     """One session on the host that `client` talks to; see `Connection` for deadlines and errors."""
 
-    client: EdgeClient
+    client: HostClient
     key: SessionKey
 
     def push_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -154,7 +154,7 @@ class Session:
         """Set the weights; those that the host kept from its last session do not travel."""
         digests, sizes = _digest_all(tensors)
         pushed = [key for key in self.missing(digests) if key in tensors]
-        self.push_weights(Lookup.of(tensors).select(pushed))
+        self.push_weights(LazyMapping.of(tensors).select(pushed))
         sent_bytes = sum(sizes[key] for key in pushed)
         return TransferStats(sent_bytes=sent_bytes, spared_bytes=sum(sizes.values()) - sent_bytes)
 
@@ -172,18 +172,18 @@ class Session:
         *,
         with_optimizer: bool = False,
         turn: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - it holds nothing
-    ) -> tuple[Lookup[Tensor], TransferStats]:
+    ) -> tuple[LazyMapping[Tensor], TransferStats]:
         """Fetch the weights that differ from ``known``; the others are taken from there.
 
         The latter, within ``turn``, are stored in a file as soon as they arrive.
         """
         theirs = self.digests(with_optimizer=with_optimizer)
-        ours = Lookup.of(known).select(key for key in theirs if key in known and theirs[key])
+        ours = LazyMapping.of(known).select(key for key in theirs if key in known and theirs[key])
         digests, sizes = _digest_all(ours)
         changed = tuple(key for key, digest in theirs.items() if digests.get(key) != digest)
         same = [key for key, digest in theirs.items() if digests.get(key) == digest]
 
-        def fetch() -> tuple[Lookup[Tensor], int]:
+        def fetch() -> tuple[LazyMapping[Tensor], int]:
             stow, readers, came_bytes = Offload(), dict[str, Callable[[], Tensor]](), list[int]()
 
             def take(key: str, tensor: Tensor) -> None:
@@ -192,16 +192,16 @@ class Session:
             gather_each(
                 self._answers(with_optimizer, changed), _MOST_BYTES, take, came_bytes.append
             )
-            return Lookup(readers), sum(came_bytes)
+            return LazyMapping(readers), sum(came_bytes)
 
-        fetched, came_bytes = Lookup[Tensor]({}), 0
+        fetched, came_bytes = LazyMapping[Tensor]({}), 0
         if changed:
             with turn:
                 fetched, came_bytes = self.client.attempt_patiently(fetch)
         stats = TransferStats(
             received_bytes=came_bytes, spared_bytes=sum(sizes[key] for key in same)
         )
-        return Lookup.of(ours.select(same), fetched).select(theirs), stats
+        return LazyMapping.of(ours.select(same), fetched).select(theirs), stats
 
     def missing(self, digests: Mapping[str, str]) -> tuple[str, ...]:
         """Ask for the keys of the weights that a push must bring; the host kept the others."""
@@ -214,7 +214,7 @@ class Session:
         return self._call(methods.DIGESTS, with_optimizer, dict[str, str], within_s=within_s)
 
     def report(self) -> StageReport:
-        """Ask what the session measured over all steps that count; see `EdgeService.report`."""
+        """Ask what the session measured over all steps that count; see `HostService.report`."""
         return self._call(methods.REPORT, None, StageReport, patiently=True)
 
     def close(self, *, within_s: float | None = None) -> None:
@@ -306,14 +306,14 @@ class Dialer:
     def __call__(self, hop: NextHop) -> Iterator[Link]:
         """Yield the link to the next host. Raises LinkError when it refuses."""
         with (
-            EdgeClient.to(hop, self.tls) as client,
+            HostClient.to(hop, self.tls) as client,
             client.session(hop.key).connect(hop.link, name=self.name) as link,
         ):
             yield link
 
     def probe(self, request: ProbeRequest) -> ProbeAnswer:
         """Measure the link to a host; raises LinkError when it does not answer."""
-        with EdgeClient(
+        with HostClient(
             request.address,
             what=request.name,
             tls=self.tls,

@@ -7,8 +7,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from collapipe_flwr.config.cluster_file import ClusterConfig, parse_cluster
-from collapipe_flwr.host.server import EdgeServer
-from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.server import HostServer
+from collapipe_flwr.host.service import HostService
 from collapipe_flwr.transport.client import Dialer
 
 
@@ -20,9 +20,9 @@ def daemons(count: int) -> Iterator[tuple[ClusterConfig, str]]:
             {"name": name, "address": stack.enter_context(_host(name)).address}
             for name in (f"board-{index}" for index in range(count))
         ]
-        edge = stack.enter_context(EdgeServer("127.0.0.1:0", EdgeService())).address
+        edge = stack.enter_context(HostServer("127.0.0.1:0", HostService())).address
         yield parse_cluster({"id": "shed", "device": boards}, Path()), edge
 
 
-def _host(name: str) -> EdgeServer:
-    return EdgeServer("127.0.0.1:0", EdgeService(connect=Dialer(name=name)))
+def _host(name: str) -> HostServer:
+    return HostServer("127.0.0.1:0", HostService(connect=Dialer(name=name)))

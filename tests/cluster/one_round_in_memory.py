@@ -15,7 +15,7 @@ from benchmarks.resident import forget_peak, peak_bytes, resident_bytes
 from collapipe_flwr.cluster.control_unit import train_round
 from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.federation.arrays import encode_tensors, offload_tensors, take_record
-from collapipe_flwr.host.allocator import configure_malloc, give_back
+from collapipe_flwr.host.allocator import configure_malloc, trim_heap
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.step import MicroBatch
@@ -48,7 +48,7 @@ def main() -> None:
     keys = splitter.all_keys()
     message = encode_tensors({key: torch.ones(splitter.shapes[key][0]) for key in keys})
     message_bytes = sum(len(array.data) for array in message.values())
-    give_back()
+    trim_heap()
     before_bytes = resident_bytes()
     forget_peak()
     order = RoundOrder(
@@ -56,7 +56,7 @@ def main() -> None:
         weights=offload_tensors(message),
         learning=LearningSettings(),
     )
-    give_back()
+    trim_heap()
     result = train_round(splitter, order, [step] * STEPS, fleet)
     assert len(take_record(result.weights)) == len(keys)
     print(json.dumps([message_bytes, peak_bytes() - before_bytes]))

@@ -30,7 +30,7 @@ from collapipe_flwr.config.cluster_file import parse_cluster, read_cluster
 from collapipe_flwr.core.errors import ConfigError, LinkTimeout, Unreachable
 from collapipe_flwr.core.json_codec import to_json
 from collapipe_flwr.core.version import own_version
-from collapipe_flwr.host.server import EdgeServer
+from collapipe_flwr.host.server import HostServer
 from collapipe_flwr.pipeline.benchmark import (
     BenchmarkAnswer,
     BenchmarkRequest,
@@ -40,7 +40,7 @@ from collapipe_flwr.pipeline.benchmark import (
 )
 from collapipe_flwr.pipeline.compute import torch_build
 from collapipe_flwr.transport.certificates import sign_all
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.client import HostClient
 from collapipe_flwr.transport.methods import ProbeAnswer
 from collapipe_flwr.transport.relay import Relay
 from tests.cluster.daemon_processes import Daemon, running
@@ -132,7 +132,7 @@ def pair(tmp_path: Path) -> Iterator[Path]:
     """The file of a cluster of pi-1 and pi-2 with an edge, which are there."""
     with ExitStack() as stack:
         first, second, edge = (
-            stack.enter_context(EdgeServer("127.0.0.1:0", service())).address for _ in range(3)
+            stack.enter_context(HostServer("127.0.0.1:0", service())).address for _ in range(3)
         )
         more = f'measured = "found.json"\nedge.address = "{edge}"'
         yield _cluster(tmp_path, first, second, more=more)
@@ -140,7 +140,7 @@ def pair(tmp_path: Path) -> Iterator[Path]:
 
 def begin_to_train(path: Path) -> None:
     """A session on the first device."""
-    with EdgeClient(read_cluster(path).devices[0].address) as client:
+    with HostClient(read_cluster(path).devices[0].address) as client:
         client.open_session(request())
 
 
@@ -162,7 +162,7 @@ def test_a_cluster_that_trains_is_busy_and_neither_broken_nor_disturbed(
     figures.write_text(to_json(before))
     begin_to_train(pair)
     for name in ("benchmark", "probe", "measure_way"):
-        monkeypatch.setattr(EdgeClient, name, measuring(name))
+        monkeypatch.setattr(HostClient, name, measuring(name))
     monkeypatch.setattr(check, "run_benchmark", measuring("the benchmark here"))
     done = _check(pair, "--json", str(figures))
     said = " ".join(done.stdout.split())
@@ -177,14 +177,14 @@ def test_a_cluster_that_trains_is_busy_and_neither_broken_nor_disturbed(
 def test_who_begins_to_train_during_the_check_is_busy(
     pair: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure = EdgeClient.measure_way
+    measure = HostClient.measure_way
 
-    def begin(client: EdgeClient, payload_bytes: int) -> ProbeAnswer:
+    def begin(client: HostClient, payload_bytes: int) -> ProbeAnswer:
         if client.peer.startswith("pi-1"):
             begin_to_train(pair)
         return measure(client, payload_bytes)
 
-    monkeypatch.setattr(EdgeClient, "measure_way", begin)
+    monkeypatch.setattr(HostClient, "measure_way", begin)
     block = BenchmarkRequest(width=32, tokens=4, examples=2, seconds=0.05)
     found = check_cluster(read_cluster(pair), CheckSettings(block=block), lambda _: None)
     assert found.busy == ("pi-1",) and not found.of("pi-1").fault
@@ -199,9 +199,9 @@ def test_an_edge_that_trains_another_cluster_is_busy_with_its_machine_alone(
 ) -> None:
     config = read_cluster(pair)
     edge = replace(config.edge, address=config.edge.address.replace("127.0.0.1", host))
-    status = EdgeClient.status
+    status = HostClient.status
     monkeypatch.setattr(
-        EdgeClient, "status", lambda c: replace(status(c), at_work=c.peer.startswith("edge"))
+        HostClient, "status", lambda c: replace(status(c), at_work=c.peer.startswith("edge"))
     )
     block = BenchmarkRequest(width=32, tokens=4, examples=2, seconds=0.05)
     found = check_cluster(replace(config, edge=edge), CheckSettings(block=block), lambda _: None)
@@ -214,7 +214,7 @@ def test_members_that_do_not_answer_are_waited_for_together(tmp_path: Path, monk
     addresses = [_free_address() for _ in range(3)]
     together = threading.Barrier(len(addresses), timeout=20)
 
-    class Silent(EdgeClient):
+    class Silent(HostClient):
         def echo(self) -> None:
             together.wait()
             raise LinkTimeout("no answer")

@@ -20,8 +20,8 @@ from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import parse_cluster
 from collapipe_flwr.core.errors import CheckpointMissing
-from collapipe_flwr.host.server import EdgeServer
-from collapipe_flwr.host.service import EdgeService, build_transformers_part
+from collapipe_flwr.host.server import HostServer
+from collapipe_flwr.host.service import HostService, build_transformers_part
 from collapipe_flwr.host.stores import WeightCache
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.saving import save_whole
@@ -103,11 +103,11 @@ def _train(splitter: Splitter, weights: Mapping[str, Tensor], steps, cache: Path
         learning=LearningSettings(optimizer=ADAMW, schedule="gpipe", deadline_s=20.0),
     )
     kept = WeightCache(cache, most_bytes=10**9)
-    without = EdgeService(_elsewhere, connect=Dialer(name="d1"), cache=kept)
+    without = HostService(_elsewhere, connect=Dialer(name="d1"), cache=kept)
     with (
-        EdgeServer("127.0.0.1:0", EdgeService()) as edge,
-        EdgeServer("127.0.0.1:0", EdgeService(connect=Dialer(name="d0"))) as rich,
-        EdgeServer("127.0.0.1:0", without) as poor,
+        HostServer("127.0.0.1:0", HostService()) as edge,
+        HostServer("127.0.0.1:0", HostService(connect=Dialer(name="d0"))) as rich,
+        HostServer("127.0.0.1:0", without) as poor,
     ):
         addresses = {"d0": rich.address, "d1": poor.address}
         boards = [{"name": name, "address": address} for name, address in addresses.items()]
@@ -154,7 +154,7 @@ def test_optimizer_slots_are_not_kept_beside_frozen_weights(
     trained = PartState(weights=weights, optimizer=slots).select(splitter.segment_keys(2, 5))
     frozen = splitter.read_resident(splitter.resident_keys_of_segment(2, 5))
     cache, key = tmp_path / "cache", session_key("A")
-    board = EdgeService(_elsewhere, cache=WeightCache(cache, most_bytes=10**9))
+    board = HostService(_elsewhere, cache=WeightCache(cache, most_bytes=10**9))
     hops = (NextHop(address="", key=key),)
     board.open(
         SessionRequest(

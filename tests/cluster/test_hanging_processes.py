@@ -16,7 +16,7 @@ import torch
 from benchmarks.data_plane.recovery import Daemon, cluster_of, daemons, run_job, small_job
 from collapipe_flwr.cluster.remote import PROBE_S
 from collapipe_flwr.core.links import Heartbeat
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.client import HostClient
 from tests.cluster.conftest import WarmDaemons
 from tests.cluster.test_killed_processes import assert_same, striking
 
@@ -35,7 +35,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def sessions_of(daemon: Daemon) -> int:
-    with EdgeClient(daemon.address) as client:
+    with HostClient(daemon.address) as client:
         return client.health().sessions
 
 

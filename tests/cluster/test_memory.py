@@ -21,15 +21,15 @@ from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterConfig, parse_cluster
 from collapipe_flwr.host.ledger import Ledger
-from collapipe_flwr.host.server import EdgeServer
-from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.server import HostServer
+from collapipe_flwr.host.service import HostService
 from collapipe_flwr.host.stores import TensorStore
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.state import OptimizerState, PartState
-from collapipe_flwr.transport.client import Dialer, EdgeClient
+from collapipe_flwr.transport.client import Dialer, HostClient
 from tests.cluster.daemon_processes import Daemon, running
 from tests.laws.test_cluster_equals_whole import ADAMW, Cut, _micro_batches, tiny_batch
 
@@ -106,9 +106,9 @@ class Cluster:
 @contextmanager
 def _others(splitter: Splitter, address: str) -> Iterator[Cluster]:
     with ExitStack() as stack:
-        edge = stack.enter_context(EdgeServer("127.0.0.1:0", EdgeService()))
-        second = EdgeService(connect=Dialer(name="d1"))
-        other = stack.enter_context(EdgeServer("127.0.0.1:0", second))
+        edge = stack.enter_context(HostServer("127.0.0.1:0", HostService()))
+        second = HostService(connect=Dialer(name="d1"))
+        other = stack.enter_context(HostServer("127.0.0.1:0", second))
         yield Cluster(splitter, address, other.address, edge.address)
 
 
@@ -117,9 +117,9 @@ def test_a_device_reserves_what_its_plan_was_priced_at() -> None:
     priced = prices(splitter)
     most = max(priced[stop].state_bytes for stop in STOPS)
     ledger = Ledger(int(1.01 * most))  # a little more: step counts are no part of the price
-    device = EdgeService(connect=Dialer(name="d0"), store=TensorStore(ledger), ledger=ledger)
+    device = HostService(connect=Dialer(name="d0"), store=TensorStore(ledger), ledger=ledger)
     with (
-        EdgeServer("127.0.0.1:0", device) as host,
+        HostServer("127.0.0.1:0", device) as host,
         _others(splitter, host.address) as cluster,
     ):
         for stop in STOPS:
@@ -143,7 +143,7 @@ def test_a_daemon_never_uses_more_memory_than_its_plans_were_priced_at() -> None
         running(Daemon("device", "--name", "d0", cold=True)) as (daemon,),
         _others(small, daemon.address) as first,
         _others(splitter, daemon.address) as cluster,
-        EdgeClient(daemon.address) as client,
+        HostClient(daemon.address) as client,
     ):
         pid = daemon.process.pid
         first.round(1)  # loads the libraries

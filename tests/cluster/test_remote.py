@@ -11,8 +11,8 @@ import pytest
 from collapipe_flwr.cluster.hosted import HostedEdge
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import parse_cluster, read_cluster
-from collapipe_flwr.host.server import EdgeServer
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.host.server import HostServer
+from collapipe_flwr.transport.client import HostClient
 from tests.cluster.daemon_processes import Daemon, running, where_torch_never_loads
 from tests.host.chain_to_edge import request, service, session_key
 
@@ -36,7 +36,7 @@ def test_a_daemon_that_has_not_loaded_torch_is_there(tmp_path: Path) -> None:
     with running(Daemon("device", first=where_torch_never_loads(tmp_path))) as (daemon,):
         boards = fleet(daemon.address, "127.0.0.1:1")
         assert boards.missing(["shed/0", "shed/1"]) == {"shed/1"}
-        with EdgeClient(daemon.address) as client:
+        with HostClient(daemon.address) as client:
             assert not client.status().awake
 
 
@@ -55,12 +55,12 @@ def test_where_none_answers_all_are_asked_again(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr("collapipe_flwr.cluster.remote._log.warning", go_on)
         assert boards.missing(both) == {"shed/1"}
         daemon.process.send_signal(signal.SIGSTOP)
-        with EdgeServer("127.0.0.1:0", service()) as other:
+        with HostServer("127.0.0.1:0", service()) as other:
             assert fleet(daemon.address, other.address).missing(both) == {"shed/0"}  # not again
 
 
 def test_a_daemon_that_is_stopping_is_lost() -> None:
-    with EdgeServer("127.0.0.1:0", service()) as server, EdgeClient(server.address) as client:
+    with HostServer("127.0.0.1:0", service()) as server, HostClient(server.address) as client:
         boards = fleet(server.address)
         client.open_session(request())
         assert boards.missing(["shed/0"]) == frozenset()
@@ -77,7 +77,7 @@ def test_a_cluster_file_that_is_being_edited_costs_no_device(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "shed.toml"
-    with EdgeServer("127.0.0.1:0", service()) as server:
+    with HostServer("127.0.0.1:0", service()) as server:
         device = f'[[device]]\nname = "0"\naddress = "{server.address}"\n'
         file.write_text(f'id = "shed"\nversion = 1\n{device}')
         boards = RemoteFleet(cluster=read_cluster(file), edges={"": NOWHERE})

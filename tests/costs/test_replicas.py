@@ -17,7 +17,7 @@ from collapipe_flwr.core.schedule import (
     PIECE_BYTES,
     Action,
     Op,
-    Turn,
+    ReplicaIndex,
     pieces_ahead,
     textbook_depths,
     turns,
@@ -39,12 +39,14 @@ shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(lambda r: (1, *
 def test_micro_batches_meet_the_replicas_that_lanes_say(
     replica: int, replicas: int, others: int
 ) -> None:
-    turn = Turn(replica=replica % replicas, replicas=replicas)
+    turn = ReplicaIndex(replica=replica % replicas, replicas=replicas)
     met = turn.meets(others)
     assert len(met) == others // gcd(replicas, others)
     for m in turn.own(5 * replicas * others):
         assert met[turn.lane(m, len(met))] == m % others
-    assert all(turn.replica in Turn(replica=o, replicas=others).meets(replicas) for o in met)
+    assert all(
+        turn.replica in ReplicaIndex(replica=o, replicas=others).meets(replicas) for o in met
+    )
 
 
 @given(replicas=shapes, count=st.integers(1, 12), name=st.sampled_from(["gpipe", "1f1b"]))

@@ -15,7 +15,7 @@ from collapipe_flwr.federation.absence import Absence, without_absent
 from collapipe_flwr.federation.client.pipeline_round import build_telemetry as telemetry_of
 from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.pipeline.meter import StageReport
-from collapipe_flwr.pipeline.offload import Lookup
+from collapipe_flwr.pipeline.offload import LazyMapping
 from tests.federation.test_planner import EMPTY, NODES, closed, rounds, told, weights
 from tests.laws.test_cluster_equals_whole import Cut
 
@@ -192,7 +192,7 @@ def test_a_control_unit_tells_who_was_lost_and_who_was_at_fault():
     incident = Incident(reason="", lost=("A/d1",), from_step=0, noticed_s=0.0, resumed_s=1.0)
     at_fault = replace(incident, lost=("A/d2",), quarantined=True)
     result = RoundResult(
-        weights=Lookup({}),
+        weights=LazyMapping({}),
         losses=(),
         probe=EvalResult.mean([]),
         reports=(),

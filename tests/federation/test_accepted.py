@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from collapipe_flwr.core.errors import ProtocolError, RunError
 from collapipe_flwr.data.batches import draw_round_rows
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
-from collapipe_flwr.federation.checkpoint import Memory
+from collapipe_flwr.federation.checkpoint import ComponentState
 from collapipe_flwr.federation.client.node_state import RoundFiles
 from collapipe_flwr.federation.local_grid import LocalGrid
-from collapipe_flwr.federation.members import Members
+from collapipe_flwr.federation.members import ClusterGrid
 from collapipe_flwr.federation.planning import Unplanned
 from collapipe_flwr.federation.records import (
     ARRAYS,
@@ -101,7 +101,7 @@ class Server:
     def __init__(self, folder: Path) -> None:
         names = {cluster: str(cluster) for cluster in CLUSTERS}
         self.grid = Fates(folder)
-        self.members = Members(self.grid, names)
+        self.members = ClusterGrid(self.grid, names)
         self.model = empty_model()
         self.strategy = CollaPipe(
             Adds(fraction_evaluate=0.0), scheduler=Unplanned(names), on_total_failure="raise"
@@ -130,7 +130,7 @@ def test_every_row_is_used_equally_often_and_state_is_of_the_rounds_in_the_model
     folder = tmp_path_factory.mktemp("state")
     server, server_round = Server(folder), 0
     every = data.draw(st.integers(1, 3), label="checkpoint every")
-    saved: list[tuple[int, Model, Memory]] = []  # checkpoints, oldest first
+    saved: list[tuple[int, Model, ComponentState]] = []  # checkpoints, oldest first
     for fates in data.draw(st.lists(st.tuples(FATES, FATES), max_size=MOST_ROUNDS), label="fates"):
         server_round += 1
         try:
@@ -197,7 +197,7 @@ def test_a_strategy_that_starts_again_has_accepted_nothing() -> None:
 )
 def test_counts_that_make_no_sense_are_refused(text: str) -> None:
     with pytest.raises(ProtocolError, match="the accepted rounds of the checkpoint"):
-        AcceptedRounds().load(Memory(text=text))
+        AcceptedRounds().load(ComponentState(text=text))
 
 
 def test_an_order_without_progress_is_refused() -> None:

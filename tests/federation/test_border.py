@@ -22,7 +22,7 @@ from collapipe_flwr.core.errors import LinkError, ProtocolError
 from collapipe_flwr.core.json_codec import to_json
 from collapipe_flwr.federation import border
 from collapipe_flwr.federation.arrays import encode_tensors
-from collapipe_flwr.federation.deadline import RoundClock
+from collapipe_flwr.federation.deadline import RoundDeadline
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.federation.records import (
@@ -386,7 +386,7 @@ def test_whatever_weighs_replies_no_claim_is_without_bound(claimed: float) -> No
 
 
 def test_nobody_tells_how_long_another_cluster_took() -> None:
-    clock = RoundClock(slack=2.0)
+    clock = RoundDeadline(slack=2.0)
     liar = lying(trainer(0.1, 10), telling({"cluster_id": "c1", "wall_s": 1e9}))
     grid = LocalGrid({1: trainer(0.1, 10), 2: liar})
     strategy = wrapped(FixedPlanner("c1", "c2"), [])

@@ -27,7 +27,7 @@ from flwr.serverapp.strategy import (
 
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
-from collapipe_flwr.federation.checkpoint import VERSION, Checkpoint, Checkpoints, Memory
+from collapipe_flwr.federation.checkpoint import VERSION, Checkpoint, Checkpoints, ComponentState
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.resuming import Checkpointed
 from collapipe_flwr.federation.state_values import encode_state, restore_state
@@ -260,7 +260,7 @@ def test_a_named_tuple_that_could_not_be_found_again_is_refused():
 def a_checkpoint(arrays: ArrayRecord):
 
     return Checkpoint(
-        server_round=1, arrays=arrays, strategy="FedAvg", memories={"inner": Memory()}
+        server_round=1, arrays=arrays, strategy="FedAvg", memories={"inner": ComponentState()}
     )
 
 

@@ -11,10 +11,10 @@ from flwr.app import Error, Message, RecordDict
 from flwr.serverapp.strategy import FedAvg
 
 from collapipe_flwr.core.domain import ClusterPlan, Segment
-from collapipe_flwr.federation.checkpoint import Memory
-from collapipe_flwr.federation.deadline import RoundClock
+from collapipe_flwr.federation.checkpoint import ComponentState
+from collapipe_flwr.federation.deadline import RoundDeadline
 from collapipe_flwr.federation.local_grid import LocalGrid
-from collapipe_flwr.federation.members import Members
+from collapipe_flwr.federation.members import ClusterGrid
 from collapipe_flwr.federation.messages import LATE
 from collapipe_flwr.federation.records import RoundAssignment, write_assignment, write_telemetry
 from collapipe_flwr.federation.strategy import CollaPipe
@@ -69,12 +69,12 @@ def _done(message: Message, seconds: float) -> Message:
     return Message(write_telemetry(RecordDict(), told), reply_to=message)
 
 
-def members(grid: TimedGrid, slack: float = 1.5) -> Members:
+def members(grid: TimedGrid, slack: float = 1.5) -> ClusterGrid:
     names = {node: NODES[node] for node in grid.seconds}
-    return Members(grid, names, RoundClock(slack, now=lambda: grid.now_s))
+    return ClusterGrid(grid, names, RoundDeadline(slack, now=lambda: grid.now_s))
 
 
-def train(run: Members, server_round: int) -> set[str]:
+def train(run: ClusterGrid, server_round: int) -> set[str]:
     """One round; the clusters that finished it."""
     sent = []
     for node, name in run.clusters.items():
@@ -138,7 +138,7 @@ def test_seconds_that_cannot_be_do_not_enter_a_deadline(wall_s: float) -> None:
 
 
 def test_a_checkpoint_remembers_who_was_late() -> None:
-    clock, again, fresh = RoundClock(2.0), RoundClock(2.0), RoundClock(2.0)
+    clock, again, fresh = RoundDeadline(2.0), RoundDeadline(2.0), RoundDeadline(2.0)
     clock.learn({"A": 10.0}, {"A": 1.0}, exchange_s=1.5)
     before = clock.dump()
     clock.miss({"A": 10.0}, planned_s=3.0)
@@ -146,7 +146,7 @@ def test_a_checkpoint_remembers_who_was_late() -> None:
     fresh.load(before)
     assert again.deadline_s({"A": 10.0}) == clock.deadline_s({"A": 10.0})
     assert clock.deadline_s({"A": 10.0}) >= 6.0 > fresh.deadline_s({"A": 10.0})
-    again.load(Memory())
+    again.load(ComponentState())
     assert again.deadline_s({"A": 10.0}) is None
 
 

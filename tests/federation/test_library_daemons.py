@@ -12,8 +12,8 @@ from flwr.serverapp.strategy import FedAvg
 
 from collapipe_flwr import Cluster, CollaPipe, LocalGrid
 from collapipe_flwr.federation.records import read_assignment
-from collapipe_flwr.host.server import EdgeServer
-from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.server import HostServer
+from collapipe_flwr.host.service import HostService
 from collapipe_flwr.transport.client import Dialer
 from tests.federation.test_library import (
     RULE,
@@ -35,7 +35,7 @@ def test_a_device_that_is_lost_within_a_round_costs_no_step(tmp_path: Path) -> N
     with ExitStack() as stack:
         hosts = {
             name: stack.enter_context(
-                EdgeServer("127.0.0.1:0", EdgeService(connect=Dialer(name=name)))
+                HostServer("127.0.0.1:0", HostService(connect=Dialer(name=name)))
             )
             for name in BOARDS
         }
@@ -59,7 +59,7 @@ def test_a_device_that_is_lost_within_a_round_costs_no_step(tmp_path: Path) -> N
         assert_close(found.to_torch_state_dict()[key], tensor, key)
 
 
-def app_that_loses(hosts: dict[str, EdgeServer]) -> ClientApp:
+def app_that_loses(hosts: dict[str, HostServer]) -> ClientApp:
     app = ClientApp()
     cluster = Cluster(app)
 
@@ -71,7 +71,7 @@ def app_that_loses(hosts: dict[str, EdgeServer]) -> ClientApp:
     return app
 
 
-def losing(hosts: dict[str, EdgeServer], device_id: str) -> Iterator[dict]:
+def losing(hosts: dict[str, HostServer], device_id: str) -> Iterator[dict]:
     """The node's batches; a device is gone after the first."""
     for number, batch in enumerate(loader(NODE)):
         if number == 1:

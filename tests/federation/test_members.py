@@ -9,7 +9,7 @@ from flwr.serverapp.strategy.strategy_utils import sample_nodes
 
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.federation.local_grid import LocalGrid
-from collapipe_flwr.federation.members import Members
+from collapipe_flwr.federation.members import ClusterGrid
 from tests.federation.test_discovery import cluster, spare
 
 
@@ -38,7 +38,7 @@ def _client() -> ClientApp:
 def test_only_clusters_are_seen():
     client = _client()
     grid = LocalGrid({1: client, 2: client, 3: client})
-    assert Members(grid, {3: "a", 1: "b", 9: "c"}).get_node_ids() == [1, 3]
+    assert ClusterGrid(grid, {3: "a", 1: "b", 9: "c"}).get_node_ids() == [1, 3]
 
 
 def test_who_is_away_or_fails_is_lost_and_who_sits_out_by_plan_is_not():
@@ -46,7 +46,7 @@ def test_who_is_away_or_fails_is_lost_and_who_sits_out_by_plan_is_not():
         raise RuntimeError("no memory left")
 
     grid = LocalGrid({1: _client(), 2: _client(), 3: broken})
-    members = Members(grid, {1: "a", 2: "b", 3: "c", 4: "away"})
+    members = ClusterGrid(grid, {1: "a", 2: "b", 3: "c", 4: "away"})
     assert members.get_node_ids() == [1, 2, 3]
     asked = [Message(RecordDict({"arrays": _arrays()}), node, "train") for node in (1, 3)]
     members.send_and_receive(asked)
@@ -76,7 +76,7 @@ class SlowGrid(LocalGrid):
 
 def test_a_node_that_never_says_who_it_is_is_waited_for_once():
     grid = SlowGrid({1: _client(), 9: cluster("b")}, silent={9})
-    members = Members(grid, {1: "a", 2: "b"})
+    members = ClusterGrid(grid, {1: "a", 2: "b"})
     assert members.get_node_ids() == [1]
     once = grid.waited_s
     assert 0 < once <= 60
@@ -87,7 +87,7 @@ def test_a_node_that_never_says_who_it_is_is_waited_for_once():
 
 def test_nodes_that_never_answer_cost_a_bounded_time_however_many_come():
     grid = SlowGrid({1: _client()}, silent=range(10, 99))
-    members = Members(grid, {1: "a", 2: "b"})
+    members = ClusterGrid(grid, {1: "a", 2: "b"})
     for node in range(10, 99):
         grid.add(node, cluster("b"))
         assert members.get_node_ids() == [1]
@@ -98,7 +98,7 @@ def test_nodes_that_never_answer_cost_a_bounded_time_however_many_come():
 
 def test_a_node_that_answers_late_is_taken_in_with_the_next_look():
     grid = SlowGrid({1: _client(), 8: spare, 9: cluster("b")}, silent={8, 9})
-    members = Members(grid, {1: "a", 2: "b"})
+    members = ClusterGrid(grid, {1: "a", 2: "b"})
     assert members.get_node_ids() == [1]
     grid.silent.clear()
     assert members.get_node_ids() == [1, 9]
@@ -115,7 +115,7 @@ def test_a_node_that_fails_is_asked_again_without_a_wait(code):
         return Message(Error(code, "no memory left"), reply_to=message)
 
     grid = SlowGrid({1: _client(), 9: failing}, silent=())
-    members = Members(grid, {1: "a", 2: "b"})
+    members = ClusterGrid(grid, {1: "a", 2: "b"})
     assert members.get_node_ids() == [1]
     grid.silent = {9}  # from now on its failures take their time
     assert all(members.get_node_ids() == [1] for _ in range(5))
@@ -128,7 +128,7 @@ def test_a_node_that_fails_is_asked_again_without_a_wait(code):
 
 def test_an_answer_of_a_node_that_has_gone_since_counts_for_nothing():
     grid = SlowGrid({1: _client(), 9: cluster("b")}, silent={9})
-    members = Members(grid, {1: "a", 2: "b"})
+    members = ClusterGrid(grid, {1: "a", 2: "b"})
     assert members.get_node_ids() == [1]
     grid._nodes.pop(9)
     grid.silent.clear()
@@ -139,7 +139,7 @@ def test_an_answer_of_a_node_that_has_gone_since_counts_for_nothing():
 
 def test_nobody_takes_the_name_of_a_cluster_that_is_there(caplog: pytest.LogCaptureFixture):
     grid = LocalGrid({1: cluster("a"), 2: cluster("b")})
-    members = Members(grid, {1: "a", 2: "b"})
+    members = ClusterGrid(grid, {1: "a", 2: "b"})
     grid.add(8, cluster("b"))
     grid.add(9, cluster("b"))
     assert all(members.get_node_ids() == [1, 2] for _ in range(3))
@@ -156,7 +156,7 @@ def test_nobody_takes_the_name_of_a_cluster_that_is_there(caplog: pytest.LogCapt
 
 def test_clusters_that_are_all_gone_are_waited_for_as_long_as_there_is_patience():
     now_s = 0.0
-    members = Members(LocalGrid({}), {1: "A"}, patience_s=300.0, now=lambda: now_s)
+    members = ClusterGrid(LocalGrid({}), {1: "A"}, patience_s=300.0, now=lambda: now_s)
     assert members.get_node_ids() == []
     now_s = 300.0
     assert members.get_node_ids() == []
@@ -172,7 +172,7 @@ def test_a_strategy_that_waits_for_more_clusters_than_there_are_ends_the_run(
     monkeypatch.setattr("flwr.serverapp.strategy.strategy_utils.sleep", slept_s.append)
     client = _client()
     grid = LocalGrid({1: client})
-    members = Members(grid, {1: "a", 2: "b"}, patience_s=300.0, now=lambda: sum(slept_s))
+    members = ClusterGrid(grid, {1: "a", 2: "b"}, patience_s=300.0, now=lambda: sum(slept_s))
     with pytest.raises(RunError, match=r"300 s \(node-timeout-s\) .* \(1 of 2\): start the miss"):
         sample_nodes(members, 2, 2)
     assert 300 < sum(slept_s) <= 302
@@ -185,7 +185,7 @@ def test_polls_that_are_not_of_one_wait_never_end_the_run(apart: str):
     now_s = 0.0
     client = _client()
     grid = LocalGrid({1: client, 2: client})
-    members = Members(grid, {1: "a", 2: "b", 3: "c"}, patience_s=1.5, now=lambda: now_s)
+    members = ClusterGrid(grid, {1: "a", 2: "b", 3: "c"}, patience_s=1.5, now=lambda: now_s)
     for round_number in range(9):
         assert 1 in members.get_node_ids()
         now_s += 1.0

@@ -17,8 +17,8 @@ from collapipe_flwr.core.domain import ClusterPlan, DeviceProfile
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.federation.rounds import Outcome, RoundRecord
-from collapipe_flwr.host.server import EdgeServer
-from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.server import HostServer
+from collapipe_flwr.host.service import HostService
 from collapipe_flwr.transport.client import Dialer
 from tests.federation.test_absent_devices import CLUSTERS, devices_of
 from tests.federation.test_library import RULE, loader, new_model, split
@@ -86,7 +86,7 @@ def test_a_run_takes_up_a_newcomer_and_lets_go_of_a_removed_device(tmp_path: Pat
     with ExitStack() as stack:
         hosts = {
             name: stack.enter_context(
-                EdgeServer("127.0.0.1:0", EdgeService(connect=Dialer(name=name)))
+                HostServer("127.0.0.1:0", HostService(connect=Dialer(name=name)))
             )
             for name in BOARDS
         }
@@ -137,7 +137,7 @@ def test_a_device_that_was_removed_between_rounds_costs_no_round(tmp_path: Path)
     with ExitStack() as stack:
         hosts = {
             name: stack.enter_context(
-                EdgeServer("127.0.0.1:0", EdgeService(connect=Dialer(name=name)))
+                HostServer("127.0.0.1:0", HostService(connect=Dialer(name=name)))
             )
             for name in BOARDS[:2]
         }

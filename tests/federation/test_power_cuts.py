@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
-from collapipe_flwr.federation.checkpoint import Checkpoint, Checkpoints, Memory, rng_state
+from collapipe_flwr.federation.checkpoint import Checkpoint, Checkpoints, ComponentState, rng_state
 from tests.power_cuts import rebuilt, watched
 
 ROUNDS = 4
@@ -16,7 +16,9 @@ ROUNDS = 4
 
 def checkpoint(server_round: int) -> Checkpoint:
     marks = torch.full((3, 2), float(server_round))
-    memory = Memory(text=str(server_round), arrays={"m": marks.numpy()}, tensors={"t": marks})
+    memory = ComponentState(
+        text=str(server_round), arrays={"m": marks.numpy()}, tensors={"t": marks}
+    )
     return Checkpoint(
         server_round=server_round,
         arrays=encode_tensors({"w": marks}),

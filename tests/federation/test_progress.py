@@ -18,7 +18,7 @@ from collapipe_flwr.federation.default_edge import DefaultEdge
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.strategy import CollaPipe
 from collapipe_flwr.models.split_model import SplitModel
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.client import HostClient
 from tests.federation.split_clusters import FixedPlanner, model, trainer, wrapped
 from tests.ports import free_port
 
@@ -79,7 +79,7 @@ def test_an_edge_that_does_not_answer_tells_nothing(silent: bool, monkeypatch) -
         if silent:
             there.listen()
         address = f"127.0.0.1:{there.getsockname()[1] if silent else free_port()}"
-        with EdgeClient(address) as client:
+        with HostClient(address) as client:
             assert DefaultEdge(client).progress() == {}
 
 

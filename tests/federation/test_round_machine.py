@@ -31,7 +31,7 @@ from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.federation import attempts, open_round
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
-from collapipe_flwr.federation.client.node_state import Kept, NodeState
+from collapipe_flwr.federation.client.node_state import NodeState, StateCodec
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.messages import LATE
 from collapipe_flwr.federation.records import (
@@ -58,7 +58,7 @@ def read_id(record: ArrayRecord | ConfigRecord) -> int | None:
     return record["id"] if isinstance(record, ConfigRecord) else None
 
 
-IDS: Kept[int] = Kept(
+IDS: StateCodec[int] = StateCodec(
     name="training",
     suffix=".json",
     write=lambda number, path: path.write_text(json.dumps(number)),

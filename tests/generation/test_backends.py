@@ -28,7 +28,7 @@ from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline import generation, generation_driver
 from collapipe_flwr.pipeline.generation_driver import GenerationDriver
 from collapipe_flwr.pipeline.link import Mailbox
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.client import HostClient
 from tests.cluster.hosted import daemons
 from tests.threads import none_left
 
@@ -214,13 +214,13 @@ def test_a_refused_text_leaves_the_chain_in_order() -> None:
 @pytest.mark.parametrize("model_type", ["marian", "gpt2"])
 def test_daemons_write_the_same_text_and_keep_nothing(model_type: str) -> None:
     case = Case(model_type)
-    with daemons(2) as (cluster, edge), EdgeClient(edge) as client:
+    with daemons(2) as (cluster, edge), HostClient(edge) as client:
         site = make_daemon_backend(served(case, slots=2), cluster, edge)
         with site.chain(site.device_ids) as driver:
             found = [written(driver, prompt, case.settings()) for prompt in PROMPTS]
         assert found == [case.unsplit(prompt) for prompt in PROMPTS]
         for member in cluster.devices:
-            with EdgeClient(member.address) as device:
+            with HostClient(member.address) as device:
                 assert device.health().sessions == 0
         assert client.health().sessions == 0
 

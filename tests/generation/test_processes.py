@@ -17,7 +17,7 @@ from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.generation.text_generator import text_generator
 from collapipe_flwr.generation.text_model import TextModel
 from collapipe_flwr.transport.certificates import sign_all
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.client import HostClient
 from collapipe_flwr.transport.generation import GenerateRequest, TextClient
 from tests.cluster.daemon_processes import ROOT, Daemon, first_line, running, tls_options
 from tests.forked import start
@@ -42,7 +42,7 @@ class Shed:
             if member.name in self.devices and self.devices[member.name].process.poll() is not None:
                 continue
             tls = cluster.tls_files("control-unit")
-            with EdgeClient(member.address, tls=tls, certificate_name=member.name) as client:
+            with HostClient(member.address, tls=tls, certificate_name=member.name) as client:
                 total += client.health().sessions
         return total
 

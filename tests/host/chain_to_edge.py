@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from collapipe_flwr.core.errors import CollaPipeError
-from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.service import HostService
 from collapipe_flwr.pipeline.config import (
     Execution,
     NextHop,
@@ -23,7 +23,7 @@ from collapipe_flwr.pipeline.config import (
 from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage, MiddleStage
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.client import HostClient
 from tests.pipeline.chains import DEADLINE_S, SGD, Head, settings
 
 TOKEN = "a token for tests only"
@@ -36,8 +36,8 @@ def build_head(request: SessionRequest, weights: Mapping[str, Tensor]) -> Head:
     return head
 
 
-def service(**options: Any) -> EdgeService:
-    return EdgeService(build_head, **options)
+def service(**options: Any) -> HostService:
+    return HostService(build_head, **options)
 
 
 def session_key(session_id: str = "c1") -> SessionKey:
@@ -69,7 +69,7 @@ def request(session_id: str = "c1", token: str = TOKEN, **options: Any) -> Sessi
     )
 
 
-def open_session(client: EdgeClient, head: Head, session_id: str = "c1") -> None:
+def open_session(client: HostClient, head: Head, session_id: str = "c1") -> None:
     client.open_session(request(session_id)).push_weights(head.state_dict())
 
 

@@ -18,7 +18,7 @@ from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.host.daemon import HostSettings, serve
 from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.transport.certificates import sign_all
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.client import HostClient
 from tests.cluster.daemon_processes import ROOT, Daemon, running
 from tests.host.chain_to_edge import request, session_key
 
@@ -62,7 +62,7 @@ def test_a_stop_ends_an_idle_device_in_good_order():
 def test_a_stop_breaks_streams_off_after_their_grace():
     with (
         running(Daemon("device", "--grace-s", "0.5")) as (daemon,),
-        EdgeClient(daemon.address) as client,
+        HostClient(daemon.address) as client,
     ):
         client.open_session(request("c1", blocks=(0, 1)))
         daemon.process.send_signal(signal.SIGTERM)
@@ -118,22 +118,22 @@ def test_only_members_of_the_cluster_may_call(tmp_path: Path):
     outside = sign_all(tmp_path / "other", {"cu": ["127.0.0.1"]})
     device = Daemon("device", "--name", "pi-1", "--allow", "cu", tls=members["pi-1"])
     with running(device) as (daemon,):
-        with EdgeClient(daemon.address, tls=members["cu"], deadline_s=200) as client:
+        with HostClient(daemon.address, tls=members["cu"], deadline_s=200) as client:
             assert client.health().sessions == 0
         with (
-            EdgeClient(daemon.address, tls=members["stranger"]) as client,
+            HostClient(daemon.address, tls=members["stranger"]) as client,
             pytest.raises(LinkError, match=r"names stranger, .*no member here"),
         ):
             client.health()
         with (
-            EdgeClient(daemon.address, tls=outside["cu"], deadline_s=5) as client,
+            HostClient(daemon.address, tls=outside["cu"], deadline_s=5) as client,
             pytest.raises(LinkError),
         ):
             client.health()
-        with EdgeClient(daemon.address, deadline_s=5) as client, pytest.raises(LinkError):
+        with HostClient(daemon.address, deadline_s=5) as client, pytest.raises(LinkError):
             client.health()
         named = {"tls": members["cu"], "certificate_name": "pi-2", "deadline_s": 5.0}
-        with EdgeClient(daemon.address, **named) as client, pytest.raises(LinkError):
+        with HostClient(daemon.address, **named) as client, pytest.raises(LinkError):
             client.health()
 
 

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.core.links import LinkConfig
-from collapipe_flwr.host.server import EdgeServer
-from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.server import HostServer
+from collapipe_flwr.host.service import HostService
 from collapipe_flwr.pipeline.config import NextHop
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.transport import server
-from collapipe_flwr.transport.client import Dialer, EdgeClient
+from collapipe_flwr.transport.client import Dialer, HostClient
 from tests.closeness import assert_near, near
 from tests.host.certificates import Authority
 from tests.host.chain_to_edge import request, session_key
@@ -54,13 +54,13 @@ class Hosts:
     """Three servers and their clients, each server reaching the next."""
 
     def __init__(self, stack: ExitStack, tls=PLAIN) -> None:
-        services = [EdgeService(build, connect=Dialer(name=n, tls=tls[n])) for n in NAMES]
+        services = [HostService(build, connect=Dialer(name=n, tls=tls[n])) for n in NAMES]
         self.servers = [
-            stack.enter_context(EdgeServer("127.0.0.1:0", service, tls=tls[name]))
+            stack.enter_context(HostServer("127.0.0.1:0", service, tls=tls[name]))
             for name, service in zip(NAMES, services, strict=True)
         ]
         self.clients = [
-            stack.enter_context(EdgeClient(server.address, tls=tls["control unit"]))
+            stack.enter_context(HostClient(server.address, tls=tls["control unit"]))
             for server in self.servers
         ]
 
@@ -150,13 +150,13 @@ def test_a_device_stops_while_the_next_host_says_nothing(monkeypatch, caplog):
         return head
 
     with ExitStack() as stack:
-        edge = stack.enter_context(EdgeServer("127.0.0.1:0", EdgeService(build_stuck)))
+        edge = stack.enter_context(HostServer("127.0.0.1:0", HostService(build_stuck)))
         stack.callback(StuckHead.freed.set)
-        service = EdgeService(build, connect=Dialer(name="device 1"))
-        device = stack.enter_context(EdgeServer("127.0.0.1:0", service))
+        service = HostService(build, connect=Dialer(name="device 1"))
+        device = stack.enter_context(HostServer("127.0.0.1:0", service))
         hop = NextHop(address=edge.address, key=session_key())
         for host, part, placed in ((edge, parts[2], {}), (device, parts[1], {"next_hops": (hop,)})):
-            client = stack.enter_context(EdgeClient(host.address))
+            client = stack.enter_context(HostClient(host.address))
             session = client.open_session(request(**placed))
             session.push_weights(part.state_dict())
         first = first_stage(parts[0], stack.enter_context(closing(session.stream())))
@@ -192,8 +192,8 @@ def test_a_paced_link_is_paced_both_ways():
     parts = make_parts((2,))
     config = LinkConfig(forward_bit_per_s=rate, backward_bit_per_s=rate)
     with (
-        EdgeServer("127.0.0.1:0", EdgeService(build)) as server,
-        EdgeClient(server.address) as client,
+        HostServer("127.0.0.1:0", HostService(build)) as server,
+        HostClient(server.address) as client,
     ):
         client.open_session(request())
         client.session(session_key()).push_weights(parts[2].state_dict())

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from collapipe_flwr.core.errors import LinkError, LinkTimeout
-from collapipe_flwr.host.server import EdgeServer
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.host.server import HostServer
+from collapipe_flwr.transport.client import HostClient
 from tests.forked import start
 from tests.host.chain_to_edge import Cluster, open_session, request, service, session_key
 from tests.pipeline.chains import DEADLINE_S, make_batch, make_parts
@@ -48,7 +48,7 @@ def edge_process():
 def run_until_it_breaks(address: str, action, deadline_s: float = DEADLINE_S):
     """Trains until `action` broke the edge; returns both errors and the seconds since."""
     parts = make_parts((2,))
-    with EdgeClient(address, deadline_s=DEADLINE_S) as client:
+    with HostClient(address, deadline_s=DEADLINE_S) as client:
         open_session(client, parts[2])
         cluster = Cluster(parts, client.session(session_key()).stream(), deadline_s=deadline_s)
         trigger = _Trigger(parts[1], action)
@@ -81,7 +81,7 @@ def test_a_hanging_edge_process_is_given_up_at_the_deadline(edge_process):
 def test_an_edge_that_restarts_takes_a_new_session_for_the_same_cluster(edge_process):
     address = edge_process.stdout.readline().strip()
     head = make_parts((1,))[2]
-    with EdgeClient(address, deadline_s=DEADLINE_S, patience_s=DEADLINE_S) as client:
+    with HostClient(address, deadline_s=DEADLINE_S, patience_s=DEADLINE_S) as client:
         open_session(client, head)
         edge_process.kill()
         edge_process.wait(60)
@@ -101,7 +101,7 @@ def test_an_edge_that_restarts_takes_a_new_session_for_the_same_cluster(edge_pro
 
 
 def test_a_stopped_server_is_noticed():
-    server = EdgeServer("127.0.0.1:0", service())
+    server = HostServer("127.0.0.1:0", service())
     with server:
         stopper = threading.Thread(target=server.stop, kwargs={"grace_s": 0.1})
         error, _, seconds = run_until_it_breaks(server.address, stopper.start)
@@ -111,12 +111,12 @@ def test_a_stopped_server_is_noticed():
 
 
 def test_a_client_that_vanishes_frees_its_session():
-    with EdgeServer("127.0.0.1:0", service()) as server:
-        client = EdgeClient(server.address)
+    with HostServer("127.0.0.1:0", service()) as server:
+        client = HostClient(server.address)
         open_session(client, make_parts((1,))[2])
         client.session(session_key()).stream()
         client.close()
-        with EdgeClient(server.address) as watcher:
+        with HostClient(server.address) as watcher:
             until = time.monotonic() + DEADLINE_S
             while watcher.health().sessions and time.monotonic() < until:
                 time.sleep(0.02)

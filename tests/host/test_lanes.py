@@ -6,11 +6,11 @@ import pytest
 
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.core.links import LinkConfig
-from collapipe_flwr.core.schedule import Turn
-from collapipe_flwr.host.server import EdgeServer
+from collapipe_flwr.core.schedule import ReplicaIndex
+from collapipe_flwr.host.server import HostServer
 from collapipe_flwr.host.session import ONLY, SIBLING, Lane, Lanes, SessionRefused
 from collapipe_flwr.pipeline.link import memory_pair
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.client import HostClient
 from tests.host.chain_to_edge import service, session_key
 from tests.host.test_sessions import opened, told_to_end
 
@@ -49,7 +49,7 @@ def test_a_stage_without_replicas_has_no_lane_from_a_sibling() -> None:
 
 def test_every_replica_but_the_last_waits_for_the_next_one() -> None:
     for replica, waits in ((0, True), (1, True), (2, False)):
-        lanes = Lanes(Turn(replica=replica, replicas=3))
+        lanes = Lanes(ReplicaIndex(replica=replica, replicas=3))
         lanes.links[ONLY] = told_to_end()
         assert lanes.complete is not waits
         assert lanes.accepts(SIBLING) is waits
@@ -59,7 +59,7 @@ def test_every_replica_but_the_last_waits_for_the_next_one() -> None:
 
 
 def test_over_the_wire_a_lane_that_breaks_off_is_heard_by_the_other() -> None:
-    with EdgeServer("127.0.0.1:0", opened(service())) as host, EdgeClient(host.address) as client:
+    with HostServer("127.0.0.1:0", opened(service())) as host, HostClient(host.address) as client:
         session = client.session(session_key())
         first = session.stream(config=LinkConfig(lane=0, lanes=2))
         with pytest.raises(LinkError, match="in the middle of a stream"):
@@ -72,7 +72,7 @@ def test_over_the_wire_a_lane_that_breaks_off_is_heard_by_the_other() -> None:
 
 
 def test_over_the_wire_a_lane_that_waits_alone_ends_with_its_stream() -> None:
-    with EdgeServer("127.0.0.1:0", opened(service())) as host, EdgeClient(host.address) as client:
+    with HostServer("127.0.0.1:0", opened(service())) as host, HostClient(host.address) as client:
         session = client.session(session_key())
         alone = session.stream(config=LinkConfig(lane=0, lanes=2))
         alone.close("gave up")

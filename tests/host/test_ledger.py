@@ -11,7 +11,7 @@ from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.generation.backends import STATELESS
 from collapipe_flwr.host import session as sessions
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
-from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.service import HostService
 from collapipe_flwr.host.servicer import Call, Servicer
 from collapipe_flwr.host.stores import TensorStore
 from collapipe_flwr.pipeline import benchmark
@@ -32,7 +32,7 @@ STEPS = 4 * len(HEAD)  # AdamW counts them for each parameter
 STATE = 4 * WEIGHTS + STEPS  # weights, gradients, and two moments
 
 
-def opened(ledger: Ledger, *ids: str, **options: object) -> EdgeService:
+def opened(ledger: Ledger, *ids: str, **options: object) -> HostService:
     host = service(ledger=ledger)
     for session_id in ids:
         host.open(request(session_id, optimizer=ADAMW, **options))
@@ -125,9 +125,9 @@ def test_what_arrives_for_a_session_that_was_closed_is_not_taken() -> None:
     assert ledger.held_bytes == 0
 
 
-def _device(ledger: Ledger) -> EdgeService:
+def _device(ledger: Ledger) -> HostService:
     """With a closed session's weights and slots in its store."""
-    host = EdgeService(build_head, store=TensorStore(ledger), ledger=ledger)
+    host = HostService(build_head, store=TensorStore(ledger), ledger=ledger)
     host.open(request("old", optimizer=ADAMW, keep_optimizer=True))
     slots = {key: (torch.ones(()), p, p) for key, p in HEAD.items()}
     host.push_weights(session_key("old"), PartState(weights=HEAD, optimizer=slots).copy().tensors())
@@ -261,7 +261,7 @@ def test_what_torch_keeps_of_an_accelerator_is_free_for_the_next_plan(
 ) -> None:
     """After a benchmark and a session. Torch keeps what tensors took for tensors to come."""
     large = torch.nn.Linear(1000, 1000)
-    servicer = Servicer(EdgeService(lambda *_: large, compute=accelerator))
+    servicer = Servicer(HostService(lambda *_: large, compute=accelerator))
 
     def free() -> int:
         asked = encode_message(BenchmarkRequest(seconds=0.01))

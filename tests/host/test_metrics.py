@@ -26,7 +26,7 @@ from collapipe_flwr.host.metrics import (
     parse_address,
 )
 from collapipe_flwr.pipeline.meter import StageReport
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.client import HostClient
 from tests.cluster.daemon_processes import ROOT, first_line
 from tests.host.chain_to_edge import request, session_key
 from tests.host.scraping import listening_ports, scrape
@@ -137,7 +137,7 @@ def test_a_device_tells_its_load_when_scraped_and_logs_what_it_does_as_json_line
         (port,) = listening_ports(device.process.pid) - {own}
         address = f"127.0.0.1:{port}"
         assert scrape(address)["collapipe_host_sessions",] == 0
-        with EdgeClient(device.address, deadline_s=120) as client:
+        with HostClient(device.address, deadline_s=120) as client:
             placed = {"blocks": (0, 2), "run_id": "a-run", "server_round": 4}
             client.open_session(request(name="attic/pi-1", **placed))
             found = scrape(address)

@@ -13,22 +13,22 @@ import pytest
 
 from collapipe_flwr.core.errors import LinkError, Unreachable
 from collapipe_flwr.core.links import Heartbeat
-from collapipe_flwr.host.server import EdgeServer
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.host.server import HostServer
+from collapipe_flwr.transport.client import HostClient
 from tests.host.chain_to_edge import service, session_key
 
 
 def test_an_edge_that_restarts_after_the_heartbeat_gave_it_up_is_found_again() -> None:
     heartbeat = Heartbeat(period_s=0.3)
-    with EdgeServer("127.0.0.1:0", service()) as first:
+    with HostServer("127.0.0.1:0", service()) as first:
         address = first.address
-        client = EdgeClient(address, deadline_s=5, patience_s=120, heartbeat=heartbeat)
+        client = HostClient(address, deadline_s=5, patience_s=120, heartbeat=heartbeat)
         client.health()
     away_s, start_s = heartbeat.lost_after_s + 2.0, time.monotonic()
-    back: list[EdgeServer] = []
+    back: list[HostServer] = []
 
     def restart() -> None:
-        back.append(EdgeServer(address, service()))
+        back.append(HostServer(address, service()))
         back[0].__enter__()
 
     timer = threading.Timer(away_s, restart)
@@ -65,7 +65,7 @@ def test_an_edge_that_answers_but_breaks_calls_off_is_asked_ever_more_rarely() -
     patience_s, start_s = 3.0, time.monotonic()
     try:
         with (
-            EdgeClient(address, deadline_s=5, patience_s=patience_s) as client,
+            HostClient(address, deadline_s=5, patience_s=patience_s) as client,
             pytest.raises(Unreachable, match="draining"),
         ):
             client.session(session_key()).report()
@@ -79,10 +79,10 @@ def test_an_edge_that_answers_but_breaks_calls_off_is_asked_ever_more_rarely() -
 
 
 def test_the_calls_of_many_sessions_wait_once_for_an_edge_that_is_away() -> None:
-    with EdgeServer("127.0.0.1:0", service()) as server:
+    with HostServer("127.0.0.1:0", service()) as server:
         address = server.address
     patience_s, sessions, start_s = 3.0, 8, time.monotonic()
-    with EdgeClient(address, deadline_s=5, patience_s=patience_s) as client:
+    with HostClient(address, deadline_s=5, patience_s=patience_s) as client:
         for _ in range(sessions):
             with pytest.raises(Unreachable):
                 client.session(session_key()).report()

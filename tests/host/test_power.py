@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.core.errors import ConfigError, LinkError
-from collapipe_flwr.host.daemon import HostSettings, mbm, set_power
-from collapipe_flwr.host.server import EdgeServer
-from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.daemon import HostSettings, set_power, to_millibel_milliwatts
+from collapipe_flwr.host.server import HostServer
+from collapipe_flwr.host.service import HostService
 from collapipe_flwr.pipeline.config import NextHop
-from collapipe_flwr.transport.client import Dialer, EdgeClient
+from collapipe_flwr.transport.client import Dialer, HostClient
 from tests.host.chain_to_edge import request, session_key
 from tests.host.test_devices import build
 from tests.pipeline.chains import make_parts
@@ -22,7 +22,7 @@ from tests.pipeline.chains import make_parts
 
 @pytest.mark.parametrize(("watts", "expected"), [(0.1, 2000), (1e-3, 0), (0.2, 2301), (0.0, 0)])
 def test_watts_become_hundredths_of_dbm(watts: float, expected: int) -> None:
-    assert mbm(watts) == expected
+    assert to_millibel_milliwatts(watts) == expected
 
 
 def test_iw_is_called_with_the_interface_and_its_refusal_is_only_logged(
@@ -65,9 +65,9 @@ def test_a_strange_interface_is_refused() -> None:
 
 def test_a_device_applies_the_power_of_its_session_when_its_stream_begins() -> None:
     told, parts = list[float](), make_parts((2,))
-    service = EdgeService(build, connect=Dialer(name="device 1"), set_power=told.append)
+    service = HostService(build, connect=Dialer(name="device 1"), set_power=told.append)
     hop = NextHop(address="127.0.0.1:1", key=session_key())
-    with EdgeServer("127.0.0.1:0", service) as server, EdgeClient(server.address) as client:
+    with HostServer("127.0.0.1:0", service) as server, HostClient(server.address) as client:
         client.open_session(request(blocks=(0, 2), next_hops=(hop,), tx_power_w=0.05))
         client.session(session_key()).push_weights(parts[1].state_dict())
         assert told == []

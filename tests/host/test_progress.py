@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from collapipe_flwr.core.errors import LinkError
-from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.service import HostService
 from collapipe_flwr.pipeline.config import PassesDone
 from collapipe_flwr.pipeline.link import memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer
@@ -21,17 +21,17 @@ BATCH = make_batch((2, 2))  # two micro-batches
 
 
 @pytest.fixture
-def edge() -> EdgeService:
+def edge() -> HostService:
     return service()
 
 
-def opened(edge: EdgeService, session_id: str = "c1", **options: object) -> None:
+def opened(edge: HostService, session_id: str = "c1", **options: object) -> None:
     edge.open(request(session_id, **{"cluster_id": "g", "attempt": 1, **options}))
     edge.push_weights(session_key(session_id), make_parts((1,))[-1].state_dict())
 
 
 @contextmanager
-def streaming(edge: EdgeService, session_id: str = "c1", first_step: int = 0) -> Iterator:
+def streaming(edge: HostService, session_id: str = "c1", first_step: int = 0) -> Iterator:
     """The control unit at the other end of a stream, which an error in the body breaks."""
     ours, theirs = memory_pair("control unit", "edge")
 
@@ -56,17 +56,17 @@ def streaming(edge: EdgeService, session_id: str = "c1", first_step: int = 0) ->
         assert not thread.is_alive()
 
 
-def train(edge: EdgeService, steps: Sequence[int], session_id: str = "c1") -> None:
+def train(edge: HostService, steps: Sequence[int], session_id: str = "c1") -> None:
     with streaming(edge, session_id, steps[0]) as first:
         for _ in steps:
             first.train_step(BATCH)
 
 
-def trained(edge: EdgeService, attempt: int = 1) -> dict[str, int]:
+def trained(edge: HostService, attempt: int = 1) -> dict[str, int]:
     return {name: done.trained for name, done in edge.progress().items() if done.attempt == attempt}
 
 
-def test_a_report_adds_up_the_streams_of_a_session(edge: EdgeService) -> None:
+def test_a_report_adds_up_the_streams_of_a_session(edge: HostService) -> None:
     opened(edge, "whole", cluster_id="w", keep_spans=True)
     opened(edge, "parts", keep_spans=True)
     train(edge, range(4), "whole")
@@ -79,7 +79,7 @@ def test_a_report_adds_up_the_streams_of_a_session(edge: EdgeService) -> None:
     assert [w for w in works[0] if w[0] == "forward"] == [w for w in works[1] if w[0] == "forward"]
 
 
-def test_new_weights_begin_a_new_report(edge: EdgeService) -> None:
+def test_new_weights_begin_a_new_report(edge: HostService) -> None:
     opened(edge)
     train(edge, range(1))
     edge.push_weights(session_key(), edge.weights(session_key()))
@@ -87,7 +87,7 @@ def test_new_weights_begin_a_new_report(edge: EdgeService) -> None:
     assert edge.report(session_key()).steps == 3
 
 
-def test_micro_batches_count_while_a_session_runs_and_once_it_is_closed(edge: EdgeService) -> None:
+def test_micro_batches_count_while_a_session_runs_and_once_it_is_closed(edge: HostService) -> None:
     opened(edge)
     assert trained(edge) == {"g": 0}
     with streaming(edge) as first:
@@ -101,7 +101,7 @@ def test_micro_batches_count_while_a_session_runs_and_once_it_is_closed(edge: Ed
 
 
 def test_the_sessions_of_one_round_add_up_and_the_next_round_begins_at_nothing(
-    edge: EdgeService,
+    edge: HostService,
 ) -> None:
     for session_id in ("interval 1", "interval 2"):
         opened(edge, session_id)
@@ -115,7 +115,7 @@ def test_the_sessions_of_one_round_add_up_and_the_next_round_begins_at_nothing(
     assert trained(edge, 2) == {"g": 0, "w": 2}
 
 
-def test_a_stream_that_broke_does_not_count(edge: EdgeService) -> None:
+def test_a_stream_that_broke_does_not_count(edge: HostService) -> None:
     opened(edge, "void")
     with pytest.raises(ZeroDivisionError), streaming(edge, "void") as first:
         first.train_step(BATCH)
@@ -126,7 +126,7 @@ def test_a_stream_that_broke_does_not_count(edge: EdgeService) -> None:
     assert trained(edge) == {"g": 2}
 
 
-def test_another_run_begins_at_nothing(edge: EdgeService) -> None:
+def test_another_run_begins_at_nothing(edge: HostService) -> None:
     opened(edge)
     train(edge, range(1))
     edge.close(session_key())
@@ -134,7 +134,7 @@ def test_another_run_begins_at_nothing(edge: EdgeService) -> None:
     assert trained(edge, 7) == {"g": 0}
 
 
-def test_only_the_last_stage_of_a_round_counts(edge: EdgeService) -> None:
+def test_only_the_last_stage_of_a_round_counts(edge: HostService) -> None:
     opened(edge, "segment", blocks=(0, 1))
     opened(edge, "texts", attempt=0)
     assert edge.progress() == {}

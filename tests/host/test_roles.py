@@ -18,7 +18,7 @@ from collapipe_flwr.host.servicer import Servicer
 from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
 from collapipe_flwr.pipeline.config import PassesDone, SessionKey
 from collapipe_flwr.transport.certificates import Authority, sign_all
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.client import HostClient
 from collapipe_flwr.transport.methods import ProbeRequest
 from tests.host.chain_to_edge import request, service, session_key
 from tests.pipeline.chains import Head
@@ -46,18 +46,18 @@ class Host:
         self.address, self._name, self._certificates = address, name, certificates
 
     @contextmanager
-    def seen_by(self, member: str) -> Iterator[EdgeClient]:
+    def seen_by(self, member: str) -> Iterator[HostClient]:
         with self.seen_with(self._certificates[member]) as client:
             yield client
 
     @contextmanager
-    def seen_with(self, tls: TlsFiles) -> Iterator[EdgeClient]:
-        with EdgeClient(
+    def seen_with(self, tls: TlsFiles) -> Iterator[HostClient]:
+        with HostClient(
             self.address, tls=tls, certificate_name=self._name, deadline_s=10
         ) as client:
             yield client
 
-    def refuses(self, member: str, call: Callable[[EdgeClient], object], said: str) -> None:
+    def refuses(self, member: str, call: Callable[[HostClient], object], said: str) -> None:
         with self.seen_by(member) as client, pytest.raises(LinkError, match=said):
             call(client)
 

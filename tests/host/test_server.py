@@ -15,11 +15,11 @@ from collapipe_flwr.core.json_codec import to_json
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.core.version import own_version
 from collapipe_flwr.host.ledger import Ledger
-from collapipe_flwr.host.server import EdgeServer
+from collapipe_flwr.host.server import HostServer
 from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
 from collapipe_flwr.pipeline.link import Frame, FrameKind
 from collapipe_flwr.transport import methods
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.client import HostClient
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
 from collapipe_flwr.transport.tls import TlsFiles, client_credentials, server_credentials
 from tests.closeness import assert_near, near
@@ -33,13 +33,13 @@ torch.set_num_threads(1)
 
 @pytest.fixture
 def server():
-    with EdgeServer("127.0.0.1:0", service()) as running:
+    with HostServer("127.0.0.1:0", service()) as running:
         yield running
 
 
 @pytest.fixture
 def client(server):
-    with EdgeClient(server.address, deadline_s=10) as connected:
+    with HostClient(server.address, deadline_s=10) as connected:
         yield connected
 
 
@@ -54,7 +54,7 @@ def reference_step(seed: int = 1):
     return parts, batch, loss.item()
 
 
-def one_round(client: EdgeClient, codec: str = "fp32"):
+def one_round(client: HostClient, codec: str = "fp32"):
     """One step on a fresh session; returns loss, all weights by part, and the device's report."""
     parts = make_parts((2,))
     open_session(client, parts[2])
@@ -109,8 +109,8 @@ def test_codecs_shrink_the_stream_and_stay_close(client, codec, tolerance):
 def test_mutual_tls(tmp_path):
     authority = Authority(tmp_path)
     edge, device = authority.member("edge"), authority.member("device")
-    with EdgeServer("127.0.0.1:0", service(), tls=edge) as server:
-        with EdgeClient(server.address, tls=device) as client:
+    with HostServer("127.0.0.1:0", service(), tls=edge) as server:
+        with HostClient(server.address, tls=device) as client:
             loss, parts, _ = one_round(client)
         assert_equals_reference(loss, parts)
         (tmp_path / "other").mkdir()
@@ -119,7 +119,7 @@ def test_mutual_tls(tmp_path):
         forged = TlsFiles(ca=authority.ca, certificate=stranger.certificate, key=stranger.key)
         for files in (None, stranger, own_ca_only, forged):
             with (
-                EdgeClient(server.address, tls=files, deadline_s=5) as outsider,
+                HostClient(server.address, tls=files, deadline_s=5) as outsider,
                 pytest.raises(LinkError, match="edge at 127"),
             ):
                 outsider.health()
@@ -218,7 +218,7 @@ def test_nobody_there():
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     start = time.monotonic()
-    with EdgeClient(address, deadline_s=DEADLINE_S) as client:
+    with HostClient(address, deadline_s=DEADLINE_S) as client:
         with pytest.raises(LinkError, match=f"edge at {address} cannot be reached"):
             client.health()
         with pytest.raises(LinkError, match=f"edge at {address} cannot be reached"):
@@ -232,7 +232,7 @@ def test_somebody_there_who_never_answers():
         mute.listen()
         address = f"127.0.0.1:{mute.getsockname()[1]}"
         start = time.monotonic()
-        with EdgeClient(address, deadline_s=0.5) as client:
+        with HostClient(address, deadline_s=0.5) as client:
             with pytest.raises(LinkTimeout, match=f"edge at {address}"):
                 client.health()
             with pytest.raises(LinkTimeout, match=f"edge at {address}"):
@@ -251,7 +251,7 @@ def test_somebody_there_who_never_answers():
 def test_where_a_server_cannot_listen_and_why_is_all_that_is_said(server, listen, why, capfd):
     place = listen or server.address
     with pytest.raises(ConfigError, match="cannot listen on") as refusal:
-        EdgeServer(place, service())
+        HostServer(place, service())
     assert place in str(refusal.value) and why in str(refusal.value)
     assert str(refusal.value).endswith("choose a free port and an address of this machine")
     assert capfd.readouterr().err == ""
@@ -260,8 +260,8 @@ def test_where_a_server_cannot_listen_and_why_is_all_that_is_said(server, listen
 def test_nothing_is_left_running():
     with (
         none_left(),
-        EdgeServer("127.0.0.1:0", service()) as server,
-        EdgeClient(server.address) as client,
+        HostServer("127.0.0.1:0", service()) as server,
+        HostClient(server.address) as client,
     ):
         one_round(client)
 
@@ -339,9 +339,9 @@ def test_every_call_needs_session_and_token(server, client, name, key):
 def test_an_oversized_message_is_refused(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(methods, "LIMITS", methods.FrameLimits(frame_bytes=10_000))
-        small = EdgeServer("127.0.0.1:0", service())
+        small = HostServer("127.0.0.1:0", service())
     with small as server:
-        with EdgeClient(server.address) as client:
+        with HostClient(server.address) as client:
             open_session(client, Head())
         with pytest.raises(grpc.RpcError) as caught:
             raw_call(server.address, "Stream", [b"\0" * 20_000], (*KEY, STREAM))
@@ -356,8 +356,8 @@ def test_weights_that_cannot_travel_are_no_fault_of_the_host(client):
 
 def test_weights_beyond_the_limit_are_refused():
     with (
-        EdgeServer("127.0.0.1:0", service(ledger=Ledger(100))) as server,
-        EdgeClient(server.address) as client,
+        HostServer("127.0.0.1:0", service(ledger=Ledger(100))) as server,
+        HostClient(server.address) as client,
         pytest.raises(LinkError, match="more than 100 bytes"),
     ):
         open_session(client, Head())

@@ -9,7 +9,7 @@ import torch
 
 from collapipe_flwr.core.errors import LinkError, ScheduleError
 from collapipe_flwr.host.ledger import Ledger
-from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.service import HostService
 from collapipe_flwr.host.session import SessionRefused
 from collapipe_flwr.pipeline.config import SessionKey
 from collapipe_flwr.pipeline.link import Frame, FrameKind, memory_pair
@@ -72,7 +72,7 @@ def test_limits_and_bad_requests():
 
 def test_a_full_edge_drops_sessions_that_nobody_uses_any_more():
     now_s = 0.0
-    edge = EdgeService(build_head, most_sessions=2, forget_after_s=100.0, clock=lambda: now_s)
+    edge = HostService(build_head, most_sessions=2, forget_after_s=100.0, clock=lambda: now_s)
     edge.open(request("old"))
     edge.open(request("used"))
     now_s = 90.0
@@ -131,7 +131,7 @@ def test_a_part_in_use_stays_beside_the_next_one():
 
 def test_a_host_is_at_work_while_its_sessions_are_used_and_not_by_those_that_were_left():
     now_s = 0.0
-    edge = EdgeService(build_head, clock=lambda: now_s)
+    edge = HostService(build_head, clock=lambda: now_s)
     assert not edge.at_work()
     edge.open(request("left"))
     assert edge.at_work()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from collapipe_flwr.core.errors import CollaPipeError, LinkError
 from collapipe_flwr.host.ledger import Ledger
-from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.service import HostService
 from collapipe_flwr.host.session import Stream
 from collapipe_flwr.host.stores import TensorStore
 from collapipe_flwr.pipeline.config import SessionKey, SessionRequest
@@ -83,7 +83,7 @@ def state_after(version: int, steps: int) -> State:
     """Weights and slots of an undisturbed head."""
     if not steps:
         return weights_of(version)
-    host = EdgeService(build)
+    host = HostService(build)
     host.open(request(optimizer=ADAMW))
     host.push_weights(session_key(), weights_of(version))
     stream = Driver(host, "c1", host.claim(session_key()))
@@ -116,7 +116,7 @@ class NoticedLink:
 class Driver:
     """The control unit at the other end of one claimed stream."""
 
-    def __init__(self, host: EdgeService, session_id: str, stream: Stream) -> None:
+    def __init__(self, host: HostService, session_id: str, stream: Stream) -> None:
         self.part = host.find(session_key(session_id)).part
         self.stream = stream
         self._host = host
@@ -220,7 +220,7 @@ class Host(RuleBasedStateMachine):
         self.models: dict[str, Model] = {}
         self.late: list[Driver] = []  # claimed, and broken off before they began
         self.ledger = Ledger()
-        self.host = EdgeService(
+        self.host = HostService(
             build,
             most_sessions=MOST_SESSIONS,
             forget_after_s=FORGET_AFTER_S,

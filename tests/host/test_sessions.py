@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from collapipe_flwr.core.errors import LinkError, ModelError
-from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.service import HostService
 from collapipe_flwr.pipeline.link import Frame, FrameKind, MemoryLink, memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.state import PartState
@@ -25,7 +25,7 @@ ADAMW = OptimizerConfig(name="adamw")
 SLOTS = {key: (torch.ones(()), p, p) for key, p in Head().state_dict().items()}
 
 
-def opened(edge: EdgeService, session_id: str = "c1", **options: object) -> EdgeService:
+def opened(edge: HostService, session_id: str = "c1", **options: object) -> HostService:
     edge.open(request(session_id, optimizer=ADAMW, **options))
     edge.push_weights(session_key(session_id), Head().state_dict())
     return edge
@@ -99,7 +99,7 @@ def test_a_session_whose_push_is_under_way_is_not_displaced():
             gate.wait()
         return build_head(asked, weights)
 
-    edge = EdgeService(build)
+    edge = HostService(build)
     edge.open(request("old", blocks=(0, 1)))
     push = lambda: edge.push_weights(session_key("old"), Head().state_dict())  # noqa: E731
     with in_thread(push) as pushed:
@@ -192,7 +192,7 @@ def test_the_end_of_a_stream_leaves_the_next_one_its_links():
     assert at > 10
 
 
-def _break_off_the_second(edge: EdgeService, first: PausedThread) -> None:
+def _break_off_the_second(edge: HostService, first: PausedThread) -> None:
     link, peer = memory_pair("edge", "device")
     settled, runs = threading.Event(), threading.Event()
 

@@ -7,11 +7,11 @@ import torch
 from transformers import BertConfig
 
 from collapipe_flwr.core.errors import LinkError, ModelError
-from collapipe_flwr.host.server import EdgeServer
-from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.server import HostServer
+from collapipe_flwr.host.service import HostService
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.client import HostClient
 from tests.closeness import assert_near, near
 from tests.host.chain_to_edge import Cluster, request, session_key
 from tests.pipeline.chains import SGD, MicroBatch, Optimizer
@@ -37,7 +37,7 @@ def test_a_round_of_bert_equals_the_whole_model():
     weights = splitter.initial_weights(seed=0)
     batch = [micro_batch(splitter, size) for size in (3, 2)]
     parts = [splitter.build_embedding(weights), splitter.build_segment(0, 2, weights)]
-    with EdgeServer("127.0.0.1:0", EdgeService()) as server, EdgeClient(server.address) as client:
+    with HostServer("127.0.0.1:0", HostService()) as server, HostClient(server.address) as client:
         client.open_session(request(spec_json=splitter.spec.to_json()))
         client.session(session_key()).push_weights({k: weights[k] for k in splitter.edge_keys()})
         with Cluster(parts, client.session(session_key()).stream()).running() as first:
@@ -71,13 +71,13 @@ def one_process(splitter, weights, batch):
 
 
 def test_a_description_that_is_none_is_refused_with_its_reason():
-    service = EdgeService()
+    service = HostService()
     service.open(request(spec_json="nonsense"))
     with pytest.raises(ModelError, match="not JSON"):
         service.push_weights(session_key(), {})
     with (
-        EdgeServer("127.0.0.1:0", service) as server,
-        EdgeClient(server.address) as client,
+        HostServer("127.0.0.1:0", service) as server,
+        HostClient(server.address) as client,
         pytest.raises(LinkError, match=r"edge at .* refused: .*not JSON"),
     ):
         client.session(session_key()).push_weights({})

@@ -15,10 +15,10 @@ from client_app.app import app as client_app
 from collapipe_flwr.config.schema import parse
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.federation.checkpoint import Checkpoint, Checkpoints
-from collapipe_flwr.federation.deadline import RoundClock
+from collapipe_flwr.federation.deadline import RoundDeadline
 from collapipe_flwr.federation.local_grid import LocalGrid
-from collapipe_flwr.host.server import EdgeServer
-from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.server import HostServer
+from collapipe_flwr.host.service import HostService
 from server_app.app import run
 from tests.integration.conftest import TINY
 
@@ -71,9 +71,9 @@ class Sleeper:
 
 
 def test_a_round_closes_at_its_deadline_without_the_cluster_that_sleeps(tmp_path: Path) -> None:
-    service, sleeper = EdgeService(), Sleeper()
+    service, sleeper = HostService(), Sleeper()
     places = {i + 1: {"partition-id": i, "num-partitions": 2} for i in range(2)}
-    with EdgeServer("127.0.0.1:0", service) as edge:
+    with HostServer("127.0.0.1:0", service) as edge:
         values = {
             **TINY,
             "num-server-rounds": ROUND,
@@ -119,7 +119,7 @@ def test_what_a_late_cluster_learnt_spent_and_measured_counts_in_the_next_round(
 ) -> None:
     sleeper = Sleeper()
     places = {i + 1: {"partition-id": i, "num-partitions": 2} for i in range(2)}
-    with EdgeServer("127.0.0.1:0", EdgeService()) as edge:
+    with HostServer("127.0.0.1:0", HostService()) as edge:
         values = {
             **TINY,
             "num-server-rounds": ROUND + 1,
@@ -144,7 +144,7 @@ def test_what_a_late_cluster_learnt_spent_and_measured_counts_in_the_next_round(
 
 
 def test_a_clock_expects_what_rounds_took_in_proportion_to_their_plans() -> None:
-    clock = RoundClock(2.0)
+    clock = RoundDeadline(2.0)
     assert clock.deadline_s({"A": 10.0}) is None
     clock.learn({"A": 10.0, "B": 20.0}, {"A": 1.0, "B": 3.0}, exchange_s=3.5)
     assert clock.deadline_s({"A": 10.0, "B": 20.0}) == pytest.approx(2 * (0.5 + 3.0))
@@ -153,7 +153,7 @@ def test_a_clock_expects_what_rounds_took_in_proportion_to_their_plans() -> None
 
 
 def test_a_round_that_somebody_missed_does_not_stretch_the_next() -> None:
-    clock = RoundClock(2.0)
+    clock = RoundDeadline(2.0)
     clock.learn({"A": 10.0, "B": 10.0}, {"A": 1.0, "B": 1.0}, exchange_s=1.5)
     before = clock.deadline_s({"A": 10.0, "B": 10.0})
     clock.learn({"A": 10.0, "B": 10.0}, {"A": 1.0}, exchange_s=60.0)
@@ -161,7 +161,7 @@ def test_a_round_that_somebody_missed_does_not_stretch_the_next() -> None:
 
 
 def test_a_clock_from_a_checkpoint_expects_to_the_bit_what_the_first_did(tmp_path: Path) -> None:
-    clock, again = RoundClock(2.0), RoundClock(2.0)
+    clock, again = RoundDeadline(2.0), RoundDeadline(2.0)
     for took_s in (0.1, 1 / 3, 0.7):
         clock.learn({"A": 0.3, "B": 0.7}, {"A": took_s, "B": took_s / 7}, exchange_s=took_s + 0.2)
     saved = Checkpoint(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.core.errors import CollaPipeError
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.client import HostClient
 from tests.cluster.daemon_processes import Daemon, running
 from tests.integration.conftest import RunApp
 
@@ -19,7 +19,7 @@ START_S, NOTICE_S = 120.0, 60.0
 
 def _kill_when_busy(edge: Daemon, killed_s: list[float]) -> None:
     deadline = time.monotonic() + START_S
-    with EdgeClient(edge.address, deadline_s=START_S) as client:
+    with HostClient(edge.address, deadline_s=START_S) as client:
         while time.monotonic() < deadline:
             if client.health().running:
                 edge.process.kill()

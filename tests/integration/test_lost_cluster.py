@@ -16,8 +16,8 @@ from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.federation import attempts
 from collapipe_flwr.federation.local_grid import LocalGrid
-from collapipe_flwr.host.server import EdgeServer
-from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.server import HostServer
+from collapipe_flwr.host.service import HostService
 from collapipe_flwr.reporting.console import summary_table
 from server_app.app import run
 from tests.integration.conftest import TINY
@@ -36,7 +36,7 @@ class UnreliableGrid(LocalGrid):
     gone = back = 99
     trained = 0
 
-    def __init__(self, *args: Any, service: EdgeService, **more: Any) -> None:
+    def __init__(self, *args: Any, service: HostService, **more: Any) -> None:
         super().__init__(*args, **more)
         self.service, self.open_sessions = service, []
 
@@ -68,9 +68,9 @@ def _lost(folder: Path) -> dict[str, list[int]]:
 def _run(
     folder: Path, more: dict[str, Value] | None = None, **fate: Any
 ) -> tuple[UnreliableGrid, list[dict[str, Any]]]:
-    service = EdgeService()
+    service = HostService()
     places = {i + 1: {"partition-id": i, "num-partitions": 2} for i in range(2)}
-    with EdgeServer("127.0.0.1:0", service) as edge:
+    with HostServer("127.0.0.1:0", service) as edge:
         values = {**CALM, **(more or {}), "output-dir": str(folder), "edge.address": edge.address}
         places[3] = places[2]  # the same machine, started again
         nodes = dict.fromkeys(places, client_app)

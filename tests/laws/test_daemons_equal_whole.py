@@ -26,7 +26,7 @@ from collapipe_flwr.core.errors import EdgeLost, Unreachable
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig, ParameterGroup
 from collapipe_flwr.transport.certificates import sign_all
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.client import HostClient
 from tests.closeness import assert_near, near
 from tests.cluster.daemon_processes import Daemon, running
 from tests.cluster.test_recovery import recovery
@@ -55,10 +55,10 @@ class Cluster:
     daemons: tuple[Daemon, ...] = ()  # as in DEVICES, then the edge
     deadline_s: float = 20.0
 
-    def client(self, member: MemberConfig) -> EdgeClient:
+    def client(self, member: MemberConfig) -> HostClient:
         """As the control unit."""
         name = member.name if self.config.tls else ""
-        return EdgeClient(member.address, tls=self.config.tls_files("cu"), certificate_name=name)
+        return HostClient(member.address, tls=self.config.tls_files("cu"), certificate_name=name)
 
     def train(
         self, splitter: Splitter, order: RoundOrder, steps, between=lambda: None, every: int = 0

@@ -14,8 +14,8 @@ from collapipe_flwr.cluster.hosted import HostedEdge
 from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import parse_cluster
-from collapipe_flwr.host.server import EdgeServer
-from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.server import HostServer
+from collapipe_flwr.host.service import HostService
 from collapipe_flwr.transport.certificates import sign_all
 from collapipe_flwr.transport.client import Dialer
 from collapipe_flwr.transport.dialing import Dialing
@@ -46,10 +46,10 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Remo
     blank = {**values, "device": [{"name": n, "dials": True} for n in NAMES], "tls": {}}
     config = parse_cluster(blank, tmp_path)
 
-    def host(name: str) -> EdgeServer:
+    def host(name: str) -> HostServer:
         tls = config.tls_files(name)
-        service = EdgeService(connect=Dialer(name=name, tls=tls))
-        return stack.enter_context(EdgeServer("127.0.0.1:0", service, tls=tls))
+        service = HostService(connect=Dialer(name=name, tls=tls))
+        return stack.enter_context(HostServer("127.0.0.1:0", service, tls=tls))
 
     with ExitStack() as stack:
         there = stack.enter_context(Relay(config.relay_address, lambda: [config]))

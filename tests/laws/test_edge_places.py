@@ -24,8 +24,8 @@ from collapipe_flwr.federation.client.pipeline_round import micro_batch
 from collapipe_flwr.federation.client.site import Site
 from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.records import SplitTask
-from collapipe_flwr.host.server import EdgeServer
-from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.server import HostServer
+from collapipe_flwr.host.service import HostService
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.transport.client import Dialer
@@ -129,13 +129,13 @@ def place(name: str) -> Iterator[Place]:
     with ExitStack() as stack:
         train = TrainConfig(threads=1, compute="cpu")
 
-        def host(service: EdgeService) -> Tap:
-            server = stack.enter_context(EdgeServer("127.0.0.1:0", service))
+        def host(service: HostService) -> Tap:
+            server = stack.enter_context(HostServer("127.0.0.1:0", service))
             tap = Tap(server.address)
             stack.callback(tap.close)
             return tap
 
-        edge = host(EdgeService())
+        edge = host(HostService())
         if name.startswith("threads"):
             world = WorldConfig(devices=(("raspberry-pi-4", "raspberry-pi-5"),))
             described = partial(describe_cluster, world, 0)
@@ -143,7 +143,7 @@ def place(name: str) -> Iterator[Place]:
             yield Place(site, "" if name == "threads alone" else edge.address, (edge,))
             return
         count = 3 if name == "a device" or name.endswith("of three") else 2
-        boards = [host(EdgeService(connect=Dialer(name=f"d{n}"))) for n in range(count)]
+        boards = [host(HostService(connect=Dialer(name=f"d{n}"))) for n in range(count)]
         devices = [{"name": f"d{n}", "address": tap.address} for n, tap in enumerate(boards)]
         named = {
             "a host": {"address": edge.address},
@@ -154,7 +154,7 @@ def place(name: str) -> Iterator[Place]:
         if name in named:
             values["edge"] = named[name]
         elif name.endswith("of three"):
-            spare = host(EdgeService())
+            spare = host(HostService())
             places = [("first", edge.address), ("second", spare.address), ("d2", "")]
             tables = [{"name": edge, "address": address} for edge, address in places]
             values["edge"] = [*tables, {"name": "control-unit"}]

@@ -29,7 +29,7 @@ from collapipe_flwr.membership.members import (
 from collapipe_flwr.membership.newcomer import Membership, Newcomer, default_name, forget
 from collapipe_flwr.membership.registry import Registry
 from collapipe_flwr.membership.serving import follow
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.client import HostClient
 from collapipe_flwr.transport.dialing import Dialing
 from collapipe_flwr.transport.relay import Relay
 from tests.membership.clusters import (
@@ -79,9 +79,9 @@ def following(unit: Membership, rosters: Rosters | None = None) -> Iterator[None
         yield
 
 
-def of_unit(unit: Membership, device: Membership) -> EdgeClient:
+def of_unit(unit: Membership, device: Membership) -> HostClient:
     """Of a device's daemon, for the control unit."""
-    return EdgeClient(
+    return HostClient(
         device.cluster.member(device.name).address,
         tls=unit.cluster.tls_files(UNIT),
         certificate_name=device.name,

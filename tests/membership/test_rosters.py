@@ -29,7 +29,7 @@ from collapipe_flwr.membership.members import (
 )
 from collapipe_flwr.membership.newcomer import Membership, forget
 from collapipe_flwr.membership.registry import Registry, new_token
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.client import HostClient
 from collapipe_flwr.transport.roster import Roster, send_roster
 from tests.host.chain_to_edge import request, service, session_key
 from tests.membership.clusters import (
@@ -73,10 +73,10 @@ def remove(registry: Registry, name: str) -> tuple[Roster, dict[str, str]]:
     return roster, send_rosters(after, (*listeners(after), before.member(name)), roster)
 
 
-def client(member: Membership, of: str, caller: str | None = None) -> EdgeClient:
+def client(member: Membership, of: str, caller: str | None = None) -> HostClient:
     """Of the daemon of ``of``, as ``caller`` (None: the member itself)."""
     config = member.cluster
-    return EdgeClient(
+    return HostClient(
         config.member(of).address,
         tls=config.tls_files(caller or member.name),
         certificate_name=of,
@@ -251,7 +251,7 @@ def test_an_old_certificate_is_worthless_though_its_name_is_back(
         with client(again, "pi-1") as member:
             member.echo()
         with (
-            EdgeClient(
+            HostClient(
                 pair[0].cluster.member("pi-1").address,
                 tls=replace(stolen, **copies),
                 certificate_name="pi-1",

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.pipeline.offload import (
     OFFLOAD_BYTES,
-    Lookup,
+    LazyMapping,
     Offload,
     offload,
     read_tensors,
@@ -88,7 +88,7 @@ def test_a_folder_that_the_user_names_goes_first(
 
 
 def test_a_lookup_gives_what_the_last_mapping_holds_and_forgets_what_is_taken() -> None:
-    first = Lookup.of({"a": 1, "b": 2}, {"b": 3})
+    first = LazyMapping.of({"a": 1, "b": 2}, {"b": 3})
     assert dict(first) == {"a": 1, "b": 3}
     assert dict(first.select(["b"])) == {"b": 3}
     assert first.pop("a") == 1 and dict(first) == {"b": 3}

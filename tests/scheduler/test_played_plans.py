@@ -22,7 +22,7 @@ from collapipe_flwr.scheduler import planner as planning
 from collapipe_flwr.scheduler import runners_up as playing
 from collapipe_flwr.scheduler.planner import Solution
 from collapipe_flwr.scheduler.radio.interior_point import equal_shares
-from collapipe_flwr.scheduler.runners_up import InPlace, RunnersUp
+from collapipe_flwr.scheduler.runners_up import CandidateRows, Incumbent
 
 SIZE = SearchSize(clusters=4, devices=6, blocks=12, seeds=range(1), schedule="1f1b")
 EIGHT = SearchSize(clusters=8, devices=5, blocks=24, seeds=range(1), schedule="1f1b")
@@ -84,7 +84,7 @@ def test_rows_of_all_clusters_are_chosen_together(
         return np.array([solution.objective for solution in found])
 
     ours = objectives()
-    monkeypatch.setattr(RunnersUp, "combine", lambda self: self.plan.rows)
+    monkeypatch.setattr(CandidateRows, "combine", lambda self: self.plan.rows)
     before = objectives()
     assert (ours <= before * (1 + 1e-9)).all(), ours / before
     assert (ours / before).mean() < 0.993
@@ -97,7 +97,7 @@ def test_what_a_runner_up_costs_can_be_had() -> None:
     now = planner.radio(rows)
     near = planner.fitting(planner.neighbours(rows))
     own, hz_m = planner.estimates(now.chain, now.priced), now.allocation.edge_hz_r
-    found = InPlace(planner, rows, own, hz_m).play_rows(near, joint=True)
+    found = Incumbent(planner, rows, own, hz_m).play_rows(near, joint=True)
     near = found.near
     for r in (0, len(near) // 2, len(near) - 1, int(found.value_alone().argmin())):
         changed = replaced(rows, near.cluster_r[[r]], near.take(np.array([r])))
@@ -120,10 +120,10 @@ def test_rows_that_are_left_out_are_not_among_the_best(monkeypatch: pytest.Monke
         now = planner.radio(planner.choose(planner.opening_prices(), None))
         near = planner.fitting(planner.neighbours(now.rows))
         own, hz_m = planner.estimates(now.chain, now.priced), now.allocation.edge_hz_r
-        found = InPlace(planner, now.rows, own, hz_m).play_rows(near, joint=True)
+        found = Incumbent(planner, now.rows, own, hz_m).play_rows(near, joint=True)
         with monkeypatch.context() as patch:
             patch.setattr(playing, "WIDTH", len(near))
-            every = InPlace(planner, now.rows, own, hz_m).play_rows(near, joint=True)
+            every = Incumbent(planner, now.rows, own, hz_m).play_rows(near, joint=True)
         assert len(found.near) < 0.8 * len(every.near) == 0.8 * len(near)
         for m in range(SIZE.clusters):
             best, all_ = (

@@ -14,7 +14,7 @@ import pytest
 
 from collapipe_flwr.host.server import Listener
 from collapipe_flwr.transport import intake
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.client import HostClient
 from collapipe_flwr.transport.intake import Intake
 from collapipe_flwr.transport.methods import Method
 from collapipe_flwr.transport.server import Server
@@ -168,7 +168,7 @@ def pour(peer: socket.socket, data: bytes) -> None:
 
 def test_headers_without_an_end_are_cut_and_members_are_served(caplog) -> None:
     host = Listener("127.0.0.1:0", None)
-    with host, EdgeClient(host.address, deadline_s=60) as member:
+    with host, HostClient(host.address, deadline_s=60) as member:
         address, _, port = host.address.rpartition(":")
         with closing(socket.create_connection((address, int(port)))) as attacker:
             attacker.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4) + frame(1, b"\x83"))

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from collapipe_flwr.transport import client
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.client import HostClient
 
 SIZE = 4 * 2**20
 
@@ -37,6 +37,6 @@ def test_a_rate_is_at_most_ten_times_what_an_echo_carried(
 ) -> None:
     way = Way(empty_s, full_s)
     monkeypatch.setattr(client, "time", SimpleNamespace(perf_counter=lambda: way.now_s))
-    found = EdgeClient.measure_way(cast(EdgeClient, way), SIZE)
+    found = HostClient.measure_way(cast(HostClient, way), SIZE)
     assert found.rate_bit_per_s == pytest.approx(rate)
     assert found.delay_s == pytest.approx(empty_s / 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from collapipe_flwr.host.server import Listener
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.client import HostClient
 from tests.ports import free_port
 
 
@@ -16,5 +16,5 @@ def test_no_link_of_members_goes_through_a_proxy(
     for others in ("no_proxy", "no_grpc_proxy", "http_proxy", "https_proxy", "grpc_proxy"):
         monkeypatch.delenv(others, raising=False)
     monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")  # where nobody listens
-    with Listener("127.0.0.1:0", None) as host, EdgeClient(host.address, deadline_s=20) as client:
+    with Listener("127.0.0.1:0", None) as host, HostClient(host.address, deadline_s=20) as client:
         client.echo()

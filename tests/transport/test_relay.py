@@ -21,7 +21,7 @@ from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.host.server import Listener
 from collapipe_flwr.transport import relay
 from collapipe_flwr.transport.certificates import sign_all
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.client import HostClient
 from collapipe_flwr.transport.diagnosis import diagnose
 from collapipe_flwr.transport.dialing import Dialing
 from collapipe_flwr.transport.relay import Relay, run_relay, splice
@@ -72,9 +72,9 @@ def device(config: ClusterConfig, name: str, at: str) -> Iterator[queue.Queue[st
         yield admitted
 
 
-def client(config: ClusterConfig, name: str, at: str, as_: str = "cu") -> EdgeClient:
+def client(config: ClusterConfig, name: str, at: str, as_: str = "cu") -> HostClient:
     tls = files(config, as_)
-    return EdgeClient(at, what=name, tls=tls, certificate_name=name, deadline_s=WAIT_S)
+    return HostClient(at, what=name, tls=tls, certificate_name=name, deadline_s=WAIT_S)
 
 
 def refusal(dialer: Dialing) -> str:
@@ -214,7 +214,7 @@ def test_a_device_serves_no_more_peers_at_once_than_it_may(
             assert _answers(second)
 
 
-def _answers(peer: EdgeClient) -> bool:
+def _answers(peer: HostClient) -> bool:
     until_s = time.monotonic() + WAIT_S
     while time.monotonic() < until_s:
         try:

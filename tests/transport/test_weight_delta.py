@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from collapipe_flwr.host.server import EdgeServer
-from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.server import HostServer
+from collapipe_flwr.host.service import HostService
 from collapipe_flwr.host.stores import TensorStore
 from collapipe_flwr.pipeline.offload import raw_bytes
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.state import PartState, digest_of
-from collapipe_flwr.transport.client import EdgeClient
+from collapipe_flwr.transport.client import HostClient
 from collapipe_flwr.transport.weights import TransferStats
 from tests.host.chain_to_edge import Cluster, build_head, request, session_key
 from tests.pipeline.chains import Head, make_batch, make_parts
@@ -23,9 +23,9 @@ ADAMW = OptimizerConfig(name="adamw")
 
 
 @pytest.fixture
-def client() -> Iterator[EdgeClient]:
-    service = EdgeService(build_head, store=TensorStore())
-    with EdgeServer("127.0.0.1:0", service) as server, EdgeClient(server.address) as client:
+def client() -> Iterator[HostClient]:
+    service = HostService(build_head, store=TensorStore())
+    with HostServer("127.0.0.1:0", service) as server, HostClient(server.address) as client:
         yield client
 
 
@@ -37,11 +37,11 @@ def _bytes(weights: dict[str, Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in weights.values())
 
 
-def _push(client: EdgeClient, session_id: str, weights: dict[str, Tensor]) -> TransferStats:
+def _push(client: HostClient, session_id: str, weights: dict[str, Tensor]) -> TransferStats:
     return client.open_session(request(session_id)).push_missing(weights)
 
 
-def test_the_first_push_moves_everything_and_the_same_again_nothing(client: EdgeClient) -> None:
+def test_the_first_push_moves_everything_and_the_same_again_nothing(client: HostClient) -> None:
     weights = _weights()
     assert _push(client, "a", weights) == TransferStats(sent_bytes=_bytes(weights))
     client.session(session_key("a")).close()
@@ -51,7 +51,7 @@ def test_the_first_push_moves_everything_and_the_same_again_nothing(client: Edge
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_slots_that_were_kept_stay_where_they_are(client: EdgeClient, kept: bool) -> None:
+def test_slots_that_were_kept_stay_where_they_are(client: HostClient, kept: bool) -> None:
     head = Head()
     slots = {key: (torch.ones(()), p, p) for key, p in head.state_dict().items()}
     state = PartState(weights=_weights(), optimizer=slots).tensors()
@@ -65,7 +65,7 @@ def test_slots_that_were_kept_stay_where_they_are(client: EdgeClient, kept: bool
     assert moved.sent_bytes == (0 if kept else of_slots)
 
 
-def test_only_what_changed_moves(client: EdgeClient) -> None:
+def test_only_what_changed_moves(client: HostClient) -> None:
     weights = _weights()
     _push(client, "a", weights)
     client.session(session_key("a")).close()
@@ -78,7 +78,7 @@ def test_only_what_changed_moves(client: EdgeClient) -> None:
     assert all(torch.equal(found[key], weights[key]) for key in weights)
 
 
-def test_a_fetch_brings_only_what_training_changed(client: EdgeClient) -> None:
+def test_a_fetch_brings_only_what_training_changed(client: HostClient) -> None:
     weights = _weights()
     _push(client, "a", weights)
     fetched, moved = client.session(session_key("a")).fetch_changed(weights)
@@ -93,7 +93,7 @@ def test_a_fetch_brings_only_what_training_changed(client: EdgeClient) -> None:
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_host_reads_nothing_again_that_training_has_changed(
-    client: EdgeClient, monkeypatch: pytest.MonkeyPatch, trains: bool
+    client: HostClient, monkeypatch: pytest.MonkeyPatch, trains: bool
 ) -> None:
     read: list[Tensor] = []
     monkeypatch.setattr(
@@ -116,7 +116,7 @@ def test_a_host_reads_nothing_again_that_training_has_changed(
     assert changed == (set(weights) if trains else set())
 
 
-def test_a_host_forgets_what_the_session_before_the_last_held(client: EdgeClient) -> None:
+def test_a_host_forgets_what_the_session_before_the_last_held(client: HostClient) -> None:
     old, new = _weights(), {key: tensor + 1 for key, tensor in _weights().items()}
     for session_id, weights in (("a", old), ("b", new)):
         _push(client, session_id, weights)
@@ -127,8 +127,8 @@ def test_a_host_forgets_what_the_session_before_the_last_held(client: EdgeClient
 def test_a_host_without_a_store_asks_for_everything() -> None:
     weights = _weights()
     with (
-        EdgeServer("127.0.0.1:0", EdgeService(build_head)) as server,
-        EdgeClient(server.address) as client,
+        HostServer("127.0.0.1:0", HostService(build_head)) as server,
+        HostClient(server.address) as client,
     ):
         for session_id in ("a", "b"):
             assert _push(client, session_id, weights).sent_bytes == _bytes(weights)

@@ -37,10 +37,10 @@ from collapipe_flwr.core.keys import AUTO
 from collapipe_flwr.federation import records
 from collapipe_flwr.federation.arrays import decode_tensors, offload_tensors, take_record
 from collapipe_flwr.federation.bundles import accept_bundles, unbundle_mod
-from collapipe_flwr.federation.client.pipeline_round import PipelineRound, build_telemetry
+from collapipe_flwr.federation.client.pipeline_round import ClusterRound, build_telemetry
 from collapipe_flwr.federation.client.site import Site
 from collapipe_flwr.federation.messages import only_arrays
-from collapipe_flwr.host.allocator import configured_malloc, give_back
+from collapipe_flwr.host.allocator import configured_malloc, trim_heap
 from collapipe_flwr.models.tasks import LABEL_NAMES
 
 _log = logging.getLogger(__name__)
@@ -193,7 +193,7 @@ class Cluster:
 
     def _begin(
         self, message: Message, context: Context
-    ) -> tuple[PipelineRound, str, Mapping[str, Tensor]]:
+    ) -> tuple[ClusterRound, str, Mapping[str, Tensor]]:
         """Return the requested round, and the weights with the name of their record."""
         site = self._site_of(context)
         if site is None:
@@ -201,7 +201,7 @@ class Cluster:
         torch.set_num_threads(site.train.threads)
         if self._package != "__main__":
             allow(self._package)
-        asked = PipelineRound.of(message.content, site)
+        asked = ClusterRound.of(message.content, site)
         name, arrays = only_arrays(message.content, "the server's message")
         if not arrays:
             raise RunError(
@@ -209,7 +209,7 @@ class Cluster:
                 "pass each message once"
             )
         weights = self._weights(arrays)
-        give_back()  # the message's memory
+        trim_heap()  # the message's memory
         return asked, name, weights
 
     def _weights(self, arrays: ArrayRecord) -> Mapping[str, Tensor]:

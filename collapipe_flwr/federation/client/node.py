@@ -36,7 +36,12 @@ from collapipe_flwr.data.tokenizer import Vocabulary
 from collapipe_flwr.federation import records
 from collapipe_flwr.federation.arrays import take_record, take_tensors
 from collapipe_flwr.federation.client import partition_of
-from collapipe_flwr.federation.client.node_state import OPTIMIZER, Kept, NodeState, recall_optimizer
+from collapipe_flwr.federation.client.node_state import (
+    OPTIMIZER,
+    NodeState,
+    StateCodec,
+    recall_optimizer,
+)
 from collapipe_flwr.federation.client.site import Site
 from collapipe_flwr.federation.records import UnsplitTask, asked_optimizer
 from collapipe_flwr.models.splitter import splitter_of
@@ -182,7 +187,7 @@ def _place(stream: Stream, state: NodeState) -> StreamPlace:
 
 
 _parse_place = partial(from_json, StreamPlace, what="the place in data.stream")
-STREAM: Kept[StreamPlace] = Kept(
+STREAM: StateCodec[StreamPlace] = StateCodec(
     name="collapipe.stream",
     suffix=".json",
     write=lambda place, path: path.write_text(to_json(place), encoding="utf-8"),

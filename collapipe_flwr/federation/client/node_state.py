@@ -39,7 +39,7 @@ Record = ArrayRecord | ConfigRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept(Generic[T]):
+class StateCodec(Generic[T]):
     """One kind of state: how it is written to a file, and to a record of Flower's.
 
     ``read`` raises a CollaPipeError for another file; ``decode`` returns None for another record.
@@ -69,14 +69,14 @@ class NodeState:
     state_dir: Path | None
     attempt: int = 0  # of the orders for this round
 
-    def recall(self, kept: Kept[T]) -> T | None:
+    def recall(self, kept: StateCodec[T]) -> T | None:
         """Return the result of the last accepted round, if it can be read."""
         if files := self._round_files(kept):
             return files.recall(self.progress.last_round, kept.read, self.progress.attempt)
         record = self._keep_accepted(kept.name)
         return None if record is None else kept.decode(record)
 
-    def remember(self, kept: Kept[T], value: T) -> None:
+    def remember(self, kept: StateCodec[T], value: T) -> None:
         """Keep the result of this round beside that of the last accepted one."""
         if files := self._round_files(kept):
             write = partial(kept.write, value)
@@ -89,7 +89,7 @@ class NodeState:
         """How to keep missing state next time; empty if it was kept in files."""
         return "" if self.state_dir else f"; {STATE_KEY} in --node-config would keep it"
 
-    def _round_files(self, kept: Kept[T]) -> RoundFiles | None:
+    def _round_files(self, kept: StateCodec[T]) -> RoundFiles | None:
         if self.state_dir is None:
             return None
         return RoundFiles.of(self.state_dir, self.run_id, self.index, kept.suffix)
@@ -143,7 +143,7 @@ def _order_name(server_round: int, attempt: int) -> str:
     return f"round-{server_round:06d}" + (f"-{attempt:08x}" if attempt else "")
 
 
-OPTIMIZER: Kept[OptimizerState] = Kept(
+OPTIMIZER: StateCodec[OptimizerState] = StateCodec(
     name="collapipe.optimizer",
     suffix=".safetensors",
     write=write_slots,

@@ -28,7 +28,7 @@ from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.module_splitter import ModuleSplitter
 from collapipe_flwr.models.splitter import Splitter, splitter_of
-from collapipe_flwr.pipeline.offload import Lookup
+from collapipe_flwr.pipeline.offload import LazyMapping
 from collapipe_flwr.pipeline.step import MicroBatch
 
 Weights = Mapping[str, Tensor]
@@ -37,7 +37,7 @@ Steps = Iterable[Sequence[Mapping[str, Tensor]]]  # each of micro-batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineRound:
+class ClusterRound:
     """What the server asks of a cluster in one round, and where the cluster does it."""
 
     server_round: int
@@ -48,7 +48,7 @@ class PipelineRound:
     splitter: AnySplitter
 
     @staticmethod
-    def of(content: RecordDict, site: Site) -> PipelineRound:
+    def of(content: RecordDict, site: Site) -> ClusterRound:
         """Read the round that a message asks for; raises ProtocolError if it asks for none."""
         assignment = records.read_assignment(content)
         if assignment.split is None or assignment.plan is None:
@@ -56,7 +56,7 @@ class PipelineRound:
                 "the server sent neither a plan nor a whole task: its strategy needs a model to "
                 "split, CollaPipe(..., model=SplitModel(...))"
             )
-        return PipelineRound(
+        return ClusterRound(
             server_round=assignment.server_round,
             attempt=assignment.attempt,
             plan=assignment.plan,
@@ -103,12 +103,12 @@ class PipelineRound:
             ours = [device.device_id for device in recovery.profile.devices]
             return result, tuple(sorted(fleet.missing(ours)))
 
-    def complete(self, sent: Weights, trained: Lookup[Tensor]) -> Lookup[Tensor]:
+    def complete(self, sent: Weights, trained: LazyMapping[Tensor]) -> LazyMapping[Tensor]:
         """Return all weights that were ``sent``, with those that were trained in their places."""
         aliases = self.splitter.aliases
         changed = {key: name for key in sent if (name := aliases.get(key, key)) in trained}
         fresh = {key: partial(trained.__getitem__, name) for key, name in changed.items()}
-        return Lookup.of(sent, Lookup(fresh))
+        return LazyMapping.of(sent, LazyMapping(fresh))
 
     def test(self, weights: Weights, steps: Steps, wanted: PredictionConfig | None) -> EvalResult:
         """Compute the loss on batches of micro-batches, and predictions where ``wanted``.

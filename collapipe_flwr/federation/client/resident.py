@@ -37,7 +37,7 @@ from collapipe_flwr.core.json_log import add_log_fields
 from collapipe_flwr.core.processes import stop_on_signals
 from collapipe_flwr.federation.client import STATE_KEY, local_socket
 from collapipe_flwr.federation.client.relay import AGAIN, ALIVE, READY, REFUSED, VERSION, AppCode
-from collapipe_flwr.host.allocator import configure_malloc, give_back
+from collapipe_flwr.host.allocator import configure_malloc, trim_heap
 from collapipe_flwr.host.metrics import serving_metrics
 
 log = logging.getLogger("flwr.collapipe")
@@ -174,7 +174,7 @@ class ControlUnit:
                 with peer:
                     self._handle(peer)
                 gc.collect()
-                give_back()
+                trim_heap()
 
     def _load(self, code: AppCode) -> None:
         try:

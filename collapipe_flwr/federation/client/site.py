@@ -31,8 +31,8 @@ from collapipe_flwr.federation.client import (
 from collapipe_flwr.federation.client.node_state import NodeState
 from collapipe_flwr.federation.records import SplitTask, read_assignment, run_id_of
 from collapipe_flwr.host.rosters import Rosters
-from collapipe_flwr.host.server import EdgeServer
-from collapipe_flwr.host.service import EdgeService
+from collapipe_flwr.host.server import HostServer
+from collapipe_flwr.host.service import HostService
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.pipeline.compute import resolve
@@ -139,7 +139,7 @@ class Site:
         with ExitStack() as stack:
 
             def at_home() -> HostedEdge:
-                service = EdgeService(compute=self.place, most_sessions=_MOST_HERE)
+                service = HostService(compute=self.place, most_sessions=_MOST_HERE)
                 address = stack.enter_context(edge_here(cluster, service))
                 found = _hosted(task, address, cluster.certificate_name(unit), tls)
                 return replace(found, service=service)
@@ -171,7 +171,7 @@ def _hosted(task: SplitTask, address: str, name: str, tls: TlsFiles | None) -> H
 
 
 @contextmanager
-def edge_here(cluster: ClusterConfig, service: EdgeService) -> Iterator[str]:
+def edge_here(cluster: ClusterConfig, service: HostService) -> Iterator[str]:
     """Serve the edge in this process, and give its address.
 
     It listens where the cluster file says, else on a free port of the address by which this machine
@@ -184,7 +184,7 @@ def edge_here(cluster: ClusterConfig, service: EdgeService) -> Iterator[str]:
     listen = listen or f"{host_towards(nearest.address)}:0"
     if tls is not None and tls.ca is not None:
         rosters = Rosters(unit.name, [cluster], tls.ca)
-    with EdgeServer(listen, service, tls=tls, rosters=rosters) as server:
+    with HostServer(listen, service, tls=tls, rosters=rosters) as server:
         yield server.address
 
 

@@ -18,7 +18,7 @@ from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import prefix_errors
 from collapipe_flwr.data.metrics import add_counts
 from collapipe_flwr.data.tasks import Task
-from collapipe_flwr.federation.deadline import RoundClock
+from collapipe_flwr.federation.deadline import RoundDeadline
 from collapipe_flwr.federation.planner import ScheduledRounds
 from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.records import read_tally
@@ -31,10 +31,10 @@ Aggregate = Callable[[list[RecordDict], str], MetricRecord]
 TellScores = Callable[[Mapping[str, float]], None]
 
 
-def make_clock(config: AppConfig) -> RoundClock | None:
+def make_clock(config: AppConfig) -> RoundDeadline | None:
     """What closes the rounds early, if the run has it."""
     slack = config.run.round_slack
-    return RoundClock(slack, joins_late=config.run.round_late == "join") if slack else None
+    return RoundDeadline(slack, joins_late=config.run.round_late == "join") if slack else None
 
 
 def learning_settings(config: AppConfig, run_id: str, server_round: int) -> LearningSettings:
