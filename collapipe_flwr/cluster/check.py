@@ -47,7 +47,7 @@ Benchmark = Callable[[BenchmarkRequest], BenchmarkAnswer]
 
 
 def ways(config: ClusterConfig) -> tuple[Way, ...]:
-    """The links that plans may choose from: each device to each edge, and to every other device.
+    """List the links that plans may use: from each device to each edge and to every other device.
 
     Those to edges come first, then from each device to the next one in the file, to the one
     behind that, and so on: the first few include every device.
@@ -66,7 +66,7 @@ def ways(config: ClusterConfig) -> tuple[Way, ...]:
 
 
 def measured_ways(config: ClusterConfig, settings: CheckSettings) -> tuple[Way, ...]:
-    """The first ``most_links`` of `ways`, which are as many as the square of the devices."""
+    """Return the first ``most_links`` of `ways`, which grow with the square of the device count."""
     return ways(config)[: settings.most_links or None]
 
 
@@ -112,7 +112,7 @@ def check_cluster(
 
 
 def with_earlier(found: Measurements, before: Measurements) -> Measurements:
-    """The figures to plan with: those of busy members and their links are from an earlier check."""
+    """Take the figures of busy members and of their links from an earlier check, for planning."""
     busy = set(found.busy)
     members = [
         replace(before.of(m.name), **{name: getattr(m, name) for name in _SEEN}) if m.busy else m
@@ -141,13 +141,13 @@ def _measured_here(config: ClusterConfig, settings: CheckSettings) -> Measured:
 
 
 def measure_here(name: str, settings: CheckSettings) -> Measured:
-    """The speed and free memory of this machine, as a member with this ``name``."""
+    """Measure the speed and free memory of this machine, as a member with this ``name``."""
     run = partial(run_benchmark, place=resolve(AUTO))
     return _computing(Measured(name=name), settings, run)
 
 
 def _computing(member: Measured, settings: CheckSettings, run: Benchmark) -> Measured:
-    """The member with the figures of the benchmark."""
+    """Run the benchmark and return the member with its figures."""
     found = run(settings.block)
     one = run(replace(settings.block, examples=1))  # whose time is mostly overhead
     speed, overhead_s = fitted(found, one)
@@ -174,7 +174,7 @@ def fitted(many: BenchmarkAnswer, one: BenchmarkAnswer) -> tuple[float, float]:
 
 
 def _possible(speed_flop_per_s: float) -> float:
-    """The speed that is nearest, of those that figures may hold: a member sent the seconds."""
+    """Clamp a speed to what figures may hold: it comes from seconds that a member sent."""
     return min(max(speed_flop_per_s, LEAST_SPEED), MOST_SPEED)
 
 
@@ -195,7 +195,7 @@ def _asked(
     settings: CheckSettings,
     ask: Callable[[HostClient], Measured],
 ) -> Measured:
-    """What ``ask`` returns, or the fault of a member that does not answer."""
+    """Call ``ask`` with a client of the member, or return the fault of one that does not answer."""
     try:
         with _client(config, member, settings) as client:
             return ask(client)
@@ -205,7 +205,7 @@ def _asked(
 
 
 def _looked_at(config: ClusterConfig, member: MemberConfig, settings: CheckSettings) -> Measured:
-    """What a member says of itself, which disturbs nothing."""
+    """Read a member's own status, without disturbing its work."""
 
     def look(client: HostClient) -> Measured:
         client.echo()  # connects, which must not count as delay
@@ -231,7 +231,7 @@ def _looked_at(config: ClusterConfig, member: MemberConfig, settings: CheckSetti
 def _measured(
     config: ClusterConfig, member: MemberConfig, looked: Measured, settings: CheckSettings
 ) -> Measured:
-    """The link to a member that is not at work, its speed and its memory."""
+    """Measure the link to a member that is not at work, its speed and its memory."""
 
     def measure(client: HostClient) -> Measured:
         client.echo()

@@ -71,7 +71,7 @@ class EvalResult:
     def mean(
         parts: Iterable[tuple[float, float]], predictions: tuple[tuple[Tensor, ...], ...] = ()
     ) -> EvalResult:
-        """The mean over parts, given as mean loss and number of labels."""
+        """Average over parts, each given as mean loss and number of labels."""
         pairs = list(parts)
         targets = sum(count for _, count in pairs)
         total = sum(loss * count for loss, count in pairs)
@@ -80,7 +80,7 @@ class EvalResult:
 
 
 def predict_unsplit(model: Any, batch: Any, scores: Tensor, wanted: PredictionConfig) -> Tensor:
-    """The predictions of the unsplit model for a batch whose ``scores`` it has computed."""
+    """Predict with the unsplit model for a batch whose ``scores`` it has computed."""
     if wanted.logits:
         return scores
     decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
@@ -133,7 +133,7 @@ def prediction_config(task: Task) -> PredictionConfig:
 
 
 def tally_of(task: Task, parts: Iterable[TestPart], predictions: Iterable[Tensor]) -> Tally:
-    """The counts of all metrics together."""
+    """Sum the counts of all metrics over the parts."""
     tally: Tally = {}
     for part, ids in zip(parts, predictions, strict=True):
         references = task.references(part.examples, part.tensors)

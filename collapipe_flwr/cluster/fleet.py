@@ -107,7 +107,7 @@ class ThreadFleet:
 
 
 def _segments(stages: Sequence[MiddleStage], keep_optimizer: bool) -> Segments:
-    """The segments of stages that have ended; replicas of a stage hold the same."""
+    """Collect the segments of stages that have ended; replicas of a stage hold the same."""
     firsts = [stage for stage in stages if stage.settings.turn.replica == 0]
     kept = firsts if keep_optimizer else ()
     return Segments(
@@ -160,7 +160,7 @@ _Place = tuple[int, int]  # stage, replica
 def join(
     splitter: AnySplitter, order: RoundOrder, edges: Sequence[Link], make_stage: MakeStage
 ) -> tuple[Link, list[MiddleStage]]:
-    """The control unit's link, and a stage per holder with its links.
+    """Build a linked stage per holder; return the control unit's link and the stages.
 
     ``edges`` are those of the last stage's replicas to the edge.
     """

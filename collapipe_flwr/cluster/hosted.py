@@ -78,7 +78,7 @@ class RemoteStage:
                 self._moved += self.session.push_missing(LazyMapping.of(self._pushed, frozen))
 
     def collect(self, keep_optimizer: bool, turn: AbstractContextManager[object]) -> Segments:
-        """The part, fetched within ``turn``, and its report, once the host has ended.
+        """Fetch the report and, within ``turn``, the part, once the host has ended.
 
         Replicas but the first, which hold the same, return their report only.
         """
@@ -116,7 +116,7 @@ class RemoteStage:
 
 
 def edge_request(splitter: AnySplitter, order: RoundOrder) -> SessionRequest:
-    """A new session for the last stage of this order's chain."""
+    """Build the request of a new session for the last stage of this order's chain."""
     return SessionRequest(
         key=SessionKey.random(f"{order.plan.cluster_id}-{order.server_round}"),
         spec_json=splitter.spec.to_json(),
@@ -147,7 +147,7 @@ class Edge(Protocol):
     """A place for the last stage of chains whose devices are in this process."""
 
     def opened(self, splitter: AnySplitter, order: RoundOrder) -> AbstractContextManager[EdgePart]:
-        """The last stage of this order's chain, open with its weights; it is freed afterwards."""
+        """Open the last stage of this order's chain with its weights; it is freed afterwards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +167,7 @@ class HostedEdge:
     def session(
         self, splitter: AnySplitter, order: RoundOrder
     ) -> Iterator[tuple[RemoteStage, NextHop]]:
-        """The session for an order, not open yet, and how devices reach it; closed afterwards."""
+        """Yield an order's session, not open yet, and how devices reach it; close it afterwards."""
         request = edge_request(splitter, order)
         with HostClient(
             self.address,
@@ -243,7 +243,7 @@ class _ThreadPart:
 
     @contextmanager
     def connect(self, config: LinkConfig) -> Iterator[Link]:
-        """The link of one lane, for the body; the chain begins with the last one."""
+        """Yield the body's link of one lane; the chain begins once all lanes are linked."""
         ours, theirs = simulated_pair(self._device_ids[config.lane], EDGE, config)
         lane = Lane(config.lane, config.lanes)
         stream = self._service.claim(self._request.key, lane)

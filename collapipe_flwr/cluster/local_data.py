@@ -73,7 +73,7 @@ class LocalData:
         return self._examples.remove_columns("group") if grouped else self._examples
 
     def stream(self, folder: str) -> Stream:
-        """The cluster's own folder of arriving files; raises DataError where there is none."""
+        """Open the cluster's own folder of arriving files; raises DataError where there is none."""
         own = expand_home(folder) / str(self._place.index)
         return Stream(own, self.task.read_file, self.task.make_examples)
 
@@ -99,7 +99,7 @@ class LocalData:
             yield [TestPart.of(self.task, [batch[row] for row in places]) for places in cut]
 
     def chosen(self, rounds_done: int) -> list[Example]:
-        """The examples of the cluster's next round, in the order in which it trains on them."""
+        """Draw the examples of the cluster's next round, in training order."""
         return draw_round_examples(
             self._examples,
             seed=self._config.run.seed,
@@ -111,7 +111,7 @@ class LocalData:
     def steps(
         self, chosen: list[Example], round_index: int, batch_size: int, micro_batch_size: int
     ) -> Iterator[list[dict[str, Tensor]]]:
-        """The micro-batches of each optimizer step over ``chosen``, tokenized as needed."""
+        """Yield the micro-batches of each optimizer step over ``chosen``, tokenized as needed."""
         place = (self._config.run.seed, self._place.index, round_index)
         for step, batch in enumerate(cut_batches(chosen, batch_size)):
             cut = self._cut(batch, micro_batch_size)
@@ -120,7 +120,7 @@ class LocalData:
             yield [self.task.collate_for([batch[row] for row in rows], round_index) for rows in cut]
 
     def _cut(self, batch: list[Example], micro_batch_size: int) -> list[Rows]:
-        """The rows of a step's micro-batches, with little padding if the run-config asks for it."""
+        """Group a step's rows into micro-batches, with little padding if the run-config asks."""
         cut = cut_batches(range(len(batch)), micro_batch_size)
         if self._config.data.bucketing == "none" or len(cut) == 1:
             return cut
@@ -157,12 +157,12 @@ class RoundExamples:
 
 @lru_cache(maxsize=16)
 def local_data(config: AppConfig, place: Place, vocabulary: Vocabulary | None) -> LocalData:
-    """The `LocalData` of a node, made once: in simulation clusters share a process."""
+    """Make the `LocalData` of a node, only once: in simulation clusters share a process."""
     return LocalData(config, place, vocabulary)
 
 
 def own_data(node_config: Mapping[str, Value]) -> dict[str, Value]:
-    """The keys of the run-config for data of the cluster's own that ``--node-config`` names.
+    """Read the run-config keys for the cluster's own data, which ``--node-config`` names.
 
     All rows of `data.train` are its own; a tenth is held out unless there is a `data.test` too.
     Raises ConfigError.

@@ -94,7 +94,7 @@ class RoundOrder:
         )
 
     def placed(self, part: nn.Module) -> tuple[nn.Module, Optimizer]:
-        """A part on ``compute``, and its optimizer, which continues from the slots."""
+        """Move a part to ``compute`` and make its optimizer, which continues from the slots."""
         part = hold(part, self.compute)
         optimizer = Optimizer(self.learning.optimizer, part.named_parameters())
         load_optimizer_state(optimizer, self.slots)
@@ -114,7 +114,7 @@ class RoundOrder:
         )
 
     def settings(self, stage: int, turn: ReplicaIndex = ALONE) -> StageConfig:
-        """The configuration of a stage, or of a replica of it; 0 is the control unit."""
+        """Configure a stage, or a replica of it; 0 is the control unit."""
         learning, segments = self.learning, self.plan.segments
         patience = 1 + PATIENCE_PER_STAGE * (len(segments) - stage)
         return StageConfig(

@@ -94,7 +94,7 @@ class Measurements:
         return tuple(member.name for member in self.members if member.busy)
 
     def of(self, name: str) -> Measured:
-        """The figures of a member; all None if it is not listed."""
+        """Look up the figures of a member; all are None if it is not listed."""
         return next((m for m in self.members if m.name == name), Measured(name=name))
 
 
@@ -113,7 +113,7 @@ _GIGA, _MEGA = 1e9, 1e6
 
 
 def profile_of(config: ClusterConfig, examples: int) -> ClusterProfile:
-    """The cluster of a file; raises ConfigError for an unknown kind or unreadable measurements.
+    """Describe a file's cluster; raises ConfigError for an unknown kind or unreadable measurements.
 
     Energy budgets depend on the model and are set by the server.
     """
@@ -141,9 +141,9 @@ def profile_of(config: ClusterConfig, examples: int) -> ClusterProfile:
 
 
 def edges_of(config: ClusterConfig, measured: Measurements) -> list[EdgeProfile | None]:
-    """The edges to choose from, with their names in the file as ids where there are several.
+    """List the edges to choose from, with their names in the file as ids where there are several.
 
-    Of a single one of unknown speed None, so that the run assumes it.
+    A single edge of unknown speed is None, so that the run assumes one.
     """
     several = bool(config.other_edges)
     return [_edge(config, edge, measured.of(edge.name), several) for edge in config.edges]
@@ -152,7 +152,7 @@ def edges_of(config: ClusterConfig, measured: Measurements) -> list[EdgeProfile 
 def _edge(
     config: ClusterConfig, edge: MemberConfig, measured: Measured, several: bool
 ) -> EdgeProfile | None:
-    """An edge; clusters whose files give the same address share it."""
+    """Describe an edge; clusters whose files give the same address share it."""
     at_home = edge.name == config.control_unit.name
     member = config.control_unit if at_home else edge
     is_machine = edge in config.edge_machines
@@ -172,7 +172,7 @@ def _edge(
 
 
 def _link_rates(config: ClusterConfig, measured: Measurements) -> tuple[LinkRate, ...]:
-    """The measured rates by device ids; of a link measured both ways, the mean by time."""
+    """Collect the measured rates by device ids, the harmonic mean for links measured both ways."""
     members = (config.control_unit, *config.devices)
     ids = {member.name: [config.device_id(member)] for member in members}
     for edge in config.edges:  # its links are also those of the member that it is
@@ -207,7 +207,7 @@ def _device(config: ClusterConfig, member: MemberConfig, measured: Measured) -> 
 
 
 def describe_cluster(config: WorldConfig, index: int, examples: int) -> ClusterProfile:
-    """Simulated cluster ``index``; lists of devices repeat when there are too few of them.
+    """Describe simulated cluster ``index``; lists of devices repeat when there are too few of them.
 
     Energy budgets depend on the model and are set by the server.
     """
@@ -239,7 +239,7 @@ def cluster_of_presets(
     cluster_id: str = "these-devices",
     radio: str = "wifi",
 ) -> ClusterProfile:
-    """A cluster of board presets without energy budgets; raises ConfigError for an unknown one."""
+    """Build a cluster of presets, without energy budgets; raises ConfigError for an unknown one."""
     return ClusterProfile(
         cluster_id=cluster_id,
         examples=examples,

@@ -64,7 +64,7 @@ class ReplayInterval:
     held: Segments
 
     def remaining(self, order: RoundOrder) -> RoundOrder:
-        """What is left of ``order`` after this interval."""
+        """Return what is left of ``order`` after this interval."""
         return replace(
             order,
             weights=LazyMapping.of(order.weights, self.held.state.weights),
@@ -353,7 +353,7 @@ class RecoveringRound:
         return None
 
     def _plan_on(self, edge: EdgeProfile, recovery: Recovery, gone: EdgeLost) -> ClusterPlan:
-        """The plan with another edge; raises InfeasibleError where that has no room."""
+        """Adapt the plan to another edge; raises InfeasibleError where that has no room."""
         plan, profile, model = self.order.plan, recovery.profile, recovery.model()
         need, room = model.decoder, (1.0 - plan.memory_margin) * edge.memory_bytes
         need_bytes = need.state_bytes + (
@@ -378,7 +378,7 @@ class RecoveringRound:
     def _plan_for(
         self, plan: ClusterPlan, present: Collection[str], recovery: Recovery, error: LinkError
     ) -> ClusterPlan:
-        """The plan for the devices that are left; raises InfeasibleError where none fits."""
+        """Plan for the devices that are left; raises InfeasibleError where no plan fits."""
         learning = self.order.learning
         remains = ReplanInput(
             profile=recovery.profile,

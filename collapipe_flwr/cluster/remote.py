@@ -121,7 +121,7 @@ class RemoteFleet:
         return frozenset(device_ids) - found
 
     def _cluster_now(self) -> ClusterConfig:
-        """The cluster by its file, from which a device may be removed during a round.
+        """Read the cluster from its file, from which a device may be removed during a round.
 
         A file that cannot be read, as while somebody edits it, must not cost the round.
         """
@@ -151,7 +151,7 @@ class RemoteFleet:
         return not stopping
 
     def _edge_of(self, name: str) -> HostedEdge:
-        """The edge of a plan; raises EdgeLost for one that the cluster file does not list."""
+        """Look up the edge of a plan; raises EdgeLost if the cluster file does not list it."""
         if name not in self.edges:
             raise EdgeLost(
                 f"the plan uses the edge {name!r}, which the cluster file does not list; it has "
@@ -164,7 +164,7 @@ class RemoteFleet:
         return HostClient.to(hop, tls, deadline_s=self.deadline_s)
 
     def _hop(self, device_id: str) -> NextHop:
-        """A fresh session on a device. Raises Unreachable for one that the file does not list."""
+        """Address a new session on a device; raises Unreachable if the file does not list it."""
         found = {self.cluster.device_id(member): member for member in self.cluster.devices}
         if device_id not in found:
             raise Unreachable(

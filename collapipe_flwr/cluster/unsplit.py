@@ -77,7 +77,7 @@ def evaluate_unsplit(
     batches: Iterable[Sequence[Mapping[str, Tensor]]],
     wanted: PredictionConfig | None = None,
 ) -> EvalResult:
-    """The mean loss over all labels, and predictions where they are ``wanted``."""
+    """Compute the mean loss over all labels, and predictions where they are ``wanted``."""
     model.train(False)
     losses: list[tuple[float, float]] = []
     predictions = []

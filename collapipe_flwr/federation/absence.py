@@ -40,7 +40,7 @@ class Absence:
     quarantines: dict[str, dict[str, Quarantine]] = field(default_factory=dict)
 
     def devices(self, server_round: int) -> dict[str, tuple[str, ...]]:
-        """The devices that are left out of a round, by cluster."""
+        """List the devices that are left out of a round, by cluster."""
         found = dict(self.absent)
         for name, quarantines in self.quarantines.items():
             held = tuple(
@@ -86,9 +86,9 @@ class Absence:
 
 
 def without_absent(snapshot: Snapshot, absent: Absent) -> Snapshot:
-    """The snapshot without absent devices, and without clusters that have no device left.
+    """Remove absent devices, and clusters that have no device left, from the snapshot.
 
-    Also without absent edges, where a cluster has another.
+    Absent edges are removed too, where a cluster has another.
     """
     left = [_without(c, absent.get(c.profile.cluster_id, ())) for c in snapshot.clusters]
     return replace(snapshot, clusters=tuple(c for c in left if c.profile.can_train))

@@ -34,7 +34,7 @@ _MOST_NAME = 1000  # characters of an array's or a metric's name
 def trained(
     content: RecordDict, plan: ClusterPlan | None, cluster_id: str, weighted_by: str
 ) -> tuple[RecordDict, ClusterTelemetry | None]:
-    """A reply to training without its telemetry, and the telemetry; raises ProtocolError.
+    """Check a reply to training and split off its telemetry; raises ProtocolError.
 
     ``plan`` is the one that was sent. The weight of the reply is checked elsewhere.
     """
@@ -52,7 +52,7 @@ def trained(
 
 
 def described(content: RecordDict) -> ClusterProfile | None:
-    """The cluster in an answer, None for a spare node; raises ProtocolError."""
+    """Read the cluster in an answer; None for a spare node. Raises ProtocolError."""
     profile = records.read_profile(content)
     if profile is not None:
         _check_profile(profile)
@@ -157,7 +157,7 @@ def shape_of(content: RecordDict) -> Shape:
 
 
 def common_shape(contents: Iterable[RecordDict]) -> Shape | None:
-    """The most frequent shape; of several the first."""
+    """Find the most frequent shape; of several, the first."""
     counted = Counter(map(shape_of, contents)).most_common(1)
     return counted[0][0] if counted else None
 
@@ -185,7 +185,7 @@ def evaluations(
     averages: bool,
     weighs: bool = False,
 ) -> list[Message]:
-    """Replies to an evaluation; errors in the place of those that cannot be used.
+    """Check the replies to an evaluation; errors replace those that cannot be used.
 
     ``names`` are the clusters' by node. With ``averages`` they must have the same shape, if it
     ``weighs`` them each must have a weight.

@@ -50,7 +50,7 @@ def measured_outcome(
     links: tuple[LinkSample, ...],
     recompute: bool,
 ) -> ClusterOutcome:
-    """The outcome of ``plan``, whose predicted price was ``planned``."""
+    """Compute the measured outcome of ``plan``, whose predicted price was ``planned``."""
     reports = _by_member(plan, measured)
     trusted = {name: report for name, report in reports.items() if _is_true(report, measured)}
     energy_j = {member.device_id: planned.energy_j[member.device_id] for member in profile.members}
@@ -75,7 +75,7 @@ def measured_outcome(
 
 
 def _by_member(plan: ClusterPlan, measured: ClusterTelemetry) -> dict[str, StageReport]:
-    """Reports by device id; the edge's by its id."""
+    """Index the reports by device id, and the edge's by the edge's id."""
     control_unit, *devices = measured.reports or (None,)
     found = {report.name: report for report in devices if report is not None}
     if control_unit is not None:
@@ -118,7 +118,7 @@ def _samples(
     model: ModelProfile,
     recompute: bool,
 ) -> Iterator[StageSample]:
-    """A sample of every stage; none of a round in which blocks moved."""
+    """Yield a sample of every stage, or none if blocks moved during the round."""
     if measured.incidents:
         return
     together = {name: s.device_ids for s in plan.segments for name in s.device_ids}
@@ -150,7 +150,7 @@ class MovementMeter:
         self.last: dict[str, NDArray[np.floating]] = {}
 
     def measure(self, closed: ClosedRound, outcome: RoundOutcome) -> RoundOutcome:
-        """The outcome with the movement of the round; as it is if the inner strategy dropped it."""
+        """Add the round's movement to the outcome, unless the inner strategy dropped the round."""
         if closed.after is None:
             return outcome
         before, after = averaging_view(closed.before), averaging_view(closed.after)

@@ -81,7 +81,7 @@ class ScheduledRounds:
         self._examples: dict[str, int] = {}  # of a round, where machines trained on others
 
     def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
-        """The scheduler's plan for the clusters behind ``nodes``; raises ScheduleError.
+        """Let the scheduler plan for the clusters behind ``nodes``; raises ScheduleError.
 
         If a round is planned again, the plan of the attempt before is forgotten.
         """
@@ -103,7 +103,7 @@ class ScheduledRounds:
     def plan_evaluation(
         self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord
     ) -> RoundPlan:
-        """A plan for nodes that only evaluate; the scheduler's state stays as it is."""
+        """Plan for nodes that only evaluate; the scheduler's state stays as it is."""
         before = self.state
         plan = self.plan(server_round, nodes, arrays)
         self.state = before
@@ -158,7 +158,7 @@ class ScheduledRounds:
         return outcome
 
     def _worlds(self, telemetry: Mapping[str, ClusterTelemetry]) -> tuple[World, World]:
-        """The world with devices that joined since the plan, and that of the next rounds.
+        """Return the world with devices that joined since the plan, and that of the next rounds.
 
         A device that was replaced by another of its name counts as before until the next plan.
         """
@@ -210,7 +210,7 @@ class ScheduledRounds:
         self._meter.last = dict(memory.arrays)
 
     def _outcome(self, plan: Plan, closed: ClosedRound) -> RoundOutcome:
-        """What the scheduler may learn from the round."""
+        """Collect what the scheduler may learn from the round."""
         assert self.state is not None
         seen = on_edges(self._snapshot(closed), edges_in(plan), self.state.links)
         truth = self.world.truth(seen)
@@ -234,7 +234,7 @@ class ScheduledRounds:
         seen: Snapshot,
         truth: Snapshot,
     ) -> ClusterOutcome:
-        """The outcome of one cluster, with the stage times that the scheduler expected."""
+        """Build the outcome of one cluster, with the stage times that the scheduler expected."""
         assert self.state is not None
         measured, name = closed.telemetry.get(plan.cluster_id), plan.cluster_id
         profile = next(c.profile for c in seen.clusters if c.profile.cluster_id == name)
@@ -257,7 +257,7 @@ class ScheduledRounds:
         return replace(found, stages=tuple(stages))
 
     def _explained(self, plan: Plan, outcome: RoundOutcome) -> RoundOutcome:
-        """The outcome with the round times that the measured stages and links explain."""
+        """Add to the outcome the round times that the measured stages and links explain."""
         assert self.state is not None
         known = links_learned(self.state.links, outcome)
         shown = with_links(self._described(outcome.round_index), known)
@@ -282,7 +282,7 @@ class ScheduledRounds:
         return snapshot if self.state is None else with_links(snapshot, self.state.links)
 
     def _described(self, server_round: int, present: Sequence[str] | None = None) -> Snapshot:
-        """The world's snapshot, with the numbers of examples that machines really train on."""
+        """Take the world's snapshot, with the numbers of examples that machines really train on."""
         snapshot = self.world.snapshot(server_round, self._model, present)
         clusters = (
             replace(c, profile=replace(c.profile, examples=self._examples[name]))
@@ -302,7 +302,7 @@ def _edges(profile: ClusterProfile) -> set[str]:
 
 
 def _of_devices(measured: ClusterTelemetry, known: set[str]) -> ClusterTelemetry:
-    """The telemetry without devices that are none of the cluster's: they would pile up."""
+    """Drop devices that the cluster does not have from the telemetry: they would pile up."""
     return replace(
         measured,
         absent=tuple(name for name in measured.absent if name in known),
@@ -311,7 +311,7 @@ def _of_devices(measured: ClusterTelemetry, known: set[str]) -> ClusterTelemetry
 
 
 def _described(profile: ClusterProfile) -> ClusterProfile:
-    """The profile without what is set or counted elsewhere: budgets and examples."""
+    """Clear the budgets and examples of the profile, which are set or counted elsewhere."""
     described = profile.with_members(lambda member: replace(member, energy_budget_j=0.0))
     return replace(described, examples=0)
 
@@ -338,7 +338,7 @@ def _other_examples(
 
 
 def finished(plan: Plan, closed: ClosedRound, world: World) -> Plan:
-    """The plans that ended with this round, as each cluster finished it.
+    """Return the plans that ended with this round, as each cluster finished it.
 
     A plan with parties that the world lacks has no price: that cluster counts as it began.
     """

@@ -224,7 +224,7 @@ class DefaultProfilePlanner(ScheduledRounds):
         super().__init__(planning, world, _UNKNOWN, self._names)
 
     def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
-        """A plan that is advice; raises ScheduleError where the scheduler finds none."""
+        """Make a plan that is only advice; raises ScheduleError where the scheduler finds none."""
         if not nodes:
             return RoundPlan(server_round=server_round, plan=None, cluster_ids={}, binding=False)
         self._names |= {n: f"node-{n}" for n in sorted(set(nodes) - self._names.keys())}
@@ -287,9 +287,10 @@ def planner_of(
     model: DescribedModel | None,
     learning: Callable[[int], LearningSettings],
 ) -> RoundPlanner:
-    """The planner of a run: ``scheduler`` itself if it is one; with a ``model``, one for clusters
-    that describe themselves, else one with default profiles. Raises ConfigError for an unknown
-    name.
+    """Choose the planner of a run; raises ConfigError for an unknown name.
+
+    That is ``scheduler`` itself if it is one; with a ``model``, a planner for clusters that
+    describe themselves; else one with default profiles.
     """
     if isinstance(scheduler, RoundPlanner):
         return scheduler

@@ -78,7 +78,7 @@ class ClusterTelemetry:
         return {D2D: sum(hops) - last + beside, D2E: last}
 
     def links(self, plan: ClusterPlan, *, paced: bool) -> tuple[LinkReport, ...]:
-        """The hops of ``plan``, with its rates if senders kept to them (``paced``).
+        """Report the hops of ``plan``, with its rates if senders kept to them (``paced``).
 
         Empty if the round ran over several chains. Where stages have replicas, each connected pair
         has an entry; bytes of one end count by the micro-batches that the pair shares.
@@ -147,7 +147,7 @@ class ClusterTelemetry:
 def link_samples(
     plan: ClusterPlan, measured: ClusterTelemetry, *, paced: bool
 ) -> Iterator[LinkSample]:
-    """A sample of every measured hop; none of a round that lost devices, or one with replicas.
+    """Yield a sample of every measured hop, or none if the round lost devices or has replicas.
 
     The planned rate of a hop between replicas is that of its slowest link.
     """
@@ -191,7 +191,7 @@ def _seen_by_both(sent: LinkTraffic, received: LinkTraffic, share: float) -> Lin
 
 
 def _reached(traffic: LinkTraffic, planned_bit_per_s: float, *, paced: bool) -> float | None:
-    """The link's bit/s, if known."""
+    """Estimate the link's bit/s; None if it is unknown."""
     if traffic.wire_bit_per_s is None:
         return None
     sent = 8.0 * traffic.bytes / traffic.sending_s if traffic.sending_s > 0 else math.inf

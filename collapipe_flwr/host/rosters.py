@@ -75,7 +75,7 @@ class Rosters:
         return config.version
 
     def _parsed(self, text: str) -> ClusterConfig:
-        """The roster, with the path of the file that it replaces."""
+        """Parse the roster, with the path of the file that it replaces."""
         beside = next(iter(self._clusters.values())).path
         assert beside is not None
         try:

@@ -97,7 +97,7 @@ def admit(
 
 
 def _member(request: joining.JoinRequest) -> MemberConfig:
-    """The newcomer as the roster will list it."""
+    """Describe the newcomer as the roster will list it."""
     kind = request.kind or MemberConfig().kind
     address = "" if request.dials else request.address
     member = MemberConfig(name=request.name, address=address, dials=request.dials, kind=kind)
@@ -134,7 +134,7 @@ def _kept_certificate(
     member: MemberConfig,
     key: ec.EllipticCurvePublicKey,
 ) -> bytes | None:
-    """The certificate that it has already, if it asks again; None where it needs another.
+    """Return the member's certificate if it asks again; None where it needs another.
 
     Raises JoinRefused if another member has the name, the role or the address.
     """

@@ -33,7 +33,7 @@ BEHIND = "behind"  # it has an older roster, for another moment
 
 
 def listeners(config: ClusterConfig) -> tuple[MemberConfig, ...]:
-    """The members that have joined and can be called."""
+    """List the members that have joined and can be called."""
     members = (
         *config.devices,
         *config.edge_machines,

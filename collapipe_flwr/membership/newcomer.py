@@ -81,7 +81,7 @@ class Membership:
 
 
 def default_name(role: Role, cluster_id: str) -> str:
-    """The name of the role, or of a device its host name in allowed characters."""
+    """Name a newcomer by its role, or a device by its host name in allowed characters."""
     if role is Role.CONTROL_UNIT:
         return f"cu-{cluster_id}"
     if role is not Role.DEVICE:
@@ -91,7 +91,7 @@ def default_name(role: Role, cluster_id: str) -> str:
 
 
 def own_host() -> str:
-    """The address by which others reach this machine; loopback without another one."""
+    """Find the address by which others reach this machine; loopback if it has no other."""
     try:
         return host_towards("192.0.2.1:9")  # RFC 5737: nobody's, so by the default route
     except ConfigError:
@@ -105,14 +105,14 @@ def reachable(address: str) -> str:
 
 
 def measured(name: str) -> Measured:
-    """The speed and free memory of this machine, as `collapipe cluster check` measures them."""
+    """Measure the speed and free memory of this machine, as `collapipe cluster check` does."""
     from collapipe_flwr.cluster.check import CheckSettings, measure_here
 
     return measure_here(name, CheckSettings())
 
 
 def kind_here() -> str:
-    """The preset of this board by its device tree; empty if it is unknown."""
+    """Detect the preset of this board from its device tree; empty if it is unknown."""
     try:
         model = _BOARD.read_text(errors="replace").casefold()
     except OSError:
@@ -121,7 +121,7 @@ def kind_here() -> str:
 
 
 def membership_of(newcomer: Newcomer, pin: bytes) -> Membership | None:
-    """The membership that its files show, if any; raises ConfigError for files of another CA."""
+    """Find the membership that its files show, if any; raises ConfigError if the CA is another."""
     ca, certificate = newcomer.ca, newcomer.own("pem")
     if not ca.exists():
         return None

@@ -53,7 +53,7 @@ DEPLOYED = _OF_THE_SYSTEM / "control-unit"  # where `collapipe deploy` keeps clu
 
 
 def default_folder() -> Path:
-    """The folder of a cluster's files: /etc/collapipe for root, else in the user's own."""
+    """Choose the folder of a cluster's files: /etc/collapipe for root, else in the user's own."""
     if (named := os.environ.get("COLLAPIPE_FOLDER", "")) != "":
         return Path(named)
     if os.geteuid() == 0:
@@ -63,7 +63,7 @@ def default_folder() -> Path:
 
 
 def registry_of(folder: Path | None, cluster_id: str = "") -> Registry:
-    """The clusters of ``folder``; without one, of the first usual folder that keeps the cluster.
+    """Open the registry of ``folder``, or of the first usual folder that keeps the cluster.
 
     An empty ``cluster_id`` is any. Raises ConfigError that names the folders where none is.
     """
@@ -117,12 +117,12 @@ class Registry:
             yield
 
     def clusters(self) -> dict[str, ClusterConfig]:
-        """The clusters that `collapipe cluster` keeps here, by id."""
+        """Read the clusters that `collapipe cluster` keeps here, by id."""
         found = (read_cluster(path) for path in sorted(self.folder.glob("*.toml")))
         return {config.id: config for config in found if config.version}
 
     def cluster(self, cluster_id: str = "") -> ClusterConfig:
-        """The cluster of that id, or the only one; raises ConfigError naming those there are."""
+        """Read the cluster of that id, or the only one; raises ConfigError naming all there are."""
         known = self.clusters()
         if not known:
             raise ConfigError(
@@ -223,7 +223,7 @@ class Registry:
         return _with(config, role, replace(member, fingerprint=shown))
 
     def certified(self, name: str) -> bytes | None:
-        """The certificate that was signed here for a member, in PEM; None without one."""
+        """Read the certificate that was signed here for a member, in PEM; None without one."""
         path = self.certs / f"{name}.pem"
         return path.read_bytes() if path.exists() else None
 
@@ -295,7 +295,7 @@ class Registry:
         return signed_roster(cluster_text(config), Authority(self.certs).sign, figures)
 
     def service_files(self) -> TlsFiles:
-        """A new certificate of the joining service, with its CA, which newcomers know by its pin.
+        """Issue the joining service a new certificate with its CA, which newcomers know by its pin.
 
         With it one can ask members for their status, and nothing else.
         """
@@ -320,7 +320,7 @@ class Registry:
 def new_token(
     registry: Registry, config: ClusterConfig, role: Role, *, members: int, minutes: float
 ) -> JoinToken:
-    """A token by which so many members may join in a role; under the registry's lock.
+    """Issue a token by which so many members may join in a role; call under the registry's lock.
 
     Raises ConfigError where the cluster file has no address for newcomers.
     """
@@ -357,12 +357,12 @@ def _as_owner(folder: Path) -> Iterator[None]:
 
 
 def member_in(config: ClusterConfig, role: Role) -> MemberConfig:
-    """The member of a role that only one has."""
+    """Look up the member of a role that only one member has."""
     return (*config.having(role), config.edge)[0]
 
 
 def hosts_of(member: MemberConfig, role: Role = Role.DEVICE) -> tuple[str, ...]:
-    """The hosts in its certificate: a server's, which Flower's programs verify, and loopback.
+    """List the hosts in a certificate: a server's, which Flower's programs verify, and loopback.
 
     Members verify each other by name. A host in a newcomer's certificate is what it says of itself,
     and would let it pass as a server there.

@@ -95,7 +95,7 @@ def follow(config: ClusterConfig, listen: str, say: Callable[[str], object]) -> 
 
 @contextmanager
 def _edge(registry: Registry, options: Sequence[str]) -> Iterator[subprocess.Popen[bytes] | None]:
-    """The edge as a process, if its files are here; it ends with this one."""
+    """Run the edge as a process that ends with this one, if its files are here."""
     folder = registry.edge_folder
     if not folder.is_dir():
         yield None

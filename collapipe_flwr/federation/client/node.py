@@ -81,13 +81,13 @@ class Node:
 
     @staticmethod
     def site_of(context: Context) -> Site | None:
-        """The node's devices; None for a node beyond the run's clusters."""
+        """Return the node's devices; None for a node beyond the run's clusters."""
         node = Node.of(context)
         return node.site if node.place.index < node.place.count else None
 
     @staticmethod
     def examples_of(context: Context) -> int:
-        """The number of examples in one of the node's rounds."""
+        """Count the examples in one of the node's rounds."""
         node = Node.of(context)
         return local_data(node.config, node.place, None).examples_per_round
 
@@ -99,11 +99,11 @@ class Node:
         return size * max(grid.micro_batches), size
 
     def state(self, message: Message) -> NodeState:
-        """The state that the node brings into the round of ``message``."""
+        """Return the state that the node brings into the round of ``message``."""
         return self.site.state(message, self.context)
 
     def examples(self, message: Message) -> RoundExamples:
-        """The examples of a round, from the node's partition or from its stream."""
+        """Choose the examples of a round, from the node's partition or from its stream."""
         data, state = self._data(message), self.state(message)
         if self.config.data.stream:
             return _from_stream(self.config, data, state)
@@ -114,7 +114,7 @@ class Node:
         return NodeTest(data=self._data(message))
 
     def _data(self, message: Message) -> LocalData:
-        """The node's examples, tokenized with the server's vocabulary."""
+        """Load the node's examples, tokenized with the server's vocabulary."""
         vocabulary = _vocabulary(records.read_vocabulary(message.content))
         return local_data(self.config, self.place, vocabulary)
 
@@ -131,13 +131,13 @@ class NodeTest:
         return prediction_config(self.data.task)
 
     def steps(self, batch_size: int, micro_batch_size: int) -> Iterator[list[dict[str, Tensor]]]:
-        """The micro-batches of each batch; raises DataError if there is no example."""
+        """Yield the micro-batches of each batch; raises DataError if there is no example."""
         for step in self.data.test_steps(batch_size, micro_batch_size):
             self._parts += step
             yield [dict(part.tensors) for part in step]
 
     def scores(self, found: EvalResult) -> dict[str, float | list[float]]:
-        """The number of labels, which weighs the loss, and the counts of every metric."""
+        """Return the number of labels, which weighs the loss, and the counts of every metric."""
         predictions = [ids for step in found.predictions for ids in step]
         tally = tally_of(self.data.task, self._parts if predictions else (), predictions)
         counts = {records.TALLY + name: value for name, value in tally.items()}
@@ -170,7 +170,7 @@ def _from_stream(config: AppConfig, data: LocalData, state: NodeState) -> RoundE
 
 
 def _place(stream: Stream, state: NodeState) -> StreamPlace:
-    """The stream position after the cluster's accepted rounds."""
+    """Find the stream position after the cluster's accepted rounds."""
     place = state.recall(STREAM)
     if place is not None:
         return place

@@ -60,7 +60,7 @@ class Site:
 
     @staticmethod
     def of(context: Context, world: WorldConfig, edge: EdgeConfig, train: TrainConfig) -> Site:
-        """The site of a node, whose ``--node-config`` goes first; raises ConfigError."""
+        """Set up the site of a node; its ``--node-config`` takes precedence. Raises ConfigError."""
         number = partition_of(context.node_config)
         index = context.node_id if number is None else number
         return Site(
@@ -72,11 +72,11 @@ class Site:
         )
 
     def profile(self, examples: int) -> ClusterProfile:
-        """The cluster as the planner sees it."""
+        """Describe the cluster as the planner sees it."""
         return profile_of(self.cluster, examples) if self.cluster else self.simulated(examples)
 
     def state(self, message: Message, context: Context) -> NodeState:
-        """The state from the last accepted round, for the round that ``message`` asks for.
+        """Return the state from the last accepted round, for the round that ``message`` asks for.
 
         An order without the id of its run, as of a library, belongs to Flower's run. Raises
         ConfigError if the node's state folder is no path.
@@ -100,7 +100,7 @@ class Site:
 
     @contextmanager
     def devices(self, task: SplitTask, splitter: AnySplitter) -> Iterator[tuple[Fleet, Recovery]]:
-        """The devices with their edge, and how a round recovers when some are lost."""
+        """Yield the devices with their edge, and how a round recovers when some are lost."""
         learning = task.learning
         profile = self.profile(_ANY)
         if learning.labels_at_home:
@@ -125,7 +125,7 @@ class Site:
             yield fleet, recovery
 
     def _edge_for_threads(self, task: SplitTask) -> Edge:
-        """The run's edge, else one in this process."""
+        """Choose the run's edge, or else one in this process."""
         address = task.edge_address or task.simulated_edge
         if not address or task.learning.labels_at_home:
             return ThreadEdge(self.place)
@@ -133,7 +133,7 @@ class Site:
 
     @contextmanager
     def _edges(self, cluster: ClusterConfig, task: SplitTask) -> Iterator[dict[str, HostedEdge]]:
-        """The edges of the cluster file by their ids, else the run's, else the control unit."""
+        """Yield the cluster file's edges by their ids, else the run's, else the control unit."""
         unit, several = cluster.control_unit, bool(cluster.other_edges)
         tls = cluster.tls_files(unit.name)
         with ExitStack() as stack:
@@ -189,7 +189,7 @@ def edge_here(cluster: ClusterConfig, service: HostService) -> Iterator[str]:
 
 
 def cluster_file(node_config: Mapping[str, object]) -> ClusterConfig | None:
-    """The cluster named by ``--node-config "cluster='FILE' ..."``; None for a simulated one."""
+    """Read the cluster that ``--node-config "cluster='FILE' ..."`` names; None if simulated."""
     path = named_path(node_config, CLUSTER_KEY, "file")
     return _read(Path(path), _changed(Path(path))) if path else None
 

@@ -59,7 +59,7 @@ def make_learner(config: AppConfig) -> Learner:
 
 
 def _known_labels(pretrained: str) -> tuple[str, ...]:
-    """The class names of a checkpoint's head, in order; ``LABEL_0`` and so on by default.
+    """Read the class names of a checkpoint's head, in order; ``LABEL_0`` and so on by default.
 
     Raises ModelError if there is no checkpoint.
     """
@@ -107,7 +107,7 @@ def _refuse_small_test(config: AppConfig, task: Task) -> None:
 
 
 def drawn_sentence(pretrained: str, keys: Sequence[str]) -> str:
-    """A note on the randomly initialised tensors that a checkpoint does not have."""
+    """Format a note on the randomly initialised tensors that a checkpoint does not have."""
     shown = ", ".join(keys[:_MOST_SHOWN]) + (", ..." if len(keys) > _MOST_SHOWN else "")
     return (
         f"new in this run, drawn by chance, because {pretrained} has none that fit: {len(keys)} "
@@ -137,7 +137,7 @@ def _spec(config: AppConfig, task: Task) -> ModelSpec:
 
 
 def _token_settings(config: AppConfig, task: Task) -> dict[str, Any]:
-    """The vocabulary settings of the model; none for a task without text."""
+    """Return the model's vocabulary settings; none for a task without text."""
     if not task.text_columns:
         return {}
     tokenizer = task.tokenizer
@@ -151,7 +151,7 @@ def _token_settings(config: AppConfig, task: Task) -> dict[str, Any]:
 
 
 def _decoder_start(config: AppConfig, task: Task) -> int | None:
-    """The token before every target; None for a checkpoint's own: BART's is not the padding."""
+    """Choose the token before targets; None keeps a checkpoint's own: BART's is not the padding."""
     if not isinstance(task, Seq2Seq):
         return None
     pretrained = config.model.pretrained
@@ -163,7 +163,7 @@ def _decoder_start(config: AppConfig, task: Task) -> int | None:
 
 
 def _image_settings(config: AppConfig, task: Task) -> dict[str, object]:
-    """The model's image settings; raises ConfigError if the data does not fit them."""
+    """Return the model's image settings; raises ConfigError if the data does not fit them."""
     if task.model_task != "image-classification":
         return {}
     ours: dict[str, object] = {

@@ -92,7 +92,7 @@ def check_names(config: AppConfig, clusters: Sequence[ClusterConfig]) -> None:
 
 
 def _loaded(config: AppConfig, run_dir: Path | None, clusters: Sequence[ClusterConfig]) -> str:
-    """The checks that need the data and the model."""
+    """Run the checks that need the data and the model, and describe what they found."""
     from collapipe_flwr.cluster.local_data import Place
     from collapipe_flwr.federation.run.learner import make_learner
     from collapipe_flwr.federation.run.run_strategy import make_planner
@@ -178,7 +178,7 @@ def _check_writable(key: str, folder: Path) -> None:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or its nearest parent that exists and may be seen."""
+    """Return the folder, or its nearest parent that exists and may be seen."""
     folder = folder.absolute()
     return next(path for path in (folder, *folder.parents) if os.path.exists(path))
 
@@ -300,7 +300,7 @@ def check_examples(config: AppConfig, learner: Learner) -> None:
 
 
 def _share_text(config: AppConfig, learner: Learner) -> str:
-    """The training examples, and what a cluster takes of its share in a round if that is less."""
+    """Describe the training examples, and a cluster's per round if fewer than its share."""
     whole, given = len(learner.task.train), config.train.examples_per_round
     share = whole // config.run.clusters
     part = f" ({given} of about {share} per cluster and round)" if 0 < given < share else ""
@@ -308,6 +308,6 @@ def _share_text(config: AppConfig, learner: Learner) -> str:
 
 
 def _examples(config: AppConfig, learner: Learner, place: Place) -> int:
-    """The number of examples in a cluster's round."""
+    """Count the examples in a cluster's round."""
     task, given = learner.task, config.train.examples_per_round
     return given or len(task.make_examples(task.partition(*place.share)))

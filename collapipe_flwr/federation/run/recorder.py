@@ -242,7 +242,7 @@ class RunFolder:
 
 
 def prepared_folder(config: AppConfig) -> Path | None:
-    """The directory of a run that is about to begin, if it exists already."""
+    """Find the directory of a run that is about to begin, if it exists already."""
     if config.run.resume:
         path = Path(config.run.resume).resolve()
         return path if read_config(path) is not None else None
@@ -271,7 +271,7 @@ def open_run(config: AppConfig, lock: ExitStack) -> RunFolder:
 
 
 def check_resumable(config: AppConfig, path: Path) -> tuple[RunDirectory, Checkpoints]:
-    """The directory and the checkpoints of a run that can be resumed; raises ConfigError.
+    """Check that a run can be resumed; return its directory and checkpoints. Raises ConfigError.
 
     A run that died before its first checkpoint begins again.
     """

@@ -32,13 +32,13 @@ TellScores = Callable[[Mapping[str, float]], None]
 
 
 def make_clock(config: AppConfig) -> RoundDeadline | None:
-    """What closes the rounds early, if the run has it."""
+    """Make the deadline that closes rounds early, if the run has one."""
     slack = config.run.round_slack
     return RoundDeadline(slack, joins_late=config.run.round_late == "join") if slack else None
 
 
 def learning_settings(config: AppConfig, run_id: str, server_round: int) -> LearningSettings:
-    """The learning settings of one round."""
+    """Build the learning settings of one round."""
     return LearningSettings(
         optimizer=config.optimizer(server_round),
         schedule=config.scheduler.settings.schedule,
@@ -62,7 +62,7 @@ def make_planner(
     *,
     whole_batches: bool = False,
 ) -> ScheduledRounds:
-    """The planner with the run's policy; ``names`` maps nodes to the ids of ``clusters``.
+    """Make the planner with the run's policy; ``names`` maps nodes to the ids of ``clusters``.
 
     With ``whole_batches``, a batch is one micro-batch. Raises ConfigError for unknown names and
     InfeasibleError when no plan fits the devices.
@@ -98,7 +98,7 @@ def make_planner(
 
 
 def inner_strategy(config: AppConfig, task: Task, on_evaluation: TellScores) -> Strategy:
-    """The Flower strategy that CollaPipe wraps; it needs only one connected cluster per round.
+    """Make the Flower strategy that CollaPipe wraps; it needs only one connected cluster per round.
 
     ``on_evaluation`` gets loss and metrics of the clusters on the test set, if the run evaluates
     there. Raises ConfigError.
@@ -121,7 +121,7 @@ def _mean_loss(replies: list[RecordDict], weighted_by: str) -> MetricRecord:
 
 
 def _joined_scores(task: Task, tell: TellScores) -> Aggregate:
-    """The metrics over all clusters' shares: counts are added, not averaged."""
+    """Make the function that joins the metrics over all clusters' shares by adding their counts."""
 
     def joined_scores(replies: list[RecordDict], weighted_by: str) -> MetricRecord:
         found = [_metrics(reply) for reply in replies]

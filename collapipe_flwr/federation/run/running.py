@@ -52,7 +52,7 @@ def launch_of(
     resume: Path | None = None,
     clusters: Sequence[Path] | None = None,
 ) -> Launch:
-    """The run to start, from the arguments of `collapipe run`.
+    """Prepare the run to start, from the arguments of `collapipe run`.
 
     ``clusters`` are files of those that train, instead of simulated ones. Raises ConfigError for
     keys that the app does not declare, and for an app without those that are set here.
@@ -83,14 +83,14 @@ def launch_of(
 
 
 def _where_it_is(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The run-config of a run whose folder may have been moved, without where its state was."""
+    """Drop ``train.state-dir`` if it is in the run's own folder, which may have been moved."""
     began = Path(saved.get("output-dir", ""), saved.get("run-name", ""), CLUSTERS)
     state = saved.get("train.state-dir")
     return {k: v for k, v in saved.items() if k != "train.state-dir" or state != str(began)}
 
 
 def edge_of(files: Sequence[Path]) -> dict[str, Any]:
-    """The run-config for these cluster files: how a server here reaches the edge of all of them.
+    """Build the run-config by which a server here reaches the common edge of these cluster files.
 
     The server only asks it how far rounds are. Clusters with different edges have none in common.
     """
@@ -113,7 +113,7 @@ def _serves_edge(cluster: ClusterConfig) -> bool:
 
 
 def _server_files(cluster: ClusterConfig, *, alone: bool) -> TlsFiles | None:
-    """The server's TLS files; for a single cluster, its control unit's will do."""
+    """Find the server's TLS files; for a single cluster, its control unit's will do."""
     own, unit = (cluster.tls_files(m.name) for m in (cluster.server, cluster.control_unit))
     if own is None or own.key is None or unit is None or unit.key is None:
         return own
@@ -171,7 +171,7 @@ class Attempt:
         return f"the run was {status} after {place}; it {where}"
 
     def stopping(self) -> str:
-        """The message after a signal: where the run stops and how to resume it."""
+        """Format the message after a signal: where the run stops and how to resume it."""
         if not self._began:
             return "stopping; nothing was started yet"
         done = rounds_done(self.run_dir) if self._wrote else 0
@@ -279,6 +279,6 @@ class Attempt:
 
 
 def shown(path: Path) -> str:
-    """The shortest form of a path from the current folder."""
+    """Return a path relative to the current folder, or as given if that is not longer."""
     relative = os.path.relpath(path)
     return relative if len(relative) < len(str(path)) else str(path)
