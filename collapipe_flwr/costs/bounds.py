@@ -168,7 +168,7 @@ class ClusterBound:
         return total[rows, best], done[rows, best]
 
     def within_budgets_s(self) -> float:
-        """What no sequence of plans that keeps all energy budgets on average falls below.
+        """Return a lower bound on mean seconds per round if all energy budgets hold on average.
 
         By weak duality: the least of seconds plus priced joules, less the budgets' worth, at any
         prices. Prices rise where the least plans spend more than the budget.
@@ -190,7 +190,7 @@ class ClusterBound:
 def shortest_step_s(
     spans_s: Array, count: int, between_s: float, last_s: float, edge_s: float
 ) -> float:
-    """The least ``max_k (J y_k + sum before it)`` over all orders of devices and all cuts.
+    """Return the least ``max_k (J y_k + sum before it)`` over all orders of devices and all cuts.
 
     ``spans_s`` are seconds of every span of blocks on every device, (N, L + 1, L + 1), infinite
     where it must not lie. The result is at most ``EXACT`` too small; infinite where nothing fits.
@@ -212,7 +212,7 @@ def shortest_step_s(
 
 
 def _least_pace(spans_s: Array) -> float:
-    """The least y at which spans of at most y seconds, one per device, are as long as the model.
+    """Return the least y for which spans of at most y seconds, one per device, add up to the model.
 
     Blocks are counted and need not be distinct.
     """
@@ -252,7 +252,7 @@ def _reachable(
 
 
 def _air(tables: Tables, m: int, here: Ints) -> Air:
-    """The quickest that the radio of cluster ``m`` can be, at full power with all of the band."""
+    """Return the shortest radio times of cluster ``m``, at full power with all of the band."""
     noise, power = tables.snapshot.radio.noise_w_per_hz, tables.members.power_max_mi[m]
     gain, width, edge = tables.gain_mij[m], tables.d2d_hz_mij[m], tables.edge
     cut = tables.blocks.cut_bytes_l

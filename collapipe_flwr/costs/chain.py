@@ -141,7 +141,7 @@ def price_rows(chain: Chain, times: Array, powers: Array) -> RowPrices:
 
 
 def played(chain: Chain, times: Array, bounded: RowPrices, rows: Ints | None = None) -> RowPrices:
-    """What `price_rows` says of these times, with makespans of 1F1B as ``rows`` are played.
+    """Replace the bounds of `price_rows` for these times by 1F1B makespans of ``rows`` as played.
 
     Of many clusters those are quick enough that are near the bound, or end well within what the
     round lasts at least.
@@ -219,7 +219,7 @@ def _many_steps(chain: Chain, times: Array, rows: Ints, stages: list[int]) -> Ma
 
 
 def deepest(chain: Chain, which: Ints) -> Ints:
-    """The most micro-batches in flight that memory allows on each stage, (R, S + 2)."""
+    """Return the most micro-batches in flight that memory allows on each stage, (R, S + 2)."""
     return chain.held_rs[which]
 
 

@@ -47,7 +47,7 @@ class Layouts:
         return np.asarray(self.used_rs.sum(1), dtype=np.int64)
 
     def depth_of(self, row: int) -> int:
-        """Number of segments of one row."""
+        """Count the segments of one row."""
         return int(np.count_nonzero(self.member_rs[row] != UNUSED))
 
     @property
@@ -56,7 +56,7 @@ class Layouts:
         return np.concatenate([np.zeros((len(self), 1), np.int64), self.stop_rs[:, :-1]], axis=1)
 
     def take(self, rows: Ints | Mask) -> Layouts:
-        """The chosen rows, in that order."""
+        """Return the chosen rows, in that order."""
         return Layouts(
             cluster_r=self.cluster_r[rows],
             member_rs=self.member_rs[rows],
@@ -71,7 +71,7 @@ class Layouts:
         return np.asarray(self.micro_batch_size_r * self.micro_batches_r, dtype=np.float64)
 
     def with_batches(self, size_r: Ints | int, count_r: Ints | int) -> Layouts:
-        """The same segments with other micro-batches, of every row or of all."""
+        """Return the same segments with other micro-batches, one value per row or one for all."""
         size, count = (np.full(len(self), value) for value in (size_r, count_r))
         return replace(self, micro_batch_size_r=size, micro_batches_r=count)
 
@@ -96,7 +96,7 @@ def _widen(table: Ints, width: int, padding: int) -> Ints:
 
 
 def _behind(rows: Layouts) -> int:
-    """The stop of unused slots: that of the last segment."""
+    """Return the stop of unused slots: that of the last segment."""
     return int(rows.stop_rs.max(initial=0))
 
 
@@ -110,12 +110,12 @@ def replaced(rows: Layouts, where: Ints, new: Layouts) -> Layouts:
 
 
 def key_of(rows: Layouts) -> bytes:
-    """The same for rows that are the same, whatever their padding."""
+    """Return a key that is equal for equal rows, whatever their padding."""
     return b"|".join(keys_of(rows))
 
 
 def keys_of(rows: Layouts) -> list[bytes]:
-    """The same for each row."""
+    """Return a key of each row, equal for equal rows, whatever their padding."""
     width = 2 * rows.member_rs.shape[1]
     pairs = np.stack([rows.member_rs, rows.stop_rs], axis=2).reshape(len(rows), width)
     heads = [rows.cluster_r, rows.micro_batch_size_r, rows.micro_batches_r]
@@ -140,7 +140,7 @@ class Hops:
 
 
 def hops_of(tables: Tables, rows: Layouts) -> Hops:
-    """The chain CU -> segments -> edge of every row."""
+    """Return the hops of the chain CU -> segments -> edge of every row."""
     depth = rows.depth_r[:, None]
     index = np.arange(rows.member_rs.shape[1] + 1)[None, :]
     used, to_edge = index <= depth, index == depth
@@ -184,17 +184,17 @@ def by_member(values_rs: Array, rows: Layouts, shape: tuple[int, ...]) -> Array:
 
 
 def span_sums(prefix_l: Array) -> Array:
-    """Sums of a per-block quantity over blocks l..k-1, (L + 1, L + 1)."""
+    """Sum a per-block quantity over blocks l..k-1 for all l and k, (L + 1, L + 1)."""
     return np.asarray(prefix_l[None, :] - prefix_l[:, None])
 
 
 def segment_sums(prefix_l: Array, rows: Layouts) -> Array:
-    """Sums of a per-block quantity over each slot's segment, (R, S); 0 on unused slots."""
+    """Sum a per-block quantity over each slot's segment, (R, S); 0 on unused slots."""
     return np.asarray(prefix_l[rows.stop_rs] - prefix_l[rows.first_rs])
 
 
 def restricted(snapshot: Snapshot, cluster_ids: Sequence[str]) -> Snapshot:
-    """The snapshot with only those clusters, in that order; raises ScheduleError if one is gone."""
+    """Keep only those clusters, in that order; raise ScheduleError if one is gone."""
     by_id = {cluster.profile.cluster_id: cluster for cluster in snapshot.clusters}
     missing = [name for name in cluster_ids if name not in by_id]
     if missing:
@@ -259,20 +259,20 @@ def planned_codecs(tables: Tables, rows: Layouts, plans: Sequence[ClusterPlan]) 
 
 
 def hop_plans(hops: Hops, row: int) -> tuple[LinkConfig, ...]:
-    """The hops of one row; their rates are not known yet."""
+    """Return the hops of one row; their rates are not known yet."""
     used = hops.codec[row, hops.used[row]].tolist()
     return tuple(LinkConfig(codec=CODECS[index]) for index in used)
 
 
 def stage_names(tables: Tables, rows: Layouts, row: int) -> list[str]:
-    """The control unit and the devices of one row, in pipeline order."""
+    """Return the names of the control unit and the devices of one row, in pipeline order."""
     members = tables.snapshot.clusters[int(rows.cluster_r[row])].profile.members
     used = rows.member_rs[row, : rows.depth_of(row)].tolist()
     return [members[i].device_id for i in (0, *used)]
 
 
 def segments_of(tables: Tables, rows: Layouts, row: int) -> tuple[Segment, ...]:
-    """The segments of one row, with device names."""
+    """Return the segments of one row, with device names."""
     devices, stops = stage_names(tables, rows, row)[1:], rows.stop_rs[row].tolist()
     return tuple(
         Segment(device_id=device, first_block=stops[s - 1] if s else 0, stop_block=stops[s])

@@ -28,7 +28,7 @@ EDGE = ""  # in place of a device's id, where there is one edge
 def stage_parts(
     plan: ClusterPlan, model: ModelProfile, *, recompute: bool
 ) -> dict[str, tuple[float, float]]:
-    """Passes and operations of one example's way through every stage, forward and backward.
+    """Count passes and operations of one example in every stage, forward and backward.
 
     Control unit, devices and the edge by its id; see `StageSample` for what counts as a pass.
     """
@@ -57,7 +57,7 @@ def server_s(profile: ClusterProfile, model: ModelProfile) -> float:
 
 
 def as_measured(snapshot: Snapshot, cluster_id: str, samples: Collection[StageSample]) -> Snapshot:
-    """The snapshot with the members of one cluster, and its edge, as fast as the samples say."""
+    """Return the snapshot with one cluster's members, and its edge, as fast as the samples say."""
     known = {sample.device_id: sample for sample in samples if 0 < sample.busy_s < math.inf}
 
     def measured(profile: Profile, name: str) -> Profile:
@@ -93,14 +93,14 @@ def explained_s(
     snapshot: Snapshot,
     options: PricingOptions | None,
 ) -> float:
-    """The latency of one cluster's round by the snapshot's links and the measured stages."""
+    """Return the latency of one cluster's round by the snapshot's links and the measured stages."""
     alone = Plan(round_index=0, policy="", clusters=(plan,), latency_s=0.0, rho=1.0)
     shown = as_measured(snapshot, plan.cluster_id, samples)
     return price(alone, _with_its_part(shown, plan.cluster_id, options), options).latency_s
 
 
 def _with_its_part(snapshot: Snapshot, cluster_id: str, options: PricingOptions | None) -> Snapshot:
-    """The snapshot in which a cluster alone has its part of an edge that others share."""
+    """Replace an edge that others share by the cluster's own part of it."""
     profile = next(c.profile for c in snapshot.clusters if c.profile.cluster_id == cluster_id)
     edge = snapshot.edge_of(profile)
     shared = profile.edge is not None or (options is not None and options.edge_shared)

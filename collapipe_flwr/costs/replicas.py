@@ -114,7 +114,7 @@ class ReplicatedPricing:
         return self._latency_s(max(busiest_s, hop_s)), self._energy_j()
 
     def costs(self) -> ReplicatedCosts:
-        """What a round costs by the plan's schedule."""
+        """Price a round by the plan's schedule."""
         step_s = self._step_s()
         need, room = self._memory()
         members = self.tables.snapshot.clusters[self.m].profile.members
@@ -150,7 +150,7 @@ class ReplicatedPricing:
         return there, home
 
     def thrifty(self, hop_s: Array) -> ClusterPlan:
-        """The plan with the least powers that keep its hops to ``hop_s``, (K + 1, 2), if any do.
+        """Set the least powers that keep hops to ``hop_s``, (K + 1, 2), up to the maximum.
 
         A sender that reaches several replicas has the power for the worst of them.
         """

@@ -210,7 +210,7 @@ def _members(clusters: tuple[ClusterSnapshot, ...], model: ModelProfile) -> Memb
 
 
 def _links(given: Sequence[_Ends | None], shape: tuple[int, ...], absent: float) -> Array:
-    """A value of every link, (M, I, I + 1): those given between members and to the edge."""
+    """Tabulate a value of every link, (M, I, I + 1): as given between members and to the edge."""
     table = np.full(shape, absent)
     for m, ends in enumerate(given):
         if ends is not None:

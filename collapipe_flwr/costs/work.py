@@ -60,7 +60,7 @@ class PricingOptions:
 def computing_of(
     tables: Tables, rows: Layouts, options: PricingOptions
 ) -> tuple[Array, Array, Array, Array]:
-    """What computing takes: seconds, and joules of the round, (R, S + 1): control unit, then slots.
+    """Return computing seconds, and joules of the round, (R, S + 1): control unit, then slots.
 
     Seconds are those of a micro-batch forward and backward, (R, S + 2) each, and of all stages'
     optimisers in one step, (R,).
@@ -100,7 +100,7 @@ def computing_of(
 
 
 def busier_end(model: ModelProfile) -> int:
-    """The stage, 0 or -1, whose passes stand for both where one processor is the first and last.
+    """Return the stage, 0 or -1, whose passes stand for both where one processor runs both.
 
     It is as busy as both, so that it paces the pipeline as that does. Only in the first and the
     last moments of a step the lighter part's pass counts twice.
@@ -120,7 +120,7 @@ def edge_speeds(tables: Tables, options: PricingOptions) -> Array:
 
 
 def local_steps(examples: Array, batch: ArrayLike) -> Array:
-    """Steps of one pass over the cluster's examples: ``ceil(D / (b J))``, at least one."""
+    """Count steps of one pass over the cluster's examples: ``ceil(D / (b J))``, at least one."""
     return np.asarray(np.maximum(np.ceil(examples / np.asarray(batch, dtype=np.float64)), 1.0))
 
 
@@ -130,7 +130,7 @@ def steps_of(tables: Tables, rows: Layouts) -> Array:
 
 
 def bulk_of(tables: Tables, rows: Layouts) -> tuple[Array, Array]:
-    """What happens once a round: seconds (R,), and joules of transfers at full power, (R, S + 1).
+    """Price a round's fixed part: seconds, (R,), and joules of transfers at full power, (R, S + 1).
 
     The control unit gets the weights from the Flower server, hands each device its segment,
     collects the segments and returns the weights. Devices begin and end their rounds at once.
@@ -226,7 +226,7 @@ def share_bytes(
     count: ArrayLike,
     options: PricingOptions,
 ) -> Array:
-    """What a device may hold at most, as a share of the whole model with the same micro-batches."""
+    """Return the cap on a device's bytes: a share of the whole model with these micro-batches."""
     whole = whole_bytes(tables, size, count, options)
     return np.asarray(tables.most_share_m[clusters] * whole * (1.0 + SAME))
 
@@ -240,7 +240,7 @@ def fits(tables: Tables, rows: Layouts, options: PricingOptions) -> Mask:
 
 
 def most_in_flight(tables: Tables, rows: Layouts, options: PricingOptions) -> Ints:
-    """The most micro-batches that fit on each stage, at least 1 and at most J, (R, S + 2).
+    """Return the most micro-batches that fit on each stage, at least 1 and at most J, (R, S + 2).
 
     No stage may be deeper than the one before it: it would wait for forwards that the shallower
     one holds back until a backward returns, and both would wait for ever.
@@ -257,7 +257,7 @@ def most_in_flight(tables: Tables, rows: Layouts, options: PricingOptions) -> In
 
 
 def least_in_flight(rows: Layouts, options: PricingOptions) -> Array:
-    """The depth that a schedule cannot do without, (R, S + 2).
+    """Return the fewest micro-batches in flight that the schedule needs, (R, S + 2).
 
     GPipe keeps all J micro-batches on every stage; 1F1B one per stage from here to the edge.
     """

@@ -108,7 +108,7 @@ def initial_state(snapshot: Snapshot, settings: SchedulerConfig) -> SchedulerSta
 
 
 def _with_usable_links(tables: Tables) -> Tables:
-    """The tables with dead links as the median of the others of their kind.
+    """Replace dead links by the median of the others of their kind.
 
     The reference is a scale for all rounds: it must not hang on a link that was away in the first.
     """
@@ -129,7 +129,7 @@ def _with_usable_links(tables: Tables) -> Tables:
 
 
 def _reference(tables: Tables, settings: SchedulerConfig) -> Reference:
-    """A plain plan at equal bandwidth: its latency and micro-batches."""
+    """Return the latency and the micro-batches of a plain plan at equal bandwidth."""
     rows = _plain_rows(tables, settings)
     chain = chain_of(tables, rows, settings)
     times = equal_shares(chain, tables.snapshot.radio.bandwidth_hz).times
@@ -164,7 +164,7 @@ def _plain_rows(tables: Tables, settings: SchedulerConfig) -> Layouts:
 
 
 def middle_first(settings: SchedulerConfig) -> list[tuple[int, int]]:
-    """The grid by distance from its middle, smaller batches first among equals."""
+    """Sort the grid by distance from its middle, smaller batches first among equals."""
     sizes, counts = sorted(settings.micro_batch_sizes), sorted(settings.micro_batches)
 
     def distance(pair: tuple[int, int]) -> tuple[int, int, int]:
@@ -200,7 +200,7 @@ def learning_in(tables: Tables, state: SchedulerState, settings: SchedulerConfig
 def planner_for(
     tables: Tables, state: SchedulerState, settings: SchedulerConfig, share: float = 1.0
 ) -> Planner:
-    """The round's problem: V over the reference latency, and queues over squared budgets."""
+    """Build the round's problem: V over the reference latency, and queues over squared budgets."""
     chosen = replace(settings, penalty_weight=weight_of(state, settings))
     return Planner(
         tables=tables,

@@ -120,7 +120,7 @@ class _Searches:
         return np.asarray(np.lexsort((speed, members.first_mi[cluster, 1:]), axis=1) + 1)
 
     def rows(self) -> Layouts:
-        """The cheapest row of every search that finds one; devices are added from the edge on."""
+        """Return the cheapest row of every search that has one, adding devices from the edge on."""
         order_cn, shape = self._order(), self.most_ltc.shape
         places, edge = order_cn.shape[1], np.full(len(order_cn), self.tables.edge)
         node_nc = np.stack([edge, *order_cn.T[::-1]])
@@ -202,9 +202,9 @@ class _Searches:
         )
 
     def _hops(self, sender_c: Ints, receiver_qc: Ints) -> tuple[Singles, Singles]:
-        """What hops cost behind which ``l`` blocks stand, (Q, L + 1, C).
+        """Price hops that have ``l`` blocks behind them, (Q, L + 1, C).
 
-        At least, and in all where nothing of their time is hidden behind that of stages.
+        First the least price, then the one where stages hide nothing of the hops' time.
         """
         edge, links, like = self.tables.edge, self.scorer.links, self.like
         link = (like.cluster_r * edge + sender_c) * (edge + 1) + receiver_qc
@@ -218,7 +218,7 @@ class _Searches:
     def _followed(
         self, ends_ntc: Singles, node_nc: Ints, number_nltc: Shorts, behind_nltc: Shorts
     ) -> Layouts:
-        """The rows of the cheapest ends, from their first device to the edge."""
+        """Trace the rows of the cheapest ends, from their first device to the edge."""
         blocks = self.tables.num_blocks
         length, cluster = np.nonzero(np.isfinite(ends_ntc.min(0)))
         node = ends_ntc.argmin(0)[length, cluster] + 1

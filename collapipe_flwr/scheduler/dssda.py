@@ -58,7 +58,7 @@ class Dssda(Policy):
         return EdgeChoice(snapshot, state, self.settings, self._step).choose(self._cost)
 
     def _cost(self, plan: Plan, snapshot: Snapshot, state: SchedulerState) -> float:
-        """The objective of a plan of ``snapshot``."""
+        """Return the objective of a plan for ``snapshot``."""
         tables, reference = tabulate(snapshot), reference_of(state)
         spent_j = member_table(tables, {c.cluster_id: c.energy_j for c in plan.clusters})
         late = weight_of(state, self.settings) * plan.rho * plan.latency_s / reference.latency_s
@@ -136,7 +136,7 @@ class Dssda(Policy):
         return settled_placeholders(state.placeholder_j, accounts_j, state.budget_j)
 
     def _decide(self, state: SchedulerState, snapshot: Snapshot, share: float) -> Decision:
-        """The best plan in which exactly the clusters of ``snapshot`` take part."""
+        """Find the best plan in which exactly the clusters of ``snapshot`` take part."""
         tables = tabulate(snapshot, self.settings.coarsest)
         caps = least_shares(tables, self.settings)
         while True:
@@ -175,7 +175,7 @@ class Dssda(Policy):
         return best
 
     def _settle(self, planner: Planner, state: SchedulerState) -> Solution:
-        """The new optimum, unless the segments in place are nearly as good."""
+        """Return the new optimum, unless the segments in place are nearly as good."""
         last = state.last_plan
         kept = kept_rows(planner.tables, last, self.settings)
         if last is None or kept is None:
@@ -225,14 +225,14 @@ def within(planner: Planner, solution: Solution) -> Solution:
 
 
 def bandwidths_of(tables: Tables, last: Plan) -> Array:
-    """What every cluster of today has of the band in ``last``, in hertz, (M,)."""
+    """Divide the band among today's clusters in proportion to ``last``, in hertz, (M,)."""
     hz = {plan.cluster_id: plan.bandwidth_hz for plan in last.clusters}
     hz_m = np.array([hz[c.profile.cluster_id] for c in tables.snapshot.clusters])
     return np.asarray(hz_m * (tables.snapshot.radio.bandwidth_hz / hz_m.sum()))
 
 
 def kept_rows(tables: Tables, last: Plan | None, settings: SchedulerConfig) -> Layouts | None:
-    """The layouts of ``last`` where they still fit today's clusters and grid, else None."""
+    """Return the layouts of ``last`` if they still fit today's clusters and grid, else None."""
     if last is None:
         return None
     by_id = {plan.cluster_id: plan for plan in last.clusters}
@@ -255,7 +255,7 @@ def with_spare(
     settings: SchedulerConfig,
     snapshot: Snapshot,
 ) -> Plan | None:
-    """The better of both plans by rho T that keeps every budget in a round of its own.
+    """Return the better by rho T of the plans that keep every budget in a round of their own.
 
     A spare plan counts only while all that it needs of this plan's clusters is there.
     """
@@ -275,7 +275,7 @@ def with_spare(
 
 
 def usable_plans(last: Plan | None, snapshot: Snapshot) -> tuple[ClusterPlan, ...]:
-    """The cluster plans of ``last`` whose cluster and devices are all connected, and trusted."""
+    """Return the cluster plans of ``last`` whose cluster and devices are connected, and trusted."""
     here = {c.profile.cluster_id: c.profile for c in snapshot.clusters}
     trusted_blocks = snapshot.model.trusted_blocks
 
@@ -291,7 +291,7 @@ def usable_plans(last: Plan | None, snapshot: Snapshot) -> tuple[ClusterPlan, ..
 
 
 def repeated(state: SchedulerState, snapshot: Snapshot, error: Exception) -> Plan:
-    """The last plan for the parties still here; without one, the error as a ScheduleError."""
+    """Repeat the last plan for the parties still here; else raise ``error`` as a ScheduleError."""
     last, usable = state.last_plan, usable_plans(state.last_plan, snapshot)
     if last is None or not usable:
         if isinstance(error, ScheduleError):

@@ -34,7 +34,7 @@ class DualPrices:
 
 
 def overdrawn(joule: Array, room: Array, budget: Array) -> Array:
-    """What spending more than ``room`` costs besides its price, in latencies of the plan.
+    """Return the surcharge, besides the price, on spending more than ``room``, in plan latencies.
 
     More than there is to gain, so that a plan overdraws only where every plan does, and more the
     further, so that searches find their way back.

@@ -79,7 +79,7 @@ class EdgeChoice:
         self._refusals: dict[Assignment, ScheduleError] = {}
 
     def choose(self, cost: Cost) -> tuple[Plan, SchedulerState]:
-        """The plan of least cost that was found; raises ScheduleError where there is none."""
+        """Choose the cheapest plan that is found; raise ScheduleError if there is none."""
         last = self._state.last_plan
         before, is_thorough = (
             self._edges_of(last),
@@ -109,7 +109,7 @@ class EdgeChoice:
         return chosen.plan, chosen.state
 
     def _edges_of(self, plan: Plan | None) -> Assignment:
-        """The assignment of a plan; clusters that it does not have begin with their first edge."""
+        """Return a plan's assignment, with the first edge for clusters that are not in the plan."""
         known = edges_in(plan)
         wanted = [known.get(c.profile.cluster_id) for c in self._snapshot.clusters]
         ids = [[edge and edge.id for edge in edges] for edges in self._edges]
@@ -148,7 +148,7 @@ class EdgeChoice:
         yield tuple(room.index(max(room)) for room in rooms)
 
     def _promising(self, now: Assignment, least_gain: float) -> Assignment:
-        """The assignment that seems quickest from a plan; the plan's where none gains enough."""
+        """Return the assignment that seems quickest from ``now``; itself if none gains enough."""
         trial = self._trials[now]
         if trial.plan.fallback:
             return now
@@ -181,7 +181,7 @@ class EdgeChoice:
         return seconds
 
     def _moved(self, plan: ClusterPlan | None, cluster: ClusterSnapshot) -> ClusterPlan | None:
-        """The plan without a device that is the edge now; None where that leaves no plan."""
+        """Replan without a device that is the edge now; return None where that leaves no plan."""
         if plan is None:
             return None
         ids = [device.device_id for device in cluster.profile.devices]
@@ -231,7 +231,7 @@ class EdgeChoice:
 
 
 def _at(sharing: int | Ints) -> Ints:
-    """The place in `SHARING` of the next number that is no smaller."""
+    """Return the place in `SHARING` of the first number that is no smaller."""
     return np.minimum(np.searchsorted(SHARING, sharing), len(SHARING) - 1)
 
 
@@ -256,7 +256,7 @@ class _Outlook:
         return self.seconds_mkn[self._every, k, _at(np.bincount(machine)[machine])], machine
 
     def value(self, assignment: Assignment) -> float:
-        """The slowest cluster's seconds, and a part of the mean."""
+        """Return the slowest cluster's seconds plus a part of the mean."""
         latency, _ = self._latency(assignment)
         return float(latency.max() + SPREAD * latency.mean())
 

@@ -14,12 +14,12 @@ Chosen = Mapping[str, str]
 
 
 def edges_in(plan: Plan | None) -> dict[str, str]:
-    """The edges that the clusters of a plan have."""
+    """Map each cluster of a plan to its edge."""
     return {} if plan is None else {each.cluster_id: each.edge for each in plan.clusters}
 
 
 def on_edges(snapshot: Snapshot, chosen: Chosen, links: LinkEstimates) -> Snapshot:
-    """The snapshot in which every cluster has one edge: the chosen one, else its first.
+    """Give every cluster one edge: the chosen one, else its first.
 
     ``links`` are what is known of its links. The snapshot itself where nobody has a choice.
     """
@@ -33,7 +33,7 @@ def on_edges(snapshot: Snapshot, chosen: Chosen, links: LinkEstimates) -> Snapsh
 
 
 def _on_edge(cluster: ClusterSnapshot, name: str | None, model: ModelProfile) -> ClusterSnapshot:
-    """The cluster with one edge; a device that is the edge holds no blocks."""
+    """Return the cluster with one edge; a device that is the edge holds no blocks."""
     profile = cluster.profile
     if not profile.other_edges:
         return cluster

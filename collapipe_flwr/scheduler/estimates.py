@@ -89,7 +89,7 @@ class ProfileEstimates:
 def with_profiles(
     snapshot: Snapshot, estimates: ProfileEstimates, memory: float
 ) -> tuple[Snapshot, ProfileEstimates]:
-    """The snapshot with estimated devices, and the estimates after it.
+    """Return the snapshot with estimated devices, and the estimates after it.
 
     ``memory`` is the weight of the past in claims; 0 leaves everything as it is. Unusable numbers
     pass through, so that the planner can refuse them.
@@ -158,7 +158,7 @@ def _planned_cluster(cluster: ClusterSnapshot, estimates: ProfileEstimates) -> C
 
 
 def _with_rounds(cluster: ClusterSnapshot, estimates: ProfileEstimates) -> ClusterSnapshot:
-    """The cluster with what rounds take besides, as far as that is known."""
+    """Add to the cluster the overheads of its rounds, as far as they are known."""
     known = estimates.rounds.get(cluster.profile.cluster_id)
     if known is None:
         return cluster
@@ -179,7 +179,7 @@ def _block_s(profile: ClusterProfile, model: ModelProfile) -> dict[str, float]:
 
 
 def _planned(cluster_id: str, estimates: ProfileEstimates, device: DeviceProfile) -> DeviceProfile:
-    """The device as it is planned with; itself where nothing differs."""
+    """Return the device to plan with; itself where nothing differs."""
     name, speed, joule = device.device_id, device.speed_flop_per_s, device.energy_per_flop_j
     claim = _of(estimates.claimed, cluster_id, name)
     if claim is None or not (_usable(speed) and _usable(joule)):
@@ -214,7 +214,7 @@ def _planned_edge(edge: EdgeProfile, estimates: ProfileEstimates, place: str = E
 
 
 def _believed(stage: LogFilter | None, claim: Claim) -> LogFilter | None:
-    """What was learnt, None where that is nothing or too old."""
+    """Return the learned values, or None if missing or stale."""
     if stage is None or _is_old(stage) or stage.mean == _unseen_mean(claim):
         return None
     return stage
@@ -297,18 +297,18 @@ def plausible_j(spent_j: Mapping[str, float], planned_j: Mapping[str, float]) ->
 
 
 def _aged(known: Mapping[str, LogFilter], cluster: ClusterOutcome) -> dict[str, LogFilter]:
-    """The filters of a cluster, those without a sample one round older."""
+    """Age the filters of a cluster that have no sample by one round."""
     seen = {sample.device_id for sample in cluster.stages}
     return {name: f if name in seen else f.without() for name, f in known.items()}
 
 
 def _unseen_mean(claim: Claim) -> tuple[float, float]:
-    """What is believed of a stage before any sample."""
+    """Return the mean that is believed of a stage before any sample."""
     return math.log(claim[2] or USUAL_OVERHEAD_S), -claim[0]
 
 
 def _first_guess(claim: Claim, sample: StageSample) -> LogFilter:
-    """The same at a first sample: most of its time is not overhead, unless that is claimed."""
+    """Guess a stage at a first sample: unless claimed, overhead is the lesser part of its time."""
     most_s = USUAL_SHARE * sample.busy_s / sample.passes
     overhead_s = claim[2] or min(USUAL_OVERHEAD_S, most_s)
     return LogFilter(mean=(math.log(overhead_s), -claim[0]))
@@ -341,7 +341,7 @@ def _learn_share(
     seen: tuple[float, float],
     prior: Prior,
 ) -> None:
-    """The share of what was expected that was ``seen``: (expected, seen)."""
+    """Learn which share of the expected value was seen; ``seen`` is (expected, seen)."""
     expected, value = seen
     book = books.setdefault(place, {})
     known = book.get(sample.device_id, LogFilter(mean=(0.0,)))
@@ -352,7 +352,7 @@ def _learn_share(
 
 
 def _slowest_block_s(cluster: ClusterOutcome, estimates: ProfileEstimates) -> float:
-    """A block's seconds on the slowest device that worked; 0 where one had not worked before.
+    """Return a block's seconds on the slowest device that worked; 0 if one had not worked before.
 
     A first round loads libraries and fills caches, and is no measure.
     """
@@ -371,7 +371,7 @@ def _usual_round(parts: tuple[float, float, float]) -> LogFilter:
 
 
 def _blend(old: Claim, new: Claim, memory: float) -> Claim:
-    """The moving average of speed and energy, started again where a value has changed."""
+    """Update the moving averages of speed and energy, starting again where a value has changed."""
     speed, joule = (
         fresh if abs(fresh - past) > CHANGE else memory * past + (1.0 - memory) * fresh
         for fresh, past in zip(new[:2], old[:2], strict=True)

@@ -72,7 +72,7 @@ def robust(gains: RobustGains, snapshot: Snapshot) -> Snapshot:
 def with_forecast(
     gains: RobustGains, plan: Plan, snapshot: Snapshot, options: PricingOptions
 ) -> RobustGains:
-    """What ``plan`` will take by measured gains."""
+    """Forecast how long ``plan`` will take by measured gains."""
     if plan.fallback is not None:
         return replace(gains, forecast_s={})
     clusters = price(plan, snapshot, options).clusters if gains.careful else plan.clusters
@@ -96,7 +96,7 @@ def with_error(gains: RobustGains, outcome: RoundOutcome) -> RobustGains:
 
 
 def _place(cluster: ClusterSnapshot) -> str:
-    """The cluster with the id of its edge, if there are several."""
+    """Return the cluster's id, with that of its edge if there are several."""
     return f"{cluster.profile.cluster_id} {cluster.profile.edge_id}".rstrip()
 
 

@@ -20,7 +20,7 @@ SHARES = (1.0, 0.2, 0.04)  # of a second's price: clusters that need not hurry s
 
 
 def spread(weights_rs: Array, blocks: int) -> Ints:
-    """Stops of contiguous segments in proportion to weights, each at least one block, (R, S).
+    """Return stops of contiguous segments in proportion to weights, at least a block each, (R, S).
 
     Slots of weight 0 stand last and are unused; there must be at most ``blocks`` used ones.
     """
@@ -66,7 +66,7 @@ def rows_by_weight(
 
 
 def _trusted_first(weight_n: Array, first_n: Ints, most: int, blocks: int) -> tuple[Ints, Ints]:
-    """The ``most`` devices of most weight that may hold every block, and the others.
+    """Split the ``most`` devices of most weight into those that may hold every block and others.
 
     One that may is among them wherever there is any; of the others no more than they have blocks.
     """
@@ -81,7 +81,7 @@ def _trusted_first(weight_n: Array, first_n: Ints, most: int, blocks: int) -> tu
 
 
 def _parted(weight_s: Array, ahead: int, least: int, blocks: int) -> Ints:
-    """Stops in proportion to weights, at least ``least`` blocks being on the devices ``ahead``."""
+    """Split blocks in proportion to weights, ``least`` or more to the first ``ahead``; return stops."""
     behind = int(np.count_nonzero(weight_s)) - ahead
     share = round(blocks * float(weight_s[:ahead].sum() / weight_s.sum()))
     cut: int = min(max(share, least, ahead), blocks - behind)
@@ -210,7 +210,7 @@ def all_layouts(devices: int, blocks: int) -> tuple[Ints, Ints]:
 
 
 def rows_for(cluster: int, members: Ints, stops: Ints, batches: Ints) -> Layouts:
-    """The product of layouts and (size, count) pairs for one cluster."""
+    """Combine every layout of one cluster with every (size, count) pair."""
     layouts, grid = len(members), len(batches)
     return Layouts(
         cluster_r=np.full(layouts * grid, cluster, dtype=np.int64),

@@ -68,7 +68,7 @@ SHORTEST_S = 1e-6
 
 
 def carried_bit_per_s(sent: Sequence[Note], arrived: Sequence[Note]) -> float | None:
-    """The rate of one direction of a link; None where too few frames were noted at both ends."""
+    """Measure the rate of one link direction; None if too few frames were noted at both ends."""
     streams = _streams(sent, arrived)
     most = max((size for frames in streams for _, _, size in frames), default=0)
     telling = [frames for frames in streams if min(size for _, _, size in frames) <= SMALL * most]
@@ -85,7 +85,7 @@ def carried_bit_per_s(sent: Sequence[Note], arrived: Sequence[Note]) -> float | 
 
 
 def _streams(sent: Sequence[Note], arrived: Sequence[Note]) -> list[list[_Frame]]:
-    """The frames that both ends noted, stream by stream."""
+    """Collect the frames that both ends noted, stream by stream."""
     left = {(stream, frame, size): at_s for stream, frame, at_s, size in sent}
     found: dict[int, list[_Frame]] = {}
     for stream, frame, at_s, size in arrived:
@@ -96,7 +96,7 @@ def _streams(sent: Sequence[Note], arrived: Sequence[Note]) -> list[list[_Frame]
 
 
 def _runs(frames: Sequence[_Frame]) -> list[tuple[float, int]]:
-    """Runs of one stream's frames between two idle moments of the wire: busy seconds, bytes."""
+    """Split a stream's frames into runs between idle moments of the wire: busy seconds, bytes."""
     offset_s = min(there - here for here, there, _ in frames)
     runs: list[list[_Frame]] = []
     for frame in frames:
@@ -141,7 +141,7 @@ LinkEstimates = Mapping[str, Mapping[str, LinkEstimate]]
 
 
 def link_key(one: str, other: str) -> str:
-    """A link by its ends, whichever way the chain runs; an edge is its id."""
+    """Name a link by its ends, whichever way the chain runs; an edge is its id."""
     return " - ".join(sorted((one, other)))
 
 
@@ -155,7 +155,7 @@ def links_learned(book: LinkEstimates, outcome: RoundOutcome) -> LinkEstimates:
 
 
 def links_begun(book: LinkEstimates, snapshot: Snapshot) -> LinkEstimates:
-    """The book with links that clusters measured before the run; itself where it has them all."""
+    """Add links that clusters measured before the run; return the book itself if none is new."""
     after = dict(book)
     for cluster in snapshot.clusters:
         known = book.get(cluster.profile.cluster_id, {})
@@ -168,7 +168,7 @@ def links_begun(book: LinkEstimates, snapshot: Snapshot) -> LinkEstimates:
 
 
 def _begun(link: LinkRate, cluster: ClusterSnapshot, snapshot: Snapshot) -> LinkEstimate:
-    """The estimate of a link before its first round; as promised where its ends are unknown."""
+    """Estimate a link before its first round; as promised where its ends are unknown."""
     profile, channel = cluster.profile, cluster.channel
     place = {member.device_id: i for i, member in enumerate(profile.members)}
     edges = {edge.id: edge for edge in profile.edges} or {"": snapshot.edge}
@@ -206,7 +206,7 @@ def _noted(known: Mapping[str, LinkEstimate], cluster: ClusterOutcome) -> dict[s
 
 
 def with_links(snapshot: Snapshot, book: LinkEstimates) -> Snapshot:
-    """The snapshot with estimated shares; itself where all rates are as promised."""
+    """Return the snapshot with estimated shares; itself where all rates are as promised."""
     clusters = tuple(_estimated(c, book.get(c.profile.cluster_id, {})) for c in snapshot.clusters)
     if all(map(is_, clusters, snapshot.clusters)):
         return snapshot

@@ -34,7 +34,7 @@ NO_CAP = 1.0  # a share from which on the devices' own memories are the only lim
 
 
 def least_shares(tables: Tables, settings: SchedulerConfig) -> Array:
-    """The setting's share for every cluster, or about the least above it with a plan, (M,)."""
+    """Return each cluster's share: the setting's, or about the least above it with a plan, (M,)."""
     share = settings.max_model_share
     if share >= NO_CAP:
         return np.full(tables.num_clusters, np.inf)
@@ -109,7 +109,7 @@ class _Choice:
         return np.asarray((start <= usable * tables.members.memory_mi[:, 0]) & (end <= edge))
 
     def within(self, share: float, room: Array) -> Array:
-        """What devices may use of their memories under a cap."""
+        """Cap the memory that devices may use at a share of the whole model."""
         return np.minimum(room, share * self.whole)
 
 
@@ -181,7 +181,7 @@ def _plainly_fits(needs: Array, room_mn: Array, first_mn: Ints) -> Mask:
 
 
 def _least_cap(needs: Sequence[Array], room_n: Array, first_n: Ints) -> float:
-    """The smallest cap under which ``room_n``, which hold all blocks, still do."""
+    """Find the smallest cap under which memories ``room_n`` that hold all blocks still do."""
     caps = np.unique(np.stack(needs))
     caps = caps[caps < np.inf]
     low, high = -1, len(caps) - 1

@@ -38,7 +38,7 @@ def check_cluster_plan(plan: ClusterPlan, num_blocks: int | None = None) -> None
 
 
 def strangers(plan: ClusterPlan, profile: ClusterProfile, trusted_blocks: int) -> list[str]:
-    """The devices that would hold some of the first ``trusted_blocks`` without being trusted."""
+    """List the untrusted devices that would hold some of the first ``trusted_blocks``."""
     trusted = {device.device_id for device in profile.devices if device.trusted}
     held = (s.device_ids for s in plan.segments if s.first_block < trusted_blocks)
     return [name for names in held for name in names if name not in trusted]

@@ -62,7 +62,7 @@ class ReplanInput:
 
 
 def replan(plan: ClusterPlan, rest: ReplanInput) -> ClusterPlan:
-    """The plan with new segments; raises InfeasibleError where the rest cannot hold the model.
+    """Plan new segments; raise InfeasibleError if the devices in ``rest`` cannot hold the model.
 
     Where they can only beyond the plan's share of the model, it has none any more.
     """
@@ -134,7 +134,7 @@ def _segment_bytes(plan: ClusterPlan, rest: ReplanInput) -> Array:
 
 
 def _with_segments(plan: ClusterPlan, rest: ReplanInput, path: Path, step_s: float) -> ClusterPlan:
-    """The plan in names; predictions are those of computing alone."""
+    """Put the path's segments into the plan, by name; predictions count computing alone."""
     chosen = [rest.devices[n] for n in path.devices]
     spans = list(zip((0, *path.stops[:-1]), path.stops, strict=True))
     need = _segment_bytes(plan, rest)
@@ -174,7 +174,7 @@ def _hops(plan: ClusterPlan, device_ids: Sequence[str]) -> tuple[LinkConfig, ...
 
 
 def _neighbours(device_ids: Sequence[str]) -> list[tuple[str, str]]:
-    """The hops of a chain between control unit and edge, both without a name."""
+    """List the hops of a chain between control unit and edge, both without a name."""
     return list(pairwise(["", *device_ids, ""]))
 
 

@@ -41,7 +41,7 @@ Rule = Callable[[Tables, int], Array]
 
 
 def _devices(tables: Tables, m: int, values_i: Array) -> Array:
-    """The devices' part of members' values, 0 for padding."""
+    """Return the devices' part of members' values, 0 for padding."""
     return np.where(tables.members.present_mi[m, 1:], values_i[1:], 0.0)
 
 

@@ -96,7 +96,7 @@ class Scorer:
         self.update_s_m = OPTIMISER_FLOP_PER_BYTE * update
 
     def values(self, rows: Layouts, rho_r: Array) -> Array:
-        """The objective of every row, infinite where memory forbids it."""
+        """Compute the objective of every row, infinite where memory forbids it."""
         prices, costs = self.prices, self.estimates(rows)
         ceiling = prices.ceiling_m[rows.cluster_r]
         late = self.problem.latency_price * rho_r * np.maximum(costs.latency, ceiling)
@@ -104,7 +104,7 @@ class Scorer:
         return np.asarray(late - prices.slack_price_m[rows.cluster_r] * spare + costs.worth)
 
     def estimates(self, rows: Layouts) -> Estimates:
-        """What every row costs."""
+        """Price every row."""
         if not len(rows):
             return Estimates(np.zeros(0), np.zeros(0), np.zeros(0))
         if len(rows) <= BLOCK:
@@ -123,7 +123,7 @@ class Scorer:
         return Estimates(costs.latency, costs.soft, worth)
 
     def _price(self, rows: Layouts, batch: _Batch, slots: _Slots, held: Array) -> Estimates:
-        """The estimates where memory forbids nothing."""
+        """Price rows as if memory forbade none of them."""
         members, spans, at = self.members, self.spans, slots.member_at_sr
         slowness = members.slowness.take(at)
         ahead, back = spans.forward_lk.take(slots.span_sr), spans.backward_lk.take(slots.span_sr)
@@ -185,7 +185,7 @@ class Scorer:
         return (np.concatenate([AHEAD * ends, ahead]), np.concatenate([BACK * ends, back]), flop)
 
     def _own_worth(self, rows: Layouts, batch: _Batch) -> Array:
-        """What a step costs the control unit in priced energy."""
+        """Price the energy that a step costs the control unit."""
         model, home = self.tables.snapshot.model, self.tables.edges.home_m[rows.cluster_r]
         own = rows.cluster_r * self.tables.edge
         overhead = self.members.overhead.take(own) / self.members.slowness.take(own)
@@ -223,7 +223,7 @@ class Scorer:
         return times, worth
 
     def _held(self, rows: Layouts, batch: _Batch, slots: _Slots) -> Array:
-        """The most micro-batches that fit on every stage, slots first; below 1 where none does.
+        """Count the micro-batches that fit on every stage, slots first; below 1 where none does.
 
         Infinite on unused slots. As ``costs.work.most_in_flight`` has them, each for itself.
         """
@@ -331,5 +331,5 @@ class _Slots:
         return np.asarray(sender * (self.edge + 1) + receiver)
 
     def cuts(self) -> Ints:
-        """The cut that every hop crosses, (S + 1, R)."""
+        """Return the cut that every hop crosses, (S + 1, R)."""
         return np.concatenate([np.zeros_like(self.stop_sr[:1]), self.stop_sr])

@@ -52,7 +52,7 @@ class EpisodeRound:
 def simulated_outcome(
     plan: Plan, priced: PricedRound, truth: Snapshot, seen: Snapshot, options: PricingOptions
 ) -> RoundOutcome:
-    """The outcome by the price; members with work report their true stage times and powers.
+    """Derive the outcome from the price; members with work report true stage times and powers.
 
     ``seen`` holds the links, and the devices without work, as plans knew them.
     """
@@ -70,7 +70,7 @@ def simulated_cluster(
     seen: Snapshot,
     options: PricingOptions,
 ) -> ClusterOutcome:
-    """The part of one cluster in `simulated_outcome`."""
+    """Derive one cluster's part of `simulated_outcome`."""
     profile = next(c.profile for c in truth.clusters if c.profile.cluster_id == plan.cluster_id)
     members = {member.device_id: member for member in profile.members}
     samples = []

@@ -89,7 +89,7 @@ class Setting:
             channel_model(self.channel)
 
     def world(self, seed: int, profile: ModelProfile) -> World:
-        """The world of one seed."""
+        """Build the world of one seed."""
         fleet = self.fleet
         drawn = mixed_devices(self.clusters, self.devices, seed, self.kinds)
         return make_world(
@@ -137,7 +137,7 @@ PRESETS: dict[str, Setting] = {
 
 
 def preset(name: str | None) -> Setting:
-    """The setting of that name, plain defaults for None; raises ConfigError with known names."""
+    """Look up a setting by name, plain defaults for None; raise ConfigError with known names."""
     if name is None:
         return Setting()
     if name not in PRESETS:
@@ -157,7 +157,7 @@ _FIELDS = {
 
 
 def overridden(base: Setting, **options: Any) -> Setting:
-    """``base`` with what was chosen; raises ConfigError or ScheduleError.
+    """Override ``base`` with what was chosen; raise ConfigError or ScheduleError.
 
     ``options`` are those of ``collapipe simulate`` by name. What is missing or None leaves
     ``base`` as it is.
@@ -192,7 +192,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def whole_numbers(name: str, text: str) -> tuple[int, ...]:
-    """The value of option ``name`` as numbers; raises ConfigError."""
+    """Parse the value of option ``name`` as whole numbers; raise ConfigError for anything else."""
     words = _words(text)
     if not words or not all(word.isdecimal() for word in words):
         option = name.replace("_", "-")

@@ -58,7 +58,7 @@ class World:
         model: ModelProfile,
         present: Sequence[str] | None = None,
     ) -> Snapshot:
-        """What the scheduler sees in that round; ``present`` restricts it to those clusters."""
+        """Return the scheduler's view of that round; ``present`` restricts it to those clusters."""
         clusters = tuple(
             _with_its_edge(
                 ClusterSnapshot(
@@ -115,7 +115,7 @@ class World:
         return replace(self, clusters=tuple(clusters), truth_error=0.0)
 
     def truth(self, snapshot: Snapshot) -> Snapshot:
-        """The snapshot with its devices as they really are; itself where profiles are true."""
+        """Return the snapshot with devices as they really are; itself where profiles are true."""
         if not self.truth_error:
             return snapshot
         clusters = (
@@ -147,7 +147,7 @@ class EnergyBudget:
     def of(
         self, device: DeviceProfile, examples: int, model: ModelProfile | None, devices: int
     ) -> float:
-        """The budget in joules per round of one of so many devices that train ``model``."""
+        """Return the joules per round that one of so many devices training ``model`` may spend."""
         if self.joule is not None:
             return self.joule
         share = self.share if self.equal_shares is None else self.equal_shares / devices
@@ -200,7 +200,7 @@ def make_world(
     cluster_ids: Sequence[str] | None = None,
     truth_error: float = 0.0,
 ) -> World:
-    """A world of one cluster per entry of ``cluster_devices``: its boards, control unit first.
+    """Make a world of one cluster per entry of ``cluster_devices``: its boards, control unit first.
 
     Boards are names of presets or profiles without an id; ``model`` is what ``budget`` refers to.
     Raises ConfigError for unknown names, ValueError for lists of different lengths.
@@ -256,7 +256,7 @@ def _cluster(
 def budgeted(
     cluster: ClusterProfile, budget: EnergyBudget, model: ModelProfile | None
 ) -> ClusterProfile:
-    """The cluster with the budgets of members that train ``model``."""
+    """Set the energy budgets of members that train ``model``."""
 
     def member(device: DeviceProfile) -> DeviceProfile:
         joule = budget.of(device, cluster.examples, model, len(cluster.devices))
@@ -266,7 +266,7 @@ def budgeted(
 
 
 def _with_its_edge(cluster: ClusterSnapshot) -> ClusterSnapshot:
-    """The cluster whose edge stands where it is, unless there are several to choose from."""
+    """Put the cluster's edge where its device stands, unless there are several to choose from."""
     profile = cluster.profile
     if profile.edge is None or not profile.edge.device_id or profile.other_edges:
         return cluster
@@ -274,7 +274,7 @@ def _with_its_edge(cluster: ClusterSnapshot) -> ClusterSnapshot:
 
 
 def with_edge_at_home(cluster: ClusterProfile) -> ClusterProfile:
-    """The cluster whose control unit is its edge, with the measured links to it."""
+    """Make the control unit the cluster's edge, with the measured links to it."""
     if cluster.edge_at_home:
         return cluster
     unit = cluster.control_unit

@@ -46,7 +46,7 @@ def _latency_fm(chain: Chain, hz_fm: Array) -> Array:
 
 
 def _equal_ends(late_fm: Array, hz_fm: Array, bandwidth_hz: float) -> Array:
-    """The same between bandwidths ``hz_fm``, rising, with which rounds last ``late_fm`` seconds."""
+    """Equalize ends over rising bandwidths ``hz_fm`` where rounds last ``late_fm`` seconds."""
     low, high = float(late_fm[-1].max()), float(late_fm[0].max())
     for _ in range(BISECTIONS):
         middle = 0.5 * (low + high)
@@ -59,7 +59,7 @@ def _equal_ends(late_fm: Array, hz_fm: Array, bandwidth_hz: float) -> Array:
 
 
 def _needed_hz(late_fm: Array, hz_fm: Array, late_s: float) -> Array:
-    """What every cluster needs to end within ``late_s``; interpolated between logarithms."""
+    """Return the bandwidths needed to end within ``late_s``, interpolated between logarithms."""
     places = np.arange(hz_fm.shape[1])
     behind = np.minimum((late_fm > late_s * (1.0 + SAME)).sum(0), len(hz_fm) - 1)
     before = np.maximum(behind - 1, 0)

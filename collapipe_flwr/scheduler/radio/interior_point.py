@@ -102,7 +102,7 @@ class NewtonSystem:
         return omega, ends - self.lean * omega[:, None]
 
     def _couple(self, own_share: Array) -> None:
-        """What rows and the round need: share' K^-1 share and its relatives."""
+        """Compute the terms of rows and of the round: share' K^-1 share and its relatives."""
         late, k_late, width = self.y.late, self.k.late, self.value.width
         self.omega_of_share, caps = self._reduced(self.share_omega, self.share_cap)
         sigma = own_share + self.hops.by_row(self.share_cap * caps)
@@ -118,7 +118,7 @@ class NewtonSystem:
         self.determinant = self.round * self.band + self.shift**2
 
     def solve(self, gradient: Point) -> Point:
-        """The step that cancels ``gradient``; raises ScheduleError for singular systems."""
+        """Return the step that cancels ``gradient``; raise ScheduleError for singular systems."""
         hops, k_late, width = self.hops, self.k.late, self.value.width
         u = gradient.x / -self.pivot
         lines = np.empty((2, len(u)))
@@ -138,7 +138,7 @@ class NewtonSystem:
         return Point(x=x, omega=omega, cap=caps, tau=tau)
 
     def _shared(self, gradient_tau: float, alone: Array, along: Array) -> tuple[float, float]:
-        """Steps of tau and of the bandwidth's price."""
+        """Solve for the steps of tau and of the bandwidth's price."""
         k_late, width = self.k.late, self.value.width
         first = float(np.vdot(k_late, along / self.divisor)) - gradient_tau
         second = float(np.vdot(width, alone) - np.vdot(self.lift * along, self.seen))
@@ -331,7 +331,7 @@ def _refuse_nonsense(problem: RadioProblem) -> None:
 
 
 def equal_shares(chain: Chain, bandwidth_hz: float) -> Allocation:
-    """The plain alternative: equal bandwidth, full power."""
+    """Allocate equal bandwidth and full power, the plain alternative."""
     count = len(chain.rows)
     width = np.full(count, bandwidth_hz / count)
     return Allocation(
