@@ -81,7 +81,7 @@ def _trusted_first(weight_n: Array, first_n: Ints, most: int, blocks: int) -> tu
 
 
 def _parted(weight_s: Array, ahead: int, least: int, blocks: int) -> Ints:
-    """Split blocks in proportion to weights, ``least`` or more to the first ``ahead``; return stops."""
+    """Place stops in proportion to weights; the first ``ahead`` devices get ``least`` or more."""
     behind = int(np.count_nonzero(weight_s)) - ahead
     share = round(blocks * float(weight_s[:ahead].sum() / weight_s.sum()))
     cut: int = min(max(share, least, ahead), blocks - behind)
