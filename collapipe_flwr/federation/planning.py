@@ -81,7 +81,7 @@ class Planning:
     trusted_blocks: int = 0
 
     def for_batches(self, size: int, *, cut: bool = True) -> Planning:
-        """The same for steps of ``size`` examples, of which plans choose only the micro-batches."""
+        """Fix steps at ``size`` examples, of which plans choose only the micro-batches."""
         most = min(size, MOST_MICRO_BATCHES) if cut else 1
         counts = tuple(n for n in range(1, most + 1) if size % n == 0)
         sizes = tuple(size // count for count in reversed(counts))
@@ -100,7 +100,7 @@ class Planning:
         return replace(model, trusted_blocks=self.trusted_blocks)
 
     def described(self, profile: ClusterProfile, model: ModelProfile | None) -> ClusterProfile:
-        """A cluster as it is planned with."""
+        """Adapt a cluster for plans: its edges, memory and energy budgets."""
         if self.labels_at_home:
             chosen = None if profile.other_edges else profile.edge
             profile = with_edge_at_home(replace(profile, edge=chosen, other_edges=()))
@@ -116,7 +116,7 @@ class Planning:
         return self.policy
 
     def world(self, profiles: Sequence[ClusterProfile], model: ModelProfile) -> World:
-        """The described clusters at their places; raises ConfigError for unknown names."""
+        """Place the described clusters in a world; raises ConfigError for unknown names."""
         world = make_world(
             cluster_devices=[profile.members for profile in profiles],
             examples=[profile.examples for profile in profiles],
