@@ -29,6 +29,7 @@ from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.costs.warm_up import Depths
 from collapipe_flwr.costs.work import PricingOptions, peak_bytes
 
+LEAST_BIT_PER_S = 1e-6  # a link that carries nothing has a price, too: prices stay finite
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedRound:
@@ -144,4 +145,5 @@ def achieved_rates(chain: Chain, plans: Sequence[ClusterPlan], powers: Array) ->
     width = hop_bandwidth_hz(chain, np.array([plan.bandwidth_hz for plan in plans]))
     used = chain.hops.used[:, :, None]
     snr = np.where(used, powers, 1.0) / chain.noise_over_gain[:, :, None]
-    return np.where(used, rate_bit_per_s(width[:, :, None], snr), 1.0)
+    rates = np.maximum(rate_bit_per_s(width[:, :, None], snr), LEAST_BIT_PER_S)
+    return np.where(used, rates, 1.0)

@@ -22,7 +22,7 @@ from collapipe_flwr.federation import messages, records
 from collapipe_flwr.federation.array_format import layout_of
 from collapipe_flwr.federation.inner import layers
 from collapipe_flwr.federation.telemetry import ClusterTelemetry
-from collapipe_flwr.scheduler.plans import check_cluster_plan
+from collapipe_flwr.scheduler.plans import check_cluster_plan, dry_run_plan
 
 log = logging.getLogger("flwr.collapipe")
 MOST_METRIC = 1e30  # of any metric: far below what overflows in a weighted sum
@@ -125,6 +125,10 @@ def _check_replanned(last: ClusterPlan, begun: ClusterPlan | None, cluster_id: s
     for name in ("micro_batch_size", "micro_batches", "local_steps"):
         if getattr(last, name) != getattr(begun, name):
             raise ProtocolError(f"{where} has another {name} than it was sent")
+    try:
+        dry_run_plan(last, "1f1b")  # by which depths that suit GPipe do not block either
+    except ScheduleError as error:
+        raise ProtocolError(f"{where}: {to_one_line(str(error))}") from error
     devices, control_unit = (
         set(last.device_ids),
         set(begun.tx_power_w) - set(begun.gradient_power_w),

@@ -454,7 +454,8 @@ def machine_reply(planner: ScheduledRounds) -> tuple[RoundPlan, RecordDict]:
 
 def possible(content: RecordDict, planned: RoundPlan, rng: random.Random) -> ClusterTelemetry:
     """Telemetry with extremes in some places, all of which the border lets in."""
-    record, taken = content[TELEMETRY], None
+    record = content[TELEMETRY]
+    _, taken = border.trained(content, planned.cluster_plan(11), NAME, EXAMPLES)
     for path in rng.sample(paths := leaves(json.loads(record["json"])), k=min(8, len(paths))):
         before = record["json"]
         with suppress(IndexError, KeyError, TypeError):  # another change took the place away
