@@ -219,7 +219,7 @@ def test_members_that_do_not_answer_are_waited_for_together(tmp_path: Path, monk
             together.wait()
             raise LinkTimeout("no answer")
 
-    monkeypatch.setattr(check, "EdgeClient", Silent)
+    monkeypatch.setattr(check, "HostClient", Silent)
     done: list[str] = []
     block = BenchmarkRequest(width=32, tokens=4, examples=2, seconds=0.1)
     config = read_cluster(_cluster(tmp_path, *addresses))
