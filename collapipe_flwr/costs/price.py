@@ -31,6 +31,7 @@ from collapipe_flwr.costs.work import PricingOptions, peak_bytes
 
 LEAST_BIT_PER_S = 1e-6  # a link that carries nothing has a price, too: prices stay finite
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedRound:
     """What a plan costs; the round lasts as long as its slowest cluster."""

@@ -45,7 +45,7 @@ def test_threads_open_no_heaps_of_their_own():
 LARGE = """
 import re, resource, sys
 from pathlib import Path
-from collapipe_flwr.host.allocator import give_back, configure_malloc
+from collapipe_flwr.host.allocator import configure_malloc, trim_heap
 if sys.argv[1] == "limited":
     resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))
 configure_malloc()
@@ -57,7 +57,7 @@ def look():
     asked = [size(text) for text in heap if re.search(r"VmFlags:.* hg( |$)", text, re.M)]
     print(sum(asked), size(Path("/proc/self/smaps_rollup").read_text()))
 held = [bytearray(b"x") * 2_000_000 for _ in range(20)]
-look(); del held; give_back(); look()
+look(); del held; trim_heap(); look()
 held = [bytearray(b"x") * 2_000_000 for _ in range(20)]
 look()
 print(sum(int(e, 16) - int(s, 16) for line in Path("/proc/self/maps").read_text().splitlines()
