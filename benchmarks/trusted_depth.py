@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from collapipe_flwr.core.domain import ClusterSnapshot, EdgeProfile, ModelProfile, Snapshot
+from collapipe_flwr.core.domain import ClusterSnapshot, ModelProfile, Snapshot
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.scheduler.edges import with_divided_memory
@@ -50,18 +50,10 @@ def on_the_last_device(cluster: ClusterSnapshot, model: ModelProfile) -> Cluster
     """It computes the head in place of blocks."""
     del model
     device = cluster.profile.devices[-1]
-    edge = EdgeProfile(
-        speed_flop_per_s=device.speed_flop_per_s,
-        memory_bytes=device.memory_bytes,
-        tx_power_w=device.tx_power_max_w,
-        overhead_s=device.overhead_s,
-        name=device.device_id,
-        device_id=device.device_id,
-    )
     placed = replace(
         cluster,
-        profile=replace(cluster.profile, edge=edge),
-        channel=cluster.channel_to(edge),
+        profile=replace(cluster.profile, edge=device.as_edge),
+        channel=cluster.channel_to(device.as_edge),
     )
     return placed.without({device.device_id})
 

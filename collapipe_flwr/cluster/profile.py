@@ -160,11 +160,15 @@ def _edge(
     assumed = is_machine and not (member.speed_gflop_per_s or measured.speed_flop_per_s)
     if assumed and not several:
         return None
-    return EdgeProfile(
-        speed_flop_per_s=EDGE_FLOP_PER_S if assumed else device.speed_flop_per_s,
-        memory_bytes=EDGE_BYTES_PER_CLUSTER if assumed else device.memory_bytes,
-        tx_power_w=EDGE_TX_POWER_W if assumed else device.tx_power_max_w,
-        overhead_s=0.0 if assumed else device.overhead_s,
+    profile = device.as_edge
+    if assumed:
+        profile = EdgeProfile(
+            speed_flop_per_s=EDGE_FLOP_PER_S,
+            memory_bytes=EDGE_BYTES_PER_CLUSTER,
+            tx_power_w=EDGE_TX_POWER_W,
+        )
+    return replace(
+        profile,
         name=device.device_id if at_home else member.fingerprint or member.address,
         id=edge.name if several else "",
         device_id="" if is_machine else device.device_id,

@@ -70,6 +70,18 @@ class DeviceProfile:
     )
     trusted: bool = False  # may hold the model's `trusted_blocks`
 
+    @property
+    def as_edge(self) -> EdgeProfile:
+        """The edge that this device is where it computes the head."""
+        return EdgeProfile(
+            speed_flop_per_s=self.speed_flop_per_s,
+            memory_bytes=self.memory_bytes,
+            tx_power_w=self.tx_power_max_w,
+            overhead_s=self.overhead_s,
+            name=self.device_id,
+            device_id=self.device_id,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeProfile:

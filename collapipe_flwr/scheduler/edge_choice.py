@@ -34,7 +34,7 @@ from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
 from collapipe_flwr.costs.arrays import Array, Ints
 from collapipe_flwr.costs.chain import chain_of, full_power_times, latency_of
 from collapipe_flwr.costs.layouts import restricted, rows_of_plans
-from collapipe_flwr.costs.tables import tabulate
+from collapipe_flwr.costs.tables import FEW_CLUSTERS, tabulate
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.edges import edges_in, on_edges
 from collapipe_flwr.scheduler.estimates import with_profiles
@@ -45,9 +45,9 @@ ALL_PLANNED = 8  # assignments: so few are all planned in a thorough round
 MOST_PLANS = 3  # whole plans of promising assignments in a thorough round
 THOROUGH = 10  # rounds
 PROMISING = 0.02  # relative gain by T that is worth a whole plan
-SPREAD = 0.3
-FEW_CLUSTERS = 20  # with more, only those move whose edge the slowest one has
+SPREAD = 0.3  # of the mean, in what clusters move by
 MOST_MOVES = 200
+# Numbers of clusters for which T is priced; one between two of them counts as the larger.
 SHARING = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024)
 
 Assignment = tuple[int, ...]
@@ -81,10 +81,8 @@ class EdgeChoice:
     def choose(self, cost: Cost) -> tuple[Plan, SchedulerState]:
         """Choose the cheapest plan that is found; raise ScheduleError if there is none."""
         last = self._state.last_plan
-        before, is_thorough = (
-            self._edges_of(last),
-            last is None or not self._state.rounds % THOROUGH,
-        )
+        before = self._edges_of(last)
+        is_thorough = last is None or not self._state.rounds % THOROUGH
         wanted = [before]
         if is_thorough:
             wanted.append((0,) * len(self._edges))
@@ -272,7 +270,7 @@ class _Outlook:
     def _moves(self, assignment: Assignment) -> Iterator[Assignment]:
         latency, machine = self._latency(assignment)
         movable = self._every
-        if len(movable) > FEW_CLUSTERS:
+        if len(movable) > FEW_CLUSTERS:  # then only those move whose edge the slowest one has
             movable = np.flatnonzero(machine == machine[latency.argmax()])
         for m in movable.tolist():
             for k in range(self._sizes[m]):

@@ -278,21 +278,13 @@ def with_edge_at_home(cluster: ClusterProfile) -> ClusterProfile:
     if cluster.edge_at_home:
         return cluster
     unit = cluster.control_unit
-    edge = EdgeProfile(
-        speed_flop_per_s=unit.speed_flop_per_s,
-        memory_bytes=unit.memory_bytes,
-        tx_power_w=unit.tx_power_max_w,
-        overhead_s=unit.overhead_s,
-        name=unit.device_id,
-        device_id=unit.device_id,
-    )
     rates = [link for link in cluster.link_rates if "" not in link.ends]
     for link in tuple(rates):
         if unit.device_id in link.ends:
             one, other = link.ends
             ends = ("", other if one == unit.device_id else one)
             rates.append(replace(link, ends=ends))
-    return replace(cluster, edge=edge, link_rates=tuple(rates))
+    return replace(cluster, edge=unit.as_edge, link_rates=tuple(rates))
 
 
 def _place(

@@ -87,7 +87,7 @@ class Dialing:
                 f"it refuses the certificate of this device ({error.reason}): see the clocks of "
                 "both (`timedatectl`), and that this device is still a member"
             ) from error
-        except OSError as error:
+        except (OSError, ValueError) as error:  # asyncio's word for a line without an end
             raise LinkError(f"it does not answer ({error or 'too slow'})") from error
         finally:
             writer.transport.abort()
@@ -124,7 +124,7 @@ class Dialing:
                 group.create_task(_beat(writer))
                 await self._take_peers(reader, group)
                 raise ConnectionResetError
-        except* OSError:
+        except* (OSError, ValueError):
             pass
 
     async def _take_peers(self, reader: asyncio.StreamReader, group: asyncio.TaskGroup) -> None:

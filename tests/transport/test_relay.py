@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -282,3 +284,15 @@ def test_nobody_relays_where_no_device_dials(config: ClusterConfig) -> None:
         now = [config]
         with device(config, "d0", at), client(config, "d0", at) as peer:
             assert _answers(peer)
+
+
+def test_a_relay_whose_line_has_no_end_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def dial(_: Dialing) -> tuple[asyncio.StreamReader, Any]:
+        reader = asyncio.StreamReader(limit=64)
+        reader.feed_data(b"x" * 200)
+        return reader, SimpleNamespace(transport=SimpleNamespace(abort=lambda: None))
+
+    monkeypatch.setattr(Dialing, "_dial", dial)
+    dialing = Dialing(relay="127.0.0.1:1", unit="cu", tls=TlsFiles(), listens="127.0.0.1:2")
+    with pytest.raises(LinkError, match="it does not answer"):
+        asyncio.run(dialing.serve_once())
