@@ -212,7 +212,7 @@ def verbs(command: str) -> str:
 def documented() -> list[str]:
     """What the page on boards has one type."""
     page = (ROOT / "docs/tutorials/boards.md").read_text()
-    page = page.partition("\n## 7. ")[2].partition("\n## ")[0]
+    page = page.partition("\n## Join by a token")[2].partition("\n## ")[0]
     return [verbs(line) for line in re.findall(r"^collapipe (.*)$", page, re.MULTILINE)]
 
 

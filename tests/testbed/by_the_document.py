@@ -1,4 +1,4 @@
-"""The deployment of docs/several-clusters.md: its files and commands, on machines of its names."""
+"""The deployment of docs/deploy.md by hand: its files and commands, on machines of its names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.testbed.machines import PROJECT, Machine
 from tests.testbed.network import Network
 from tests.testbed.processes import Program, Programs
 
-PAGE = PROJECT / "docs" / "several-clusters.md"
+PAGE, LEVEL = PROJECT / "docs" / "deploy.md", "###"
 TRUSTED = "trusted"
 ADDRESSES = {
     "server": "10.0.0.1",
@@ -92,7 +92,7 @@ class DocumentedDeployment:
             self._await(name, unit)
 
     def _blocks(self) -> list[Block]:
-        return blocks_of(PAGE)
+        return blocks_of(PAGE, LEVEL)
 
     def _results(self) -> Path:
         return self.machines["server"].path("/var/lib/collapipe/runs/run")

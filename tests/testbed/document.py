@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-_SECTION = re.compile(r"^## (\d+)\. ", re.MULTILINE)
 _BLOCK = re.compile(r"^```(bash|toml)\n# (?:on )?(.+?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -20,10 +19,11 @@ class Block:
     text: str
 
 
-def blocks_of(page: Path) -> list[Block]:
-    """All blocks of the numbered sections, in their order; each must say where it belongs."""
+def blocks_of(page: Path, level: str = "##") -> list[Block]:
+    """All blocks of the numbered sections of one level; each must say where it belongs."""
     text = page.read_text()
-    starts = [(int(m[1]), m.start()) for m in _SECTION.finditer(text)]
+    sections = re.finditer(rf"^{level} (\d+)\. ", text, re.MULTILINE)
+    starts = [(int(m[1]), m.start()) for m in sections]
     ends = [start for _, start in starts[1:]] + [text.index("\n## ", starts[-1][1] + 1)]
     blocks = [
         Block(section=number, language=m[1], place=m[2], text=m[3])

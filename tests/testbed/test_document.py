@@ -1,4 +1,4 @@
-"""`make test-cluster`: docs/several-clusters.md carried out to the letter, its promises tried.
+"""`make test-cluster`: docs/deploy.md, by hand, carried out to the letter, its promises tried.
 
 Nine machines with the names and addresses of the page train on a file over shaped links. In
 round 2 a device dies for good, in round 3 the edge dies and comes back, in round 4 a device is
@@ -19,6 +19,7 @@ from collapipe_flwr.data.seq2seq import NUMBERS, spell
 from tests.testbed.by_the_document import (
     ADDRESSES,
     DEVICES,
+    LEVEL,
     PAGE,
     PLACES,
     DocumentedDeployment,
@@ -42,8 +43,8 @@ WORDS = "/opt/collapipe/words.jsonl"
 
 
 def test_every_command_of_the_page_is_run() -> None:
-    blocks = blocks_of(PAGE)
-    assert {block.section for block in blocks} == {2, 3, 4, 5, 6, 7}
+    blocks = blocks_of(PAGE, LEVEL)
+    assert {block.section for block in blocks} == {1, 2, 3, 4, 5, 6}
     commands = [block for block in blocks if block.language == "bash"]
     assert {block.place for block in commands} == set(PLACES)
 

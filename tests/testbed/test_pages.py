@@ -1,8 +1,9 @@
-"""docs/deploy.md, docs/two-boards.md and the pages of boards: their commands, as they stand."""
+"""docs/deploy.md and docs/tutorials/boards.md: their commands, as they stand."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -29,8 +30,7 @@ from tests.testbed.ssh_site import (
 
 DOCS = PROJECT / "docs"
 FIVE_MINUTES_S = 300.0
-DEPLOY, TWO_BOARDS = DOCS / "deploy.md", DOCS / "two-boards.md"
-FAMILIES = sorted((DOCS / "boards").glob("*.md"))
+DEPLOY, TWO_BOARDS = DOCS / "deploy.md", DOCS / "tutorials/boards.md"
 WHEEL_LINE = 'wheel = "collapipe_flwr-0.1.0-py3-none-any.whl"\n'
 PLACES = {
     "your computer": LAPTOP,
@@ -51,32 +51,33 @@ PLAYED = {
 }
 
 
-@pytest.mark.parametrize("page", FAMILIES, ids=lambda page: page.stem)
-def test_the_commands_of_a_boards_page_run(page: Path, tmp_path: Path) -> None:
-    for name, text in PLAYED.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+def of_boards(language: str) -> list[str]:
+    """The blocks of the section on boards."""
+    section = DEPLOY.read_text().partition("\n## Boards\n")[2].partition("\n## ")[0]
+    found = re.findall(rf"^```{language}\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("text", of_boards("bash"), ids=lambda text: text.partition("\n")[0])
+def test_the_commands_for_boards_run(text: str, tmp_path: Path) -> None:
+    for name, program in PLAYED.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{program}\n")
         (tmp_path / name).chmod(0o755)
-    shown = [block for block in blocks_of(page) if block.language == "bash"]
-    assert shown
-    for block in shown:
-        script = f"set -euo pipefail\nPATH={tmp_path}:$PATH\n{block.text}"
-        done = subprocess.run(
-            ["bash", "-c", script], capture_output=True, text=True, timeout=60, check=False
-        )
-        assert done.returncode == 0, f"{block.text}\n{done.stderr}"
+    script = f"set -euo pipefail\nPATH={tmp_path}:$PATH\n{text}"
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, f"{text}\n{done.stderr}"
 
 
-@pytest.mark.parametrize("page", FAMILIES, ids=lambda page: page.stem)
-def test_the_tables_of_a_boards_page_belong_into_an_inventory(page: Path, tmp_path: Path) -> None:
+def test_the_tables_for_boards_belong_into_an_inventory(tmp_path: Path) -> None:
     (tmp_path / "src").symlink_to(PROJECT)
     (tmp_path / "a.whl").touch()
-    (block,) = (block for block in blocks_of(page) if block.language == "toml")
-    parts = {"[control-unit]": 'host = "a"\n', "[[device]]": 'name = "b"\nhost = "b"\n'}
-    missing = "".join(f"{head}\n{body}" for head, body in parts.items() if head not in block.text)
+    (tables,) = of_boards("toml")
     path = tmp_path / "inventory.toml"
-    path.write_text(f'cluster = "g"\nwheel = "a.whl"\n{block.text}{missing}')
-    read = [machine.access for machine in read_inventory(path).machines]
-    assert any(access.constraints for access in read)
+    path.write_text(f'cluster = "g"\nwheel = "a.whl"\n{tables}')
+    assert all(machine.access.constraints for machine in read_inventory(path).machines)
 
 
 def carry_out(site: Site, block: Block) -> None:
