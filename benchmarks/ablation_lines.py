@@ -30,9 +30,8 @@ def ablation_lines(runs: Sequence[Json]) -> Iterator[str]:
     yield from ("", "`python benchmarks/ablation_bound.py --task TASK --seeds SEEDS`, with")
     yield f"{first['clusters']} clusters of {first['devices']} boards and"
     yield f"{first['examples_per_round']} examples a round each. Seconds are those of the plans"
-    yield "(simulated), not of the machine that trained; cutting never changes gradients, so"
-    yield "clusters train the planned batches unsplit. Targets are shares of the untrained test"
-    yield "loss. Variants differ in these settings alone:"
+    yield "(simulated); clusters train the planned batches unsplit. Targets are shares of the"
+    yield "untrained test loss. Variants:"
     ran = list(VARIANTS)
     yield from ("", *(f"- **{VARIANTS[name][0]}**: {VARIANTS[name][1]}" for name in ran))
     for run in runs:
@@ -44,14 +43,14 @@ def _task_lines(run: Json, ran: Sequence[str]) -> Iterator[str]:
     task = run["training"]["task"]
     whole = {seed: runs for seed, runs in run["seeds"].items() if all(n in runs for n in ran)}
     says = f"**{SAYS[task]}**, seeds {', '.join(whole)}"
-    yield from ("", f"{says}: seconds, median (quartiles)")
+    yield from ("", f"{says}: seconds, median")
     if len(whole) < LEAST_SEEDS:
         yield f"(only {len(whole)} of {LEAST_SEEDS} seeds are measured so far)"
     yield from ("", "| variant | mean batch | " + " | ".join(_goals(run)) + " |")
     yield "|---|---:|" + "---:|" * len(run["targets"])
     for name in ran:
         means = [runs[name]["batch_mean"] for runs in whole.values()]
-        times = [_spread(each) for each in run["quartiles"][name].values()]
+        times = [_middle(each) for each in run["quartiles"][name].values()]
         batch = f"{sum(means) / len(means):.1f}"
         yield f"| {VARIANTS[name][0]} | {batch} | {' | '.join(times)} |"
     for name in ran:
@@ -65,9 +64,8 @@ def _goals(run: Json) -> list[str]:
     return [f"to {100 * share:g} %" for share in run["targets"]]
 
 
-def _spread(quartiles: Sequence[float | None]) -> str:
-    low, middle, high = ("never" if q is None else f"{q:.2f}" for q in quartiles)
-    return f"{middle} ({low} to {high})"
+def _middle(quartiles: Sequence[float | None]) -> str:
+    return "never" if (median := quartiles[1]) is None else f"{median:.2f}"
 
 
 def _ratio(value: float | None) -> str:

@@ -30,10 +30,9 @@ def more_lines(folder: Path, name: str, run: Json) -> Iterator[str]:
     kept = "kept" if seen >= needed else f"missed by {needed - seen:.3g}"
     yield ""
     further = ", ".join(MORE[name])
-    yield f"**Over {len(ours)} seeds**, these and {further}: {ours.mean():.1f} s a round,"
-    yield f"{seen:.2f} % below `{rival}` (at least {needed} %: {kept}), between {low:.1f} and"
-    yield f"{high:.1f} % in 95 % of cases with as many other seeds; the worst device uses"
-    yield f"{energy:.3f} of its budget."
+    yield f"**`{name}`, {len(ours)} seeds** (also {further}): {ours.mean():.1f} s a round,"
+    yield f"{seen:.2f} % below `{rival}` ({kept}; 95 %: {low:.1f} to {high:.1f} %); the worst"
+    yield f"device uses {energy:.3f} of its budget."
     least = bounds_s(folder, name)
     if least is not None and len(least) == len(ours):  # else it is being measured
         possible = 100.0 * (1.0 - least.mean() / theirs.mean())
@@ -41,7 +40,7 @@ def more_lines(folder: Path, name: str, run: Json) -> Iterator[str]:
         refuted = "" if possible >= needed else f"**{needed} % cannot be had**, and "
         yield "No scheduler of pipelines that keeps all budgets on average undercuts"
         yield f"{least.mean():.1f} s there with the same batches, {possible:.2f} % below `{rival}`:"
-        yield f"{refuted}DSSDA is {above:.2f} % above it. The next paragraph says how."
+        yield f"{refuted}DSSDA is {above:.2f} % above it."
 
 
 def bounds_s(folder: Path, name: str) -> NDArray[np.float64] | None:

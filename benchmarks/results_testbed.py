@@ -9,7 +9,7 @@ import json
 import math
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,23 +59,20 @@ def _setting(settings: Json) -> Iterator[str]:
     shaping, host = settings["shaping"], settings["host"]
     federation, share = settings["federation"], settings.get("budget_share", 0.5)
     yield from _paragraph(
-        f"Everything that a board does per second is {settings['slow_down']:.2f} times slower "
-        f"than its preset: operations ({shaping['brake']}), bits ({shaping['links']}, without a "
-        "delay) and watts. A pass of a stage that the kernel lets end early waits for the rest. So "
-        "joules are those of the boards, and a round takes that many times as long as on them. The "
-        f"host has {host['processors']} processors of "
-        f"{host['flop_per_s'] / 1e9:.0f} GFLOP/s on one thread. Data, first weights, schedule, "
-        "memory cap and grid of micro-batches are the same for all policies, and every rule has "
-        f"its best micro-batches. Seeds {', '.join(map(str, settings['seeds']))}; the task is to "
-        f"name the digit with which all numbers of a list in words begin, {settings['examples']} "
-        "examples per cluster and round."
+        f"Each board runs {settings['slow_down']:.2f} times slower than its preset: operations "
+        f"({shaping['brake']}), bits ({shaping['links']}, without a delay) and watts. So joules "
+        "are those of the boards, and a round takes that many times as long as on them. The host has "
+        f"{host['processors']} processors of {host['flop_per_s'] / 1e9:.0f} GFLOP/s on one thread. "
+        "Data, first weights, schedule, memory cap and grid of micro-batches are equal, and every "
+        f"rule has its best micro-batches. Seeds {', '.join(map(str, settings['seeds']))}; the "
+        "task is to name the digit with which all numbers of a list in words begin, "
+        f"{settings['examples']} examples per cluster and round."
     )
     yield ""
     yield from _paragraph(
         f"{federation[0].upper()}{federation[1:]}. Joules are modelled from measured times; a "
         f"budget is {100 * share:.0f} % of what a device spends on training all blocks alone, as "
-        "measured on the fastest. Senders are not paced: links carry what cables do, whatever "
-        "power a plan gives."
+        "measured on the fastest. Senders are not paced."
     )
 
 
@@ -98,8 +95,8 @@ def _table(policies: Mapping[str, Json], settings: Json) -> Iterator[str]:
     yield ""
     yield from _paragraph(
         "Median (quartiles); rounds are by the server's clock, without evaluation. RSS is that of "
-        "the largest device process, most of it libraries; how much it grew in a run stands "
-        "beside it. *Used* is useful operations over all that all devices could compute."
+        "the largest device process, most of it libraries. *Used* is useful operations over all "
+        "that all devices could compute."
     )
     if not all(map(_keeps, policies.values())):
         yield from ("", "\\* breaks an energy budget: does not count as a winner.")
@@ -224,36 +221,42 @@ def _predictions(policies: Mapping[str, Json]) -> Iterator[str]:
 
 
 REASONS = (
-    "What the server and messages take besides is expected to be what it was in the rounds before.",
     "Opening a session, taking weights and giving them back cost a device about a tenth of a "
-    "second of a whole processor per round: seconds on the slowest boards. How much is learnt from "
-    "the rounds themselves: the first ones with other devices than before are predicted worse.",
+    "second of a whole processor per round: seconds on the slowest boards. Rounds teach it: the "
+    "first ones with other devices than before are predicted worse.",
     "All boards are processes of one host: a round in which that is slower is slower on all.",
-    "A cluster that is not the slowest gets less power and bandwidth. Cables do not slow down for "
-    "that: such a cluster is faster than predicted, the round is not.",
+    "A cluster that is not the slowest gets less power and bandwidth; cables do not slow down for "
+    "that, so it is faster than predicted.",
 )
 
 
 def _boards(settings: Json) -> Iterator[str]:
     yield from ("", "## The boards as they ran", "")
-    yield "| cluster | board | share of a processor | GFLOP/s | ms per block | uplink Mbit/s |"
-    yield "|---|---|---:|---:|---:|---:|"
+    yield "| board | share of a processor | GFLOP/s | ms per block | uplink Mbit/s |"
+    yield "|---|---:|---:|---:|---:|"
+    boards: dict[str, list[Json]] = {}
     for cluster in settings["clusters"]:
         for place, board in enumerate(cluster["boards"]):
             role = board["kind"] if place else f"{board['kind']} (control unit)"
-            cells = (
-                f"{100 * board['processor_share']:.1f} %",
-                f"{board['flop_per_s'] / 1e9:.1f}",
-                f"{1e3 * (board['overhead_s'] or 0.0):.0f}",
-                f"{board['uplink_bit_per_s'] / 1e6:.0f}",
-            )
-            yield f"| {cluster['name']} | {role} | {' | '.join(cells)} |"
+            boards.setdefault(f"{cluster['name']} {role}", []).append(board)
+    for name, each in boards.items():
+        cells = (
+            f"{100 * each[0]['processor_share']:.1f} %",
+            _joined(f"{board['flop_per_s'] / 1e9:.1f}" for board in each),
+            _joined(f"{1e3 * (board['overhead_s'] or 0.0):.0f}" for board in each),
+            f"{each[0]['uplink_bit_per_s'] / 1e6:.0f}",
+        )
+        yield f"| {name} | {' | '.join(cells)} |"
     versions = ", ".join(f"{name} {version}" for name, version in settings["versions"].items())
     yield from (
         "",
-        "Speeds and overheads are those that `collapipe cluster check` measured there, and",
+        "Speeds and overheads are those that `collapipe cluster check` measured; plans began with them.",
     )
-    yield f"that plans began with. Versions: {versions}."
+    yield f"Versions: {versions}."
+
+
+def _joined(cells: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(cells))
 
 
 def _paragraph(text: str) -> list[str]:
