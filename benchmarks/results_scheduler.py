@@ -249,9 +249,9 @@ def price_lines(folder: Path, table: str, run: Json) -> Iterator[str]:
     yield ""
     yield f"`{table}`: DSSDA's rho T is {100 * above:.2f} % (worst seed"
     yield f"{100 * worst:.2f} %) above what no scheduler undercuts that keeps every budget on"
-    yield "average and knows all channels ([theory](theory.md#5-the-long-term-problem), 5.5). With the"
-    yield f"same batches, latency would be {possible:.2f} % below the best baseline's there, instead of"
-    yield f"{seen:.2f} %."
+    yield "average and knows all channels ([theory](theory.md#5-the-long-term-problem), 5.5). With"
+    yield f"the same batches, latency would be {possible:.2f} % below the best baseline's there,"
+    yield f"instead of {seen:.2f} %."
 
 
 def policy_line(name: str, policy: Json) -> str:

@@ -61,8 +61,8 @@ def _setting(settings: Json) -> Iterator[str]:
     yield from _paragraph(
         f"Each board runs {settings['slow_down']:.2f} times slower than its preset: operations "
         f"({shaping['brake']}), bits ({shaping['links']}, without a delay) and watts. So joules "
-        "are those of the boards, and a round takes that many times as long as on them. The host has "
-        f"{host['processors']} processors of {host['flop_per_s'] / 1e9:.0f} GFLOP/s on one thread. "
+        "are those of the boards, and a round takes that many times as long as on them. The host "
+        f"has {host['processors']} processors of {host['flop_per_s'] / 1e9:.0f} GFLOP/s on one thread. "
         "Data, first weights, schedule, memory cap and grid of micro-batches are equal, and every "
         f"rule has its best micro-batches. Seeds {', '.join(map(str, settings['seeds']))}; the "
         "task is to name the digit with which all numbers of a list in words begin, "
@@ -250,7 +250,7 @@ def _boards(settings: Json) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in settings["versions"].items())
     yield from (
         "",
-        "Speeds and overheads are those that `collapipe cluster check` measured; plans began with them.",
+        "Speeds and overheads are what `collapipe cluster check` measured; plans began with them.",
     )
     yield f"Versions: {versions}."
 

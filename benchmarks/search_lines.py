@@ -30,8 +30,8 @@ def search_lines(runs: Sequence[Json], command: str) -> Iterator[str]:
     yield "a hill climb from many starts, simulated annealing and, for up to six devices and empty"
     yield "queues, exact shortest paths; rivals share no code with the search, and their radio is"
     yield "then optimised, too. The schedule is GPipe unless the size names another; steps of 1F1B"
-    yield "are played. Gaps are of the objective, with empty queues the larger of that and rho T; below"
-    yield "zero all rivals are worse."
+    yield "are played. Gaps are of the objective, with empty queues the larger of that and rho T;"
+    yield "below zero all rivals are worse."
     yield from ("", "| size and seeds | queues | median | p99 | worst | above 1 % |")
     yield "|---|---|---:|---:|---:|---:|"
     for result in pooled(runs):

@@ -33,8 +33,8 @@ PHASES = (
     "evaluating",
 )
 _HEAD = (
-    "| who | what happens | when | training goes on after | steps repeated | how |",
-    "|---|---|---|---|---|---|",
+    "| who | what happens | when: training goes on after, steps repeated | how |",
+    "|---|---|---|---|",
 )
 
 
@@ -82,12 +82,12 @@ def _place(phase: str) -> int:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Markdown."""
-    lines = [
-        f"| {row.role} | {row.fault} | {row.phase} | {_seconds(row.seconds)} | {row.steps_lost} "
-        f"| {row.how} |"
-        for row in rows
-    ]
+    """Markdown; the phases of a fault that ends alike stand in one row."""
+    cells: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        phases = cells.setdefault((row.role, row.fault, row.how), [])
+        phases.append(f"{row.phase} {_seconds(row.seconds)}, {row.steps_lost}")
+    lines = [f"| {r} | {f} | {'; '.join(each)} | {how} |" for (r, f, how), each in cells.items()]
     return "\n".join([*_HEAD, *lines])
 
 

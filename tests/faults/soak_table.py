@@ -20,6 +20,7 @@ _HEAD = (
     "| what | at half | at the end | per hour | bound |",
     "|---|---|---|---|---|",
 )
+_SHOWN = 3  # of a kind
 _WHAT = {
     "memory_bytes": "MB",
     "descriptors": "descriptors",
@@ -37,7 +38,7 @@ def record(path: Path) -> None:
 
 
 def table(told: Mapping[str, Any]) -> str:
-    """Markdown: what was done, what came of it, and every growth."""
+    """Markdown: what was done, what came of it, and what grew nearest to its bound."""
     return "\n".join([_summary(told), "", *_HEAD, *_rows(told["growths"])])
 
 
@@ -55,13 +56,21 @@ def _summary(told: Mapping[str, Any]) -> str:
 
 
 def _rows(growths: list[Mapping[str, Any]]) -> Iterator[str]:
-    for each in growths:
+    for each in _nearest(growths):
         unit, scale = _WHAT[each["what"]], 1e6 if each["what"].endswith("bytes") else 1.0
         digits = 1 if unit == "MB" else 0
         first, last = (f"{each[key] / scale:,.{digits}f}" for key in ("first", "last"))
         slope, bound = each["per_hour"] / scale, each["bound"] / scale
         mark = "" if each["is_bounded"] else " (beyond)"
         yield f"| {each['of']}: {unit} | {first} | {last} | {slope:+.1f}{mark} | {bound:g} |"
+
+
+def _nearest(growths: list[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Of every kind the few that are nearest to their bound."""
+    kinds = dict.fromkeys(each["what"] for each in growths)
+    for kind in kinds:
+        those = [each for each in growths if each["what"] == kind]
+        yield from sorted(those, key=lambda each: each["per_hour"] / each["bound"])[-_SHOWN:]
 
 
 if __name__ == "__main__":
