@@ -34,13 +34,13 @@ from torch import Tensor, nn
 
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit
 from collapipe_flwr.config.schema import AppConfig, parse
-from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan, RoundOutcome
+from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan, Movement, RoundOutcome
+from collapipe_flwr.core.measurements import ClusterMeasurement, StageMeasurement
 from collapipe_flwr.costs.price import PricedRound, price
 from collapipe_flwr.data.batches import Example, cut_batches, draw_round_examples
 from collapipe_flwr.federation.run.learner import Learner, make_learner
-from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.profile import profile_model
-from collapipe_flwr.pipeline.meter import StageReport, square_norm
+from collapipe_flwr.pipeline.meter import square_norm
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
@@ -93,7 +93,7 @@ class Locally:
     """One cluster's round: its weights as one vector, and what it measured."""
 
     weights: Tensor
-    told: ClusterTelemetry
+    told: ClusterMeasurement
 
 
 class Fleet:
@@ -123,19 +123,19 @@ class Fleet:
             self._step(examples, plan.micro_batch_size, optimizer)
             for examples in self._steps(m, plan, index)
         ]
-        told = ClusterTelemetry(
+        told = ClusterMeasurement(
             cluster_id=plan.cluster_id,
             examples=EXAMPLES,
             wall_s=0.0,
             losses=tuple(loss for loss, _ in steps),
-            reports=(StageReport(name=plan.member_ids[0]),),
+            reports=(StageMeasurement(name=plan.member_ids[0]),),
             edge=reduce(add, (report for _, report in steps)),
         )
         return Locally(weights=flat(self.model), told=told)
 
     def _step(
         self, examples: list[Example], size: int, optimizer: Optimizer
-    ) -> tuple[float, StageReport]:
+    ) -> tuple[float, StageMeasurement]:
         """One optimiser step: its loss, and the gradients of its first micro-batch and of all.
 
         The first micro-batch, then the rest at once: the same gradient as micro-batch by
@@ -154,7 +154,7 @@ class Fleet:
         optimizer.step()
         optimizer.zero_grad()
         total, first = float(sum(counts)), float(counts[0])
-        return sum(losses), StageReport(
+        return sum(losses), StageMeasurement(
             name="edge",
             steps=1,
             small_square_norm=squares[0] * (total / first) ** 2,
@@ -274,9 +274,11 @@ class Run:
             round_index=index,
             latency_s=priced.latency_s,
             clusters=clusters,
-            update_norm=float(update.norm()),
-            update_change_norm=float((update - last).norm()) if len(last) else None,
-            update_spread=sum(float((t.weights - mean).norm() ** 2) for t in told) / len(told),
+            movement=Movement(
+                norm=float(update.norm()),
+                change_norm=float((update - last).norm()) if len(last) else None,
+                spread=sum(float((t.weights - mean).norm() ** 2) for t in told) / len(told),
+            ),
         )
 
 

@@ -27,12 +27,12 @@ from flwr.serverapp.strategy import FedAvg
 from torch import Tensor
 
 from collapipe_flwr import CollaPipe
+from collapipe_flwr.core.measurements import ClusterMeasurement
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.deadline import RoundDeadline
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.members import ClusterGrid
 from collapipe_flwr.federation.records import EXAMPLES, write_telemetry
-from collapipe_flwr.federation.telemetry import ClusterTelemetry
 
 WAYS = {"wait": ("drop", 0.0), "drop": ("drop", 1.5), "join": ("join", 1.5)}
 SEEDS = (11, 12, 13, 14, 15)
@@ -89,7 +89,7 @@ class Client:
         content = RecordDict(
             {name: encode_tensors({"weight": weight.detach()}), "metrics": metrics}
         )
-        told = ClusterTelemetry(
+        told = ClusterMeasurement(
             cluster_id=f"node-{context.node_id}", examples=COUNT, wall_s=seconds, losses=()
         )
         return Message(write_telemetry(content, told), reply_to=message)

@@ -23,8 +23,8 @@ from collapipe_flwr.core.domain import ClusterSnapshot, ModelProfile, Snapshot
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.scheduler.edges import with_divided_memory
+from collapipe_flwr.scheduler.outcomes import simulated_outcome
 from collapipe_flwr.scheduler.policies import make_scheduler
-from collapipe_flwr.simulation.episode import simulated_outcome
 from collapipe_flwr.simulation.setting import PRESETS, Setting
 from collapipe_flwr.simulation.world import with_edge_at_home
 

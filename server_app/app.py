@@ -25,8 +25,7 @@ from collapipe_flwr.core.imports import installed_versions
 from collapipe_flwr.federation.arrays import encode_tensors
 from collapipe_flwr.federation.deadline import RoundDeadline
 from collapipe_flwr.federation.members import ClusterGrid, discover_clusters
-from collapipe_flwr.federation.planner import ScheduledRounds
-from collapipe_flwr.federation.planning import Unplanned
+from collapipe_flwr.federation.planner import KnownClusters, Unplanned
 from collapipe_flwr.federation.records import UnsplitTask, task_config
 from collapipe_flwr.federation.resuming import Checkpointed
 from collapipe_flwr.federation.run.learner import Evaluator, Learner, drawn_sentence, make_learner
@@ -125,7 +124,7 @@ def _add_how_to_resume(folder: RunFolder) -> Iterator[None]:
 
 def _find_clusters(
     grid: Grid, config: AppConfig, learner: Learner, clock: RoundDeadline | None
-) -> tuple[ClusterGrid, ScheduledRounds | None]:
+) -> tuple[ClusterGrid, KnownClusters | None]:
     """Wait for the clusters of the run, and make the planner of a split model."""
     clusters = discover_clusters(
         grid, expected=config.run.clusters, timeout_s=config.run.node_timeout_s
@@ -144,7 +143,7 @@ def _make_recorder(
     config: AppConfig,
     folder: RunFolder,
     evaluator: Evaluator,
-    planner: ScheduledRounds | None,
+    planner: KnownClusters | None,
     members: ClusterGrid,
     printer: RoundPrinter,
     progress: ProgressFile,
@@ -183,7 +182,7 @@ def _train(
     members: ClusterGrid,
     config: AppConfig,
     learner: Learner,
-    planner: ScheduledRounds | None,
+    planner: KnownClusters | None,
     recorder: RunRecorder,
     folder: RunFolder,
 ) -> None:

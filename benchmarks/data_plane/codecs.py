@@ -22,6 +22,7 @@ from collapipe_flwr.config.schema import AppConfig, LinksConfig
 from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.core.keys import read_assignments
 from collapipe_flwr.core.links import LinkConfig
+from collapipe_flwr.core.measurements import StageMeasurement
 from collapipe_flwr.data.batches import cut_batches, draw_round_examples
 from collapipe_flwr.data.tasks import Task, load_task
 from collapipe_flwr.host.server import HostServer
@@ -38,7 +39,6 @@ from collapipe_flwr.pipeline.config import (
     SessionRequest,
     StageConfig,
 )
-from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.step import MicroBatch
@@ -292,7 +292,7 @@ class _Chain:
         self._first.finish()
         self._link.close()
         weights = dict(self._first.part.state_dict())
-        reports: list[StageReport] = [self._first.report()]
+        reports: list[StageMeasurement] = [self._first.report()]
         for client in self._clients:
             session = client.session(_KEY)
             weights |= session.fetch_weights()

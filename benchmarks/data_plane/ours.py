@@ -13,6 +13,7 @@ from benchmarks.data_plane.job import TOKEN, Job, StageOrder, StageSeconds, Step
 from benchmarks.data_plane.model import BenchPart, micro_batches
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.core.links import LinkConfig, TlsFiles
+from collapipe_flwr.core.measurements import Span
 from collapipe_flwr.host.server import HostServer
 from collapipe_flwr.host.service import HostService
 from collapipe_flwr.pipeline.config import (
@@ -23,7 +24,6 @@ from collapipe_flwr.pipeline.config import (
     SessionRequest,
     StageConfig,
 )
-from collapipe_flwr.pipeline.meter import Span
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.stage import WEIGHTS

@@ -22,6 +22,7 @@ from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.links import LinkConfig
+from collapipe_flwr.core.measurements import StageMeasurement
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import NextHop, SessionKey
 from collapipe_flwr.pipeline.link import (
@@ -34,7 +35,6 @@ from collapipe_flwr.pipeline.link import (
     MemoryLink,
     memory_pair,
 )
-from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.transport.client import RemoteSession
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
 from collapipe_flwr.transport.weights import weight_frames
@@ -72,9 +72,9 @@ class NearSession(RemoteSession):
             yield from (frame for frame in frames if frame.kind is not FrameKind.END)
         yield Frame(kind=FrameKind.END, scalars={"tensors": float(len(keys))})
 
-    def report(self) -> StageReport:
+    def report(self) -> StageMeasurement:
         """Of nothing."""
-        return StageReport(name=self.key.session_id)
+        return StageMeasurement(name=self.key.session_id)
 
     def close(self, *, within_s: float | None = None) -> None:
         """Nothing is open."""

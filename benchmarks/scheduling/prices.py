@@ -27,7 +27,7 @@ from collapipe_flwr.scheduler.model_share import capped, least_shares
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.problem import Learning
 from collapipe_flwr.scheduler.protocol import REPAID
-from collapipe_flwr.simulation.episode import EpisodeRound, run_episode
+from collapipe_flwr.simulation.episode import EpisodeStep, run_episode
 from collapipe_flwr.simulation.setting import Setting
 from collapipe_flwr.simulation.world import EnergyBudget, World
 
@@ -140,14 +140,14 @@ def price_case(name: str, setting: Setting, seed: int, rounds: int) -> PriceCase
     lower = _bound(name, setting, seed, seen, learning)
     rng = np.random.default_rng([seed, 16])
     rival = float(np.mean([every_round_cost(one, learning, rng) for one in seen]))
-    ours = float(np.mean([r.plan.rho * r.priced.latency_s for r in done]))
+    ours = float(np.mean([r.plan.rho * r.latency_s for r in done]))
     used = energy_used(world, done)
     return PriceCase(
         world=name,
         seed=seed,
         rounds=rounds,
         dssda=ours,
-        dssda_latency_s=float(np.mean([r.priced.latency_s for r in done])),
+        dssda_latency_s=float(np.mean([r.latency_s for r in done])),
         every_round=rival,
         bound=lower.bound,
         energy_used=float(used[-1].max()),
@@ -195,12 +195,12 @@ def _round(setting: Setting, world: World, index: int) -> Round:
     return Round(capped(tables, least_shares(tables, settings), settings), settings)
 
 
-def energy_used(world: World, done: Sequence[EpisodeRound]) -> Array:
+def energy_used(world: World, done: Sequence[EpisodeStep]) -> Array:
     """Mean energy of every device up to every round over its budget, (T, devices)."""
     members = [device for c in world.clusters for device in c.members]
     spent = np.zeros((len(done), len(members)))
     for t, one in enumerate(done):
-        found = {d: j for c in one.priced.clusters for d, j in c.energy_j.items()}
+        found = {d: j for c in one.outcome.clusters for d, j in c.energy_j.items()}
         spent[t] = [found.get(d.device_id, 0.0) / d.energy_budget_j for d in members]
     return np.asarray(np.cumsum(spent, axis=0) / np.arange(1, len(done) + 1)[:, None])
 

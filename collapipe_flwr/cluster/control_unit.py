@@ -23,13 +23,12 @@ from collapipe_flwr.cluster.recovery import Incident, RecoveringRound, Recovery
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.links import QUEUE_FRAMES
+from collapipe_flwr.core.measurements import StageMeasurement, TransferStats
 from collapipe_flwr.models.any_splitter import AnySplitter
-from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.offload import LazyMapping
 from collapipe_flwr.pipeline.state import OptimizerState, drop_round_start
 from collapipe_flwr.pipeline.step import MicroBatch
 from collapipe_flwr.scheduler.plans import check_cluster_plan, dry_run_plan
-from collapipe_flwr.transport.weights import TransferStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +42,7 @@ class RoundResult:
     slots: OptimizerState = field(default_factory=dict)  # of all parts, on request
     losses: tuple[float, ...]  # per optimizer step; a batch without labels makes none
     probe: EvalResult  # before the first step
-    reports: tuple[StageReport, ...]
+    reports: tuple[StageMeasurement, ...]
     wall_s: float
     moved: TransferStats = field(default_factory=TransferStats)  # weights to and from all hosts
     plan: ClusterPlan  # at the end of the round
@@ -112,9 +111,9 @@ def evaluate_batches(
     return RecoveringRound(splitter, order, fleet, recovery).test(batches, wanted)
 
 
-def joined(reports: Iterable[Sequence[StageReport]]) -> tuple[StageReport, ...]:
+def joined(reports: Iterable[Sequence[StageMeasurement]]) -> tuple[StageMeasurement, ...]:
     """One report per stage over all intervals: the control unit, then as in the last one."""
-    by_name: dict[str, StageReport] = {}
+    by_name: dict[str, StageMeasurement] = {}
     for interval in reports:
         for report in interval:
             before = by_name.pop(report.name, None)

@@ -26,6 +26,7 @@ from collapipe_flwr.core.errors import (
     Unreachable,
 )
 from collapipe_flwr.core.links import Heartbeat, LinkConfig, TlsFiles
+from collapipe_flwr.core.measurements import TransferStats
 from collapipe_flwr.host.service import HostService
 from collapipe_flwr.host.session import Lane, Stream
 from collapipe_flwr.models.any_splitter import AnySplitter
@@ -37,7 +38,6 @@ from collapipe_flwr.pipeline.state import PartState
 from collapipe_flwr.pipeline.targets import Targets
 from collapipe_flwr.transport.client import HostClient
 from collapipe_flwr.transport.simulated_link import simulated_pair
-from collapipe_flwr.transport.weights import TransferStats
 
 _log = logging.getLogger(__name__)
 CLOSE_S = 2.0  # for a host to free a session

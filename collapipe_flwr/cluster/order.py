@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import Heartbeat, LinkConfig
+from collapipe_flwr.core.measurements import StageMeasurement, TransferStats
 from collapipe_flwr.core.schedule import ALONE, SCHEDULES, ReplicaIndex, turns
 from collapipe_flwr.pipeline.compute import CPU, hold
 from collapipe_flwr.pipeline.config import LONGEST_WAIT_S, Execution, StageConfig
-from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.offload import LazyMapping
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.state import OptimizerState, PartState, load_optimizer_state
-from collapipe_flwr.transport.weights import TransferStats
 
 CONTROL_UNIT, EDGE = "control-unit", "edge"  # the first and the last stage, beside device ids
 PATIENCE_PER_STAGE = 0.5  # upstream waits longer, so that the neighbour of a silent stage reports
@@ -147,7 +146,7 @@ class Segments:
     """What neighbouring stages return; ``reports`` are in pipeline order."""
 
     state: PartState
-    reports: tuple[StageReport, ...]
+    reports: tuple[StageMeasurement, ...]
     moved: TransferStats = field(default_factory=TransferStats)  # placed and collected
 
     def __add__(self, behind: Segments) -> Segments:

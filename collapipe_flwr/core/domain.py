@@ -8,7 +8,7 @@ unless a name says otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Annotated
 
@@ -429,17 +429,34 @@ class ClusterOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundOutcome:
-    """A finished round, from which the scheduler updates its estimates.
+class Movement:
+    """How far the model moved in a round; None where that was not measured.
 
-    With x the update of the global model in this round and y that of the round before:
-    ``update_norm`` is |x|, ``update_change_norm`` is |x - y|, and ``update_spread`` the
-    example-weighted mean of |x_m - x|^2 over the clusters' own updates x_m.
+    With x the update of the global model in this round and y that of the round before: ``norm`` is
+    |x|, ``change_norm`` is |x - y|, and ``spread`` the example-weighted mean of |x_m - x|^2 over
+    the clusters' own updates x_m.
     """
 
-    round_index: int
-    latency_s: float
-    clusters: tuple[ClusterOutcome, ...]
-    update_norm: float | None = None
-    update_change_norm: float | None = None
-    update_spread: float | None = None
+    norm: float | None = None
+    change_norm: float | None = None
+    spread: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundOutcome:
+    """What a round cost, measured by clusters of machines and simulated for others.
+
+    Schedulers update their estimates from it. ``queues_j`` are their energy queues after that, by
+    cluster and device.
+    """
+
+    round_index: int = 0
+    latency_s: float | None = None  # None where nothing was priced
+    clusters: tuple[ClusterOutcome, ...] = ()
+    movement: Movement = Movement()
+    queues_j: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    @property
+    def energy_j(self) -> dict[str, Mapping[str, float]]:
+        """Joules by cluster and device."""
+        return {cluster.cluster_id: cluster.energy_j for cluster in self.clusters}

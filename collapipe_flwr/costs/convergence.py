@@ -178,7 +178,11 @@ def update(
     if losses:
         state = replace(state, loss=_blend(state.loss, sum(losses) / len(losses)))
     travelled = learning_rate * max(mean_steps, 1.0)
-    change, moved, spread = outcome.update_change_norm, outcome.update_norm, outcome.update_spread
+    moved, change, spread = (
+        outcome.movement.norm,
+        outcome.movement.change_norm,
+        outcome.movement.spread,
+    )
     if state.update_norm and change is not None and _usable(change):
         secant = change / (travelled * state.update_norm)
         state = replace(state, smoothness=_blend(state.smoothness, secant))

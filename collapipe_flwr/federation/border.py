@@ -17,11 +17,11 @@ from flwr.serverapp.strategy import FedAvg, Strategy
 
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile
 from collapipe_flwr.core.errors import ProtocolError, ScheduleError
+from collapipe_flwr.core.measurements import ClusterMeasurement
 from collapipe_flwr.core.texts import SHORT, to_one_line
 from collapipe_flwr.federation import messages, records
 from collapipe_flwr.federation.array_format import layout_of
 from collapipe_flwr.federation.inner import layers
-from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.scheduler.plans import check_cluster_plan, dry_run_plan
 
 log = logging.getLogger("flwr.collapipe")
@@ -33,7 +33,7 @@ _MOST_NAME = 1000  # characters of an array's or a metric's name
 
 def trained(
     content: RecordDict, plan: ClusterPlan | None, cluster_id: str, weighted_by: str
-) -> tuple[RecordDict, ClusterTelemetry | None]:
+) -> tuple[RecordDict, ClusterMeasurement | None]:
     """Check a reply to training and split off its telemetry; raises ProtocolError.
 
     ``plan`` is the one that was sent. The weight of the reply is checked elsewhere.
@@ -86,7 +86,7 @@ def _check_metrics(metrics: MetricRecord, cluster_id: str, weighted_by: str) -> 
 
 
 def _check_telemetry(
-    telemetry: ClusterTelemetry, plan: ClusterPlan | None, cluster_id: str
+    telemetry: ClusterMeasurement, plan: ClusterPlan | None, cluster_id: str
 ) -> None:
     if others := telemetry.cluster_ids - {cluster_id}:
         raise ProtocolError(f"cluster {cluster_id} sent telemetry of {min(others)!r}")

@@ -14,7 +14,16 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from collapipe_flwr.config.schema import EdgeConfig
+from collapipe_flwr.core.domain import RoundOutcome
 from collapipe_flwr.core.errors import DevicesMissing, RunError
+from collapipe_flwr.core.incident import (
+    LOST,
+    QUARANTINED,
+    RECOVERED,
+    REMARK,
+    RETRY,
+    Incident,
+)
 from collapipe_flwr.federation.arrays import find_not_finite, inner_view, load_into, narrow_raw
 from collapipe_flwr.federation.attempts import DEFAULT_TIMEOUT_S, Attempts, are_permanent
 from collapipe_flwr.federation.border import averages, evaluations
@@ -37,13 +46,12 @@ from collapipe_flwr.federation.inner_state import (
 from collapipe_flwr.federation.late_updates import LateUpdate, LateUpdates
 from collapipe_flwr.federation.messages import replace_content, restore_arrays
 from collapipe_flwr.federation.open_round import OpenRound
-from collapipe_flwr.federation.planner import ScheduledRounds
-from collapipe_flwr.federation.planning import DescribedClusters, Planning, planner_of
+from collapipe_flwr.federation.planner import DescribedClusters, KnownClusters, planner_of
+from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.records import EXAMPLES
 from collapipe_flwr.federation.rounds import (
     AcceptedRounds,
     ClosedRound,
-    Outcome,
     RoundPlan,
     RoundPlanner,
     RoundRecord,
@@ -309,7 +317,7 @@ class StrategyHooks:
             f"round {closed.plan.server_round}: {type(self.inner_strategy).__name__} made {what} "
             "infinite or NaN from finite replies: change strategy-arguments"
         )
-        closed.remarks.append(why)
+        closed.incidents.append(Incident(kind=REMARK, text=why))
         self._lose_round(why)
         return None
 
@@ -334,11 +342,11 @@ class StrategyHooks:
         self.close()
         plan, planner = self._planned, self.planner
         nodes = [message.metadata.dst_node_id for message in messages]
-        if isinstance(planner, ScheduledRounds) and not plan.cluster_ids.keys() >= set(nodes):
+        if isinstance(planner, KnownClusters) and not plan.cluster_ids.keys() >= set(nodes):
             if isinstance(planner, DescribedClusters) and not planner.query_unknown(grid, nodes):
                 plan = RoundPlan.of_nobody(server_round)
             else:
-                plan = planner.plan_evaluation(server_round, nodes, arrays)
+                plan = planner.plan_evaluation(server_round, nodes)
         self._attempts = Attempts(self._retries)
         return self._with_retries(lambda: self._open_round(plan, server_round, arrays, messages))
 
@@ -399,19 +407,29 @@ class StrategyHooks:
             server_round=closed.plan.server_round,
             plan=closed.plan.plan,
             asked=tuple(sent.cluster_id for sent in closed.sent),
-            failures=closed.failures,
-            remarks=(*self._attempts.failures, *closed.remarks),
-            retried=tuple(self._attempts.failures),
-            joined_late=tuple(closed.joined_late),
+            incidents=tuple(self._list_incidents(closed)),
             joined=closed.joined,
             train_metrics=metrics_as_dict(metrics),
             telemetry=closed.telemetry,
-            outcome=self.planner.settle(closed) if closed.plan.cluster_ids else Outcome(),
+            outcome=self.planner.settle(closed) if closed.plan.cluster_ids else RoundOutcome(),
             flower_bytes_sent=sum(sent.content_bytes for sent in closed.sent),
             flower_bytes_received=closed.received_bytes,
         )
         if self._on_round is not None:
             self._on_round(record)
+
+    def _list_incidents(self, closed: ClosedRound) -> Iterator[Incident]:
+        """Yield what went wrong in a round, by kind."""
+        for text in self._attempts.failures:
+            yield Incident(kind=RETRY, text=text)
+        yield from closed.incidents
+        for cluster, why in closed.failures.items():
+            yield Incident(kind=LOST, cluster=cluster, text=why)
+        for cluster, measured in closed.telemetry.items():
+            for text in measured.incidents:
+                yield Incident(kind=RECOVERED, cluster=cluster, text=text)
+            for device, why in measured.quarantined.items():
+                yield Incident(kind=QUARANTINED, cluster=cluster, text=f"{device}: {why}")
 
 
 def find_weight_key(strategy: Strategy) -> str:

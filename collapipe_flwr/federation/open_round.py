@@ -13,6 +13,7 @@ from dataclasses import replace
 from flwr.app import ArrayRecord, Message, RecordDict
 
 from collapipe_flwr.core.errors import Diverged, LinkError, ProtocolError, RunError
+from collapipe_flwr.core.incident import LATE, Incident
 from collapipe_flwr.federation import border, messages, records
 from collapipe_flwr.federation.arrays import add_change, find_not_finite, inner_view
 from collapipe_flwr.federation.rounds import (
@@ -137,7 +138,7 @@ class OpenRound:
         if name in alone.models and shape is not None:
             shown = self._check_agrees(shown, sent, shape, alone)
         closed.received_bytes += alone.received_bytes
-        closed.remarks += alone.remarks
+        closed.incidents += alone.incidents
         late_by = closed.plan.server_round - self.plan.server_round
         if name not in alone.models:
             closed.failures[name] = f"late by {late_by} rounds: {alone.failures[name]}"
@@ -155,9 +156,8 @@ class OpenRound:
             return True
         if (plan := self.plan.cluster_plan(sent.node_id)) is not None:
             closed.joined[name] = plan
-        remark = f"cluster {name} joins late by {late_by} rounds, weight {weight:.2f}"
-        closed.remarks.append(remark)
-        closed.joined_late.append(remark)
+        text = f"cluster {name} joins late by {late_by} rounds, weight {weight:.2f}"
+        closed.incidents.append(Incident(kind=LATE, text=text))
         return True
 
     def accept(self, closed: ClosedRound) -> None:

@@ -2,8 +2,8 @@
 
 A message to a cluster has its :class:`RoundAssignment` inside the ConfigRecord of the inner
 strategy (built-in mods demand exactly one), a key for each field. A reply has one ArrayRecord, one
-MetricRecord (Flower averages everything in it) and the :class:`ClusterTelemetry` in a ConfigRecord,
-which is removed before the inner strategy aggregates.
+MetricRecord (Flower averages everything in it) and the :class:`ClusterMeasurement` in a
+ConfigRecord, which is removed before the inner strategy aggregates.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile
 from collapipe_flwr.core.errors import ConfigError, ProtocolError, ScheduleError
 from collapipe_flwr.core.json_codec import from_json, to_json
+from collapipe_flwr.core.measurements import ClusterMeasurement
 from collapipe_flwr.federation.rounds import Progress
-from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.scheduler.plans import check_cluster_plan
@@ -127,15 +127,15 @@ def takes_bundles(content: RecordDict) -> bool:
     return _find_text(content, _BUNDLES) == "true"
 
 
-def write_telemetry(content: RecordDict, telemetry: ClusterTelemetry) -> RecordDict:
+def write_telemetry(content: RecordDict, telemetry: ClusterMeasurement) -> RecordDict:
     """Copy ``content`` with the telemetry as a record of its own."""
     return RecordDict({**content, _TELEMETRY: ConfigRecord({_JSON: to_json(telemetry)})})
 
 
-def take_telemetry(content: RecordDict) -> tuple[RecordDict, ClusterTelemetry | None]:
+def take_telemetry(content: RecordDict) -> tuple[RecordDict, ClusterMeasurement | None]:
     """Split ``content`` into the rest and its telemetry; raises ProtocolError if malformed."""
     rest = RecordDict({k: v for k, v in content.items() if k != _TELEMETRY})
-    return rest, _read(content, _TELEMETRY, ClusterTelemetry)
+    return rest, _read(content, _TELEMETRY, ClusterMeasurement)
 
 
 def task_config(vocabulary_json: str, unsplit: UnsplitTask | None) -> ConfigRecord:

@@ -20,13 +20,13 @@ from typing import Protocol, runtime_checkable
 
 from flwr.app import ArrayRecord, Message, MetricRecord
 
-from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan, Plan
+from collapipe_flwr.core.domain import ClusterPlan, Plan, RoundOutcome
 from collapipe_flwr.core.errors import ProtocolError
+from collapipe_flwr.core.incident import LOST, Incident
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.core.links import LinkReport
+from collapipe_flwr.core.measurements import ClusterMeasurement, TransferStats
 from collapipe_flwr.federation.checkpoint import KEPT_CHECKPOINTS, ComponentState
-from collapipe_flwr.federation.telemetry import ClusterTelemetry
-from collapipe_flwr.transport.weights import TransferStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,26 +159,12 @@ class ClosedRound:
     replies: list[Message] = field(default_factory=list)
     models: dict[str, ArrayRecord] = field(default_factory=dict)  # unsplit, of those that replied
     examples: dict[str, float] = field(default_factory=dict)
-    telemetry: dict[str, ClusterTelemetry] = field(default_factory=dict)
+    telemetry: dict[str, ClusterMeasurement] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     late: list[Sent] = field(default_factory=list)  # that may join a later round
     joined: dict[str, ClusterPlan] = field(default_factory=dict)  # earlier plans that end now
-    remarks: list[str] = field(default_factory=list)  # on replies that were used, or the aggregate
-    joined_late: list[str] = field(default_factory=list)  # of these, on replies to earlier rounds
+    incidents: list[Incident] = field(default_factory=list)  # besides failures
     received_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """The result of a round, measured by clusters of machines and simulated for others.
-
-    Queues are by cluster and device, after the round. ``clusters`` is what the planner learnt from.
-    """
-
-    latency_s: float | None = None
-    energy_j: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    clusters: tuple[ClusterOutcome, ...] = ()
-    queues_j: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -188,7 +174,7 @@ class RoundPlanner(Protocol):
     def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
         """Return the plan for ``nodes``; raises ScheduleError if there is none."""
 
-    def settle(self, closed: ClosedRound) -> Outcome:
+    def settle(self, closed: ClosedRound) -> RoundOutcome:
         """Price the round, and update queues and estimates."""
 
 
@@ -199,16 +185,13 @@ class RoundRecord:
     server_round: int
     plan: Plan | None
     asked: tuple[str, ...]  # cluster ids
-    failures: Mapping[str, str]  # cluster id: its sentence
     train_metrics: Mapping[str, float | Sequence[float]]
-    telemetry: Mapping[str, ClusterTelemetry]
-    outcome: Outcome
+    telemetry: Mapping[str, ClusterMeasurement]
+    outcome: RoundOutcome
     flower_bytes_sent: int
     flower_bytes_received: int
-    remarks: tuple[str, ...] = ()  # failed attempts, corrected claims, a refused aggregate
-    retried: tuple[str, ...] = ()  # of these, the attempts
-    joined_late: tuple[str, ...] = ()  # of these, replies to earlier rounds
-    joined: Mapping[str, ClusterPlan] = field(default_factory=dict)  # their plans, by cluster
+    incidents: tuple[Incident, ...] = ()
+    joined: Mapping[str, ClusterPlan] = field(default_factory=dict)  # late
 
     def __str__(self) -> str:
         """Write a line for the round, then one per cluster: devices, blocks, micro-batches."""
@@ -221,8 +204,12 @@ class RoundRecord:
             )
             cut = f"{plan.micro_batches} x {plan.micro_batch_size} examples"
             lines.append(f"  {plan.cluster_id}: {held}; {cut}, predicted {plan.latency_s:.3g} s")
-        lines += [f"  {name} failed: {why}" for name, why in self.failures.items()]
-        return "\n".join([*lines, *(f"  {remark}" for remark in self.remarks)])
+        return "\n".join([*lines, *(f"  {incident}" for incident in self.incidents)])
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Why clusters have no part in the round, by cluster."""
+        return {each.cluster: each.text for each in self.incidents if each.kind == LOST}
 
     @property
     def link_bytes(self) -> dict[str, int]:
@@ -233,7 +220,7 @@ class RoundRecord:
         return totals
 
     def links(self, *, paced: bool) -> tuple[LinkReport, ...]:
-        """Return every hop of every cluster that replied; see `ClusterTelemetry.links`."""
+        """Return every hop of every cluster that replied; see `ClusterMeasurement.links`."""
         return tuple(
             link
             for name, measured in self.telemetry.items()

@@ -20,8 +20,8 @@ from collapipe_flwr.core.processes import run_beside
 from collapipe_flwr.core.texts import to_one_line
 
 if TYPE_CHECKING:  # a host that waits has not loaded torch
+    from collapipe_flwr.core.measurements import StageMeasurement
     from collapipe_flwr.pipeline.config import Health, SessionRequest
-    from collapipe_flwr.pipeline.meter import StageReport
 
 MOST_CLUSTERS = 32
 OTHERS = "others"
@@ -66,7 +66,7 @@ class Tally:
         with self._lock:
             return dict(self._clusters)
 
-    def count(self, request: SessionRequest, report: StageReport) -> None:
+    def count(self, request: SessionRequest, report: StageMeasurement) -> None:
         """Count a stream that ended in good order."""
         with self._lock:
             done = self._find_done(request)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.json_log import add_log_fields
+from collapipe_flwr.core.measurements import StageMeasurement
 from collapipe_flwr.core.schedule import stage_actions
 from collapipe_flwr.host.energy import EnergyMeter
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
@@ -34,7 +35,7 @@ from collapipe_flwr.pipeline.compute import CPU, AllocatorPeak
 from collapipe_flwr.pipeline.config import Health, NextHop, PassesDone, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.gradient_sums import Siblings
 from collapipe_flwr.pipeline.link import Link, fan_of
-from collapipe_flwr.pipeline.meter import StageReport, bytes_of
+from collapipe_flwr.pipeline.meter import bytes_of
 from collapipe_flwr.pipeline.roles import LastStage, MiddleStage
 from collapipe_flwr.pipeline.soundness import error_for_neighbours
 from collapipe_flwr.pipeline.state import digests_of
@@ -193,7 +194,7 @@ class HostService:
             still = {name: tensor for name, tensor in tensors.items() if name not in changed}
             return {**dict.fromkeys(tensors, ""), **digests_of(still)}
 
-    def report(self, key: SessionKey) -> StageReport:
+    def report(self, key: SessionKey) -> StageMeasurement:
         """Return what a session measured since its weights were set.
 
         Streams that ended in good order add up. One that failed does not count, because its steps

@@ -22,6 +22,7 @@ from collapipe_flwr.core.errors import (
     ProtocolError,
 )
 from collapipe_flwr.core.json_log import add_log_fields
+from collapipe_flwr.core.measurements import StageMeasurement
 from collapipe_flwr.core.texts import SHORT, to_one_line
 from collapipe_flwr.core.version import version_fault
 from collapipe_flwr.host.allocator import trim_heap
@@ -31,7 +32,6 @@ from collapipe_flwr.host.session import Lane, SessionRefused, Stream
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest, run_benchmark
 from collapipe_flwr.pipeline.config import Health, PassesDone, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.link import Frame, FrameKind
-from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
 from collapipe_flwr.transport.methods import (
@@ -164,7 +164,7 @@ class Servicer:
             for frame in weight_frames(weights):
                 yield encode_frame(frame)
 
-    def report(self, _: bytes, call: Call) -> StageReport:
+    def report(self, _: bytes, call: Call) -> StageMeasurement:
         return self.service.report(call.key)
 
     def progress(self, _data: bytes, _call: Call) -> dict[str, PassesDone]:

@@ -17,11 +17,12 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.core.measurements import StageMeasurement
 from collapipe_flwr.core.schedule import ReplicaIndex
 from collapipe_flwr.host.ledger import Account
 from collapipe_flwr.pipeline.config import PassesDone, SessionRequest
 from collapipe_flwr.pipeline.link import Link, fan_of
-from collapipe_flwr.pipeline.meter import Recorder, StageReport
+from collapipe_flwr.pipeline.meter import Recorder
 from collapipe_flwr.pipeline.optimizer import Optimizer
 
 BUSY_S = 60.0  # for the current use of a part to end
@@ -113,7 +114,7 @@ class HostSession:
     used_s: float  # when it was last asked for
     part: nn.Module | None = None
     optimizer: Optimizer | None = None
-    report: StageReport | None = None  # of all that was done since the weights were set
+    report: StageMeasurement | None = None  # of all that was done since the weights were set
     steps: int = 0  # done since then
     tested: int = 0  # micro-batches
     recorder: Recorder | None = None  # of the stream that runs
@@ -268,7 +269,7 @@ class HostSession:
                 tested=self.tested + (running.count("test") if running else 0),
             )
 
-    def count(self, stream: StageReport, tested: int = 0) -> None:
+    def count(self, stream: StageMeasurement, tested: int = 0) -> None:
         """Add the report of a stream that ended in good order and ``tested`` micro-batches."""
         with self._turn:
             self.tested += tested

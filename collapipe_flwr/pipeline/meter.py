@@ -15,108 +15,16 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
-from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from collapipe_flwr.core import bounds
 from collapipe_flwr.core.durable import write_text
 from collapipe_flwr.core.errors import RunError
-from collapipe_flwr.core.keys import one_of
-from collapipe_flwr.core.links import LinkTraffic
-
-MOST_SPANS = 10_000  # of one stage: a report must fit into a message
-NAMES = {  # of spans in a timeline, by kind of work
-    "forward": "F",
-    "test": "F",
-    "backward": "B",
-    "weights": "W",
-    "optimizer": "step",
-    "send": "send",
-    "receive": "wait",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """One timed piece of work of one stage."""
-
-    work: Annotated[str, one_of(*NAMES)]
-    step: bounds.Count
-    micro_batch: bounds.Count
-    start_s: bounds.Moment
-    stop_s: bounds.Moment
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageReport:
-    """One stage over all steps since it was opened, or over several intervals of a round.
-
-    The passes of `micro_batches` in training took `forward_s` and `backward_s`, without those of
-    evaluations. `wait_s` is time spent waiting for a neighbour, to receive or for room to send.
-    `energy_j` is by a sensor of its machine, None without one. `*_up` is the link towards the
-    control unit, `*_down` towards the edge; `sent_beside_bytes` were sent to other replicas of the
-    stage. `small_square_norm` and `big_square_norm` are means over the steps of the squared norm of
-    this stage's gradients for the first micro-batch alone and for the whole batch, weighted by the
-    squares of their weights (labels), whose sums are `small_squares` and `big_squares`;
-    `small_weight` and `big_weight` are the sums of the weights themselves. Only the first replica
-    of a stage has small ones and norms. `peak_tensor_bytes` is by `MemoryMeter`. `spans` are
-    recorded on request; the sum of two reports keeps the first `MOST_SPANS`.
-    """
-
-    name: bounds.Name
-    steps: bounds.Count = 0
-    micro_batches: bounds.Count = 0
-    forward_s: bounds.Seconds = 0.0
-    backward_s: bounds.Seconds = 0.0
-    optimizer_s: bounds.Seconds = 0.0
-    wait_s: bounds.Seconds = 0.0
-    sent_up: LinkTraffic = field(default_factory=LinkTraffic)
-    received_up: LinkTraffic = field(default_factory=LinkTraffic)
-    sent_down: LinkTraffic = field(default_factory=LinkTraffic)
-    received_down: LinkTraffic = field(default_factory=LinkTraffic)
-    sent_beside_bytes: bounds.Bytes = 0
-    peak_tensor_bytes: bounds.Bytes = 0
-    energy_j: bounds.Joules | None = None
-    small_square_norm: bounds.MaybeHuge = 0.0
-    big_square_norm: bounds.MaybeHuge = 0.0
-    small_weight: bounds.Labels = 0.0
-    small_squares: bounds.Labels = 0.0
-    big_weight: bounds.Labels = 0.0
-    big_squares: bounds.Labels = 0.0
-    spans: Annotated[tuple[Span, ...], bounds.most_entries(MOST_SPANS)] = ()
-
-    def __add__(self, later: StageReport) -> StageReport:
-        """Join two intervals of the same stage."""
-        joint: dict[str, object] = {}
-        for name in (f.name for f in fields(self) if f.name != "name"):
-            mine, theirs = getattr(self, name), getattr(later, name)
-            if name == "peak_tensor_bytes":
-                joint[name] = max(mine, theirs)
-            elif name == "small_square_norm":
-                joint[name] = _mean((mine, theirs), (self.small_squares, later.small_squares))
-            elif name == "big_square_norm":
-                joint[name] = _mean((mine, theirs), (self.big_squares, later.big_squares))
-            elif name == "energy_j":
-                known = mine is not None and theirs is not None
-                joint[name] = mine + theirs if known else None
-            elif name == "spans":
-                joint[name] = (mine + theirs)[:MOST_SPANS]
-            else:
-                joint[name] = mine + theirs
-        return replace(self, **joint)  # type: ignore[arg-type]
-
-
-def _mean(values: tuple[float, float], weights: tuple[float, float]) -> float:
-    """Average two means by their weights; one that weighs nothing does not count."""
-    (first, second), (mine, theirs) = values, weights
-    if not (mine and theirs):
-        return second if theirs else first
-    return first + theirs / (mine + theirs) * (second - first)
+from collapipe_flwr.core.measurements import MOST_SPANS, WORK_NAMES, Span
 
 
 class Recorder:
@@ -290,7 +198,7 @@ def _event(span: Span, process: int, row: int, origin_s: float) -> dict[str, obj
     passes = span.work in ("forward", "test", "backward", "weights")
     return {
         "ph": "X",
-        "name": f"{NAMES[span.work]}{span.micro_batch}" if passes else NAMES[span.work],
+        "name": f"{WORK_NAMES[span.work]}{span.micro_batch}" if passes else WORK_NAMES[span.work],
         "cat": span.work,
         "pid": process,
         "tid": row,

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import MemberFailed, ModelError, NotFinite, ProtocolError
 from collapipe_flwr.core.links import LinkTraffic
+from collapipe_flwr.core.measurements import StageMeasurement
 from collapipe_flwr.core.schedule import Op, forward_actions, stage_actions
 from collapipe_flwr.pipeline.backward import DeferredGradients, defer_products, fuse_accumulation
 from collapipe_flwr.pipeline.compute import (
@@ -44,7 +45,7 @@ from collapipe_flwr.pipeline.link import (
     lane_of,
     needs_gradient,
 )
-from collapipe_flwr.pipeline.meter import MemoryMeter, Recorder, StageReport, square_norm
+from collapipe_flwr.pipeline.meter import MemoryMeter, Recorder, square_norm
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.randomness import SeededRandomness
 from collapipe_flwr.pipeline.soundness import (
@@ -97,8 +98,8 @@ class Stage(ABC):
         self._keeps_graph = not settings.execution.recompute or self._recompute_by_block()
         self._returning = Frame(kind=FrameKind.ACTIVATION)  # whose backward pass runs
         self._sent: list[object] = []  # see `_send`
-        self._steps = StageReport(name=settings.name)  # their number, and norms of gradients
-        self._first = StageReport(name=settings.name)  # of a step's first micro-batch
+        self._steps = StageMeasurement(name=settings.name)  # their number, and norms of gradients
+        self._first = StageMeasurement(name=settings.name)  # of a step's first micro-batch
         self._mode: bool | None = None  # of the part: it trains, or not
         self._micro_batches = 0  # in training
         self._weights = tuple(part.parameters())
@@ -159,7 +160,7 @@ class Stage(ABC):
             self._apply(step)
         self._sent.clear()
 
-    def report(self) -> StageReport:
+    def report(self) -> StageMeasurement:
         """Return the measurements of this stage since it was opened."""
         up, down = self.upstream, self.downstream
         return replace(
@@ -289,7 +290,7 @@ class Stage(ABC):
                 scalars["weight"],
             )
             if scale > 0:
-                self._first = StageReport(
+                self._first = StageMeasurement(
                     name=self.settings.name,
                     small_square_norm=norm / scale**2,
                     small_weight=weight,
@@ -361,7 +362,7 @@ class Stage(ABC):
                 big_weight=step.weight,
                 big_squares=step.weight**2,
             )
-            self._first = StageReport(name=self.settings.name)
+            self._first = StageMeasurement(name=self.settings.name)
             self.optimizer.step(step.rate)
             self._note_fixed()
             self.optimizer.zero_grad()

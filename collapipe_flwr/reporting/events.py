@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan
+from collapipe_flwr.core.incident import QUARANTINED, Incident
 from collapipe_flwr.core.links import LinkConfig, LinkReport, LinkTraffic, sum_reports
 
 _RECENT = 5  # rounds
@@ -21,7 +22,7 @@ _PAYING = "dssda"  # the policy that pays back what is above them
 # Of an event in a `RunStory`: most of it, which curves do not need.
 _LEFT_OUT: dict[str, Any] = {
     **{key: {} for key in ("clusters", "energy_j", "queues_j", "memory_bytes")},
-    **dict.fromkeys(("links", "failures", "incidents"), ()),
+    **dict.fromkeys(("links", "incidents"), ()),
     "plan": None,
 }
 
@@ -58,16 +59,21 @@ class RoundEvent:
     bytes: LinkBytes = field(default_factory=LinkBytes)
     links: tuple[LinkReport, ...] = ()
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
-    failures: tuple[str, ...] = ()
-    incidents: tuple[Mapping[str, str], ...] = ()  # the same by kind, see `incident_json`
+    incidents: tuple[Incident, ...] = ()
     lost: tuple[str, ...] = ()  # clusters that were away or whose round came to nothing
     fresh_examples: int = 0  # new ones of data.stream
     prequential_loss: float | None = None  # on them, before training on them
 
+    @property
+    def failures(self) -> tuple[Incident, ...]:
+        """The incidents that cost the round something."""
+        return tuple(each for each in self.incidents if each.kind != QUARANTINED)
+
     def as_json(self) -> dict[str, Any]:
         """Return plain data for the event log; JSON knows no NaN, so a diverged number is null."""
         links = [link_json(link) for link in self.links]
-        return dict(replace_nonfinite({**asdict(self), "links": links}))
+        told = {"links": links, "failures": list(map(str, self.failures))}
+        return dict(replace_nonfinite({**asdict(self), **told}))
 
     @staticmethod
     def of_json(data: Mapping[str, Any]) -> RoundEvent:
@@ -76,8 +82,9 @@ class RoundEvent:
         for name in ("metrics", "clusters_metrics"):
             scores = data.get(name, {}).items()
             values[name] = {key: nan if score is None else score for key, score in scores}
-        for name in ("failures", "lost", "incidents"):
-            values[name] = tuple(data.get(name, ()))
+        values.pop("failures", None)  # read from incidents
+        values["lost"] = tuple(data.get("lost", ()))
+        values["incidents"] = tuple(Incident(**each) for each in data.get("incidents", ()))
         values["bytes"] = LinkBytes(**data["bytes"])
         values["links"] = tuple(link_of_json(link) for link in data.get("links", ()))
         return RoundEvent(**values)
@@ -283,16 +290,6 @@ def cluster_json(plan: ClusterPlan | None, outcome: ClusterOutcome) -> dict[str,
             for name, joules in outcome.energy_j.items()
         },
     }
-
-
-def incident_json(kind: str, text: str, cluster: str = "") -> dict[str, str]:
-    """Return one incident of a round as plain data.
-
-    ``kind`` is "retry" (an attempt at the round failed), "lost" (a cluster's reply), "recovered"
-    (a device was lost and its steps were replayed), "quarantined" (a device), "late" (a reply to an
-    earlier round was used) or "remark" (on a reply that was used).
-    """
-    return {"kind": kind, "cluster": cluster, "text": text}
 
 
 def link_json(report: LinkReport) -> dict[str, Any]:

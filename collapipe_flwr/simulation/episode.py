@@ -18,83 +18,34 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from collapipe_flwr.core.domain import (
-    ClusterOutcome,
-    ClusterPlan,
     ClusterSnapshot,
     DeviceProfile,
     ModelProfile,
     Plan,
     RoundOutcome,
     Snapshot,
-    StageSample,
 )
 from collapipe_flwr.core.keys import Rule, at_least, check_keys, key, one_of
-from collapipe_flwr.costs.measured import explained_s, stage_parts, taken_s
-from collapipe_flwr.costs.price import PricedRound, price
-from collapipe_flwr.costs.replicas import PricedCluster
 from collapipe_flwr.costs.work import PricingOptions
-from collapipe_flwr.scheduler.edges import edges_in, on_edges
+from collapipe_flwr.scheduler.controller import RoundController
 from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerState
 from collapipe_flwr.simulation.devices import scaled
 from collapipe_flwr.simulation.world import World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeRound:
-    """One simulated round."""
+class EpisodeStep:
+    """One simulated round, with the scheduler's state after it."""
 
     plan: Plan
-    priced: PricedRound
+    outcome: RoundOutcome
     state: SchedulerState
     decision_s: float
 
-
-def simulated_outcome(
-    plan: Plan, priced: PricedRound, truth: Snapshot, seen: Snapshot, options: PricingOptions
-) -> RoundOutcome:
-    """Derive the outcome from the price; members with work report true stage times and powers.
-
-    ``seen`` holds the links, and the devices without work, as plans knew them.
-    """
-    clusters = tuple(
-        simulated_cluster(part, found, truth, seen, options)
-        for part, found in zip(plan.clusters, priced.clusters, strict=True)
-    )
-    return RoundOutcome(round_index=plan.round_index, latency_s=priced.latency_s, clusters=clusters)
-
-
-def simulated_cluster(
-    plan: ClusterPlan,
-    priced: PricedCluster,
-    truth: Snapshot,
-    seen: Snapshot,
-    options: PricingOptions,
-) -> ClusterOutcome:
-    """Derive one cluster's part of `simulated_outcome`."""
-    profile = next(c.profile for c in truth.clusters if c.profile.cluster_id == plan.cluster_id)
-    members = {member.device_id: member for member in profile.members}
-    samples = []
-    for name, (passes, each) in stage_parts(plan, truth.model, recompute=options.recompute).items():
-        member, flop = members.get(name), plan.micro_batch_size * each
-        samples.append(
-            StageSample(
-                device_id=name,
-                passes=passes,
-                flop=flop,
-                busy_s=taken_s(member or truth.edge_of(profile), passes, flop),
-                watt=member.speed_flop_per_s * member.energy_per_flop_j if member else None,
-                planned_bytes=plan.memory_bytes.get(name, 0),
-                peak_bytes=plan.memory_bytes.get(name, 0),
-            )
-        )
-    stages = tuple(samples)
-    return ClusterOutcome(
-        cluster_id=plan.cluster_id,
-        latency_s=priced.latency_s,
-        energy_j=priced.energy_j,
-        stages=stages,
-        explained_s=None if seen is truth else explained_s(plan, stages, seen, options),
-    )
+    @property
+    def latency_s(self) -> float:
+        """Seconds of the round, which are those of its slowest cluster."""
+        return max(cluster.latency_s for cluster in self.outcome.clusters)
 
 
 def run_episode(
@@ -105,26 +56,20 @@ def run_episode(
     *,
     options: PricingOptions | None = None,
     seen: Callable[[Snapshot], Snapshot] | None = None,
-) -> Iterator[EpisodeRound]:
-    """Plan, price and observe ``rounds`` rounds, each yielded as it ends.
+) -> Iterator[EpisodeStep]:
+    """Plan, price and learn from ``rounds`` rounds, each yielded as it ends.
 
     ``seen`` distorts what the scheduler looks at (stale or wrong profiles); prices use the truth.
     """
-    look, options = seen or (lambda snapshot: snapshot), options or PricingOptions()
-    state = scheduler.init(look(world.snapshot(1, model)))
+    look = seen or (lambda snapshot: snapshot)
+    controller = RoundController(scheduler, options or PricingOptions())
     for index in range(1, rounds + 1):
         believed = look(described := world.snapshot(index, model))
-        truth = world.truth(described)
         started = time.perf_counter()
-        plan, state = scheduler.step(state, believed)
+        plan = controller.plan(believed)
         decision_s = time.perf_counter() - started
-        truth, believed = (
-            on_edges(each, edges_in(plan), state.links) for each in (truth, believed)
-        )
-        priced = price(plan, truth, options)
-        outcome = simulated_outcome(plan, priced, truth, believed, options)
-        state = scheduler.observe(state, plan, outcome)
-        yield EpisodeRound(plan=plan, priced=priced, state=state, decision_s=decision_s)
+        outcome = controller.learn(plan, plan, believed, world.truth(described))
+        yield EpisodeStep(plan=plan, outcome=outcome, state=controller.state, decision_s=decision_s)
 
 
 NOISE, BIAS = "noise", "bias"

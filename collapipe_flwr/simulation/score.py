@@ -24,7 +24,7 @@ from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import initial_state, learning_in
 from collapipe_flwr.scheduler.problem import NEVER
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulation.episode import EpisodeRound
+from collapipe_flwr.simulation.episode import EpisodeStep
 from collapipe_flwr.simulation.world import World
 
 
@@ -46,10 +46,10 @@ class Target:
         needed = float(self.constants.rounds(sums))
         return inf if needed >= NEVER * self.reference_rounds else needed / share
 
-    def time_s(self, rounds: Sequence[EpisodeRound]) -> float:
+    def time_s(self, rounds: Sequence[EpisodeStep]) -> float:
         """Divide average latency by average progress; a round's progress is 1 over its rounds."""
         progress = sum(1.0 / self.rounds(done.plan) for done in rounds)
-        return sum(done.priced.latency_s for done in rounds) / progress if progress else inf
+        return sum(done.latency_s for done in rounds) / progress if progress else inf
 
 
 def make_target(world: World, model: ModelProfile, settings: SchedulerConfig) -> Target:
@@ -92,13 +92,15 @@ def score(
     world: World,
     model: ModelProfile,
     seed: int,
-    rounds: Sequence[EpisodeRound],
+    rounds: Sequence[EpisodeStep],
     target: Target,
 ) -> Score:
     """Condense an episode in which ``model`` was trained."""
     budgets_j = {d.device_id: d.energy_budget_j for c in world.clusters for d in c.members}
     spent_j: defaultdict[str, float] = defaultdict(float)
-    for device, joule in (e for r in rounds for c in r.priced.clusters for e in c.energy_j.items()):
+    for device, joule in (
+        e for r in rounds for c in r.outcome.clusters for e in c.energy_j.items()
+    ):
         spent_j[device] += joule
 
     def in_budgets(energy_j: Mapping[str, float]) -> float:
@@ -107,7 +109,7 @@ def score(
 
     return Score(
         seed=seed,
-        latency_s=tuple(r.priced.latency_s for r in rounds),
+        latency_s=tuple(r.latency_s for r in rounds),
         decision_s=tuple(r.decision_s for r in rounds),
         queue_share=tuple(
             in_budgets({d: q for c in r.state.energy_queue_j.values() for d, q in c.items()})
@@ -116,7 +118,7 @@ def score(
         compute_efficiency=_measure_efficiency(world, model, rounds, everyone=True),
         busy_share=_measure_efficiency(world, model, rounds, everyone=False),
         peak_device_memory_bytes=max(
-            size for r in rounds for c in r.priced.clusters for size in c.memory_bytes.values()
+            size for r in rounds for c in r.plan.clusters for size in c.memory_bytes.values()
         ),
         energy_over_budget_max=in_budgets({name: j / len(rounds) for name, j in spent_j.items()}),
         time_to_target_s=target.time_s(rounds),
@@ -126,7 +128,7 @@ def score(
 
 
 def _measure_efficiency(
-    world: World, model: ModelProfile, rounds: Sequence[EpisodeRound], *, everyone: bool
+    world: World, model: ModelProfile, rounds: Sequence[EpisodeStep], *, everyone: bool
 ) -> float:
     per_example = sum(b.forward_flop + b.backward_flop for b in model.blocks)
     examples = {c.cluster_id: c.examples for c in world.clusters}
@@ -136,5 +138,5 @@ def _measure_efficiency(
         useful += sum(examples[c.cluster_id] * per_example for c in done.plan.clusters)
         working = [name for c in done.plan.clusters for name in c.device_ids]
         total = sum(speed[d] for d in (speed if everyone else working))
-        possible += total * done.priced.latency_s
+        possible += total * done.latency_s
     return useful / possible

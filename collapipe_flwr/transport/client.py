@@ -19,11 +19,11 @@ from torch import Tensor
 from collapipe_flwr.core.errors import LinkError, ModelError, ProtocolError
 from collapipe_flwr.core.json_codec import to_json
 from collapipe_flwr.core.links import LinkConfig, TlsFiles
+from collapipe_flwr.core.measurements import StageMeasurement, TransferStats
 from collapipe_flwr.core.version import own_version
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest
 from collapipe_flwr.pipeline.config import Health, NextHop, PassesDone, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.link import Frame, FrameKind, Link
-from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.offload import LazyMapping, Offload
 from collapipe_flwr.pipeline.state import digest_of
 from collapipe_flwr.transport import methods
@@ -31,12 +31,7 @@ from collapipe_flwr.transport.codec import decode_frame, encode_frame
 from collapipe_flwr.transport.connection import Answer, Connection
 from collapipe_flwr.transport.methods import HostStatus, Metadata, Method, ProbeAnswer, ProbeRequest
 from collapipe_flwr.transport.stream import StreamLink
-from collapipe_flwr.transport.weights import (
-    TransferStats,
-    gather_each,
-    gather_weights,
-    weight_frames,
-)
+from collapipe_flwr.transport.weights import gather_each, gather_weights, weight_frames
 
 _WAKE_S = 120.0  # for a board that loads its libraries with the first session
 _DRAIN_S = 60.0  # for the host to finish what it has, when a stream is closed in good order
@@ -213,9 +208,9 @@ class RemoteSession:
         within_s = self.client.transfer_s  # the host reads all weights
         return self._call(methods.DIGESTS, with_optimizer, dict[str, str], within_s=within_s)
 
-    def report(self) -> StageReport:
+    def report(self) -> StageMeasurement:
         """Ask what the session measured over all steps that count; see `HostService.report`."""
-        return self._call(methods.REPORT, None, StageReport, patiently=True)
+        return self._call(methods.REPORT, None, StageMeasurement, patiently=True)
 
     def close(self, *, within_s: float | None = None) -> None:
         """Free everything that the session holds."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 from torch import Tensor
 
-from collapipe_flwr.core.bounds import Bytes
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.core.json_codec import from_json
 from collapipe_flwr.pipeline.link import Frame, FrameKind
@@ -17,22 +15,6 @@ from collapipe_flwr.pipeline.offload import passing_tensor
 
 PIECE_BYTES = 4 * 2**20
 MOST_TENSORS = 65_536  # far beyond any model
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferStats:
-    """Bytes of tensors that travelled, and of those that did not have to."""
-
-    sent_bytes: Bytes = 0
-    received_bytes: Bytes = 0
-    spared_bytes: Bytes = 0
-
-    def __add__(self, other: TransferStats) -> TransferStats:
-        return TransferStats(
-            sent_bytes=self.sent_bytes + other.sent_bytes,
-            received_bytes=self.received_bytes + other.received_bytes,
-            spared_bytes=self.spared_bytes + other.spared_bytes,
-        )
 
 
 def weight_frames(weights: Mapping[str, Tensor], piece_bytes: int = PIECE_BYTES) -> Iterator[Frame]:

@@ -18,15 +18,15 @@ from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterLinks
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.links import LinkConfig, Note
+from collapipe_flwr.core.measurements import StageMeasurement
+from collapipe_flwr.core.wire import carried_bit_per_s
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import Execution
-from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.step import MicroBatch
-from collapipe_flwr.scheduler.link_estimates import carried_bit_per_s
 from tests.cluster.hosted import daemons
 from tests.cluster.test_recovery import profile
 from tests.laws.test_cluster_equals_whole import Cut, tiny_batch
@@ -112,7 +112,7 @@ def _round(
         return _train(splitter, order, fleet, recovery)
 
 
-def _measured(reports: Sequence[StageReport]) -> list[tuple[float, float]]:
+def _measured(reports: Sequence[StageMeasurement]) -> list[tuple[float, float]]:
     """Bits per second of every hop, forward and backward, as the senders saw it."""
     return [
         (

@@ -139,7 +139,7 @@ def test_no_policys_round_is_shorter(policy: str, schedule: str, seed: int) -> N
     pairs = np.array(options.batches)
     for done in run_episode(world, make_scheduler(policy, options), MODEL, 3, options=options):
         tables = tabulate(world.snapshot(done.plan.round_index, MODEL), options.coarsest)
-        for m, cluster in enumerate(done.priced.clusters):
+        for m, cluster in enumerate(done.outcome.clusters):
             least_s = ClusterBound([tables], m, options, pairs).least_s()[0][0]
             assert least_s <= cluster.latency_s
 

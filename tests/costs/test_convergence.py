@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from collapipe_flwr.core.domain import ClusterOutcome, GradientNoise, RoundOutcome
+from collapipe_flwr.core.domain import ClusterOutcome, GradientNoise, Movement, RoundOutcome
 from collapipe_flwr.costs.convergence import (
     LearningConstants,
     LearningState,
@@ -69,7 +69,9 @@ def outcome(noise: GradientNoise | None = None, **fields: float) -> RoundOutcome
     cluster = ClusterOutcome(
         cluster_id="a", latency_s=1.0, energy_j={}, loss=1.5, gradient_noise=noise
     )
-    return RoundOutcome(round_index=1, latency_s=1.0, clusters=(cluster,), **fields)
+    return RoundOutcome(
+        round_index=1, latency_s=1.0, clusters=(cluster,), movement=Movement(**fields)
+    )
 
 
 def test_noise_estimator_recovers_sigma_from_two_batch_sizes() -> None:
@@ -90,7 +92,7 @@ def test_a_cluster_without_others_has_no_drift() -> None:
     noise = GradientNoise(
         small_examples=4, small_square_norm=2e-3, big_examples=32, big_square_norm=1e-3
     )
-    alone = outcome(noise, update_norm=1.0, update_spread=0.0)
+    alone = outcome(noise, norm=1.0, spread=0.0)
     state = update(LearningState(), alone, learning_rate=0.01, mean_steps=10.0)
     assert constants_of(LearningState(), 0.01).drift > 0.0
     assert constants_of(state, 0.01).drift == 0.0
@@ -138,7 +140,7 @@ def test_smoothness_from_secants_of_a_quadratic() -> None:
     smoothness, eta = 3.0, 0.05
     last = -eta * smoothness * 1.0
     now = -eta * smoothness * (1.0 + last)
-    first, second = outcome(update_norm=abs(last)), outcome(update_change_norm=abs(now - last))
+    first, second = outcome(norm=abs(last)), outcome(change_norm=abs(now - last))
     state = update(LearningState(), first, learning_rate=eta, mean_steps=1.0)
     state = update(state, second, learning_rate=eta, mean_steps=1.0)
     assert state.smoothness == pytest.approx(smoothness)
@@ -156,10 +158,10 @@ def test_drift_of_sgd_and_of_any_rescaled_update() -> None:
     for stretch in (1.0, 300.0):
         moved = stretch * eta * steps * gradient2**0.5
         spread = (stretch * eta * steps) ** 2 * kappa2
-        told = outcome(noise, update_norm=moved, update_spread=spread)
+        told = outcome(noise, norm=moved, spread=spread)
         state = update(LearningState(), told, learning_rate=eta, mean_steps=steps)
         assert state.drift == pytest.approx(kappa2)
-    blind = outcome(update_norm=1.0, update_spread=(eta * steps) ** 2 * kappa2)
+    blind = outcome(norm=1.0, spread=(eta * steps) ** 2 * kappa2)
     state = update(LearningState(), blind, learning_rate=eta, mean_steps=steps)
     assert state.drift == pytest.approx(kappa2)
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from collapipe_flwr.scheduler.link_estimates import Note, carried_bit_per_s
+from collapipe_flwr.core.links import Note
+from collapipe_flwr.core.wire import carried_bit_per_s
 
 RATE = 8e6  # bits per second
 DELAY_S, AHEAD_S = 0.02, 5000.0

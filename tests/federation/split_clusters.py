@@ -10,8 +10,9 @@ from flwr.app import Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg
 
 from collapipe_flwr.cluster.order import LearningSettings
-from collapipe_flwr.core.domain import ClusterPlan, Plan, Segment
+from collapipe_flwr.core.domain import ClusterPlan, Plan, RoundOutcome, Segment
 from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.core.measurements import ClusterMeasurement
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.records import (
     ARRAYS,
@@ -21,9 +22,8 @@ from collapipe_flwr.federation.records import (
     read_assignment,
     write_telemetry,
 )
-from collapipe_flwr.federation.rounds import Outcome, RoundPlan
+from collapipe_flwr.federation.rounds import RoundPlan
 from collapipe_flwr.federation.strategy import CollaPipe
-from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.any_splitter import DescribedModel
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 
@@ -83,7 +83,7 @@ class FixedPlanner:
 
     def settle(self, closed):
         self.settled.append(closed.plan)
-        return Outcome(latency_s=2.0)
+        return RoundOutcome(latency_s=2.0)
 
 
 def trainer(step: float, examples: int, **change):
@@ -103,7 +103,7 @@ def trainer(step: float, examples: int, **change):
                 METRICS: MetricRecord({"loss": step, EXAMPLES: change.get("weight", examples)}),
             }
         )
-        telemetry = ClusterTelemetry(
+        telemetry = ClusterMeasurement(
             cluster_id=change.get("telemetry", task.cluster_id),
             examples=examples,
             wall_s=0.1,

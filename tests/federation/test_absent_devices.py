@@ -11,11 +11,11 @@ from collapipe_flwr.cluster.control_unit import RoundResult
 from collapipe_flwr.cluster.evaluation import EvalResult
 from collapipe_flwr.cluster.recovery import Incident
 from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
-from collapipe_flwr.federation.absence import Absence, without_absent
+from collapipe_flwr.core.measurements import StageMeasurement
 from collapipe_flwr.federation.client.pipeline_round import build_telemetry as telemetry_of
-from collapipe_flwr.federation.planner import ScheduledRounds
-from collapipe_flwr.pipeline.meter import StageReport
+from collapipe_flwr.federation.planner import KnownClusters
 from collapipe_flwr.pipeline.offload import LazyMapping
+from collapipe_flwr.scheduler.absence import Absence, without_absent
 from tests.federation.test_planner import EMPTY, NODES, closed, rounds, told, weights
 from tests.laws.test_cluster_equals_whole import Cut
 
@@ -27,7 +27,7 @@ def devices_of(planned, node: int) -> set[str]:
     return {segment.device_id for segment in planned.cluster_plan(node).segments}
 
 
-def settle(planner: ScheduledRounds, planned, **absent: tuple[str, ...]) -> None:
+def settle(planner: KnownClusters, planned, **absent: tuple[str, ...]) -> None:
     """A round in which all replied and said who is missing."""
     done = closed(planned, *CLUSTERS, after=weights(0.5))
     telemetry = {
@@ -81,7 +81,7 @@ def test_a_checkpoint_remembers_who_is_absent():
 def test_who_sat_out_for_want_of_memory_is_tried_again(kept):
     planner = rounds()
     settle(planner, planner.plan(1, [11, 12], EMPTY), cluster_0=("cluster-0/d1",))
-    step, calls = planner._scheduler.step, []
+    step, calls = planner.controller._scheduler.step, []
 
     def tight(state, snapshot):
         calls.append([len(c.profile.devices) for c in snapshot.clusters])
@@ -93,7 +93,7 @@ def test_who_sat_out_for_want_of_memory_is_tried_again(kept):
         plan, _ = step(state, replace(snapshot, clusters=tuple(others)))
         return replace(plan, fallback="kept the plan of round 1: no plan fits"), state
 
-    planner._scheduler = type("Tight", (), {"step": staticmethod(tight)})()
+    planner.controller._scheduler = type("Tight", (), {"step": staticmethod(tight)})()
     planned = planner.plan(2, [11, 12], EMPTY)
     assert calls == [[1, 2], [2]]
     assert not planned.takes_part(11) and planned.takes_part(12)
@@ -108,7 +108,7 @@ def test_nobody_left_is_an_error():
         cluster_0=("cluster-0/d1", "cluster-0/d2"),
         cluster_1=("cluster-1/d1", "cluster-1/d2"),
     )
-    with pytest.raises(ScheduleError, match="no cluster has a device left"):
+    with pytest.raises(ScheduleError, match="no device is reachable"):
         planner.plan(2, [11, 12], EMPTY)
 
 
@@ -181,7 +181,7 @@ def test_a_device_that_dies_in_every_round_is_planned_ever_less_often():
 
 
 def test_a_device_that_died_once_and_then_worked_has_no_offence():
-    absence, worked = Absence(), StageReport(name="A/d1")
+    absence, worked = Absence(), StageMeasurement(name="A/d1")
     for server_round in range(1, 6, 2):
         absence.learn(server_round, "A", replace(told("A"), lost=("A/d1",), reports=()))
         assert absence.devices(server_round + 1) == {"A": ()}
@@ -236,14 +236,14 @@ def test_a_cluster_that_is_not_asked_keeps_its_absences_and_quarantines():
 def test_of_a_cluster_that_is_not_asked_nobody_says_that_it_cannot_take_part(caplog):
     planner = rounds("uniform")
     settle(planner, planner.plan(1, [11, 12], EMPTY), cluster_1=("cluster-1/d2",))
-    step, calls = planner._scheduler.step, []
+    step, calls = planner.controller._scheduler.step, []
 
     def kept(state, snapshot):
         calls.append(snapshot)
         plan, state = step(state, snapshot)
         return replace(plan, fallback="kept the plan of round 1: no plan fits"), state
 
-    planner._scheduler = type("Kept", (), {"step": staticmethod(kept)})()
+    planner.controller._scheduler = type("Kept", (), {"step": staticmethod(kept)})()
     assert planner.plan(2, [11], EMPTY).takes_part(11)
     assert len(calls) == 1 and "cannot take part" not in caplog.text
 
@@ -252,4 +252,4 @@ def test_a_round_that_is_planned_again_is_planned_from_the_same_state():
     planner, once = rounds(), rounds()
     first = planner.plan(1, [11, 12], EMPTY)
     assert planner.plan(1, [11, 12], EMPTY) == first == once.plan(1, [11, 12], EMPTY)
-    assert planner.state == once.state
+    assert planner.controller.state == once.controller.state

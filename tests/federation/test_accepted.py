@@ -14,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collapipe_flwr.core.errors import ProtocolError, RunError
+from collapipe_flwr.core.measurements import ClusterMeasurement
 from collapipe_flwr.data.batches import draw_round_rows
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.checkpoint import ComponentState
 from collapipe_flwr.federation.client.node_state import RoundFiles
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.members import ClusterGrid
-from collapipe_flwr.federation.planning import Unplanned
+from collapipe_flwr.federation.planner import Unplanned
 from collapipe_flwr.federation.records import (
     ARRAYS,
     METRICS,
@@ -30,7 +31,6 @@ from collapipe_flwr.federation.records import (
 )
 from collapipe_flwr.federation.rounds import AcceptedRounds, Progress
 from collapipe_flwr.federation.strategy import CollaPipe
-from collapipe_flwr.federation.telemetry import ClusterTelemetry
 
 ROWS, LIMIT, MOST_ROUNDS = 7, 3, 12
 CLUSTERS = (1, 2)
@@ -84,7 +84,7 @@ class Fates(LocalGrid):
         metrics = MetricRecord({"loss": 1.0, "num-examples": LIMIT})
         content = RecordDict({ARRAYS: encode_tensors(model), METRICS: metrics})
         name = "another" if fate == "refused" else str(cluster)
-        told = ClusterTelemetry(cluster_id=name, examples=LIMIT, wall_s=0.1, losses=(1.0,))
+        told = ClusterMeasurement(cluster_id=name, examples=LIMIT, wall_s=0.1, losses=(1.0,))
         return Message(write_telemetry(content, told), reply_to=message)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout=None) -> list[Message]:

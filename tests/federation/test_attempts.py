@@ -67,7 +67,7 @@ def test_a_round_in_which_all_failed_is_repeated_after_growing_pauses_to_the_sam
         result = strategy.start(LocalGrid(nodes), encode_tensors(model()), num_rounds=2)
         models.append({key: array.data for key, array in result.arrays.items()})
         assert pauses == [2.0, 4.0, 8.0][:failures]
-        assert [len(record.remarks) for record in records] == [failures, 0]
+        assert [len(record.incidents) for record in records] == [failures, 0]
         assert not records[0].failures
     assert models[0] == models[1]
 

@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import LinkError, ProtocolError
 from collapipe_flwr.core.json_codec import to_json
+from collapipe_flwr.core.measurements import ClusterMeasurement
 from collapipe_flwr.federation import border
 from collapipe_flwr.federation.arrays import encode_tensors
 from collapipe_flwr.federation.deadline import RoundDeadline
 from collapipe_flwr.federation.local_grid import LocalGrid
-from collapipe_flwr.federation.planner import ScheduledRounds
+from collapipe_flwr.federation.planner import KnownClusters
 from collapipe_flwr.federation.records import (
     ARRAYS,
     EXAMPLES,
@@ -34,7 +35,6 @@ from collapipe_flwr.federation.records import (
 )
 from collapipe_flwr.federation.rounds import RoundPlan
 from collapipe_flwr.federation.strategy import CollaPipe
-from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from tests.federation.split_clusters import FixedPlanner, cluster_plan, model, trainer, wrapped
 from tests.federation.test_array_format import MALFORMED, NUMPY
 from tests.federation.test_outcomes import NAME, machines, told
@@ -439,20 +439,20 @@ def changed(value: object, path: tuple, new: object) -> object:
     return copy
 
 
-def _with_edges(planner: ScheduledRounds) -> ClusterProfile:
+def _with_edges(planner: KnownClusters) -> ClusterProfile:
     """The first cluster, which names two edges now."""
     edges = [replace(planner.world.edge, id=name, name=name) for name in ("near", "far")]
     return replace(planner.world.clusters[0], edge=edges[0], other_edges=(edges[1],))
 
 
-def machine_reply(planner: ScheduledRounds) -> tuple[RoundPlan, RecordDict]:
+def machine_reply(planner: KnownClusters) -> tuple[RoundPlan, RecordDict]:
     planned = planner.plan(1, list(NODES), ArrayRecord())
     plan = planned.cluster_plan(11)
     measured = replace(told(plan, planner), profile=_with_edges(planner), edge=None, replanned=plan)
     return planned, write_telemetry(RecordDict({}), measured)
 
 
-def possible(content: RecordDict, planned: RoundPlan, rng: random.Random) -> ClusterTelemetry:
+def possible(content: RecordDict, planned: RoundPlan, rng: random.Random) -> ClusterMeasurement:
     """Telemetry with extremes in some places, all of which the border lets in."""
     record = content[TELEMETRY]
     _, taken = border.trained(content, planned.cluster_plan(11), NAME, EXAMPLES)

@@ -11,6 +11,7 @@ from flwr.app import Error, Message, RecordDict
 from flwr.serverapp.strategy import FedAvg
 
 from collapipe_flwr.core.domain import ClusterPlan, Segment
+from collapipe_flwr.core.measurements import ClusterMeasurement
 from collapipe_flwr.federation.checkpoint import ComponentState
 from collapipe_flwr.federation.deadline import RoundDeadline
 from collapipe_flwr.federation.local_grid import LocalGrid
@@ -18,7 +19,6 @@ from collapipe_flwr.federation.members import ClusterGrid
 from collapipe_flwr.federation.messages import LATE
 from collapipe_flwr.federation.records import RoundAssignment, write_assignment, write_telemetry
 from collapipe_flwr.federation.strategy import CollaPipe
-from collapipe_flwr.federation.telemetry import ClusterTelemetry
 
 TIMEOUT_S = 600.0
 NODES = {1: "A", 2: "B"}
@@ -65,7 +65,7 @@ class TimedGrid(LocalGrid):
 
 def _done(message: Message, seconds: float) -> Message:
     name = NODES[message.metadata.dst_node_id]
-    told = ClusterTelemetry(cluster_id=name, examples=1, wall_s=seconds, losses=())
+    told = ClusterMeasurement(cluster_id=name, examples=1, wall_s=seconds, losses=())
     return Message(write_telemetry(RecordDict(), told), reply_to=message)
 
 

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.core.domain import ClusterOutcome, RoundOutcome
+from collapipe_flwr.core.measurements import ClusterMeasurement, StageMeasurement
 from collapipe_flwr.costs.convergence import LearningState, noise_scale_of, update
 from collapipe_flwr.data.batches import bucket_by_length, cut_batches, shuffle_groups
-from collapipe_flwr.federation.telemetry import ClusterTelemetry
-from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.step import MicroBatch
 from tests.pipeline.chains import Chain, settings
@@ -35,7 +34,7 @@ def noise_of(labels: np.ndarray, width: int, own: float = 1.0, shared: float = 1
     return width * float((labels**2 * shared + labels * own).mean() / labels.mean() ** 2)
 
 
-def learnt(state: LearningState, *told: ClusterTelemetry) -> LearningState:
+def learnt(state: LearningState, *told: ClusterMeasurement) -> LearningState:
     clusters = tuple(
         ClusterOutcome(
             cluster_id=t.cluster_id,
@@ -49,9 +48,9 @@ def learnt(state: LearningState, *told: ClusterTelemetry) -> LearningState:
     return update(state, seen, learning_rate=0.1, mean_steps=1.0)
 
 
-def telemetry(name: str, examples: int, reports: Sequence[StageReport]) -> ClusterTelemetry:
+def telemetry(name: str, examples: int, reports: Sequence[StageMeasurement]) -> ClusterMeasurement:
     *chain, edge = reports
-    return ClusterTelemetry(
+    return ClusterMeasurement(
         cluster_id=name,
         examples=examples,
         wall_s=1.0,
@@ -84,7 +83,7 @@ def test_simulated_rounds_show_the_true_noise_scale(true: float) -> None:
         chosen = np.stack([rows - many, many], axis=-1)
         return chosen @ labels, (chosen @ (labels**2 + labels)) ** 0.5
 
-    def steps(rng: np.random.Generator, count: int, rows: int, size: int) -> StageReport:
+    def steps(rng: np.random.Generator, count: int, rows: int, size: int) -> StageMeasurement:
         """The gradients of first micro-batches and of whole batches, by the sums of their parts.
 
         Normal vectors by their lengths along the gradient and across it.
@@ -98,7 +97,7 @@ def test_simulated_rounds_show_the_true_noise_scale(true: float) -> None:
         across += deviation * rng.standard_normal(count)
         whole = along**2 + across**2 + deviation**2 * rng.chisquare(WIDTH - 2, count)
         big = small + rest
-        return StageReport(
+        return StageMeasurement(
             name="edge",
             steps=count,
             small_square_norm=float(first.sum() / (small**2).sum()),
@@ -109,11 +108,11 @@ def test_simulated_rounds_show_the_true_noise_scale(true: float) -> None:
             big_squares=float((big**2).sum()),
         )
 
-    def cluster(rng: np.random.Generator, name: str) -> ClusterTelemetry:
+    def cluster(rng: np.random.Generator, name: str) -> ClusterMeasurement:
         size, rows = (16, 128) if name == "a" else (8, 64)
         short = int(rng.integers(1, size + 1))
         edge = steps(rng, STEPS, rows, size) + steps(rng, 1, short, size)
-        still = StageReport(name="control unit")
+        still = StageMeasurement(name="control unit")
         return telemetry(name, STEPS * rows + short, (still, edge))
 
     states = []
@@ -207,11 +206,11 @@ def test_rounds_of_a_real_pipeline_show_the_true_noise_scale(
 def test_averages_below_zero_are_kept_and_clamped_only_when_used() -> None:
     """Unbiased estimates of a small gradient are often negative: left out, the others mislead."""
 
-    def seen(small: float, big: float) -> ClusterTelemetry:
+    def seen(small: float, big: float) -> ClusterMeasurement:
         norms = {"small_square_norm": small, "big_square_norm": big}
         sizes = {"small_weight": 4.0, "small_squares": 16.0}
-        edge = StageReport(name="edge", big_weight=32.0, big_squares=1024.0, **norms, **sizes)
-        return telemetry("a", 32, (StageReport(name="control unit"), edge))
+        edge = StageMeasurement(name="edge", big_weight=32.0, big_squares=1024.0, **norms, **sizes)
+        return telemetry("a", 32, (StageMeasurement(name="control unit"), edge))
 
     below = learnt(LearningState(), seen(8.0, 0.5))
     assert below.gradient_square < 0 < below.noise
@@ -225,8 +224,8 @@ def test_averages_below_zero_are_kept_and_clamped_only_when_used() -> None:
 def test_sizes_that_hardly_differ_weigh_next_to_nothing() -> None:
     """Their estimates multiply chance: 8 of 9 examples say little beside 1 of 8."""
 
-    def seen(small: float, big: float, norms: tuple[float, float]) -> ClusterTelemetry:
-        edge = StageReport(
+    def seen(small: float, big: float, norms: tuple[float, float]) -> ClusterMeasurement:
+        edge = StageMeasurement(
             name="edge",
             small_square_norm=norms[0],
             small_weight=small,
@@ -235,7 +234,7 @@ def test_sizes_that_hardly_differ_weigh_next_to_nothing() -> None:
             big_weight=big,
             big_squares=big**2,
         )
-        return telemetry("a", int(big), (StageReport(name="control unit"), edge))
+        return telemetry("a", int(big), (StageMeasurement(name="control unit"), edge))
 
     clear = learnt(LearningState(), seen(1.0, 8.0, (8.0 + 1.0, 1.0 + 1.0)))
     assert clear.noise == pytest.approx(8.0)

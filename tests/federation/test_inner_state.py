@@ -90,7 +90,9 @@ def test_a_refused_aggregate_is_recorded_and_costs_its_round_alone() -> None:
     strategy = CollaPipe(FedAvgM(fraction_evaluate=0.0, **own), on_round=records.append)
     grid = LocalGrid(dict.fromkeys((1, 2), train))
     result = strategy.start(grid, encode_tensors({"w": torch.ones(3)}), num_rounds=4)
-    refused = [any("infinite or NaN" in said for said in record.remarks) for record in records]
+    refused = [
+        any("infinite or NaN" in said for said in map(str, record.incidents)) for record in records
+    ]
     assert refused == [False, True, False, False]
     twin = CollaPipe(FedAvgM(fraction_evaluate=0.0, **own))
     grid = LocalGrid(dict.fromkeys((1, 2), trained))
@@ -115,7 +117,7 @@ def test_a_moment_that_becomes_infinite_is_refused_with_its_aggregate(kind: type
     strategy = CollaPipe(kind(fraction_evaluate=0.0), on_round=records.append)
     grid = LocalGrid(dict.fromkeys((1, 2), train))
     strategy.start(grid, encode_tensors(start), num_rounds=4)
-    said = [remark for record in records for remark in record.remarks]
+    said = [str(told) for record in records for told in record.incidents]
     assert len(said) == 1 and "v_t infinite or NaN" in said[0]
     assert np.isfinite(strategy.inner_strategy.v_t["w"]).all()
 
@@ -128,4 +130,4 @@ def test_infinities_of_the_model_itself_are_no_fault_of_its_moments() -> None:
     with np.errstate(invalid="ignore"):
         strategy.start(LocalGrid(dict.fromkeys((1, 2), trained)), start, num_rounds=2)
     assert np.isnan(strategy.inner_strategy.m_t["mask"]).all()
-    assert not any(record.remarks for record in records)
+    assert not any(record.incidents for record in records)

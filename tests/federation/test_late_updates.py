@@ -96,7 +96,7 @@ def test_a_late_update_joins_the_round_that_is_open_with_its_staleness_weight(la
     assert [set(record.telemetry) for record in records[:-1]] == [{"c1"}] * late
     assert set(records[-1].telemetry) == {"c1", "c2"}
     assert not any(record.failures for record in records)
-    assert f"cluster c2 joins late by {late} rounds" in records[-1].remarks[-1]
+    assert f"cluster c2 joins late by {late} rounds" in str(records[-1].incidents[-1])
 
 
 def test_no_round_of_a_cluster_is_lost_or_counted_twice() -> None:
@@ -203,7 +203,7 @@ def test_a_round_whose_late_clusters_all_fail_is_repeated(monkeypatch) -> None:
     grid = LateGrid({2: lambda *given: fates.pop(0)(*given)}, 1)
     final = trained(grid, 2, records, retries=1)
     assert final["embed.weight"][0, 0] == 1.0 + 3.0 + 3.0
-    assert [len(record.retried) for record in records] == [1, 0]
+    assert [sum(i.kind == "retry" for i in record.incidents) for record in records] == [1, 0]
 
 
 def test_a_round_waits_for_a_late_update_that_can_be_used() -> None:

@@ -13,10 +13,10 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
 from collapipe_flwr import Cluster, CollaPipe, LocalGrid
-from collapipe_flwr.core.domain import ClusterPlan, DeviceProfile
+from collapipe_flwr.core.domain import ClusterPlan, DeviceProfile, RoundOutcome
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.core.json_codec import from_json, to_json
-from collapipe_flwr.federation.rounds import Outcome, RoundRecord
+from collapipe_flwr.federation.rounds import RoundRecord
 from collapipe_flwr.host.server import HostServer
 from collapipe_flwr.host.service import HostService
 from collapipe_flwr.transport.client import Dialer
@@ -30,7 +30,9 @@ FILE = 'id = "shed"\nversion = {}\n[control-unit]\nname = "shed-cu"\n'
 DEVICE = '[[device]]\nname = "{}"\naddress = "{}"\n'
 
 
-def settle(planner, planned, *devices: DeviceProfile, ended: ClusterPlan | None = None) -> Outcome:
+def settle(
+    planner, planned, *devices: DeviceProfile, ended: ClusterPlan | None = None
+) -> RoundOutcome:
     """Both clusters replied; the first one has these devices now, and ended by that plan."""
     profiles = {c.cluster_id: c for c in planner.world.clusters}
     now = replace(profiles["cluster-0"], devices=devices)

@@ -10,7 +10,7 @@ from collapipe_flwr.core.domain import EdgeProfile
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.costs.measured import stage_parts, taken_s
 from collapipe_flwr.federation import border
-from collapipe_flwr.federation.planner import ScheduledRounds
+from collapipe_flwr.federation.planner import KnownClusters
 from collapipe_flwr.federation.planning import Planning
 from tests.federation.test_outcomes import NAME, STEPS, told
 from tests.federation.test_planner import EMPTY, MODEL, closed, rounds, weights
@@ -23,7 +23,7 @@ def edge(name: str, **more: object) -> EdgeProfile:
     return EdgeProfile(**{**usual, "id": name, **more})
 
 
-def machines(policy: str, *edges: EdgeProfile) -> ScheduledRounds:
+def machines(policy: str, *edges: EdgeProfile) -> KnownClusters:
     """A planner whose first cluster is of machines that have these edges to choose from."""
     planner = rounds(policy)
     first, *others = planner.world.clusters
@@ -33,7 +33,7 @@ def machines(policy: str, *edges: EdgeProfile) -> ScheduledRounds:
     return planner
 
 
-def settle(planner: ScheduledRounds, planned, slower: float = 1.0, **changes: object) -> None:
+def settle(planner: KnownClusters, planned, slower: float = 1.0, **changes: object) -> None:
     """A round in which the edge was so many times slower than it claims."""
     plan = planned.cluster_plan(11)
     measured = told(replace(plan, edge=""), planner, slower=1.0)
@@ -79,7 +79,7 @@ def test_what_one_edge_shows_is_believed_of_no_other() -> None:
     planner = machines("uniform", edge(NEAR), edge(FAR))
     for number in range(1, 4):
         settle(planner, planner.plan(number, [11], EMPTY), slower=4.0)
-    known = planner.state.beliefs
+    known = planner.controller.state.beliefs
     assert NEAR in known.stages[NAME] and FAR not in known.stages[NAME]
     assert {"", FAR}.isdisjoint(known.stages[NAME])
     per_flop_s = known.stages[NAME][NEAR].values[1]

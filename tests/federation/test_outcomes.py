@@ -9,21 +9,20 @@ import pytest
 from flwr.app import ArrayRecord
 
 from collapipe_flwr.cluster.order import CONTROL_UNIT
-from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan, Plan
+from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan, Plan, RoundOutcome
 from collapipe_flwr.core.links import LinkTraffic
+from collapipe_flwr.core.measurements import ClusterMeasurement, StageMeasurement
 from collapipe_flwr.costs.measured import EDGE, server_s, stage_parts, taken_s
 from collapipe_flwr.costs.price import price
-from collapipe_flwr.federation.planner import ScheduledRounds
-from collapipe_flwr.federation.rounds import Outcome, RoundPlan
-from collapipe_flwr.federation.telemetry import ClusterTelemetry
-from collapipe_flwr.pipeline.meter import StageReport
+from collapipe_flwr.federation.planner import KnownClusters
+from collapipe_flwr.federation.rounds import RoundPlan
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from tests.federation.test_planner import MODEL, NODES, closed, rounds, weights
 
 NAME, EXAMPLES, STEPS = "cluster-0", 64, 8
 
 
-def machines() -> ScheduledRounds:
+def machines() -> KnownClusters:
     """A planner whose clusters are machines."""
     planner = rounds()
     real = tuple(replace(c, real_links=True) for c in planner.world.clusters)
@@ -31,7 +30,7 @@ def machines() -> ScheduledRounds:
     return planner
 
 
-def told(plan: ClusterPlan, planner: ScheduledRounds, slower: float = 2.0) -> ClusterTelemetry:
+def told(plan: ClusterPlan, planner: KnownClusters, slower: float = 2.0) -> ClusterMeasurement:
     """A round in which every device was so many times slower than its profile."""
     profile = planner.world.clusters[0]
     members = {m.device_id: m for m in profile.members}
@@ -40,7 +39,7 @@ def told(plan: ClusterPlan, planner: ScheduledRounds, slower: float = 2.0) -> Cl
     for name, (blocks, flop) in stage_parts(plan, MODEL, recompute=False).items():
         profile_ = planner.world.edge if name == EDGE else members[name]
         each_s = slower * taken_s(profile_, blocks, flop * EXAMPLES / passes)
-        reports[name] = StageReport(
+        reports[name] = StageMeasurement(
             name=name,
             steps=STEPS,
             micro_batches=passes,
@@ -52,7 +51,7 @@ def told(plan: ClusterPlan, planner: ScheduledRounds, slower: float = 2.0) -> Cl
         )
     edge = replace(reports.pop(EDGE), name="edge")
     own, *devices = (reports[name] for name in plan.member_ids)
-    return ClusterTelemetry(
+    return ClusterMeasurement(
         cluster_id=NAME,
         examples=EXAMPLES,
         wall_s=3.0,
@@ -62,7 +61,7 @@ def told(plan: ClusterPlan, planner: ScheduledRounds, slower: float = 2.0) -> Cl
     )
 
 
-def round_s(plan: ClusterPlan, planner: ScheduledRounds, slower: float, more_s: float) -> float:
+def round_s(plan: ClusterPlan, planner: KnownClusters, slower: float, more_s: float) -> float:
     """Seconds of a round of devices so many times slower, and of ``more_s`` besides."""
 
     def late(profile):
@@ -77,15 +76,17 @@ def round_s(plan: ClusterPlan, planner: ScheduledRounds, slower: float, more_s: 
 
 
 def settled(
-    planner: ScheduledRounds, planned: RoundPlan, telemetry: ClusterTelemetry
-) -> tuple[Outcome, ClusterOutcome]:
+    planner: KnownClusters, planned: RoundPlan, telemetry: ClusterMeasurement
+) -> tuple[RoundOutcome, ClusterOutcome]:
     done = closed(planned, NAME, after=weights(1.0))
     done.telemetry[NAME] = telemetry
     outcome = planner.settle(done)
     return outcome, outcome.clusters[0]
 
 
-def with_report(telemetry: ClusterTelemetry, number: int, **changes: object) -> ClusterTelemetry:
+def with_report(
+    telemetry: ClusterMeasurement, number: int, **changes: object
+) -> ClusterMeasurement:
     reports = list(telemetry.reports)
     reports[number] = replace(reports[number], **changes)
     return replace(telemetry, reports=tuple(reports))
@@ -157,7 +158,7 @@ def test_a_report_that_cannot_be_true_teaches_nothing(changes: dict[str, float])
     _, cluster = settled(planner, planned, with_report(told(plan, planner), 1, **changes))
     assert name not in {s.device_id for s in cluster.stages}
     assert cluster.energy_j[name] == pytest.approx(plan.energy_j[name])
-    assert name not in planner.state.beliefs.stages[NAME]
+    assert name not in planner.controller.state.beliefs.stages[NAME]
 
 
 @pytest.mark.parametrize("joules", [0.0, -1.0, math.nan, math.inf])

@@ -11,16 +11,15 @@ from flwr.app import ArrayRecord
 
 from collapipe_flwr.cluster.control_unit import joined
 from collapipe_flwr.cluster.order import CONTROL_UNIT
-from collapipe_flwr.core.domain import BlockCost, LinkRate, ModelProfile, RoundOutcome
+from collapipe_flwr.core.domain import BlockCost, LinkRate, ModelProfile
 from collapipe_flwr.core.errors import ConfigError, ScheduleError
 from collapipe_flwr.core.links import LinkTraffic
+from collapipe_flwr.core.measurements import ClusterMeasurement, StageMeasurement
 from collapipe_flwr.federation.arrays import encode_tensors
-from collapipe_flwr.federation.outcomes import MovementMeter
-from collapipe_flwr.federation.planner import ScheduledRounds
+from collapipe_flwr.federation.movement import MovementMeter
+from collapipe_flwr.federation.planner import KnownClusters
 from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.rounds import ClosedRound
-from collapipe_flwr.federation.telemetry import ClusterTelemetry
-from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.scheduler.link_estimates import link_key
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.scheduler.rules import RuleScheduler
@@ -39,7 +38,7 @@ NODES = {11: "cluster-0", 12: "cluster-1"}
 EMPTY = ArrayRecord()
 
 
-def rounds(policy: str = "uniform", **settings) -> ScheduledRounds:
+def rounds(policy: str = "uniform", **settings) -> KnownClusters:
     budget = EnergyBudget(joule=0.5)
     chosen = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(2,), **settings)
     world = make_world(
@@ -50,7 +49,7 @@ def rounds(policy: str = "uniform", **settings) -> ScheduledRounds:
         budget=budget,
     )
     planning = Planning(policy=policy, settings=chosen, budget=budget)
-    return ScheduledRounds(planning, world, MODEL, NODES)
+    return KnownClusters(planning, world, MODEL, NODES)
 
 
 def weights(value: float) -> ArrayRecord:
@@ -58,8 +57,8 @@ def weights(value: float) -> ArrayRecord:
     return encode_tensors({"w": torch.full((4,), value), "steps": torch.tensor(1), "mask": mask})
 
 
-def report(name: str, small: float, big: float) -> StageReport:
-    return StageReport(
+def report(name: str, small: float, big: float) -> StageMeasurement:
+    return StageMeasurement(
         name=name,
         steps=2,
         small_square_norm=small,
@@ -76,9 +75,9 @@ def report(name: str, small: float, big: float) -> StageReport:
     )
 
 
-def told(name: str) -> ClusterTelemetry:
+def told(name: str) -> ClusterMeasurement:
     chain = (report("cu", 1.0, 0.5), report("d1", 2.0, 1.0), report("d2", 3.0, 1.5))
-    return ClusterTelemetry(
+    return ClusterMeasurement(
         cluster_id=name,
         examples=64,
         wall_s=1.0,
@@ -110,7 +109,7 @@ def test_every_described_cluster_gets_its_own_plan_that_covers_all_blocks():
         assert all(s.device_id.startswith(f"{name}/") for s in plan.segments)
 
 
-def trusting(planner: ScheduledRounds, blocks: int, device: str) -> ScheduledRounds:
+def trusting(planner: KnownClusters, blocks: int, device: str) -> KnownClusters:
     """The planner that keeps so many blocks on the one device that every cluster trusts."""
     planner._model = replace(MODEL, trusted_blocks=blocks)
     clusters = (
@@ -124,7 +123,7 @@ def trusting(planner: ScheduledRounds, blocks: int, device: str) -> ScheduledRou
 @pytest.mark.parametrize("policy", ["uniform", "latency-only"])
 def test_the_first_blocks_are_planned_on_trusted_devices_alone(policy: str) -> None:
     planner = trusting(rounds(policy), 3, "/d2")
-    for planned in (planner.plan(1, [11, 12], EMPTY), planner.plan_evaluation(2, [11], EMPTY)):
+    for planned in (planner.plan(1, [11, 12], EMPTY), planner.plan_evaluation(2, [11])):
         for plan in planned.plan.clusters:
             assert plan.segments[0].device_id.endswith("/d2")
             assert plan.segments[0].stop_block >= 3
@@ -139,7 +138,7 @@ def test_no_policy_is_trusted_to_heed_trust() -> None:
             return RuleScheduler.step(self, state, free)
 
     planner = trusting(rounds(), 1, "/d2")
-    planner._scheduler = Careless(planner._scheduler.settings, "uniform")
+    planner.controller._scheduler = Careless(planner.controller._scheduler.settings, "uniform")
     with pytest.raises(ScheduleError, match="which its cluster does not trust"):
         planner.plan(1, [11, 12], EMPTY)
 
@@ -161,7 +160,7 @@ def test_the_first_plan_knows_the_links_that_were_measured_before() -> None:
     for _ in range(2):  # again, as after a round that failed
         plan = planner.plan(1, [11, 12], EMPTY).cluster_plan(11)
         assert plan.device_ids[-1] != device
-        assert planner.state.links["cluster-0"][link_key(device, "")].believed < -1
+        assert planner.controller.state.links["cluster-0"][link_key(device, "")].believed < -1
 
 
 def test_a_node_that_never_described_itself_is_not_asked():
@@ -198,7 +197,7 @@ def test_a_cluster_that_joins_late_pays_for_the_plan_that_it_had():
     first = planner.plan(1, [11, 12], EMPTY)
     planner.settle(closed(first, "cluster-0", after=weights(1.0)))
     second = planner.plan(2, [11], EMPTY)
-    assert set(planner.state.energy_queue_j["cluster-1"].values()) == {0.0}
+    assert set(planner.controller.state.energy_queue_j["cluster-1"].values()) == {0.0}
     later = closed(second, "cluster-0", "cluster-1", after=weights(2.0))
     later.joined["cluster-1"] = first.cluster_plan(12)
     outcome = planner.settle(later)
@@ -214,7 +213,7 @@ def test_measurements_reach_the_estimators():
     for server_round in (1, 2):
         plan = planner.plan(server_round, [11, 12], EMPTY)
         planner.settle(closed(plan, "cluster-0", "cluster-1", after=weights(float(server_round))))
-    learning = planner.state.learning
+    learning = planner.controller.state.learning
     # |G_4|^2 = 10 and |G_8|^2 = 5 leave no signal and sigma^2 = (10 - 5) / (1/4 - 1/8)
     assert learning.noise == pytest.approx(40.0)
     assert learning.loss == pytest.approx(1.5)
@@ -225,11 +224,11 @@ def test_measurements_reach_the_estimators():
 def test_a_round_that_nobody_finished_teaches_nothing_and_the_next_one_is_planned():
     planner = rounds()
     planner.settle(closed(planner.plan(1, [11, 12], EMPTY), *NODES.values(), after=weights(1.0)))
-    plan, before = planner.plan(2, [11, 12], EMPTY), planner.state
+    plan, before = planner.plan(2, [11, 12], EMPTY), planner.controller.state
     outcome = planner.settle(closed(plan, after=None))
     assert outcome.latency_s is None and outcome.energy_j == {}
     assert outcome.queues_j == before.energy_queue_j
-    assert planner.state == before
+    assert planner.controller.state == before
     assert planner.plan(3, [11, 12], EMPTY).plan.clusters
 
 
@@ -242,14 +241,14 @@ def test_a_round_that_the_inner_strategy_dropped_still_costs_energy():
 def test_link_bytes_split_at_the_last_device():
     assert told("c").link_bytes == {"d2d": 220, "d2e": 110}
     assert told("c").peak_memory_bytes == {"cu": 7, "d1": 7, "d2": 7, "edge": 7}
-    assert ClusterTelemetry(cluster_id="c", examples=1, wall_s=0.0, losses=()).loss is None
+    assert ClusterMeasurement(cluster_id="c", examples=1, wall_s=0.0, losses=()).loss is None
 
 
 def test_a_round_that_lost_its_last_device_splits_bytes_and_norms_as_its_legs_did():
     wide = replace(report("d1", 2.0, 1.0), sent_down=LinkTraffic(bytes=500))
     before = (report(CONTROL_UNIT, 1.0, 0.5), wide, report("d2", 3.0, 1.5))
     after = (report(CONTROL_UNIT, 1.0, 0.5), report("d1", 5.0, 2.5))  # with the blocks of d2
-    round_told = ClusterTelemetry(
+    round_told = ClusterMeasurement(
         cluster_id="c",
         examples=128,
         wall_s=1.0,
@@ -264,16 +263,16 @@ def test_a_round_that_lost_its_last_device_splits_bytes_and_norms_as_its_legs_di
 
 
 def test_movement_is_that_of_the_averaged_arrays():
-    meter, nothing = MovementMeter(), RoundOutcome(round_index=1, latency_s=1.0, clusters=())
+    meter = MovementMeter()
     models, examples = {"a": weights(1.0), "b": weights(5.0)}, {"a": 10.0, "b": 30.0}
     ended = replace(closed(None, after=weights(4.0)), models=models, examples=examples)
-    first = meter.measure(ended, nothing)
-    assert first.update_norm == pytest.approx(4 * 2.0)  # four entries of 4
-    assert first.update_change_norm is None
-    assert first.update_spread == pytest.approx(0.25 * 4 * 9 + 0.75 * 4 * 1)
-    second = meter.measure(replace(ended, before=weights(4.0), after=weights(5.0)), nothing)
-    assert second.update_change_norm == pytest.approx(math.sqrt(4 * 9))
-    assert meter.measure(replace(ended, after=None), nothing) == nothing
+    first = meter.measure(ended)
+    assert first.norm == pytest.approx(4 * 2.0)  # four entries of 4
+    assert first.change_norm is None
+    assert first.spread == pytest.approx(0.25 * 4 * 9 + 0.75 * 4 * 1)
+    second = meter.measure(replace(ended, before=weights(4.0), after=weights(5.0)))
+    assert second.change_norm == pytest.approx(math.sqrt(4 * 9))
+    assert meter.measure(replace(ended, after=None)) == Movement()
 
 
 @pytest.mark.parametrize(
@@ -295,4 +294,4 @@ def test_a_planner_loaded_from_its_dump_goes_on_like_the_one_that_never_stopped(
             for p, plan in zip((alive, back), plans, strict=True)
         ]
         assert outcomes[0] == outcomes[1]
-    assert alive.state == back.state
+    assert alive.controller.state == back.controller.state

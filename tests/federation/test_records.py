@@ -20,6 +20,7 @@ from collapipe_flwr.core.domain import (
 )
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.core.json_codec import from_json, to_json
+from collapipe_flwr.core.measurements import ClusterMeasurement, StageMeasurement
 from collapipe_flwr.federation.records import (
     RoundAssignment,
     SplitTask,
@@ -32,8 +33,6 @@ from collapipe_flwr.federation.records import (
     write_profile,
     write_telemetry,
 )
-from collapipe_flwr.federation.telemetry import ClusterTelemetry
-from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 
 PLAN = ClusterPlan(
@@ -64,12 +63,15 @@ TASK = RoundAssignment(
         learning=LearningSettings(optimizer=OptimizerConfig(), schedule="1f1b", seed=3),
     ),
 )
-TELEMETRY = ClusterTelemetry(
+TELEMETRY = ClusterMeasurement(
     cluster_id="c1",
     examples=64,
     wall_s=2.5,
     losses=(3.5, math.inf),
-    reports=(StageReport(name="cu", steps=2), StageReport(name="d1", steps=2, forward_s=0.1)),
+    reports=(
+        StageMeasurement(name="cu", steps=2),
+        StageMeasurement(name="d1", steps=2, forward_s=0.1),
+    ),
 )
 DEVICE = DeviceProfile(
     device_id="d1",
@@ -215,11 +217,11 @@ def test_no_nonsense_from_a_peer_raises_anything_but_a_protocol_error(field, val
     text = json.dumps(data)
     for sent in (text, text[: cut % len(text)], json.dumps(value)):
         with suppress(ProtocolError):
-            from_json(ClusterTelemetry, sent, "telemetry")
+            from_json(ClusterMeasurement, sent, "telemetry")
 
 
 def test_numbers_beyond_all_bounds_are_refused():
     for number in ("1" + "0" * 400, "1" * 5000):
         text = to_json(TELEMETRY).replace("2.5", number)
         with pytest.raises(ProtocolError, match="telemetry"):
-            from_json(ClusterTelemetry, text, "telemetry")
+            from_json(ClusterMeasurement, text, "telemetry")

@@ -29,6 +29,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.core.errors import LinkError
+from collapipe_flwr.core.measurements import ClusterMeasurement
 from collapipe_flwr.federation import attempts, open_round
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.client.node_state import NodeState, StateCodec
@@ -43,7 +44,6 @@ from collapipe_flwr.federation.records import (
     write_telemetry,
 )
 from collapipe_flwr.federation.strategy import CollaPipe
-from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.any_splitter import DescribedModel
 from tests.federation.split_clusters import FixedPlanner
 
@@ -264,7 +264,7 @@ class Rounds(RuleBasedStateMachine):
         moved["own"] = torch.tensor([float(self.trained)])
         metrics = MetricRecord({"loss": 1.0, EXAMPLES: 10, "id": self.trained})
         content = RecordDict({ARRAYS: encode_tensors(moved), METRICS: metrics})
-        told = ClusterTelemetry(
+        told = ClusterMeasurement(
             cluster_id=f"c{cluster}", examples=10, wall_s=0.1, losses=(float(self.trained),)
         )
         return Message(write_telemetry(content, told), reply_to=message)
@@ -308,7 +308,7 @@ class Rounds(RuleBasedStateMachine):
             self.model = after
         elif self.seen and not drops:
             assert image(self.inner) == self.before, "a refused round left its traces"
-            assert any("infinite or NaN" in remark for remark in self.told[-1].remarks)
+            assert any("infinite or NaN" in remark for remark in map(str, self.told[-1].incidents))
         assert all(torch.isfinite(tensor).all() for tensor in decode_tensors(self.model).values())
 
     @precondition(lambda self: self.strays)

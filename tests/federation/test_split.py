@@ -9,6 +9,7 @@ import torch
 from flwr.app import ConfigRecord
 from flwr.serverapp.strategy import FedAvg, FedProx, Strategy
 
+from collapipe_flwr.core.domain import RoundOutcome
 from collapipe_flwr.core.errors import ConfigError, ProtocolError, RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.local_grid import LocalGrid
@@ -16,7 +17,6 @@ from collapipe_flwr.federation.records import (
     ARRAYS,
     read_assignment,
 )
-from collapipe_flwr.federation.rounds import Outcome
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from tests.federation.split_clusters import (
     CONSTANT,
@@ -199,7 +199,7 @@ def test_a_strategy_that_trains_nobody_asks_nobody():
     strategy = wrapped(FixedPlanner("c1", "c2"), records, inner)
     assert len(strategy.start(grid, encode_tensors(model()), num_rounds=1).arrays) == 0
     assert grid.sent == []
-    assert records[0].outcome == Outcome()
+    assert records[0].outcome == RoundOutcome()
 
 
 def test_a_node_that_is_evaluated_without_a_plan_of_its_own_is_passed_over():

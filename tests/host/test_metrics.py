@@ -17,6 +17,7 @@ import pytest
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import LinkTraffic
+from collapipe_flwr.core.measurements import StageMeasurement
 from collapipe_flwr.host.metrics import (
     MOST_CLUSTERS,
     OTHERS,
@@ -25,14 +26,13 @@ from collapipe_flwr.host.metrics import (
     Tally,
     parse_address,
 )
-from collapipe_flwr.pipeline.meter import StageReport
 from collapipe_flwr.transport.client import HostClient
 from tests.cluster.daemon_processes import ROOT, first_line
 from tests.host.chain_to_edge import request, session_key
 from tests.host.scraping import listening_ports, scrape
 
 pytest.importorskip("prometheus_client")
-REPORT = StageReport(
+REPORT = StageMeasurement(
     name="attic/pi-1",
     steps=3,
     micro_batches=12,

@@ -30,7 +30,7 @@ from transformers import (
 
 from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.core.errors import ModelError, ScheduleError
-from collapipe_flwr.federation.planning import DescribedClusters, planner_of
+from collapipe_flwr.federation.planner import DescribedClusters, planner_of
 from collapipe_flwr.models.split_model import SplitModel
 from collapipe_flwr.models.splitter import splitter_of
 from tests.closeness import assert_near, near

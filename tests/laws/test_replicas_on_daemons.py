@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from collapipe_flwr.core.links import LinkConfig
-from collapipe_flwr.federation.telemetry import ClusterTelemetry, link_samples
+from collapipe_flwr.core.measurements import ClusterMeasurement
+from collapipe_flwr.scheduler.outcomes import link_samples
 from tests.closeness import assert_near, near
 from tests.laws.test_cluster_equals_whole import (
     ADAMW,
@@ -75,7 +76,7 @@ def test_every_two_replicas_that_meet_have_a_link_in_reports(cluster: Cluster) -
     plan = replace(cut.plan(), hops=(LinkConfig(),) * 3)
     *reports, edge = result.reports
     first, *others = reports
-    told = ClusterTelemetry(
+    told = ClusterMeasurement(
         cluster_id="A",
         examples=1,
         wall_s=1.0,

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from collapipe_flwr.pipeline.meter import Span, align_clocks
+from collapipe_flwr.core.measurements import Span
+from collapipe_flwr.pipeline.meter import align_clocks
 
 
 def span(work: str, micro_batch: int, start_s: float, late_s: float = 0.0) -> Span:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from collapipe_flwr.core.links import MOST_NOTES, NOTED_FRAMES, LinkTraffic
-from collapipe_flwr.pipeline.meter import MOST_SPANS, Span, StageReport
+from collapipe_flwr.core.measurements import MOST_SPANS, Span, StageMeasurement
 from tests.pipeline.chains import Chain, Head, make_batch, make_parts, settings
 
 
@@ -16,13 +16,13 @@ def span(step: int) -> Span:
     return Span(work="forward", step=step, micro_batch=0, start_s=0.0, stop_s=1.0)
 
 
-def of_stream(stream_id: int) -> StageReport:
+def of_stream(stream_id: int) -> StageMeasurement:
     """A stream of many small frames and steps."""
     arrived = LinkTraffic()
     for index in range(2 * NOTED_FRAMES):
         arrived.note(stream_id, float(index), 10)
     spans = tuple(span(stream_id) for _ in range(MOST_SPANS // 2 + 1))
-    return StageReport(name="edge", steps=1, received_up=arrived, spans=spans)
+    return StageMeasurement(name="edge", steps=1, received_up=arrived, spans=spans)
 
 
 def test_a_sum_keeps_the_first_spans_and_the_last_notes():
@@ -38,15 +38,15 @@ def test_a_sum_keeps_the_first_spans_and_the_last_notes():
 
 
 def test_means_of_norms_are_weighted_by_the_squares_of_labels():
-    few = StageReport(name="edge", big_square_norm=4.0, big_squares=1.0, peak_tensor_bytes=7)
-    many = StageReport(name="edge", big_square_norm=8.0, big_squares=3.0, peak_tensor_bytes=5)
+    few = StageMeasurement(name="edge", big_square_norm=4.0, big_squares=1.0, peak_tensor_bytes=7)
+    many = StageMeasurement(name="edge", big_square_norm=8.0, big_squares=3.0, peak_tensor_bytes=5)
     total = few + many
     assert (total.big_square_norm, total.big_squares, total.peak_tensor_bytes) == (7.0, 4.0, 7)
 
 
 def test_a_first_micro_batch_without_labels_leaves_its_mean_alone():
-    begun, unlabelled = StageReport(name="edge"), StageReport(name="edge", steps=1)
-    labelled = StageReport(name="edge", steps=1, small_square_norm=8.0, small_squares=4.0)
+    begun, unlabelled = StageMeasurement(name="edge"), StageMeasurement(name="edge", steps=1)
+    labelled = StageMeasurement(name="edge", steps=1, small_square_norm=8.0, small_squares=4.0)
     diverged = replace(labelled, small_square_norm=math.inf)
     for total in (begun + unlabelled + labelled, labelled + unlabelled):
         assert (total.small_square_norm, total.small_squares, total.steps) == (8.0, 4.0, 2)

@@ -6,14 +6,15 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from collapipe_flwr.core.durable import write_text
+from collapipe_flwr.core.incident import Incident
 from collapipe_flwr.core.json_codec import to_json
-from collapipe_flwr.reporting.events import incident_json
 from collapipe_flwr.reporting.live.feed import Feed
 from collapipe_flwr.reporting.live.server import LiveServer
 from collapipe_flwr.reporting.progress import PROGRESS, ClusterProgress, RunProgress
@@ -95,7 +96,9 @@ def test_it_keeps_up_with_rounds_and_draws_their_charts(browser: Any, run: MadeU
     with _serving(run.path) as server, _open(browser, server) as tab:
         _shows(tab, "#drawn", "as of round 1")
         before = tab.page.inner_text("[data-cluster=cluster-1] .rate")
-        replayed = incident_json("recovered", "device 2-raspberry-pi-4 was replayed", "cluster-1")
+        replayed = Incident(
+            kind="recovered", text="device 2-raspberry-pi-4 was replayed", cluster="cluster-1"
+        )
         run.end_round(incidents=(replayed,))
         _shows(tab, "#drawn", "as of round 2")
         assert tab.page.inner_text("[data-cluster=cluster-1] .rate") != before
@@ -164,7 +167,7 @@ def test_it_waits_for_a_run_that_is_not_there(browser: Any, tmp_path: Path) -> N
 
 def test_rounds_that_a_resumed_run_dropped_are_gone(browser: Any, run: MadeUpRun) -> None:
     first = run.story.events[0]
-    run.end_round(incidents=(incident_json("remark", "cluster-0: was slow"),))
+    run.end_round(incidents=(Incident(kind="remark", text="cluster-0: was slow"),))
     with _serving(run.path) as server, _open(browser, server) as tab:
         _shows(tab, "#drawn", "as of round 2")
         assert tab.page.locator("#latest").is_visible()
@@ -193,7 +196,8 @@ def test_names_from_elsewhere_are_text(browser: Any, tmp_path: Path) -> None:
     run = MadeUpRun(tmp_path / "run")
     event = run.event(1).as_json()
     text = run.directory.path / "events.jsonl"
-    line = json.dumps({**event, "incidents": [incident_json("remark", f"{evil}: {evil}")]})
+    told = Incident(kind="remark", text=f"{evil}: {evil}")
+    line = json.dumps({**event, "incidents": [asdict(told)]})
     text.write_text(line.replace("cluster-0", evil).replace("phone", "<b>phone") + "\n")
     with _serving(run.path) as server, _open(browser, server) as tab:
         _shows(tab, "#drawn", "as of round 1")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from collapipe_flwr.reporting.events import incident_json
+from collapipe_flwr.core.incident import Incident
 from collapipe_flwr.reporting.live.feed import Feed, newest_run
 from collapipe_flwr.reporting.live.state import Place
 from collapipe_flwr.reporting.progress import ClusterProgress, ProgressFile
@@ -37,7 +37,7 @@ def _told(feed: Feed, known: Place) -> tuple[Place, dict[str, Any]]:
 
 def test_news_are_what_came_since(run: MadeUpRun) -> None:
     feed = _feed(run.path)
-    run.end_round(incidents=(incident_json("remark", "cluster-0: late"),))
+    run.end_round(incidents=(Incident(kind="remark", text="cluster-0: late"),))
     known, news = _told(feed, Place())
     assert (news["anew"], news["last"]["round"], len(news["clusters"])) == (True, 1, 2)
     assert [each["text"] for each in news["incidents"]] == ["cluster-0: late"]
@@ -49,9 +49,9 @@ def test_news_are_what_came_since(run: MadeUpRun) -> None:
 
 def test_a_page_that_was_away_goes_on_from_its_id(run: MadeUpRun) -> None:
     feed = _feed(run.path)
-    run.end_round(incidents=(incident_json("remark", "cluster-0: first"),))
+    run.end_round(incidents=(Incident(kind="remark", text="cluster-0: first"),))
     known, _ = _told(feed, Place())
-    run.end_round(incidents=(incident_json("remark", "cluster-0: second"),))
+    run.end_round(incidents=(Incident(kind="remark", text="cluster-0: second"),))
     _, news = _told(feed, Place.of_text(str(known)))
     assert not news["anew"]
     assert [each["text"] for each in news["incidents"]] == ["cluster-0: second"]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.reporting.events import incident_json
+from collapipe_flwr.core.incident import Incident
 from collapipe_flwr.reporting.report.charts import COLOURS, bars, plot_by_row
 from collapipe_flwr.reporting.report.page import (
     balance_columns,
@@ -202,11 +202,11 @@ def test_memory_is_said_alike_on_tiles_charts_and_tables(tmp_path: Path) -> None
 def test_incidents_are_listed_by_kind(tmp_path: Path) -> None:
     run = MadeUpRun(tmp_path / "run")
     told = [
-        incident_json("quarantined", "cluster-0/2-jetson-nano: sent NaN", "cluster-0"),
-        incident_json("lost", "no reply before the round's timeout", "cluster-1"),
-        incident_json("retry", "all 2 clusters failed"),
+        Incident(kind="quarantined", text="cluster-0/2-jetson-nano: sent NaN", cluster="cluster-0"),
+        Incident(kind="lost", text="no reply before the round's timeout", cluster="cluster-1"),
+        Incident(kind="retry", text="all 2 clusters failed"),
     ]
-    run.end_round(incidents=tuple(told), lost=("cluster-1",), failures=("two of them",))
+    run.end_round(incidents=tuple(told), lost=("cluster-1",))
     run.end_round(lost=("cluster-0",))
     run.save("failed", "no power")
     page = run_page(read_run(run.path)).html()
@@ -225,7 +225,7 @@ def test_incidents_are_listed_by_kind(tmp_path: Path) -> None:
 def test_names_never_become_markup(tmp_path: Path) -> None:
     run = MadeUpRun(tmp_path / "run", name=INJECTION)
     run.story = replace(run.story, notes=(INJECTION,))
-    told = incident_json(INJECTION, INJECTION, INJECTION)
+    told = Incident(kind=INJECTION, text=INJECTION, cluster=INJECTION)
     run.end_round(incidents=(told,), metrics={INJECTION: 0.5, "accuracy": 0.1})
     run.save("failed", f"</script>{INJECTION}")
     run.directory.write_config({INJECTION: f"</td>{INJECTION}"})

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from collapipe_flwr.reporting.events import incident_json
+from collapipe_flwr.core.incident import Incident
 from collapipe_flwr.reporting.report.page import write_run_report
 from tests.reporting.browser import a_browser
 from tests.reporting.made_up_runs import MadeUpRun
@@ -90,8 +90,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = MadeUpRun(tmp_path_factory.mktemp("runs") / "run", clusters=3, devices=4)
     for index in range(1, 41):
         told = (
-            incident_json("quarantined", "cluster-0/2-jetson-nano: sent NaN", "cluster-0"),
-            incident_json("late", "cluster cluster-1 joins late by 2 rounds", ""),
+            Incident(
+                kind="quarantined", cluster="cluster-0", text="cluster-0/2-jetson-nano: sent NaN"
+            ),
+            Incident(kind="late", text="cluster cluster-1 joins late by 2 rounds"),
         )
         lost = ("cluster-2",) if index == 9 else ()
         run.end_round(incidents=told if index % 7 == 0 else (), lost=lost)
@@ -213,7 +215,8 @@ def test_names_are_shown_as_they_are_and_never_run(browser: Browser, tmp_path: P
     name = "<img src=x onerror=alert(1)>"
     run = MadeUpRun(tmp_path / "run", name=name)
     run.end_round(
-        incidents=(incident_json("lost", name, name),), metrics={name: 0.5, "accuracy": 0.1}
+        incidents=(Incident(kind="lost", text=name, cluster=name),),
+        metrics={name: 0.5, "accuracy": 0.1},
     )
     run.save("completed")
     window, opened = Window(size="wide"), []

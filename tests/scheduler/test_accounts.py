@@ -23,7 +23,7 @@ from collapipe_flwr.scheduler.dssda import with_spare
 from collapipe_flwr.scheduler.multipliers import WEIGHTS, weight_for
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import REPAID, SchedulerConfig
-from collapipe_flwr.simulation.episode import EpisodeRound, run_episode
+from collapipe_flwr.simulation.episode import EpisodeStep, run_episode
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.setting import Setting
 from collapipe_flwr.simulation.world import EnergyBudget, World, make_world
@@ -42,15 +42,15 @@ def world() -> tuple[World, ModelProfile]:
 
 def episode(
     world: tuple[World, ModelProfile], settings: SchedulerConfig, rounds: int = ROUNDS
-) -> list[EpisodeRound]:
+) -> list[EpisodeStep]:
     scheduler = make_scheduler("dssda", settings)
     return list(run_episode(world[0], scheduler, world[1], rounds, options=settings))
 
 
-def used(world: World, done: list[EpisodeRound]) -> np.ndarray:
+def used(world: World, done: list[EpisodeStep]) -> np.ndarray:
     """Mean energy up to every round over the budget, (T, devices); control units left out."""
     devices = [d for c in world.clusters for d in c.devices]
-    joule = [{d: j for c in r.priced.clusters for d, j in c.energy_j.items()} for r in done]
+    joule = [{d: j for c in r.outcome.clusters for d, j in c.energy_j.items()} for r in done]
     spent = np.array([[e[d.device_id] / d.energy_budget_j for d in devices] for e in joule])
     return np.cumsum(spent, axis=0) / np.arange(1, len(done) + 1)[:, None]
 
@@ -124,7 +124,7 @@ def test_a_round_is_never_much_slower_than_one_that_keeps_its_own_budgets(
     done = episode(world, SETTINGS)
     spare = done[-1].state.spare_plan
     assert spare is not None
-    mean = np.mean([r.plan.rho * r.priced.latency_s for r in done])
+    mean = np.mean([r.plan.rho * r.latency_s for r in done])
     assert mean <= 1.01 * spare.rho * spare.latency_s
 
 
@@ -170,5 +170,5 @@ def test_an_account_that_is_nearly_empty_does_not_leave_the_search_with_a_far_sl
     profile = setting.model.profile()
     scheduler = make_scheduler("dssda", settings)
     done = run_episode(setting.world(61011, profile), scheduler, profile, 5, options=settings)
-    costs = [each.plan.rho * each.priced.latency_s for each in done]
+    costs = [each.plan.rho * each.latency_s for each in done]
     assert max(costs) < 1.05 * min(costs)

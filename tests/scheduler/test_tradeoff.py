@@ -80,10 +80,10 @@ def walk(world: World, model: ModelProfile, policy: str, weight: float) -> Path:
     budget = first.budget_j["cluster-0"]
     idle = energy_prices(tabulate(snapshot), first, settings)[0] / weight
     done = list(run_episode(world, scheduler, model, ROUNDS, options=settings))
-    spent = np.array([[r.priced.clusters[0].energy_j.get(d, 0.0) for d in budget] for r in done])
+    spent = np.array([[r.outcome.clusters[0].energy_j.get(d, 0.0) for d in budget] for r in done])
     owed = [[r.state.energy_queue_j["cluster-0"][d] for d in budget] for r in done]
     unit = np.array(list(budget.values()))
-    latency = np.array([r.priced.latency_s for r in done]) / reference_of(first).latency_s
+    latency = np.array([r.latency_s for r in done]) / reference_of(first).latency_s
     return Path(
         weight=weight,
         cost=latency + spent @ idle[: len(unit)],

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from collapipe_flwr.scheduler.policies import make_scheduler
-from collapipe_flwr.simulation.episode import EpisodeRound, run_episode
+from collapipe_flwr.simulation.episode import EpisodeStep, run_episode
 from collapipe_flwr.simulation.score import Score, make_target, score
 from collapipe_flwr.simulation.setting import Setting
 from collapipe_flwr.simulation.world import EnergyBudget, World
 
 
-def _episode(setting: Setting, policy: str) -> tuple[World, list[EpisodeRound], Score]:
+def _episode(setting: Setting, policy: str) -> tuple[World, list[EpisodeStep], Score]:
     profile = setting.model.profile()
     world = setting.world(0, profile)
     scheduler = make_scheduler(policy, setting.settings)
@@ -40,7 +40,7 @@ def test_energy_is_the_worst_devices_average(small: Setting) -> None:
     shares = []
     for m, cluster in enumerate(world.clusters):
         for device in (cluster.control_unit, *cluster.devices):
-            spent = [r.priced.clusters[m].energy_j[device.device_id] for r in rounds]
+            spent = [r.outcome.clusters[m].energy_j[device.device_id] for r in rounds]
             shares.append(np.mean(spent) / device.energy_budget_j)
     assert result.energy_over_budget_max == pytest.approx(max(shares))
 
@@ -61,5 +61,5 @@ def test_time_to_target_of_the_reference_batch_is_its_rounds_times_latency(small
 
 def test_peak_memory_is_the_largest_of_all_members(small: Setting) -> None:
     _, rounds, result = _episode(small, "uniform")
-    sizes = [max(c.memory_bytes.values()) for r in rounds for c in r.priced.clusters]
+    sizes = [max(c.memory_bytes.values()) for r in rounds for c in r.plan.clusters]
     assert result.peak_device_memory_bytes == max(sizes)

@@ -14,10 +14,11 @@ import pytest
 from collapipe_flwr.core.domain import DeviceProfile, Plan, RoundOutcome, Snapshot
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.price import price
+from collapipe_flwr.scheduler.outcomes import simulated_outcome
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState
 from collapipe_flwr.simulation.devices import scaled
-from collapipe_flwr.simulation.episode import run_episode, simulated_outcome
+from collapipe_flwr.simulation.episode import run_episode
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.setting import Setting
 from collapipe_flwr.simulation.simulate import simulate
@@ -254,7 +255,7 @@ def test_every_policy_learns_what_is_true(policy: str) -> None:
     world = a_world(2, truth_error=0.6)
     scheduler = make_scheduler(policy, SETTINGS)
     done = list(run_episode(world, scheduler, MODEL, 6, options=SETTINGS))
-    errors = [abs(math.log(r.plan.latency_s / r.priced.latency_s)) for r in done]
+    errors = [abs(math.log(r.plan.latency_s / r.latency_s)) for r in done]
     assert errors[0] > 0.05 and max(errors[3:]) < 0.1
 
 
@@ -280,7 +281,7 @@ def test_devices_far_from_their_profiles_keep_their_budgets(seed: int, weight: f
     scheduler = make_scheduler("dssda", settings)
     spent: dict[str, float] = {}
     for done in run_episode(world, scheduler, MODEL, 25, options=settings):
-        for cluster in done.priced.clusters:
+        for cluster in done.outcome.clusters:
             for device, joule in cluster.energy_j.items():
                 spent[device] = spent.get(device, 0.0) + joule
     for cluster in world.clusters:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.core.links import LinkConfig
+from collapipe_flwr.core.measurements import Span, StageMeasurement
 from collapipe_flwr.pipeline.config import (
     Execution,
     NextHop,
@@ -18,7 +19,6 @@ from collapipe_flwr.pipeline.config import (
     SessionRequest,
     StageConfig,
 )
-from collapipe_flwr.pipeline.meter import Span, StageReport
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.transport.methods import MESSAGE_BYTES, decode_message, encode_message
 
@@ -40,10 +40,10 @@ REQUEST = SessionRequest(
 )
 
 SPAN = Span(work="forward", step=1, micro_batch=2, start_s=0.5, stop_s=0.75)
-REPORT = StageReport(name="edge", steps=3, wait_s=0.5, spans=(SPAN, SPAN))
+REPORT = StageMeasurement(name="edge", steps=3, wait_s=0.5, spans=(SPAN, SPAN))
 
 
-@pytest.mark.parametrize("message", [REQUEST, REPORT, StageReport(name="edge")])
+@pytest.mark.parametrize("message", [REQUEST, REPORT, StageMeasurement(name="edge")])
 def test_round_trip(message):
     assert decode_message(type(message), encode_message(message)) == message
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from collapipe_flwr.core.measurements import TransferStats
 from collapipe_flwr.host.server import HostServer
 from collapipe_flwr.host.service import HostService
 from collapipe_flwr.host.stores import TensorStore
@@ -15,7 +16,6 @@ from collapipe_flwr.pipeline.offload import raw_bytes
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.state import PartState, digest_of
 from collapipe_flwr.transport.client import HostClient
-from collapipe_flwr.transport.weights import TransferStats
 from tests.host.chain_to_edge import Cluster, build_head, request, session_key
 from tests.pipeline.chains import Head, make_batch, make_parts
 

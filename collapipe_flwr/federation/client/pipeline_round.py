@@ -19,12 +19,12 @@ from collapipe_flwr.cluster.loader import Batches
 from collapipe_flwr.cluster.order import EDGE, RoundOrder
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ProtocolError
+from collapipe_flwr.core.measurements import ClusterMeasurement
 from collapipe_flwr.core.texts import to_one_line
 from collapipe_flwr.federation import records
 from collapipe_flwr.federation.client.node_state import OPTIMIZER, NodeState, recall_optimizer
 from collapipe_flwr.federation.client.site import Site
 from collapipe_flwr.federation.records import SplitTask
-from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.module_splitter import ModuleSplitter
 from collapipe_flwr.models.splitter import Splitter, splitter_of
@@ -176,13 +176,13 @@ def _cut_steps(steps: Steps, planned: int) -> Iterator[list[Mapping[str, Tensor]
 
 def build_telemetry(
     result: RoundResult, batches: Batches, absent: tuple[str, ...], *, wall_s: float
-) -> ClusterTelemetry:
+) -> ClusterMeasurement:
     """Collect the measurements of a round that took ``wall_s`` from its message to its reply."""
     replanned = any(incident.lost for incident in result.incidents)
     reports, edge = result.reports, None
     if reports and reports[-1].name == EDGE:
         reports, edge = reports[:-1], reports[-1]
-    return ClusterTelemetry(
+    return ClusterMeasurement(
         cluster_id=result.plan.cluster_id,
         examples=batches.examples * batches.epochs,
         wall_s=wall_s,

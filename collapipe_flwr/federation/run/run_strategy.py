@@ -19,7 +19,7 @@ from collapipe_flwr.core.errors import prefix_errors
 from collapipe_flwr.data.metrics import add_counts
 from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.federation.deadline import RoundDeadline
-from collapipe_flwr.federation.planner import ScheduledRounds
+from collapipe_flwr.federation.planner import KnownClusters
 from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.records import read_tally
 from collapipe_flwr.federation.run.learner import scores
@@ -61,7 +61,7 @@ def make_planner(
     names: Mapping[int, str],
     *,
     whole_batches: bool = False,
-) -> ScheduledRounds:
+) -> KnownClusters:
     """Make the planner with the run's policy; ``names`` maps nodes to the ids of ``clusters``.
 
     With ``whole_batches``, a batch is one micro-batch. Raises ConfigError for unknown names and
@@ -94,7 +94,7 @@ def make_planner(
     world = planning.world(sorted(clusters.values(), key=lambda c: c.cluster_id), model)
     with prefix_errors("world.devices, world.memory-share"):
         scheduler.step(scheduler.init(snapshot := world.snapshot(1, model)), snapshot)
-    return ScheduledRounds(planning, world, model, names)
+    return KnownClusters(planning, world, model, names)
 
 
 def inner_strategy(config: AppConfig, task: Task, on_evaluation: TellScores) -> Strategy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -14,7 +14,7 @@ from collapipe_flwr.core.durable import make_folder
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.json_codec import to_plain
 from collapipe_flwr.federation.rounds import RoundRecord
-from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, cluster_json, incident_json
+from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, cluster_json
 from collapipe_flwr.reporting.run_directory import run_id_of
 from collapipe_flwr.reporting.scalars import Scalar, scalars
 from collapipe_flwr.reporting.sinks import KINDS, Feeder, WatchedRun, check_sinks
@@ -26,9 +26,7 @@ _ARTEFACTS = ("summary.json", "events.jsonl", "report.html")
 
 def round_event(record: RoundRecord, wall_s: float) -> RoundEvent:
     """Make the event of a round before its evaluation."""
-    links, incidents = record.link_bytes, tuple(_list_incidents(record))
-    told = (each for each in incidents if each["kind"] != "quarantined")
-    metrics = record.train_metrics
+    links, metrics = record.link_bytes, record.train_metrics
     loss = metrics.get("train_loss", metrics.get("loss"))  # as clusters, or our app, name it
     return RoundEvent(
         round_index=record.server_round,
@@ -58,23 +56,8 @@ def round_event(record: RoundRecord, wall_s: float) -> RoundEvent:
         fresh_examples=record.fresh_examples,
         prequential_loss=record.prequential_loss,
         wall_s=wall_s,
-        incidents=incidents,
-        failures=tuple(": ".join(filter(None, (each["cluster"], each["text"]))) for each in told),
+        incidents=record.incidents,
     )
-
-
-def _list_incidents(record: RoundRecord) -> Iterator[dict[str, str]]:
-    """Yield what went wrong, with kind and cluster."""
-    for text in record.remarks:
-        kind = "retry" if text in record.retried else "remark"
-        yield incident_json("late" if text in record.joined_late else kind, text)
-    for cluster, why in record.failures.items():
-        yield incident_json("lost", why, cluster)
-    for cluster, measured in record.telemetry.items():
-        for text in measured.incidents:
-            yield incident_json("recovered", text, cluster)
-        for device, why in measured.quarantined.items():
-            yield incident_json("quarantined", f"{device}: {why}", cluster)
 
 
 def _flatten(nested: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from collapipe_flwr.core.errors import RunError
+from collapipe_flwr.core.incident import LOST, Incident
 from collapipe_flwr.reporting import run_directory
 from collapipe_flwr.reporting.events import (
     control_unit_role,
     holders,
-    incident_json,
     is_early,
 )
 from collapipe_flwr.reporting.report.series import Series
@@ -183,13 +183,14 @@ class RunData:
 
 
 def incidents_of(event: Json) -> list[dict[str, Any]]:
-    """Return the incidents of a round, see `events.incident_json`, with the round's index."""
+    """Return the incidents of a round, with the round's index."""
     index = event["round_index"]
     found = [{"round": index, **each} for each in event.get("incidents", ())]
     told = {each["cluster"] for each in found}
     lost = [name for name in event.get("lost", ()) if name not in told]
+    why = "no result in this round"
     return found + [
-        {"round": index, **incident_json("lost", "no result in this round", name)} for name in lost
+        {"round": index, **asdict(Incident(kind=LOST, cluster=name, text=why))} for name in lost
     ]
 
 

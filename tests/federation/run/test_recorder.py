@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from collapipe_flwr.core.domain import ClusterOutcome
-from collapipe_flwr.federation.rounds import Outcome, RoundRecord
+from collapipe_flwr.core.domain import ClusterOutcome, RoundOutcome
+from collapipe_flwr.core.incident import Incident
+from collapipe_flwr.core.measurements import ClusterMeasurement
+from collapipe_flwr.federation.rounds import RoundRecord
 from collapipe_flwr.federation.run.recorder import RunRecorder, round_event
-from collapipe_flwr.federation.telemetry import ClusterTelemetry
 from collapipe_flwr.reporting.console import RoundPrinter
 from collapipe_flwr.reporting.events import RunStory
 from collapipe_flwr.reporting.run_directory import RunDirectory, read_summary
@@ -57,38 +59,32 @@ def test_what_is_said_after_the_end_does_not_change_how_it_ended(
 
 
 def test_an_event_says_of_what_kind_incidents_are() -> None:
-    told = ClusterTelemetry(
+    told = ClusterMeasurement(
         cluster_id="attic",
         examples=8,
         wall_s=1.0,
         losses=(1.0,),
-        incidents=("attic/pi lost, replayed from step 3",),
-        quarantined={"attic/nano": "sent NaN"},
     )
-    late, odd = "cluster attic joins late by 1 rounds, weight 0.71", "cluster attic claims much"
+    told_by_kind = (
+        Incident(kind="retry", text="all 2 clusters failed"),
+        Incident(kind="lost", cluster="cellar", text="no reply"),
+        Incident(kind="quarantined", cluster="attic", text="attic/nano: sent NaN"),
+    )
     record = RoundRecord(
         server_round=2,
         plan=None,
         asked=("attic", "cellar"),
-        failures={"cellar": "no reply"},
         train_metrics={},
         telemetry={"attic": told},
-        outcome=Outcome(
+        outcome=RoundOutcome(
             clusters=(ClusterOutcome(cluster_id="attic", latency_s=1.0, energy_j={}, loss=1.5),)
         ),
         flower_bytes_sent=0,
         flower_bytes_received=0,
-        remarks=("all 2 clusters failed", late, odd),
-        retried=("all 2 clusters failed",),
-        joined_late=(late,),
+        incidents=told_by_kind,
     )
     event = round_event(record, wall_s=1.0).as_json()
-    assert [(i["kind"], i["cluster"], i["text"]) for i in event["incidents"]] == [
-        ("retry", "", "all 2 clusters failed"),
-        ("late", "", late),
-        ("remark", "", odd),
-        ("lost", "cellar", "no reply"),
-        ("recovered", "attic", "attic/pi lost, replayed from step 3"),
-        ("quarantined", "attic", "attic/nano: sent NaN"),
-    ]
+    assert event["incidents"] == [asdict(each) for each in told_by_kind]
+    assert event["failures"] == ["all 2 clusters failed", "cellar: no reply"]
+    assert record.failures == {"cellar": "no reply"}
     assert event["clusters"]["attic"]["loss"] == 1.5

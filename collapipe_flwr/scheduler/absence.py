@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from collapipe_flwr.core.domain import ClusterSnapshot, Snapshot
-from collapipe_flwr.federation.telemetry import ClusterTelemetry
+from collapipe_flwr.core.measurements import ClusterMeasurement
 
 log = logging.getLogger("flwr.collapipe")
 FIRST_ROUNDS, MOST_ROUNDS = 2, 64
@@ -50,7 +50,7 @@ class Absence:
         return found
 
     def learn(
-        self, server_round: int, cluster_id: str, measured: ClusterTelemetry, edge: str = ""
+        self, server_round: int, cluster_id: str, measured: ClusterMeasurement, edge: str = ""
     ) -> None:
         """Record absences and offences that a cluster reports, and devices that worked.
 

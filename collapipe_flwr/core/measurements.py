@@ -1,8 +1,8 @@
-"""Measurements of one cluster in one round, and what is derived from them.
+"""What clusters measure in a round: each stage, and the cluster as a whole.
 
-Links are measured beyond their senders' rate limits (`scheduler/link_estimates.py`). A rate limit
-in the cluster file counts as the link's; a limit at the planned rate says nothing about the link,
-so a paced sample means "at least as planned" (``LinkSample.paced``).
+Links are measured beyond their senders' rate limits (`core.wire`). A rate limit in the cluster file
+counts as the link's; a limit at the planned rate says nothing about the link, so a paced sample
+means "at least as planned" (``LinkSample.paced``).
 """
 
 from __future__ import annotations
@@ -10,39 +10,135 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice, pairwise
 from typing import Annotated
 
 from collapipe_flwr.core import bounds
-from collapipe_flwr.core.domain import (
-    MOST_DEVICES,
-    ClusterPlan,
-    ClusterProfile,
-    GradientNoise,
-    LinkSample,
-)
+from collapipe_flwr.core.domain import MOST_DEVICES, ClusterPlan, ClusterProfile, GradientNoise
+from collapipe_flwr.core.keys import one_of
 from collapipe_flwr.core.links import LinkReport, LinkTraffic
-from collapipe_flwr.pipeline.meter import Span, StageReport
-from collapipe_flwr.scheduler.link_estimates import carried_bit_per_s
-from collapipe_flwr.transport.weights import TransferStats
+from collapipe_flwr.core.wire import carried_bit_per_s
 
 MOST_STEPS = 2**20  # of one round
 _FEW = bounds.most_entries(MOST_DEVICES)
 D2D, D2E = "d2d", "d2e"
-KEPT = 0.8  # of a planned rate: a slower sender was limited by something else
+MOST_SPANS = 10_000  # of one stage: a report must fit into a message
+WORK_NAMES = {  # of spans in a timeline, by kind of work
+    "forward": "F",
+    "test": "F",
+    "backward": "B",
+    "weights": "W",
+    "optimizer": "step",
+    "send": "send",
+    "receive": "wait",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterTelemetry:
+class Span:
+    """One timed piece of work of one stage."""
+
+    work: Annotated[str, one_of(*WORK_NAMES)]
+    step: bounds.Count
+    micro_batch: bounds.Count
+    start_s: bounds.Moment
+    stop_s: bounds.Moment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMeasurement:
+    """One stage over all steps since it was opened, or over several intervals of a round.
+
+    The passes of `micro_batches` in training took `forward_s` and `backward_s`, without those of
+    evaluations. `wait_s` is time spent waiting for a neighbour, to receive or for room to send.
+    `energy_j` is by a sensor of its machine, None without one. `*_up` is the link towards the
+    control unit, `*_down` towards the edge; `sent_beside_bytes` were sent to other replicas of the
+    stage. `small_square_norm` and `big_square_norm` are means over the steps of the squared norm of
+    this stage's gradients for the first micro-batch alone and for the whole batch, weighted by the
+    squares of their weights (labels), whose sums are `small_squares` and `big_squares`;
+    `small_weight` and `big_weight` are the sums of the weights themselves. Only the first replica
+    of a stage has small ones and norms. `peak_tensor_bytes` is by `MemoryMeter`. `spans` are
+    recorded on request; the sum of two reports keeps the first `MOST_SPANS`.
+    """
+
+    name: bounds.Name
+    steps: bounds.Count = 0
+    micro_batches: bounds.Count = 0
+    forward_s: bounds.Seconds = 0.0
+    backward_s: bounds.Seconds = 0.0
+    optimizer_s: bounds.Seconds = 0.0
+    wait_s: bounds.Seconds = 0.0
+    sent_up: LinkTraffic = field(default_factory=LinkTraffic)
+    received_up: LinkTraffic = field(default_factory=LinkTraffic)
+    sent_down: LinkTraffic = field(default_factory=LinkTraffic)
+    received_down: LinkTraffic = field(default_factory=LinkTraffic)
+    sent_beside_bytes: bounds.Bytes = 0
+    peak_tensor_bytes: bounds.Bytes = 0
+    energy_j: bounds.Joules | None = None
+    small_square_norm: bounds.MaybeHuge = 0.0
+    big_square_norm: bounds.MaybeHuge = 0.0
+    small_weight: bounds.Labels = 0.0
+    small_squares: bounds.Labels = 0.0
+    big_weight: bounds.Labels = 0.0
+    big_squares: bounds.Labels = 0.0
+    spans: Annotated[tuple[Span, ...], bounds.most_entries(MOST_SPANS)] = ()
+
+    def __add__(self, later: StageMeasurement) -> StageMeasurement:
+        """Join two intervals of the same stage."""
+        joint: dict[str, object] = {}
+        for name in (f.name for f in fields(self) if f.name != "name"):
+            mine, theirs = getattr(self, name), getattr(later, name)
+            if name == "peak_tensor_bytes":
+                joint[name] = max(mine, theirs)
+            elif name == "small_square_norm":
+                joint[name] = _mean((mine, theirs), (self.small_squares, later.small_squares))
+            elif name == "big_square_norm":
+                joint[name] = _mean((mine, theirs), (self.big_squares, later.big_squares))
+            elif name == "energy_j":
+                known = mine is not None and theirs is not None
+                joint[name] = mine + theirs if known else None
+            elif name == "spans":
+                joint[name] = (mine + theirs)[:MOST_SPANS]
+            else:
+                joint[name] = mine + theirs
+        return replace(self, **joint)  # type: ignore[arg-type]
+
+
+def _mean(values: tuple[float, float], weights: tuple[float, float]) -> float:
+    """Average two means by their weights; one that weighs nothing does not count."""
+    (first, second), (mine, theirs) = values, weights
+    if not (mine and theirs):
+        return second if theirs else first
+    return first + theirs / (mine + theirs) * (second - first)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferStats:
+    """Bytes of tensors that travelled, and of those that did not have to."""
+
+    sent_bytes: bounds.Bytes = 0
+    received_bytes: bounds.Bytes = 0
+    spared_bytes: bounds.Bytes = 0
+
+    def __add__(self, other: TransferStats) -> TransferStats:
+        return TransferStats(
+            sent_bytes=self.sent_bytes + other.sent_bytes,
+            received_bytes=self.received_bytes + other.received_bytes,
+            spared_bytes=self.spared_bytes + other.spared_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterMeasurement:
     """``reports`` are in pipeline order: control unit, devices; ``edge`` is the decoder's."""
 
     cluster_id: bounds.Name
     examples: bounds.Claim
     wall_s: bounds.Seconds
     losses: Annotated[tuple[bounds.MaybeHuge, ...], bounds.most_entries(MOST_STEPS)]  # per step
-    reports: Annotated[tuple[StageReport, ...], bounds.most_entries(MOST_DEVICES)] = ()
-    edge: StageReport | None = None
+    reports: Annotated[tuple[StageMeasurement, ...], bounds.most_entries(MOST_DEVICES)] = ()
+    edge: StageMeasurement | None = None
     moved: TransferStats = field(default_factory=TransferStats)  # between control unit and devices
     fresh_examples: bounds.Count = 0  # that arrived since the last round
     prequential_loss: bounds.MaybeHuge | None = None  # of fresh examples, before training
@@ -102,7 +198,7 @@ class ClusterTelemetry:
         )
 
     @property
-    def stages(self) -> tuple[StageReport, ...]:
+    def stages(self) -> tuple[StageMeasurement, ...]:
         """The reports of all stages in pipeline order."""
         return (*self.reports, self.edge) if self.edge else self.reports
 
@@ -144,33 +240,6 @@ class ClusterTelemetry:
         )
 
 
-def link_samples(
-    plan: ClusterPlan, measured: ClusterTelemetry, *, paced: bool
-) -> Iterator[LinkSample]:
-    """Yield a sample of every measured hop, or none if the round lost devices or has replicas.
-
-    The planned rate of a hop between replicas is that of its slowest link.
-    """
-    if measured.incidents or max(plan.replicas) > 1:
-        return
-    reports = measured.links(plan, paced=paced)
-    stages = (*plan.member_ids, plan.edge)
-    for ends, hop, seen in zip(pairwise(stages), plan.hops, reports, strict=False):
-        ways = ((hop.forward_bit_per_s, seen.forward), (hop.backward_bit_per_s, seen.backward))
-        rates = [
-            (planned, reached)
-            for planned, traffic in ways
-            if planned and (reached := _reached(traffic, planned, paced=paced))
-        ]
-        if rates:
-            yield LinkSample(
-                ends=ends,
-                planned_bit_per_s=len(rates) / sum(1.0 / planned for planned, _ in rates),
-                measured_bit_per_s=len(rates) / sum(1.0 / reached for _, reached in rates),
-                paced=paced,
-            )
-
-
 def _meetings(
     plan: ClusterPlan, ahead: int, behind: int
 ) -> Iterator[tuple[int, int, float, float]]:
@@ -188,13 +257,3 @@ def _seen_by_both(sent: LinkTraffic, received: LinkTraffic, share: float) -> Lin
         sending_s=share * sent.sending_s,
         wire_bit_per_s=carried_bit_per_s(sent.notes, received.notes),
     )
-
-
-def _reached(traffic: LinkTraffic, planned_bit_per_s: float, *, paced: bool) -> float | None:
-    """Estimate the link's bit/s; None if it is unknown."""
-    if traffic.wire_bit_per_s is None:
-        return None
-    sent = 8.0 * traffic.bytes / traffic.sending_s if traffic.sending_s > 0 else math.inf
-    if paced and sent >= KEPT * planned_bit_per_s:
-        return traffic.wire_bit_per_s
-    return min(traffic.wire_bit_per_s, sent)

@@ -1,0 +1,279 @@
+"""The loop of rounds around a scheduler: plan a snapshot, learn from what the round cost.
+
+Federation and simulation run the same loop. A snapshot goes in with everything that earlier rounds
+taught about links, absent devices and numbers of examples, and a plan comes out. After the round
+the plan as each cluster finished it and what clusters measured go in, and the outcome, from which
+the scheduler has learnt, comes out. Clusters of machines measured that outcome; that of simulated
+ones is the price of the plan in the world as it truly is (`scheduler.outcomes`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from collapipe_flwr.core.domain import (
+    ClusterOutcome,
+    ClusterPlan,
+    ClusterProfile,
+    ClusterSnapshot,
+    Movement,
+    Plan,
+    RoundOutcome,
+    Snapshot,
+)
+from collapipe_flwr.core.errors import DevicesMissing, InfeasibleError
+from collapipe_flwr.core.measurements import ClusterMeasurement
+from collapipe_flwr.costs.measured import explained_s
+from collapipe_flwr.costs.price import price, with_rates
+from collapipe_flwr.costs.replicas import PricedCluster
+from collapipe_flwr.costs.work import PricingOptions
+from collapipe_flwr.scheduler.absence import Absence, without_absent
+from collapipe_flwr.scheduler.edges import edges_in, on_edges
+from collapipe_flwr.scheduler.estimates import expected_s
+from collapipe_flwr.scheduler.link_estimates import links_begun, links_learned, with_links
+from collapipe_flwr.scheduler.outcomes import link_samples, measured_outcome, simulated_cluster
+from collapipe_flwr.scheduler.plans import check_trust
+from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerState
+
+log = logging.getLogger("flwr.collapipe")
+Measured = Mapping[str, ClusterMeasurement]  # by cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerState:
+    """What a controller knows between rounds; fields are named as in checkpoints.
+
+    ``examples`` are those of a round, of clusters of machines that train on others than they said.
+    """
+
+    state: SchedulerState | None = None
+    absence: Absence = field(default_factory=Absence)
+    examples: Mapping[str, int] = field(default_factory=dict)
+
+
+class RoundController:
+    """Plans rounds with a scheduler and teaches it; ``memory`` is all that it remembers.
+
+    ``options`` are those by which finished plans are priced. ``paced`` says that senders keep to
+    planned rates.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, options: PricingOptions, *, paced: bool = False
+    ) -> None:
+        self.memory = ControllerState()
+        self._scheduler, self._options, self._paced = scheduler, options, paced
+        self._before: tuple[int, SchedulerState | None] | None = None  # of an open round
+
+    @property
+    def state(self) -> SchedulerState:
+        """The scheduler's state, from the first plan on."""
+        assert self.memory.state is not None
+        return self.memory.state
+
+    def forget(self, memory: ControllerState | None = None) -> None:
+        """Start again, or from the memory of a checkpoint."""
+        self.memory, self._before = memory or ControllerState(), None
+
+    def look_ahead(self, snapshot: Snapshot) -> Plan:
+        """Plan without a round to follow: the scheduler's state stays as it is."""
+        before = self.memory.state
+        plan = self.plan(snapshot)
+        self._remember(before)
+        return plan
+
+    def plan(self, snapshot: Snapshot) -> Plan:
+        """Plan a round; if it is planned again, the plan of the attempt before is forgotten.
+
+        Raises ScheduleError, DevicesMissing where lost devices are the reason.
+        """
+        if self._before is not None and self._before[0] == snapshot.round_index:
+            self._remember(self._before[1])
+        self._before = (snapshot.round_index, self.memory.state)
+        described = self._with_examples(snapshot)
+        known = self.memory.state
+        links = links_begun({} if known is None else known.links, described)
+        snapshot = with_links(described, links)
+        state = self._scheduler.init(snapshot) if known is None else known
+        self._remember(replace(state, links=links))
+        plan = self._plan_present(snapshot)
+        profiles = {c.profile.cluster_id: c.profile for c in snapshot.clusters}
+        for each in plan.clusters:  # whatever the policy
+            check_trust(each, profiles[each.cluster_id], snapshot.model.trusted_blocks)
+        return with_rates(plan, on_edges(snapshot, edges_in(plan), links))
+
+    def _plan_present(self, snapshot: Snapshot) -> Plan:
+        """Plan without absent devices, and without the clusters that need theirs."""
+        absence, asked = self.memory.absence, _profiles(snapshot).keys()
+        missing = absence.devices(snapshot.round_index)
+        out = {name: devices for name, devices in missing.items() if name in asked}
+        there = without_absent(snapshot, out)
+        if snapshot.clusters and not there.clusters:
+            absence.lift(out)
+            raise DevicesMissing("no device is reachable; restart one")
+        short = [name for name, devices in out.items() if devices]
+        rest = tuple(c for c in there.clusters if c.profile.cluster_id not in short)
+        try:
+            plan, state = self._scheduler.step(self.state, there)
+            # A plan that was kept leaves them out as well, and the others no better than before.
+            too_short = plan.fallback and any(plan.cluster(name) is None for name in short)
+        except InfeasibleError as error:
+            if not short:
+                raise
+            if not rest:
+                absence.lift(out)
+                raise DevicesMissing(str(error)) from error
+            too_short = True
+        if too_short and rest:
+            log.warning("%s cannot take part without their lost devices", ", ".join(short))
+            plan, state = self._scheduler.step(self.state, replace(there, clusters=rest))
+        self._remember(state)
+        # Clusters that take no part report nothing: they are tried with all devices next time.
+        absence.lift([name for name in out if plan.cluster(name) is None])
+        return plan
+
+    def learn(
+        self,
+        asked: Plan,
+        done: Plan,
+        snapshot: Snapshot,
+        truth: Snapshot,
+        measured: Measured | None = None,
+        *,
+        late: Collection[str] = (),
+        movement: Movement | None = None,
+    ) -> RoundOutcome:
+        """Compute the outcome of a round and let the scheduler observe it.
+
+        ``done`` holds the plans with which clusters finished, of those that were ``asked``. The
+        ``snapshot`` is as plans knew it, ``truth`` as it really was; the same object where both
+        agree. The round did not wait for clusters that are ``late``: their plans are older.
+        """
+        measured, self._before = measured or {}, None
+        for name, profile in _profiles(snapshot).items():
+            if name in measured:
+                part = done.cluster(name)
+                self.memory.absence.learn(
+                    snapshot.round_index,
+                    name,
+                    _of_members(measured[name], profile),
+                    part.edge if part else "",
+                )
+        found = _examples_trained(done, measured, self._with_examples(snapshot))
+        examples = {**self.memory.examples, **found}
+        self.memory = replace(self.memory, examples=examples)
+        seen = on_edges(
+            with_links(self._with_examples(snapshot), self.state.links),
+            edges_in(done),
+            self.state.links,
+        )
+        true = seen
+        if truth is not snapshot:
+            true = with_links(self._with_examples(truth), self.state.links)
+            true = on_edges(true, edges_in(done), self.state.links)
+        clusters = tuple(
+            self._outcome(part, priced, measured.get(part.cluster_id), seen, true)
+            for part, priced in zip(
+                done.clusters, price(done, true, self._options).clusters, strict=True
+            )
+        )
+        awaited = [c.latency_s for c in clusters if c.cluster_id not in late]
+        outcome = RoundOutcome(
+            round_index=done.round_index,
+            latency_s=max(awaited or [cluster.latency_s for cluster in clusters]),
+            clusters=clusters,
+            movement=movement or Movement(),
+        )
+        outcome = self._explain(done, outcome, snapshot)
+        self._remember(self._scheduler.observe(self.state, asked, outcome))
+        return replace(outcome, queues_j=self.state.energy_queue_j)
+
+    def _outcome(
+        self,
+        plan: ClusterPlan,
+        priced: PricedCluster,
+        measured: ClusterMeasurement | None,
+        seen: Snapshot,
+        truth: Snapshot,
+    ) -> ClusterOutcome:
+        """Compute the outcome of one cluster, with the stage times that the scheduler expected."""
+        name, profile = plan.cluster_id, _profiles(seen)[plan.cluster_id]
+        if measured is None or not profile.real_links:
+            found = simulated_cluster(plan, priced, truth, seen, self._options)
+            noise = measured.gradient_noise if measured else None
+            found = replace(found, loss=measured.loss if measured else None, gradient_noise=noise)
+        else:
+            found = measured_outcome(
+                plan,
+                priced,
+                measured,
+                profile,
+                seen.model,
+                links=tuple(link_samples(plan, measured, paced=self._paced)),
+                recompute=self._options.recompute,
+            )
+        beliefs = self.state.beliefs
+        stages = (replace(s, expected_s=expected_s(beliefs, name, s)) for s in found.stages)
+        return replace(found, stages=tuple(stages))
+
+    def _explain(self, plan: Plan, outcome: RoundOutcome, snapshot: Snapshot) -> RoundOutcome:
+        """Add the round times that the measured stages and links explain."""
+        if not any(found.measured and found.stages for found in outcome.clusters):
+            return outcome
+        links = links_learned(self.state.links, outcome)
+        shown = with_links(self._with_examples(snapshot), links)
+        shown = on_edges(shown, edges_in(plan), links)
+        clusters = (
+            replace(found, explained_s=explained_s(part, found.stages, shown, self._options))
+            if found.measured and found.stages
+            else found
+            for part, found in zip(plan.clusters, outcome.clusters, strict=True)
+        )
+        return replace(outcome, clusters=tuple(clusters))
+
+    def _with_examples(self, snapshot: Snapshot) -> Snapshot:
+        """Return the snapshot with the numbers of examples that machines really train on."""
+        known = self.memory.examples
+        if not known.keys() & _profiles(snapshot).keys():
+            return snapshot
+
+        def counted(cluster: ClusterSnapshot) -> ClusterSnapshot:
+            profile = cluster.profile
+            examples = known.get(profile.cluster_id, profile.examples)
+            return replace(cluster, profile=replace(profile, examples=examples))
+
+        return replace(snapshot, clusters=tuple(map(counted, snapshot.clusters)))
+
+    def _remember(self, state: SchedulerState | None) -> None:
+        self.memory = replace(self.memory, state=state)
+
+
+def _profiles(snapshot: Snapshot) -> dict[str, ClusterProfile]:
+    return {cluster.profile.cluster_id: cluster.profile for cluster in snapshot.clusters}
+
+
+def _of_members(measured: ClusterMeasurement, profile: ClusterProfile) -> ClusterMeasurement:
+    """Drop devices that the cluster does not have from the measurement: they would pile up."""
+    known = {d.device_id for d in profile.devices} | {edge.id for edge in profile.edges}
+    return replace(
+        measured,
+        absent=tuple(name for name in measured.absent if name in known),
+        quarantined={name: why for name, why in measured.quarantined.items() if name in known},
+    )
+
+
+def _examples_trained(done: Plan, measured: Measured, snapshot: Snapshot) -> dict[str, int]:
+    """Count the examples of machines that took other steps than planned (a user's loader)."""
+    profiles, found = _profiles(snapshot), {}
+    for part in done.clusters:
+        told = measured.get(part.cluster_id)
+        reports = (told.reports[0], told.edge) if told and told.reports else ()
+        steps = min((report.steps for report in reports if report is not None), default=0)
+        batch = part.micro_batch_size * part.micro_batches
+        profile = profiles[part.cluster_id]
+        if profile.real_links and steps and steps != math.ceil(profile.examples / batch):
+            found[part.cluster_id] = steps * batch
+    return found

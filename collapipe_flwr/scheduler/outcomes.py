@@ -1,0 +1,226 @@
+"""The outcome of a round, from which schedulers learn: measured by machines, or simulated.
+
+**Measured.** Seconds are those of each machine's own clock: the control unit's from its order to
+its reply, every stage's for its passes. The way to the Flower server is not timed and counts as the
+cost model has it. Energy is measured by a sensor if a machine has one, else modelled from measured
+times: the power of its profile while it computes, and its planned transmit powers while it sends.
+Weights that are placed and collected are not timed hop by hop and spend no energy here. A stage
+cannot have computed for longer than the round lasted, nor for zero seconds: such a measurement is
+ignored, and its energy counts as planned.
+
+**Simulated.** Clusters that are threads of some machine take seconds that say nothing about the
+described boards: their outcome is the plan's price in the world as it truly is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+from collapipe_flwr.core.domain import (
+    ClusterOutcome,
+    ClusterPlan,
+    ClusterProfile,
+    LinkSample,
+    ModelProfile,
+    Plan,
+    RoundOutcome,
+    Snapshot,
+    StageSample,
+)
+from collapipe_flwr.core.links import LinkTraffic
+from collapipe_flwr.core.measurements import ClusterMeasurement, StageMeasurement
+from collapipe_flwr.costs.measured import explained_s, server_s, stage_parts, taken_s
+from collapipe_flwr.costs.price import PricedRound
+from collapipe_flwr.costs.replicas import PricedCluster
+from collapipe_flwr.costs.work import PricingOptions
+
+CLOCKS_DIFFER = 1.1  # a stage's seconds over the control unit's, at most
+KEPT = 0.8  # of a planned rate: a slower sender was limited by something else
+
+
+def measured_outcome(
+    plan: ClusterPlan,
+    planned: PricedCluster,
+    measured: ClusterMeasurement,
+    profile: ClusterProfile,
+    model: ModelProfile,
+    *,
+    links: tuple[LinkSample, ...],
+    recompute: bool,
+) -> ClusterOutcome:
+    """Compute the measured outcome of ``plan``, whose predicted price was ``planned``."""
+    reports = _by_member(plan, measured)
+    trusted = {name: report for name, report in reports.items() if _is_true(report, measured)}
+    energy_j = {member.device_id: planned.energy_j[member.device_id] for member in profile.members}
+    for member in profile.members:
+        if member.device_id in trusted:
+            watt = member.speed_flop_per_s * member.energy_per_flop_j
+            energy_j[member.device_id] = _energy_j(plan, member.device_id, trusted, watt)
+        elif not plan.memory_bytes.get(member.device_id):
+            energy_j[member.device_id] = 0.0
+    is_timed = 0 < measured.wall_s < math.inf
+    return ClusterOutcome(
+        cluster_id=plan.cluster_id,
+        latency_s=measured.wall_s + server_s(profile, model) if is_timed else planned.latency_s,
+        energy_j=energy_j,
+        loss=measured.loss,
+        gradient_noise=measured.gradient_noise,
+        links=links,
+        stages=tuple(_samples(plan, measured, trusted, model, recompute)),
+        measured=is_timed,
+        metered=tuple(name for name, report in trusted.items() if _is_metered(report)),
+    )
+
+
+def _by_member(plan: ClusterPlan, measured: ClusterMeasurement) -> dict[str, StageMeasurement]:
+    """Index the reports by device id, and the edge's by the edge's id."""
+    control_unit, *devices = measured.reports or (None,)
+    found = {report.name: report for report in devices if report is not None}
+    if control_unit is not None:
+        found[plan.member_ids[0]] = control_unit
+    return found if measured.edge is None else {**found, plan.edge: measured.edge}
+
+
+def _busy_s(report: StageMeasurement) -> float:
+    return report.forward_s + report.backward_s + report.optimizer_s
+
+
+def _is_true(report: StageMeasurement, measured: ClusterMeasurement) -> bool:
+    passes_s = report.forward_s + report.backward_s
+    return 0 < passes_s <= _busy_s(report) <= CLOCKS_DIFFER * measured.wall_s
+
+
+def _is_metered(report: StageMeasurement) -> bool:
+    return report.energy_j is not None and 0 < report.energy_j < math.inf
+
+
+def _energy_j(
+    plan: ClusterPlan, name: str, reports: dict[str, StageMeasurement], watt: float
+) -> float:
+    """Joules of one member: metered, else modelled with ``watt`` while it computes."""
+    report = reports[name]
+    if report.energy_j is not None and _is_metered(report):
+        return report.energy_j
+    ahead = plan.tx_power_w.get(name, 0.0) * report.sent_down.sending_s
+    back = plan.gradient_power_w.get(name, 0.0) * report.sent_up.sending_s
+    return watt * _busy_s(report) + ahead + back
+
+
+def _micro_batches(plan: ClusterPlan, report: StageMeasurement | None) -> int:
+    """Micro-batches that passed a stage, or one of its replicas, in training."""
+    return (report.micro_batches or report.steps * plan.micro_batches) if report else 0
+
+
+def _samples(
+    plan: ClusterPlan,
+    measured: ClusterMeasurement,
+    reports: dict[str, StageMeasurement],
+    model: ModelProfile,
+    recompute: bool,
+) -> Iterator[StageSample]:
+    """Yield a sample of every stage, or none if blocks moved during the round."""
+    if measured.incidents:
+        return
+    together = {name: s.device_ids for s in plan.segments for name in s.device_ids}
+    for name, (passes, flop) in stage_parts(plan, model, recompute=recompute).items():
+        report, count = reports.get(name), _micro_batches(plan, reports.get(name))
+        whole = sum(_micro_batches(plan, reports.get(n)) for n in together.get(name, (name,)))
+        if report is None or count <= 0:
+            continue
+        busy_s = _busy_s(report)
+        yield StageSample(
+            device_id=name,
+            passes=passes,
+            flop=flop * measured.examples / whole,
+            busy_s=(report.forward_s + report.backward_s) / count,
+            watt=report.energy_j / busy_s if report.energy_j and _is_metered(report) else None,
+            planned_bytes=plan.memory_bytes.get(name, 0),
+            peak_bytes=report.peak_tensor_bytes,
+        )
+
+
+def link_samples(
+    plan: ClusterPlan, measured: ClusterMeasurement, *, paced: bool
+) -> Iterator[LinkSample]:
+    """Yield a sample of every measured hop, or none if the round lost devices or has replicas.
+
+    The planned rate of a hop between replicas is that of its slowest link.
+    """
+    if measured.incidents or max(plan.replicas) > 1:
+        return
+    reports = measured.links(plan, paced=paced)
+    stages = (*plan.member_ids, plan.edge)
+    for ends, hop, seen in zip(pairwise(stages), plan.hops, reports, strict=False):
+        ways = ((hop.forward_bit_per_s, seen.forward), (hop.backward_bit_per_s, seen.backward))
+        rates = [
+            (planned, reached)
+            for planned, traffic in ways
+            if planned and (reached := _reached(traffic, planned, paced=paced))
+        ]
+        if rates:
+            yield LinkSample(
+                ends=ends,
+                planned_bit_per_s=len(rates) / sum(1.0 / planned for planned, _ in rates),
+                measured_bit_per_s=len(rates) / sum(1.0 / reached for _, reached in rates),
+                paced=paced,
+            )
+
+
+def _reached(traffic: LinkTraffic, planned_bit_per_s: float, *, paced: bool) -> float | None:
+    """Estimate the link's bit/s; None if it is unknown."""
+    if traffic.wire_bit_per_s is None:
+        return None
+    sent = 8.0 * traffic.bytes / traffic.sending_s if traffic.sending_s > 0 else math.inf
+    if paced and sent >= KEPT * planned_bit_per_s:
+        return traffic.wire_bit_per_s
+    return min(traffic.wire_bit_per_s, sent)
+
+
+def simulated_outcome(
+    plan: Plan, priced: PricedRound, truth: Snapshot, seen: Snapshot, options: PricingOptions
+) -> RoundOutcome:
+    """Derive the outcome from the price; members with work report true stage times and powers.
+
+    ``seen`` holds the links, and the devices without work, as plans knew them.
+    """
+    clusters = tuple(
+        simulated_cluster(part, found, truth, seen, options)
+        for part, found in zip(plan.clusters, priced.clusters, strict=True)
+    )
+    return RoundOutcome(round_index=plan.round_index, latency_s=priced.latency_s, clusters=clusters)
+
+
+def simulated_cluster(
+    plan: ClusterPlan,
+    priced: PricedCluster,
+    truth: Snapshot,
+    seen: Snapshot,
+    options: PricingOptions,
+) -> ClusterOutcome:
+    """Derive one cluster's part of `simulated_outcome`."""
+    profile = next(c.profile for c in truth.clusters if c.profile.cluster_id == plan.cluster_id)
+    members = {member.device_id: member for member in profile.members}
+    samples = []
+    for name, (passes, each) in stage_parts(plan, truth.model, recompute=options.recompute).items():
+        member, flop = members.get(name), plan.micro_batch_size * each
+        samples.append(
+            StageSample(
+                device_id=name,
+                passes=passes,
+                flop=flop,
+                busy_s=taken_s(member or truth.edge_of(profile), passes, flop),
+                watt=member.speed_flop_per_s * member.energy_per_flop_j if member else None,
+                planned_bytes=plan.memory_bytes.get(name, 0),
+                peak_bytes=plan.memory_bytes.get(name, 0),
+            )
+        )
+    stages = tuple(samples)
+    return ClusterOutcome(
+        cluster_id=plan.cluster_id,
+        latency_s=priced.latency_s,
+        energy_j=priced.energy_j,
+        stages=stages,
+        explained_s=None if seen is truth else explained_s(plan, stages, seen, options),
+    )
