@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord
 
 from collapipe_flwr.cluster.control_unit import joined
 from collapipe_flwr.cluster.order import CONTROL_UNIT
-from collapipe_flwr.core.domain import BlockCost, LinkRate, ModelProfile
+from collapipe_flwr.core.domain import BlockCost, LinkRate, ModelProfile, Movement
 from collapipe_flwr.core.errors import ConfigError, ScheduleError
 from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.core.measurements import ClusterMeasurement, StageMeasurement
