@@ -45,6 +45,7 @@ from collapipe_flwr.federation.inner_state import (
 )
 from collapipe_flwr.federation.late_updates import LateUpdate, LateUpdates
 from collapipe_flwr.federation.messages import replace_content, restore_arrays
+from collapipe_flwr.federation.movement import MovementMeter
 from collapipe_flwr.federation.open_round import OpenRound
 from collapipe_flwr.federation.planner import DescribedClusters, KnownClusters, planner_of
 from collapipe_flwr.federation.planning import Planning
@@ -103,6 +104,7 @@ class StrategyHooks:
         self._default_edge: DefaultEdge | None = None  # from the first round on
         self.planner = planner_of(scheduler, model, self._learning)
         self._accepted = AcceptedRounds()
+        self._movement = MovementMeter()
         self._personal = PersonalArrays()
         self._on_round = on_round
         self._raises = raises  # if all clients of a round fail
@@ -131,6 +133,7 @@ class StrategyHooks:
         parts: dict[str, object] = {
             "planner": self.planner,
             "accepted": self._accepted,
+            "movement": self._movement,
             "personal": self._personal if self._model and self._model.personal else None,
         }
         return {name: part for name, part in parts.items() if isinstance(part, Resumable)}
@@ -171,7 +174,7 @@ class StrategyHooks:
     def _forget_run(self) -> None:
         """Begin a new run as if it were the first: nothing is accepted, learnt or kept yet."""
         self._accepted.forget()
-        for part in (self.planner, self._personal):
+        for part in (self.planner, self._movement, self._personal):
             if isinstance(part, Resumable):
                 part.load(ComponentState())
         self._planned = None
@@ -252,6 +255,8 @@ class StrategyHooks:
             if arrays:
                 self._round.accept(closed)
             self.late.settle(joined, closed)
+            if closed.plan.binding:
+                closed.movement = self._movement.measure(closed)
             self._report(closed, metrics)
         return arrays, metrics
 

@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 
 from collapipe_flwr.core.domain import Movement
 from collapipe_flwr.federation.arrays import averaging_view
+from collapipe_flwr.federation.checkpoint import ComponentState
 from collapipe_flwr.federation.rounds import ClosedRound
 
 
 class MovementMeter:
-    """How far the model moved in successive rounds; ``last`` is the previous update.
+    """How far the model moved in successive rounds; a resumed run knows its ``last`` update.
 
     With x the global update and x_m that of cluster m: |x|, |x - previous x|, and the
     example-weighted mean of |x_m - x|^2. Works key by key, so memory stays at one model.
@@ -22,6 +23,12 @@ class MovementMeter:
 
     def __init__(self) -> None:
         self.last: dict[str, NDArray[np.floating]] = {}
+
+    def dump(self) -> ComponentState:
+        return ComponentState(arrays=self.last)
+
+    def load(self, memory: ComponentState) -> None:
+        self.last = dict(memory.arrays)
 
     def measure(self, closed: ClosedRound) -> Movement:
         """Measure a round; nothing is known of one that the inner strategy dropped."""

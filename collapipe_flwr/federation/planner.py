@@ -30,7 +30,6 @@ from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.core.measurements import ClusterMeasurement
 from collapipe_flwr.federation.checkpoint import ComponentState
 from collapipe_flwr.federation.members import NO_CLUSTER, Newcomers, check_names
-from collapipe_flwr.federation.movement import MovementMeter
 from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.records import array_bytes
 from collapipe_flwr.federation.rounds import ClosedRound, RoundPlan, RoundPlanner
@@ -78,7 +77,6 @@ class KnownClusters:
         self._planning = planning
         self._model = model
         self._clusters = clusters
-        self._meter = MovementMeter()
 
     def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
         """Plan for the clusters behind ``nodes``; raises ScheduleError."""
@@ -117,7 +115,7 @@ class KnownClusters:
                 self.world.truth(snapshot),
                 closed.telemetry,
                 late=closed.joined,
-                movement=self._meter.measure(closed),
+                movement=closed.movement,
             )
         self.world = after
         return outcome
@@ -146,13 +144,12 @@ class KnownClusters:
         return joined, after
 
     def dump(self) -> ComponentState:
-        return ComponentState(text=to_json(self.controller.memory), arrays=self._meter.last)
+        return ComponentState(text=to_json(self.controller.memory))
 
     def load(self, memory: ComponentState) -> None:
         """Restore from a checkpoint; raises ProtocolError for another's."""
         text = memory.text or "{}"
         self.controller.forget(from_json(ControllerState, text, "the planner's checkpoint"))
-        self._meter.last = dict(memory.arrays)
 
     def _snapshot(self, server_round: int, names: Collection[str]) -> Snapshot:
         known = set(self._clusters.values())

@@ -67,9 +67,10 @@ class Planning:
         if self.labels_at_home:
             chosen = None if profile.other_edges else profile.edge
             profile = with_edge_at_home(replace(profile, edge=chosen, other_edges=()))
-        if model is not None and not profile.other_edges:
-            profile = with_divided_memory(profile, model)
-        return budgeted(profile, self.budget, model)
+        profile = budgeted(profile, self.budget, model)
+        if model is None or profile.other_edges:
+            return profile
+        return with_divided_memory(profile, model)
 
     @property
     def scheduler(self) -> Scheduler:

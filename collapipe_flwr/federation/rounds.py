@@ -20,7 +20,7 @@ from typing import Protocol, runtime_checkable
 
 from flwr.app import ArrayRecord, Message, MetricRecord
 
-from collapipe_flwr.core.domain import ClusterPlan, Plan, RoundOutcome
+from collapipe_flwr.core.domain import ClusterPlan, Movement, Plan, RoundOutcome
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.core.incident import LOST, Incident
 from collapipe_flwr.core.json_codec import from_json, to_json
@@ -165,6 +165,7 @@ class ClosedRound:
     joined: dict[str, ClusterPlan] = field(default_factory=dict)  # earlier plans that end now
     incidents: list[Incident] = field(default_factory=list)  # besides failures
     received_bytes: int = 0
+    movement: Movement = field(default_factory=Movement)
 
 
 @runtime_checkable

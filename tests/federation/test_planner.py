@@ -209,10 +209,11 @@ def test_a_cluster_that_joins_late_pays_for_the_plan_that_it_had():
 
 
 def test_measurements_reach_the_estimators():
-    planner = rounds()
+    planner, meter = rounds(), MovementMeter()
     for server_round in (1, 2):
         plan = planner.plan(server_round, [11, 12], EMPTY)
-        planner.settle(closed(plan, "cluster-0", "cluster-1", after=weights(float(server_round))))
+        done = closed(plan, "cluster-0", "cluster-1", after=weights(float(server_round)))
+        planner.settle(replace(done, movement=meter.measure(done)))
     learning = planner.controller.state.learning
     # |G_4|^2 = 10 and |G_8|^2 = 5 leave no signal and sigma^2 = (10 - 5) / (1/4 - 1/8)
     assert learning.noise == pytest.approx(40.0)
