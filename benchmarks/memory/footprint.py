@@ -22,12 +22,12 @@ from safetensors.torch import save_file
 
 from benchmarks import child_environment
 from collapipe_flwr.core.errors import ConfigError, RunError
+from collapipe_flwr.core.memory import available_memory_bytes
 from collapipe_flwr.core.processes import lifeline
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.spec import BatchShape, LoraConfig, ModelSpec
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.pipeline.benchmark import available_memory_bytes
 
 FULL, LORA = "full", "lora"
 _DEADLINE_S = 900.0

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from collapipe_flwr.core.errors import LinkError
-from collapipe_flwr.pipeline.benchmark import available_memory_bytes
+from collapipe_flwr.core.memory import available_memory_bytes
 
 _MEGA = 1e6
 

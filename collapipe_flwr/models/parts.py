@@ -12,7 +12,7 @@ from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.domain import IGNORED_LABEL
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.generation import FEEDING, Ask, Emit, PartCache, Prompt, generate
+from collapipe_flwr.models.generation import FEEDING, Ask, Emit, Prompt, generate
 from collapipe_flwr.models.layout import Holdings
 from collapipe_flwr.models.module_call import (
     InputTracker,
@@ -21,6 +21,7 @@ from collapipe_flwr.models.module_call import (
     stop_forward,
 )
 from collapipe_flwr.models.part import Borrower, LossPart, Part, Weights
+from collapipe_flwr.models.part_cache import PartCache
 from collapipe_flwr.models.skeleton import make_blank_pixels
 from collapipe_flwr.models.stack import Around, Stack, disable_cache
 from collapipe_flwr.models.tasks import LABELS, Objective, Task, numbers_of

@@ -30,7 +30,6 @@ from collapipe_flwr.models.families import (
     stack_path,
     token_mask,
 )
-from collapipe_flwr.models.generation import PartCache
 from collapipe_flwr.models.module_call import (
     StopForward,
     arguments_of,
@@ -39,6 +38,7 @@ from collapipe_flwr.models.module_call import (
     replace_forwards,
     split_arguments,
 )
+from collapipe_flwr.models.part_cache import PartCache
 from collapipe_flwr.models.random_functions import leave_uncounted
 from collapipe_flwr.models.skeleton import make_blank_pixels
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -127,36 +124,3 @@ def block_flop(request: BenchmarkRequest) -> float:
     width, tokens = request.width, request.tokens
     forward = 2.0 * request.examples * tokens * (12 * width**2 + 2 * tokens * width)
     return 3.0 * forward
-
-
-def available_memory_bytes() -> int:
-    """Read the memory that may be used without swapping, on Linux; elsewhere all memory."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    free = next(int(li.split()[1]) * 1024 for li in lines if li.startswith("MemAvailable:"))
-    return min([free, *left_in_groups()])
-
-
-def left_in_groups(
-    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
-) -> Iterator[int]:
-    """Yield what the limits of this process's control groups leave, of version 1 or 2 or both.
-
-    Cached files count as free.
-    """
-    lines = own.read_text().splitlines() if own.exists() else []
-    for _, controllers, name in (line.split(":", 2) for line in lines):
-        if not controllers:
-            place, most, used, files = root, "max", "current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            place, files = root / "memory", "total_inactive_file"
-            most, used = "limit_in_bytes", "usage_in_bytes"
-        else:
-            continue
-        for group in (inner := place / name.lstrip("/"), *inner.parents):
-            with suppress(OSError, ValueError):  # none here, or "max"
-                limit, taken = (int((group / f"memory.{n}").read_text()) for n in (most, used))
-                stat = dict(map(str.split, (group / "memory.stat").read_text().splitlines()))
-                yield max(limit - taken + int(stat.get(files, 0)), 0)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import AUTO, check, compute_name
-from collapipe_flwr.pipeline.benchmark import available_memory_bytes
+from collapipe_flwr.core.memory import available_memory_bytes
 
 CPU = torch.device("cpu")
 # Metal has no double precision and lacks operators, so a model that trains on the CPU may fail

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ConfigError, ModelError
+from collapipe_flwr.pipeline.optimizer_names import Argument, Keywords
 from collapipe_flwr.pipeline.optimizer_settings import START as START
-from collapipe_flwr.pipeline.optimizer_settings import Argument, Keywords
 from collapipe_flwr.pipeline.optimizer_settings import OptimizerConfig as OptimizerConfig
 from collapipe_flwr.pipeline.optimizer_settings import ParameterGroup as ParameterGroup
 from collapipe_flwr.pipeline.update_rules import (

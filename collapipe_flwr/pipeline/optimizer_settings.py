@@ -28,20 +28,18 @@ from collapipe_flwr.core.keys import (
     key,
     read_assignments,
 )
+from collapipe_flwr.pipeline.optimizer_names import (
+    FUSED,
+    LEARNING_RATE_SCHEDULES,
+    Argument,
+    Keywords,
+)
 
 if TYPE_CHECKING:  # slow to import
     import torch
     from torch import Tensor
 
-Argument = tuple[float | None, ...] | bool | int | float | str | None
-Keywords = Mapping[str, Argument]
-
 START = "start/"  # no module path holds a slash
-FUSED: Mapping[str, Keywords] = {
-    "adamw": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
-    "sgd": {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0},
-}
-LEARNING_RATE_SCHEDULES = ("constant", "linear", "cosine")
 _NO_RULES = ("Optimizer",)  # classes that torch.optim lists besides
 _REFUSED = {
     "LBFGS": "it searches along all weights together, and no stage has them all",

@@ -25,7 +25,7 @@ from torch.optim.sgd import sgd
 
 from collapipe_flwr.core.errors import ConfigError, ModelError
 from collapipe_flwr.core.imports import load_function
-from collapipe_flwr.pipeline.optimizer_settings import (
+from collapipe_flwr.pipeline.optimizer_names import (
     FUSED,
     LEARNING_RATE_SCHEDULES,
     Argument,

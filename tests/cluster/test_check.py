@@ -29,12 +29,12 @@ from collapipe_flwr.cluster.profile import (
 from collapipe_flwr.config.cluster_file import parse_cluster, read_cluster
 from collapipe_flwr.core.errors import ConfigError, LinkTimeout, Unreachable
 from collapipe_flwr.core.json_codec import to_json
+from collapipe_flwr.core.memory import available_memory_bytes
 from collapipe_flwr.core.version import own_version
 from collapipe_flwr.host.server import HostServer
 from collapipe_flwr.pipeline.benchmark import (
     BenchmarkAnswer,
     BenchmarkRequest,
-    available_memory_bytes,
     block_flop,
     run_benchmark,
 )

@@ -9,7 +9,7 @@ import torch
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.describing import make_spec
-from collapipe_flwr.models.generation import PartCache
+from collapipe_flwr.models.part_cache import PartCache
 from collapipe_flwr.models.splitter import Splitter
 from tests.closeness import assert_near
 

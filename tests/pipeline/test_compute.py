@@ -9,14 +9,11 @@ import pytest
 import torch
 
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.memory import available_memory_bytes, left_in_groups
 from collapipe_flwr.host import daemon
 from collapipe_flwr.host.daemon import HostSettings, serve
 from collapipe_flwr.pipeline import compute
-from collapipe_flwr.pipeline.benchmark import (
-    BenchmarkRequest,
-    available_memory_bytes,
-    left_in_groups,
-)
+from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
 from collapipe_flwr.pipeline.benchmark import run_benchmark as benchmark
 from collapipe_flwr.pipeline.compute import CPU, free_bytes, hold, resolve
 from tests.accelerators import NO_PRETENCE, accelerator  # noqa: F401
