@@ -63,9 +63,10 @@ def _setting(settings: Json) -> Iterator[str]:
         f"({shaping['brake']}), bits ({shaping['links']}, without a delay) and watts. So joules "
         "are those of the boards, and a round takes that many times as long as on them. The host "
         f"has {host['processors']} processors of {host['flop_per_s'] / 1e9:.0f} GFLOP/s on one "
-        "thread. Data, first weights, schedule, memory cap and grid of micro-batches are equal, and every "
-        f"rule has its best micro-batches. Seeds {', '.join(map(str, settings['seeds']))}; the "
-        "task is to name the digit with which all numbers of a list in words begin, "
+        "thread. Data, first weights, schedule, memory cap and grid of micro-batches are equal, "
+        "and every rule has its best micro-batches. Seeds "
+        f"{', '.join(map(str, settings['seeds']))}; the task is to name the digit with which all "
+        "numbers of a list in words begin, "
         f"{settings['examples']} examples per cluster and round."
     )
     yield ""
