@@ -184,7 +184,7 @@ class LinkTraffic:
     until the transport took it, and as long as a rate held it back; 0 at the receiving end and
     where nothing is timed. ``notes`` are of single frames on links that move bytes: when they left
     (after any rate limit) or arrived at the end that noted them. ``wire_bit_per_s`` is the capacity
-    of the wire by the notes of both ends (``scheduler/link_estimates.py``), None where it is
+    of the wire by the notes of both ends (`core.wire`), None where it is
     unknown: in memory, or with too few frames.
     """
 
