@@ -49,9 +49,8 @@ def test_simulated_clusters_of_a_run_are_planned_and_taught_as_in_a_simulation(p
         outcome = planner.settle(closed)
         assert outcome == done.outcome
         assert planner.controller.state == done.state
-    assert done.outcome.latency_s != pytest.approx(
-        done.plan.latency_s, rel=1e-3
-    )  # in another world
+        if done.plan.round_index == 1:  # what is true was not learnt yet
+            assert outcome.latency_s != pytest.approx(done.plan.latency_s, rel=0.01)
 
 
 def test_a_round_that_is_planned_again_forgets_the_plan_before() -> None:
