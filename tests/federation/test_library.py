@@ -143,7 +143,7 @@ def run(strategy, app, rounds: int = 2, **options) -> tuple[Weights, object]:
 @pytest.fixture(scope="module", autouse=True)
 def a_profile_is_made_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("collapipe_flwr.federation.planning.profile_model", cache(profile_model))
+        patch.setattr("collapipe_flwr.federation.planner.profile_model", cache(profile_model))
         yield
 
 
