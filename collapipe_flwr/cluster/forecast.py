@@ -17,10 +17,11 @@ from collapipe_flwr.models.families import FAMILIES
 from collapipe_flwr.models.profile import TimedBlock, profile_model, time_block
 from collapipe_flwr.models.spec import BatchShape, LoraConfig
 from collapipe_flwr.models.splitter import Splitter
+from collapipe_flwr.scheduler.edges import with_divided_memory
 from collapipe_flwr.scheduler.link_estimates import links_begun, with_links
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulation.world import make_world
+from collapipe_flwr.simulation.world import make_world, with_some_edge
 
 _LABELS = 2  # of a head of unknown size
 
@@ -143,6 +144,7 @@ def plan_first_round(
         examples=[cluster.examples],
         cluster_ids=[cluster.cluster_id],
     )
+    cluster = with_divided_memory(with_some_edge(cluster), profile)
     cluster = cluster.with_members(lambda member: replace(member, energy_budget_j=math.inf))
     world = replace(world, clusters=(cluster,))
     scheduler = make_scheduler("dssda", settings)

@@ -19,12 +19,7 @@ from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile, EdgeProfil
 from collapipe_flwr.core.errors import ConfigError, ProtocolError, prefix_errors
 from collapipe_flwr.core.json_codec import from_json
 from collapipe_flwr.simulation.devices import device_preset, radio_preset
-from collapipe_flwr.simulation.world import (
-    EDGE_BYTES_PER_CLUSTER,
-    EDGE_FLOP_PER_S,
-    EDGE_TX_POWER_W,
-    SERVER_RATE_BIT_PER_S,
-)
+from collapipe_flwr.simulation.world import SERVER_RATE_BIT_PER_S, assumed_edge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +117,9 @@ def profile_of(config: ClusterConfig, examples: int) -> ClusterProfile:
             f"cluster {config.id} has no device yet: let a board join, by the token that "
             "`collapipe cluster token` prints"
         )
-    nothing = Measurements(cluster_id=config.id, members=())
-    measured = read_measurements(config.measured) if config.measured else nothing
-    edge, *others = edges_of(config, measured)
+    measured = _measured(config)
+    several = len(config.used_edges) > 1  # then their names are ids
+    edge, *others = [_edge(config, each, measured, several) for each in config.used_edges]
     return ClusterProfile(
         cluster_id=config.id,
         examples=examples,
@@ -137,36 +132,43 @@ def profile_of(config: ClusterConfig, examples: int) -> ClusterProfile:
         link_rates=_link_rates(config, measured),
         edge=edge,
         other_edges=tuple(filter(None, others)),
+        trusted_blocks=config.privacy.trusted_blocks,
     )
 
 
-def edges_of(config: ClusterConfig, measured: Measurements) -> list[EdgeProfile | None]:
-    """List the edges to choose from, with their names in the file as ids where there are several.
+def _measured(config: ClusterConfig) -> Measurements:
+    nothing = Measurements(cluster_id=config.id, members=())
+    return read_measurements(config.measured) if config.measured else nothing
 
-    A single edge of unknown speed is None, so that the run assumes one.
-    """
-    several = bool(config.other_edges)
-    return [_edge(config, edge, measured.of(edge.name), several) for edge in config.edges]
+
+def unknown_edges(config: ClusterConfig) -> list[str]:
+    """Say what plans assume of each edge of which nothing is declared or measured."""
+    measured = _measured(config)
+    return [
+        f"cluster {config.id}: nothing is known of the edge {edge.name} at {edge.address}, so "
+        f"plans begin with {assumed_edge().speed_flop_per_s / _GIGA:g} GFLOP/s: give its "
+        "speed-gflop-per-s, or measure it by `collapipe cluster check`"
+        for edge in config.used_edges
+        if edge.address and _is_unknown(config, edge, measured)
+    ]
+
+
+def _is_unknown(config: ClusterConfig, edge: MemberConfig, measured: Measurements) -> bool:
+    known = edge.speed_gflop_per_s or measured.of(edge.name).speed_flop_per_s
+    return not known and edge in config.edge_machines
 
 
 def _edge(
-    config: ClusterConfig, edge: MemberConfig, measured: Measured, several: bool
+    config: ClusterConfig, edge: MemberConfig, measured: Measurements, several: bool
 ) -> EdgeProfile | None:
-    """Describe an edge; clusters whose files give the same address share it."""
+    """Describe an edge, None where its place is unknown; the same address is the same machine."""
     at_home = edge.name == config.control_unit.name
-    member = config.control_unit if at_home else edge
     is_machine = edge in config.edge_machines
-    device = _device(config, member, measured)
-    assumed = is_machine and not (member.speed_gflop_per_s or measured.speed_flop_per_s)
-    if assumed and not several:
+    if is_machine and not edge.address:
         return None
-    profile = device.as_edge
-    if assumed:
-        profile = EdgeProfile(
-            speed_flop_per_s=EDGE_FLOP_PER_S,
-            memory_bytes=EDGE_BYTES_PER_CLUSTER,
-            tx_power_w=EDGE_TX_POWER_W,
-        )
+    member = config.control_unit if at_home else edge
+    device = _device(config, member, measured.of(edge.name))
+    profile = assumed_edge() if _is_unknown(config, edge, measured) else device.as_edge
     return replace(
         profile,
         name=device.device_id if at_home else member.fingerprint or member.address,
@@ -179,8 +181,9 @@ def _link_rates(config: ClusterConfig, measured: Measurements) -> tuple[LinkRate
     """Collect the measured rates by device ids, the harmonic mean for links measured both ways."""
     members = (config.control_unit, *config.devices)
     ids = {member.name: [config.device_id(member)] for member in members}
-    for edge in config.edges:  # its links are also those of the member that it is
-        ids.setdefault(edge.name, []).append(edge.name if config.other_edges else "")
+    several = len(config.used_edges) > 1
+    for edge in config.used_edges:  # its links are also those of the member that it is
+        ids.setdefault(edge.name, []).append(edge.name if several else "")
     ways = [(config.control_unit.name, m.name, m.rate_bit_per_s) for m in measured.members]
     ways += [(link.source, link.target, link.rate_bit_per_s) for link in measured.links]
     found: dict[tuple[str, str], list[float]] = {}

@@ -8,7 +8,8 @@ is void on all sides: the parts are placed again by a plan for the devices that 
 with the same seeds. So no step is applied twice or in part, and the weights are those of an
 undisturbed run on the new plan. The edge is one more host: one that restarts is waited for and gets
 its part again. Where the cluster has another, it is not waited for long: the next one gets the part
-from the control unit, which has the state of all.
+from the control unit, which has the state of all. So it does where an edge answers, and is to blame
+(`Suspects`).
 
 With ``snapshot_every`` 0 in the order the round is one interval: its first state came with the
 order and costs nothing, and at most one round is replayed. With S > 0 a loss costs at most S steps,
@@ -43,7 +44,7 @@ from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.soundness import describe_implausible
 from collapipe_flwr.pipeline.state import PartState
 from collapipe_flwr.pipeline.step import MicroBatch, StepResult
-from collapipe_flwr.scheduler.plans import check_trust
+from collapipe_flwr.scheduler.plans import check_privacy
 from collapipe_flwr.scheduler.refusal import compared
 from collapipe_flwr.scheduler.remaining import without_lost
 from collapipe_flwr.scheduler.replan import ReplanInput, replan
@@ -124,7 +125,7 @@ def run_interval(
 
 
 def _check_sound(splitter: AnySplitter, order: RoundOrder, state: PartState) -> None:
-    """Raise MemberFailed for a device that returns weights that cannot be right."""
+    """Raise MemberFailed for a device, or the edge, that returns weights that cannot be right."""
     owners = [(splitter.segment_keys(s.first_block, s.stop_block), s) for s in order.plan.segments]
     owned = {key: segment.device_id for keys, segment in owners for key in keys}
     owned |= dict.fromkeys(splitter.edge_keys(), EDGE)
@@ -223,7 +224,7 @@ class RecoveringRound:
         self._lost: set[str] = set()  # device ids
         self._edges_lost: Counter[str] = Counter()
         if recovery is not None:
-            check_trust(order.plan, recovery.profile, order.learning.trusted_blocks)
+            check_privacy(order.plan, recovery.profile)
 
     def run(self, batches: Iterable[Batch], probe: Iterable[Batch] = ()) -> None:
         """Every batch as one step, after testing ``probe``.
@@ -303,6 +304,10 @@ class RecoveringRound:
         lost = tuple(name for name in plan.device_ids if name in missing)
         log.warning("cluster %s: %s", plan.cluster_id, error)
         quarantined = "" if lost else self._suspect(error, last=last)
+        if quarantined == EDGE:
+            if (moved := self._move_edge(error)) is not None:
+                return moved
+            quarantined = ""
         if quarantined:
             lost = (quarantined,)
             log.warning("%s is quarantined: %s", quarantined, self.suspects.quarantined[lost[0]])
@@ -323,36 +328,39 @@ class RecoveringRound:
             resumed_s=noticed_s,
         )
 
-    def _move_edge(self, gone: EdgeLost) -> Incident | None:
+    def _move_edge(self, error: LinkError) -> Incident | None:
         """Continue on the next edge that has room; None where there is none.
 
-        One that was lost before may be back: it is tried once more after all others.
+        One that was lost before may be back: it is tried once more after all others. One that
+        answered, and was to blame, is not.
         """
         plan, noticed_s, recovery = self.order.plan, time.monotonic(), self._recovery
-        lost = self._edges_lost
-        lost[plan.edge] += 1
+        lost, answers = self._edges_lost, not isinstance(error, EdgeLost)
+        lost[plan.edge] += 2 if answers else 1
         if recovery is None:
             return None
         edges = [e for e in recovery.profile.edges if e.id != plan.edge and lost[e.id] < 2]
         for edge in sorted(edges, key=lambda each: lost[each.id]):
             try:
-                self.order = replace(self.order, plan=self._plan_on(edge, recovery, gone))
+                self.order = replace(self.order, plan=self._plan_on(edge, recovery, error))
             except InfeasibleError as short:
                 log.warning("the edge %s cannot go on: %s", edge.id, short)
                 continue
-            why = f"the edge {plan.edge} is lost, continues on {edge.id}: {gone}"
+            what = "is to blame" if answers else "is lost"
+            why = f"the edge {plan.edge} {what}, continues on {edge.id}: {error}"
             log.warning("cluster %s: %s; from step %d", plan.cluster_id, why, self._done)
-            self.suspects.quarantined[plan.edge] = str(gone)
+            self.suspects.quarantined[plan.edge] = str(error)
             return Incident(
                 reason=why,
                 lost=(plan.edge,),
+                quarantined=answers,
                 from_step=self._done,
                 noticed_s=noticed_s,
                 resumed_s=noticed_s,
             )
         return None
 
-    def _plan_on(self, edge: EdgeProfile, recovery: Recovery, gone: EdgeLost) -> ClusterPlan:
+    def _plan_on(self, edge: EdgeProfile, recovery: Recovery, error: LinkError) -> ClusterPlan:
         """Adapt the plan to another edge; raises InfeasibleError where that has no room."""
         plan, profile, model = self.order.plan, recovery.profile, recovery.model()
         need, room = model.decoder, (1.0 - plan.memory_margin) * edge.memory_bytes
@@ -369,7 +377,7 @@ class RecoveringRound:
             return plan
         ids = (device.device_id for device in profile.devices)
         present = [n for n in ids if n not in self._lost and n != edge.device_id]
-        return self._plan_for(plan, present, recovery, gone)
+        return self._plan_for(plan, present, recovery, error)
 
     def _suspect(self, error: LinkError, *, last: bool) -> str:
         untrained = not self._done and (self._buffer is None or not self._buffer.past_first)

@@ -1,4 +1,4 @@
-"""Fault attribution: devices that answer and yet fail are quarantined for the round.
+"""Fault attribution: devices and edges that answer and yet fail are quarantined for the round.
 
 A device with a broken installation raises when it gets its segment or computes; one with broken
 memory returns numbers that cannot be right; one behind a firewall cannot be reached by its
@@ -28,7 +28,7 @@ _SPECIFIC = re.compile(r"\(blocks [\d, -]+\)|[\w.:\[\]-]*\d[\w.:\[\]-]*")  # bes
 
 
 class Suspects:
-    """The quarantined devices of one round, each with the reason."""
+    """The quarantined devices and edges of one round, each with the reason."""
 
     def __init__(self, *, clips: bool = False) -> None:
         self.quarantined: dict[str, str] = {}
@@ -42,7 +42,7 @@ class Suspects:
     def quarantine(
         self, error: LinkError, plan: ClusterPlan, *, last: bool, untrained: bool = False
     ) -> str:
-        """Return the device to continue without, "" where none is to blame.
+        """Return the device to continue without, or `EDGE`; "" where none is to blame.
 
         ``last`` says that the interval has been replayed often enough to blame a link,
         ``untrained`` that the round has not taken a step yet. Raises Diverged or ModelError where
@@ -53,14 +53,16 @@ class Suspects:
         if error.blame is Blame.UNREACHABLE and not last:
             return ""
         blamed = _find_blamed(error, plan)
+        is_edge = blamed == EDGE
+        blamed = f"the edge {plan.edge}" if is_edge and plan.edge else blamed
         for before in self._failures:
             if _are_alike(before[1], error):
                 cause = "the model fails on this input" if untrained else "the training diverged"
                 told = advice(clips=self._clips, untrained=untrained)
                 raise _make_shared_failure(before, (blamed, error), cause, told)
         self._failures.append((blamed, error))
-        if blamed in ("", CONTROL_UNIT, EDGE):
-            return ""
+        if is_edge or blamed in ("", CONTROL_UNIT):
+            return EDGE if is_edge else ""
         self.quarantined[blamed] = _name_reason(blamed, error)
         return blamed
 

@@ -21,6 +21,7 @@ from collapipe_flwr.config.parsing import (
     read_toml,
     refuse_unknown,
 )
+from collapipe_flwr.config.privacy import NO_DEMANDS, PrivacyConfig
 from collapipe_flwr.core import bounds
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import Rule, Value, above, at_least, key, matches, one_of, path
@@ -32,7 +33,7 @@ _FINGERPRINT = matches(r"([0-9a-f]{64})?", "must be a SHA-256, 64 hexadecimal di
 _ADDRESS = Rule(lambda text: not text or is_address(text), 'must read like "10.0.0.11:50071"')
 _HEAD = """\
 # Kept by `collapipe cluster` where it was made, and written anew when a member joins or is removed.
-# Figures and [links] may be edited there; comments are lost.
+# Figures, [links] and [privacy] may be edited there; comments are lost.
 """
 
 
@@ -116,6 +117,7 @@ class ClusterConfig:
     other_edges: tuple[MemberConfig, ...] = ()  # where [[edge]] is repeated
     server: MemberConfig = MemberConfig(name="server")
     links: ClusterLinks = ClusterLinks()
+    privacy: PrivacyConfig = NO_DEMANDS  # which its control unit breaks for no server
     tls: TlsConfig | None = None
     path: Path | None = None  # where it was read
 
@@ -133,6 +135,11 @@ class ClusterConfig:
     def edges(self) -> tuple[MemberConfig, ...]:
         """The edges to choose from, in order of preference."""
         return (self.edge, *self.other_edges)
+
+    @property
+    def used_edges(self) -> tuple[MemberConfig, ...]:
+        """Of these, the edges that may serve: the control unit alone where labels stay there."""
+        return (self.control_unit,) if self.privacy.labels_at_home else self.edges
 
     @property
     def edge_machines(self) -> tuple[MemberConfig, ...]:
@@ -208,7 +215,13 @@ class ClusterConfig:
 
 
 _USUAL = ClusterConfig()
-_TABLES = {"control-unit": "control_unit", "edge": "edge", "server": "server", "links": "links"}
+_TABLES = {
+    "control-unit": "control_unit",
+    "edge": "edge",
+    "server": "server",
+    "links": "links",
+    "privacy": "privacy",
+}
 
 
 def read_cluster(path: Path) -> ClusterConfig:

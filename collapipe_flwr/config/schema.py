@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from collapipe_flwr.config.parsing import flatten_section, parse_section, refuse_unknown
+from collapipe_flwr.config.privacy import PrivacyConfig
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import AUTO as WHERE_BEST
 from collapipe_flwr.core.keys import (
@@ -193,19 +194,6 @@ class EdgeConfig:
         """Return the PEM files; None where none is named."""
         files = TlsFiles(ca=self.tls_ca, certificate=self.tls_cert, key=self.tls_key)
         return None if files == TlsFiles() else files
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrivacyConfig:
-    """What must not leave the machines that own it."""
-
-    labels: str = key("travel", one_of("travel", "home"))  # home: the control unit is the edge
-    trusted_blocks: int = key(0, at_least(0))  # the first so many are on trusted devices alone
-
-    @property
-    def labels_at_home(self) -> bool:
-        """Whether no link may carry labels."""
-        return self.labels == "home"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,7 +45,6 @@ class ModelProfile:
     embedding: BlockCost
     blocks: tuple[BlockCost, ...]
     decoder: BlockCost
-    trusted_blocks: int = 0  # the first so many are on trusted devices alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +67,7 @@ class DeviceProfile:
     round_s: bounds.Seconds = (
         0.0  # to begin and end a round; of parallel devices the slowest one counts
     )
-    trusted: bool = False  # may hold the model's `trusted_blocks`
+    trusted: bool = False  # may hold its cluster's `trusted_blocks`
 
     @property
     def as_edge(self) -> EdgeProfile:
@@ -140,6 +139,7 @@ class ClusterProfile:
     link_rates: Annotated[
         tuple[LinkRate, ...], bounds.most_entries(MOST_DEVICES**2)
     ] = ()  # where plans begin; rounds teach better
+    trusted_blocks: Annotated[int, at_least(0)] = 0  # the first so many are on trusted devices
 
     @property
     def members(self) -> tuple[DeviceProfile, ...]:

@@ -50,6 +50,7 @@ class MemberTable:
     power_max_mi: Array
     budget_mi: Array
     first_mi: Ints  # the first block that it may hold
+    guarded: bool  # whether any must leave out the first blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +109,7 @@ def tabulate(snapshot: Snapshot, codec: str = "fp32") -> Tables:
     """
     _check(snapshot)
     clusters = snapshot.clusters
-    members = _members(clusters, snapshot.model)
+    members = _members(clusters)
     _check_members(clusters, members)
     codecs = [codec_index(c.profile.link_codec or codec) for c in clusters]
     gains = [(c.channel.d2d_gain, c.channel.edge_gain) for c in clusters]
@@ -186,7 +187,7 @@ def block_table(model: ModelProfile) -> BlockTable:
     )
 
 
-def _members(clusters: tuple[ClusterSnapshot, ...], model: ModelProfile) -> MemberTable:
+def _members(clusters: tuple[ClusterSnapshot, ...]) -> MemberTable:
     rows = [c.profile.members for c in clusters]
     width = max(len(row) for row in rows)
 
@@ -196,6 +197,8 @@ def _members(clusters: tuple[ClusterSnapshot, ...], model: ModelProfile) -> Memb
             table[m, : len(row)] = [float(getattr(member, name)) for member in row]
         return table
 
+    kept_m = np.array([c.profile.trusted_blocks for c in clusters], dtype=np.int64)
+    first_mi = np.where(column("trusted", 1.0) > 0.0, 0, kept_m[:, None])
     return MemberTable(
         present_mi=np.array([[i < len(row) for i in range(width)] for row in rows]),
         speed_mi=column("speed_flop_per_s", 1.0),
@@ -205,7 +208,8 @@ def _members(clusters: tuple[ClusterSnapshot, ...], model: ModelProfile) -> Memb
         energy_per_flop_mi=column("energy_per_flop_j", 0.0),
         power_max_mi=column("tx_power_max_w", 1.0),
         budget_mi=column("energy_budget_j", math.inf),
-        first_mi=np.where(column("trusted", 1.0) > 0.0, 0, model.trusted_blocks),
+        first_mi=first_mi,
+        guarded=bool(first_mi[:, 1:].any()),
     )
 
 

@@ -212,7 +212,7 @@ def capacity_bytes(tables: Tables, rows: Layouts, options: PricingOptions) -> Ar
     batch = (rows.micro_batch_size_r, rows.micro_batches_r)
     cap = share_bytes(tables, rows.cluster_r, *batch, options)
     room[:, 1:-1] = np.minimum(room[:, 1:-1], cap[:, None])
-    if tables.snapshot.model.trusted_blocks:
+    if tables.members.guarded:
         member = np.maximum(rows.member_rs, 0)
         first = tables.members.first_mi[rows.cluster_r[:, None], member]
         room[:, 1:-1] = np.where(rows.first_rs < first, NO_ROOM, room[:, 1:-1])

@@ -102,7 +102,7 @@ class StrategyHooks:
         self._edge = EdgeConfig(address=edge) if isinstance(edge, str) else edge or EdgeConfig()
         self._running = ExitStack()
         self._default_edge: DefaultEdge | None = None  # from the first round on
-        self.planner = planner_of(scheduler, model, self._learning)
+        self.planner = planner_of(scheduler, model, self._learning, self._edge.address)
         self._accepted = AcceptedRounds()
         self._movement = MovementMeter()
         self._personal = PersonalArrays()

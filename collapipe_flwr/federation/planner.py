@@ -313,6 +313,7 @@ def planner_of(
     scheduler: str | Scheduler | Planning | RoundPlanner | None,
     model: DescribedModel | None,
     learning: Callable[[int], LearningSettings],
+    edge_address: str = "",
 ) -> RoundPlanner:
     """Choose the planner of a run; raises ConfigError for an unknown name.
 
@@ -340,6 +341,8 @@ def planner_of(
         planning = replace(planning, labels_at_home=True)
     if first.trusted_blocks:
         planning = replace(planning, trusted_blocks=first.trusted_blocks)
+    if edge_address:
+        planning = replace(planning, edge_address=edge_address)
     if first.schedule != planned:
         raise ConfigError(
             f"rounds are planned for schedule {planned!r}, but run by {first.schedule!r}: give "
@@ -347,7 +350,7 @@ def planner_of(
         )
     return DescribedClusters(
         planning,
-        lambda: planning.guard(
+        lambda: planning.check(
             profile_model(model.splitter, model.shape, first.optimizer.state_bytes)
         ),
     )

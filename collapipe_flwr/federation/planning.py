@@ -16,6 +16,7 @@ from collapipe_flwr.simulation.world import (
     budgeted,
     make_world,
     with_edge_at_home,
+    with_some_edge,
 )
 
 MOST_MICRO_BATCHES = 8  # of a user's batch: the overhead of each is unknown in the first rounds
@@ -29,7 +30,8 @@ class Planning:
     clusters around the edge. Every device may spend ``budget`` per round on average. ``paced`` says
     that senders keep to planned rates. Simulated devices deviate from their profiles by
     ``truth_error`` (`simulation.world.World`). With ``labels_at_home`` every control unit is its
-    cluster's edge. The first ``trusted_blocks`` are on trusted devices alone.
+    cluster's edge. The first ``trusted_blocks`` are on trusted devices alone. The run's edge at
+    ``edge_address``, if it has one, serves machines whose cluster files name none.
     """
 
     policy: str | Scheduler = "dssda"
@@ -42,6 +44,7 @@ class Planning:
     truth_error: float = 0.0
     labels_at_home: bool = False
     trusted_blocks: int = 0
+    edge_address: str = ""
 
     def for_batches(self, size: int, *, cut: bool = True) -> Planning:
         """Fix steps at ``size`` examples, of which plans choose only the micro-batches."""
@@ -53,24 +56,24 @@ class Planning:
         )
         return replace(self, settings=settings)
 
-    def guard(self, model: ModelProfile) -> ModelProfile:
-        """Return the model with its trusted blocks; raises ConfigError where it has fewer."""
+    def check(self, model: ModelProfile) -> ModelProfile:
+        """Return the model; raises ConfigError where it has fewer blocks than are to be trusted."""
         if self.trusted_blocks > len(model.blocks):
             raise ConfigError(
                 f"privacy.trusted-blocks is {self.trusted_blocks}, but the model has "
                 f"{len(model.blocks)} blocks: set it to {len(model.blocks)} at most"
             )
-        return replace(model, trusted_blocks=self.trusted_blocks)
+        return model
 
     def described(self, profile: ClusterProfile, model: ModelProfile | None) -> ClusterProfile:
-        """Adapt a cluster for plans: its edges, memory and energy budgets."""
+        """Adapt a cluster for plans: its edges, trust, memory and energy budgets."""
         if self.labels_at_home:
             chosen = None if profile.other_edges else profile.edge
             profile = with_edge_at_home(replace(profile, edge=chosen, other_edges=()))
-        profile = budgeted(profile, self.budget, model)
-        if model is None or profile.other_edges:
-            return profile
-        return with_divided_memory(profile, model)
+        profile = budgeted(with_some_edge(profile, self.edge_address), self.budget, model)
+        kept = max(profile.trusted_blocks, self.trusted_blocks)
+        profile = replace(profile, trusted_blocks=kept)
+        return profile if model is None else with_divided_memory(profile, model)
 
     @property
     def scheduler(self) -> Scheduler:

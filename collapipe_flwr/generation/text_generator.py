@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 from collapipe_flwr.config.cluster_file import ClusterConfig
 from collapipe_flwr.core.keys import AUTO
-from collapipe_flwr.generation.backends import ServedModel, make_daemon_backend, make_thread_backend
+from collapipe_flwr.generation.backends import ServedModel, make_thread_backend, open_daemon_backend
 from collapipe_flwr.generation.resilient import ResilientGenerator
 from collapipe_flwr.generation.text_model import TextModel
 from collapipe_flwr.pipeline.compute import resolve
@@ -99,12 +99,12 @@ def text_generator(
     deadline_s: float = DEADLINE_S,
     compute: str = AUTO,
 ) -> Iterator[TextGenerator]:
-    """Yield a generator with blocks on a cluster's daemons and the rest at its edge server.
+    """Yield a generator with blocks on a cluster's daemons and the rest at one of its edges.
 
     Without a cluster, ``devices`` and edge are threads of this process, connected as on one. Up to
     ``slots`` texts are generated at once; devices that are lost are left out. ``compute`` names an
-    accelerator, as on the command line. Raises ConfigError without an edge, LinkError if one cannot
-    be reached or refuses.
+    accelerator, as on the command line. Raises ConfigError without a trusted device for the blocks
+    that need one, LinkError if a member cannot be reached or refuses.
     """
     served = ServedModel(
         splitter=model.splitter,
@@ -113,10 +113,9 @@ def text_generator(
         deadline_s=deadline_s,
         compute=resolve(compute, "--compute"),
     )
-    backend = (
-        make_thread_backend(served, devices)
-        if cluster is None
-        else make_daemon_backend(served, cluster, edge_address)
-    )
-    with ResilientGenerator(backend) as chain:
-        yield TextGenerator(model, chain)
+    with ExitStack() as stack:
+        if cluster is None:
+            backend = make_thread_backend(served, devices)
+        else:
+            backend = stack.enter_context(open_daemon_backend(served, cluster, edge_address))
+        yield TextGenerator(model, stack.enter_context(ResilientGenerator(backend)))

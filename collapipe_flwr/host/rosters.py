@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from collapipe_flwr.config.access_control import AccessControl, access_control
-from collapipe_flwr.config.cluster_file import ClusterConfig, parse_cluster
+from collapipe_flwr.config.cluster_file import ClusterConfig, cluster_text, parse_cluster
 from collapipe_flwr.core.durable import write_text
 from collapipe_flwr.core.errors import ConfigError, LinkError, ProtocolError
 from collapipe_flwr.transport.roster import Roster, check_roster
@@ -62,10 +62,13 @@ class Rosters:
                 return held.version
             if held is None and self._name not in config.names:
                 raise ProtocolError(f"{self._name} is no member of {config.id}")
+            asked = config.privacy
+            if held is not None:  # what this machine's file demands, no roster takes back
+                config = replace(config, privacy=asked | held.privacy)
             known = {**self._clusters, config.id: config}
             access = access_control(known.values(), self._allow)
             self.on_newer(config, roster)
-            self._keep(config, roster.text)
+            self._keep(config, roster.text if config.privacy == asked else cluster_text(config))
             self._clusters, self.access = known, access
             self.on_change(access)  # under the lock, so that the newest is applied last
             removed = not any(each.has_joined(self._name) for each in known.values())

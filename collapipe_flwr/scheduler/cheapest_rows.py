@@ -166,7 +166,7 @@ class _Searches:
             kept, state = (sum_l[here] - sum_l[there] for sum_l in (self.kept_l, self.state_l))
             most = (stage.memory - state) / (self.size * np.maximum(kept, 1.0))
             most[least_j[here] > stage.joule[there]] = -1.0
-            if self.tables.snapshot.model.trusted_blocks:
+            if self.tables.members.guarded:
                 most[np.arange(len(entered))[here, None] > stage.most] = -1.0
             fits = held[there] <= most.astype(np.float32)[:, None, :]
             if not fits.any():  # nor would more blocks fit

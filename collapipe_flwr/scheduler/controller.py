@@ -35,7 +35,7 @@ from collapipe_flwr.scheduler.edges import edges_in, on_edges
 from collapipe_flwr.scheduler.estimates import expected_s
 from collapipe_flwr.scheduler.link_estimates import links_begun, links_learned, with_links
 from collapipe_flwr.scheduler.outcomes import link_samples, measured_outcome, simulated_cluster
-from collapipe_flwr.scheduler.plans import check_trust
+from collapipe_flwr.scheduler.plans import check_privacy
 from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerState
 
 log = logging.getLogger("flwr.collapipe")
@@ -102,7 +102,7 @@ class RoundController:
         plan = self._plan_present(snapshot)
         profiles = {c.profile.cluster_id: c.profile for c in snapshot.clusters}
         for each in plan.clusters:  # whatever the policy
-            check_trust(each, profiles[each.cluster_id], snapshot.model.trusted_blocks)
+            check_privacy(each, profiles[each.cluster_id])
         return with_rates(plan, on_edges(snapshot, edges_in(plan), links))
 
     def _plan_present(self, snapshot: Snapshot) -> Plan:

@@ -277,7 +277,6 @@ def with_spare(
 def usable_plans(last: Plan | None, snapshot: Snapshot) -> tuple[ClusterPlan, ...]:
     """Return the cluster plans of ``last`` whose cluster and devices are connected, and trusted."""
     here = {c.profile.cluster_id: c.profile for c in snapshot.clusters}
-    trusted_blocks = snapshot.model.trusted_blocks
 
     def stands(plan: ClusterPlan) -> bool:
         profile = here.get(plan.cluster_id)
@@ -285,7 +284,7 @@ def usable_plans(last: Plan | None, snapshot: Snapshot) -> tuple[ClusterPlan, ..
             return False
         names = {device.device_id for device in profile.devices}
         connected = names.issuperset(plan.device_ids) and plan.edge == profile.edge_id
-        return connected and not strangers(plan, profile, trusted_blocks)
+        return connected and not strangers(plan, profile)
 
     return () if last is None else tuple(c for c in last.clusters if stands(c))
 

@@ -49,8 +49,10 @@ def with_divided_memory(cluster: ClusterProfile, model: ModelProfile) -> Cluster
     Each gets the state of its part and half of what is left.
     """
     unit, edge = cluster.control_unit, cluster.edge
-    if edge is None or not cluster.edge_at_home or edge.memory_bytes != unit.memory_bytes:
-        return cluster  # or it is divided already
+    if edge is None or cluster.other_edges or not cluster.edge_at_home:
+        return cluster
+    if edge.memory_bytes != unit.memory_bytes:  # it is divided already
+        return cluster
     own, last = model.embedding.state_bytes, model.decoder.state_bytes
     here = max(own + (unit.memory_bytes - own - last) // 2, 1)
     there = max(unit.memory_bytes - here, 1)

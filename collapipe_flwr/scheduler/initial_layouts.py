@@ -166,7 +166,7 @@ def first_rows(problem: RoundProblem, which: Ints, batch: tuple[int, int]) -> La
     joule = (problem.price_mi * members.energy_per_flop_mi)[which, 1:]
     keys = [problem.latency_price * share / speed + joule for share in SHARES]
     orders = [np.argsort(key, axis=1, kind="stable") for key in (*keys, -room)]
-    if problem.tables.snapshot.model.trusted_blocks:
+    if members.guarded:
         # Those that must not hold the first blocks are given theirs at the other end.
         late = members.first_mi[which, 1:] > 0
         late = late if problem.settings.schedule == "gpipe" else ~late

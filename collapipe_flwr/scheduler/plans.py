@@ -37,20 +37,26 @@ def check_cluster_plan(plan: ClusterPlan, num_blocks: int | None = None) -> None
         _check_hops(where, plan)
 
 
-def strangers(plan: ClusterPlan, profile: ClusterProfile, trusted_blocks: int) -> list[str]:
-    """List the untrusted devices that would hold some of the first ``trusted_blocks``."""
+def strangers(plan: ClusterPlan, profile: ClusterProfile) -> list[str]:
+    """List the untrusted devices that would hold some of the cluster's trusted blocks."""
     trusted = {device.device_id for device in profile.devices if device.trusted}
-    held = (s.device_ids for s in plan.segments if s.first_block < trusted_blocks)
+    held = (s.device_ids for s in plan.segments if s.first_block < profile.trusted_blocks)
     return [name for names in held for name in names if name not in trusted]
 
 
-def check_trust(plan: ClusterPlan, profile: ClusterProfile, trusted_blocks: int) -> None:
-    """Raise ScheduleError for a plan with `strangers`, whoever made it."""
-    if names := strangers(plan, profile, trusted_blocks):
+def check_privacy(plan: ClusterPlan, profile: ClusterProfile) -> None:
+    """Raise ScheduleError, whoever made the plan, where it takes blocks or labels to strangers."""
+    where = f"plan of cluster {plan.cluster_id!r}"
+    if names := strangers(plan, profile):
         raise ScheduleError(
-            f"plan of cluster {plan.cluster_id!r} gives blocks below privacy.trusted-blocks="
-            f"{trusted_blocks} to {', '.join(names)}, which its cluster does not trust: plan it "
-            "again, or write trusted = true for the device in the cluster file"
+            f"{where} gives blocks below privacy.trusted-blocks={profile.trusted_blocks} to "
+            f"{', '.join(names)}, which its cluster does not trust: plan it again, or write "
+            "trusted = true for the device in the cluster file"
+        )
+    if profile.edge_at_home and not profile.other_edges and plan.edge:
+        raise ScheduleError(
+            f"{where} has its head on the edge {plan.edge!r}, but the control unit is the "
+            "cluster's only edge, as with privacy.labels = home: plan it again"
         )
 
 

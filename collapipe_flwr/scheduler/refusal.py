@@ -38,7 +38,8 @@ def refusal(tables: Tables, m: int, settings: SchedulerConfig) -> str:
 
 def too_little_trust(tables: Tables, m: int, settings: SchedulerConfig) -> str:
     """One sentence on what would fit, where trusted blocks alone keep plans away; else empty."""
-    profile, most = tables.snapshot.clusters[m].profile, tables.snapshot.model.trusted_blocks
+    profile = tables.snapshot.clusters[m].profile
+    most = min(profile.trusted_blocks, tables.num_blocks)
     trusted = np.array([device.trusted for device in profile.devices])
 
     def fit(blocks: int, trust: Mask) -> bool:

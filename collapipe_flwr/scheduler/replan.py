@@ -58,7 +58,7 @@ class ReplanInput:
     @property
     def first_blocks(self) -> list[int]:
         """The first block that each of them may hold."""
-        return [0 if device.trusted else self.model.trusted_blocks for device in self.devices]
+        return [0 if device.trusted else self.profile.trusted_blocks for device in self.devices]
 
 
 def replan(plan: ClusterPlan, rest: ReplanInput) -> ClusterPlan:
@@ -200,7 +200,7 @@ def _refusal(plan: ClusterPlan, rest: ReplanInput) -> str:
             f"cluster {plan.cluster_id!r} lost all its devices ({', '.join(gone)}): bring one "
             "back; `collapipe cluster check` says which of them answer"
         )
-    most = rest.model.trusted_blocks
+    most = rest.profile.trusted_blocks
     if most and all(rest.first_blocks):
         return (
             f"cluster {plan.cluster_id!r}: without {', '.join(gone)} no trusted device is left to "

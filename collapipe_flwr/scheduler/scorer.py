@@ -230,7 +230,7 @@ class Scorer:
         model, spans = self.tables.snapshot.model, self.spans
         cap = share_bytes(self.tables, rows.cluster_r, batch.size, batch.count, self.options)
         room = np.minimum(self.members.room.take(slots.member_at_sr), cap)
-        if model.trusted_blocks:
+        if self.tables.members.guarded:
             room[slots.first_sr < self.members.first.take(slots.member_at_sr)] = NO_ROOM
         room -= spans.state_lk.take(slots.span_sr) + batch.size * spans.once
         room /= np.maximum(batch.size * spans.kept_lk.take(slots.span_sr), 1.0)

@@ -215,11 +215,7 @@ def make_world(
             for name, boards, count in rows
         ),
         placements=tuple(_place(name, len(boards), bands, rng) for name, boards, _ in rows),
-        edge=EdgeProfile(
-            speed_flop_per_s=EDGE_FLOP_PER_S,
-            memory_bytes=EDGE_BYTES_PER_CLUSTER * len(ids),
-            tx_power_w=EDGE_TX_POWER_W,
-        ),
+        edge=replace(assumed_edge(), memory_bytes=EDGE_BYTES_PER_CLUSTER * len(ids)),
         radio=RadioProfile(
             bandwidth_hz=bands.edge_bandwidth_hz, noise_w_per_hz=bands.noise_w_per_hz
         ),
@@ -271,6 +267,25 @@ def _with_its_edge(cluster: ClusterSnapshot) -> ClusterSnapshot:
     if profile.edge is None or not profile.edge.device_id or profile.other_edges:
         return cluster
     return cluster.with_edge(profile.edge)
+
+
+def assumed_edge(name: str = "") -> EdgeProfile:
+    """Describe an edge of which nothing is known: a server with a GPU."""
+    return EdgeProfile(
+        speed_flop_per_s=EDGE_FLOP_PER_S,
+        memory_bytes=EDGE_BYTES_PER_CLUSTER,
+        tx_power_w=EDGE_TX_POWER_W,
+        name=name,
+    )
+
+
+def with_some_edge(cluster: ClusterProfile, address: str = "") -> ClusterProfile:
+    """Give machines whose file names no edge that of the run at ``address``, else themselves."""
+    if cluster.edge is not None or not cluster.real_links:
+        return cluster
+    if address:
+        return replace(cluster, edge=assumed_edge(address))
+    return with_edge_at_home(cluster)
 
 
 def with_edge_at_home(cluster: ClusterProfile) -> ClusterProfile:

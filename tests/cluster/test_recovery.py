@@ -165,17 +165,11 @@ def test_whatever_dies_whenever_the_weights_are_those_of_the_new_plan(
 
 
 def trusting(splitter: Splitter, *names: str) -> Recovery:
-    """Recovery in a cluster that trusts these devices."""
+    """Recovery in a cluster whose first block is for these devices alone."""
     known = profile()
     devices = tuple(replace(d, trusted=d.device_id in names) for d in known.devices)
-    model = replace(costs_of(splitter), trusted_blocks=1)
-    return Recovery(profile=replace(known, devices=devices), model=lambda: model)
-
-
-def private(first: dict[str, Tensor]) -> RoundOrder:
-    """A round whose first block is for trusted devices alone."""
-    asked = order(first)
-    return replace(asked, learning=replace(asked.learning, trusted_blocks=1))
+    known = replace(known, devices=devices, trusted_blocks=1)
+    return Recovery(profile=known, model=lambda: costs_of(splitter))
 
 
 @pytest.mark.parametrize("work", [train_round, evaluate_batches])
@@ -186,7 +180,7 @@ def test_a_plan_that_its_own_cluster_does_not_trust_reaches_no_device(
     fleet = ThreadFleet(ThreadEdge(), lambda *_: pytest.fail("a device was opened"))
     batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
     with pytest.raises(ScheduleError, match="A/d0, which its cluster does not trust"):
-        work(splitter, private(first), batches, fleet, recovery=trusting(splitter, "A/d1"))
+        work(splitter, order(first), batches, fleet, recovery=trusting(splitter, "A/d1"))
 
 
 def test_the_first_block_moves_to_a_trusted_device_or_to_none(
@@ -199,9 +193,9 @@ def test_the_first_block_moves_to_a_trusted_device_or_to_none(
         plans = trusting(splitter, "A/d0", *others)
         if fault is not None:
             with pytest.raises(fault, match="no trusted device is left"):
-                train_round(splitter, private(first), batches, fleet, recovery=plans)
+                train_round(splitter, order(first), batches, fleet, recovery=plans)
             continue
-        result = train_round(splitter, private(first), batches, fleet, recovery=plans)
+        result = train_round(splitter, order(first), batches, fleet, recovery=plans)
         assert result.plan.segments[0].device_id == "A/d1"
         assert_same(dict(result.weights), undisturbed(result.plan))
 

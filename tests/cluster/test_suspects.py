@@ -158,9 +158,25 @@ def test_what_all_devices_fail_with_is_nobodys_fault_and_tried_twice(
 def test_an_edge_that_raises_in_the_replay_too_is_not_compared_with_itself() -> None:
     suspects, plan = Suspects(), CUT.plan()
     error = MemberFailed(EDGE, "edge has no class Blocks", Blame.RAISED)
-    assert suspects.quarantine(error, plan, last=False) == ""
+    assert suspects.quarantine(error, plan, last=False) == EDGE
     with pytest.raises(ModelError, match=r"^edge fails in a replay, too: edge has no "):
         suspects.quarantine(error, plan, last=False)
+
+
+@pytest.mark.parametrize(
+    ("blame", "told"),
+    [
+        (Blame.RAISED, "the edge one and the edge two fail alike, so no device is to blame"),
+        (Blame.UNSOUND, "replayed without the edge one, .* no device is to blame, the training"),
+    ],
+)
+def test_what_two_edges_do_alike_is_tried_on_no_third(blame: Blame, told: str) -> None:
+    """As an error in the user's loss."""
+    suspects = Suspects()
+    error = MemberFailed(EDGE, "edge has no class Loss", blame)
+    assert suspects.quarantine(error, replace(CUT.plan(), edge="one"), last=False) == EDGE
+    with pytest.raises(CollaPipeError, match=told):
+        suspects.quarantine(error, replace(CUT.plan(), edge="two"), last=False)
 
 
 @pytest.mark.parametrize("how", ["nan", "gradient", "weights"])
@@ -185,7 +201,7 @@ def test_before_any_step_no_learning_rate_is_to_blame(splitter, first) -> None: 
 def test_who_clips_already_is_not_told_to_clip() -> None:
     suspects, plan = Suspects(clips=True), CUT.plan()
     error = MemberFailed(EDGE, "edge has NaN", Blame.UNSOUND)
-    assert suspects.quarantine(error, plan, last=False) == ""
+    assert suspects.quarantine(error, plan, last=False) == EDGE
     with pytest.raises(Diverged, match=r"lower the learning rate or train\.clip-norm$"):
         suspects.quarantine(error, plan, last=False)
 

@@ -13,6 +13,7 @@ from collapipe_flwr.config.cluster_file import (
     cluster_text,
     parse_cluster,
 )
+from collapipe_flwr.config.privacy import PrivacyConfig
 
 DEVICES = (
     MemberConfig(name="pi-1", address="[::1]:50071", memory_mb=1500.5, fingerprint="0" * 64),
@@ -31,6 +32,7 @@ def test_what_is_written_is_read() -> None:
         edge=MemberConfig(name="edge", address="10.0.0.2:50061"),
         server=MemberConfig(name="boss"),
         links=ClusterLinks(rate_mbit_per_s=40.0, codec="int8"),
+        privacy=PrivacyConfig(labels="home", trusted_blocks=2),
         tls=TlsConfig(ca="keys/ca.pem"),
         measured=Path("/etc/collapipe/g.json"),
     )

@@ -111,9 +111,10 @@ def test_every_described_cluster_gets_its_own_plan_that_covers_all_blocks():
 
 def trusting(planner: KnownClusters, blocks: int, device: str) -> KnownClusters:
     """The planner that keeps so many blocks on the one device that every cluster trusts."""
-    planner._model = replace(MODEL, trusted_blocks=blocks)
     clusters = (
-        c.with_members(lambda member: replace(member, trusted=member.device_id.endswith(device)))
+        replace(c, trusted_blocks=blocks).with_members(
+            lambda member: replace(member, trusted=member.device_id.endswith(device))
+        )
         for c in planner.world.clusters
     )
     planner.world = replace(planner.world, clusters=tuple(clusters))
@@ -134,8 +135,10 @@ def test_no_policy_is_trusted_to_heed_trust() -> None:
 
     class Careless(RuleScheduler):
         def step(self, state, snapshot):
-            free = replace(snapshot, model=replace(snapshot.model, trusted_blocks=0))
-            return RuleScheduler.step(self, state, free)
+            clusters = (
+                replace(c, profile=replace(c.profile, trusted_blocks=0)) for c in snapshot.clusters
+            )
+            return RuleScheduler.step(self, state, replace(snapshot, clusters=tuple(clusters)))
 
     planner = trusting(rounds(), 1, "/d2")
     planner.controller._scheduler = Careless(planner.controller._scheduler.settings, "uniform")
@@ -144,9 +147,9 @@ def test_no_policy_is_trusted_to_heed_trust() -> None:
 
 
 def test_more_trusted_blocks_than_there_are_is_one_sentence() -> None:
-    assert Planning(trusted_blocks=4).guard(MODEL).trusted_blocks == 4
+    assert Planning(trusted_blocks=4).check(MODEL) is MODEL
     with pytest.raises(ConfigError, match="trusted-blocks is 5, but the model has 4 blocks"):
-        Planning(trusted_blocks=5).guard(MODEL)
+        Planning(trusted_blocks=5).check(MODEL)
 
 
 def test_the_first_plan_knows_the_links_that_were_measured_before() -> None:

@@ -19,8 +19,8 @@ from collapipe_flwr.core.errors import LinkError, LinkTimeout, ModelError
 from collapipe_flwr.generation.backends import (
     IDLE_S,
     ServedModel,
-    make_daemon_backend,
     make_thread_backend,
+    open_daemon_backend,
 )
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.parts import SegmentPart
@@ -214,8 +214,11 @@ def test_a_refused_text_leaves_the_chain_in_order() -> None:
 @pytest.mark.parametrize("model_type", ["marian", "gpt2"])
 def test_daemons_write_the_same_text_and_keep_nothing(model_type: str) -> None:
     case = Case(model_type)
-    with daemons(2) as (cluster, edge), HostClient(edge) as client:
-        site = make_daemon_backend(served(case, slots=2), cluster, edge)
+    with (
+        daemons(2) as (cluster, edge),
+        HostClient(edge) as client,
+        open_daemon_backend(served(case, slots=2), cluster, edge) as site,
+    ):
         with site.chain(site.device_ids) as driver:
             found = [written(driver, prompt, case.settings()) for prompt in PROMPTS]
         assert found == [case.unsplit(prompt) for prompt in PROMPTS]
@@ -227,10 +230,12 @@ def test_daemons_write_the_same_text_and_keep_nothing(model_type: str) -> None:
 
 @contextmanager
 def on_daemons(case: Case) -> Iterator[GenerationDriver]:
-    with daemons(2) as (cluster, edge):
-        site = make_daemon_backend(served(case, slots=2), cluster, edge)
-        with site.chain(site.device_ids) as driver:
-            yield driver
+    with (
+        daemons(2) as (cluster, edge),
+        open_daemon_backend(served(case, slots=2), cluster, edge) as site,
+        site.chain(site.device_ids) as driver,
+    ):
+        yield driver
 
 
 @pytest.mark.parametrize("place", [local, on_daemons])

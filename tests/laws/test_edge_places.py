@@ -18,8 +18,9 @@ from collapipe_flwr.cluster.control_unit import RoundResult, train_round
 from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.profile import describe_cluster, profile_of
 from collapipe_flwr.config.cluster_file import parse_cluster
+from collapipe_flwr.config.privacy import PrivacyConfig
 from collapipe_flwr.config.schema import EdgeConfig, TrainConfig, WorldConfig
-from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.errors import ConfigError, ScheduleError
 from collapipe_flwr.federation.client.pipeline_round import micro_batch
 from collapipe_flwr.federation.client.site import Site
 from collapipe_flwr.federation.planning import Planning
@@ -239,7 +240,7 @@ def test_labels_that_travel_are_seen(splitter: Splitter, whole) -> None:
 def test_an_edge_that_dies_is_replaced_by_the_next_and_nothing_is_lost(
     splitter: Splitter, whole, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("collapipe_flwr.federation.client.site.SPARE_S", 0.2)
+    monkeypatch.setattr("collapipe_flwr.cluster.edges.SPARE_S", 0.2)
     weights, steps, (losses, expected) = whole
     with place("the first of three") as at, striking("backward", 1, at.taps[0].cut) as struck:
         found, trained = train(at, splitter, weights, steps, snapshot_every=every)
@@ -257,14 +258,51 @@ def test_an_edge_that_dies_is_replaced_by_the_next_and_nothing_is_lost(
     assert all(torch.equal(trained[key], again[1][key]) for key in again[1])
 
 
-def test_labels_at_home_have_no_other_edge(splitter: Splitter, whole) -> None:
+def demanding(at: Place, **demands) -> Place:
+    """The site whose cluster file demands this; its server knows nothing of it."""
+    cluster = replace(at.site.cluster, privacy=PrivacyConfig(**demands))
+    return replace(at, edge="", site=replace(at.site, cluster=cluster))
+
+
+@pytest.mark.parametrize("by", ["the run", "the site"])
+def test_labels_at_home_have_no_other_edge(splitter: Splitter, whole, by: str) -> None:
     weights, steps, (losses, expected) = whole
     with place("the first of three") as at:
-        home = replace(at, edge="")
-        found, trained = train(home, splitter, weights, steps, labels_at_home=True)
+        home, asked = replace(at, edge=""), {"labels_at_home": True}
+        if by == "the site":
+            home, asked = demanding(at, labels="home"), {}
+        found, trained = train(home, splitter, weights, steps, **asked)
         assert not [row for row in rows_of(steps) if row in at.seen]
     assert found == near(losses)
     assert_near(trained, expected)
+
+
+def test_a_server_is_refused_what_a_site_forbids(splitter: Splitter, whole) -> None:
+    """Before any host hears of it."""
+    weights, steps, _ = whole
+    with place("the first of three") as at:
+        for demands, told in (
+            ({"labels": "home"}, "has its head on the edge 'first', but the control unit is"),
+            ({"trusted_blocks": 1}, "gives blocks below privacy.trusted-blocks=1 to A/d0, which"),
+        ):
+            site = replace(demanding(at, **demands), edge="first")
+            with pytest.raises(ScheduleError, match=told):
+                train(site, splitter, weights, steps)
+        assert not at.seen
+
+
+@pytest.mark.parametrize(("own", "runs"), [(2, 1), (1, 2)])
+def test_of_the_blocks_that_a_site_and_a_run_keep_the_more_count(own: int, runs: int) -> None:
+    model = ModelShape(blocks=4, width=64).profile()
+    with place("the control unit") as at:
+        site = demanding(at, trusted_blocks=own).site
+        planned = Planning(trusted_blocks=runs).described(site.profile(10), model)
+        assert planned.trusted_blocks == 2
+        task = SplitTask(
+            model_spec_json="", edge_address="", learning=LearningSettings(trusted_blocks=runs)
+        )
+        with site.devices(task, splitter) as (_, recovery):
+            assert recovery.profile.trusted_blocks == 2
 
 
 def test_an_edge_that_is_the_only_device_is_refused() -> None:

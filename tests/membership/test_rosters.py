@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from collapipe_flwr.cli import app
 from collapipe_flwr.config.cluster_file import MemberConfig, Role, read_cluster
+from collapipe_flwr.config.privacy import PrivacyConfig
 from collapipe_flwr.core.errors import LinkError, ProtocolError
 from collapipe_flwr.host import server
 from collapipe_flwr.host.rosters import Rosters
@@ -99,6 +100,21 @@ def test_members_that_run_hear_of_a_newcomer_and_let_it_in(
         RosterSender(registry).look()
         with client(second, "pi-1") as member:
             member.echo()
+
+
+def test_no_roster_takes_back_what_a_file_demands(
+    registry: Registry, pair: list[Membership]
+) -> None:
+    """Both in the file that is kept and in the one that a process has read."""
+    path = pair[0].cluster.path
+    assert path is not None
+    path.write_text(path.read_text() + "[privacy]\ntrusted-blocks = 2\n")
+    rosters = rosters_of(replace(pair[0], cluster=read_cluster(path)))
+    newer = replace(registry.cluster(), version=99, privacy=PrivacyConfig(labels="home"))
+    rosters.accept(registry.roster(newer))
+    both = PrivacyConfig(labels="home", trusted_blocks=2)
+    assert rosters.clusters[0].privacy == read_cluster(path).privacy == both
+    assert read_cluster(path).version == 99
 
 
 def test_a_roster_counts_if_it_is_newer_and_of_this_ca(

@@ -19,7 +19,7 @@ from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler import search
 from collapipe_flwr.scheduler.initial_layouts import all_layouts, rows_for
-from collapipe_flwr.scheduler.plans import check_trust, strangers
+from collapipe_flwr.scheduler.plans import check_privacy, strangers
 from collapipe_flwr.scheduler.policies import POLICIES, make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.scheduler.remaining import without_lost
@@ -45,11 +45,20 @@ def guarded(snapshot: Snapshot, blocks: int, trusted: dict[str, bool]) -> Snapsh
 
     def marked(profile: ClusterProfile) -> ClusterProfile:
         devices = (replace(d, trusted=trusted.get(d.device_id, False)) for d in profile.devices)
-        return replace(profile, devices=tuple(devices))
+        return replace(profile, devices=tuple(devices), trusted_blocks=blocks)
 
     clusters = tuple(replace(c, profile=marked(c.profile)) for c in snapshot.clusters)
-    model = replace(snapshot.model, trusted_blocks=blocks)
-    return replace(snapshot, model=model, clusters=clusters)
+    return replace(snapshot, clusters=clusters)
+
+
+def depth_of(snapshot: Snapshot) -> int:
+    """How many blocks its clusters keep on trusted devices."""
+    return snapshot.clusters[0].profile.trusted_blocks
+
+
+def unguarded(snapshot: Snapshot) -> Snapshot:
+    clusters = (replace(c, profile=replace(c.profile, trusted_blocks=0)) for c in snapshot.clusters)
+    return replace(snapshot, clusters=tuple(clusters))
 
 
 def drawn(
@@ -86,9 +95,8 @@ def planned(
 def broken(plan: Plan | None, snapshot: Snapshot) -> list[str]:
     """Devices that hold what they must not."""
     known = {c.profile.cluster_id: c.profile for c in snapshot.clusters}
-    most = snapshot.model.trusted_blocks
     plans = () if plan is None else plan.clusters
-    return [name for each in plans for name in strangers(each, known[each.cluster_id], most)]
+    return [name for each in plans for name in strangers(each, known[each.cluster_id])]
 
 
 def some_cut_fits(snapshot: Snapshot, options: SchedulerConfig) -> bool:
@@ -96,7 +104,7 @@ def some_cut_fits(snapshot: Snapshot, options: SchedulerConfig) -> bool:
 
     Which of them break the rule is told by names, not by the tables that plans are made with.
     """
-    free = tabulate(replace(snapshot, model=replace(snapshot.model, trusted_blocks=0)))
+    free = tabulate(unguarded(snapshot))
     return all(any(_keepers(snapshot, free, m, options)) for m in range(free.num_clusters))
 
 
@@ -106,7 +114,7 @@ def _keepers(snapshot: Snapshot, free: Tables, m: int, options: SchedulerConfig)
     rows = rows_for(m, *layouts, np.array(options.batches))
     for row in np.flatnonzero(fits(free, rows, options)):
         first = dict(zip(rows.member_rs[row].tolist(), rows.first_rs[row].tolist(), strict=True))
-        early = [n for n, at in first.items() if n > 0 and at < snapshot.model.trusted_blocks]
+        early = [n for n, at in first.items() if n > 0 and at < depth_of(snapshot)]
         yield all(devices[n - 1].trusted for n in early)
 
 
@@ -193,7 +201,7 @@ def test_no_loss_of_a_device_moves_a_first_block_to_one_that_is_not_trusted(
         first = {d.device_id: d.trusted for d in rest.devices}
         assert any(first.values()) or not first or "no trusted device is left" in str(error)
     else:
-        assert not strangers(after, profile, snapshot.model.trusted_blocks)
+        assert not strangers(after, profile)
 
 
 def test_more_devices_than_all_orders_allow_keep_it_after_a_loss() -> None:
@@ -251,7 +259,7 @@ def test_what_a_refusal_proposes_fits(schedule: str, **shape: float) -> None:
     named = {d.device_id: d.trusted for d in devices}
     assert planned(guarded(snapshot, int(found[2]), named), options) is not None
     more = dict.fromkeys(found[1].split(" and "), True)
-    assert planned(guarded(snapshot, snapshot.model.trusted_blocks, named | more), options)
+    assert planned(guarded(snapshot, depth_of(snapshot), named | more), options)
 
 
 def test_a_replica_is_trusted_as_the_device_beside_it() -> None:
@@ -274,6 +282,6 @@ def test_a_plan_that_breaks_it_is_refused_by_name() -> None:
     assert plan is not None
     cluster: ClusterPlan = plan.clusters[0]
     profile = guarded(snapshot, 0, {}).clusters[0].profile
-    check_trust(cluster, profile, 0)
+    check_privacy(cluster, profile)
     with pytest.raises(ScheduleError, match=re.escape(cluster.segments[0].device_id)):
-        check_trust(cluster, profile, 1)
+        check_privacy(cluster, replace(profile, trusted_blocks=1))

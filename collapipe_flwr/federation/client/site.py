@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -11,16 +11,15 @@ from pathlib import Path
 import torch
 from flwr.app import Context, Message
 
+from collapipe_flwr.cluster.edges import open_fleet
 from collapipe_flwr.cluster.fleet import Fleet, ThreadFleet
 from collapipe_flwr.cluster.hosted import Edge, HostedEdge, ThreadEdge
 from collapipe_flwr.cluster.profile import describe_cluster, profile_of
 from collapipe_flwr.cluster.recovery import Recovery
-from collapipe_flwr.cluster.remote import RemoteFleet
-from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig, read_cluster
+from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
 from collapipe_flwr.config.schema import EdgeConfig, TrainConfig, WorldConfig
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.hub import expand_home
-from collapipe_flwr.core.links import TlsFiles, host_towards
 from collapipe_flwr.federation.client import (
     CLUSTER_KEY,
     COMPUTE_KEY,
@@ -30,15 +29,11 @@ from collapipe_flwr.federation.client import (
 )
 from collapipe_flwr.federation.client.node_state import NodeState
 from collapipe_flwr.federation.records import SplitTask, read_assignment, run_id_of
-from collapipe_flwr.host.rosters import Rosters
-from collapipe_flwr.host.server import HostServer
-from collapipe_flwr.host.service import HostService
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.pipeline.compute import resolve
+from collapipe_flwr.simulation.world import with_edge_at_home
 
-_MOST_HERE = 4  # sessions: one chain at a time, besides those that end
-SPARE_S = 5.0  # that an edge is waited for where there is another
 _ANY = 1  # the number of examples does not matter within a round
 
 
@@ -102,26 +97,26 @@ class Site:
     def devices(self, task: SplitTask, splitter: AnySplitter) -> Iterator[tuple[Fleet, Recovery]]:
         """Yield the devices with their edge, and how a round recovers when some are lost."""
         learning = task.learning
-        profile = self.profile(_ANY)
+        profile = self.profile(_ANY)  # the site's own demands are the least
         if learning.labels_at_home:
-            profile = replace(profile, edge=None, other_edges=())
+            chosen = None if profile.other_edges else profile.edge
+            profile = with_edge_at_home(replace(profile, edge=chosen, other_edges=()))
+        kept = max(profile.trusted_blocks, learning.trusted_blocks)
         recovery = Recovery(
-            profile=profile,
-            model=lambda: replace(
-                profile_model(splitter, task.shape, learning.optimizer.state_bytes),
-                trusted_blocks=learning.trusted_blocks,
-            ),
+            profile=replace(profile, trusted_blocks=kept),
+            model=lambda: profile_model(splitter, task.shape, learning.optimizer.state_bytes),
         )
         if self.cluster is None:
             yield ThreadFleet(self._edge_for_threads(task)), recovery
             return
-        with self._edges(self.cluster, task) as edges:
-            fleet = RemoteFleet(
-                cluster=self.cluster,
-                edges=edges,
-                deadline_s=learning.deadline_s,
-                heartbeat=learning.heartbeat,
-            )
+        with open_fleet(
+            self.cluster,
+            edge_address=task.edge_address,
+            at_home=learning.labels_at_home,
+            compute=self.place,
+            deadline_s=learning.deadline_s,
+            heartbeat=learning.heartbeat,
+        ) as fleet:
             yield fleet, recovery
 
     def _edge_for_threads(self, task: SplitTask) -> Edge:
@@ -129,63 +124,15 @@ class Site:
         address = task.edge_address or task.simulated_edge
         if not address or task.learning.labels_at_home:
             return ThreadEdge(self.place)
-        return _hosted(task, address, self.edge.certificate_name, self.edge.tls())
-
-    @contextmanager
-    def _edges(self, cluster: ClusterConfig, task: SplitTask) -> Iterator[dict[str, HostedEdge]]:
-        """Yield the cluster file's edges by their ids, else the run's, else the control unit."""
-        unit, several = cluster.control_unit, bool(cluster.other_edges)
-        tls = cluster.tls_files(unit.name)
-        with ExitStack() as stack:
-
-            def at_home() -> HostedEdge:
-                service = HostService(compute=self.place, most_sessions=_MOST_HERE)
-                address = stack.enter_context(edge_here(cluster, service))
-                found = _hosted(task, address, cluster.certificate_name(unit), tls)
-                return replace(found, service=service)
-
-            def hosted(edge: MemberConfig) -> HostedEdge:
-                address = edge.address or ("" if several else task.edge_address)
-                if edge.name == unit.name or not address:
-                    return at_home()
-                found = _hosted(task, address, cluster.certificate_name(edge), tls)
-                most_s = min(SPARE_S, found.patience_s) if several else found.patience_s
-                return replace(found, name=edge.name if several else found.name, patience_s=most_s)
-
-            if task.learning.labels_at_home:
-                yield {"": at_home()}
-            else:
-                yield {edge.name if several else "": hosted(edge) for edge in cluster.edges}
-
-
-def _hosted(task: SplitTask, address: str, name: str, tls: TlsFiles | None) -> HostedEdge:
-    deadline_s = task.learning.deadline_s
-    return HostedEdge(
-        address=address,
-        certificate_name=name,
-        tls=tls,
-        deadline_s=deadline_s,
-        patience_s=deadline_s,
-        heartbeat=task.learning.heartbeat,
-    )
-
-
-@contextmanager
-def edge_here(cluster: ClusterConfig, service: HostService) -> Iterator[str]:
-    """Serve the edge in this process, and give its address.
-
-    It listens where the cluster file says, else on a free port of the address by which this machine
-    reaches the first device that it can reach itself.
-    """
-    unit = cluster.control_unit
-    tls, rosters = cluster.tls_files(unit.name), None
-    listen = next((edge.address for edge in cluster.edges if edge.name == unit.name), "")
-    nearest = min(cluster.devices, key=lambda device: device.dials)
-    listen = listen or f"{host_towards(nearest.address)}:0"
-    if tls is not None and tls.ca is not None:
-        rosters = Rosters(unit.name, [cluster], tls.ca)
-    with HostServer(listen, service, tls=tls, rosters=rosters) as server:
-        yield server.address
+        deadline_s = task.learning.deadline_s
+        return HostedEdge(
+            address=address,
+            certificate_name=self.edge.certificate_name,
+            tls=self.edge.tls(),
+            deadline_s=deadline_s,
+            patience_s=deadline_s,
+            heartbeat=task.learning.heartbeat,
+        )
 
 
 def cluster_file(node_config: Mapping[str, object]) -> ClusterConfig | None:

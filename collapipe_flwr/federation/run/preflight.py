@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from collapipe_flwr.cluster.profile import describe_cluster, profile_of
+from collapipe_flwr.cluster.profile import describe_cluster, profile_of, unknown_edges
 from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
 from collapipe_flwr.config.parsing import declared_config, read_toml, refuse_unknown
 from collapipe_flwr.config.schema import AppConfig, known_keys, parse
@@ -120,7 +120,9 @@ def _loaded(config: AppConfig, run_dir: Path | None, clusters: Sequence[ClusterC
     sizes = f"{_share_text(config, learner)} and {len(task.test)} test examples"
     devices = sum(len(profile.devices) for profile in profiles)
     where = f"{format_count(len(profiles), 'cluster')} of {devices} devices in all"
-    return "\n".join((f"{found}, {sizes}, {where}", *task.skipped.values(), *task.warnings))
+    assumed = (line for cluster in clusters for line in unknown_edges(cluster))
+    summary = f"{found}, {sizes}, {where}"
+    return "\n".join((summary, *task.skipped.values(), *task.warnings, *assumed))
 
 
 def check_launch(launch: Launch) -> str:

@@ -87,10 +87,11 @@ def make_planner(
         truth_error=config.world.truth_error,
         labels_at_home=config.privacy.labels_at_home,
         trusted_blocks=config.privacy.trusted_blocks,
+        edge_address=config.edge.address,
     )
     with prefix_errors("scheduler.policy"):
         scheduler = planning.scheduler
-    model = planning.guard(model)
+    model = planning.check(model)
     world = planning.world(sorted(clusters.values(), key=lambda c: c.cluster_id), model)
     with prefix_errors("world.devices, world.memory-share"):
         scheduler.step(scheduler.init(snapshot := world.snapshot(1, model)), snapshot)
