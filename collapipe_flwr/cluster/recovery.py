@@ -47,7 +47,7 @@ from collapipe_flwr.pipeline.step import MicroBatch, StepResult
 from collapipe_flwr.scheduler.plans import check_privacy
 from collapipe_flwr.scheduler.refusal import compared
 from collapipe_flwr.scheduler.remaining import without_lost
-from collapipe_flwr.scheduler.replan import ReplanInput, replan
+from collapipe_flwr.scheduler.replan import ReplanInput, replan, with_head
 
 log = logging.getLogger(__name__)
 Batch = Sequence[MicroBatch]
@@ -372,7 +372,9 @@ class RecoveringRound:
         if need_bytes > room:
             raise InfeasibleError(f"its part {compared(need_bytes, room, 'it has')}")
         hops = (*plan.hops[:-1], *(hop.unpaced for hop in plan.hops[-1:]))
-        plan = replace(plan, edge=edge.id, hops=hops)
+        before = next((each for each in profile.edges if each.id == plan.edge), None)
+        spent = with_head(with_head(plan.energy_j, plan, before, model, -1.0), plan, edge, model)
+        plan = replace(plan, edge=edge.id, hops=hops, energy_j=spent)
         if edge.device_id not in plan.device_ids:
             return plan
         ids = (device.device_id for device in profile.devices)

@@ -79,6 +79,8 @@ class DeviceProfile:
             overhead_s=self.overhead_s,
             name=self.device_id,
             device_id=self.device_id,
+            energy_per_flop_j=self.energy_per_flop_j,
+            energy_budget_j=self.energy_budget_j,
         )
 
 
@@ -88,7 +90,7 @@ class EdgeProfile:
 
     Edges of the same ``name`` are one machine, whose speed and memory its clusters share. Where a
     cluster has several to choose from, ``id`` tells them apart, and ``device_id`` is the member
-    that one of them is, if it is one.
+    that one of them is, if it is one; the energy of others counts nowhere.
     """
 
     speed_flop_per_s: bounds.Speed
@@ -98,6 +100,8 @@ class EdgeProfile:
     name: bounds.Text = ""
     id: bounds.Text = ""
     device_id: bounds.Text = ""
+    energy_per_flop_j: bounds.JoulesPerFlop = 0.0
+    energy_budget_j: Annotated[float, at_least(0)] = 0.0  # as a device's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +159,17 @@ class ClusterProfile:
     def edge_at_home(self) -> bool:
         """Whether the control unit is the edge."""
         return self.edge is not None and self.edge.device_id == self.control_unit.device_id
+
+    @property
+    def edge_device(self) -> str:
+        """The device that is the edge; empty where none is."""
+        return "" if self.edge is None or self.edge_at_home else self.edge.device_id
+
+    @property
+    def budgets_j(self) -> dict[str, float]:
+        """The energy budgets of all members, of one that is the edge, too."""
+        edges = {edge.device_id: edge.energy_budget_j for edge in self.edges if edge.device_id}
+        return edges | {member.device_id: member.energy_budget_j for member in self.members}
 
     @property
     def edge_id(self) -> str:
@@ -221,6 +236,9 @@ class ClusterSnapshot:
 
     def with_edge(self, edge: EdgeProfile) -> ClusterSnapshot:
         """Return the cluster with this edge alone; a device that is the edge holds no blocks."""
+        if edge.device_id:
+            budget_j = self.profile.budgets_j.get(edge.device_id, edge.energy_budget_j)
+            edge = replace(edge, energy_budget_j=budget_j)
         profile = replace(self.profile, edge=edge, other_edges=())
         one = replace(self, profile=profile, channel=self.channel_to(edge))
         return one.without({edge.device_id})

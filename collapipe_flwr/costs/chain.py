@@ -49,6 +49,7 @@ class Chain:
     fixed_s: Array  # (R,) round latency besides the H makespans
     fixed_j: Array  # (R, S + 1) energy besides the pipeline's transmissions
     computing_j: Array  # (R, S + 1) of it without any radio
+    edge_j: Array  # (R,) of computing at an edge that is a device, which no layout changes
     d2d_hz_rh: Array  # (R, S + 1) of hops inside the cluster
     noise_over_gain: Array  # (R, S + 1) watts per hertz that give 0 dB
     power_max_w: Array  # (R, S + 1, 2): forward sender, backward sender
@@ -68,7 +69,7 @@ class RowPrices:
 def chain_of(tables: Tables, rows: Layouts, options: PricingOptions) -> Chain:
     """Gather the fixed side of every row."""
     hops, steps = hops_of(tables, rows), steps_of(tables, rows)
-    forward_s, backward_s, optimiser_s, computing_j = computing_of(tables, rows, options)
+    forward_s, backward_s, optimiser_s, joules = computing_of(tables, rows, options)
     bulk_s, bulk_j = bulk_of(tables, rows)
     return Chain(
         tables=tables,
@@ -79,8 +80,9 @@ def chain_of(tables: Tables, rows: Layouts, options: PricingOptions) -> Chain:
         forward_stage_s=forward_s,
         backward_stage_s=backward_s,
         fixed_s=bulk_s + steps * optimiser_s,
-        fixed_j=computing_j + bulk_j,
-        computing_j=computing_j,
+        fixed_j=joules[:, :-1] + bulk_j,
+        computing_j=joules[:, :-1],
+        edge_j=joules[:, -1],
         d2d_hz_rh=tables.d2d_hz_mij[rows.cluster_r[:, None], hops.sender, hops.receiver],
         noise_over_gain=tables.snapshot.radio.noise_w_per_hz / hops.gain,
         power_max_w=_power_limits(tables, rows, hops),

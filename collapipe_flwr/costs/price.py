@@ -49,7 +49,9 @@ def price(plan: Plan, snapshot: Snapshot, options: PricingOptions | None = None)
     times = achieved_times(chain, plan.clusters, powers)
     depths = [_select_depths(c) for c in plan.clusters]
     step_s = planned_makespan_s(chain, times, depths)
-    clusters = price_clusters(chain, price_rows(chain, times, powers).energy_j, depths, step_s)
+    clusters = price_clusters(
+        chain, price_rows(chain, times, powers).energy_j, times, depths, step_s
+    )
     clusters = tuple(
         ReplicatedPricing(chain.tables, m, each, chain.options).costs()
         if max(each.replicas) > 1
@@ -60,9 +62,12 @@ def price(plan: Plan, snapshot: Snapshot, options: PricingOptions | None = None)
 
 
 def price_clusters(
-    chain: Chain, energy_rs: Array, depths: Sequence[Depths], step_s: Array
+    chain: Chain, energy_rs: Array, times: Array, depths: Sequence[Depths], step_s: Array
 ) -> tuple[PricedCluster, ...]:
-    """Price every row's cluster by name; ``depths`` per stage and ``step_s`` of its pipeline."""
+    """Price every row's cluster by name; ``depths`` per stage and ``step_s`` of its pipeline.
+
+    A device that is the edge sends gradients at full power.
+    """
     tables, rows = chain.tables, chain.rows
     latency_s = chain.fixed_s + chain.steps_r * step_s
     memory = peak_bytes(tables, rows, chain.options, flight_table(chain, depths))
@@ -70,12 +75,18 @@ def price_clusters(
     for m, cluster in enumerate(tables.snapshot.clusters):
         idle = dict.fromkeys((member.device_id for member in cluster.profile.members), 0.0)
         names = stage_names(tables, rows, m)
+        joules = idle | {name: float(energy_rs[m, k]) for k, name in enumerate(names)}
+        if head := cluster.profile.edge_device:
+            last = len(names) - 1, 1
+            sent_j = float(chain.power_max_w[m, *last] * times[m, *last])
+            passes = float(chain.steps_r[m]) * float(rows.micro_batches_r[m])
+            joules[head] = float(chain.edge_j[m]) + passes * sent_j
         clusters.append(
             PricedCluster(
                 cluster_id=cluster.profile.cluster_id,
                 latency_s=float(latency_s[m]),
                 step_s=float(step_s[m]),
-                energy_j=idle | {name: float(energy_rs[m, k]) for k, name in enumerate(names)},
+                energy_j=joules,
                 memory_bytes={name: int(memory[m, k]) for k, name in enumerate(names)},
             )
         )

@@ -45,7 +45,7 @@ class PricedCluster:
     cluster_id: str
     latency_s: float  # of the round
     step_s: float  # of one optimiser step's pipeline
-    energy_j: Mapping[str, float]  # every member, 0 for devices without a segment
+    energy_j: Mapping[str, float]  # every member, 0 for devices without work
     memory_bytes: Mapping[str, int]  # members with work
 
 
@@ -240,6 +240,10 @@ class ReplicatedPricing:
     def _energy_j(self) -> dict[str, float]:
         at, full_w = self.at, self.tables.members.power_max_mi[self.m]
         found = {at.name(*place): self._computing_j(*place) for place in at.members}
+        profile = self.tables.snapshot.clusters[self.m].profile
+        edge = at.name(0, 0) if profile.edge_at_home else profile.edge_device
+        if profile.edge_device:
+            found[edge] = float(self.chain.edge_j[0])
 
         def send(stage: int, replica: int, seconds: float) -> None:
             found[at.name(stage, replica)] += float(full_w[at.member(stage, replica)]) * seconds
@@ -257,8 +261,8 @@ class ReplicatedPricing:
                 found[at.name(hop, sender)] += there
                 if hop + 1 < at.edge:
                     found[at.name(hop + 1, receiver)] += home
-                elif self.tables.edges.home_m[self.m]:
-                    found[at.name(0, 0)] += home
+                elif edge:
+                    found[edge] += home
         return found
 
     def _computing_j(self, stage: int, replica: int) -> float:

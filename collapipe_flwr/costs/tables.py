@@ -60,6 +60,7 @@ class EdgeTable:
     speed_m: Array
     overhead_m: Array
     power_m: Array  # W
+    energy_per_flop_m: Array  # 0 but of a device: the control unit's is that member's
     memory_m: Array  # bytes, of each of its clusters
     clusters_m: Array
     own_m: Mask  # whether it is another than the snapshot's
@@ -145,6 +146,10 @@ def _edges(snapshot: Snapshot) -> EdgeTable:
         speed_m=column(edge.speed_flop_per_s for edge in edges),
         overhead_m=column(edge.overhead_s for edge in edges),
         power_m=column(edge.tx_power_w for edge in edges),
+        energy_per_flop_m=column(
+            edge.energy_per_flop_j if profile.edge_device else 0.0
+            for profile, edge in zip(profiles, edges, strict=True)
+        ),
         memory_m=column(edge.memory_bytes for edge in edges) / column(sharing),
         clusters_m=column(sharing),
         own_m=np.array(owned, dtype=np.bool_),

@@ -1,9 +1,9 @@
 """What computing costs: stage times, once-a-round transfers, energy and peak memory of layout rows.
 
-Stages are the control unit (embedding), the segment slots and the edge (decoder), (R, S + 2). The
-edge is mains-powered and the link to the Flower server is not a radio of ours: neither counts in
-energies. Our reconstruction. A control unit that is the edge is one processor (`busier_end`), which
-spends the energy of both parts.
+Stages are the control unit (embedding), the segment slots and the edge (decoder), (R, S + 2). An
+edge that is no member is mains-powered and the link to the Flower server is not a radio of ours:
+neither counts in energies. Our reconstruction. A control unit that is the edge is one processor
+(`busier_end`), which spends the energy of both parts.
 
 A pass of a micro-batch of s examples through a stage of n blocks takes ``s FLOP / speed`` and n
 times the overhead of its device: what starting an operation costs, however small its operands are.
@@ -60,7 +60,7 @@ class PricingOptions:
 def computing_of(
     tables: Tables, rows: Layouts, options: PricingOptions
 ) -> tuple[Array, Array, Array, Array]:
-    """Return computing seconds, and joules of the round, (R, S + 1): control unit, then slots.
+    """Return computing seconds, and joules of the round, (R, S + 2).
 
     Seconds are those of a micro-batch forward and backward, (R, S + 2) each, and of all stages'
     optimisers in one step, (R,).
@@ -89,14 +89,16 @@ def computing_of(
     size = rows.micro_batch_size_r[:, None].astype(np.float64)
     flop = rows.batch_r[:, None] * (forward + backward) + optimiser
     flop += rows.micro_batches_r[:, None] * (ahead + back) * overhead * speed
-    joule = steps_of(tables, rows)[:, None] * of_members(tables.members.energy_per_flop_mi, rows)
+    members = of_members(tables.members.energy_per_flop_mi, rows)
+    edge = tables.edges.energy_per_flop_m[rows.cluster_r][:, None]
+    joule = steps_of(tables, rows)[:, None] * np.concatenate([members, edge], axis=1)
     forward_s = size * forward / speed + ahead * overhead
     backward_s = size * backward / speed + back * overhead
     home = tables.edges.home_m[rows.cluster_r]
     for seconds in (forward_s, backward_s):
         seconds[home, busier_end(model)] = (seconds[:, 0] + seconds[:, -1])[home]
     flop[home, 0] += flop[home, -1]
-    return forward_s, backward_s, (optimiser / speed).sum(1), joule * flop[:, :-1]
+    return forward_s, backward_s, (optimiser / speed).sum(1), joule * flop
 
 
 def busier_end(model: ModelProfile) -> int:

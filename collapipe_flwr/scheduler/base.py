@@ -180,10 +180,7 @@ def known_budgets(before: Nested, snapshot: Snapshot) -> dict[str, dict[str, flo
 
     A device that is away for some rounds keeps its queue and its account that way.
     """
-    fresh = {
-        c.profile.cluster_id: {m.device_id: m.energy_budget_j for m in c.profile.members}
-        for c in snapshot.clusters
-    }
+    fresh = {c.profile.cluster_id: c.profile.budgets_j for c in snapshot.clusters}
     return {c: {**before.get(c, {}), **fresh.get(c, {})} for c in {**before, **fresh}}
 
 
@@ -269,7 +266,9 @@ def solution_plan(solution: Solution, policy: str, share: float) -> Plan:
     """Convert a solution to a `Plan` with device names."""
     chain = solution.chain
     depths, step_s = schedule_rows(chain, solution.allocation.times, solution.priced)
-    priced = price_clusters(chain, solution.priced.energy_j, depths, step_s)
+    priced = price_clusters(
+        chain, solution.priced.energy_j, solution.allocation.times, depths, step_s
+    )
     clusters = tuple(_cluster_plan(solution, m, each, depths[m]) for m, each in enumerate(priced))
     return Plan(
         round_index=chain.tables.snapshot.round_index,

@@ -62,7 +62,8 @@ class Dssda(Policy):
         tables, reference = tabulate(snapshot), reference_of(state)
         spent_j = member_table(tables, {c.cluster_id: c.energy_j for c in plan.clusters})
         late = weight_of(state, self.settings) * plan.rho * plan.latency_s / reference.latency_s
-        return late + float((energy_prices(tables, state, self.settings) * spent_j).sum())
+        worth = float((energy_prices(tables, state, self.settings) * spent_j).sum())
+        return late + worth + heads_worth(plan, snapshot, state)
 
     def _step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
         """`step` where every cluster has one edge."""
@@ -200,6 +201,18 @@ class Dssda(Policy):
         worth = stay.objective - solution.objective
         better = worth > self.settings.hysteresis * abs(stay.objective)
         return within(planner, solution if better else stay)
+
+
+def heads_worth(plan: Plan, snapshot: Snapshot, state: SchedulerState) -> float:
+    """Price the energy of devices that are edges, ``Q / budget^2`` a joule as that of others."""
+    total = 0.0
+    for profile in (cluster.profile for cluster in snapshot.clusters):
+        name, part = profile.edge_device, plan.cluster(profile.cluster_id)
+        if name and part is not None and (budget := profile.budgets_j[name]):
+            queues = (state.energy_queue_j, state.placeholder_j)
+            queue = sum(each.get(profile.cluster_id, {}).get(name, 0.0) for each in queues)
+            total += queue / budget**2 * part.energy_j.get(name, 0.0)
+    return total
 
 
 def with_radio(planner: Planner, solution: Solution) -> Planner:

@@ -60,6 +60,7 @@ def measured_outcome(
             energy_j[member.device_id] = _energy_j(plan, member.device_id, trusted, watt)
         elif not plan.memory_bytes.get(member.device_id):
             energy_j[member.device_id] = 0.0
+    energy_j = _with_head(energy_j, plan, planned, trusted, profile)
     is_timed = 0 < measured.wall_s < math.inf
     return ClusterOutcome(
         cluster_id=plan.cluster_id,
@@ -106,6 +107,28 @@ def _energy_j(
     ahead = plan.tx_power_w.get(name, 0.0) * report.sent_down.sending_s
     back = plan.gradient_power_w.get(name, 0.0) * report.sent_up.sending_s
     return watt * _busy_s(report) + ahead + back
+
+
+def _with_head(
+    energy_j: dict[str, float],
+    plan: ClusterPlan,
+    planned: PricedCluster,
+    reports: dict[str, StageMeasurement],
+    profile: ClusterProfile,
+) -> dict[str, float]:
+    """Add what a member spends as the edge; of a control unit, what is not in its own number."""
+    edge, report = profile.edge, reports.get(plan.edge)
+    if edge is None or not edge.device_id:
+        return energy_j
+    if report is None:
+        return energy_j | {edge.device_id: planned.energy_j[edge.device_id]}
+    own = reports.get(edge.device_id)
+    if profile.edge_at_home and (own is None or _is_metered(own)):
+        return energy_j
+    joules = _energy_j(plan, plan.edge, reports, edge.speed_flop_per_s * edge.energy_per_flop_j)
+    if not _is_metered(report):
+        joules += edge.tx_power_w * report.sent_up.sending_s
+    return energy_j | {edge.device_id: energy_j.get(edge.device_id, 0.0) + joules}
 
 
 def _micro_batches(plan: ClusterPlan, report: StageMeasurement | None) -> int:

@@ -8,7 +8,7 @@ fresh channel states are known in the middle of a round, and the next one is pla
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -18,6 +18,7 @@ from collapipe_flwr.core.domain import (
     ClusterPlan,
     ClusterProfile,
     DeviceProfile,
+    EdgeProfile,
     ModelProfile,
     Segment,
 )
@@ -185,12 +186,33 @@ def _energy_j(
     spans: Sequence[tuple[int, int]],
 ) -> dict[str, float]:
     """Joules of computing in the whole round; the control unit comes first."""
-    examples = plan.local_steps * plan.micro_batches * plan.micro_batch_size
+    examples = _examples(plan)
     blocks, embedding = block_table(rest.model), rest.model.embedding
     work = span_sums(blocks.forward_flop_l) + span_sums(blocks.backward_flop_l)
     flops = [embedding.forward_flop + embedding.backward_flop, *(float(work[s]) for s in spans)]
     pairs = zip(members, flops, strict=True)
-    return {m.device_id: m.energy_per_flop_j * flop * examples for m, flop in pairs}
+    spent = {m.device_id: m.energy_per_flop_j * flop * examples for m, flop in pairs}
+    edge = next((each for each in rest.profile.edges if each.id == plan.edge), None)
+    return with_head(spent, plan, edge, rest.model)
+
+
+def with_head(
+    energy_j: Mapping[str, float],
+    plan: ClusterPlan,
+    edge: EdgeProfile | None,
+    model: ModelProfile,
+    share: float = 1.0,
+) -> dict[str, float]:
+    """Add a share of the joules of computing the head, if a member of the cluster is the edge."""
+    if edge is None or not edge.device_id:
+        return dict(energy_j)
+    flop = (model.decoder.forward_flop + model.decoder.backward_flop) * _examples(plan)
+    joules = energy_j.get(edge.device_id, 0.0) + share * edge.energy_per_flop_j * flop
+    return {**energy_j, edge.device_id: max(joules, 0.0)}
+
+
+def _examples(plan: ClusterPlan) -> int:
+    return plan.local_steps * plan.micro_batches * plan.micro_batch_size
 
 
 def _refusal(plan: ClusterPlan, rest: ReplanInput) -> str:

@@ -132,7 +132,10 @@ class _Changes:
     def _pays(self, latency_s: float, energy_j: Mapping[str, float]) -> float:
         """Compute what the cluster pays: seconds of the round, and joules."""
         prices = self._problem.price_mi[self._m]
-        joules = sum(prices[self._members.get(name, 0)] * j for name, j in energy_j.items())
+        head = self._problem.tables.snapshot.clusters[self._m].profile.edge_device
+        joules = sum(
+            prices[self._members.get(name, 0)] * j for name, j in energy_j.items() if name != head
+        )
         return self._second_price * max(latency_s, self._others_s) + float(joules)
 
 

@@ -169,10 +169,16 @@ def test_the_exchange_takes_as_long_as_its_price(
 SETTINGS = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(8,), schedule="1f1b")
 
 
-def planned(kinds: list[list[str]], seed: int = 3) -> tuple[Plan, Snapshot]:
+def planned(
+    kinds: list[list[str]], seed: int = 3, *, on_devices: bool = False
+) -> tuple[Plan, Snapshot]:
+    """A plan, for clusters whose last device is the edge if it is to be ``on_devices``."""
     world = make_world(cluster_devices=kinds, examples=[40] * len(kinds), seed=seed)
     shape = ModelShape(blocks=6, decoder_blocks=4, width=32, tokens=16, wire_bytes=4)
     snapshot = world.snapshot(1, shape.profile())
+    if on_devices:
+        clusters = (c.with_edge(c.profile.devices[-1].as_edge) for c in snapshot.clusters)
+        snapshot = replace(snapshot, clusters=tuple(clusters))
     scheduler = make_scheduler("dssda", SETTINGS)
     plan, _ = scheduler.step(scheduler.init(snapshot), snapshot)
     return with_rates(plan, snapshot), snapshot
@@ -182,10 +188,13 @@ MIXED = [["raspberry-pi-5", "raspberry-pi-4", "jetson-nano"], ["phone", "phone",
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_without_replicas_it_is_the_price_of_any_plan(schedule: str, recompute: bool) -> None:
-    plan, snapshot = planned(MIXED)
-    snapshot = beginning(snapshot, *np.random.default_rng(1).uniform(0.5, 2.0, 6))
+@pytest.mark.parametrize(("recompute", "on_devices"), [(False, True), (True, False)])
+def test_without_replicas_it_is_the_price_of_any_plan(
+    schedule: str, recompute: bool, on_devices: bool
+) -> None:
+    plan, snapshot = planned(MIXED, on_devices=on_devices)
+    count = sum(len(c.profile.members) for c in snapshot.clusters)
+    snapshot = beginning(snapshot, *np.random.default_rng(1).uniform(0.5, 2.0, count))
     options = PricingOptions(schedule=schedule, recompute=recompute)
     if schedule == "gpipe":
         deep = tuple(replace(c, warmup_depth=(8,) * len(c.warmup_depth)) for c in plan.clusters)

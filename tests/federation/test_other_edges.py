@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from collapipe_flwr.core.domain import EdgeProfile
+from collapipe_flwr.core.domain import EdgeProfile, RoundOutcome
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.costs.measured import stage_parts, taken_s
 from collapipe_flwr.federation import border
 from collapipe_flwr.federation.planner import KnownClusters
 from collapipe_flwr.federation.planning import Planning
-from tests.federation.test_outcomes import NAME, STEPS, told
+from tests.federation.test_outcomes import EXAMPLES, NAME, STEPS, told
 from tests.federation.test_planner import EMPTY, MODEL, closed, rounds, weights
 
 NEAR, FAR = "near", "far"
@@ -33,7 +33,9 @@ def machines(policy: str, *edges: EdgeProfile) -> KnownClusters:
     return planner
 
 
-def settle(planner: KnownClusters, planned, slower: float = 1.0, **changes: object) -> None:
+def settle(
+    planner: KnownClusters, planned, slower: float = 1.0, **changes: object
+) -> RoundOutcome:
     """A round in which the edge was so many times slower than it claims."""
     plan = planned.cluster_plan(11)
     measured = told(replace(plan, edge=""), planner, slower=1.0)
@@ -45,7 +47,7 @@ def settle(planner: KnownClusters, planned, slower: float = 1.0, **changes: obje
         measured, edge=replace(measured.edge, forward_s=busy_s / 3, backward_s=busy_s * 2 / 3)
     )
     done = closed(planned, NAME, after=weights(0.5))
-    planner.settle(replace(done, telemetry={NAME: replace(measured, **changes)}))
+    return planner.settle(replace(done, telemetry={NAME: replace(measured, **changes)}))
 
 
 @pytest.mark.parametrize("policy", ["uniform", "fedavg", "splitfed"])
@@ -92,6 +94,24 @@ def test_a_device_that_is_the_edge_holds_no_blocks_and_else_may() -> None:
     assert planner.plan(1, [11], EMPTY).cluster_plan(11).device_ids == (f"{NAME}/d1",)
     planner = machines("uniform", edge(FAR), named)
     assert f"{NAME}/d2" in planner.plan(1, [11], EMPTY).cluster_plan(11).device_ids
+
+
+def test_a_member_that_computes_the_head_spends_joules_for_it() -> None:
+    for member in ("d2", "control-unit"):
+        name = f"{NAME}/{member}"
+        spent_j = []
+        for device_id in ("", name):
+            place = edge(member, device_id=device_id, energy_per_flop_j=1e-9)
+            planner = machines("uniform", place, edge(FAR))
+            planned = planner.plan(1, [11], EMPTY)
+            outcome = settle(planner, planned)
+            spent_j.append(outcome.clusters[0].energy_j[name])
+        plan = planned.cluster_plan(11)
+        passes, flop = stage_parts(plan, MODEL, recompute=False)[plan.edge]
+        del passes
+        head_j = 1e-9 * flop * EXAMPLES + 0.25 * place.tx_power_w
+        own_j = spent_j[0] if member == "control-unit" else 0.0
+        assert spent_j[1] == pytest.approx(own_j + head_j)
 
 
 def test_labels_at_home_leave_no_choice() -> None:
