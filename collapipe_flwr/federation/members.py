@@ -21,12 +21,12 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from collapipe_flwr.core.domain import ClusterProfile
-from collapipe_flwr.core.errors import ProtocolError, RunError
+from collapipe_flwr.core.errors import ConfigError, ProtocolError, RunError
 from collapipe_flwr.federation.attempts import FIRST_PAUSE_S
 from collapipe_flwr.federation.border import described
 from collapipe_flwr.federation.checkpoint import Resumable
 from collapipe_flwr.federation.deadline import RoundDeadline
-from collapipe_flwr.federation.messages import error_text
+from collapipe_flwr.federation.messages import NO_SECURE_AGGREGATION, error_text
 from collapipe_flwr.federation.records import QUERY_DESCRIBE
 from collapipe_flwr.federation.wrapped_grid import WrappedGrid
 
@@ -301,6 +301,8 @@ def _read_profile(reply: Message) -> ClusterProfile | None:
     node = reply.metadata.src_node_id
     if reply.has_error():
         why = error_text(reply.error)
+        if NO_SECURE_AGGREGATION in why:  # and will not change
+            raise ConfigError(f"the cluster of node {node} cannot take part: {why}")
         way_out = f": {NO_CLUSTER}" if "No query function" in why else ""
         raise RunError(f"the cluster of node {node} cannot start: {why}{way_out}")
     try:

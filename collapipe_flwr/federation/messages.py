@@ -24,7 +24,7 @@ BAD_REPLY = 300  # Error.code of replies that arrived but cannot be used; Flower
 LATE = 301  # Error.code of replies that were not waited for
 LONGEST_SENTENCE = 400  # characters of a client's error message
 _FLOWER_WRAPPING = re.compile(r"\A.*occurred\. Message: ?|^<class '[^']*'>:<'|'>\s*$", re.DOTALL)
-_NO_SECURE_AGGREGATION = (
+NO_SECURE_AGGREGATION = (
     "its ClientApp asks for secure aggregation, which Flower has for its legacy ServerApp only: "
     "leave out secaggplus_mod; Flower's differential privacy works (SECURITY.md)"
 )
@@ -46,7 +46,7 @@ def error_text(error: Error) -> str:
     """Return a client's error message without Flower's wrapping, on one line of bounded length."""
     reason = make_printable(error.reason or f"error {error.code} without a reason")
     if RECORD_KEY_CONFIGS in reason:
-        return _NO_SECURE_AGGREGATION
+        return NO_SECURE_AGGREGATION
     return to_one_line(_FLOWER_WRAPPING.sub("", reason), LONGEST_SENTENCE)
 
 

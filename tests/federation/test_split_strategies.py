@@ -22,9 +22,11 @@ from flwr.serverapp.strategy import (
 )
 
 from collapipe_flwr.cluster.order import LearningSettings
-from collapipe_flwr.core.errors import RunError
+from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors, load_into
+from collapipe_flwr.federation.client.cluster import Cluster
 from collapipe_flwr.federation.local_grid import LocalGrid
+from collapipe_flwr.federation.members import Newcomers
 from collapipe_flwr.federation.records import (
     ARRAYS,
     EXAMPLES,
@@ -275,6 +277,18 @@ def test_secure_aggregation_is_refused_with_a_sentence():
     grid = LocalGrid({1: trainer(1.0, 7), 2: modded(trainer(2.0, 7), secaggplus_mod)})
     strategy.start(grid, floats(), num_rounds=1)
     assert records[0].failures["c2"].startswith("its ClientApp asks for secure aggregation")
+
+
+def test_a_cluster_that_asks_for_secure_aggregation_is_refused_before_it_trains():
+    app = ClientApp(mods=[secaggplus_mod])
+    Cluster(app)
+
+    @app.train()
+    def train(*_):
+        pytest.fail("it was asked to train")
+
+    with pytest.raises(ConfigError, match="node 1 cannot take part: its ClientApp asks for secure"):
+        Newcomers(LocalGrid({1: app}), 1.0).profiles([1])
 
 
 @pytest.mark.parametrize("options", [{"retries": 1}, {"late": "join"}])

@@ -56,6 +56,17 @@ def test_replicas_share_a_stage_and_its_micro_batches(event: dict[str, Any]) -> 
     assert [hop["bytes"] for hop in picture["hops"]] == [4 * 10**6, 2 * 10**6, 2 * 10**6]
 
 
+def test_of_several_edges_the_one_of_the_plan_is_drawn(event: dict[str, Any]) -> None:
+    plain = round_picture(event, {})[0]
+    stages = event["clusters"]["cluster-0"]["stages"]
+    event["plan"]["clusters"][0]["edge"] = "site"
+    stages["site"] = stages.pop("edge")
+    picture = round_picture(event, {})[0]
+    ((before,), (head,)) = (each["stages"][-1]["devices"] for each in (plain, picture))
+    assert head == {**before, "name": "edge site"}
+    assert picture["hops"] == plain["hops"] and picture["idle"] == plain["idle"]
+
+
 def test_a_device_without_blocks_is_idle(event: dict[str, Any]) -> None:
     plan = event["plan"]["clusters"][0]
     left = plan["segments"].pop()["device_id"]

@@ -39,7 +39,7 @@ from collapipe_flwr.federation.arrays import decode_tensors, offload_tensors, ta
 from collapipe_flwr.federation.bundles import accept_bundles, unbundle_mod
 from collapipe_flwr.federation.client.pipeline_round import ClusterRound, build_telemetry
 from collapipe_flwr.federation.client.site import Site
-from collapipe_flwr.federation.messages import only_arrays
+from collapipe_flwr.federation.messages import NO_SECURE_AGGREGATION, only_arrays
 from collapipe_flwr.host.allocator import configured_malloc, trim_heap
 from collapipe_flwr.models.tasks import LABEL_NAMES
 
@@ -47,6 +47,7 @@ _log = logging.getLogger(__name__)
 Metrics = Callable[[Tensor, Tensor], Mapping[str, float] | float]
 DEVICES = "raspberry-pi-4,raspberry-pi-5,jetson-nano"
 EXAMPLES = 1000  # of a round, by default
+_SECURE = "flwr.client.mod.secure_aggregation"  # of the legacy API
 _HARMLESS = (message_size_mod, arrays_size_mod, unbundle_mod)
 
 
@@ -101,8 +102,13 @@ class Cluster:
         app._registered_funcs["query.describe"] = self.describe
 
     def describe(self, message: Message, context: Context) -> Message:
-        """Reply with the description of the cluster."""
+        """Reply with the description of the cluster.
+
+        Raises ConfigError for an app whose replies no strategy could read.
+        """
         with wrap_unexpected():
+            if any(_SECURE in mod.__module__ for mod in mods_of(self._app)):
+                raise ConfigError(NO_SECURE_AGGREGATION)
             site = self._site_of(context)
             if site is None:
                 return Message(records.write_spare(), reply_to=message)

@@ -133,7 +133,7 @@ class Chain {
   set(cluster) {
     cluster.stages.forEach((stage, index) => stage.devices.forEach((device, place) => this.stages[index][place].set(device, stage)));
     cluster.hops.forEach((hop, index) => this.hops[index].set(hop));
-    setText(this.idle, cluster.idle.filter((device) => device.name !== "edge").map((d) => `${d.name} without blocks, ${queueText(d)}`).join("; "));
+    setText(this.idle, cluster.idle.filter((device) => !isEdge(device)).map((d) => `${d.name} without blocks, ${queueText(d)}`).join("; "));
     this.idle.hidden = !this.idle.textContent;
     setText(this.plan, known(cluster.micro_batches)
       ? `round ${cluster.round}: ${cluster.local_steps} steps of ${cluster.micro_batches} micro-batches of ${cluster.micro_batch_size}; predicted ${seconds(cluster.predicted_s)}`
@@ -202,8 +202,10 @@ function shareBar(kind) {
   return { bar, root: drawing("svg", { class: "share", viewBox: "0 0 1000 6", preserveAspectRatio: "none", "aria-hidden": "true" }, bar) };
 }
 
+const isEdge = (device) => /^edge( |$)/.test(device.name); // its id follows where there are several
+
 function blocksText(stage) {
-  if (!stage.blocks) return stage.devices[0].name === "edge" ? "head and loss" : "data and embedding";
+  if (!stage.blocks) return isEdge(stage.devices[0]) ? "head and loss" : "data and embedding";
   const [first, stop] = stage.blocks;
   return stop - first === 1 ? `block ${first}` : `blocks ${first}–${stop - 1}`;
 }

@@ -142,7 +142,8 @@ def round_picture(event: Event, budget_j: Mapping[str, float | None]) -> list[Js
     for name in sorted({*plans, *outcomes, *lost}):
         plan, outcome = plans.get(name), outcomes.get(name) or {}
         memory = event.get("memory_bytes", {})
-        members = _members(name, outcome, queues[name], budget_j, memory)
+        head = (plan or {}).get("edge") or EDGE
+        members = _members(name, head, outcome, queues[name], budget_j, memory)
         latency_s = outcome.get("latency_s")
         picture: Json = {
             "id": name,
@@ -184,19 +185,24 @@ def _pipeline(
 
 def _members(
     cluster: str,
+    head: str,
     outcome: Event,
     queues: Mapping[str, float],
     budget_j: Mapping[str, float | None],
     memory: Mapping[str, int],
 ) -> dict[str, Json]:
-    """Return a round's measurements by device id, with those of control unit and edge."""
+    """Return a round's measurements by device id, with those of control unit and edge.
+
+    ``head`` is the edge's id, where there are several.
+    """
     stages, energy = outcome.get("stages", {}), outcome.get("energy", {})
-    names = [device for device in {**queues, **energy, **stages} if device != EDGE]
-    found = {device: stages.get(device, {}) for device in (*names, EDGE)}
-    roles = {EDGE: f"{cluster}/{EDGE}"}  # the edge keeps a replica for each cluster
+    names = [device for device in {**queues, **energy, **stages} if device != head]
+    found = {device: stages.get(device, {}) for device in (*names, head)}
+    roles = {head: f"{cluster}/{EDGE}"}  # the edge keeps a replica for each cluster
+    called = {head: EDGE if head == EDGE else f"{EDGE} {head}"}
     return {
         device: {
-            "name": device.removeprefix(f"{cluster}/"),
+            "name": called.get(device, device.removeprefix(f"{cluster}/")),
             "busy_s": stage.get("measured_s"),
             "expected_s": stage.get("predicted_s"),
             "peak_bytes": memory.get(roles.get(device, device), stage.get("peak_bytes")),
@@ -215,7 +221,7 @@ def _stages(cluster: str, plan: Event, members: Mapping[str, Json]) -> list[Json
     held = [(holders(s), (s["first_block"], s["stop_block"])) for s in plan["segments"]]
     busy = {device for devices, _ in held for device in devices}
     control_unit = next((d for d in plan["tx_power_w"] if d not in busy), CONTROL_UNIT)
-    rows = [((control_unit,), None), *held, ((EDGE,), None)]
+    rows = [((control_unit,), None), *held, ((plan.get("edge") or EDGE,), None)]
     stages: list[Json] = [
         {
             "ids": list(ids),
@@ -243,7 +249,7 @@ def _with_shares(stage: Json, passes: int, latency_s: float | None) -> Json:
 def _hops(stages: list[Json], planned: Iterable[Event], links: Iterable[Event]) -> list[Json]:
     """Return the hop from each stage to the next; between replicas it has several links."""
     place = {name: index for index, stage in enumerate(stages) for name in stage["ids"]}
-    place[CONTROL_UNIT] = 0
+    place |= {CONTROL_UNIT: 0, EDGE: len(stages) - 1}
     carried: list[list[Event]] = [[] for _ in stages[1:]]
     for link in links:
         sender, receiver = place.get(link["sender"]), place.get(link["receiver"])

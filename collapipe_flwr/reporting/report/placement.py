@@ -108,7 +108,7 @@ def _last_plans(planned: dict[str, ClusterData]) -> Table:
         pipeline = " → ".join(
             f"{device.rpartition('/')[2]}: {_blocks((first, stop))}"
             for device, first, stop in placed[-1]
-        )
+        ) + (f" → edge {plan['edge']}" if plan.get("edge") else "")
         rows.append([name, pipeline, batches, codecs, str(changes)])
     return Table(
         title="The last plan of each cluster",

@@ -167,7 +167,7 @@ class RunData:
         data.latency_s.put(place, told.get("latency_s"))
         data.measured |= bool(told.get("measured"))
         for stage, seen in told.get("stages", {}).items():
-            device = self.device(f"{name}/edge" if stage == "edge" else stage, name)
+            device = self.device(stage if "/" in stage else f"{name}/edge", name)  # by its id
             planned_bytes = seen.get("planned_bytes")
             if planned_bytes and planned_bytes > device.planned_bytes:
                 device.planned_bytes = planned_bytes
