@@ -33,9 +33,7 @@ def machines(policy: str, *edges: EdgeProfile) -> KnownClusters:
     return planner
 
 
-def settle(
-    planner: KnownClusters, planned, slower: float = 1.0, **changes: object
-) -> RoundOutcome:
+def settle(planner: KnownClusters, planned, slower: float = 1.0, **changes: object) -> RoundOutcome:
     """A round in which the edge was so many times slower than it claims."""
     plan = planned.cluster_plan(11)
     measured = told(replace(plan, edge=""), planner, slower=1.0)
