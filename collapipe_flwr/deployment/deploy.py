@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -92,11 +93,14 @@ class Deployment:
         first = {(role.cluster, role.kind): role for _, role in reversed(newcomers)}
         tokens = {which: self._draw_token(first[which], alike[which]) for which in sorted(alike)}
 
-        def steps(machine: Machine) -> list[Step]:
+        def steps(machine: Machine, *, dialling: bool) -> list[Step]:
             mine = [(r, tokens[r.cluster, r.kind]) for m, r in newcomers if m is machine]
+            mine = [(role, token) for role, token in mine if role.dial is dialling]
             return [roles.join_cluster(role, token) for role, token in mine if token]
 
-        self._phase([m for m in self.inventory.machines if steps(m)], steps)
+        for dialling in (False, True):  # a device dials a control unit that has joined
+            which = partial(steps, dialling=dialling)
+            self._phase([m for m in self.inventory.machines if which(m)], which)
 
     def _find_newcomers(self) -> list[tuple[Machine, Role]]:
         """Find roles without the files of a member, on the machines that have not failed."""

@@ -61,8 +61,8 @@ class Access:
 class Role:
     """What a machine does, as the member ``name`` of a ``cluster``; its keys are those of a table.
 
-    Other machines reach it at ``address``. All clusters share edge and server, which join the
-    first one.
+    Other machines reach it at ``address``, a device that dials through its control unit. All
+    clusters share edge and server, which join the first one.
     """
 
     kind: str = ""
@@ -70,6 +70,7 @@ class Role:
     name: str = key("", matches(r"([A-Za-z0-9][A-Za-z0-9._-]{0,62})?", MEMBER_NAME.says))
     host: str = key("", _HOST)
     address: str = key("", _HOST)  # left out of a table: as ssh
+    dial: bool = key(False)  # a device that accepts no connection but ssh
     options: str = key("", _OPTIONS)  # of its daemon
     node_config: str = key("", _PAIRS)  # of a control unit's SuperNode, besides its place
     access: Access = inline(Access())
@@ -193,6 +194,9 @@ def _set_name(role: Role, name: str, where: str) -> Role:
 def _check_role(role: Role, where: str) -> Role:
     if role.node_config and role.kind != CONTROL_UNIT:
         raise ConfigError(f"{where}.node-config belongs to {CONTROL_UNIT}, where the SuperNode is")
+    if role.dial and (role.kind != DEVICE or role.address):
+        what = "it has no address" if role.kind == DEVICE else f"only a {DEVICE} does"
+        raise ConfigError(f"{where}.dial: who dials is reached by nobody, so {what}: leave one out")
     return role
 
 

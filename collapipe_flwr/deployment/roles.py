@@ -219,6 +219,7 @@ def _registrar(role: Role, options: str = "") -> Service:
 def join_cluster(role: Role, token: str = "") -> Step:
     """Make a member's own key, certificate and cluster file."""
     folder = folder_of(role)
+    reached = "--dial" if role.dial else f"--address {quote(address_of(role))}"
     return Step(
         name=f"member {role.name}",
         test=f"[ -e {folder}/{role.cluster}.toml ]",
@@ -226,7 +227,7 @@ def join_cluster(role: Role, token: str = "") -> Step:
         f"install -d -m 755 {ETC}\n"
         f"install -d -o {USER} -g {USER} -m 700 {folder}\n"
         f"printf '%s\\n' {quote(token)} | as {USER} {OPT}/venv/bin/collapipe join - --no-start "
-        f"--folder {folder} --name {role.name} --address {quote(address_of(role))}",
+        f"--folder {folder} --name {role.name} {reached}",
     )
 
 
@@ -257,7 +258,7 @@ def _services(inventory: Inventory, role: Role) -> Iterator[Service]:
         (unit,) = _UNITS[role.kind]
         settings = {"COLLAPIPE_FOLDER": folder, "COLLAPIPE_NAME": role.name}
         settings["COLLAPIPE_OPTIONS"] = role.options
-        yield Service(unit=unit, settings=settings, address=address_of(role))
+        yield Service(unit=unit, settings=settings, address="" if role.dial else address_of(role))
         return
     if not inventory.keeps_ca(role):
         yield _registrar(role)

@@ -121,6 +121,11 @@ class Registry:
         found = (read_cluster(path) for path in sorted(self.folder.glob("*.toml")))
         return {config.id: config for config in found if config.version}
 
+    def written_by_hand(self) -> tuple[ClusterConfig, ...]:
+        """Read the other cluster files here that have devices which dial."""
+        found = (read_cluster(path) for path in sorted(self.folder.glob("*.toml")))
+        return tuple(config for config in found if config.diallers and not config.version)
+
     def cluster(self, cluster_id: str = "") -> ClusterConfig:
         """Read the cluster of that id, or the only one; raises ConfigError naming all there are."""
         known = self.clusters()

@@ -44,7 +44,15 @@ def serve(
     Newcomers are admitted at ``listen`` (empty: where the cluster file says), which the local
     network hears with ``announce``. ``edge`` runs the edge of this machine, with its options.
     Raises ConfigError where it cannot listen, RunError when the edge ends.
+    For clusters whose files are written by hand, it only relays to devices that dial.
     """
+    by_hand = () if registry.clusters() else registry.written_by_hand()
+    if by_hand:
+        with stop_on_signals() as stop, run_relay(lambda: by_hand):
+            names = ", ".join(config.id for config in by_hand)
+            say(f"devices of {names} dial in at {by_hand[0].relay_address}")
+            stop.wait()
+        return
     config = next(iter(registry.clusters().values()), None) or registry.cluster()
     if not (registry.certs / "ca.key").exists():
         follow(config, listen, say)

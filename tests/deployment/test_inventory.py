@@ -12,7 +12,7 @@ from flwr.common.config import parse_config_args
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.deployment.deploy import run_config
 from collapipe_flwr.deployment.inventory import Inventory, read_inventory
-from collapipe_flwr.deployment.roles import serve_roles
+from collapipe_flwr.deployment.roles import join_cluster, serve_roles
 
 UNIT = '[control-unit]\nhost = "cu"\n'
 DEVICE = '[[device]]\nname = "pi-1"\nhost = "10.0.0.11"\n'
@@ -74,6 +74,16 @@ def test_the_node_config_of_a_control_unit_reaches_its_supernode(tmp_path: Path)
     }
 
 
+def test_a_device_that_dials_joins_so_and_is_not_looked_for_at_an_address(tmp_path: Path) -> None:
+    found = inventory(tmp_path, f"{TOP}{UNIT}{DEVICE}dial = true\n")
+    (device,) = (machine for machine in found.machines if machine.role("device"))
+    (role,) = device.roles
+    action = join_cluster(role, "TOKEN").action
+    assert action.endswith("--name pi-1 --dial")
+    steps = {step.name: step for step in serve_roles(found, device)}
+    assert "/dev/tcp" not in steps["service collapipe-device"].action
+
+
 SEVERAL = """environment = "/opt/env"
 [server]
 host = "10.0.0.1"
@@ -130,6 +140,8 @@ def test_several_clusters_have_one_edge_and_one_server_beside_their_own_machines
         (f"{TOP}{UNIT}node-config = 'a=word'\n{DEVICE}", "control-unit.node-config must be pairs"),
         (f"{TOP}{UNIT}{DEVICE}node-config = 'a=1'\n", r"device\[1\].node-config belongs to contr"),
         (f"{TOP}{UNIT}[edge]\nnode-config = 'a=1'\n{DEVICE}", "edge.node-config belongs to contr"),
+        (f"{TOP}{UNIT}dial = true\n{DEVICE}", "control-unit.dial: .* so only a device does"),
+        (f"{TOP}{UNIT}{DEVICE}address = '10.0.0.9'\ndial = true\n", "so it has no address"),
         (f"{TOP}user = '-oProxyCommand=x'\n{UNIT}{DEVICE}", "user must be a word"),
         (f"{TOP}{UNIT}name = 'x'\n{DEVICE}", "control-unit.name cannot be chosen, only that of a"),
         (f"{TOP}{UNIT}[edge]\nname = 'x'\n{DEVICE}", "edge.name cannot be chosen"),

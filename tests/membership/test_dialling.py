@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +13,13 @@ import pytest
 from typer.testing import CliRunner
 
 from collapipe_flwr.cli import app, hosting
-from collapipe_flwr.config.cluster_file import Role
+from collapipe_flwr.config.cluster_file import Role, cluster_text, parse_cluster
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.host import daemon
 from collapipe_flwr.host.daemon import HostSettings
 from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import Listener
+from collapipe_flwr.membership import serving
 from collapipe_flwr.membership.admission import JoiningService
 from collapipe_flwr.membership.members import (
     AWAY,
@@ -28,6 +30,8 @@ from collapipe_flwr.membership.members import (
 )
 from collapipe_flwr.membership.newcomer import Membership
 from collapipe_flwr.membership.registry import Registry
+from collapipe_flwr.transport import relay
+from collapipe_flwr.transport.certificates import sign_all
 from collapipe_flwr.transport.relay import Relay
 from tests.membership.clusters import (
     ID,
@@ -109,6 +113,28 @@ def test_members_that_dial_hear_of_each_other_and_of_their_removal(
             roster = registry.roster(after)
         send_rosters(after, [before.member("phone")], roster)
         assert removed == [f"phone was removed from {ID}"]
+
+
+def test_a_cluster_whose_file_is_written_by_hand_has_a_relay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "_LOOK_S", 0.05)
+    devices = [{"name": "d0", "dials": True}]
+    values = {"id": "A", "relay": f"127.0.0.1:{free_port()}", "device": devices, "tls": {}}
+    config = parse_cluster(values, tmp_path)
+    (tmp_path / "A.toml").write_text(cluster_text(config))
+    sign_all(tmp_path / "certs", dict.fromkeys(config.names, ()))
+    over, said = threading.Event(), list[str]()
+    monkeypatch.setattr(serving, "stop_on_signals", lambda: nullcontext(over))
+    with ThreadPoolExecutor(1) as pool:
+        served = pool.submit(serving.serve, Registry(tmp_path), said.append)
+        try:
+            with running(Membership(cluster=config, name="d0", role=Role.DEVICE)):
+                pass
+        finally:
+            over.set()
+        served.result(60)
+    assert said == [f"devices of A dial in at {config.relay}"]
 
 
 def test_what_must_be_reached_does_not_dial(tmp_path: Path) -> None:
