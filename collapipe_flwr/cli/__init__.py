@@ -5,7 +5,9 @@ Commands import what they need when they run, so that a small board pays for not
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 from typing import Annotated, Any
 
 import typer
@@ -48,13 +50,22 @@ def run_commands(commands: typer.Typer) -> None:
 
     No option of theirs is infinite or not a number.
     """
-    command = typer.main.get_command(commands)
-    _refuse_endless(command)
     try:
+        command = typer.main.get_command(commands)
+        _refuse_endless(command)
         command()
+    except KeyboardInterrupt:  # before the command has begun
+        raise SystemExit(130) from None
     except CollaPipeError as error:
         typer.secho(f"Error: {error}", fg=typer.colors.RED, err=True)
         raise SystemExit(error.exit_code) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = error.filename or "the output"
+        typer.secho(f"Error: {where} cannot be written: {error.strerror}; make room", err=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what waits to be printed at exit
+        raise SystemExit(1) from error
 
 
 def _refuse_endless(command: Any) -> None:

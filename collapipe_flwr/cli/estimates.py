@@ -14,12 +14,7 @@ from typer import Argument, Option
 import collapipe_flwr
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import ConfigError, extra
-from collapipe_flwr.core.hub import (
-    expand_home,
-    explain_absent_model,
-    explain_no_path,
-    is_folder_only,
-)
+from collapipe_flwr.core.hub import explain_absent_model, explain_no_checkpoint
 from collapipe_flwr.core.keys import Rule, assignments, check, counts, one_of, read_assignments
 from collapipe_flwr.core.schedule import SCHEDULES
 from collapipe_flwr.models.spec import MODEL_TYPES, TIE_POLICIES, may_be_type, nearest_types
@@ -71,8 +66,8 @@ def profile(
         ("--overrides", overrides, assignments()),
     ):
         check(option, value, rule)
-    if is_folder_only(model) and not expand_home(model).is_dir():
-        raise ConfigError(explain_no_path("MODEL", model))
+    if not may_be_type(model) and (why := explain_no_checkpoint("MODEL", model)):
+        raise ConfigError(why)
     from collapipe_flwr.reporting.output import prepare, terminal, write_json
     from collapipe_flwr.scheduler.protocol import SchedulerConfig
     from collapipe_flwr.simulation.setting import whole_numbers

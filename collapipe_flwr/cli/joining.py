@@ -66,7 +66,7 @@ def join(
         check_manager(service, folder)
     if dial and address:
         raise ConfigError("--dial and --address: who dials has no address, so leave one out")
-    known = parse_token(sys.stdin.readline() if token == "-" else token)
+    known = parse_token(_read_token() if token == "-" else token)
     newcomer = here.Newcomer(
         folder=folder,
         name=name or here.default_name(known.role, known.cluster_id),
@@ -87,6 +87,17 @@ def join(
         install_service(service, unit, newcomer.folder, found.name, options or ())
     elif start:
         _start(found, newcomer.folder, options or [])
+
+
+def _read_token() -> str:
+    if sys.stdin is None:  # closed
+        return ""
+    if sys.stdin.isatty():
+        typer.echo("token: ", nl=False, err=True)
+    try:
+        return sys.stdin.readline()
+    except UnicodeDecodeError:
+        return "?"
 
 
 def _join(token: JoinToken, newcomer: Newcomer, discover: bool) -> Membership:

@@ -189,7 +189,7 @@ def write_overrides(overrides: Mapping[str, Value], path: Path) -> None:
 def read_toml(path: Path, what: str) -> dict[str, Any]:
     """Read the tables of a file; raises ConfigError, which begins with ``what``."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows editors add a mark
     except OSError as error:
         raise ConfigError(f"{what} cannot be read ({error.strerror}): correct its path") from error
     except UnicodeDecodeError as error:

@@ -146,7 +146,7 @@ class WorldConfig:
     control_unit: str = key("raspberry-pi-5")  # of every cluster
     radio: str = key("wifi", one_of("wifi", "5g"))
     channel: str = key("block-fading", one_of("static", "block-fading", "mobility"))
-    memory_share: float = key(0.0015, between(0, 1))  # of a preset's memory; small model: small
+    memory_share: float = key(0.0015, between(1e-6, 1))  # of a preset's memory; small model: small
     energy_share: float = key(0.5, above(0))  # budget: this share of training all blocks alone
     truth_error: float = key(0.0, at_least(0))  # of what plans believe of devices, in ln
     trusted: int = key(0, at_least(0))  # the first so many devices of every cluster

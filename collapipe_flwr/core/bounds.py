@@ -32,7 +32,8 @@ LEAST_SPEED, MOST_SPEED = 1.0, 1e24
 _MOST_NUMBER = 1e30  # of a loss or a norm
 
 MEMBER_NAME = matches(
-    r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", "must be a name of letters, digits, dots and dashes"
+    r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}",
+    "must be a name of letters, digits, dots and dashes, 63 at most",
 )
 MemberName = Annotated[str, MEMBER_NAME]
 NAME = text(200, least=1)

@@ -25,7 +25,7 @@ from typing import Any
 LIMIT_S = 5.0
 SILENT_S = 1.0  # of it, without a word
 _NAME = re.compile(r"(\b[\w.-]+\b/)?\b[\w.-]{1,96}\b")  # as the hub allows them
-_CONFIG = "config.json"
+CONFIG = "config.json"  # of a checkpoint
 _log = logs.getLogger(__name__)
 
 
@@ -47,9 +47,24 @@ def is_folder_only(name: str) -> bool:
 
 
 def explain_no_path(key: str, name: str) -> str:
-    """Explain that a file or folder does not exist."""
+    """Explain that a file or folder does not exist, or that a file is no folder."""
     looked = expand_home(name).absolute()
+    if looked.exists():
+        return f'{key} "{name}" is no folder: name one'
     return f'{key} "{name}" does not exist (looked for {looked}): correct the path'
+
+
+def explain_no_checkpoint(key: str, name: str) -> str:
+    """Explain that a folder holds no checkpoint; empty where one does, or the hub may know it."""
+    folder = expand_home(name)
+    if not folder.is_dir():
+        return explain_no_path(key, name) if is_folder_only(name) else ""
+    if (folder / CONFIG).exists():
+        return ""
+    return (
+        f'{key} "{name}" has no {CONFIG}: give a folder with {CONFIG}, as transformers saves it, '
+        "or a hub name"
+    )
 
 
 @cache
@@ -93,7 +108,7 @@ def explain_absent_model(name: str) -> str:
         return ""
     from huggingface_hub import try_to_load_from_cache
 
-    return "" if isinstance(try_to_load_from_cache(name, _CONFIG), str) else why
+    return "" if isinstance(try_to_load_from_cache(name, CONFIG), str) else why
 
 
 @contextmanager

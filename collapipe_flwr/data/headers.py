@@ -9,6 +9,7 @@ import csv
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ FORMATS = {
     ".txt": "text",
     **dict.fromkeys(CONLL_SUFFIXES, "conll"),
 }
+_NO_TEXT = re.compile("[\0-\x08\x0e-\x1f\x7f\ufffd]")
 _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
 
 
@@ -63,6 +65,11 @@ def read_header(path: Path, separator: str, key: str) -> list[str]:
     if not names and not start.strip():
         raise DataError(
             f'{key} "{path}" is empty: give a file with a line of column names, then examples'
+        )
+    if any(map(_NO_TEXT.search, names)):
+        raise DataError(
+            f'{key} "{path}" does not begin with text in UTF-8: save the file as UTF-8, or let its '
+            "name end as its format asks, such as .csv.gz or .parquet"
         )
     if not names or len(set(names)) < len(names):
         raise DataError(

@@ -40,6 +40,7 @@ _LEAVE_S = 30.0  # from the end of the grace until the process is ended by force
 _IW_S = 5.0
 _LEAST_W = 1e-3  # 0 dBm, the least that `iw` and most radios take
 _COMPUTE = "--compute"
+_INTERFACES = Path("/sys/class/net")
 UNUSED_LIBRARIES = ("scipy", "sklearn")
 
 
@@ -98,6 +99,9 @@ class HostSettings:
             raise ConfigError(
                 f"--radio-interface must be the name of an interface, as wlan0, got {name!r}"
             )
+        if name and _INTERFACES.is_dir() and not (_INTERFACES / name).exists():
+            here = ", ".join(sorted(path.name for path in _INTERFACES.iterdir()))
+            raise ConfigError(f"--radio-interface {name} is not here: choose one of {here}")
 
 
 def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], None]) -> None:

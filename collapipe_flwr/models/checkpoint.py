@@ -18,6 +18,7 @@ from pickle import UnpicklingError
 from zipfile import is_zipfile
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -51,7 +52,7 @@ def read_pretrained_config(pretrained: str) -> PreTrainedConfig:
     offline = "" if folder.is_dir() else explain_unreachable(pretrained)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(_source(pretrained))
-    except (OSError, ValueError, KeyError) as cause:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as cause:
         raise CheckpointMissing(
             f"cannot read the checkpoint {pretrained!r}: {offline or first_lines(cause)}; "
             "give a folder with config.json or a hub name that this machine can reach"

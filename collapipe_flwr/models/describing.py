@@ -210,7 +210,10 @@ def _check_keys(config_class: Any, overrides: Mapping[str, object]) -> None:
     known |= set(family.settings) if family else set()
     for key in overrides:
         if key not in known:
-            near = _suggest(key, known) or f"see {config_class.__name__} in the transformers manual"
+            near = _suggest(key, known) or (
+                f"see {config_class.__name__} in the transformers manual, and replace overrides "
+                "that were made for another type"
+            )
             raise ModelError(f"{config_class.model_type!r} models have no setting {key!r}; {near}")
 
 

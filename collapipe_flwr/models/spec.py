@@ -80,7 +80,7 @@ class LoraConfig:
 
 def may_be_type(name: str) -> bool:
     """Return whether transformers, which is not loaded for it, may have models of this type."""
-    return is_spelled(name, "transformers", "models/auto/*.py")
+    return bool(name) and is_spelled(name, "transformers", "models/auto/*.py")
 
 
 def unknown_type(model_type: str) -> ModelError:

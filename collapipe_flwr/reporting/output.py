@@ -85,7 +85,8 @@ def format_count(count: int, noun: str) -> str:
 def progress(total: int) -> Iterator[Callable[[str], None]]:
     """Yield a function to call after every step, with the name of that step.
 
-    Bars go to stderr; into a pipe goes a line when a step of another name comes first.
+    Bars go to stderr; where none moves, as in a pipe, goes a line at the beginning and when a step
+    of another name comes first.
     """
     columns = (
         TextColumn("{task.description:<16}", markup=False),
@@ -93,12 +94,15 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
         MofNCompleteColumn(),
     )
     console, begun = terminal(stderr=True), set[str]()
+    is_plain = not console.is_terminal or console.is_dumb_terminal
+    if is_plain:
+        console.print(f"begun: {format_count(total, 'step')}")
     with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
         task = bar.add_task("", total=total)
 
         def tick(doing: str) -> None:
             bar.update(task, advance=1, description=doing)
-            if not console.is_terminal and doing not in begun:  # where no bar moves
+            if is_plain and doing not in begun:
                 begun.add(doing)
                 console.print(f"{doing} ...")
 

@@ -51,7 +51,8 @@ class Screen(RoundPrinter):
         self._progress: RunProgress | None = None
         if not self._console.is_terminal:
             self._console.width = _PLAIN
-        self._draws = self._console.is_terminal and not verbose and not quiet
+        moves = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._draws = moves and not verbose and not quiet
         self._bars = Bars()
         self._said = ""
 

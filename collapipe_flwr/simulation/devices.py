@@ -141,7 +141,7 @@ class FleetCluster:
 def read_fleet(path: Path) -> tuple[FleetCluster, ...]:
     """Read the clusters in ``path``; raises ConfigError that names file and entry."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except OSError as error:
         raise ConfigError(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from collapipe_flwr.core.domain import BlockCost, ModelProfile
-from collapipe_flwr.core.keys import at_least, check_keys, key
+from collapipe_flwr.core.keys import at_least, between, check_keys, key
 
 WEIGHT_BYTES = 4
 STATE_BYTES = 16
@@ -23,7 +23,7 @@ STASH_BYTES_PER_UNIT = 68
 class ModelShape:
     """An encoder of equal blocks, its embedding, and a shorter decoder; BERT-base by default."""
 
-    blocks: int = key(12, at_least(1))
+    blocks: int = key(12, between(1, 1000))
     width: int = key(768, at_least(1))
     tokens: int = key(128, at_least(1))
     decoder_blocks: int = 2

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from collapipe_flwr.core.domain import ModelProfile
+from collapipe_flwr.core.domain import MOST_DEVICES, ModelProfile
 from collapipe_flwr.core.errors import ConfigError, prefix_errors
-from collapipe_flwr.core.keys import Rule, at_least, check, check_keys, key, one_of
+from collapipe_flwr.core.keys import Rule, at_least, between, check, check_keys, key, one_of
 from collapipe_flwr.scheduler.policies import POLICIES
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.channel import channel_model
@@ -42,11 +42,13 @@ _KINDS = ("raspberry-pi-4", "raspberry-pi-5", "jetson-nano", "phone")
 class Setting:
     """Everything but the policy and the seed; ``fleet`` replaces clusters, devices and kinds."""
 
-    clusters: int = key(4, at_least(1))
-    devices: int = key(6, at_least(1))  # of every cluster, the control unit not counted
+    clusters: int = key(4, between(1, 10_000))
+    devices: int = key(
+        6, between(1, MOST_DEVICES)
+    )  # of every cluster, the control unit not counted
     kinds: tuple[str, ...] = _KINDS
     examples: int = key(1000, at_least(1))  # of every cluster, each used once per round
-    rounds: int = key(50, at_least(1))
+    rounds: int = key(50, between(1, 1_000_000))
     seeds: tuple[int, ...] = (0,)
     policies: tuple[str, ...] = POLICIES
     model: ModelShape = field(default_factory=ModelShape)

@@ -5,7 +5,9 @@ Whatever is refused leaves no file behind.
 
 from __future__ import annotations
 
+import errno
 import gc
+import io
 import json
 import os
 import sys
@@ -67,6 +69,7 @@ RUN = [
     ("scheduler.micro-batches=[]", WRONG, "scheduler.micro-batches must list"),
     ("nope.toml", WRONG, "nope.toml cannot be read"),
     ("tables.toml", WRONG, "train must be a table"),
+    ("marked.toml", WRONG, "clusters must be at least 1"),
 ]
 OTHERS = [
     (["check-config", "good.csv"], WRONG, "good.csv no Flower app"),
@@ -89,12 +92,18 @@ OTHERS = [
     (["simulate", "--seeds", "0-99999999999"], RAN, "seeds 0-99999999999"),
     (["simulate", "--energy-budget", "-3x an equal share"], RAN, "energy-budget"),
     (["simulate", "--devices-from", "still.json"], RAN, "still.json"),
+    (["simulate", "--clusters", "1000000"], RAN, "clusters 10000"),
+    (["simulate", "--blocks", "100000"], RAN, "blocks 1000"),
+    (["profile", ""], RAN, "MODEL config.json"),
+    (["profile", "./empty"], RAN, "MODEL ./empty config.json"),
+    (["profile", "./good.csv"], RAN, "MODEL ./good.csv no folder"),
     (["profile", "bert", "--micro-batch-sizes", "0"], RAN, "micro-batch-sizes"),
     (["profile", "bert", "--max-model-share", "nan"], RAN, "--max-model-share"),
     (["profile", "bert", "--json", "good.csv/x.json"], RAN, "--json"),
     ([*DEVICE, "--memory-mb", "inf"], RAN, "--memory-mb inf"),
     ([*DEVICE, "--cache-mb", "nan"], RAN, "--cache-mb nan"),
     ([*DEVICE, "--name", "a\nb"], RAN, "--name"),
+    ([*DEVICE, "--radio-interface", "nosuch0"], RAN, "--radio-interface nosuch0"),
     ([*DEVICE, "--cache-dir", "good.csv"], RAN, "--cache-dir good.csv"),
     (["control-unit", "--socket", "x" * 200], RAN, "--socket"),
     (["generate", "--run", "torn-run", "--text", "a"], RAN, "--run torn-run"),
@@ -171,6 +180,22 @@ def test_an_odd_argument_is_refused_in_one_sentence(
     assert sorted(folder.rglob("*")) == before
 
 
+def test_a_full_disk_behind_the_output_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Full(io.StringIO):
+        def write(self, _: str) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(sys, "argv", ["collapipe", "--version"])
+    monkeypatch.setattr(sys, "stdout", Full())
+    monkeypatch.setattr(os, "dup2", lambda *_: None)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 1
+    assert capsys.readouterr().err.startswith("Error: the output cannot be written")
+
+
 def _write_files(folder: Path) -> None:
     good = f"text,label\n{ROWS}"
     texts = {
@@ -186,6 +211,7 @@ def _write_files(folder: Path) -> None:
         "null.jsonl": '{"text": null, "label": "a"}\n{"text": "y", "label": "b"}\n' * 20,
         "spaces.csv": f"text, label\n{ROWS}",
         "other.csv": "words,mood\nhello,a\n",
+        "marked.toml": "\ufeffclusters = 0\n",
         "tables.toml": "[[train]]\nlearning-rate = 1.0\n",
         "endless.toml": f'id = "c"\n{MEMBER}speed-gflop-per-s = inf\n',
         "negative.toml": f'id = "c"\n[links]\nbandwidth-mhz = -1.0\n{MEMBER}',

@@ -92,7 +92,10 @@ def test_several_edges_are_machines_devices_or_the_control_unit_in_order() -> No
             {**edges({"address": "h:1"}, {"name": "pi-1"}), "device": DEVICES[:1]},
             r"\[edge\] names 'pi-1', the only device",
         ),
-        ({"device": DEVICES}, "id must be a name of letters, digits, dots and dashes, got ''"),
+        (
+            {"device": DEVICES},
+            "id must be a name of letters, digits, dots and dashes, 63 at most, got ''",
+        ),
         ({"id": "a/b", "device": DEVICES}, "id must be a name .* got 'a/b'"),
         ({"id": "g"}, r"at least one \[\[device\]\] table"),
         ({"id": "g", "device": []}, r"at least one \[\[device\]\] table"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -82,10 +83,13 @@ def write_files(folder: Path) -> None:
     Image.new("L", (4, 4)).save(folder / "a.png")
     (folder / "latin.csv").write_bytes(f"text,label\n{ROWS}".encode() + b"caf\xe9,a\n")
     (folder / "latin.jsonl").write_bytes(b'{"text": "caf\xe9", "label": "a"}\n' * 20)
+    (folder / "packed.csv").write_bytes(gzip.compress(f"text,label\n{ROWS}".encode()))
     (folder / "utf16.csv").write_bytes(f"text,label\n{ROWS}".encode("utf-16"))
     for name in ("folder", "checkpoint", "torn", "t5"):
         (folder / name).mkdir()
     (folder / "torn" / "config.json").write_text("{")
+    (folder / "words").mkdir()
+    (folder / "words" / "config.json").write_text('{"model_type": "bert", "hidden_size": "big"}')
     for name in ("weightless", "corrupt", "cut", "pickled", "shardless"):
         BertConfig(num_hidden_layers=4).save_pretrained(folder / name)
     save_file({"x": torch.zeros(99)}, folder / "cut" / "model.safetensors")
@@ -133,6 +137,7 @@ DATA: list[Wrong] = [
     ({"data.vocab-size": 10**9}, "data.vocab-size", "must lie between 260 and 1000000"),
     ({"data.target-language": "ro_RO"}, "data.target-language", "leave it empty"),
     ({"data.train": "bad.csv.gz"}, "data.train", "packed by gzip"),
+    ({"data.train": "packed.csv"}, "data.train", "such as .csv.gz"),
     ({"data.test": "newlabel.csv"}, "data.test", "add training examples of them"),
     ({"data.test": "good.csv"}, "data.test", "leave data.test empty"),
     ({"data.test": "nope/x.csv"}, "data.test", "correct the path"),
@@ -176,6 +181,7 @@ TAGGED: list[Wrong] = [
     ({"data.test": "newtag.conll"}, "data.test", "add training examples of it"),
 ]
 MODELS: list[Wrong] = [
+    ({"model.type": "gpt2"}, "model.overrides", "were made for another type"),
     ({"model.type": "martian"}, "model.type", "did you mean 'marian'"),
     ({"model.overrides": "hidden_siz=3"}, "model.overrides", "did you mean 'hidden_size'"),
     ({"model.overrides": "hidden_size=-32"}, "model.overrides", "hidden_size=-32 should be above"),
@@ -195,6 +201,9 @@ MODELS: list[Wrong] = [
     ({"model.pretrained": "cut"}, "model.pretrained", "cannot read the checkpoint"),
     ({"model.pretrained": "pickled"}, "model.pretrained", "cannot read the checkpoint"),
     ({"model.pretrained": "shardless"}, "model.pretrained", "cannot read the checkpoint"),
+    ({"model.pretrained": "words"}, "model.pretrained", "expected int"),
+    ({"train.compute": "cuda:99"}, "train.compute", "choose one of these, or auto"),
+    ({"edge.compute": "cuda:99"}, "edge.compute", "choose one of these, or auto"),
     ({"lora.rank": 4}, "lora.rank", "name one, or set lora.rank=0"),
     ({"train.learning-rate": "fast"}, "train.learning-rate", "must be a number"),
     ({"train.learning-rate": -1.0}, "train.learning-rate", "must be > 0"),
@@ -220,7 +229,8 @@ RUNS: list[Wrong] = [
     ({"world.devices": ""}, "world.devices", "list presets"),
     ({"world.control-unit": "toaster"}, "world.control-unit", "choose one of raspberry-pi-4"),
     ({"world.memory-share": 1e-6}, "world.memory-share", "add a device, allow smaller"),
-    ({"world.memory-share": 2.0}, "world.memory-share", "must lie between 0 and 1"),
+    ({"world.memory-share": 2.0}, "world.memory-share", "must lie between"),
+    ({"world.memory-share": 0.0}, "world.memory-share", "must lie between"),
     ({"world.channel": "fog"}, "world.channel", "must be one of static"),
     ({"scheduler.policy": "astrology"}, "scheduler.policy", "choose one of dssda"),
     ({"seed": 2**63}, "seed", "must lie between 0 and"),

@@ -199,7 +199,7 @@ def test_a_pipe_is_told_what_begins(capsys: pytest.CaptureFixture[str]) -> None:
         tick("dssda")
         begun = capsys.readouterr().err
         tick("uniform")
-    assert begun.splitlines() == ["dssda ..."]
+    assert begun.splitlines() == ["begun: 3 steps", "dssda ..."]
     assert "uniform ..." in capsys.readouterr().err
 
 

@@ -35,10 +35,10 @@ def get_model(size: str) -> nn.Module:
                 **heads, **widths, **special, **layers,
             )
         )  # fmt: skip
-    layers, width = map(int, size.removeprefix("bert-").split("x"))
+    depth, width = map(int, size.removeprefix("bert-").split("x"))
     return BertForSequenceClassification(
         BertConfig(
-            vocab_size=30522 if width == 768 else 8000, hidden_size=width, num_hidden_layers=layers,
+            vocab_size=30522 if width == 768 else 8000, hidden_size=width, num_hidden_layers=depth,
             num_attention_heads=width // 64, intermediate_size=4 * width,
             max_position_embeddings=128, num_labels=4,
             hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,

@@ -11,12 +11,16 @@ import logging
 import os
 import sys
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.federation.client import client_process
+from collapipe_flwr.transport.tls import check_validity
 
 IDLE_S = 3.0  # Flower's wait where it found no message
 REPLY_S = 0.1  # our longest wait for an app's reply
@@ -27,6 +31,11 @@ SHARE = 0.05  # of the time without a message, so that waits grow to Flower's in
 log = logging.getLogger("flwr.collapipe")
 _LOOP = "flwr.supernode.start_client_internal"
 _NO_API = "API failed to start"  # Flower's words for a port that is taken
+_BEGIN = b"-----BEGIN CERTIFICATE-----"
+_CLOCK = (
+    "this machine's clock says %s UTC: set it if that is wrong (`timedatectl`), since a SuperLink "
+    "refuses signatures by a clock that is 5 s ahead of its own or 5 minutes behind"
+)
 _APP_WAIT = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"
 
 
@@ -60,15 +69,29 @@ def shorten_waits() -> None:
         log.warning("this version of Flower keeps its own waits between messages")
 
 
+def check_root(arguments: Sequence[str], now: datetime) -> None:
+    """Raise ConfigError for a CA certificate among Flower's arguments that is not valid now."""
+    parser = ArgumentParser("collapipe supernode", add_help=False, allow_abbrev=False)
+    parser.add_argument("--root-certificates", type=Path, nargs="?")
+    path = parser.parse_known_args(arguments)[0].root_certificates
+    if path is not None and path.is_file() and (pem := path.read_bytes()).count(_BEGIN) == 1:
+        check_validity(str(path), pem, now)
+
+
 def run(arguments: Sequence[str]) -> None:
-    """Run `flower-supernode` with these arguments."""
+    """Run `flower-supernode` with these arguments; where it fails, name the clock."""
     from flwr.supernode.cli import flower_supernode
 
+    check_root(arguments, datetime.now(UTC))
     shorten_waits()
     sys.argv = ["collapipe supernode", *arguments]
     with client_process.offer_fast_program():
         try:
             flower_supernode()
+        except SystemExit as end:
+            if end.code == 1:
+                log.error(_CLOCK, f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}")
+            raise
         except RuntimeError as error:
             if _NO_API not in str(error):
                 raise

@@ -10,7 +10,12 @@ from collections.abc import Mapping
 
 from collapipe_flwr.config.parsing import flatten_section, parse_section
 from collapipe_flwr.core.errors import DataError, ModelError, prefix_errors
-from collapipe_flwr.core.hub import expand_home, explain_no_path, is_folder_only
+from collapipe_flwr.core.hub import (
+    expand_home,
+    explain_no_checkpoint,
+    explain_no_path,
+    is_folder_only,
+)
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.data.config import TASK_COLUMNS, TRAIN_TOKENIZER, DataConfig, key_of
 from collapipe_flwr.data.headers import FORMATS, no_such_column, read_column_names, suffix_of
@@ -47,8 +52,8 @@ def check_paths(data: DataConfig, model: ModelConfig) -> None:
         )
     if model.pretrained and expand_home(model.pretrained).is_file():
         raise ModelError(f'model.pretrained "{model.pretrained}" is a file: name its folder')
-    if model.pretrained and _is_missing(model.pretrained):
-        raise ModelError(explain_no_path("model.pretrained", model.pretrained))
+    if model.pretrained and (why := explain_no_checkpoint("model.pretrained", model.pretrained)):
+        raise ModelError(why)
     if not model.pretrained and not may_be_type(model.type):
         with prefix_errors("model.type"):
             raise unknown_type(model.type)

@@ -98,6 +98,10 @@ def _loaded(config: AppConfig, run_dir: Path | None, clusters: Sequence[ClusterC
     from collapipe_flwr.federation.run.run_strategy import make_planner
     from collapipe_flwr.models.checkpoint import check_stored
     from collapipe_flwr.models.profile import profile_model
+    from collapipe_flwr.pipeline.compute import resolve
+
+    for key, compute in (("train", config.train.compute), ("edge", config.edge.compute)):
+        resolve(compute, f"{key}.compute")  # nodes and the server's edge run on this machine
 
     count = config.run.clusters
     places = [Place(index=index, count=count) for index in range(count)]

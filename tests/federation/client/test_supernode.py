@@ -10,11 +10,16 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
-from collapipe_flwr.federation.client import supernode
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.federation.client import client_process, supernode
 from collapipe_flwr.federation.client.supernode import Waits, shorten_waits
+from collapipe_flwr.transport.certificates import Authority
 
 LOOP = "flwr.supernode.start_client_internal"
 
@@ -102,3 +107,32 @@ def test_a_taken_port_is_one_sentence_without_a_traceback() -> None:
     said = done.stderr.splitlines()[-1]
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert said.startswith("Error: the SuperNode cannot listen") and "choose another port" in said
+
+
+@pytest.mark.parametrize(("code", "told"), [(1, True), (0, False), (2, False)])
+def test_a_supernode_that_fails_names_the_clock(
+    code: int, told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails() -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr("flwr.supernode.cli.flower_supernode", fails)
+    monkeypatch.setattr(supernode, "shorten_waits", lambda: None)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(client_process, "offer_fast_program", nullcontext)
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+    with pytest.raises(SystemExit), caplog.at_level(logging.ERROR):
+        supernode.run(["--insecure"])
+    assert ("this machine's clock says" in caplog.text) == told
+
+
+@pytest.mark.parametrize("days", [-5000, 5000])
+def test_a_ca_that_is_out_of_date_is_refused_before_flower_is_asked(
+    days: int, tmp_path: Path
+) -> None:
+    Authority(tmp_path, days=10)
+    words, now = ["--root-certificates", str(tmp_path / "ca.pem")], datetime.now(UTC)
+    supernode.check_root(words, now)
+    supernode.check_root(["--insecure"], now)
+    with pytest.raises(ConfigError, match=r"ca\.pem .* this machine's clock says"):
+        supernode.check_root(words, now + timedelta(days=days))

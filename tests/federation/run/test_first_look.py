@@ -45,6 +45,7 @@ MISSING = [
     [*CHECK, "data.train={}/good.csv", "-c", "data.label-column=mood"],
     [*CHECK, "data.train={}/good.csv", "-c", "data.max-source-length=1"],
     [*CHECK, "data.train={}/good.csv", "-c", "model.pretrained={}/nope"],
+    [*CHECK, "data.train={}/good.csv", "-c", "model.pretrained={}"],
     [*CHECK, "data.train={}/good.csv", "-c", "model.type=brt"],
     [*CHECK, "data.train={}/good.csv", "-c", "data.tokenizer={}/nope"],
     [*CHECK, "data.trian={}/good.csv"],
