@@ -61,12 +61,12 @@ class Key:
 
 
 def run_config() -> str:
-    """A table of keys per section."""
+    """The keys of every section."""
     found = keys()
     parts = []
     for section, title in TITLES.items():
         rows = [_key_row(key) for key in found if section_of(key.name) == section]
-        parts.append(f"## {title}\n\n" + _table("key", "default", "values", "meaning", rows=rows))
+        parts.append(f"## {title}\n\n" + "\n".join(rows))
     return "\n\n".join(parts)
 
 
@@ -142,10 +142,7 @@ def names() -> str:
         if match["name"]:
             tables.setdefault(heading, []).extend(_name_rows(match["name"]))
         heading = match["heading"] or heading
-    return "\n\n".join(
-        f"**{heading}**\n\n" + _table("name", "what it is", rows=rows)
-        for heading, rows in tables.items()
-    )
+    return "\n\n".join(f"**{heading}**\n\n" + "\n".join(rows) for heading, rows in tables.items())
 
 
 @cache
@@ -161,7 +158,10 @@ def command_tree() -> dict[str, click.Command]:
 
 def _key_row(key: Key) -> str:
     shown = str(key.default).lower() if isinstance(key.default, bool) else str(key.default)
-    return _row(f"`{key.name}`", f"`{shown}`" if shown else "empty", key.allowed, key.meaning)
+    about = [f"`{shown}`" if shown else "empty", key.allowed]
+    if key.allowed in _TYPES.values():
+        about.pop()  # the default shows the type
+    return f"* `{key.name}` ({'; '.join(about)}): {key.meaning}"
 
 
 def _leaves(name: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
@@ -174,12 +174,10 @@ def _leaves(name: str, command: click.Command) -> Iterator[tuple[str, click.Comm
 
 def _command(name: str, command: click.Command) -> str:
     with click.Context(command, info_name=name) as context:
-        usage = " ".join([name, *command.collect_usage_pieces(context)])
         options = [_option(p, context) for p in command.params if isinstance(p, click.Option)]
-    parts = [f"## {name}", f"```text\n{usage}\n```", inspect.cleandoc(command.help or "")]
-    if arguments := [_row(f"`{argument.upper()}`", said) for argument, said in _arguments(command)]:
-        parts.append(_table("argument", "meaning", rows=arguments))
-    return "\n\n".join([*parts, _table("option", "default", "meaning", rows=options)])
+    arguments = [f"* `{argument.upper()}`: {said}" for argument, said in _arguments(command)]
+    parts = [f"## {name}", inspect.cleandoc(command.help or ""), "\n".join([*arguments, *options])]
+    return "\n\n".join(filter(None, parts))
 
 
 def _arguments(command: click.Command) -> Iterator[tuple[str, str]]:
@@ -195,18 +193,15 @@ def _arguments(command: click.Command) -> Iterator[tuple[str, str]]:
 def _option(option: click.Option, context: click.Context) -> str:
     names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
     default = option.get_default(context)
-    shown = "" if default in (None, "", False, (), []) else f"`{default}`"
-    return _row(names, shown, option.help or "")
+    shown = "" if default in (None, "", False, (), []) else f" (`{default}`)"
+    return f"* {names}{shown}: {option.help or ''}"
 
 
 def _name_rows(dotted: str) -> Iterator[str]:
-    """A name and, of a class, the public methods that say what they do."""
+    """A name with its arguments; the site shows methods, too."""
     found, short = pkgutil.resolve_name(dotted), dotted.rpartition(".")[2]
     bare = isinstance(found, type) and issubclass(found, (Exception, Protocol))  # not to be made
-    yield _row(f"`{short}{'' if bare else _arguments_of(found)}`", _summary(found))
-    for name, method in vars(found).items() if isinstance(found, type) else ():
-        if inspect.isfunction(method) and not name.startswith("_") and method.__doc__:
-            yield _row(f"`{short}.{name}{_arguments_of(method)}`", _summary(method))
+    yield f"* `{short}{'' if bare else _arguments_of(found)}`: {_summary(found)}"
 
 
 def _arguments_of(found: Any) -> str:
@@ -225,14 +220,6 @@ def _summary(found: Any) -> str:
     """The first paragraph of a docstring, without roles of Sphinx."""
     text = " ".join(inspect.cleandoc(found.__doc__ or "").partition("\n\n")[0].split())
     return re.sub(r":\w+:(?=`)", "", text).replace("``", "`")
-
-
-def _table(*header: str, rows: list[str]) -> str:
-    return "\n".join([_row(*header), _row(*["---"] * len(header)), *rows])
-
-
-def _row(*cells: str) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def page(text: str) -> str:
