@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 
 import numpy as np
 
@@ -89,4 +90,6 @@ def make_scheduler(name: str, settings: SchedulerConfig | None = None) -> Schedu
             "brute-force is an oracle of the benchmarks, not a policy for runs: "
             f"choose one of {known}"
         )
-    raise ConfigError(f"unknown scheduler {name!r}: choose one of {known}")
+    near = get_close_matches(name.lower(), POLICIES, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ConfigError(f"unknown scheduler {name!r}: choose one of {known}{hint}")

@@ -232,6 +232,7 @@ RUNS: list[Wrong] = [
     ({"world.memory-share": 2.0}, "world.memory-share", "must lie between"),
     ({"world.memory-share": 0.0}, "world.memory-share", "must lie between"),
     ({"world.channel": "fog"}, "world.channel", "must be one of static"),
+    ({"scheduler.policy": "DSSDA"}, "scheduler.policy", "did you mean dssda"),
     ({"scheduler.policy": "astrology"}, "scheduler.policy", "choose one of dssda"),
     ({"seed": 2**63}, "seed", "must lie between 0 and"),
     ({"train.examples-per-round": 10**12}, "train.examples-per-round", "must lie between 0 and"),
