@@ -196,6 +196,19 @@ def test_a_full_disk_behind_the_output_is_one_sentence(
     assert capsys.readouterr().err.startswith("Error: the output cannot be written")
 
 
+@pytest.mark.parametrize("given", [None, io.StringIO(), io.TextIOWrapper(io.BytesIO(b"\xff\n"))])
+def test_a_token_that_does_not_come_is_one_sentence(
+    given: io.TextIOBase | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["collapipe", "join", "-"])
+    monkeypatch.setattr(sys, "stdin", given)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == RAN and "no join token" in capsys.readouterr().err
+
+
 def _write_files(folder: Path) -> None:
     good = f"text,label\n{ROWS}"
     texts = {

@@ -203,5 +203,15 @@ def test_a_pipe_is_told_what_begins(capsys: pytest.CaptureFixture[str]) -> None:
     assert "uniform ..." in capsys.readouterr().err
 
 
+def test_a_terminal_on_which_no_bar_moves_is_told_as_a_pipe_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, for rich
+    with progress(3) as tick:
+        tick("dssda")
+        assert "dssda ..." in capsys.readouterr().err
+
+
 def test_one_is_no_plural() -> None:
     assert (format_count(1, "round"), format_count(2000, "round")) == ("1 round", "2,000 rounds")
