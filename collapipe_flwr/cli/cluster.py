@@ -62,7 +62,7 @@ Minutes = Annotated[float, Option(help="For how long the token is valid.", min=1
 
 
 def init(
-    name: Annotated[str, Argument(help="How the cluster is called.")],
+    name: Annotated[str, Argument(help="Cluster name.")],
     address: Annotated[
         str,
         Option(help="HOST or HOST:PORT where boards reach this machine. Default: found."),
@@ -165,7 +165,7 @@ def serve(
 
 def token(
     cluster: Annotated[str, Argument(help="Its name, if there are several here.")] = "",
-    role: Annotated[TokenRole, Option(help="What the token makes its bearer.")] = (
+    role: Annotated[TokenRole, Option(help="Role granted by the token.")] = (
         TokenRole.device
     ),
     members: Annotated[int, Option(help="How many may join by it.", min=1)] = 1,
