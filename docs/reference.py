@@ -44,6 +44,7 @@ TITLES = {
     "evaluation": "Evaluation",
     "reporting": "Reporting",
 }
+_SHORT = 6  # words of an option that is told again rather than referred to
 _TYPES = {bool: "true or false", int: "whole number", float: "number", str: "text"}
 _GENERATED = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 _NAME = re.compile(r"^(?:## (?P<heading>.+)|::: (?P<name>\S+))$", re.MULTILINE)
@@ -130,8 +131,9 @@ def allowed(key: str, default: Value) -> str:
 
 
 def commands() -> str:
-    """Every command with its arguments and options."""
-    return "\n\n".join(_command(name, command) for name, command in command_tree().items())
+    """Every command with its arguments and options; what several share is told of the first."""
+    seen: dict[str, str] = {}
+    return "\n\n".join(_command(name, command, seen) for name, command in command_tree().items())
 
 
 def names() -> str:
@@ -172,9 +174,15 @@ def _leaves(name: str, command: click.Command) -> Iterator[tuple[str, click.Comm
         yield from _leaves(f"{name} {child}", nested)
 
 
-def _command(name: str, command: click.Command) -> str:
+def _command(name: str, command: click.Command, seen: dict[str, str]) -> str:
     with click.Context(command, info_name=name) as context:
         options = [_option(p, context) for p in command.params if isinstance(p, click.Option)]
+    shared: dict[str, list[str]] = {}
+    for line in options:
+        if (first := seen.setdefault(line, name)) != name and len(line.split()) > _SHORT:
+            shared.setdefault(first, []).append(re.split(r": | \(", line[2:])[0])
+    options = [line for line in options if seen[line] == name or len(line.split()) <= _SHORT]
+    options += [f"* {', '.join(names)}: as of `{first}`." for first, names in shared.items()]
     arguments = [f"* `{argument.upper()}`: {said}" for argument, said in _arguments(command)]
     parts = [f"## {name}", inspect.cleandoc(command.help or ""), "\n".join([*arguments, *options])]
     return "\n\n".join(filter(None, parts))
