@@ -283,6 +283,7 @@ def with_spare(
         joule <= share * budgets_j[cluster.cluster_id][device]
         for cluster in plan.clusters
         for device, joule in cluster.energy_j.items()
+        if device in cluster.tx_power_w  # no plan changes what an edge spends
     )
     return plan if kept else spare
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import cycle, product
 
@@ -15,7 +16,7 @@ from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.cluster.hosted import ThreadEdge
 from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.cluster.suspects import EDGE, Suspects
-from collapipe_flwr.core.domain import ClusterPlan
+from collapipe_flwr.core.domain import ClusterPlan, EdgeProfile
 from collapipe_flwr.core.errors import (
     Blame,
     CollaPipeError,
@@ -28,6 +29,7 @@ from collapipe_flwr.core.errors import (
 from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.link import GRAD
 from collapipe_flwr.pipeline.roles import MiddleStage
+from collapipe_flwr.pipeline.state import PartState
 from tests.cluster.test_recovery import (  # noqa: F401
     CUT,
     DEVICES,
@@ -198,6 +200,73 @@ def test_before_any_step_no_learning_rate_is_to_blame(splitter, first) -> None: 
     assert "learning rate" not in str(failure.value)
 
 
+class Edges(ThreadEdge):
+    """The edges of plans, of which some fail; each chain is noted with the one that it ends on."""
+
+    def __init__(self, failing: dict[str, str]) -> None:
+        super().__init__()
+        self.failing, self.tried = failing, []
+
+    @contextmanager
+    def opened(self, splitter, order):  # noqa: F811
+        how = self.failing.get(order.plan.edge, "")
+        self.tried.append(order.plan.edge)
+        with super().opened(splitter, order) as part:
+
+            def collect(*more):
+                if how == "loss":
+                    why = "ValueError: the loss of edge has no class 7"
+                    raise MemberFailed(EDGE, why, Blame.RAISED)
+                found = part.collect(*more)
+                if how == "nan":
+                    spoilt = {key: value * torch.nan for key, value in found.state.weights.items()}
+                    found = replace(found, state=PartState(weights=spoilt))
+                return found
+
+            yield replace(part, collect=collect)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("loss", "the edge one and the edge two fail alike, so no device is to blame: ValueError"),
+        ("nan", "replayed without the edge one, the edge two: .*the training diverged; lower"),
+    ],
+)
+def test_an_edge_that_answers_wrongly_is_replaced_and_an_error_of_all_is_told_at_once(
+    splitter,  # noqa: F811
+    first,  # noqa: F811
+    undisturbed,  # noqa: F811
+    how: str,
+    told: str,
+) -> None:
+    def trained_on(edges: Edges) -> RoundResult:
+        plans = recovery(splitter)
+        one, *others = (
+            EdgeProfile(
+                id=name, name=name, speed_flop_per_s=1e9, memory_bytes=2**30, tx_power_w=1.0
+            )
+            for name in ("one", "two", "three", "four")
+        )
+        known = replace(plans.profile, edge=one, other_edges=tuple(others))
+        asked = order(first, replace(CUT.plan(), edge="one"))
+        batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
+        fleet, plans = ThreadFleet(edges), replace(plans, profile=known)
+        return train_round(splitter, asked, batches, fleet, recovery=plans)
+
+    edges = Edges({"one": how})
+    result = trained_on(edges)
+    assert edges.tried == ["one", "two"]
+    assert (result.plan.edge, list(result.quarantined)) == ("two", ["one"])
+    (incident,) = result.incidents
+    assert incident.quarantined and incident.lost == ("one",)
+    assert_same(dict(result.weights), undisturbed(CUT.plan()))
+    edges = Edges(dict.fromkeys(("one", "two", "three", "four"), how))
+    with pytest.raises(CollaPipeError, match=told):
+        trained_on(edges)
+    assert edges.tried == ["one", "two"]
+
+
 def test_who_clips_already_is_not_told_to_clip() -> None:
     suspects, plan = Suspects(clips=True), CUT.plan()
     error = MemberFailed(EDGE, "edge has NaN", Blame.UNSOUND)
@@ -245,7 +314,7 @@ def test_sentences_pass_through_the_chain_without_growing(splitter, first) -> No
         ("A/d0", "", 1, ""),  # one of two
         ("A/d1", "", -1, "A/d0"),
         ("edge", "", -1, "A/d2"),
-        ("A/d2", "edge", 1, ""),
+        ("A/d2", "edge", 1, EDGE),
         ("a stranger", "A/d0", -1, ""),
         ("A/d0", "A/d2", 1, ""),  # no neighbour of its
         ("B/d0", "", 0, ""),  # of another cluster

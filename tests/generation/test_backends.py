@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,12 +16,15 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.cluster.order import PATIENCE_PER_STAGE
-from collapipe_flwr.core.errors import LinkError, LinkTimeout, ModelError
+from collapipe_flwr.config.cluster_file import MemberConfig
+from collapipe_flwr.config.privacy import PrivacyConfig
+from collapipe_flwr.core.errors import ConfigError, LinkError, LinkTimeout, ModelError
 from collapipe_flwr.generation.backends import (
     IDLE_S,
     ServedModel,
     make_thread_backend,
     open_daemon_backend,
+    plan_evenly,
 )
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.parts import SegmentPart
@@ -30,6 +34,7 @@ from collapipe_flwr.pipeline.generation_driver import GenerationDriver
 from collapipe_flwr.pipeline.link import Mailbox
 from collapipe_flwr.transport.client import HostClient
 from tests.cluster.hosted import daemons
+from tests.ports import free_port
 from tests.threads import none_left
 
 SEQ2SEQ = {
@@ -226,6 +231,60 @@ def test_daemons_write_the_same_text_and_keep_nothing(model_type: str) -> None:
             with HostClient(member.address) as device:
                 assert device.health().sessions == 0
         assert client.health().sessions == 0
+
+
+@pytest.mark.parametrize(
+    ("trusted", "kept", "expected"),
+    [
+        ((), 0, [("a", 0, 2), ("b", 2, 4), ("c", 4, 6)]),
+        (("c",), 1, [("c", 0, 2), ("a", 2, 4), ("b", 4, 6)]),
+        (("c",), 5, [("c", 0, 5), ("a", 5, 6)]),
+        (("b", "c"), 9, [("b", 0, 3), ("c", 3, 6)]),
+    ],
+)
+def test_blocks_for_trusted_devices_are_on_no_other(
+    trusted: tuple[str, ...], kept: int, expected: list[tuple[str, int, int]]
+) -> None:
+    plan = plan_evenly(6, ["a", "b", "c"], kept=kept, trusted=trusted)
+    assert [(s.device_id, s.first_block, s.stop_block) for s in plan.segments] == expected
+
+
+def test_without_a_trusted_device_no_text_is_written() -> None:
+    with pytest.raises(ConfigError, match=r"no trusted device of shed is .*trusted-blocks is 2"):
+        plan_evenly(6, ["a", "b"], "shed", kept=2, trusted=("c",))
+
+
+def test_texts_end_on_the_edges_of_the_file_and_heed_its_trust() -> None:
+    """The first edge is gone, the second a device, which then holds no block."""
+    case = Case("gpt2")
+    with daemons(3) as (cluster, edge):
+        gone, here = MemberConfig(name="gone", address=f"127.0.0.1:{free_port()}"), cluster.devices
+        boards = (*here[:2], replace(here[2], trusted=True))
+        cluster = replace(
+            cluster,
+            devices=boards,
+            edge=gone,
+            other_edges=(boards[0],),
+            privacy=PrivacyConfig(trusted_blocks=2),
+        )
+        with (
+            open_daemon_backend(served(case, slots=2, deadline_s=2.0), cluster) as site,
+            site.chain(site.device_ids) as driver,
+        ):
+            assert written(driver, PROMPTS[0], case.settings()) == case.unsplit(PROMPTS[0])
+            sessions = []
+            for member in boards:
+                with HostClient(member.address) as device:
+                    sessions.append(device.health().sessions)
+            assert sessions == [1, 1, 1]
+        home = replace(cluster, privacy=PrivacyConfig(labels="home"))
+        with pytest.raises(ConfigError, match=r"--edge .* keeps the head at its control unit"):
+            open_daemon_backend(served(case, slots=2), home, edge).__enter__()
+        with (
+            open_daemon_backend(served(case, slots=2), home) as site,
+            site.chain(site.device_ids) as driver,
+        ):
+            assert written(driver, PROMPTS[0], case.settings()) == case.unsplit(PROMPTS[0])
 
 
 @contextmanager

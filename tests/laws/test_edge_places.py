@@ -16,10 +16,11 @@ from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
 from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
-from collapipe_flwr.cluster.profile import describe_cluster, profile_of
+from collapipe_flwr.cluster.profile import describe_cluster, profile_of, unknown_edges
 from collapipe_flwr.config.cluster_file import parse_cluster
 from collapipe_flwr.config.privacy import PrivacyConfig
 from collapipe_flwr.config.schema import EdgeConfig, TrainConfig, WorldConfig
+from collapipe_flwr.core.domain import EdgeProfile
 from collapipe_flwr.core.errors import ConfigError, ScheduleError
 from collapipe_flwr.federation.client.pipeline_round import micro_batch
 from collapipe_flwr.federation.client.site import Site
@@ -303,6 +304,38 @@ def test_of_the_blocks_that_a_site_and_a_run_keep_the_more_count(own: int, runs:
         )
         with site.devices(task, splitter) as (_, recovery):
             assert recovery.profile.trusted_blocks == 2
+
+
+def test_a_plan_prices_the_edge_that_a_round_will_have() -> None:
+    """One that the file names, else that of the run, else the control unit."""
+    model = ModelShape(blocks=4, width=64).profile()
+    values = {"id": "A", "device": [{"name": "d0", "address": "d0:1"}]}
+
+    def edge_of(planning: Planning, **edge: object) -> EdgeProfile:
+        cluster = parse_cluster({**values, "edge": edge}, Path())
+        planned = planning.described(profile_of(cluster, 10), model)
+        assert planned.edge is not None
+        return planned.edge
+
+    unit = profile_of(parse_cluster(values, Path()), 10).control_unit
+    home = edge_of(Planning())
+    assert home.device_id == unit.device_id
+    assert home.speed_flop_per_s == unit.speed_flop_per_s
+    assert home.memory_bytes < unit.memory_bytes
+    assert edge_of(Planning(edge_address="run:1")).name == "run:1"
+    ours = edge_of(Planning(edge_address="run:1"), address="ours:1")
+    assert (ours.name, ours.device_id) == ("ours:1", "")
+
+
+def test_what_is_assumed_of_an_edge_is_said_in_one_line() -> None:
+    devices = [{"name": name, "address": f"{name}:1"} for name in ("d0", "d1")]
+    values = {"id": "A", "device": devices}
+    for edge, lines in (({}, 0), ({"address": "e:1"}, 1), ({"name": "d0"}, 0)):
+        found = unknown_edges(parse_cluster({**values, "edge": edge}, Path()))
+        assert len(found) == lines
+        assert all("nothing is known of the edge edge at e:1" in line for line in found)
+    known = {**values, "edge": {"address": "e:1", "speed-gflop-per-s": 3}}
+    assert not unknown_edges(parse_cluster(known, Path()))
 
 
 def test_an_edge_that_is_the_only_device_is_refused() -> None:
