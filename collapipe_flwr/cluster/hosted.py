@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -213,62 +213,47 @@ class ThreadEdge:
     @contextmanager
     def opened(self, splitter: AnySplitter, order: RoundOrder) -> Iterator[EdgePart]:
         """See `Edge.opened`; the thread has ended afterwards."""
-        last = order.plan.segments[-1].device_ids
-        part = _ThreadPart(HostService(compute=self._compute), edge_request(splitter, order), last)
-        part.open(splitter, order)
-        try:
-            yield EdgePart(part.collect, part.connect, part.targets())
-        finally:
-            part.join(order.learning.deadline_s)
-
-
-class _ThreadPart:
-    """A session of a service in this process, with a thread for its chain."""
-
-    def __init__(
-        self, service: HostService, request: SessionRequest, device_ids: Sequence[str]
-    ) -> None:
-        self._service, self._request = service, request
-        self._device_ids = device_ids  # that connect, by lane
-        self._threads: list[threading.Thread] = []
-
-    def open(self, splitter: AnySplitter, order: RoundOrder) -> None:
-        self._service.open(self._request)
+        service, request = HostService(compute=self._compute), edge_request(splitter, order)
+        threads: list[threading.Thread] = []
+        names = order.plan.segments[-1].device_ids  # that connect, by lane
+        service.open(request)
         state = PartState(weights=order.weights, optimizer=order.slots)
-        keys = (*splitter.edge_keys(), *splitter.shared_keys)
-        self._service.push_weights(self._request.key, state.select(keys).copy().tensors())
+        own = state.select((*splitter.edge_keys(), *splitter.shared_keys))
+        service.push_weights(request.key, own.copy().tensors())
 
-    def targets(self) -> Targets:
-        return self._service.hold_targets(self._request.key)
+        def serve(stream: Stream) -> None:
+            with suppress(CollaPipeError):  # both ends of the link report it
+                service.serve(stream, stream.lanes.upstream)
 
-    @contextmanager
-    def connect(self, config: LinkConfig) -> Iterator[Link]:
-        """Yield the body's link of one lane; the chain begins once all lanes are linked."""
-        ours, theirs = simulated_pair(self._device_ids[config.lane], EDGE, config)
-        lane = Lane(config.lane, config.lanes)
-        stream = self._service.claim(self._request.key, lane)
-        if stream.session.enter(stream, lane, theirs):
-            thread = threading.Thread(target=self._serve, args=(stream,), name=EDGE, daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        @contextmanager
+        def connect(config: LinkConfig) -> Iterator[Link]:
+            """Yield the body's link of one lane; the chain begins once all lanes are linked."""
+            ours, theirs = simulated_pair(names[config.lane], EDGE, config)
+            lane = Lane(config.lane, config.lanes)
+            stream = service.claim(request.key, lane)
+            if stream.session.enter(stream, lane, theirs):
+                thread = threading.Thread(target=serve, args=(stream,), name=EDGE, daemon=True)
+                threads.append(thread)
+                thread.start()
+            try:
+                yield ours
+            except BaseException as error:
+                ours.close(str(error) or type(error).__name__)
+                raise
+            ours.close()
+
+        def collect(keep_optimizer: bool, turn: AbstractContextManager[object]) -> Segments:
+            join(ENDED_S)
+            with turn:
+                tensors = service.weights(request.key, with_optimizer=keep_optimizer)
+            report = service.report(request.key)
+            return Segments(state=PartState.of_tensors(tensors), reports=(report,))
+
+        def join(within_s: float) -> None:
+            for thread in threads:
+                thread.join(within_s)
+
         try:
-            yield ours
-        except BaseException as error:
-            ours.close(str(error) or type(error).__name__)
-            raise
-        ours.close()
-
-    def collect(self, keep_optimizer: bool, turn: AbstractContextManager[object]) -> Segments:
-        self.join(ENDED_S)
-        key = self._request.key
-        with turn:
-            tensors = self._service.weights(key, with_optimizer=keep_optimizer)
-        return Segments(state=PartState.of_tensors(tensors), reports=(self._service.report(key),))
-
-    def join(self, within_s: float) -> None:
-        for thread in self._threads:
-            thread.join(within_s)
-
-    def _serve(self, stream: Stream) -> None:
-        with suppress(CollaPipeError):  # both ends of the link report it
-            self._service.serve(stream, stream.lanes.upstream)
+            yield EdgePart(collect, connect, service.hold_targets(request.key))
+        finally:
+            join(order.learning.deadline_s)

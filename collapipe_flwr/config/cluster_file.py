@@ -149,8 +149,8 @@ class ClusterConfig:
 
     @property
     def edge_is_control_unit(self) -> bool:
-        """Whether [edge] names the control unit, which then serves it while it trains."""
-        return self.edge.name == self.control_unit.name
+        """Whether the control unit is the preferred edge, which it serves while it trains."""
+        return self.used_edges[0].name == self.control_unit.name
 
     @property
     def members(self) -> tuple[MemberConfig, ...]:

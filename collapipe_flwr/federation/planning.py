@@ -15,7 +15,7 @@ from collapipe_flwr.simulation.world import (
     World,
     budgeted,
     make_world,
-    with_edge_at_home,
+    with_demands,
     with_some_edge,
 )
 
@@ -67,12 +67,10 @@ class Planning:
 
     def described(self, profile: ClusterProfile, model: ModelProfile | None) -> ClusterProfile:
         """Adapt a cluster for plans: its edges, trust, memory and energy budgets."""
-        if self.labels_at_home:
-            chosen = None if profile.other_edges else profile.edge
-            profile = with_edge_at_home(replace(profile, edge=chosen, other_edges=()))
+        profile = with_demands(
+            profile, labels_at_home=self.labels_at_home, trusted_blocks=self.trusted_blocks
+        )
         profile = budgeted(with_some_edge(profile, self.edge_address), self.budget, model)
-        kept = max(profile.trusted_blocks, self.trusted_blocks)
-        profile = replace(profile, trusted_blocks=kept)
         return profile if model is None else with_divided_memory(profile, model)
 
     @property

@@ -279,6 +279,16 @@ def assumed_edge(name: str = "") -> EdgeProfile:
     )
 
 
+def with_demands(
+    cluster: ClusterProfile, *, labels_at_home: bool, trusted_blocks: int
+) -> ClusterProfile:
+    """Meet what a run demands besides the cluster itself: of blocks, the larger number counts."""
+    if labels_at_home:
+        chosen = None if cluster.other_edges else cluster.edge
+        cluster = with_edge_at_home(replace(cluster, edge=chosen, other_edges=()))
+    return replace(cluster, trusted_blocks=max(cluster.trusted_blocks, trusted_blocks))
+
+
 def with_some_edge(cluster: ClusterProfile, address: str = "") -> ClusterProfile:
     """Give machines whose file names no edge that of the run at ``address``, else themselves."""
     if cluster.edge is not None or not cluster.real_links:

@@ -32,7 +32,7 @@ from collapipe_flwr.federation.records import SplitTask, read_assignment, run_id
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.pipeline.compute import resolve
-from collapipe_flwr.simulation.world import with_edge_at_home
+from collapipe_flwr.simulation.world import with_demands
 
 _ANY = 1  # the number of examples does not matter within a round
 
@@ -97,13 +97,12 @@ class Site:
     def devices(self, task: SplitTask, splitter: AnySplitter) -> Iterator[tuple[Fleet, Recovery]]:
         """Yield the devices with their edge, and how a round recovers when some are lost."""
         learning = task.learning
-        profile = self.profile(_ANY)  # the site's own demands are the least
-        if learning.labels_at_home:
-            chosen = None if profile.other_edges else profile.edge
-            profile = with_edge_at_home(replace(profile, edge=chosen, other_edges=()))
-        kept = max(profile.trusted_blocks, learning.trusted_blocks)
         recovery = Recovery(
-            profile=replace(profile, trusted_blocks=kept),
+            profile=with_demands(
+                self.profile(_ANY),
+                labels_at_home=learning.labels_at_home,
+                trusted_blocks=learning.trusted_blocks,
+            ),
             model=lambda: profile_model(splitter, task.shape, learning.optimizer.state_bytes),
         )
         if self.cluster is None:

@@ -222,9 +222,11 @@ def check_members(config: AppConfig, clusters: Sequence[ClusterConfig]) -> None:
     if twice is not None:
         raise ConfigError(f'two cluster files have the id "{twice}": give each its own')
     for cluster in clusters:
-        others = [edge for edge in cluster.edges if edge.name != cluster.control_unit.name]
-        if others == list(cluster.edges) and all(edge.address for edge in others):
-            _check_edge(f"cluster {cluster.id}: [edge]", *(edge.address for edge in others))
+        names = [edge.name for edge in cluster.used_edges]
+        addresses = [edge.address for edge in cluster.used_edges]
+        at_home = config.privacy.labels_at_home or cluster.control_unit.name in names
+        if all(addresses) and not at_home:
+            _check_edge(f"cluster {cluster.id}: [edge]", *addresses)
         files = cluster.tls_files(cluster.control_unit.name)
         if files is not None:
             _check_files(f"cluster {cluster.id}: [tls] of {cluster.control_unit.name}", files)
