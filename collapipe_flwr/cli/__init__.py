@@ -45,10 +45,21 @@ for passes_on in (supernode, bench):
 app.add_typer(clusters, name="cluster")
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_WAYS_OUT = {  # of errors that may meet any file
+    **dict.fromkeys(_FULL, "make room"),
+    errno.EACCES: "change its rights, or name another",
+    errno.EPERM: "change its rights, or name another",
+    errno.EROFS: "name a place that can be written",
+    errno.ENAMETOOLONG: "give a shorter name",
+}
+
+
 def run_commands(commands: typer.Typer) -> None:
     """Run ``commands``; a CollaPipeError becomes one sentence on stderr and its exit code.
 
-    No option of theirs is infinite or not a number.
+    So does a full disk, or a file that may not be used. No option of theirs is infinite or not a
+    number.
     """
     try:
         command = typer.main.get_command(commands)
@@ -60,11 +71,12 @@ def run_commands(commands: typer.Typer) -> None:
         typer.secho(f"Error: {error}", fg=typer.colors.RED, err=True)
         raise SystemExit(error.exit_code) from error
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in _WAYS_OUT:
             raise
-        where = error.filename or "the output"
-        typer.secho(f"Error: {where} cannot be written: {error.strerror}; make room", err=True)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what waits to be printed at exit
+        where = f"{error.filename}: " if error.filename else ""
+        typer.secho(f"Error: {where}{error.strerror}; {_WAYS_OUT[error.errno]}", err=True)
+        if error.errno in _FULL:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what waits to be printed at exit
         raise SystemExit(1) from error
 
 

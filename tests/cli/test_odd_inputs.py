@@ -193,7 +193,21 @@ def test_a_full_disk_behind_the_output_is_one_sentence(
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 1
-    assert capsys.readouterr().err.startswith("Error: the output cannot be written")
+    assert capsys.readouterr().err == "Error: No space left on device; make room\n"
+
+
+def test_a_file_that_may_not_be_looked_at_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "secret/rows.csv")
+
+    monkeypatch.setattr(sys, "argv", ["collapipe", "report", "run"])
+    monkeypatch.setattr(Path, "resolve", refuse)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 1
+    assert capsys.readouterr().err.startswith("Error: secret/rows.csv: Permission denied; change")
 
 
 @pytest.mark.parametrize("given", [None, io.StringIO(), io.TextIOWrapper(io.BytesIO(b"\xff\n"))])
