@@ -71,7 +71,7 @@ class Player:
         model = builder.from_pretrained(spec.pretrained, dtype=torch.float32)
         model.config.use_cache = False
         if spec.lora is not None:
-            add_adapters(model, spec.lora, spec.task, on_meta=False)
+            add_adapters(model, spec, on_meta=False)
         steps = [[self._batch()]] * self._order.steps
         optimizer = Optimizer(RULE, model.named_parameters())
         train_unsplit(splitter, model, optimizer, steps)

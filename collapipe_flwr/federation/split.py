@@ -65,7 +65,7 @@ class SplitRound:
         for key, array in template.items():
             whole[key] = reply[aliases.get(key, key)]
             check_like(key, whole[key], array, cluster_id)
-        constant = self.model.splitter.constant_keys  # never averaged; a mask may hold -inf
+        constant = self.model.constant_keys  # never averaged; a mask may hold -inf
         trained = {key: array for key, array in whole.items() if key not in constant}
         check_finite(ArrayRecord(trained), cluster_id)
         return whole
@@ -77,9 +77,11 @@ class SplitRound:
         extra = sorted(found - model.keys - model.aliases.keys())
         if missing or extra:
             wrong = f"lacks {missing[0]}" if missing else f"holds {extra[0]}"
+            whole = "model.state_dict()) of the whole model"
+            adapters = "get_peft_model_state_dict(model, save_embedding_layers=False))"
             raise RunError(
                 f"the global model {wrong}, unlike the model to split: start the strategy with "
-                "initial_arrays=ArrayRecord(model.state_dict()) of the whole model"
+                f"initial_arrays=ArrayRecord({adapters if model.splitter.prefix else whole}"
             )
 
 

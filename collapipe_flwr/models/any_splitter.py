@@ -39,6 +39,7 @@ class AnySplitter(ABC):
     shapes: Mapping[str, TensorShape]
     objective: Objective
     state_keys: tuple[str, ...]
+    prefix: str = ""  # of keys in Flower's messages
     decodes: bool  # the edge holds a decoder, not just a head
     generates: bool  # its parts can generate text token by token
     drops: bool  # it draws random numbers in training, as dropout does
@@ -236,7 +237,7 @@ class DescribedModel:
     @cached_property
     def keys(self) -> frozenset[str]:
         """All keys of the model, without ``aliases``."""
-        return frozenset(self.splitter.all_keys())
+        return self._sent(self.splitter.all_keys())
 
     @cached_property
     def edge_keys(self) -> frozenset[str]:
@@ -251,15 +252,25 @@ class DescribedModel:
     @cached_property
     def hidden_keys(self) -> frozenset[str]:
         """Keys that are sent but not averaged: constants and personal parameters."""
-        return self.splitter.constant_keys | self.personal_keys
+        return self.constant_keys | self.personal_keys
+
+    @cached_property
+    def constant_keys(self) -> frozenset[str]:
+        """Keys that never change in training."""
+        return self._sent(self.splitter.constant_keys)
 
     @property
     def aliases(self) -> dict[str, str]:
         """See ``AnySplitter.aliases``."""
-        return self.splitter.aliases
+        prefix = self.splitter.prefix
+        return {prefix + key: prefix + name for key, name in self.splitter.aliases.items()}
 
     @property
     def personal_keys(self) -> frozenset[str]:
         """All keys of the ``state_dict`` that ``personal`` names, aliases included."""
         keys = self.splitter.state_keys if self.personal else ()
-        return frozenset(key for key in keys if is_within(key, self.personal))
+        return self._sent(key for key in keys if is_within(key, self.personal))
+
+    def _sent(self, keys: Iterable[str]) -> frozenset[str]:
+        """Return these keys as messages have them."""
+        return frozenset(self.splitter.prefix + key for key in keys)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 from pickle import UnpicklingError
 from zipfile import is_zipfile
@@ -124,7 +125,7 @@ def build_published_skeleton(spec: ModelSpec) -> PreTrainedModel:
     """Build the skeleton of ``spec`` without adapters, with the ties of its checkpoint."""
     config = _read_checkpoint_config(spec)
     return build_skeleton(
-        replace(spec, lora=None, config_json=config.to_json_string(use_diff=False))
+        replace(spec.unadapted, config_json=config.to_json_string(use_diff=False))
     )
 
 
@@ -202,6 +203,12 @@ class Completed(dict[str, Tensor]):
         if key not in self._resident:
             raise KeyError(key)
         return self._read(key)
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Compute a digest of a tensor's values in single precision, in which parts hold them."""
+    flat = tensor.detach().to("cpu", torch.float32).contiguous().reshape(-1)
+    return blake2b(flat.view(torch.uint8).numpy().data, digest_size=4).hexdigest()
 
 
 def _read(pieces: Sequence[Piece], key: str, model: PreTrainedModel) -> Tensor:

@@ -21,7 +21,7 @@ from collapipe_flwr.models.checkpoint import (
 from collapipe_flwr.models.discovery import ON_VALUES, VALUES_ASKED, refusal
 from collapipe_flwr.models.families import FAMILIES
 from collapipe_flwr.models.likeness import refuse_unlike
-from collapipe_flwr.models.lora import find_default_targets, find_head_modules
+from collapipe_flwr.models.lora import find_default_targets, find_head_modules, key_of
 from collapipe_flwr.models.profile import profile_shapes
 from collapipe_flwr.models.skeleton import build_skeleton
 from collapipe_flwr.models.spec import BatchShape, LoraConfig, ModelSpec, unknown_type
@@ -127,7 +127,7 @@ def describe_live(model: PreTrainedModel, *, ties: str, **choices: Any) -> Model
     splitter = Splitter(spec)
     refuse_unlike(model, build_skeleton(spec), _SET_IN_CONFIG, same_ties=ties != "untie")
     parameters = model.named_parameters(remove_duplicate=False)  # tied ones by all of their names
-    frozen = {name for name, tensor in parameters if not tensor.requires_grad}
+    frozen = {key_of(name) for name, tensor in parameters if not tensor.requires_grad}
     frozen -= splitter.constant_keys
     spec = replace(spec, frozen=tuple(key for key in splitter.all_keys() if key in frozen))
     if own or not splitter.has_record:

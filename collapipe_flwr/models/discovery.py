@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
@@ -303,7 +303,7 @@ def _is_recorded(family: Family, spec: ModelSpec) -> bool:
     """Return whether a record is of the model's own body, not only of a class it derives from."""
     if not spec.model_class:
         return True
-    model = build_skeleton(replace(spec, lora=None))
+    model = build_skeleton(spec.unadapted)
     try:
         return is_transformers_class(type(model.get_submodule(stack_path(model, family))))
     except AttributeError:
@@ -314,7 +314,7 @@ def family_for(spec: ModelSpec) -> Family:
     """Return the record of the model type, or the one that a trace finds; raises ModelError."""
     family = FAMILIES.get(spec.model_type)
     if family is None or not _is_recorded(family, spec):
-        family = discover_family(replace(spec, lora=None))
+        family = discover_family(spec.unadapted)
     if not spec.model_class and spec.task not in family.tasks:
         able = f"it can do {', '.join(family.tasks)}" if family.tasks else "choose another type"
         raise ModelError(

@@ -83,7 +83,7 @@ def make_layout(model: PreTrainedModel, family: Family, spec: ModelSpec) -> Layo
     """Assign every tensor of the skeleton ``model`` to its owner."""
     stack = stack_path(model, family)
     first_at_edge = len(find_blocks(model, family)) - spec.edge_blocks
-    untie = spec.ties == "untie" or spec.lora is not None  # frozen twins stay equal
+    untie = spec.ties == "untie" or spec.adapted  # frozen twins stay equal
     groups = _group_ties(model)
     owners: dict[str, Owner] = {}
     places: dict[str, tuple[str, ...]] = {}
@@ -106,7 +106,7 @@ def make_layout(model: PreTrainedModel, family: Family, spec: ModelSpec) -> Layo
     parameters = model.named_parameters(remove_duplicate=False)
     trainable = {key_of(path) for path, parameter in parameters if parameter.requires_grad}
     constants = frozenset(owners).difference(trainable)
-    reads_checkpoint = spec.lora is not None and spec.pretrained is not None
+    reads_checkpoint = spec.adapted and spec.pretrained is not None
     return Layout(
         owners=owners,
         places=places,

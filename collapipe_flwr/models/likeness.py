@@ -7,6 +7,7 @@ module holds must come out of its constructor: settings, hooks, functions, const
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from math import isnan
@@ -26,8 +27,14 @@ _CARRIED = frozenset(
         *("_parameters", "_buffers", "_modules", "training"),  # compared or sent one by one
         *("gradient_checkpointing", "_gradient_checkpointing_func"),  # refused elsewhere
         *("_require_grads_hook", "_require_grads_hooks"),  # what is left of it when it is off
-        *("_is_hf_initialized", "name_or_path", "warnings_issued"),  # of loading
+        *(
+            "_is_hf_initialized",
+            "name_or_path",
+            "warnings_issued",
+            "_weight_conversions",
+        ),  # of loading
         *("all_tied_weights_keys", "generation_config", "_is_full_backward_hook"),
+        "peft_config",  # of which parts get what they compute with
     }
 )
 # Set for every cut model, or of no effect on a model that is built
@@ -38,6 +45,8 @@ _SET_BY_THE_CUT = frozenset(
         "transformers_version",
     }
 )
+_UNSET = {"_use_kernels": False}  # what loading sets, and building does not
+_ADDED = re.compile(r"\.(lora_\w+|modules_to_save)(\.|$)")
 _ABSENT = object()
 _LONGEST = 60  # characters of a value in a sentence
 
@@ -88,10 +97,10 @@ def _compare_module(
         yield _name(path, "order of modules"), str([*live._modules]), str([*rebuilt._modules])
     yield from _compare_parameters(path, live._parameters, rebuilt._parameters)
     yield from _compare_buffers(path, live, rebuilt)
-    ours, theirs = vars(live), vars(rebuilt)
+    ours, theirs = ({**_UNSET, **vars(module)} for module in (live, rebuilt))
     for name in dict.fromkeys((*ours, *theirs)):
-        if name in _CARRIED:
-            continue
+        if name in _CARRIED or (name == "kwargs" and type(live).__module__.startswith("peft.")):
+            continue  # the latter: where an adapter was made
         here, there = ours.get(name, _ABSENT), theirs.get(name, _ABSENT)
         if name.endswith("_hooks") and isinstance(here, dict) and isinstance(there, dict):
             here, there = _hooks_of(here), _hooks_of(there)
@@ -145,7 +154,11 @@ def _compare_modes(
     *,
     training: bool,
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield a module in another mode than its model's own ``train`` puts it into."""
+    """Yield a module in another mode than its model's own ``train`` puts it into.
+
+    peft adds modules in training mode to whatever model.
+    """
+    ours, theirs = ({p: m for p, m in ms.items() if not _is_added(p, m)} for ms in (ours, theirs))
     built = {path: module.training for path, module in theirs.items()}
     rebuilt.train(training)
     wanted = {path: module.training for path, module in theirs.items()}
@@ -153,6 +166,10 @@ def _compare_modes(
     if live not in (built, wanted):
         path = next(path for path in live if live[path] != wanted[path])
         yield _name(path, "training"), str(live[path]), str(wanted[path])
+
+
+def _is_added(path: str, module: nn.Module) -> bool:
+    return _ADDED.search(path) is not None or type(module).__module__.startswith("peft.")
 
 
 def _hooks_of(hooks: Mapping[int, Any]) -> list[Any]:

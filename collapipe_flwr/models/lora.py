@@ -12,6 +12,7 @@ the weights: none if the checkpoint itself has that precision.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
 import warnings
@@ -25,20 +26,23 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from collapipe_flwr.core.errors import ModelError, extra, prefix_errors
-from collapipe_flwr.models.spec import LoraConfig
+from collapipe_flwr.models.spec import ModelSpec
+from collapipe_flwr.models.validation import translate_errors
 
 ALL_LINEAR = "all-linear"
+PEFT_PREFIX = "base_model.model."  # of names in a PeftModel, and in files of adapters
 _TASK_TYPES = {
     "sequence-classification": "SEQ_CLS",
     "token-classification": "TOKEN_CLS",
     "causal-lm": "CAUSAL_LM",
     "seq2seq": "SEQ_2_SEQ_LM",
 }
-_WRAPPED = re.compile(
-    r"\.base_layer(?=\.)|\.modules_to_save\.default(?=\.)|(?<=\.lora_[AB])\.default"
-    r"|(?<=\.lora_embedding_[AB])\.default"
+_WRAPPED = re.compile(  # with the name of the adapter, which peft does not save either
+    r"\.base_layer(?=\.)|\.modules_to_save\.[^.]+(?=\.)|(?<=\.lora_[AB])\.[^.]+(?=\.)"
+    r"|(?<=\.lora_embedding_[AB])\.[^.]+$|(?<=\.lora_magnitude_vector)\.[^.]+\.weight$"
 )
-_ADAPTER = re.compile(r"\.lora_(embedding_)?[AB](\.|$)")
+_ADAPTER = re.compile(r"\.lora_((embedding_)?[AB]|magnitude_vector)(\.|$)")
+_UNFIT = "the adapters of the model cannot be made here"
 _KEPT_ORIGINAL = ".original_module."
 
 
@@ -57,16 +61,21 @@ def is_adapter(key: str) -> bool:
     return _ADAPTER.search(key) is not None
 
 
-def add_adapters(
-    model: PreTrainedModel, settings: LoraConfig, task: str, *, on_meta: bool = True
-) -> Any:
+def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool = True) -> Any:
     """Wrap the targeted layers of a model in place; returns peft's own configuration.
 
     In a skeleton the adapters are ``on_meta`` too, elsewhere peft draws them. All parameters but
-    adapters and ``modules_to_save`` are frozen. Raises ModelError if no layer matches
-    ``target_modules``, ConfigError if peft is not installed.
+    adapters and modules to save are frozen. Raises ModelError if no layer is targeted, ConfigError
+    if peft is not installed.
     """
     peft = _peft()
+    if spec.lora is None:
+        name, config = read_live_config(spec.adapter_json)
+        with translate_errors(_UNFIT, (ValueError, TypeError)), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the user has seen them
+            peft.inject_adapter_in_model(config, model, name, low_cpu_mem_usage=on_meta)
+        return config
+    settings, task = spec.lora, spec.task
     named = settings.target_modules
     config = peft.LoraConfig(
         r=settings.rank,
@@ -91,6 +100,13 @@ def add_adapters(
                 f"{', '.join(sorted({name.rpartition('.')[2] for name in layers}))}"
             ) from cause
     return config
+
+
+def read_live_config(adapter_json: str) -> tuple[str, Any]:
+    """Return the name of a live model's adapter, and peft's configuration; raises ModelError."""
+    values = json.loads(adapter_json)
+    with translate_errors(_UNFIT, (ValueError, TypeError)):
+        return values.pop("adapter_name"), _peft().LoraConfig(**values, inference_mode=False)
 
 
 def find_default_targets(model_type: str) -> tuple[str, ...]:

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from collapipe_flwr.core.durable import draft, make_folder, publish
 from collapipe_flwr.models.checkpoint import find_generation_settings
-from collapipe_flwr.models.lora import add_adapters, is_superseded, key_of
+from collapipe_flwr.models.lora import PEFT_PREFIX, add_adapters, is_superseded, key_of
 from collapipe_flwr.models.skeleton import build_skeleton
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.validation import translate_errors
 
-_PEFT_PREFIX = "base_model.model."
 _ADAPTER_FILE = "adapter_model.safetensors"
 
 
@@ -30,12 +29,12 @@ def save_adapter(spec: ModelSpec, weights: Mapping[str, Tensor], directory: Path
     lacks, which loading would draw anew.
     """
     assert spec.lora is not None
-    config = add_adapters(build_skeleton(replace(spec, lora=None)), spec.lora, spec.task)
+    config = add_adapters(build_skeleton(spec.unadapted), spec)
     config.base_model_name_or_path = spec.pretrained
     config.inference_mode = True
     splitter = Splitter(spec)
     own = set(splitter.all_keys()) - (splitter.constant_keys - set(spec.absent))
-    tensors = {f"{_PEFT_PREFIX}{key}": weights[key].contiguous() for key in sorted(own)}
+    tensors = {f"{PEFT_PREFIX}{key}": weights[key].contiguous() for key in sorted(own)}
     with _write_folder("adapter", directory) as folder:
         config.save_pretrained(str(folder))
         save_file(tensors, folder / _ADAPTER_FILE, metadata={"format": "pt"})
@@ -54,7 +53,7 @@ def save_whole(
     tokenizer or preprocessor before the folder gets its name.
     """
     if spec.lora is not None:
-        weights, spec = _merge_adapters(spec, weights), replace(spec, lora=None)
+        weights, spec = _merge_adapters(spec, weights), spec.unadapted
     model = Splitter(spec).build_whole(weights)
     with _write_folder("model", directory) as folder:
         model.save_pretrained(str(folder))
@@ -96,4 +95,4 @@ def _merge_adapters(spec: ModelSpec, weights: Mapping[str, Tensor]) -> dict[str,
         for path, tensor in model.state_dict().items()
         if not is_superseded(path)
     }
-    return {key: found[key] for key in Splitter(replace(spec, lora=None)).all_keys()}
+    return {key: found[key] for key in Splitter(spec.unadapted).all_keys()}

@@ -71,8 +71,8 @@ def build_skeleton(spec: ModelSpec) -> PreTrainedModel:
         for key in spec.untied:
             model.all_tied_weights_keys.pop(key, None)
         _fill_constants(model)
-        if spec.lora is not None:
-            add_adapters(model, spec.lora, spec.task)
+        if spec.adapted:
+            add_adapters(model, spec)
     return model
 
 

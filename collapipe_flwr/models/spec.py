@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from collapipe_flwr.core.errors import ModelError, ProtocolError
@@ -134,8 +134,9 @@ class ModelSpec(_Description):
     ``whole_batches``, nor where one of the tensors ``complete`` holds an ignored label
     (`decomposition`).
 
-    With ``lora`` only adapters (and ``modules_to_save``) train. Every part reads frozen weights
-    from ``pretrained`` itself, but for the keys ``absent`` there, which travel.
+    With ``lora``, or the adapters of a user's `PeftModel` (``adapter_json``), only adapters (and
+    ``modules_to_save``) train. Every part reads frozen weights from ``pretrained`` itself, but for
+    the keys ``absent`` there, which travel. ``base_digests`` are those of what it must find.
     """
 
     task: str
@@ -147,6 +148,8 @@ class ModelSpec(_Description):
     untied: tuple[str, ...] = ()
     lora: LoraConfig | None = None
     absent: tuple[str, ...] = ()
+    adapter_json: str = ""
+    base_digests: tuple[str, ...] = ()
     model_class: str = ""
     loss: str = ""
     weight: str = ""
@@ -178,6 +181,16 @@ class ModelSpec(_Description):
     def model_type(self) -> str:
         """The transformers name of the architecture, for example ``bert``."""
         return str(json.loads(self.config_json)["model_type"])
+
+    @property
+    def adapted(self) -> bool:
+        """Whether there are adapters, so that all else is frozen."""
+        return self.lora is not None or bool(self.adapter_json)
+
+    @property
+    def unadapted(self) -> ModelSpec:
+        """The same model without adapters."""
+        return replace(self, lora=None, adapter_json="", base_digests=())
 
 
 Example = tuple[str, str, tuple[int, ...]]  # tensor of a batch, dtype, shape

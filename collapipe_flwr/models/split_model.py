@@ -21,6 +21,7 @@ from collapipe_flwr.models.decomposition import find_means, make_up_batch
 from collapipe_flwr.models.describing import describe_live
 from collapipe_flwr.models.module_call import arguments_of
 from collapipe_flwr.models.module_describing import describe_module, take_first_examples
+from collapipe_flwr.models.peft_models import adapters_of, model_inside, prove_base, state_of
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.skeleton import build_module, make_example_inputs
 from collapipe_flwr.models.spec import BatchShape, ModelSpec, ModuleSpec
@@ -85,9 +86,13 @@ class SplitModel(DescribedModel):
         if loss is not None and not isinstance(loss, str):
             loss = path_of(loss, "the loss")
         common: dict[str, Any] = {"loss": loss or "", "weight": weight, "edge_blocks": edge_blocks}
-        if isinstance(self.model, PreTrainedModel):
+        inner = model_inside(self.model)
+        if isinstance(inner, PreTrainedModel):
             spec: ModelSpec | ModuleSpec
-            spec = describe_live(self.model, ties=ties, shared=shared, **common)
+            adapters = adapters_of(self.model)
+            spec = describe_live(inner, ties=ties, shared=shared, **adapters, **common)
+            if adapters:
+                spec = prove_base(spec, self.model)
         else:
             spec = describe_module(
                 self.model,
@@ -121,9 +126,7 @@ class SplitModel(DescribedModel):
 
     def weights(self) -> dict[str, Tensor]:
         """Return the live model's tensors that travel."""
-        return self.splitter.select_travelling(
-            {k: t.detach() for k, t in self.model.state_dict().items()}
-        )
+        return self.splitter.select_travelling(state_of(self.model))
 
     def _require_example(self) -> dict[str, Tensor]:
         """Return the example that a module is traced with; raises ModelError without one."""
@@ -162,7 +165,7 @@ class SplitModel(DescribedModel):
     def _find_shape(self, spec: ModelSpec | ModuleSpec, length: int | None) -> BatchShape:
         if isinstance(spec, ModuleSpec):
             return BatchShape(source_length=length or 1)
-        name = str(self.model.main_input_name)
+        name = str(model_inside(self.model).main_input_name)
         if length is None and name == "input_ids":
             ids = (self._example or {}).get(name)
             if ids is None:
@@ -287,7 +290,7 @@ def _check_loss(model: nn.Module, splitter: AnySplitter, batch: Mapping[str, Ten
 
 def _check_exact(model: nn.Module, splitter: AnySplitter, batch: Mapping[str, Tensor]) -> None:
     """Raise ModelError unless all parts together compute the live model's scores."""
-    weights = splitter.select_travelling(model.state_dict())
+    weights = splitter.select_travelling(state_of(model))
     unread = f"{type(model).__name__} cannot read the example"
     with translate_errors(unread), _evaluate(model), torch.no_grad():
         expected = numbers_of(splitter.run_whole(model, batch))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -13,11 +12,22 @@ from transformers import PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.any_splitter import AnySplitter, shapes_of
-from collapipe_flwr.models.checkpoint import CheckpointSource, Completed, load_checkpoint
+from collapipe_flwr.models.checkpoint import (
+    CheckpointSource,
+    Completed,
+    digest_of,
+    load_checkpoint,
+)
 from collapipe_flwr.models.discovery import family_for
 from collapipe_flwr.models.families import Family, find_blocks, stack_path
 from collapipe_flwr.models.layout import EDGE, EMBEDDING, make_layout
-from collapipe_flwr.models.lora import draw_adapter, is_adapter, is_superseded, key_of
+from collapipe_flwr.models.lora import (
+    PEFT_PREFIX,
+    draw_adapter,
+    is_adapter,
+    is_superseded,
+    key_of,
+)
 from collapipe_flwr.models.module_call import arguments_of
 from collapipe_flwr.models.module_splitter import ModuleSplitter
 from collapipe_flwr.models.part import Part, Weights, normalises_batches
@@ -42,7 +52,7 @@ _LARGE_INPUTS = ("pixel_values", "input_features")  # they stay on the control u
 class Splitter(AnySplitter):
     """The cut of a transformers model, ``spec``, into parts that hold only their own tensors.
 
-    With adapters (``spec.lora``) over a checkpoint, the frozen weights are *resident*: each part
+    With adapters over a checkpoint, the frozen weights are *resident*: each part
     reads its own from the checkpoint on its machine. The keys below then name what travels.
     Raises ModelError if the model cannot be built or split.
     """
@@ -80,6 +90,7 @@ class Splitter(AnySplitter):
         self.state_keys = tuple(
             key_of(path) for path in skeleton.state_dict() if not is_superseded(path)
         )
+        self.prefix = PEFT_PREFIX if spec.adapter_json else ""
         self.decodes = self._family.decodes
         self.generates = self.decodes or self._family.caches
         self.drops = _drops(skeleton, spec)
@@ -153,7 +164,7 @@ class Splitter(AnySplitter):
 
     def find_absent_keys(self) -> tuple[str, ...]:
         """Find frozen keys that ``spec.pretrained`` lacks, as the lower layers of a new head."""
-        plain = Splitter(replace(self.spec, lora=None))
+        plain = Splitter(self.spec.unadapted)
         derivable = plain.constant_keys.difference(plain.shared_keys)
         return tuple(
             key
@@ -161,8 +172,25 @@ class Splitter(AnySplitter):
             if key in self._layout.constants and key not in self._source and key not in derivable
         )
 
+    @property
+    def resident_keys(self) -> tuple[str, ...]:
+        """The frozen weights that every machine reads itself, in the model's order."""
+        return tuple(key for key in self._layout.owners if key in self._layout.resident)
+
     def read_resident(self, keys: Iterable[str]) -> dict[str, Tensor]:
-        return {key: self._source.read(key) for key in keys}
+        return {key: self._read(key) for key in keys}
+
+    def _read(self, key: str) -> Tensor:
+        """Read a frozen tensor; raises ModelError unless it is that of the user's live model."""
+        found = self._source.read(key)
+        if (digest := self._unproved.get(key)) is not None:
+            if digest != digest_of(found):
+                raise ModelError(
+                    f"the checkpoint {self.spec.pretrained!r} holds another {key!r} here than the "
+                    "base of the PeftModel on the server: copy the server's folder to this machine"
+                )
+            self._unproved.pop(key, None)
+        return found
 
     # Parts
 
@@ -236,11 +264,15 @@ class Splitter(AnySplitter):
     def _complete(self, weights: Weights) -> Weights:
         if not self._layout.resident:
             return weights
-        return Completed(weights, self._layout.resident, lambda key: self._source.read(key))
+        return Completed(weights, self._layout.resident, self._read)
 
     @cached_property
     def _source(self) -> CheckpointSource:
         return CheckpointSource(self.spec)
+
+    @cached_property
+    def _unproved(self) -> dict[str, str]:
+        return dict(zip(self.resident_keys, self.spec.base_digests, strict=False))
 
 
 def _choose_context_keys(family: Family, task: str) -> frozenset[str]:
@@ -254,11 +286,11 @@ def _choose_context_keys(family: Family, task: str) -> frozenset[str]:
 
 
 def _drops(skeleton: PreTrainedModel, spec: ModelSpec) -> bool:
-    """Return whether training draws numbers; own heads may keep dropout outside the config."""
+    """Return whether training draws numbers; heads and adapters keep dropout out of the config."""
     shares = [*_find_dropout(skeleton.config.to_dict())]
-    if spec.model_class:
+    if spec.model_class or spec.adapted:
         shares += [m.p for m in skeleton.modules() if isinstance(m, nn.Dropout)]
-    return any(share > 0 for share in (*shares, spec.lora.dropout if spec.lora else 0.0))
+    return any(share > 0 for share in shares)
 
 
 def _find_dropout(settings: Mapping[str, Any]) -> Iterator[float]:

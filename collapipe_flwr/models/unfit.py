@@ -8,6 +8,7 @@ from torch.nn.parameter import is_lazy
 from transformers import PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.models.peft_models import model_inside
 
 _WRAPPERS = {  # of torch, with the attribute that holds the wrapped module
     "OptimizedModule": "_orig_mod",
@@ -16,8 +17,11 @@ _WRAPPERS = {  # of torch, with the attribute that holds the wrapped module
 }
 
 
-def refuse_unfit(model: nn.Module) -> None:
-    """Raise ModelError for wrappers, odd weights, and gradients that a cut cannot add up."""
+def refuse_unfit(model: nn.Module, *, adapted: bool = False) -> None:
+    """Raise ModelError for wrappers, odd weights, and gradients that a cut cannot add up.
+
+    Adapters are those of a `PeftModel`, or of a model that is ``adapted``.
+    """
     name = type(model).__name__
     if name in _WRAPPERS:
         inside = _WRAPPERS[name]
@@ -25,7 +29,17 @@ def refuse_unfit(model: nn.Module) -> None:
             f"SplitModel needs the model inside this {name}: pass model.{inside}, and start with "
             f"model.{inside}.state_dict()"
         )
-    _refuse_adapters(model, name)
+    inner = model_inside(model)
+    if inner is not model:
+        refuse_unfit(inner, adapted=True)
+        return
+    if not adapted:
+        _refuse_adapters(model, name)
+    if getattr(model, "quantization_method", None) is not None:
+        raise ModelError(
+            f"{name} is quantized, which its parts on other machines are not: load it without "
+            "quantization_config, with dtype=torch.float32"
+        )
     parameters = dict(model.named_parameters())
     lazy = next((key for key, tensor in parameters.items() if is_lazy(tensor)), None)
     if lazy is not None:
@@ -47,18 +61,11 @@ def refuse_unfit(model: nn.Module) -> None:
 
 
 def _refuse_adapters(model: nn.Module, name: str) -> None:
-    if any(kind.__module__.startswith("peft.") for kind in type(model).__mro__):
-        raise ModelError(
-            f"SplitModel cannot train the adapters of a {name}: pass merged = "
-            "model.merge_and_unload() with merged.requires_grad_(True), which trains all weights, "
-            "or train adapters by an app with lora.rank above 0"
-        )
     for path, module in model.named_modules():
         if type(module).__module__.startswith("peft."):
             raise ModelError(
-                f"SplitModel cannot train adapters, but {path!r} of {name} is a "
-                f"{type(module).__name__}: pass the model without them, or train adapters by an "
-                "app with lora.rank above 0"
+                f"SplitModel trains adapters of a PeftModel, but {path!r} of {name} is a "
+                f"{type(module).__name__}: pass what get_peft_model(model, LoraConfig(...)) returns"
             )
 
 

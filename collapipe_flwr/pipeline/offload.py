@@ -75,6 +75,10 @@ class LazyMapping(Mapping[str, T], Generic[T]):
         """Return the mapping of these keys alone; raises KeyError."""
         return LazyMapping({key: self._readers[key] for key in keys})
 
+    def rename(self, name_of: Callable[[str], str]) -> LazyMapping[T]:
+        """Return the mapping of the same values under other keys."""
+        return LazyMapping({name_of(key): read for key, read in self._readers.items()})
+
     def pop(self, key: str) -> T:
         return self._readers.pop(key)()
 

@@ -105,8 +105,10 @@ class ClusterRound:
 
     def complete(self, sent: Weights, trained: LazyMapping[Tensor]) -> LazyMapping[Tensor]:
         """Return all weights that were ``sent``, with those that were trained in their places."""
-        aliases = self.splitter.aliases
-        changed = {key: name for key in sent if (name := aliases.get(key, key)) in trained}
+        aliases, names = self.splitter.aliases, {key: self._own_name(key) for key in sent}
+        changed = {
+            k: own for k, name in names.items() if (own := aliases.get(name, name)) in trained
+        }
         fresh = {key: partial(trained.__getitem__, name) for key, name in changed.items()}
         return LazyMapping.of(sent, LazyMapping(fresh))
 
@@ -131,13 +133,17 @@ class ClusterRound:
     def _order(self, weights: Weights) -> RoundOrder:
         return RoundOrder(
             plan=self.plan,
-            weights=weights,
+            weights=LazyMapping.of(weights).rename(self._own_name),
             learning=self.task.learning,
             dropout_seed=self._dropout_seed(),
             server_round=self.server_round,
             attempt=self.attempt,
             compute=self.site.place,
         )
+
+    def _own_name(self, key: str) -> str:
+        """Return the splitter's name of a key of the message."""
+        return key.removeprefix(self.splitter.prefix)
 
     def _dropout_seed(self) -> int | None:
         """Derive a seed per run, cluster and round; None, which is faster, without dropout."""
