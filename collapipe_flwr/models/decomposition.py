@@ -25,7 +25,7 @@ from collapipe_flwr.models.part import Weights
 from collapipe_flwr.models.random_functions import draw_alike
 from collapipe_flwr.models.skeleton import make_example_inputs
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.models.tasks import EXAMPLES, LABEL_NAMES, LABELS, Batch
+from collapipe_flwr.models.tasks import COUNTED, LABEL_NAMES, LABELS, Batch
 
 CLOSE = 1e-5  # of the largest number: the order of sums may differ
 _PARTS = (3, 2, 1)  # examples
@@ -53,16 +53,17 @@ class Means:
 def find_means(splitter: AnySplitter, weights: Weights, batch: Batch) -> Means | None:
     """Find the weight that obeys the law for batches such as this one; None if none does.
 
-    It is that of ``splitter``, or else "labels" for "examples", or the other way round.
+    It is that of ``splitter``, or another one of those that count labels or examples.
     """
     if len({len(tensor) if tensor.dim() else -1 for tensor in batch.values()}) != 1:
         return None
     given = splitter.objective.weight
-    numbers = tuple(name for name in _find_integers(splitter, batch) if name != given)
+    counted = given in COUNTED
+    numbers = tuple(n for n in _find_integers(splitter, batch) if counted or n != given)
     untried = tuple(n for n in numbers if not _may_be_ignored(splitter, n, batch[n]))
     model = splitter.build_whole(weights, trains=True).train()
     trial = _Trial(splitter, model)
-    weighings = [w for w in (given, {EXAMPLES: LABELS, LABELS: EXAMPLES}.get(given)) if w]
+    weighings = list(dict.fromkeys((given, *COUNTED))) if counted else [given]
     for ignoring, complete in ((True, untried), (False, numbers)):
         for weight in weighings:
             if trial.obeys(weight, batch, ignoring=ignoring):
@@ -171,7 +172,7 @@ def _make_variants(
     the batch says about its targets is true of these alone, so they stay as they are.
     """
     weight = splitter.objective.weight
-    if weight in batch:
+    if weight in batch and weight not in COUNTED:
         yield _choose_uneven(weight, batch)
         return
     few = {name: tensor[_choose_rows(len(tensor))].clone() for name, tensor in batch.items()}
@@ -223,15 +224,22 @@ def _find_floats(splitter: AnySplitter, batch: Batch) -> tuple[str, ...]:
 def _may_be_ignored(splitter: AnySplitter, name: str, values: Tensor) -> bool:
     """Return whether a loss may skip some of these numbers: the library's own losses do."""
     known = name in LABEL_NAMES or splitter.objective.loss is None
-    tried = splitter.objective.weight in (EXAMPLES, LABELS)
+    tried = splitter.objective.weight in COUNTED
     return (known and tried) or bool((values < 0).any())
 
 
 def _draw_classes(values: Tensor, largest: int, random: torch.Generator) -> Tensor:
-    """Draw other classes of those that occur in the batch, of which there are two or more."""
+    """Draw other classes of those that occur in the batch, of which there are two or more.
+
+    Each text gets one at its beginning, where many have a label to ignore: some losses do not read
+    that place.
+    """
     drawn = torch.randint(0, max(largest, 1) + 1, values.shape, generator=random)
     drawn.view(_TRIED, -1)[:, 0] = torch.arange(_TRIED) % (max(largest, 1) + 1)
-    return drawn.to(values.dtype).where(values >= 0, values)
+    kept = values >= 0
+    if values.dim() > 1:
+        kept[:, 0] = True
+    return drawn.to(values.dtype).where(kept, values)
 
 
 def _ignore_some(values: Tensor, given: Tensor, number: int, random: torch.Generator) -> Tensor:

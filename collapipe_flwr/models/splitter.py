@@ -40,12 +40,14 @@ from collapipe_flwr.models.tasks import (
     LABELS,
     OWN_TASK,
     Objective,
+    count_labels,
     find_task,
     load_loss,
 )
 from collapipe_flwr.models.validation import count_device_blocks, most_positions, refuse_inexact
 
 _COMMON_INPUTS = frozenset({"attention_mask", "position_ids"})
+_READ_BY_LOSSES = frozenset({"shift_labels", "num_items_in_batch"})  # of transformers
 _LARGE_INPUTS = ("pixel_values", "input_features")  # they stay on the control unit
 
 
@@ -62,9 +64,10 @@ class Splitter(AnySplitter):
         self.task = find_task(spec.task)
         own_loss = bool(spec.loss) or self.task is OWN_TASK
         self.has_own_loss = own_loss or bool(spec.model_class)  # not known by the task
+        shifts_itself = bool(spec.loss) and not self.task.label_per_example
         self.objective = Objective(
             weight=spec.weight or (EXAMPLES if own_loss else LABELS),
-            targets=self.task.targets,
+            targets=count_labels if shifts_itself else self.task.targets,
             loss=load_loss(spec.loss),
         )
         self._family = family_for(spec)
@@ -97,6 +100,11 @@ class Splitter(AnySplitter):
         self.whole_batches = spec.whole_batches or normalises_batches(skeleton)
 
     def context(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if not self.has_own_loss and (odd := _READ_BY_LOSSES.intersection(batch)):
+            raise ModelError(
+                f"the batch holds {min(odd)!r}, by which transformers computes another loss than "
+                "by labels alone: leave it out, the loss is a mean over all labels of the batch"
+            )
         return {key: value for key, value in batch.items() if self._travels(key)}
 
     def _travels(self, key: str) -> bool:

@@ -38,6 +38,8 @@ Loss = Callable[[Any, dict[str, Tensor]], Tensor]  # outputs of forward, batch -
 LABELS = "labels"
 LABEL_NAMES = (LABELS, "label")  # of a batch: as transformers, or as data sets call them
 EXAMPLES = "examples"
+SHIFTED = "shifted-labels"  # all but the first of a text, which no loss of the next token reads
+COUNTED = (LABELS, SHIFTED, EXAMPLES)
 
 
 def count_labels(labels: Tensor) -> int:
@@ -143,8 +145,9 @@ def is_transformers_class(kind: type) -> bool:
 class Objective:
     """A loss and its weight.
 
-    ``weight`` is what the mean runs over: ``labels`` (those that ``targets`` counts), ``examples``,
-    or the name of a tensor of the batch, whose sum it is. ``loss`` None is the model's own.
+    ``weight`` is what the mean runs over: ``labels`` (those that ``targets`` counts),
+    ``shifted-labels``, ``examples``, or the name of a tensor of the batch, whose sum it is.
+    ``loss`` None is the model's own.
     """
 
     weight: str
@@ -157,6 +160,8 @@ class Objective:
             return _count_examples(batch)
         if self.weight == LABELS:
             return self.targets(labels_of(batch))
+        if self.weight == SHIFTED:
+            return count_labels(labels_of(batch)[:, 1:])
         weights = _tensor(batch, self.weight).to("cpu")  # not every accelerator supports float64
         return float(weights.sum(dtype=torch.float64))
 

@@ -20,7 +20,11 @@ from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.run.launcher import build_environment, start_superlink
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-PROJECTS = {"huggingface": "huggingface_example", "vision-transformer": "vision_example"}
+PROJECTS = {
+    "flowertune": "flowertune_example",
+    "huggingface": "huggingface_example",
+    "vision-transformer": "vision_example",
+}
 MARK = "  # CollaPipe"
 LINES = 12
 ROUNDS = 2

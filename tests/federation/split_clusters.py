@@ -126,6 +126,7 @@ def wrapped(planner, records, inner=None, keys=(), **more) -> CollaPipe:
         all_keys=lambda: keys or model(),
         constant_keys=frozenset({CONSTANT}),
         aliases={},
+        prefix="",
         spec=SimpleNamespace(to_json=lambda: "{}"),
     )
 

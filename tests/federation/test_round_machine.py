@@ -79,6 +79,7 @@ def described() -> DescribedModel:
         state_keys=frozenset(first_model()),
         constant_keys=frozenset(),
         aliases={},
+        prefix="",
         spec=SimpleNamespace(to_json=lambda: "{}"),
     )
     return DescribedModel(splitter, SHORT, personal=("own",))

@@ -306,7 +306,9 @@ def test_a_tied_table_that_a_mod_tears_apart_is_one_again(changed: str) -> None:
     A mod treats both keys as two tables: noise differs between them. Their mean would be neither
     what devices trained nor what the mod made of it, so one has to win.
     """
-    splitter = SimpleNamespace(aliases={"head.weight": "embed.weight"}, constant_keys=frozenset())
+    splitter = SimpleNamespace(
+        aliases={"head.weight": "embed.weight"}, constant_keys=frozenset(), prefix=""
+    )
     split = SplitRound(DescribedModel(splitter, SHORT), "", LearningSettings())
     sent = {"embed.weight": torch.ones(3, 2), "head.weight": torch.ones(3, 2)}
     reply = {**sent, changed: torch.full((3, 2), 5.0)}

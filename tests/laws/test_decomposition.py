@@ -72,6 +72,13 @@ def in_rows(random: torch.Generator) -> dict[str, Tensor]:
     return {"x": torch.randn(EXAMPLES, LENGTH, 5, generator=random), "labels": labels}
 
 
+def late(random: torch.Generator) -> dict[str, Tensor]:
+    """As the first label may not show whether a loss reads it."""
+    found = in_rows(random)
+    found["labels"][:, 0] = -100
+    return found
+
+
 def counted(random: torch.Generator) -> dict[str, Tensor]:
     found = in_rows(random)
     return {**found, "counted": (found["labels"][:, 1:] != -100).sum(1)}
@@ -172,6 +179,16 @@ NET = {
     "shifted labels by a tensor": Case(
         cut=True, loss=own.shifted, batches=counted, choices={"weight": "counted"}
     ),
+    "shifted labels": Case(
+        cut=True, loss=own.shifted, batches=in_rows, choices={"weight": "labels"}
+    ),
+    "shifted labels, answers alone": Case(
+        cut=True, loss=own.shifted, batches=in_rows, example=late
+    ),
+    "labels, answers alone": Case(cut=True, loss=own.cross_entropy, batches=in_rows, example=late),
+    "shifted labels by name": Case(
+        cut=True, loss=own.shifted, batches=in_rows, choices={"weight": "shifted-labels"}
+    ),
     "labels of another name": Case(cut=True, loss=own.named_otherwise, batches=of_kinds),
     "connectionist": Case(cut=True, loss=own.connectionist, batches=spoken),
     "covered pieces by a tensor": Case(
@@ -186,9 +203,6 @@ NET = {
     "class weights": Case(cut=False, loss=own.class_weighted),
     "class weights, one class": Case(cut=False, loss=own.class_weighted, example=one_class),
     "a sum": Case(cut=False, loss=own.summed),
-    "shifted labels": Case(
-        cut=False, loss=own.shifted, batches=in_rows, choices={"weight": "labels"}
-    ),
     "covered pieces": Case(cut=False, loss=own.of_covered_pieces, batches=painted),
     "contrastive": Case(cut=False, loss=own.contrastive, batches=viewed),
     "ranked": Case(cut=False, loss=own.ranked, batches=tall),

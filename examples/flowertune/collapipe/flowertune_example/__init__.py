@@ -1,0 +1,1 @@
+"""Federated instruction tuning of a language model with LoRA adapters."""
