@@ -42,16 +42,17 @@ INPUTS = "inputs"  # and labels: what a batch of two tensors is made of
 class SplitModel(DescribedModel):
     """Describes ``model`` for training in parts; raises ModelError with the reason if it cannot be.
 
-    ``model`` is a live model, or what builds one with ``arguments`` (JSON). Models of transformers
-    need ``batch_size`` and the ``length`` of the longest texts; other modules an ``example``, which
-    is a batch of the user's loader: a mapping of tensors, or inputs and labels.
+    ``model`` is a live model, or what builds one with ``arguments`` (JSON). Of a ``PeftModel`` only
+    adapters travel; its base is read where it was loaded from. Models of transformers need
+    ``batch_size`` and the ``length`` of the longest texts; other modules an ``example``, which is a
+    batch of the user's loader: a mapping of tensors, or inputs and labels.
 
     ``blocks`` is the path of the list of blocks. ``embed`` and ``head`` name modules or tensors
     that belong before and behind it where a trace cannot decide. ``loss(outputs, batch)`` returns
     the mean loss; None is the model's own, or cross entropy. That mean runs over ``weight``:
-    "examples", "labels", or the sum of a tensor of the batch. If it does not (`decomposition`), or
-    with ``whole_batches``, a batch is one micro-batch. ``inputs`` are the tensors of a batch that
-    forward reads. ``personal`` parameters (modules or tensors) are never averaged.
+    "examples", "labels", "shifted-labels" (for a loss that shifts them by one), or the sum of a
+    tensor of the batch. If it does not (`decomposition`), or with ``whole_batches``, a batch is one
+    micro-batch. ``inputs`` are the tensors of a batch that forward reads. ``personal`` parameters (modules or tensors) are never averaged.
     """
 
     def __init__(

@@ -123,6 +123,7 @@ def model_from_flower(source: Path, folder: Path, env: dict[str, str]) -> Weight
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # of peft
 @pytest.mark.timeout(3 * LIMIT_S)
 @pytest.mark.parametrize(
     ("name", "plain_model", "split_model"),

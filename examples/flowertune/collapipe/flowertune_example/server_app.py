@@ -34,7 +34,7 @@ def main(grid: Grid, context: Context) -> None:
     ends = config["learning-rate-max"], config["learning-rate-min"]
     strategy = FlowerTune([cosine_annealing(number, rounds, *ends) for number in range(rounds)])
     split = SplitModel(model, batch_size=BATCH_SIZE, length=MAX_LENGTH)  # CollaPipe
-    optimizer = OptimizerConfig(name="adamw", eps=1e-6)  # CollaPipe
+    optimizer = OptimizerConfig(name="adamw", eps=1e-4)  # CollaPipe
     strategy = CollaPipe(strategy, model=split, optimizer=optimizer)  # CollaPipe
     result = strategy.start(
         grid=grid,

@@ -132,7 +132,7 @@ def cosine_annealing(server_round: int, rounds: int, highest: float, lowest: flo
 
 def train(model: PeftModel, trainloader: DataLoader, epochs: int, lr: float) -> float:
     """Train the adapters in place; returns the mean loss over all steps."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=1e-6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=1e-4)
     model.train()
     losses = []
     for _ in range(epochs):
