@@ -52,7 +52,8 @@ class SplitModel(DescribedModel):
     the mean loss; None is the model's own, or cross entropy. That mean runs over ``weight``:
     "examples", "labels", "shifted-labels" (for a loss that shifts them by one), or the sum of a
     tensor of the batch. If it does not (`decomposition`), or with ``whole_batches``, a batch is one
-    micro-batch. ``inputs`` are the tensors of a batch that forward reads. ``personal`` parameters (modules or tensors) are never averaged.
+    micro-batch. ``inputs`` are the tensors of a batch that forward reads. ``personal`` parameters
+    (modules or tensors) are never averaged.
     """
 
     def __init__(
