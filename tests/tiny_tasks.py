@@ -9,6 +9,7 @@ import numpy as np
 from PIL import Image
 
 from collapipe_flwr.core.keys import Value
+from tests.chats import chat_tokenizer, conversations
 
 BERT = (
     "hidden_size=16 num_hidden_layers=5 num_attention_heads=2 intermediate_size=24 "
@@ -32,6 +33,7 @@ TASKS = [
     "image-classification",
     "masked-lm",
     "causal-lm",
+    "instruct",
     "translation",
     "summarisation",
 ]
@@ -49,15 +51,19 @@ def task_values(task: str, folder: Path) -> dict[str, Value]:
             "label": ["calm", "wild"][row % 2],
             "image": f"{row % 2}.png",
             "who": f"s{row}",
+            **conversations(20)[row],
         }
         for row in range(20)
     ]
+    if task == "instruct":
+        chat_tokenizer().save_pretrained(folder / "tokenizer")
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for row in range(2):
         grey = np.full((8, 8), 60 + 120 * row, dtype=np.uint8)
         Image.fromarray(grey).save(folder / f"{row}.png")
     model = {
         "causal-lm": ("gpt2", GPT2),
+        "instruct": ("gpt2", GPT2),
         "image-classification": ("vit", VIT),
         "translation": ("marian", MARIAN),
         "summarisation": ("marian", MARIAN),
@@ -71,5 +77,6 @@ def task_values(task: str, folder: Path) -> dict[str, Value]:
         "data.mask-share": 0.4,
         "model.type": model[0],
         "model.overrides": model[1],
-        "model.edge-blocks": 1 if task == "causal-lm" else 0,
+        "data.tokenizer": str(folder / "tokenizer") if task == "instruct" else "train",
+        "model.edge-blocks": 1 if task in ("causal-lm", "instruct") else 0,
     }

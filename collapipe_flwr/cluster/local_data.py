@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -28,6 +29,8 @@ from collapipe_flwr.data.tokenizer import Vocabulary
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+_log = logging.getLogger("flwr.collapipe")
 
 _ALL_ROWS: Mapping[str, Value] = {
     "data.train-examples": 0,
@@ -64,7 +67,11 @@ class LocalData:
 
     @cached_property
     def _examples(self) -> Dataset:
-        return self.task.make_examples(self.task.partition(*self._place.share))
+        found = self.task.make_examples(self.task.partition(*self._place.share))
+        if self._place.own_data:  # which the server cannot look through
+            for sentence in (self.task.skipped | self.task.examine()).values():
+                _log.warning(sentence)
+        return found
 
     @cached_property
     def past(self) -> Dataset:

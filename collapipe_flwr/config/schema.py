@@ -239,11 +239,17 @@ class AppConfig:
                 f"lora.rank is {self.lora.rank}, but model.pretrained is empty: adapters need a "
                 "checkpoint below them; name one, or set lora.rank=0"
             )
+        if not (self.data.tokenizer or self.model.pretrained):
+            raise ConfigError(
+                "data.tokenizer is empty, which means that of model.pretrained, but that is empty, "
+                'too: write "train", a name or a directory'
+            )
 
     @property
     def seeded_data(self) -> DataConfig:
-        """The data section with the run's seed."""
-        return replace(self.data, seed=self.run.seed)
+        """The data section with the run's seed, and the checkpoint's tokenizer if none is named."""
+        tokenizer = self.data.tokenizer or self.model.pretrained
+        return replace(self.data, seed=self.run.seed, tokenizer=tokenizer)
 
     @property
     def execution(self) -> Execution:

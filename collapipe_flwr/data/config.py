@@ -24,6 +24,7 @@ TASK_CLASSES = {
     "image-classification": "classification:ImageClassification",
     "masked-lm": "language:MaskedLM",
     "causal-lm": "language:CausalLM",
+    "instruct": "instruct:Instruct",
     "translation": "seq2seq:Translation",
     "summarisation": "seq2seq:Summarisation",
 }
@@ -56,6 +57,8 @@ class DataConfig:
     target_column: str = key("target")
     tokens_column: str = key("tokens")  # token-classification: a list of words per row
     tags_column: str = key("tags")  # and a tag for each
+    messages_column: str = key("messages")  # instruct: a list of objects with role and content
+    chat_template: str = key("")  # instruct: a file or the text; empty: the tokenizer's own
     label_names: tuple[str, ...] = key((), words())  # of numbered labels, from 0: "O B-PER I-PER"
     image_column: str = key("image")  # pictures, file names or nested lists of 0 .. 255
     image_size: int = key(32, at_least(1))  # pixels; pictures are resized to a square
@@ -66,11 +69,11 @@ class DataConfig:
     partition: str = key("auto", one_of("auto", "natural", "iid", "dirichlet"))
     partition_column: str = key("")  # what natural and dirichlet go by; empty: the task's choice
     alpha: float = key(0.5, above(0))  # dirichlet: small is more skewed
-    tokenizer: str = key(TRAIN_TOKENIZER)  # byte-level BPE learned on the spot; else folder or name
+    tokenizer: str = key(TRAIN_TOKENIZER)  # BPE learned here; else folder or name; empty: model's
     source_language: str = key("")  # that tokenizers of many languages write into texts: en_XX
     target_language: str = key("")
     vocab_size: int = key(384, between(260, 1_000_000))
-    max_source_length: int = key(64, at_least(2))  # causal-lm: tokens of a block
+    max_source_length: int = key(64, at_least(2))  # of a block or conversation, too
     max_target_length: int = key(64, at_least(2))
     bucketing: str = key("none", one_of("none", "tokens"))  # tokens: micro-batches of like lengths
     stream: str = key("")  # folder that grows, STREAM/<cluster number>/FILE; empty: none
@@ -78,14 +81,18 @@ class DataConfig:
     skip_bad_rows: bool = key(False)  # without a text, or with other tags than words; else refused
     train_examples: int = key(0, at_least(0))  # 0: all
     test_examples: int = key(0, at_least(0))  # 0: all
+    test_answers: int = key(16, at_least(0))  # instruct: test rows whose answers are generated
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_keys(self, "data.")
         if self.seed < 0:
             raise ConfigError(f"seed must be at least 0, got {self.seed}")
-        if not self.tokenizer:
-            raise ConfigError('data.tokenizer is empty: write "train", a name or a directory')
+        if self.task == "instruct" and self.tokenizer == TRAIN_TOKENIZER:
+            raise ConfigError(
+                'data.tokenizer is "train", but data.task "instruct" needs one with a chat '
+                "template: leave it empty for that of model.pretrained, or name a directory"
+            )
         self._check_columns()
         for name in ("train", "test"):
             if self.task == "number-words" and (given := getattr(self, name)):

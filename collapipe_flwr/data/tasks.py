@@ -164,6 +164,18 @@ class Task(ABC):
         """Make examples of these rows of ``train`` or ``test``; usually the rows themselves."""
         return rows
 
+    def examine(self) -> dict[str, str]:
+        """Look through all examples; return what a run should tell of them, as in ``skipped``."""
+        return {}
+
+    def count_answers(self, model: Any, examples: Sequence[Example]) -> Tally:
+        """Count as `count` does, for texts that the whole model answers to some test examples.
+
+        That is for models that only continue texts; usually nothing is counted.
+        """
+        del model, examples
+        return {}
+
     def collate_for(self, examples: Sequence[Example], round_index: int) -> dict[str, Tensor]:
         """Collate for training; random choices differ from round to round."""
         del round_index
@@ -279,11 +291,7 @@ class Task(ABC):
 
         Raises DataError for bad rows unless they are to be skipped.
         """
-        found: dict[str, list[Any]] = {}
-        for ours in (*self.columns, *further):
-            read: ReadColumn = self.readers.get(ours, read_column)
-            key, theirs = self._find_column(ours)
-            found[ours] = read(table, theirs, key=key, of=name)
+        found = self.read_columns(table, name, *self.columns, *further)
         rows, bad = Dataset.from_dict(found), self.find_bad_rows(found)
         if not bad:
             return rows
@@ -296,6 +304,15 @@ class Task(ABC):
             )
         self.skipped[name] = f'{len(left_out)} of {len(rows)} rows of "{name}" skipped: {what}'
         return rows.select([row for row in range(len(rows)) if row not in left_out])
+
+    def read_columns(self, table: Dataset, name: str, *columns: str) -> dict[str, list[Any]]:
+        """Read columns of ``table`` under our own names; raises DataError."""
+        found: dict[str, list[Any]] = {}
+        for ours in columns:
+            read: ReadColumn = self.readers.get(ours, read_column)
+            key, theirs = self._find_column(ours)
+            found[ours] = read(table, theirs, key=key, of=name)
+        return found
 
     def find_bad_rows(self, found: Mapping[str, Sequence[Any]]) -> dict[str, list[int]]:
         """Find the rows that cannot be used, by what is wrong with them."""

@@ -167,6 +167,8 @@ def tokenizer_to_json(tokenizer: PreTrainedTokenizerFast) -> str:
         },
         "settings": {name: getattr(tokenizer, name) for name in _KEPT_SETTINGS},
     }
+    if tokenizer.chat_template:
+        record["settings"]["chat_template"] = tokenizer.chat_template
     if (targets := _find_target_processor(tokenizer)) is not None:
         record["settings"][_TARGETS] = targets
     return json.dumps(record, ensure_ascii=False, sort_keys=True)

@@ -23,7 +23,7 @@ from collapipe_flwr.data.tasks import load_task
         ("max_target_length", 1),
         ("train_examples", -1),
         ("test_examples", -1),
-        ("tokenizer", ""),
+        ("test_answers", -1),
     ],
 )
 def test_bad_value_names_its_key(field: str, value: Any) -> None:

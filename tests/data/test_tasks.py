@@ -22,6 +22,7 @@ from collapipe_flwr.data.classification import open_picture
 from collapipe_flwr.data.config import TASK_CLASSES, TASK_COLUMNS, DataConfig
 from collapipe_flwr.data.tasks import Task, load_task
 from collapipe_flwr.data.tokenizer import Vocabulary
+from tests.chats import chat_tokenizer, conversations, write_lines
 
 MOODS = ["bad", "fine", "good"]
 
@@ -85,6 +86,10 @@ def settings_of(name: str, folder: Path) -> DataConfig:
     if name in ("masked-lm", "causal-lm"):
         train = speeches(folder / "speeches.jsonl")
         return DataConfig(task=name, train=train, partition_column="who", max_source_length=9)
+    if name == "instruct":
+        chat_tokenizer().save_pretrained(folder / "tokenizer")
+        train = write_lines(folder / "chats.jsonl", conversations(30))
+        return DataConfig(task=name, train=train, tokenizer=str(folder / "tokenizer"))
     rows = [("en", "de", "who"), *((f"I am {n}", f"Ich bin {n}", f"w{n % 3}") for n in range(30))]
     return DataConfig(
         task=name,

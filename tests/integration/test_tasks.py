@@ -26,6 +26,7 @@ METRICS = {
     "image-classification": {"accuracy"},
     "masked-lm": {"perplexity", "accuracy"},
     "causal-lm": {"perplexity", "accuracy"},
+    "instruct": {"perplexity", "accuracy", "exact_match", "rouge1", "rouge2", "rougeL"},
     "translation": {"chrf", "bleu", "exact_match"},
     "summarisation": {"rouge1", "rouge2", "rougeL"},
 }

@@ -45,7 +45,7 @@ def check_paths(data: DataConfig, model: ModelConfig) -> None:
         is_path = is_folder_only(name) or suffix_of(expand_home(name)) in FORMATS
         if is_path and not (path.exists() or expand_home(name).exists()):
             raise DataError(explain_no_path(key_of(which), name))
-    if data.tokenizer != TRAIN_TOKENIZER and _is_missing(data.tokenizer):
+    if data.tokenizer not in ("", TRAIN_TOKENIZER) and _is_missing(data.tokenizer):
         raise DataError(
             f"{explain_no_path('data.tokenizer', data.tokenizer)}: give the directory of a saved "
             'tokenizer, a hub name such as owner/model, or "train"'

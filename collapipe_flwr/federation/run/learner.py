@@ -52,6 +52,7 @@ def make_learner(config: AppConfig) -> Learner:
     _refuse_foreign_tokenizer(config)
     known_labels = _known_labels(config.model.pretrained)
     task = load_task(config.seeded_data, known_labels=known_labels)
+    task.skipped |= task.examine()
     splitter = Splitter(_spec(config, task))
     _refuse_long_texts(config, task, splitter.most_tokens)
     _refuse_small_test(config, task)
@@ -238,6 +239,7 @@ class Evaluator:
             tested = evaluate_unsplit(self._splitter, model, [[part.tensors]], wanted)
             losses.append((tested.loss, tested.targets))
             tally = add_counts(tally, tally_of(self.task, [part], tested.predictions[0]))
+        tally |= self.task.count_answers(model, [row for rows in self._batches for row in rows])
         return scores(self.task, EvalResult.mean(losses).loss, tally)
 
 
