@@ -45,8 +45,8 @@ def test_the_clusters_find_the_loss_that_the_server_finds(run_app: RunApp, runti
     assert found[0]["clusters_loss"] != pytest.approx(found[1]["clusters_loss"], rel=1e-3)
 
 
-# Summaries are generated as translations are, answers guessed as next tokens are; a whole model is evaluated in one way for all tasks
-# that neither generate nor cut their texts into blocks.
+# Summaries are generated as translations are, answers are learned as next tokens are; a whole model
+# is evaluated in one way for all tasks that neither generate nor cut their texts into blocks.
 SLOW = {("pipeline", "summarisation"), ("pipeline", "instruct")} | {
     ("whole", task) for task in set(TASKS) - {"classification", "causal-lm", "translation"}
 }
