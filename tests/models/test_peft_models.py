@@ -313,3 +313,11 @@ def test_what_cannot_be_exact_is_refused_in_one_sentence(case: str, base: str) -
     with pytest.raises(ModelError, match=sentence) as refused:
         split(make(base))
     assert len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["shift_labels", "num_items_in_batch"])
+def test_what_would_make_transformers_compute_another_loss_is_refused(name: str, base: str) -> None:
+    splitter = split(AutoModelForCausalLM.from_pretrained(base)).splitter
+    batch = {**answers(0), name: torch.ones(6)}
+    with pytest.raises(ModelError, match=f"holds {name!r}, .*: leave it out"):
+        splitter.context(batch)
