@@ -4,7 +4,8 @@
 #                    the tests, the deployment
 # make static        formatting, lint, types and import contracts alone
 # make test-cluster  docs/deploy.md and its sister pages carried out on this machine: installation, services, failures
-# make test-slow     failure matrices and laws over real daemons; tens of minutes
+# make test-slow     failure matrices, all cases of all laws, laws over real daemons, properties on many
+#                    examples; an hour
 # make soak          as root: MINUTES=60 of a deployment with a fault per minute, SEED=1700; nothing may grow
 # make test-arm      a device of another processor: an arm64 Debian under qemu beside this machine
 # make test-oldest   the tests, or TESTS="tests/laws ...", with the oldest torch and Flower that are supported
@@ -54,6 +55,7 @@ test-cluster: $(VENV)/.test
 
 test-slow: $(VENV)/.test
 	$(PYTEST) -m slow
+	THOROUGH=1 $(PYTEST) -m "hypothesis and not slow and not cluster and not arm"
 
 soak: $(VENV)/.test
 	PATH=$(BIN):$$PATH $(BIN)/python -m tests.faults.soak --minutes $(MINUTES) --seed $(SEED) --json runs/soak.json

@@ -50,6 +50,12 @@ def assert_near(found: Any, wanted: Any, *, depth: int = 1) -> None:
         assert apart <= allowed, f"{name} is off by {apart:.2e}, {allowed:.2e} is allowed"
 
 
+def assert_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """The same tensors to the last bit, by name."""
+    assert set(found) == set(wanted)
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
 def _named(tensors: Any) -> Mapping[str, Tensor]:
     if isinstance(tensors, Tensor):
         return {"the tensor": tensors.detach()}

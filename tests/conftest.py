@@ -11,10 +11,15 @@ from itertools import islice
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.thorough import THOROUGH
+
 gc.disable()  # until all modules are loaded
 # Beside what the environment asks for; a starved machine is slow without anything being wrong.
 settings.register_profile(
-    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "any machine",
+    max_examples=100 if THOROUGH else 30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("any machine")
 # Tests run side by side: one thread each, here and in the processes that they start. Sums then have

@@ -24,6 +24,10 @@ Tree = Mapping[str, bytes | None]  # by path below the root; None: a folder
 CALLS = ("fsync", "replace", "rename", "unlink", "rmdir", "mkdir")
 
 
+class Killed(BaseException):
+    """The process ends here."""
+
+
 @dataclass(eq=False)
 class _Thing:
     """A file or folder, whatever its names."""

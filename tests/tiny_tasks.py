@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from collapipe_flwr.core.keys import Value
@@ -80,3 +81,9 @@ def task_values(task: str, folder: Path) -> dict[str, Value]:
         "data.tokenizer": str(folder / "tokenizer") if task == "instruct" else "train",
         "model.edge-blocks": 1 if task in ("causal-lm", "instruct") else 0,
     }
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `datasets` has prepared stays with the test."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")

@@ -23,16 +23,17 @@ from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
 from tests.arm.board import ArmBoard
 from tests.arm.root import ArmRoot, missing
 from tests.closeness import assert_near, near
-from tests.laws.test_cluster_equals_whole import (
+from tests.laws.test_daemons_equal_whole import Cluster, cluster_of_daemons
+from tests.rounds import (
     ADAMW,
     Cut,
-    _largest_difference,
-    _steps,
-    _train_split,
-    _train_unsplit,
+    largest_difference,
     make_splitter,
+    order_of,
+    steps_of,
+    train_split,
+    train_whole,
 )
-from tests.laws.test_daemons_equal_whole import Cluster, _order, cluster_of_daemons
 
 pytestmark = [
     pytest.mark.arm,
@@ -55,14 +56,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def trained(cluster: Cluster, splitter, weights, steps, between=lambda: None, every: int = 0):
     """A round with dropout: losses, all weights, and the result."""
-    order = _order(weights, CUT, ADAMW, dropout_seed=3)
+    order = order_of(CUT, weights, ADAMW, dropout_seed=3)
     order = replace(order, learning=replace(order.learning, deadline_s=DEADLINE_S))
     result = cluster.train(splitter, order, steps, between, every)
     return result.losses, dict(result.weights), result
 
 
 def apart(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> str:
-    return f"weights differ by at most {_largest_difference(found, wanted):.1e}"
+    return f"weights differ by at most {largest_difference(found, wanted):.1e}"
 
 
 def test_the_board_has_another_processor_and_neither_flower_nor_data_nor_solver() -> None:
@@ -93,20 +94,20 @@ def test_cluster_check_measures_the_board(cluster: Cluster) -> None:
 def test_a_round_of_two_architectures_is_that_of_one(cluster: Cluster, model_type: str) -> None:
     splitter = make_splitter(model_type, dropout=0.1)
     weights = splitter.initial_weights(seed=1)
-    steps = _steps(splitter, CUT, count=4)
+    steps = steps_of(splitter, CUT, count=4)
     losses, mixed, _ = trained(cluster, splitter, weights, steps)
-    alike = _train_split(splitter, weights, CUT, steps, ADAMW, dropout_seed=3)
+    alike = train_split(splitter, weights, CUT, steps, ADAMW, dropout_seed=3)
     print(apart(mixed, alike[1]))
     assert losses == near(alike[0])
     assert_near(mixed, alike[1], depth=len(steps))
-    assert _largest_difference(mixed, weights) > 1e-3
+    assert largest_difference(mixed, weights) > 1e-3
 
 
 def test_a_board_that_is_killed_and_rejoins_changes_nothing(cluster: Cluster) -> None:
     """The rest trains on without it; the next round has it again."""
     splitter = make_splitter("bert", dropout=0.0)
     weights = splitter.initial_weights(seed=2)
-    steps = _steps(splitter, CUT, count=4)
+    steps = steps_of(splitter, CUT, count=4)
     board = cluster.daemons[ARM]
     assert isinstance(board, ArmBoard)
     begun = itertools.count()
@@ -115,7 +116,7 @@ def test_a_board_that_is_killed_and_rejoins_changes_nothing(cluster: Cluster) ->
         if next(begun) == 3:
             board.process.kill()
 
-    whole_losses, whole = _train_unsplit(splitter, weights, steps, ADAMW)
+    whole_losses, whole = train_whole(splitter, weights, steps, ADAMW)
     losses, survived, result = trained(cluster, splitter, weights, steps, killing, every=2)
     (incident,) = result.incidents
     assert incident.lost == ("A/d1",) and "A/d1" not in result.plan.device_ids

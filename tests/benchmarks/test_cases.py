@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from benchmarks.data_plane.cases import (
     Terms,
@@ -19,7 +18,6 @@ from benchmarks.data_plane.job import Job, StageSeconds, StepSeconds
 from benchmarks.data_plane.model import BenchPart, Shape, make_batch, mean_loss
 from tests.closeness import near
 
-torch.set_num_threads(1)
 SHAPE = Shape(width=32, tokens=8, micro_batch=2, micro_batches=4)
 SPEED = 1e9
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from benchmarks.data_plane.codecs import CodecTask, train_with_codecs
 from collapipe_flwr.costs.radio import WIRE_SHARE
-
-torch.set_num_threads(1)
 
 
 def test_auto_is_measured_with_the_codecs_of_a_plan():

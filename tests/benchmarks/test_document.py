@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 from benchmarks.data_plane.report import codec_cells, markdown
+from tests.program import printed_by
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,8 +29,6 @@ def test_the_table_of_memory_is_the_recorded_bench() -> None:
     """It must be that of the recorded files, whole."""
     script = ROOT / "benchmarks/memory_table.py"
     recorded = sorted((ROOT / "docs/results/memory").glob("*.json"))
-    command = [sys.executable, str(script), *map(str, recorded)]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     text = (ROOT / "docs/lora.md").read_text(encoding="utf-8")
     shown = text.partition("<!-- table memory -->\n")[2].partition("\n<!-- end -->")[0]
-    assert shown == printed.stdout.strip()
+    assert shown == printed_by(script, *map(str, recorded)).strip()

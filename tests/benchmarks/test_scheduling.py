@@ -12,23 +12,7 @@ from benchmarks.scheduling.decisions import BenchPlan, bench, bench_plan
 from benchmarks.scheduling.optimality import gap, gaps_of, instance
 from benchmarks.scheduling.report import bench_table
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.setting import Setting
-
-
-@pytest.fixture
-def small() -> Setting:
-    """Two clusters of two devices, four narrow blocks, three rounds."""
-    return Setting(
-        clusters=2,
-        devices=2,
-        examples=200,
-        rounds=3,
-        policies=("dssda", "fedavg", "uniform"),
-        model=ModelShape(blocks=4, width=128, tokens=32),
-        settings=SchedulerConfig(micro_batch_sizes=(2, 4), micro_batches=(2, 4)),
-    )
 
 
 def test_a_tiny_bench_has_the_promised_form(small: Setting) -> None:
@@ -63,7 +47,7 @@ def test_the_usual_sizes_and_bad_ones() -> None:
         (10_000, 10, 24),
     ]
     assert plan.decisions[0].rounds > plan.decisions[1].rounds >= 2
-    with pytest.raises(ConfigError, match="--clusters must be at least 1"):
+    with pytest.raises(ConfigError, match=r"--clusters must .* got 0"):
         bench_plan((0,), 1)
     with pytest.raises(ConfigError, match="--instances must be >= 1"):
         bench_plan((1,), 0)

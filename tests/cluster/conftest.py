@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from tests.cluster.daemon_processes import Daemon, running
+from tests.cluster.recovered import first, splitter, undisturbed  # noqa: F401
 from tests.skeletons import skeletons_are_copied  # noqa: F401
 
 Hosts = tuple[list[Daemon], Daemon]  # three devices and an edge

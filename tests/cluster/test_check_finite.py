@@ -22,12 +22,12 @@ from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import Execution
 from tests.cluster.hosted import daemons
-from tests.laws.test_cluster_equals_whole import (
+from tests.rounds import (
     SGD,
     Cut,
-    _micro_batches,
-    _steps,
     make_splitter,
+    micro_batches,
+    steps_of,
 )
 
 CUT = Cut(stops=(1, 4, 5), micro_batches=(2, 2))  # the second device holds blocks 1 to 3
@@ -75,7 +75,7 @@ def _train(
         ),
     )
     return train_round(
-        splitter, order, _micro_batches(splitter, _steps(splitter, CUT, count=1)), fleet
+        splitter, order, micro_batches(splitter, steps_of(splitter, CUT, count=1)), fleet
     )
 
 

@@ -21,7 +21,7 @@ from collapipe_flwr.pipeline.link import Link, memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.step import MicroBatch
 from tests.cluster.given_edge import GivenEdge
-from tests.laws.test_cluster_equals_whole import Cut, tiny_batch
+from tests.rounds import Cut, tiny_batch
 
 DEADLINE_S = 0.5
 

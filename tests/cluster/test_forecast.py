@@ -23,6 +23,7 @@ from collapipe_flwr.models.profile import profile_model, time_block
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.scheduler.plans import check_cluster_plan
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
+from tests.thorough import few
 
 SHAPE = BatchShape(source_length=12, target_length=7)
 TINY: dict[str, dict[str, object]] = {
@@ -57,7 +58,7 @@ def found(model_type: str, devices: list[str], seconds: float = 0.0) -> Forecast
     return forecast(build_model(request(model_type)), SHAPE, cluster, SETTINGS, seconds=seconds)
 
 
-@pytest.mark.parametrize("model_type", sorted(TINY))
+@pytest.mark.parametrize("model_type", few(sorted(TINY), 0, 2))
 def test_every_block_has_costs_and_a_place(model_type: str) -> None:
     forecast = found(model_type, ["phone", "jetson-nano"])
     assert len(forecast.profile.blocks) == 4
@@ -105,7 +106,7 @@ def test_a_timed_block_gives_its_work_over_its_time() -> None:
     assert timed.speed_flop_per_s == timed.flop / 0.5
 
 
-@pytest.mark.parametrize("model_type", sorted(TINY))
+@pytest.mark.parametrize("model_type", few(sorted(TINY), 1, 3))
 def test_every_kind_of_block_can_be_timed(model_type: str) -> None:
     measured = found(model_type, [], seconds=0.01).measured
     assert measured is not None

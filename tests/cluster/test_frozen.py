@@ -33,16 +33,16 @@ from collapipe_flwr.pipeline.state import PartState, digest_of
 from collapipe_flwr.transport.client import Dialer
 from tests.closeness import assert_near
 from tests.full_disk import full_disk
-from tests.laws.test_cluster_equals_whole import (
+from tests.host.chain_to_edge import session_key
+from tests.power_cuts import rebuilt, watched
+from tests.rounds import (
     ADAMW,
     Cut,
-    _micro_batches,
-    _train_split,
     make_splitter,
-    session_key,
+    micro_batches,
     tiny_batch,
+    train_split,
 )
-from tests.power_cuts import rebuilt, watched
 
 CUT = Cut(stops=(2, 5), micro_batches=(2, 2))
 
@@ -67,7 +67,7 @@ def test_frozen_weights_come_from_the_control_unit_where_they_must_and_once(
     weights = splitter.initial_weights(seed=1)
     sizes = enumerate(CUT.micro_batches)
     steps = [[tiny_batch(splitter, size, seed=size + i) for i, size in sizes]]
-    _, expected = _train_split(splitter, weights, CUT, steps, ADAMW)
+    _, expected = train_split(splitter, weights, CUT, steps, ADAMW)
     cache = tmp_path / "cache"
     rounds = [_train(splitter, weights, steps, cache) for _ in range(2)]
     for result in rounds:  # each on boards that have just started
@@ -115,7 +115,7 @@ def _train(splitter: Splitter, weights: Mapping[str, Tensor], steps, cache: Path
             cluster=parse_cluster({"id": "A", "device": boards}, Path()),
             edges={"": HostedEdge(address=edge.address)},
         )
-        return train_round(splitter, order, _micro_batches(splitter, steps), fleet)
+        return train_round(splitter, order, micro_batches(splitter, steps), fleet)
 
 
 def test_what_was_not_used_for_longest_makes_room(tmp_path: Path) -> None:

@@ -7,31 +7,22 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 
 from benchmarks.data_plane.recovery import Daemon, cluster_of, daemons, run_job, small_job
 from collapipe_flwr.cluster.remote import PROBE_S
 from collapipe_flwr.core.links import Heartbeat
 from collapipe_flwr.transport.client import HostClient
+from tests.closeness import assert_same
 from tests.cluster.conftest import WarmDaemons
-from tests.cluster.test_killed_processes import assert_same, striking
+from tests.cluster.test_killed_processes import striking
 
 HEARTBEAT = Heartbeat(period_s=0.5, misses=8)  # a starved device is not to be taken for lost
 JOB = replace(small_job(3, steps=4), deadline_s=120.0, heartbeat=HEARTBEAT)
 SLACK_S = 30.0  # to break off, to tell and to ask all devices, on a machine that does much else
 SLOW = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def sessions_of(daemon: Daemon) -> int:

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-import torch
-from torch import Tensor
 
 from benchmarks.data_plane.recovery import Daemon, cluster_of, daemons, run_job, small_job
 from collapipe_flwr.cluster.hosted import CLOSE_S
@@ -19,6 +17,7 @@ from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import MemberConfig
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.pipeline.roles import FirstStage
+from tests.closeness import assert_same
 from tests.cluster.conftest import WarmDaemons
 from tests.cluster.daemon_processes import Daemon as Spare
 from tests.cluster.daemon_processes import running
@@ -26,14 +25,6 @@ from tests.cluster.daemon_processes import running
 JOB = replace(small_job(3, steps=4), deadline_s=120.0)
 NOTICE_S = 20.0  # on a starved machine; a closed connection tells, long before any deadline
 SLACK_S = 30.0  # on a machine that does much else
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @contextmanager
@@ -80,11 +71,6 @@ def striking(phase: str, step: int, strike: Callable[[], None]) -> Iterator[list
         if phase in around:
             patch.setattr(owner, name, hit_first)
         yield struck_s
-
-
-def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
-    assert set(left) == set(right)
-    assert all(torch.equal(left[key], right[key]) for key in left)
 
 
 SLOW = pytest.mark.slow

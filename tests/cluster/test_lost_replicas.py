@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
@@ -15,17 +14,11 @@ from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.scheduler.remaining import without_lost
 from collapipe_flwr.scheduler.replan import ReplanInput
-from tests.closeness import assert_near
+from tests.closeness import assert_near, assert_same
 from tests.cluster.faults import Fault, failing
-from tests.cluster.test_recovery import (
-    DROPOUT,
-    STEPS,
-    assert_same,
-    order,
-    recovery,
-)
-from tests.laws.test_cluster_equals_whole import _micro_batches, _steps, make_splitter
-from tests.laws.test_replicas_equal_whole import Replicated
+from tests.cluster.recovered import STEPS, order
+from tests.rounds import Replicated, micro_batches, recovery, steps_of
+from tests.thorough import few
 
 CUT = Replicated(
     stops=(2, 5), replicas=(2, 1), micro_batches=(2, 1, 2), schedule="1f1b", depths=(3, 1, 2, 1)
@@ -45,22 +38,11 @@ def plan_of(cut: Replicated):
     return replace(plan, segments=tuple(segments))
 
 
-@pytest.fixture(scope="module")
-def splitter() -> Splitter:
-    torch.set_num_threads(1)
-    return make_splitter("bert", DROPOUT)
-
-
-@pytest.fixture(scope="module")
-def first(splitter: Splitter) -> dict[str, Tensor]:
-    return splitter.initial_weights(seed=1)
-
-
 def run(
     splitter: Splitter, first: dict[str, Tensor], plan, *faults: Fault, every: int = 0
 ) -> tuple[RoundResult, dict[str, Tensor]]:
     fleet = ThreadFleet(ThreadEdge(), failing(*faults))
-    batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
+    batches = micro_batches(splitter, steps_of(splitter, CUT, STEPS))
     asked, plans = order(first, plan, every=every), recovery(splitter)
     result = train_round(splitter, asked, iter(batches), fleet, recovery=plans)
     return result, dict(result.weights)
@@ -68,14 +50,17 @@ def run(
 
 @pytest.mark.parametrize(
     ("cut", "lost", "phase", "every"),
-    [
-        (CUT, "A/d1", "forward", 0),
-        (CUT, "A/d1", "applied", 1),
-        (CUT, "A/d0", "begin", 1),
-        (CUT, "A/d1", "apply", 1),
-        (BEHIND, "A/d2", "backward", 0),
-        (BEHIND, "A/d1", "apply", 1),
-    ],
+    few(
+        [
+            (CUT, "A/d1", "forward", 0),
+            (CUT, "A/d1", "applied", 1),
+            (CUT, "A/d0", "begin", 1),
+            (CUT, "A/d1", "apply", 1),
+            (BEHIND, "A/d2", "backward", 0),
+            (BEHIND, "A/d1", "apply", 1),
+        ],
+        *(0, 2, 5),
+    ),
 )
 def test_the_weights_are_those_of_the_plan_without_it(
     splitter: Splitter, first, cut: Replicated, lost: str, phase: str, every: int

@@ -31,7 +31,7 @@ from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.state import OptimizerState, PartState
 from collapipe_flwr.transport.client import Dialer, HostClient
 from tests.cluster.daemon_processes import Daemon, running
-from tests.laws.test_cluster_equals_whole import ADAMW, Cut, _micro_batches, tiny_batch
+from tests.rounds import ADAMW, Cut, micro_batches, tiny_batch
 
 BLOCKS, TOKENS, SIZE = 6, 8, 2
 STOPS = (2, 5, 1, 4)  # of the first device's blocks, round by round
@@ -91,7 +91,7 @@ class Cluster:
         )
         steps = [[tiny_batch(self._splitter, SIZE, seed=stop)]] * 2
         fleet = RemoteFleet(cluster=self._config, edges={"": HostedEdge(address=self._edge)})
-        batches = _micro_batches(self._splitter, steps)
+        batches = micro_batches(self._splitter, steps)
         result = train_round(self._splitter, order, batches, fleet)
         self._weights = {**self._weights, **result.weights}
         self._slots = result.slots
@@ -131,7 +131,7 @@ def test_a_device_reserves_what_its_plan_was_priced_at() -> None:
             assert state_bytes <= report.peak_tensor_bytes <= 1.01 * priced[stop].bytes
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_daemon_never_uses_more_memory_than_its_plans_were_priced_at() -> None:
     """What the kernel counts, above a daemon that has trained once and holds next to nothing.
 

@@ -19,11 +19,11 @@ from collapipe_flwr.models.split_model import SplitModel
 from collapipe_flwr.models.splitter import Splitter
 from tests.closeness import assert_near, near
 from tests.cluster.daemon_processes import ROOT, Daemon, running
-from tests.laws.test_cluster_equals_whole import Cut
 from tests.laws.test_daemons_equal_whole import Cluster
 from tests.models import own_models
 from tests.models import test_own_models as heads
 from tests.models import test_split_model as modules
+from tests.rounds import Cut
 
 FILE = """
 id = "A"

@@ -28,8 +28,7 @@ from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.step import MicroBatch
 from tests.cluster.hosted import daemons
-from tests.cluster.test_recovery import profile
-from tests.laws.test_cluster_equals_whole import Cut, tiny_batch
+from tests.rounds import Cut, profile, tiny_batch
 
 SGD = OptimizerConfig(name="sgd")
 EXAMPLES, STEPS = 8, 3

@@ -6,134 +6,32 @@ import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from collapipe_flwr.cluster.control_unit import RoundResult, evaluate_batches, train_round
+from collapipe_flwr.cluster.control_unit import evaluate_batches, train_round
 from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.cluster.hosted import ThreadEdge
-from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.recovery import MOST_REPLAYS, RecoveringRound, Recovery
-from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, DeviceProfile, ModelProfile
+from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import EdgeLost, InfeasibleError, LinkError, ScheduleError
-from collapipe_flwr.models.profile import profile_model
-from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.pipeline.optimizer import OptimizerConfig
-from tests.closeness import assert_near, near
+from tests.closeness import assert_near, assert_same, near
 from tests.cluster.faults import PHASES, Fault, PowerCut, failing
-from tests.laws.test_cluster_equals_whole import (
-    Cut,
-    _micro_batches,
-    _steps,
-    make_splitter,
+from tests.cluster.recovered import CUT, STEPS, order, run
+from tests.rounds import (
+    costs_of,
+    micro_batches,
+    profile,
+    recovery,
+    steps_of,
     tiny_batch,
     without_labels,
 )
 
-RULE = OptimizerConfig(name="adamw", learning_rate=1e-2)
 SLOW = pytest.mark.slow
-DROPOUT, SEED, STEPS = 0.1, 3, 3
 DEVICES = ("A/d0", "A/d1", "A/d2")
-CUT = Cut(stops=(1, 3, 5), micro_batches=(2, 1), schedule="1f1b")
-
-
-@pytest.fixture(scope="module")
-def splitter() -> Splitter:
-    torch.set_num_threads(1)
-    return make_splitter("bert", DROPOUT)
-
-
-@pytest.fixture(scope="module")
-def first(splitter: Splitter) -> dict[str, Tensor]:
-    return splitter.initial_weights(seed=1)
-
-
-def device(name: str, speed: float = 1e9, memory_bytes: int = 2**30) -> DeviceProfile:
-    return DeviceProfile(
-        device_id=name,
-        kind="board",
-        speed_flop_per_s=speed,
-        memory_bytes=memory_bytes,
-        energy_per_flop_j=1e-9,
-        tx_power_max_w=0.1,
-        energy_budget_j=1.0,
-    )
-
-
-def profile(memory_bytes: int = 2**30) -> ClusterProfile:
-    speeds = dict(zip(DEVICES, (1e9, 2e9, 3e9), strict=True))
-    return ClusterProfile(
-        cluster_id="A",
-        examples=9,
-        control_unit=device("A/cu"),
-        devices=tuple(device(name, speed, memory_bytes) for name, speed in speeds.items()),
-        d2d_bandwidth_hz=1e6,
-        server_rate_bit_per_s=1e6,
-    )
-
-
-def order(
-    first: dict[str, Tensor], plan: ClusterPlan | None = None, *, every: int = 0
-) -> RoundOrder:
-    return RoundOrder(
-        plan=plan or CUT.plan(),
-        weights=first,
-        learning=LearningSettings(
-            optimizer=RULE, schedule=CUT.schedule, deadline_s=10.0, snapshot_every=every
-        ),
-        dropout_seed=SEED,
-    )
-
-
-@cache
-def costs_of(splitter: Splitter) -> ModelProfile:
-    return profile_model(splitter, BatchShape(source_length=8, target_length=1))
-
-
-def recovery(splitter: Splitter, **options: int) -> Recovery:
-    return Recovery(profile=profile(**options), model=lambda: costs_of(splitter))
-
-
-def run(
-    splitter: Splitter,
-    first: dict[str, Tensor],
-    *faults: Fault,
-    every: int = 0,
-    die: Callable[[], None] | None = None,
-) -> tuple[RoundResult, dict[str, Tensor]]:
-    """A round in which devices die; its result, and all weights."""
-    fleet = ThreadFleet(ThreadEdge(), failing(*faults, die=die))
-    batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
-    asked = order(first, every=every)
-    plans = recovery(splitter)
-    result = train_round(splitter, asked, iter(batches), fleet, recovery=plans)
-    return result, dict(result.weights)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(splitter: Splitter, first: dict[str, Tensor]):
-    """Weights of a round that nothing disturbs, by plan."""
-    known: dict[tuple, dict[str, Tensor]] = {}
-
-    def on(plan: ClusterPlan) -> dict[str, Tensor]:
-        if plan.segments not in known:
-            batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
-            fleet = ThreadFleet(ThreadEdge())
-            result = train_round(splitter, order(first, plan), batches, fleet)
-            known[plan.segments] = dict(result.weights)
-        return known[plan.segments]
-
-    return on
-
-
-def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
-    assert set(left) == set(right)
-    assert all(torch.equal(left[key], right[key]) for key in left)
 
 
 def deaths() -> Iterator[Any]:
@@ -178,7 +76,7 @@ def test_a_plan_that_its_own_cluster_does_not_trust_reaches_no_device(
 ) -> None:
     """Whatever the server believes of the cluster's devices."""
     fleet = ThreadFleet(ThreadEdge(), lambda *_: pytest.fail("a device was opened"))
-    batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
+    batches = micro_batches(splitter, steps_of(splitter, CUT, STEPS))
     with pytest.raises(ScheduleError, match="A/d0, which its cluster does not trust"):
         work(splitter, order(first), batches, fleet, recovery=trusting(splitter, "A/d1"))
 
@@ -189,7 +87,7 @@ def test_the_first_block_moves_to_a_trusted_device_or_to_none(
     """The others are faster."""
     for others, fault in ((("A/d1",), None), ((), InfeasibleError)):
         fleet = ThreadFleet(ThreadEdge(), failing(Fault(step=1, device_id="A/d0", phase="forward")))
-        batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
+        batches = micro_batches(splitter, steps_of(splitter, CUT, STEPS))
         plans = trusting(splitter, "A/d0", *others)
         if fault is not None:
             with pytest.raises(fault, match="no trusted device is left"):
@@ -209,7 +107,7 @@ def test_a_loss_leaves_the_optimiser_that_an_undisturbed_round_leaves(
         slots, plan = {}, None
         weights = dict(first)
         for faults in ((), fault):
-            batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
+            batches = micro_batches(splitter, steps_of(splitter, CUT, STEPS))
             asked = replace(order(weights, plan), slots=slots, keep_optimizer=True)
             fleet = ThreadFleet(ThreadEdge(), failing(*faults))
             plans = recovery(splitter)
@@ -241,7 +139,7 @@ def test_snapshots_change_nothing(splitter: Splitter, first, undisturbed) -> Non
 def test_the_edge_reports_each_step_once(splitter: Splitter, first, every, breaks: str) -> None:
     faults = [Fault(step=1, device_id="A/d1", phase="backward")] if breaks == "a device" else []
     fleet = ThreadFleet(ThreadEdge(), failing(*faults))
-    batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
+    batches = micro_batches(splitter, steps_of(splitter, CUT, STEPS))
     asked = order(first, every=every)
     course = RecoveringRound(splitter, asked, fleet, recovery(splitter))
     course.run(batches)
@@ -254,11 +152,11 @@ def test_the_edge_reports_each_step_once(splitter: Splitter, first, every, break
 
 
 def test_steps_without_labels_are_none_for_snapshots_either(splitter: Splitter, first) -> None:
-    steps = _steps(splitter, CUT, 4)
+    steps = steps_of(splitter, CUT, 4)
     steps[::2] = [[without_labels(batch) for batch in step] for step in steps[::2]]
     ends = []
     for every in (0, 1):
-        batches = _micro_batches(splitter, steps)
+        batches = micro_batches(splitter, steps)
         asked, plans = order(first, every=every), recovery(splitter)
         fleet = ThreadFleet(ThreadEdge())
         result = train_round(splitter, asked, batches, fleet, recovery=plans)
@@ -328,7 +226,7 @@ def test_a_device_that_was_lost_stays_out_until_the_round_is_over(
     lost = enumerate(("A/d1", "A/d2"))  # one after the other: nobody begins step 1 without step 0
     faults = [Fault(step=step, device_id=name, phase="begin") for step, name in lost]
     fleet = Flickering(ThreadEdge(), failing(*faults))
-    batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
+    batches = micro_batches(splitter, steps_of(splitter, CUT, STEPS))
     result = train_round(splitter, order(first), batches, fleet, recovery=recovery(splitter))
     assert [i.lost for i in result.incidents] == [("A/d1",), ("A/d2",)]
     assert {s.device_id for s in result.plan.segments} == {"A/d0"}
@@ -352,7 +250,7 @@ def test_a_link_that_breaks_while_all_live_is_replayed_on_the_same_plan(
         raise LinkError("the radio stuttered")
 
     stages = failing(Fault(step=1, device_id="A/d1", phase="send"), die=hiccup)
-    batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
+    batches = micro_batches(splitter, steps_of(splitter, CUT, STEPS))
     fleet = ThreadFleet(ThreadEdge(), stages)
     result = train_round(splitter, order(first), batches, fleet, recovery=recovery(splitter))
     assert result.plan.segments == CUT.plan().segments
@@ -379,7 +277,7 @@ def test_an_edge_that_is_gone_does_not_hide_what_broke_first(splitter: Splitter,
         raise LinkError("the radio stuttered")
 
     stages = failing(Fault(step=1, device_id="A/d1", phase="send"), die=hiccup)
-    batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
+    batches = micro_batches(splitter, steps_of(splitter, CUT, STEPS))
     fleet = ThreadFleet(LosesEdge(), stages)
     told = "the radio stuttered.*; the round cannot be replayed: edge at 10.0.0.9:50061 cannot"
     with pytest.raises(LinkError, match=told):
@@ -395,7 +293,7 @@ def test_what_breaks_for_ever_is_given_up(splitter: Splitter, first) -> None:
 
     faults = [Fault(step=0, device_id="A/d1", phase="begin")] * 9
     fleet = ThreadFleet(ThreadEdge(), _one_at_a_time(faults, hiccup))
-    batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
+    batches = micro_batches(splitter, steps_of(splitter, CUT, STEPS))
     with pytest.raises(LinkError, match="the radio is broken"):
         train_round(splitter, order(first), batches, fleet, recovery=recovery(splitter))
     assert len(tries) == MOST_REPLAYS + 1
@@ -421,7 +319,7 @@ def test_a_replayed_round_tests_its_probe_again_and_counts_it_once(
 ) -> None:
     results = []
     for faults in ((), (Fault(step=3, device_id="A/d1", phase="backward"),)):
-        batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
+        batches = micro_batches(splitter, steps_of(splitter, CUT, STEPS))
         probe = (step for step in batches[:2])
         fleet = ThreadFleet(ThreadEdge(), failing(*faults))
         asked, plans = order(first, every=2), recovery(splitter)
@@ -438,7 +336,7 @@ def test_without_room_for_the_rest_the_round_fails_with_one_sentence(
     splitter: Splitter, first
 ) -> None:
     fleet = ThreadFleet(ThreadEdge(), failing(Fault(step=0, device_id="A/d1", phase="forward")))
-    batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
+    batches = micro_batches(splitter, steps_of(splitter, CUT, STEPS))
     tight = recovery(splitter, memory_bytes=60_000)
     with pytest.raises(InfeasibleError, match=r"'A': without A/d1 no plan fits the 2 devices"):
         train_round(splitter, order(first), batches, fleet, recovery=tight)
@@ -447,7 +345,7 @@ def test_without_room_for_the_rest_the_round_fails_with_one_sentence(
 def test_the_rest_leaves_as_much_memory_free_as_the_plan_did(splitter: Splitter, first) -> None:
     def without(margin: float, memory_bytes: int = 2**30) -> ClusterPlan:
         fleet = ThreadFleet(ThreadEdge(), failing(Fault(step=0, device_id="A/d1", phase="forward")))
-        batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
+        batches = micro_batches(splitter, steps_of(splitter, CUT, STEPS))
         asked = order(first, replace(CUT.plan(), memory_margin=margin))
         rest = recovery(splitter, memory_bytes=memory_bytes)
         return train_round(splitter, asked, batches, fleet, recovery=rest).plan
@@ -462,7 +360,7 @@ def test_the_rest_leaves_as_much_memory_free_as_the_plan_did(splitter: Splitter,
 def test_an_evaluation_goes_on_without_a_device_that_dies(
     splitter: Splitter, first, device_id: str
 ) -> None:
-    batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
+    batches = micro_batches(splitter, steps_of(splitter, CUT, STEPS))
     loss = evaluate_batches(splitter, order(first), batches, ThreadFleet(ThreadEdge()))
     stages = failing(Fault(step=1, device_id=device_id, phase="forward"))
     hit = evaluate_batches(
@@ -478,6 +376,6 @@ def test_an_evaluation_goes_on_without_a_device_that_dies(
 
 def test_without_recovery_a_lost_device_fails_the_round(splitter: Splitter, first) -> None:
     fleet = ThreadFleet(ThreadEdge(), failing(Fault(step=0, device_id="A/d1", phase="forward")))
-    batches = _micro_batches(splitter, [[tiny_batch(splitter, 2, 0)] * 2])
+    batches = micro_batches(splitter, [[tiny_batch(splitter, 2, 0)] * 2])
     with pytest.raises(LinkError, match="A/d1"):
         train_round(splitter, replace(order(first)), batches, fleet)

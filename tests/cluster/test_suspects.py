@@ -30,18 +30,9 @@ from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.link import GRAD
 from collapipe_flwr.pipeline.roles import MiddleStage
 from collapipe_flwr.pipeline.state import PartState
-from tests.cluster.test_recovery import (  # noqa: F401
-    CUT,
-    DEVICES,
-    STEPS,
-    assert_same,
-    first,
-    order,
-    recovery,
-    splitter,
-    undisturbed,
-)
-from tests.laws.test_cluster_equals_whole import _micro_batches, _steps
+from tests.closeness import assert_same
+from tests.cluster.recovered import CUT, STEPS, order
+from tests.rounds import DEVICES, micro_batches, recovery, steps_of
 
 Make = Callable[..., MiddleStage]
 
@@ -88,25 +79,25 @@ def sick(*device_ids: str, how: str, step: int = 1) -> Make:
 
 
 def trained(
-    splitter,  # noqa: F811
-    first,  # noqa: F811
+    splitter,
+    first,
     make: Make,
     every: int = 0,
     **options,
 ) -> RoundResult:
-    batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
+    batches = micro_batches(splitter, steps_of(splitter, CUT, STEPS))
     asked, plans = order(first, every=every), recovery(splitter, **options)
     return train_round(splitter, asked, batches, ThreadFleet(ThreadEdge(), make), recovery=plans)
 
 
-def test_with_clipping_who_has_gradients_that_are_not_finite_is_named(splitter, first) -> None:  # noqa: F811
+def test_with_clipping_who_has_gradients_that_are_not_finite_is_named(splitter, first) -> None:
     def clipped(plan: ClusterPlan | None = None) -> RoundOrder:
         asked = order(first, plan)
         learning = replace(asked.learning, execution=Execution(clip_norm=0.01))
         return replace(asked, learning=learning)
 
     def run(asked: RoundOrder, make: Make) -> tuple[RoundResult, dict[str, Tensor]]:
-        batches, plans = _micro_batches(splitter, _steps(splitter, CUT, STEPS)), recovery(splitter)
+        batches, plans = micro_batches(splitter, steps_of(splitter, CUT, STEPS)), recovery(splitter)
         fleet = ThreadFleet(ThreadEdge(), make)
         result = train_round(splitter, asked, batches, fleet, recovery=plans)
         return result, dict(result.weights)
@@ -130,9 +121,9 @@ QUICK = set(zip(HOWS, cycle(DEVICES), strict=False))  # each way and each device
     ],
 )
 def test_who_computes_wrongly_is_named_and_the_round_is_done_without_it(
-    splitter,  # noqa: F811
-    first,  # noqa: F811
-    undisturbed,  # noqa: F811
+    splitter,
+    first,
+    undisturbed,
     how: str,
     device_id: str,
 ) -> None:
@@ -147,8 +138,8 @@ def test_who_computes_wrongly_is_named_and_the_round_is_done_without_it(
 
 @pytest.mark.parametrize("every", [0, 1])
 def test_what_all_devices_fail_with_is_nobodys_fault_and_tried_twice(
-    splitter,  # noqa: F811
-    first,  # noqa: F811
+    splitter,
+    first,
     every: int,
 ) -> None:
     make = sick("A/d0", "A/d1", "A/d2", how="raising")
@@ -183,8 +174,8 @@ def test_what_two_edges_do_alike_is_tried_on_no_third(blame: Blame, told: str) -
 
 @pytest.mark.parametrize("how", ["nan", "gradient", "weights"])
 def test_numbers_that_two_devices_make_infinite_are_the_trainings(
-    splitter,  # noqa: F811
-    first,  # noqa: F811
+    splitter,
+    first,
     how: str,
 ) -> None:
     make = sick("A/d0", "A/d1", "A/d2", how=how)
@@ -192,7 +183,7 @@ def test_numbers_that_two_devices_make_infinite_are_the_trainings(
         trained(splitter, first, make)
 
 
-def test_before_any_step_no_learning_rate_is_to_blame(splitter, first) -> None:  # noqa: F811
+def test_before_any_step_no_learning_rate_is_to_blame(splitter, first) -> None:
     make = sick("A/d0", "A/d1", "A/d2", how="nan", step=0)
     with pytest.raises(Diverged) as failure:
         trained(splitter, first, make)
@@ -208,7 +199,7 @@ class Edges(ThreadEdge):
         self.failing, self.tried = failing, []
 
     @contextmanager
-    def opened(self, splitter, order):  # noqa: F811
+    def opened(self, splitter, order):
         how = self.failing.get(order.plan.edge, "")
         self.tried.append(order.plan.edge)
         with super().opened(splitter, order) as part:
@@ -234,9 +225,9 @@ class Edges(ThreadEdge):
     ],
 )
 def test_an_edge_that_answers_wrongly_is_replaced_and_an_error_of_all_is_told_at_once(
-    splitter,  # noqa: F811
-    first,  # noqa: F811
-    undisturbed,  # noqa: F811
+    splitter,
+    first,
+    undisturbed,
     how: str,
     told: str,
 ) -> None:
@@ -250,7 +241,7 @@ def test_an_edge_that_answers_wrongly_is_replaced_and_an_error_of_all_is_told_at
         )
         known = replace(plans.profile, edge=one, other_edges=tuple(others))
         asked = order(first, replace(CUT.plan(), edge="one"))
-        batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
+        batches = micro_batches(splitter, steps_of(splitter, CUT, STEPS))
         fleet, plans = ThreadFleet(edges), replace(plans, profile=known)
         return train_round(splitter, asked, batches, fleet, recovery=plans)
 
@@ -275,19 +266,19 @@ def test_who_clips_already_is_not_told_to_clip() -> None:
         suspects.quarantine(error, plan, last=False)
 
 
-def test_a_learning_rate_that_is_too_high_is_nobodys_fault(splitter, first) -> None:  # noqa: F811
+def test_a_learning_rate_that_is_too_high_is_nobodys_fault(splitter, first) -> None:
     fast = order(first)
     rule = replace(fast.learning.optimizer, learning_rate=1e12)
     fast = replace(fast, learning=replace(fast.learning, optimizer=rule))
-    batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
+    batches = micro_batches(splitter, steps_of(splitter, CUT, STEPS))
     fleet, plans = ThreadFleet(ThreadEdge()), recovery(splitter)
     with pytest.raises(Diverged, match="the training diverged"):
         train_round(splitter, fast, batches, fleet, recovery=plans)
 
 
 def test_without_another_device_the_sentence_names_the_one_and_the_doubt(
-    splitter,  # noqa: F811
-    first,  # noqa: F811
+    splitter,
+    first,
 ) -> None:
     make = sick("A/d2", how="nan")
     with pytest.raises(InfeasibleError) as failure:
@@ -297,8 +288,8 @@ def test_without_another_device_the_sentence_names_the_one_and_the_doubt(
     assert "whether it computes wrongly or the training diverges shows only where" in said
 
 
-def test_sentences_pass_through_the_chain_without_growing(splitter, first) -> None:  # noqa: F811
-    batches = _micro_batches(splitter, _steps(splitter, CUT, STEPS))
+def test_sentences_pass_through_the_chain_without_growing(splitter, first) -> None:
+    batches = micro_batches(splitter, steps_of(splitter, CUT, STEPS))
     fleet = ThreadFleet(ThreadEdge(), sick("A/d2", how="raising"))
     with pytest.raises(CollaPipeError) as failure:
         train_round(splitter, order(first), batches, fleet)

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from collapipe_flwr.core import bounds
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.core.texts import LINE, MOST, make_printable, to_one_line
+from tests.thorough import examples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +104,7 @@ values = st.recursive(
 fields = st.sampled_from(["name", "rate", "steps", "loss", "notes", "why", "free", "text"])
 
 
-@settings(max_examples=300, derandomize=True)
+@examples(80, 300, derandomize=True)
 @given(values | st.dictionaries(fields, values) | st.text())
 def test_anything_is_a_value_or_a_protocol_error(data: object) -> None:
     text = (

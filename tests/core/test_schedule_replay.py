@@ -6,12 +6,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.replay import StepTimes, replay
 from collapipe_flwr.costs.makespan import gpipe_makespan_s
+from tests.thorough import examples
 
 
 def random_times(seed: int, stages: int, *, half_duplex: bool = False) -> StepTimes:
@@ -31,7 +32,7 @@ def closed_form(times: StepTimes, count: int) -> float:
     return float(gpipe_makespan_s(times.stage_s, times.hop_s, count))
 
 
-@settings(max_examples=150)
+@examples(40, 150)
 @given(st.integers(0, 10**6), st.integers(2, 7), st.integers(1, 9), st.booleans())
 def test_gpipe_closed_form_is_exact(seed: int, stages: int, count: int, half: bool) -> None:
     """Also over half-duplex links: the directions of a GPipe step never meet."""
@@ -41,7 +42,7 @@ def test_gpipe_closed_form_is_exact(seed: int, stages: int, count: int, half: bo
     )
 
 
-@settings(max_examples=80)
+@examples(25, 80)
 @given(st.integers(0, 10**6), st.integers(2, 6), st.integers(1, 8))
 def test_no_schedule_beats_the_busiest_resource_or_one_round_trip(
     seed: int, stages: int, count: int

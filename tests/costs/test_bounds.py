@@ -6,7 +6,7 @@ from itertools import accumulate, combinations, pairwise, permutations, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
@@ -23,8 +23,9 @@ from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.episode import run_episode
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import EnergyBudget, World, make_world, mixed_devices
+from tests.thorough import examples
+from tests.worlds import BOARDS
 
-KINDS = ("raspberry-pi-4", "raspberry-pi-5", "jetson-nano", "phone")
 PAIRS = np.array([(2, 2), (4, 8)])
 MODEL = ModelShape(blocks=4, width=256, tokens=32).profile()
 
@@ -44,7 +45,7 @@ def busiest_s(times: StepTimes, count: int) -> float:
     return max(count * s + a for s, a in zip(stages, ahead, strict=False))
 
 
-@settings(max_examples=80)
+@examples(25, 80)
 @given(st.integers(0, 10**6), st.integers(2, 6), st.integers(1, 8))
 def test_no_order_of_actions_beats_a_stage_and_what_stands_before_it(
     seed: int, stages: int, count: int
@@ -106,7 +107,7 @@ def test_many_devices_get_a_bound_below_that_of_few() -> None:
 
 def a_world(seed: int, budget: EnergyBudget, channel: str = "block-fading") -> World:
     return make_world(
-        cluster_devices=mixed_devices(2, 3, seed, KINDS),
+        cluster_devices=mixed_devices(2, 3, seed, BOARDS),
         examples=[100, 150],
         channel=channel,
         seed=seed,

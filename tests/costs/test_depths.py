@@ -21,7 +21,7 @@ from collapipe_flwr.costs.layouts import Layouts
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.costs.work import PricingOptions, capacity_bytes, peak_bytes
 from collapipe_flwr.simulation.models import ModelShape
-from collapipe_flwr.simulation.world import make_world
+from tests.worlds import first_round, with_devices
 
 OPTIONS = PricingOptions(schedule="1f1b", memory_margin=0.0)
 
@@ -30,14 +30,13 @@ def a_chain(memory_share: tuple[float, ...], count: int = 8) -> Chain:
     """Three devices; each one's memory allows its state and that many micro-batches in flight."""
     model = ModelShape(blocks=6, decoder_blocks=6, width=256, tokens=64).profile()
     kinds = ["raspberry-pi-5", "raspberry-pi-4", "raspberry-pi-4", "raspberry-pi-4"]
-    snapshot = make_world(cluster_devices=[kinds], examples=[100]).snapshot(1, model)
+    snapshot = first_round([kinds], model, 100)
     cluster, block = snapshot.clusters[0], model.blocks[0]
     devices = tuple(
         replace(d, memory_bytes=int(2 * (block.state_bytes + 4 * share * block.stash_bytes)))
         for d, share in zip(cluster.profile.devices, memory_share, strict=True)
     )
-    tight = replace(cluster, profile=replace(cluster.profile, devices=devices))
-    tables = tabulate(replace(snapshot, clusters=(tight,)))
+    tables = tabulate(replace(snapshot, clusters=(with_devices(cluster, devices),)))
     rows = Layouts(
         cluster_r=np.array([0]),
         member_rs=np.array([[1, 2, 3]]),

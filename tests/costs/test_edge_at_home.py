@@ -19,6 +19,7 @@ from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import make_world, with_edge_at_home
+from tests.worlds import planned
 
 MOST = {"1f1b": 1.12, "gpipe": 1.18}  # of what a step really takes, as docs/theory.md says
 OPTIONS = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(8,), schedule="1f1b")
@@ -147,6 +148,6 @@ def test_searches_price_it_as_plans_do() -> None:
 def test_its_link_is_its_own_and_shares_no_band() -> None:
     """The last hop takes as long, whatever the bandwidth towards other edges."""
     snapshot = at_home(0.0, 1.0)
-    plan, _ = (s := make_scheduler("uniform", OPTIONS)).step(s.init(snapshot), snapshot)
+    plan = planned(snapshot, OPTIONS, "uniform")
     wide = replace(snapshot, radio=replace(snapshot.radio, bandwidth_hz=1e3))
     assert price(plan, wide).latency_s == price(plan, snapshot).latency_s

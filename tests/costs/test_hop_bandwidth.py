@@ -14,12 +14,11 @@ from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.chain import chain_of, full_power_times
 from collapipe_flwr.costs.layouts import rows_of_plans
 from collapipe_flwr.costs.tables import tabulate
-from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.devices import FleetCluster, device_preset
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.setting import Setting
-from collapipe_flwr.simulation.world import make_world
+from tests.worlds import equal_ends, first_round, planned, with_devices
 
 WIDE_HZ = 20e6  # of the preset
 ONE = SchedulerConfig(schedule="gpipe", micro_batch_sizes=(4,), micro_batches=(4,), bound=False)
@@ -28,14 +27,11 @@ ONE = SchedulerConfig(schedule="gpipe", micro_batch_sizes=(4,), micro_batches=(4
 def narrowed(widths: tuple[float | None, ...]) -> Snapshot:
     """One cluster whose devices have radios of those widths."""
     kinds = ["raspberry-pi-5", *["raspberry-pi-4"] * len(widths)]
-    model = ModelShape(blocks=4, decoder_blocks=4, width=256, tokens=64).profile()
-    snapshot = make_world(cluster_devices=[kinds], examples=[64]).snapshot(1, model)
+    snapshot = first_round([kinds], equal_ends(4, 256, 64), 64)
     cluster = snapshot.clusters[0]
     pairs = zip(cluster.profile.devices, widths, strict=True)
-    devices = tuple(replace(device, d2d_bandwidth_hz=width) for device, width in pairs)
-    return replace(
-        snapshot, clusters=(replace(cluster, profile=replace(cluster.profile, devices=devices)),)
-    )
+    devices = (replace(device, d2d_bandwidth_hz=width) for device, width in pairs)
+    return replace(snapshot, clusters=(with_devices(cluster, devices),))
 
 
 def test_the_narrower_radio_decides() -> None:
@@ -46,7 +42,7 @@ def test_the_narrower_radio_decides() -> None:
 
 def test_a_hop_takes_as_long_as_its_own_width_says() -> None:
     snapshot = narrowed((None, 5e6, None))
-    plan, _ = (s := make_scheduler("uniform", ONE)).step(s.init(snapshot), snapshot)
+    plan = planned(snapshot, ONE, "uniform")
     tables = tabulate(snapshot)
     chain = chain_of(tables, rows_of_plans(tables, plan.clusters), ONE)
     times = full_power_times(chain, np.array([snapshot.radio.bandwidth_hz]))[0, :, 0]
@@ -61,7 +57,7 @@ def test_a_hop_takes_as_long_as_its_own_width_says() -> None:
 
 def test_dssda_matches_brute_force_where_hops_differ() -> None:
     snapshot = narrowed((0.2e6, None, 0.5e6))
-    ours, _ = (s := make_scheduler("dssda", ONE)).step(s.init(snapshot), snapshot)
+    ours = planned(snapshot, ONE)
     best = optimal_plan(snapshot, ONE)
     assert ours.latency_s == pytest.approx(best.latency_s, rel=1e-3)
     wide = narrowed((None, None, None))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from collapipe_flwr.costs.radio import power_for_time_w, send_time_s, solve_exponent
+from tests.thorough import examples
 
 NOISE = 2e-20
 
 
-@settings(max_examples=100)
+@examples(30, 100)
 @given(st.floats(3, 8), st.floats(5, 8), st.floats(-12, -6), st.floats(-3, 0))
 def test_time_and_power_are_inverse(bits: float, width: float, gain: float, power: float) -> None:
     noise = NOISE / 10**gain
@@ -20,7 +21,7 @@ def test_time_and_power_are_inverse(bits: float, width: float, gain: float, powe
     assert power_for_time_w(10**bits, 10**width, noise, time) == pytest.approx(10**power, rel=1e-9)
 
 
-@settings(max_examples=60)
+@examples(20, 60)
 @given(st.floats(4, 7), st.floats(-10, -7), st.floats(-4, 3))
 def test_thrifty_time_minimises_time_plus_energy(bits: float, gain: float, price: float) -> None:
     a, width, noise, worth = 10**bits, 1e7, NOISE / 10**gain, 10**price

@@ -9,24 +9,17 @@ import pytest
 
 from collapipe_flwr.core.domain import ClusterPlan, Plan, Snapshot
 from collapipe_flwr.costs.price import price, with_rates
-from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulation.models import ModelShape
-from collapipe_flwr.simulation.world import make_world
 from tests.planned_step import replay_plan
+from tests.worlds import equal_ends, first_round, planned
 
 SETTINGS = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(2,), codecs=("fp32",))
 
 
 def _planned(codec: str = "fp32") -> tuple[Plan, Snapshot]:
     kinds = [["raspberry-pi-5", "raspberry-pi-4", "jetson-nano"], ["phone", "phone", "phone"]]
-    world = make_world(cluster_devices=kinds, examples=[40, 60], seed=3)
-    snapshot = world.snapshot(
-        1, ModelShape(blocks=4, decoder_blocks=4, width=32, tokens=16, wire_bytes=4).profile()
-    )
-    scheduler = make_scheduler("dssda", replace(SETTINGS, codecs=(codec,)))
-    plan, _ = scheduler.step(scheduler.init(snapshot), snapshot)
-    return with_rates(plan, snapshot), snapshot
+    snapshot = first_round(kinds, equal_ends(4, 32, 16, wire_bytes=4), [40, 60], seed=3)
+    return with_rates(planned(snapshot, replace(SETTINGS, codecs=(codec,))), snapshot), snapshot
 
 
 def _shannon(hz: float, watt: float, gain: float, noise: float) -> float:

@@ -7,7 +7,7 @@ from math import gcd
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from collapipe_flwr.core.domain import ClusterPlan, Plan, Snapshot
@@ -26,11 +26,11 @@ from collapipe_flwr.costs.price import price, with_rates
 from collapipe_flwr.costs.replicas import ReplicatedPricing, exchange_s
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.costs.work import OPTIMISER_FLOP_PER_BYTE, PricingOptions
-from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.models import ModelShape
-from collapipe_flwr.simulation.world import make_world
 from tests.scheduler.test_overheads import beginning
+from tests.thorough import examples
+from tests.worlds import first_round, planned
 
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(lambda r: (1, *r, 1))
 
@@ -97,7 +97,7 @@ def _simulated(times: StepTimes, depths: tuple[int, ...], count: int) -> float:
             return max(end.values())
 
 
-@settings(max_examples=60)
+@examples(20, 60)
 @given(seed=st.integers(0, 10**6), replicas=shapes, count=st.integers(1, 9), deep=st.booleans())
 def test_a_replay_with_replicas_is_what_another_simulation_says(
     seed: int, replicas: tuple[int, ...], count: int, deep: bool
@@ -169,19 +169,16 @@ def test_the_exchange_takes_as_long_as_its_price(
 SETTINGS = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(8,), schedule="1f1b")
 
 
-def planned(
+def replicated(
     kinds: list[list[str]], seed: int = 3, *, on_devices: bool = False
 ) -> tuple[Plan, Snapshot]:
     """A plan, for clusters whose last device is the edge if it is to be ``on_devices``."""
-    world = make_world(cluster_devices=kinds, examples=[40] * len(kinds), seed=seed)
     shape = ModelShape(blocks=6, decoder_blocks=4, width=32, tokens=16, wire_bytes=4)
-    snapshot = world.snapshot(1, shape.profile())
+    snapshot = first_round(kinds, shape.profile(), 40, seed)
     if on_devices:
         clusters = (c.with_edge(c.profile.devices[-1].as_edge) for c in snapshot.clusters)
         snapshot = replace(snapshot, clusters=tuple(clusters))
-    scheduler = make_scheduler("dssda", SETTINGS)
-    plan, _ = scheduler.step(scheduler.init(snapshot), snapshot)
-    return with_rates(plan, snapshot), snapshot
+    return with_rates(planned(snapshot, SETTINGS), snapshot), snapshot
 
 
 MIXED = [["raspberry-pi-5", "raspberry-pi-4", "jetson-nano"], ["phone", "phone", "phone"]]
@@ -192,7 +189,7 @@ MIXED = [["raspberry-pi-5", "raspberry-pi-4", "jetson-nano"], ["phone", "phone",
 def test_without_replicas_it_is_the_price_of_any_plan(
     schedule: str, recompute: bool, on_devices: bool
 ) -> None:
-    plan, snapshot = planned(MIXED, on_devices=on_devices)
+    plan, snapshot = replicated(MIXED, on_devices=on_devices)
     count = sum(len(c.profile.members) for c in snapshot.clusters)
     snapshot = beginning(snapshot, *np.random.default_rng(1).uniform(0.5, 2.0, count))
     options = PricingOptions(schedule=schedule, recompute=recompute)
@@ -214,7 +211,7 @@ def test_without_replicas_it_is_the_price_of_any_plan(
 
 def alone(blocks: int = 6) -> tuple[ClusterPlan, Plan, Snapshot]:
     """All blocks on the first of three phones, all of which are as far from everybody."""
-    plan, snapshot = planned([["phone"] * 4])
+    plan, snapshot = replicated([["phone"] * 4])
     (cluster,), gain = plan.clusters, 1e-7
     (one,) = snapshot.clusters
     even = tuple((gain,) * 4 for _ in range(4))

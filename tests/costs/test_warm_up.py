@@ -54,7 +54,7 @@ def test_a_step_takes_about_as_long_as_with_the_best_depths() -> None:
 def test_no_depths_undercut_the_bound_and_the_best_come_near_it() -> None:
     """Far nearer than to what is known without memories and without how fast stages are fed."""
     plain, close = [], []
-    for seed in range(300):
+    for seed in range(90):
         step, limit, micro_batches = drawn(seed)
         least = shortest_s(step, list(limit), micro_batches)
         count, held = np.array(float(micro_batches)), np.array(limit, dtype=float)

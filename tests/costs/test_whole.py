@@ -6,20 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from collapipe_flwr.core.domain import Snapshot
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.costs.work import whole_model
-from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulation.models import ModelShape
-from collapipe_flwr.simulation.world import make_world
+from tests.worlds import equal_ends, first_round, planned
 
-MODEL = ModelShape(blocks=3, decoder_blocks=3, width=64, tokens=16).profile()
-
-
-def a_snapshot() -> Snapshot:
-    world = make_world(cluster_devices=[["raspberry-pi-5", "phone"]], examples=[96])
-    return world.snapshot(1, whole_model(MODEL))
+MODEL = equal_ends(3, 64, 16)
 
 
 def test_nothing_of_the_model_is_lost() -> None:
@@ -38,10 +30,9 @@ def test_one_block_takes_both_ends() -> None:
 
 
 def test_fedavg_of_the_whole_model_costs_its_device_everything() -> None:
-    snapshot = a_snapshot()
+    snapshot = first_round([["raspberry-pi-5", "phone"]], whole_model(MODEL), 96)
     settings = SchedulerConfig(schedule="gpipe", micro_batch_sizes=(4,), micro_batches=(4,))
-    scheduler = make_scheduler("fedavg", settings)
-    plan, _ = scheduler.step(scheduler.init(snapshot), snapshot)
+    plan = planned(snapshot, settings, "fedavg")
     priced = price(plan, snapshot, settings).clusters[0]
     phone = snapshot.clusters[0].profile.devices[0]
     parts = (MODEL.embedding, *MODEL.blocks, MODEL.decoder)

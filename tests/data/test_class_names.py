@@ -17,11 +17,6 @@ NAMES = ["world", "art", "sport"]  # not in the order of the alphabet
 WORDS = {"tokens": ["Anna", "saw", "Rome"], "tags": [1, 0, 2]}
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-
-
 def numbered(folder: Path, classes: list[int], **settings: Any) -> Task:
     rows = [{"text": f"text {i}", "label": number} for i, number in enumerate(classes * 10)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -22,11 +22,6 @@ from collapipe_flwr.data.tasks import load_task
 ROWS = [("007", "NA"), ("say hi, you", "null"), ("ü\nline", "3")]
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-
-
 def write(path: Path) -> Path:
     opening = gzip.open if path.suffix == ".gz" else open
     with opening(path, "wt", encoding="utf-8", newline="") as file:

@@ -22,11 +22,6 @@ TAGS = ["B-PER", "-100", "O", "B-LOC"]
 Write = Callable[[Path, list[Any]], str]
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-
-
 def rows(tags: list[Any]) -> dict[str, list[Any]]:
     return {"tokens": [WORDS] * 20, "tags": [tags] * 20}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from datasets import Dataset
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from collapipe_flwr.core.errors import DataError
@@ -20,6 +20,7 @@ from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.data.files import load_table
 from collapipe_flwr.data.stream import Stream, StreamPlace, StreamRound, draw_stream_round
 from collapipe_flwr.data.tasks import load_task
+from tests.thorough import examples
 
 PAST = Dataset.from_dict({"text": ["p0", "p1", "p2"]})
 
@@ -58,7 +59,7 @@ def fresh_rows(stream: Stream, place: StreamPlace) -> tuple[list[str], StreamPla
     return found.fresh["text"][:], found.place
 
 
-@settings(max_examples=8)
+@examples(4, 12)
 @given(
     arrivals=st.lists(st.tuples(st.integers(0, 7), st.booleans()), min_size=1, max_size=6),
     limit=st.integers(1, 6),

@@ -27,11 +27,6 @@ from tests.chats import chat_tokenizer, conversations, write_lines
 MOODS = ["bad", "fine", "good"]
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-
-
 def write(path: Path, rows: list[tuple[str, ...]]) -> str:
     with path.open("w", newline="") as file:
         csv.writer(file).writerows(rows)

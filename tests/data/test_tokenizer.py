@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -16,6 +16,7 @@ from collapipe_flwr.data.tokenizer import (
     tokenizer_to_json,
     train_tokenizer,
 )
+from tests.thorough import examples
 
 TEXTS = ["four thousand two hundred seven", "4207", "four hundred", "400", "Straße, naïve; \n"] * 5
 SOME_TEXTS = ["", "four", "x 2024 y", "日本 €", "  two  spaces "]
@@ -28,7 +29,7 @@ def small(*, starts_with_bos: bool = False, vocab_size: int = 300) -> PreTrained
 TOKENIZER = small()
 
 
-@settings(max_examples=100)
+@examples(30, 100)
 @given(st.text())
 def test_any_text_survives(text: str) -> None:
     ids = TOKENIZER(text)["input_ids"]

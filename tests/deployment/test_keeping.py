@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import ssl
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,14 @@ from collapipe_flwr.membership.admission import JoiningService
 from collapipe_flwr.membership.registry import Registry
 from collapipe_flwr.transport.roster import check_roster
 from tests.docs import pages
-from tests.membership.clusters import ID, board, joined, names, new_registry, print_token
+from tests.membership.clusters import (
+    ID,
+    board,
+    joined,
+    names,
+    new_registry,
+    print_token,
+)
 
 DEPLOY, BOARDS = (pages.ROOT / "docs" / name for name in ("deploy.md", "tutorials/boards.md"))
 KEPT = Path("etc/collapipe/control-unit")
@@ -39,16 +45,10 @@ def registry(tmp_path: Path) -> Registry:
     return new_registry(folder, elsewhere=frozenset({Role.EDGE}))
 
 
-@pytest.fixture
-def service(registry: Registry) -> Iterator[JoiningService]:
-    with JoiningService(registry, "127.0.0.1:0") as listening:
-        yield listening
-
-
 def test_a_copy_that_was_restored_is_the_registrar_that_members_know(
-    tmp_path: Path, registry: Registry, service: JoiningService
+    tmp_path: Path, registry: Registry, joining: JoiningService
 ) -> None:
-    member = joined(service, print_token(registry), board(tmp_path, "pi-1"))
+    member = joined(joining, print_token(registry), board(tmp_path, "pi-1"))
     old, new, copy = tmp_path / "old", tmp_path / "new", tmp_path / "collapipe.tar.gz"
     (old / "var/lib/collapipe/huggingface").mkdir(parents=True)
     (old / "var/lib/collapipe/huggingface/large").touch()
@@ -69,13 +69,13 @@ def test_a_copy_that_was_restored_is_the_registrar_that_members_know(
 
 
 def test_a_copy_that_is_older_than_the_members_catches_up_by_its_version(
-    tmp_path: Path, registry: Registry, service: JoiningService
+    tmp_path: Path, registry: Registry, joining: JoiningService
 ) -> None:
     path = registry.cluster().path
     assert path is not None
-    member = joined(service, print_token(registry), board(tmp_path, "pi-1"))
+    member = joined(joining, print_token(registry), board(tmp_path, "pi-1"))
     older = path.read_text()
-    joined(service, print_token(registry), board(tmp_path, "pi-2", 1001))
+    joined(joining, print_token(registry), board(tmp_path, "pi-2", 1001))
     files = member.cluster.tls_files("pi-1")
     assert files is not None and files.ca is not None
     rosters = Rosters("pi-1", [member.cluster], files.ca)
@@ -87,17 +87,17 @@ def test_a_copy_that_is_older_than_the_members_catches_up_by_its_version(
 
 
 def test_a_board_gets_another_name_in_its_folder_by_another_token(
-    tmp_path: Path, registry: Registry, service: JoiningService
+    tmp_path: Path, registry: Registry, joining: JoiningService
 ) -> None:
     folder = tmp_path / "here"
-    joined(service, print_token(registry), board(folder.parent, "here"))
+    joined(joining, print_token(registry), board(folder.parent, "here"))
     with registry.changing():
         registry.remove(registry.cluster(ID), "here")
     newcomer = board(folder.parent, "here")
     with pytest.raises(LinkError, match="was removed"):
-        joined(service, print_token(registry), newcomer)
+        joined(joining, print_token(registry), newcomer)
     renamed = type(newcomer)(folder=folder, name="shelf", address=newcomer.address)
-    found = joined(service, print_token(registry), renamed)
+    found = joined(joining, print_token(registry), renamed)
     assert found.name == "shelf" and names(registry.cluster()) == {"shelf"}
 
 

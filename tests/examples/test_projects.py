@@ -18,6 +18,7 @@ from flwr.app import Context, RecordDict
 
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.run.launcher import build_environment, start_superlink
+from tests.thorough import few
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROJECTS = {
@@ -128,11 +129,8 @@ def model_from_flower(source: Path, folder: Path, env: dict[str, str]) -> Weight
 @pytest.mark.parametrize(
     ("name", "plain_model", "split_model"),
     [
-        *(pytest.param(name, model_from_here, model_from_here) for name in PROJECTS),
-        *(
-            pytest.param(name, model_from_flower, model_from_flower, marks=pytest.mark.slow)
-            for name in PROJECTS
-        ),
+        *((name, model_from_here, model_from_here) for name in PROJECTS),
+        *few((name, model_from_flower, model_from_flower) for name in PROJECTS),
     ],
 )
 def test_plain_and_split_end_with_the_same_weights(

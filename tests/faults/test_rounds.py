@@ -19,7 +19,8 @@ from benchmarks.data_plane.recovery import Job, cluster_of, run_job, small_job
 from collapipe_flwr.cluster.control_unit import RoundResult
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.links import Heartbeat
-from tests.cluster.test_killed_processes import assert_same, striking
+from tests.closeness import assert_same
+from tests.cluster.test_killed_processes import striking
 from tests.faults.hosts import Host, hosts
 from tests.faults.rows import Row
 

@@ -10,6 +10,7 @@ import torch
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.supercore.task_identity import TaskIdentity
 
 from tests.skeletons import skeletons_are_copied  # noqa: F401
 
@@ -57,6 +58,13 @@ def over_the_wire(content: RecordDict) -> RecordDict:
     rebuilt = inflate_object_from_contents(content.object_id, contents)
     assert isinstance(rebuilt, RecordDict)
     return rebuilt
+
+
+@pytest.fixture
+def identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a task of Flower's, which its messages ask for."""
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from collapipe_flwr.federation.planner import KnownClusters
 from collapipe_flwr.pipeline.offload import LazyMapping
 from collapipe_flwr.scheduler.absence import Absence, without_absent
 from tests.federation.test_planner import EMPTY, NODES, closed, rounds, told, weights
-from tests.laws.test_cluster_equals_whole import Cut
+from tests.rounds import Cut
 
 CUT = Cut(stops=(1, 3, 5), micro_batches=(2, 1), schedule="1f1b")
 CLUSTERS = ("cluster-0", "cluster-1")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from collapipe_flwr.core.errors import ProtocolError, RunError
@@ -31,6 +31,7 @@ from collapipe_flwr.federation.records import (
 )
 from collapipe_flwr.federation.rounds import AcceptedRounds, Progress
 from collapipe_flwr.federation.strategy import CollaPipe
+from tests.thorough import examples
 
 ROWS, LIMIT, MOST_ROUNDS = 7, 3, 12
 CLUSTERS = (1, 2)
@@ -121,7 +122,7 @@ class Server:
 FATES = st.sampled_from(["done", "done", "fails", "late", "refused"])
 
 
-@settings(max_examples=25, deadline=None)
+@examples(8, 25)
 @given(data=st.data())
 def test_every_row_is_used_equally_often_and_state_is_of_the_rounds_in_the_model(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

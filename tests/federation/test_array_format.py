@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from collapipe_flwr.core.errors import ProtocolError
@@ -20,6 +20,7 @@ from collapipe_flwr.federation.arrays import (
     find_not_finite,
     offload_tensors,
 )
+from tests.thorough import examples
 
 NUMPY = "numpy.ndarray"
 READERS = (
@@ -143,7 +144,7 @@ arrays = st.builds(
 )
 
 
-@settings(max_examples=600, derandomize=True, deadline=None)
+@examples(100, 600, derandomize=True)
 @given(arrays)
 def test_any_bytes_are_values_of_their_own_size_or_one_sentence(array: Array) -> None:
     try:

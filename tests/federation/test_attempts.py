@@ -11,7 +11,6 @@ import torch
 from flwr.app import Error, Message, MetricRecord, RecordDict
 from flwr.clientapp.client_app import ClientAppException
 from flwr.serverapp.strategy import FedAvg
-from flwr.supercore.task_identity import TaskIdentity
 
 from collapipe_flwr.core.errors import DataError, Diverged, LinkError, RunError
 from collapipe_flwr.federation import attempts
@@ -44,12 +43,6 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     made: list[float] = []
     monkeypatch.setattr(attempts, "sleep", made.append)
     return made
-
-
-@pytest.fixture
-def identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_task_id", "_run_id", "_node_id"):
-        monkeypatch.setattr(TaskIdentity, name, 1)
 
 
 def patient(records: list, most: int) -> CollaPipe:

@@ -39,13 +39,14 @@ from tests.federation.split_clusters import FixedPlanner, cluster_plan, model, t
 from tests.federation.test_array_format import MALFORMED, NUMPY
 from tests.federation.test_outcomes import NAME, machines, told
 from tests.federation.test_planner import NODES, closed, rounds, weights
+from tests.thorough import examples
 
 TELEMETRY, PROFILE = "collapipe.telemetry", "collapipe.profile"
 NODES_OF_RUN = (1, 2, 3)
 LIAR = 3
 Lie = Callable[[RecordDict], object]
 
-FEW, MANY = (settings(max_examples=count, derandomize=True) for count in (12, 400))
+FEW, MANY = (settings(max_examples=count, derandomize=True) for count in (8, 400))
 
 # ---------------------------------------------------------------- what one member may send
 
@@ -404,7 +405,7 @@ def one_cluster() -> ClusterProfile:
     return rounds().world.clusters[0]
 
 
-@settings(max_examples=80, derandomize=True)
+@examples(20, 80, derandomize=True)
 @given(
     changes(DEVICE).map(lambda change: (change, {}))
     | changes(CLUSTER).map(lambda change: ({}, change))

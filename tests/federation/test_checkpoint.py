@@ -33,6 +33,7 @@ from collapipe_flwr.federation.resuming import Checkpointed
 from collapipe_flwr.federation.state_values import encode_state, restore_state
 from collapipe_flwr.federation.strategy import CollaPipe
 from tests.full_disk import full_disk
+from tests.power_cuts import Killed
 
 SOME = {"fraction_train": 0.5}  # so that sampling draws from the generators
 INNER: dict[str, Callable[[], Strategy]] = {
@@ -44,10 +45,6 @@ INNER: dict[str, Callable[[], Strategy]] = {
     "dp-fixed": lambda: DifferentialPrivacyServerSideFixedClipping(FedAvg(**SOME), 0.7, 0.5, 3),
     "dp-adaptive": lambda: DifferentialPrivacyServerSideAdaptiveClipping(FedAvg(**SOME), 0.2, 3),
 }
-
-
-class Killed(BaseException):
-    """The process ends here."""
 
 
 class FragileGrid(LocalGrid):

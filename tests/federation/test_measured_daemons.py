@@ -118,7 +118,7 @@ def assert_predicted(records: list[RoundRecord]) -> None:
     assert np.median(missed) < 0.1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_throttled_daemon_loses_blocks_within_three_rounds(tmp_path: Path) -> None:
     slowness, name = throttling(5, 100)

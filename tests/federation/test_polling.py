@@ -9,10 +9,11 @@ from concurrent.futures import wait
 
 import pytest
 from flwr.app import Message, RecordDict
-from flwr.supercore.task_identity import TaskIdentity
 
 from collapipe_flwr import LocalGrid
 from collapipe_flwr.federation.wrapped_grid import LONGEST_S, SHORTEST_S, PollingGrid, polling
+
+pytestmark = pytest.mark.usefixtures("identity")
 
 
 class Slow(LocalGrid):
@@ -35,12 +36,6 @@ class Slow(LocalGrid):
     def pause(self, seconds: float) -> None:
         assert SHORTEST_S <= seconds <= LONGEST_S
         self.now_s += seconds
-
-
-@pytest.fixture(autouse=True)
-def identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_task_id", "_run_id", "_node_id"):
-        monkeypatch.setattr(TaskIdentity, name, 1)
 
 
 def exchange(grid: PollingGrid, timeout: float | None = None) -> list[Message]:

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from collapipe_flwr.cluster.order import LearningSettings
@@ -34,6 +34,7 @@ from collapipe_flwr.federation.records import (
     write_telemetry,
 )
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
+from tests.thorough import examples
 
 PLAN = ClusterPlan(
     cluster_id="c1",
@@ -211,7 +212,7 @@ ANYTHING = st.recursive(
     value=ANYTHING,
     cut=st.integers(0),
 )
-@settings(max_examples=200)
+@examples(40, 200)
 def test_no_nonsense_from_a_peer_raises_anything_but_a_protocol_error(field, value, cut):
     data = json.loads(to_json(TELEMETRY)) | {field: value}
     text = json.dumps(data)

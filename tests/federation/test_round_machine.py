@@ -356,7 +356,7 @@ class Rounds(RuleBasedStateMachine):
 
 
 class TestRounds(Rounds.TestCase):
-    settings = settings(max_examples=60, stateful_step_count=12, derandomize=True)
+    settings = settings(max_examples=20, stateful_step_count=12, derandomize=True)
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ from collapipe_flwr.transport.client import HostClient
 from collapipe_flwr.transport.generation import GenerateRequest, TextClient
 from tests.cluster.daemon_processes import ROOT, Daemon, first_line, running, tls_options
 from tests.forked import start
-from tests.generation.test_backends import GPT2, SEQ2SEQ
-from tests.generation.test_text_generator import NEW, TEXTS, save, unsplit
+from tests.generation.conftest import TEXTS
+from tests.generation.test_text_generator import NEW, unsplit
 
 DEVICES = ("d0", "d1", "d2")
 MEMBERS = (*DEVICES, "edge", "control-unit", "laptop", "stranger")
@@ -69,16 +69,6 @@ def shed(tmp_path: Path) -> Iterator[Shed]:
 def _before(name: str) -> list[str]:
     """Who may pass activations to a device: those in front of it, one of which may be lost."""
     return [word for other in DEVICES[: DEVICES.index(name)] for word in ("--allow", other)]
-
-
-@pytest.fixture(scope="module")
-def translator(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("marian"), "seq2seq", "marian", SEQ2SEQ)
-
-
-@pytest.fixture(scope="module")
-def storyteller(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("gpt2"), "causal-lm", "gpt2", GPT2)
 
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

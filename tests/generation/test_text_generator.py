@@ -17,45 +17,13 @@ from typer.testing import CliRunner
 
 from collapipe_flwr.cli import app
 from collapipe_flwr.core.errors import ConfigError, LinkError, ModelError
-from collapipe_flwr.data.tokenizer import train_tokenizer
 from collapipe_flwr.generation.text_generator import text_generator
 from collapipe_flwr.generation.text_model import TextModel
-from collapipe_flwr.models.describing import make_spec
-from collapipe_flwr.models.saving import save_whole
 from collapipe_flwr.transport.generation import GenerateRequest, TextClient, TextServer
 from tests.cluster.hosted import daemons
-from tests.generation.test_backends import GPT2, SEQ2SEQ, Splitter, lively
+from tests.generation.conftest import TEXTS, save
 
-TEXTS = ["the cat sat", "on a mat", "and saw a bird — ünïcödé"]
 NEW = 9
-
-
-def save(folder: Path, task: str, model_type: str, overrides: dict[str, Any]) -> Path:
-    """A run directory with a model of lively weights and its own tokenizer."""
-    tokenizer = train_tokenizer(TEXTS * 3, vocab_size=280, starts_with_bos=False)
-    spec = make_spec(
-        task,
-        model_type=model_type,
-        overrides=overrides,
-        vocab_size=len(tokenizer),
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        decoder_start_token_id=tokenizer.pad_token_id if task == "seq2seq" else None,
-    )
-    first = Splitter(spec).initial_weights(5)
-    save_whole(spec, {k: lively(t) for k, t in first.items()}, folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def translator(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("marian"), "seq2seq", "marian", SEQ2SEQ)
-
-
-@pytest.fixture(scope="module")
-def storyteller(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("gpt2"), "causal-lm", "gpt2", GPT2)
 
 
 @pytest.fixture(params=["translator", "storyteller"])

@@ -36,7 +36,6 @@ from tests.pipeline.chains import (
     whole_loss,
 )
 
-torch.set_num_threads(1)
 NAMES = ("device 1", "device 2", "edge")
 
 

@@ -28,8 +28,6 @@ from tests.host.chain_to_edge import TOKEN, Cluster, open_session, request, serv
 from tests.pipeline.chains import DEADLINE_S, Head, make_batch, make_parts, whole_loss
 from tests.threads import none_left
 
-torch.set_num_threads(1)
-
 
 @pytest.fixture
 def server():

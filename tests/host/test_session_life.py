@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings as run_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch import Tensor
@@ -30,8 +29,10 @@ from collapipe_flwr.pipeline.link import Frame, MemoryLink, memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.state import digests_of
+from tests.closeness import assert_same
 from tests.host.chain_to_edge import request, session_key
 from tests.pipeline.chains import Embedding, Head, make_batch, make_parts, settings
+from tests.thorough import examples
 
 ADAMW = OptimizerConfig(name="adamw", learning_rate=0.05)
 IDS, VERSIONS = ("a", "b", "c"), st.integers(0, 1)
@@ -469,12 +470,5 @@ class Host(RuleBasedStateMachine):
         assert self.ledger.held_bytes == held + self.host.spare_bytes()
 
 
-def assert_same(left: State, right: State) -> None:
-    assert left.keys() == right.keys()
-    assert all(torch.equal(left[key], right[key]) for key in left)
-
-
 TestHost = Host.TestCase
-TestHost.settings = run_settings(
-    max_examples=40, stateful_step_count=25, deadline=None, derandomize=True, database=None
-)
+TestHost.settings = examples(10, 40, stateful_step_count=25, derandomize=True, database=None)

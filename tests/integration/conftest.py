@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -44,6 +45,7 @@ TINY: dict[str, Value] = {
     "train.examples-per-round": 40,
     "scheduler.micro-batch-sizes": "4",
     "scheduler.micro-batches": "2,3",
+    "scheduler.policy": "uniform",  # which decides in no time
     "world.memory-share": 0.00006,
     "world.devices": "raspberry-pi-4,jetson-nano,phone",
     "run-name": "run",
@@ -100,6 +102,10 @@ def _nothing_is_flushed() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
         yield
+
+
+def events_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
 
 
 def runs_in(folder: Path) -> RunApp:

@@ -15,7 +15,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassificati
 from collapipe_flwr.core.errors import CollaPipeError, RunError
 from collapipe_flwr.core.keys import Value
 from tests.closeness import assert_near
-from tests.integration.conftest import RunApp
+from tests.integration.conftest import RunApp, events_of
 
 
 def _summary(run_dir: Path) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def test_a_run_leaves_summary_events_and_a_model_that_transformers_loads(
     assert all(latency_s > 0 for latency_s in summary["predicted_latency_s"])
     assert all(summary["bytes"][link] > 0 for link in ("d2d", "d2e", "flower"))
     assert set(summary["energy"]["mean_j"]) == set(summary["energy"]["budget_j"])
-    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    events = events_of(run_dir)
     assert [event["round_index"] for event in events] == [1, 2]
     _check_plans_against_memory(events)
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "model")
@@ -78,6 +78,7 @@ def test_two_planned_clusters_learn_what_two_whole_clients_learn(run_app: RunApp
     batch: dict[str, Value] = {
         "scheduler.micro-batch-sizes": "3",
         "scheduler.micro-batches": "3",
+        "scheduler.policy": "dssda",
     }
     split = run_app({**batch, "run-name": "split"})
     whole = run_app({**batch, "run-name": "whole", "runtime": "whole"})
@@ -122,13 +123,17 @@ def test_own_csv_by_run_config_alone(run_app: RunApp, tmp_path: Path) -> None:
         ({"model.type": "martian"}, 2, "model.type, model.overrides: unknown model type 'martian'"),
         ({"model.overrides": "d_modell=8"}, 2, "model.overrides"),
         (
-            {"world.memory-share": 1e-6},
+            {"world.memory-share": 1e-6, "scheduler.policy": "dssda"},
             2,
             "world.devices, world.memory-share: cluster 'cluster-0': no plan",
         ),
         ({"world.devices": "toaster"}, 2, "world.devices: unknown device kind 'toaster'"),
         ({"scheduler.policy": "astrology"}, 2, "scheduler.policy"),
-        ({"edge.address": "127.0.0.1:1", "edge.timeout-s": 2.0}, 2, "edge at 127.0.0.1:1"),
+        (
+            {"edge.address": "127.0.0.1:1", "edge.timeout-s": 2.0, "round-retries": 0},
+            2,
+            "edge at 127.0.0.1:1",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

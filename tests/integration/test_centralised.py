@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from collapipe_flwr.cluster.local_data import LocalData, Place
 from collapipe_flwr.config.schema import parse
-from tests.integration.conftest import TINY, RunApp
+from tests.integration.conftest import TINY, RunApp, events_of
+from tests.thorough import few
 
 ALONE = {"clusters": 1, "world.memory-share": 1.0, "scheduler.micro-batches": "2"}
 
 
-def _events(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.parametrize("runtime", ["pipeline", "whole"])
+@pytest.mark.parametrize("runtime", few(["pipeline", "whole"], 0))
 def test_spare_nodes_change_nothing(run_app: RunApp, shared_run: RunApp, runtime: str) -> None:
     alone = shared_run({**ALONE, "runtime": runtime}, nodes=1)
     beside = run_app({**ALONE, "runtime": runtime}, nodes=3)
-    found, expected = _events(beside), _events(alone)
+    found, expected = events_of(beside), events_of(alone)
     assert [e["metrics"] for e in found] == [e["metrics"] for e in expected]
     assert [e["loss"] for e in found] == [e["loss"] for e in expected]
 
 
 def test_a_plain_run_tells_its_training_loss_and_what_it_sent(shared_run: RunApp) -> None:
-    plain = _events(shared_run({**ALONE, "runtime": "whole"}, nodes=1))
-    split = _events(shared_run({**ALONE, "runtime": "pipeline"}, nodes=1))
+    plain = events_of(shared_run({**ALONE, "runtime": "whole"}, nodes=1))
+    split = events_of(shared_run({**ALONE, "runtime": "pipeline"}, nodes=1))
     for ours, theirs in zip(plain, split, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
         flower = ours["bytes"]["flower"]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,7 @@ from collapipe_flwr.cluster.local_data import LocalData, Place
 from collapipe_flwr.config.schema import parse
 from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.core.keys import Value
-from tests.integration.conftest import RunApp
+from tests.integration.conftest import RunApp, events_of
 from tests.tiny_tasks import TASKS, task_values
 
 FEDERATED: dict[str, Value] = {"evaluation.federated": True}
@@ -32,36 +31,30 @@ SHARES: dict[str, Value] = {
 }
 
 
-def events(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize("runtime", ["pipeline", "whole"])
 def test_the_clusters_find_the_loss_that_the_server_finds(run_app: RunApp, runtime: str) -> None:
-    found = events(run_app({**FEDERATED, "runtime": runtime, "data.test-examples": 13}))
+    found = events_of(run_app({**FEDERATED, "runtime": runtime, "data.test-examples": 13}))
     assert len(found) == 2
     for event in found:
         assert event["clusters_loss"] == pytest.approx(event["metrics"]["loss"], rel=1e-5)
     assert found[0]["clusters_loss"] != pytest.approx(found[1]["clusters_loss"], rel=1e-3)
 
 
-# Summaries are generated as translations are, answers are learned as next tokens are; a whole model
-# is evaluated in one way for all tasks that neither generate nor cut their texts into blocks.
-SLOW = {("pipeline", "summarisation"), ("pipeline", "instruct")} | {
-    ("whole", task) for task in set(TASKS) - {"classification", "causal-lm", "translation"}
+# A whole model is evaluated in one way for all tasks that neither generate nor cut their texts
+# into blocks; and so are parts of one.
+QUICK = {
+    ("pipeline", "token-classification"),
+    ("pipeline", "causal-lm"),
+    ("pipeline", "translation"),
+    ("whole", "classification"),
 }
 
 
 @pytest.mark.parametrize(
     ("runtime", "task"),
     [
-        pytest.param(
-            runtime,
-            task,
-            marks=pytest.mark.slow if (runtime, task) in SLOW else (),
-        )
-        for runtime in ("pipeline", "whole")
-        for task in TASKS
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in product(("pipeline", "whole"), TASKS)
     ],
 )
 def test_the_clusters_find_the_metrics_that_the_server_finds(
@@ -72,7 +65,7 @@ def test_the_clusters_find_the_metrics_that_the_server_finds(
     values = {**task_values(task, tmp_path), **SHARES, "runtime": runtime}
     if task in ("translation", "summarisation"):  # until the model says something
         values |= {"train.examples-per-round": 100, "train.learning-rate": 0.03}
-    (event,) = events(run_app(values))
+    (event,) = events_of(run_app(values))
     found, expected = event["clusters_metrics"], event["metrics"]
     assert set(found) == set(expected) - {"loss"}
     if task == "causal-lm":  # blocks are cut within a share, so some tokens are other targets
@@ -85,12 +78,12 @@ def test_the_clusters_find_the_metrics_that_the_server_finds(
 
 
 def test_clusters_are_not_asked_by_default(shared_run: RunApp) -> None:
-    assert [event["clusters_loss"] for event in events(shared_run())] == [None, None]
+    assert [event["clusters_loss"] for event in events_of(shared_run())] == [None, None]
 
 
 def test_evaluating_changes_nothing_that_is_learnt(run_app: RunApp, shared_run: RunApp) -> None:
-    plain = events(shared_run())
-    asked = events(run_app(FEDERATED))
+    plain = events_of(shared_run())
+    asked = events_of(run_app(FEDERATED))
     assert [e["metrics"] for e in plain] == [e["metrics"] for e in asked]
 
 

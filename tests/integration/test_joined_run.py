@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.cpu_time import cpu_s, is_busy
+from tests.integration.conftest import events_of
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -238,6 +239,6 @@ def states(unit: Machine) -> dict[str, str]:
 def trained_on(folder: Path) -> set[str]:
     """The devices of the last round."""
     assert json.loads((folder / "summary.json").read_text())["status"] == "completed"
-    last = json.loads((folder / "events.jsonl").read_text().splitlines()[-1])
+    last = events_of(folder)[-1]
     assert not last["failures"]
     return {s["device_id"] for s in last["plan"]["clusters"][0]["segments"]}

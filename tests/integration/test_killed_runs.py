@@ -98,8 +98,8 @@ def _undisturbed(folder: Path) -> tuple[Path, int]:
     return folder / "runs" / "run", int((folder / "runs" / "writes").read_text())
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
 def test_a_run_killed_at_a_random_step_of_a_write_resumes_to_its_end(
     seed: int, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from collapipe_flwr.core.links import CODECS
 from collapipe_flwr.reporting.console import RoundPrinter, summary_table
 from collapipe_flwr.reporting.events import RoundEvent
-from tests.integration.conftest import RunApp
+from tests.integration.conftest import RunApp, events_of
 
 PLANNED = {"links.codec": "auto", "links.pace": "plan", "world.channel": "static"}
 
@@ -19,7 +19,7 @@ PLANNED = {"links.codec": "auto", "links.pace": "plan", "world.channel": "static
 def _shown(run_dir: Path) -> str:
     """The plan of the last round and the table at the end, as people see them."""
     console = Console(width=200, record=True, file=StringIO())
-    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    events = events_of(run_dir)
     RoundPrinter(2, console).show(RoundEvent.of_json(events[-1]))
     console.print(summary_table(json.loads((run_dir / "summary.json").read_text())))
     return console.export_text()

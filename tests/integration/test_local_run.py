@@ -17,7 +17,7 @@ from collapipe_flwr.federation.local_grid import run_locally
 from collapipe_flwr.federation.run.launcher import first_error
 from collapipe_flwr.federation.run.running import edge_of, launch_of
 from tests.cluster.hosted import daemons
-from tests.integration.conftest import TINY
+from tests.integration.conftest import TINY, events_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,7 +32,7 @@ def test_a_run_on_the_boards_of_a_file(tmp_path: Path) -> None:
         run_locally(ROOT, values, [file])
     folder = tmp_path / "runs" / "run"
     assert json.loads((folder / "summary.json").read_text())["status"] == "completed"
-    last = json.loads((folder / "events.jsonl").read_text().splitlines()[-1])
+    last = events_of(folder)[-1]
     used = {s["device_id"] for s in last["plan"]["clusters"][0]["segments"]}
     assert used and used <= {"shed/board-0", "shed/board-1"} and not last["failures"]
 
@@ -50,7 +50,7 @@ def test_clusters_with_an_edge_each_train_in_one_run(tmp_path: Path) -> None:
         values |= {"output-dir": str(tmp_path / "runs"), "num-server-rounds": 2}
         run_locally(ROOT, values, files)
     folder = tmp_path / "runs" / "run"
-    events = [json.loads(li) for li in (folder / "events.jsonl").read_text().splitlines()]
+    events = events_of(folder)
     rounds = [event for event in events if event.get("plan")]
     assert rounds
     for event in rounds:

@@ -21,6 +21,7 @@ from collapipe_flwr.core.keys import Value
 from collapipe_flwr.data.tasks import load_task
 from tests.closeness import assert_near
 from tests.integration.conftest import RunApp
+from tests.rounds import largest_difference
 from tests.tiny_tasks import task_values
 
 
@@ -62,12 +63,8 @@ def test_fedadam_moves_adapters_as_without_a_cut(run_app: RunApp) -> None:
     runs.append(run_app({**lora, "run-name": "plain"}))
     split, whole, plain = (load_file(r / "adapter/adapter_model.safetensors") for r in runs)
     assert set(split) == set(whole)
-    assert _distance(split, whole) < 1e-5
-    assert _distance(split, plain) > 1e-4  # not FedAvg's
-
-
-def _distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    return max(float((one[key] - other[key]).abs().max()) for key in one)
+    assert largest_difference(split, whole) < 1e-5
+    assert largest_difference(split, plain) > 1e-4  # not FedAvg's
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")

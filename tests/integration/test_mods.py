@@ -30,6 +30,7 @@ from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.strategy import CollaPipe
 from collapipe_flwr.models.split_model import SplitModel
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
+from tests.thorough import few
 
 NORM = 0.05
 HEAD = "classifier.weight"
@@ -101,7 +102,7 @@ def norm(update: dict[str, torch.Tensor]) -> float:
     return float(torch.cat([t.double().flatten() for t in update.values()]).norm())
 
 
-@pytest.mark.parametrize("adaptive", [False, True], ids=["fixed", "adaptive"])
+@pytest.mark.parametrize("adaptive", few([False, True], 1))
 def test_clipping_bounds_what_devices_and_edge_learnt_together(model, adaptive):
     free = Watching(fraction_evaluate=0.0)
     trained(model, free, message_size_mod)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,8 @@ from collapipe_flwr.core.keys import Value
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.run.learner import Evaluator, make_learner
 from server_app.app import run
-from tests.integration.conftest import TINY, RunApp
+from tests.integration.conftest import TINY, RunApp, events_of
+from tests.thorough import few
 
 TEST_EXAMPLES = 12  # TINY holds out as many
 FRESH: dict[str, Value] = {"data.stream-replay": 0.7}  # of 40 examples: 12 fresh in a round
@@ -41,10 +41,6 @@ def _arrive(stream: Path, name: str, rows: list[dict[str, str]]) -> None:
         (stream / cluster / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _events(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-
-
 @pytest.fixture
 def stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
@@ -57,7 +53,7 @@ def test_the_loss_before_training_is_that_of_the_model_as_it_came(
     _arrive(stream, "1.jsonl", _test_set())
     _arrive(stream, "2.jsonl", _test_set()[:5])
     run_dir = run_app({**FRESH, "data.stream": str(stream), "num-server-rounds": 3})
-    first, second, third = _events(run_dir)
+    first, second, third = events_of(run_dir)
     untrained = _untrained_loss()
     assert first["prequential_loss"] == pytest.approx(untrained, rel=1e-5)
     assert (first["fresh_examples"], second["fresh_examples"]) == (2 * TEST_EXAMPLES, 2 * 5)
@@ -79,7 +75,9 @@ class Renewed(LocalGrid):
         return super().send_and_receive(messages, timeout=timeout)
 
 
-@pytest.mark.parametrize(("state_dir", "fresh"), [("state", [12, 12, 12, 4]), ("", [12, 0, 0, 0])])
+@pytest.mark.parametrize(
+    ("state_dir", "fresh"), few([("state", [12, 12, 12, 4]), ("", [12, 0, 0, 0])], 0)
+)
 def test_with_a_state_dir_new_nodes_and_a_resumed_run_read_on_where_they_were(
     stream: Path, tmp_path: Path, caplog, state_dir: str, fresh: list[int]
 ) -> None:
@@ -102,7 +100,7 @@ def test_with_a_state_dir_new_nodes_and_a_resumed_run_read_on_where_they_were(
         run(grid, parse(more))
     told = [r for r in caplog.records if "no place in data.stream" in r.message]
     assert bool(told) == (not state_dir)
-    assert [event["fresh_examples"] for event in _events(tmp_path / "run")] == [
+    assert [event["fresh_examples"] for event in events_of(tmp_path / "run")] == [
         2 * n for n in fresh
     ]
 
@@ -138,6 +136,6 @@ def test_rows_of_a_round_that_was_lost_are_fresh_in_the_next(
         parse(values),
     )
     ours, theirs = [12, 12, 4, 0], [12, 0, 12, 4]  # each of 28 rows once
-    assert [event["fresh_examples"] for event in _events(tmp_path / "run")] == [
+    assert [event["fresh_examples"] for event in events_of(tmp_path / "run")] == [
         sum(fresh) for fresh in zip(ours, theirs, strict=True)
     ]

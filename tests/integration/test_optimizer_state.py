@@ -17,7 +17,9 @@ from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.records import ARRAYS
 from server_app.app import run
-from tests.integration.conftest import TINY, RunApp
+from tests.integration.conftest import TINY, RunApp, events_of
+from tests.power_cuts import Killed
+from tests.rounds import largest_difference
 
 ALONE: dict[str, Value] = {
     "clusters": 1,
@@ -34,11 +36,6 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model" / "model.safetensors")
 
 
-def distance(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
-    assert set(left) == set(right)
-    return max(float((left[key] - right[key]).abs().max()) for key in left)
-
-
 @pytest.mark.parametrize(
     "rule",
     [
@@ -52,18 +49,14 @@ def test_one_cluster_that_keeps_its_state_is_an_unsplit_model_with_one_optimiser
 ) -> None:
     keep: dict[str, Value] = {**ALONE, **rule, "train.optimizer-state": "keep"}
     split = run_app({**keep, "run-name": "split"})
-    events = [json.loads(line) for line in (split / "events.jsonl").read_text().splitlines()]
+    events = events_of(split)
     cuts = {json.dumps(event["plan"]["clusters"][0]["segments"]) for event in events}
     assert len(cuts) > 1  # segments changed their owners
     whole = run_app({**keep, "runtime": "whole", "run-name": "whole"})
     reset = run_app({**ALONE, **rule, "run-name": "reset"})
-    apart = distance(weights_of(split), weights_of(whole))
+    apart = largest_difference(weights_of(split), weights_of(whole))
     assert apart < 1e-4
-    assert distance(weights_of(split), weights_of(reset)) > 20 * apart
-
-
-class Killed(BaseException):
-    """The process ends here."""
+    assert largest_difference(weights_of(split), weights_of(reset)) > 20 * apart
 
 
 def _started_again(values: dict[str, Value], *, dies_in: int | None = None) -> None:
@@ -165,7 +158,7 @@ def _outcome(values: dict[str, Value], fate: str) -> tuple[bytes, list[int]]:
     grid.fate = fate
     run(grid, parse(values))
     folder = Path(str(values["output-dir"])) / fate
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    events = events_of(folder)
     model = (folder / "model" / "model.safetensors").read_bytes()
     return model, [len(event["lost"]) for event in events]
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +15,8 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.federation.local_grid import LocalGrid
 from server_app.app import run
-from tests.integration.conftest import TINY
+from tests.integration.conftest import TINY, events_of
+from tests.thorough import few
 
 UP, DOWN = ("good and fine", "up"), ("bad and sad", "down")
 ROWS = {"a": [UP] * 20 + [DOWN] * 10, "b": [DOWN] * 14 + [("fine day", "up")] * 6}
@@ -63,12 +62,7 @@ def outcome(folder: Path, values: Mapping[str, Value], *own: Mapping[str, Value]
     return (folder / "run" / "model" / "model.safetensors").read_bytes()
 
 
-def events(folder: Path) -> list[dict[str, Any]]:
-    lines = (folder / "run" / "events.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-@pytest.mark.parametrize("runtime", ["pipeline", "whole"])
+@pytest.mark.parametrize("runtime", few(["pipeline", "whole"], 0))
 def test_own_files_train_what_one_file_cut_by_site_trains(
     tmp_path: Path, files: dict[str, str], runtime: str
 ) -> None:
@@ -86,7 +80,7 @@ def test_clusters_test_on_their_own_files(tmp_path: Path, files: dict[str, str])
     values = {"data.train": files["all"], "evaluation.federated": True}
     lonely = {"data.train": files["a"], "data.test": table(tmp_path / "ups.csv", *[UP] * 7)}
     outcome(tmp_path / "runs", values, lonely, {"data.train": files["b"]})
-    ninths = [9 * e["clusters_metrics"]["accuracy"] for e in events(tmp_path / "runs")]
+    ninths = [9 * e["clusters_metrics"]["accuracy"] for e in events_of(tmp_path / "runs" / "run")]
     assert len(ninths) == 2  # of 7 of the first, and 2 of 20 that the second holds out
     assert ninths == pytest.approx([round(n) for n in ninths])
 
@@ -97,7 +91,7 @@ def test_a_label_that_the_server_does_not_know_is_named(
     strange = table(tmp_path / "strange.csv", *[("so so", "level"), UP] * 10)
     values = {"data.train": files["all"], "train.examples-per-round": 16}
     outcome(tmp_path / "runs", values, {"data.train": files["a"]}, {"data.train": strange})
-    for event in events(tmp_path / "runs"):  # the other cluster trains on
+    for event in events_of(tmp_path / "runs" / "run"):  # the other cluster trains on
         (failure,) = event["failures"]
         assert failure.startswith("cluster-1: data.train has 1 labels that the training data lacks")
         assert '"level"' in failure

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.scheduler import replicating
-from tests.integration.conftest import RunApp
+from tests.integration.conftest import RunApp, events_of
 from tests.integration.test_app import _assert_same_model
 
 
@@ -29,7 +27,7 @@ def test_a_run_with_replicas_learns_what_one_without_learns(
     monkeypatch.undo()
     plain = run_app({**batch, "scheduler.replicas": False, "run-name": "plain"})
     _assert_same_model(shared, plain, depth=4)
-    events = [json.loads(line) for line in (shared / "events.jsonl").read_text().splitlines()]
+    events = events_of(shared)
     for event in events:
         assert not event["failures"]
         for cluster in event["plan"]["clusters"]:

@@ -24,17 +24,15 @@ from collapipe_flwr.reporting.events import RoundEvent, RunStory
 from collapipe_flwr.reporting.run_directory import RunDirectory, read_past
 from tests.forked import start
 from tests.integration.conftest import TINY, RunApp
+from tests.power_cuts import Killed
 
 ROUNDS = 3
 ADAM: dict[str, Value] = {
     "num-server-rounds": ROUNDS,
     "strategy": "fedadam",
+    "scheduler.policy": "dssda",  # whose state must come back, too
     "train.examples-per-round": 20,
 }
-
-
-class Killed(BaseException):
-    """The process ends here."""
 
 
 def _dying(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, call: int) -> None:

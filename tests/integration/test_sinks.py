@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.federation.strategy import CollaPipe
-from tests.integration.conftest import RunApp
-from tests.integration.test_resume import Killed, _dying
+from tests.integration.conftest import RunApp, events_of
+from tests.integration.test_resume import _dying
+from tests.power_cuts import Killed
 
 
 def test_a_run_that_was_trained_again_after_it_died_is_in_tensorboard_once(
@@ -36,7 +36,7 @@ def test_a_run_that_was_trained_again_after_it_died_is_in_tensorboard_once(
         tag: {e.step: e.value for e in accumulator.Scalars(tag)}
         for tag in accumulator.Tags()["scalars"]
     }
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    events = events_of(folder)
     losses = {event["round_index"]: event["loss"] for event in events}
     assert [e.step for e in accumulator.Scalars("train/loss")] == [1, 2]
     assert shown["train/loss"] == pytest.approx(losses)

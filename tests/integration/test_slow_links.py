@@ -14,7 +14,7 @@ from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.scheduler.link_estimates import link_key
 from server_app.app import run
 from tests.cluster.daemon_processes import Daemon, running
-from tests.integration.conftest import TINY, TINY_MODEL
+from tests.integration.conftest import TINY, TINY_MODEL, events_of
 from tests.testbed.proxies import proxies
 
 SLOW_BIT_PER_S = 1_000_000
@@ -61,7 +61,7 @@ def _run(path: Path, text: str, edge: str) -> tuple[list[dict[str, Any]], dict[s
         parse(values),
     )
     folder = path / "runs" / "run"
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    events = events_of(folder)
     newest = max(folder.glob("**/state.json"), key=lambda found: found.parent.name)
     kept = json.loads(json.loads(newest.read_text())["memories"]["planner"])
     return events, json.loads(kept["state"])

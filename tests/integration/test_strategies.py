@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,8 @@ from safetensors.torch import load_file
 
 from collapipe_flwr.config.schema import STRATEGIES
 from collapipe_flwr.core.keys import Value
-from tests.integration.conftest import RunApp
+from tests.integration.conftest import RunApp, events_of
+from tests.rounds import largest_difference
 
 ALONE: dict[str, Value] = {
     "clusters": 1,
@@ -26,10 +26,6 @@ def _weights(run_dir: Path) -> dict[str, torch.Tensor]:
     return load_file(run_dir / "model" / "model.safetensors")
 
 
-def _distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    return max(float((one[key] - other[key]).abs().max()) for key in one)
-
-
 def test_fedprox_pulls_every_part_as_it_pulls_the_unsplit_model(run_app: RunApp) -> None:
     prox: dict[str, Value] = {
         **ALONE,
@@ -39,8 +35,8 @@ def test_fedprox_pulls_every_part_as_it_pulls_the_unsplit_model(run_app: RunApp)
     split = _weights(run_app({**prox, "run-name": "split"}))
     whole = _weights(run_app({**prox, "run-name": "whole", "runtime": "whole"}))
     plain = _weights(run_app({**ALONE, "run-name": "plain"}))
-    assert _distance(split, whole) < 1e-5
-    assert _distance(split, plain) > 1e-3
+    assert largest_difference(split, whole) < 1e-5
+    assert largest_difference(split, plain) > 1e-3
 
 
 @pytest.mark.slow
@@ -59,6 +55,6 @@ def test_every_strategy_trains_a_split_model(run_app: RunApp, name: str) -> None
             "train.examples-per-round": 16,
         }
     )
-    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    events = events_of(run_dir)
     assert len(events) == 2
     assert all(0 < event["metrics"]["loss"] < 50 for event in events)

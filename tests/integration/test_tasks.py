@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,8 +15,13 @@ from collapipe_flwr.core.errors import CollaPipeError, ConfigError
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.language import CausalLM
-from tests.integration.conftest import RunApp
-from tests.tiny_tasks import TASKS, task_values
+from tests.integration.conftest import RunApp, events_of
+from tests.thorough import few
+from tests.tiny_tasks import (
+    TASKS,
+    own_cache,  # noqa: F401
+    task_values,
+)
 
 METRICS = {
     "classification": {"accuracy"},
@@ -40,19 +43,10 @@ QUICK: dict[str, Value] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-
-
-def events(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_a_run_of_every_task(run_app: RunApp, tmp_path: Path, task: str) -> None:
     run_dir = run_app({**task_values(task, tmp_path), **QUICK, "num-server-rounds": 1})
-    found = events(run_dir)
+    found = events_of(run_dir)
     assert set(found[-1]["metrics"]) == {"loss", *METRICS[task]}
     assert found[-1]["loss"] > 0
     config = AutoConfig.from_pretrained(run_dir / "model")
@@ -64,7 +58,7 @@ def test_a_run_of_every_task(run_app: RunApp, tmp_path: Path, task: str) -> None
         assert len(AutoTokenizer.from_pretrained(run_dir / "model")) == config.vocab_size
 
 
-@pytest.mark.parametrize("runtime", ["pipeline", "whole"])
+@pytest.mark.parametrize("runtime", few(["pipeline", "whole"], 0))
 def test_data_without_a_label_trains_nothing_and_has_no_loss(
     run_app: RunApp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str
 ) -> None:
@@ -76,7 +70,7 @@ def test_data_without_a_label_trains_nothing_and_has_no_loss(
 
     monkeypatch.setattr(CausalLM, "collate", collate)
     values = {**task_values("causal-lm", tmp_path), **QUICK, "evaluation.federated": True}
-    first, second = events(run_app({**values, "runtime": runtime}))
+    first, second = events_of(run_app({**values, "runtime": runtime}))
     assert first["loss"] == first["metrics"]["loss"] == 0.0
     # Replies that weigh nothing are left out of averages; a plain strategy averages them.
     assert first["clusters_loss"] == (None if runtime == "pipeline" else 0.0)

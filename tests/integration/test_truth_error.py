@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 
-from tests.integration.conftest import RunApp
+from tests.integration.conftest import RunApp, events_of
 
 
 def missed(event: dict) -> float:
@@ -16,7 +16,7 @@ def missed(event: dict) -> float:
 
 def test_a_run_learns_its_true_devices_and_says_how_far_off_it_was(run_app: RunApp) -> None:
     path = run_app({"world.truth-error": 0.6, "num-server-rounds": 4, "world.channel": "static"})
-    events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+    events = events_of(path)
     errors = [
         max(abs(cluster["error"]) for cluster in event["clusters"].values()) for event in events
     ]

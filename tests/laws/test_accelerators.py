@@ -15,6 +15,10 @@ import pytest
 import torch
 from torch import nn
 
+from collapipe_flwr.cluster.control_unit import train_round
+from collapipe_flwr.cluster.evaluation import PredictionConfig
+from collapipe_flwr.cluster.fleet import ThreadFleet
+from collapipe_flwr.cluster.hosted import ThreadEdge
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit, train_unsplit
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.saving import save_whole
@@ -27,14 +31,24 @@ from collapipe_flwr.pipeline.randomness import SeededRandomness
 from collapipe_flwr.pipeline.state import live_state, load_optimizer_state, optimizer_state_of
 from tests.accelerators import accelerator, everything_at  # noqa: F401
 from tests.closeness import assert_near, near
-from tests.cluster import test_recovery as recovery
+from tests.cluster import recovered as recovery
 from tests.cluster.faults import Fault
 from tests.generation import test_backends as generation
 from tests.laws import test_adapted_and_tied as tied
 from tests.laws import test_cluster_equals_whole as law
 from tests.laws import test_execution as execution
 from tests.laws import test_replicas_equal_whole as replicas
-from tests.laws.test_cluster_equals_whole import _one_thread  # noqa: F401
+from tests.rounds import (
+    ADAMW,
+    SGD,
+    make_splitter,
+    micro_batches,
+    order_of,
+    steps_of,
+    train_split,
+    train_whole,
+)
+from tests.thorough import few
 
 pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")
 CUT = law.CUTS[4]  # three devices, 1F1B
@@ -49,30 +63,30 @@ def everywhere(accelerator: torch.device) -> Iterator[torch.device]:  # noqa: F8
 
 
 @pytest.mark.usefixtures("everywhere")
-@pytest.mark.parametrize("model_type", ["marian", "bert"])
+@pytest.mark.parametrize("model_type", few(["marian", "bert"], 0))
 def test_a_cut_changes_nothing(model_type: str) -> None:
-    splitter = law.make_splitter(model_type, dropout=0.0)
+    splitter = make_splitter(model_type, dropout=0.0)
     weights = splitter.initial_weights(seed=1)
-    for rule, count in ((law.SGD, 1), (law.ADAMW, 3)):
-        steps = law._steps(splitter, CUT, count)
-        losses, split = law._train_split(splitter, weights, CUT, steps, rule)
-        whole_losses, whole = law._train_unsplit(splitter, weights, steps, rule)
+    for rule, count in ((SGD, 1), (ADAMW, 3)):
+        steps = steps_of(splitter, CUT, count)
+        losses, split = train_split(splitter, weights, CUT, steps, rule)
+        whole_losses, whole = train_whole(splitter, weights, steps, rule)
         assert losses == near(whole_losses)
         assert_near(split, whole)
 
 
-@pytest.mark.parametrize("model_type", ["marian", "bert"])
+@pytest.mark.parametrize("model_type", few(["marian", "bert"], 1))
 def test_dropout_is_that_of_a_cpu(accelerator: torch.device, model_type: str) -> None:  # noqa: F811
-    dropping = law.make_splitter(model_type, dropout=0.2)
+    dropping = make_splitter(model_type, dropout=0.2)
     weights, cut = dropping.initial_weights(seed=5), law.CUTS[2]
-    steps = law._steps(dropping, cut, 2)
-    train = partial(law._train_split, dropping, weights, cut, steps, law.ADAMW, dropout_seed=1)
+    steps = steps_of(dropping, cut, 2)
+    train = partial(train_split, dropping, weights, cut, steps, ADAMW, dropout_seed=1)
     losses, expected = train()
     with everything_at(accelerator):
         there, found = train()
     assert there == near(losses)
     assert_near(found, expected)
-    assert law._train_unsplit(dropping, weights, steps, law.ADAMW)[0] != near(losses)
+    assert train_whole(dropping, weights, steps, ADAMW)[0] != near(losses)
 
 
 class Attention(nn.Module):
@@ -120,13 +134,13 @@ def test_tied_tables_and_shared_parameters(case) -> None:
     splitter = tied._splitter(*case)
     weights, cut = splitter.initial_weights(seed=1), tied._cut(splitter)
     steps = tied._steps(splitter, cut, 2)
-    losses, split = tied._train_split(splitter, weights, cut, steps, law.ADAMW)
-    whole_losses, whole = tied._train_unsplit(splitter, weights, steps, law.ADAMW)
+    losses, split = train_split(splitter, weights, cut, steps, ADAMW)
+    whole_losses, whole = train_whole(splitter, weights, steps, ADAMW)
     assert losses == near(whole_losses)
     assert_near(split, whole)
 
 
-@pytest.mark.parametrize("frozen", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("frozen", few(["float32", "bfloat16", "int8"], 2))
 def test_adapters_on_frozen_weights(
     accelerator: torch.device,  # noqa: F811
     tmp_path: Path,
@@ -138,30 +152,30 @@ def test_adapters_on_frozen_weights(
     splitter = Splitter(make_spec("sequence-classification", pretrained=str(tmp_path), lora=lora))
     weights, cut = splitter.initial_weights(seed=1), tied._cut(splitter)
     steps = tied._steps(splitter, cut, 2)
-    losses, expected = tied._train_split(splitter, weights, cut, steps, law.ADAMW)
+    losses, expected = train_split(splitter, weights, cut, steps, ADAMW)
     with everything_at(accelerator):
-        there, found = tied._train_split(splitter, weights, cut, steps, law.ADAMW)
+        there, found = train_split(splitter, weights, cut, steps, ADAMW)
     assert there == near(losses)
     assert_near(found, expected)
 
 
 @pytest.mark.usefixtures("everywhere")
 def test_replicas_of_a_stage() -> None:
-    splitter, cut = law.make_splitter("bert", dropout=0.0), replicas.CUTS[3]
+    splitter, cut = make_splitter("bert", dropout=0.0), replicas.CUTS[3]
     weights = splitter.initial_weights(seed=1)
-    steps = law._steps(splitter, cut, 2)
-    losses, split = replicas.train_replicated(splitter, weights, cut, steps, law.ADAMW)
-    whole_losses, whole = law._train_unsplit(splitter, weights, steps, law.ADAMW)
+    steps = steps_of(splitter, cut, 2)
+    losses, split = replicas.train_replicated(splitter, weights, cut, steps, ADAMW)
+    whole_losses, whole = train_whole(splitter, weights, steps, ADAMW)
     assert losses == near(whole_losses)
     assert_near(split, whole)
 
 
 @pytest.mark.usefixtures("everywhere")
 def test_recomputed_and_clipped_steps() -> None:
-    splitter = law.make_splitter("bert", dropout=0.0)
-    weights, steps = splitter.initial_weights(seed=1), execution.steps_of(splitter)
+    splitter = make_splitter("bert", dropout=0.0)
+    weights, steps = splitter.initial_weights(seed=1), steps_of(splitter, execution.CUT)
     asked = Execution(recompute=True, clip_norm=0.05, check_finite=True)
-    losses, split = execution.split(splitter, weights, asked, steps)
+    losses, split = train_split(splitter, weights, execution.CUT, steps, SGD, execution=asked)
     whole_losses, whole = execution.unsplit(splitter, weights, asked, steps)
     assert losses == near(whole_losses)
     assert_near(split, whole)
@@ -170,7 +184,7 @@ def test_recomputed_and_clipped_steps() -> None:
 @pytest.mark.usefixtures("everywhere")
 def test_a_round_that_loses_a_device_is_replayed() -> None:
     """With snapshots every step: from states that came home from the accelerator."""
-    splitter = law.make_splitter("bert", dropout=0.1)
+    splitter = make_splitter("bert", dropout=0.1)
     first = splitter.initial_weights(seed=1)
     lost = Fault(step=1, device_id="A/d1", phase="backward")
     result, weights = recovery.run(splitter, first, lost, every=1)
@@ -193,15 +207,15 @@ def test_texts_are_those_of_the_unsplit_model(model_type: str, chosen: dict[str,
 
 
 def test_an_unsplit_client(accelerator: torch.device) -> None:  # noqa: F811
-    splitter = law.make_splitter("bert", dropout=0.0)
-    weights, steps = splitter.initial_weights(seed=2), law._steps(splitter, CUT, 2)
+    splitter = make_splitter("bert", dropout=0.0)
+    weights, steps = splitter.initial_weights(seed=2), steps_of(splitter, CUT, 2)
     model = hold(splitter.build_whole(weights, trains=True), accelerator)
-    optimizer = Optimizer(law.ADAMW, model.named_parameters())
+    optimizer = Optimizer(ADAMW, model.named_parameters())
     losses = train_unsplit(splitter, model, optimizer, steps)
-    whole_losses, whole = law._train_unsplit(splitter, weights, steps, law.ADAMW)
+    whole_losses, whole = train_whole(splitter, weights, steps, ADAMW)
     assert losses == near(whole_losses)
     assert_near(dict(bring_home(splitter.trained_weights(model))), whole)
-    wanted = law.PredictionConfig(logits=True)
+    wanted = PredictionConfig(logits=True)
     found = evaluate_unsplit(splitter, model, steps, wanted)
     expected = evaluate_unsplit(splitter, splitter.build_whole(whole), steps, wanted)
     assert found.loss == near(expected.loss)
@@ -211,8 +225,8 @@ def test_an_unsplit_client(accelerator: torch.device) -> None:  # noqa: F811
 @pytest.mark.parametrize(
     "rule",
     [
-        law.ADAMW,
-        replace(law.SGD, momentum=0.9, proximal_mu=0.5),
+        ADAMW,
+        replace(SGD, momentum=0.9, proximal_mu=0.5),
         optimizer_config(partial(torch.optim.NAdam, lr=1e-2)),
         optimizer_config(partial(torch.optim.Adam, lr=1e-2, fused=True)),
     ],
@@ -251,14 +265,13 @@ def test_a_host_reports_the_peak_of_the_allocator(accelerator: torch.device) -> 
     """With all that a session counts itself, and temporaries besides."""
     if accelerator.type == "mps":
         pytest.skip("Metal's allocator keeps no peak")
-    splitter = law.make_splitter("bert", dropout=0.0)
-    weights, steps = splitter.initial_weights(seed=1), law._steps(splitter, law.CUTS[0], 2)
+    splitter = make_splitter("bert", dropout=0.0)
+    weights, steps = splitter.initial_weights(seed=1), steps_of(splitter, law.CUTS[0], 2)
 
     def peak() -> int:
-        settings = law.LearningSettings(optimizer=law.ADAMW, deadline_s=20.0)
-        order = law.RoundOrder(plan=law.CUTS[0].plan(), weights=weights, learning=settings)
-        batches, fleet = law._micro_batches(splitter, steps), law.ThreadFleet(law.ThreadEdge())
-        return law.train_round(splitter, order, batches, fleet).reports[-1].peak_tensor_bytes
+        order, batches = order_of(law.CUTS[0], weights, ADAMW), micro_batches(splitter, steps)
+        result = train_round(splitter, order, batches, ThreadFleet(ThreadEdge()))
+        return result.reports[-1].peak_tensor_bytes
 
     counted = peak()
     with everything_at(accelerator):

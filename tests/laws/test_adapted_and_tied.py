@@ -26,22 +26,21 @@ from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MiddleStage
 from collapipe_flwr.pipeline.step import MicroBatch
 from tests.closeness import assert_near, near
-from tests.laws.test_cluster_equals_whole import (
+from tests.models.conftest import OVERRIDES, TOKENS
+from tests.rounds import (
     ADAMW,
     SGD,
     Batch,
     Cut,
-    _largest_difference,
-    _micro_batches,
-    _one_thread,
-    _train_split,
-    _train_unsplit,
+    largest_difference,
+    micro_batches,
+    train_split,
+    train_whole,
 )
-from tests.models.conftest import OVERRIDES, TOKENS
+from tests.thorough import few
 
 pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")
 
-__all__ = ["_one_thread"]
 BLOCKS = 4
 CUT = Cut(stops=(1, 2, 4), micro_batches=(2, 2, 1), schedule="1f1b")
 TIED = [
@@ -88,7 +87,7 @@ def _steps(splitter: Splitter, cut: Cut, count: int) -> list[list[Batch]]:
     return [[_batch(splitter, n, seed=100 * step + i) for i, n in sizes] for step in range(count)]
 
 
-@pytest.mark.parametrize(("model_type", "task", "choices"), TIED)
+@pytest.mark.parametrize(("model_type", "task", "choices"), few(TIED, 0, 4, 6, 8))
 def test_ties_across_machines_are_exact(
     model_type: str, task: str, choices: dict[str, Any]
 ) -> None:
@@ -98,13 +97,13 @@ def test_ties_across_machines_are_exact(
     weights, cut = splitter.initial_weights(seed=1), _cut(splitter)
     for rule, count in ((SGD, 1), (ADAMW, 3)):
         steps = _steps(splitter, cut, count)
-        split_losses, split = _train_split(splitter, weights, cut, steps, rule)
-        whole_losses, whole = _train_unsplit(splitter, weights, steps, rule)
+        split_losses, split = train_split(splitter, weights, cut, steps, rule)
+        whole_losses, whole = train_whole(splitter, weights, steps, rule)
         assert split_losses == near(whole_losses)
         assert_near(split, whole)
         for keys in filter(None, (tuple(splitter.ties), _trained_shared(splitter))):
             tied = {key: whole[key] for key in keys}  # the law is about these
-            assert _largest_difference(tied, {key: weights[key] for key in keys}) > 2e-4
+            assert largest_difference(tied, {key: weights[key] for key in keys}) > 2e-4
 
 
 def _trained_shared(splitter: Splitter) -> tuple[str, ...]:
@@ -116,8 +115,8 @@ def test_without_the_sum_replicas_would_learn_something_else() -> None:
     exact = _splitter("t5", "seq2seq", {"shared": "sum"})
     frozen = _splitter("t5", "seq2seq", {"shared": "freeze"})
     weights, steps = exact.initial_weights(seed=1), _steps(exact, CUT, 1)
-    _, summed = _train_split(exact, weights, CUT, steps, SGD)
-    _, kept = _train_split(frozen, weights, CUT, steps, SGD)
+    _, summed = train_split(exact, weights, CUT, steps, SGD)
+    _, kept = train_split(frozen, weights, CUT, steps, SGD)
     (key,) = exact.shared_keys
     assert float((summed[key] - kept[key]).abs().max()) > 1e-4
 
@@ -189,13 +188,13 @@ def test_adapters_train_alike_whatever_the_cut(adapted: Splitter) -> None:
     weights = adapted.initial_weights(seed=1)
     steps = _steps(adapted, CUT, count=3)
     one = Cut(stops=(adapted.num_blocks,), micro_batches=CUT.micro_batches)
-    losses, expected = _train_split(adapted, weights, one, steps, ADAMW, dropout_seed=4)
-    cut_losses, found = _train_split(adapted, weights, _cut(adapted), steps, ADAMW, dropout_seed=4)
+    losses, expected = train_split(adapted, weights, one, steps, ADAMW, dropout_seed=4)
+    cut_losses, found = train_split(adapted, weights, _cut(adapted), steps, ADAMW, dropout_seed=4)
     assert set(found) == set(adapted.all_keys())
     assert cut_losses == near(losses)
     assert_near(found, expected)
-    assert _largest_difference(found, weights) > 1e-3
-    without = _train_split(adapted, weights, one, steps, ADAMW, dropout_seed=5)[0]
+    assert largest_difference(found, weights) > 1e-3
+    without = train_split(adapted, weights, one, steps, ADAMW, dropout_seed=5)[0]
     assert without != near(losses)
 
 
@@ -208,7 +207,7 @@ def test_nothing_goes_back_to_a_frozen_embedding(adapted: Splitter) -> None:
         weights=weights,
         learning=LearningSettings(optimizer=rule, schedule=cut.schedule, deadline_s=20.0),
     )
-    batches = _micro_batches(adapted, _steps(adapted, cut, count=1))
+    batches = micro_batches(adapted, _steps(adapted, cut, count=1))
     result = train_round(adapted, order, batches, ThreadFleet(ThreadEdge()))
     control_unit, lowest, *_ = result.reports
     assert control_unit.received_down.bytes == 0

@@ -14,7 +14,7 @@ import pytest
 
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
 from collapipe_flwr.cluster.hosted import HostedEdge
-from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
+from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import (
     ClusterConfig,
@@ -29,18 +29,19 @@ from collapipe_flwr.transport.certificates import sign_all
 from collapipe_flwr.transport.client import HostClient
 from tests.closeness import assert_near, near
 from tests.cluster.daemon_processes import Daemon, running
-from tests.cluster.test_recovery import recovery
 from tests.host.chain_to_edge import request as session_request
-from tests.laws.test_cluster_equals_whole import (
+from tests.rounds import (
     ADAMW,
     SGD,
     Cut,
-    _largest_difference,
-    _micro_batches,
-    _steps,
-    _train_split,
-    _train_unsplit,
+    largest_difference,
     make_splitter,
+    micro_batches,
+    order_of,
+    recovery,
+    steps_of,
+    train_split,
+    train_whole,
     without_labels,
 )
 
@@ -74,7 +75,7 @@ class Cluster:
             deadline_s=self.deadline_s,
         )
         fleet = RemoteFleet(cluster=self.config, edges={"": edge}, deadline_s=self.deadline_s)
-        batches = (b for b in _micro_batches(splitter, steps) if between() is None)
+        batches = (b for b in micro_batches(splitter, steps) if between() is None)
         order = replace(order, learning=replace(order.learning, snapshot_every=every))
         kept = recovery(splitter) if every else None
         return train_round(splitter, order, batches, fleet, recovery=kept)
@@ -137,28 +138,19 @@ def cluster_of_daemons(
         yield Cluster(config=parse_cluster(values, folder), daemons=(*devices, edge))
 
 
-def _order(weights, cut: Cut, rule, **options) -> RoundOrder:
-    return RoundOrder(
-        plan=cut.plan(),
-        weights=weights,
-        learning=LearningSettings(optimizer=rule, schedule=cut.schedule, deadline_s=20.0),
-        **options,
-    )
-
-
 @pytest.mark.parametrize("model_type", ["marian", "bert"])
 @pytest.mark.parametrize("rule", [SGD, ADAMW], ids=lambda r: r.name)
 def test_a_round_on_daemons_equals_the_unsplit_model(cluster: Cluster, model_type, rule) -> None:
     splitter = make_splitter(model_type, dropout=0.0)
     weights = splitter.initial_weights(seed=1)
     cut = Cut(stops=(1, 2, 5), micro_batches=(2, 2, 1), schedule="1f1b")
-    first, second = _steps(splitter, cut, count=2)
+    first, second = steps_of(splitter, cut, count=2)
     steps = [first, [without_labels(batch) for batch in first], second]
-    result = cluster.train(splitter, _order(weights, cut, rule), steps)
-    losses, whole = _train_unsplit(splitter, weights, steps, rule)
+    result = cluster.train(splitter, order_of(cut, weights, rule), steps)
+    losses, whole = train_whole(splitter, weights, steps, rule)
     assert result.losses == near(losses)
     assert_near(dict(result.weights), whole)
-    assert _largest_difference(whole, weights) > 1e-3
+    assert largest_difference(whole, weights) > 1e-3
     names = ["control-unit", "A/d0", "A/d1", "A/d2", "edge"]
     assert [report.name for report in result.reports] == names
     assert all(report.steps == 2 for report in result.reports)
@@ -179,23 +171,23 @@ def test_whatever_the_optimizer_keeps_travels_between_daemons(cluster: Cluster, 
     splitter = make_splitter("bert", dropout=0.0)
     weights = splitter.initial_weights(seed=2)
     cut = Cut(stops=(1, 2, 5), micro_batches=(2, 2, 1), schedule="1f1b")
-    steps = _steps(splitter, cut, count=4)
-    order = _order(weights, cut, rule, batches=len(steps))
+    steps = steps_of(splitter, cut, count=4)
+    order = order_of(cut, weights, rule, batches=len(steps))
     result = cluster.train(splitter, order, steps, every=every)
-    losses, whole = _train_unsplit(splitter, weights, steps, rule)
+    losses, whole = train_whole(splitter, weights, steps, rule)
     assert result.losses == near(losses)
     assert_near(dict(result.weights), whole, depth=len(steps))
-    assert _largest_difference(whole, weights) > 1e-3
+    assert largest_difference(whole, weights) > 1e-3
 
 
 def test_dropout_on_daemons_is_that_of_threads(cluster: Cluster) -> None:
     splitter = make_splitter("bert", dropout=0.2)
     weights = splitter.initial_weights(seed=5)
     cut = Cut(stops=(2, 5), micro_batches=(3, 3))
-    steps = _steps(splitter, cut, count=2)
-    order = _order(weights, cut, ADAMW, dropout_seed=1)
+    steps = steps_of(splitter, cut, count=2)
+    order = order_of(cut, weights, ADAMW, dropout_seed=1)
     result = cluster.train(splitter, order, steps)
-    losses, threads = _train_split(splitter, weights, cut, steps, ADAMW, dropout_seed=1)
+    losses, threads = train_split(splitter, weights, cut, steps, ADAMW, dropout_seed=1)
     assert result.losses == near(losses)
     assert_near(dict(result.weights), threads)
 
@@ -203,10 +195,10 @@ def test_dropout_on_daemons_is_that_of_threads(cluster: Cluster) -> None:
 def test_a_round_that_fails_leaves_no_session(cluster: Cluster) -> None:
     splitter = make_splitter("bert", dropout=0.0)
     cut = Cut(stops=(2, 5), micro_batches=(2,))
-    order = _order(splitter.initial_weights(seed=1), cut, SGD)
+    order = order_of(cut, splitter.initial_weights(seed=1), SGD)
     nobody = HostedEdge(address="127.0.0.1:1", patience_s=0.1)
     fleet = RemoteFleet(cluster=cluster.config, edges={"": nobody})
-    batches = _micro_batches(splitter, _steps(splitter, cut, count=1))
+    batches = micro_batches(splitter, steps_of(splitter, cut, count=1))
     with pytest.raises(EdgeLost, match=r"edge at 127.0.0.1:1 cannot be reached"):
         train_round(splitter, order, batches, fleet)
     assert cluster.sessions() == 0
@@ -217,20 +209,20 @@ def test_a_second_round_moves_only_what_changed_hands(cluster: Cluster) -> None:
     splitter = make_splitter("bert", dropout=0.0)
     weights = splitter.initial_weights(seed=7)
     cut, other = Cut(stops=(2, 5), micro_batches=(2,)), Cut(stops=(3, 5), micro_batches=(2,))
-    steps = _steps(splitter, cut, count=1)
-    first = cluster.train(splitter, _order(weights, cut, SGD), steps)
+    steps = steps_of(splitter, cut, count=1)
+    first = cluster.train(splitter, order_of(cut, weights, SGD), steps)
     edge_bytes, block_bytes = (
         sum(weights[key].nbytes for key in keys)
         for keys in (splitter.edge_keys(), splitter.segment_keys(2, 3))
     )
     trained = {**weights, **first.weights}
-    again = cluster.train(splitter, _order(trained, cut, SGD), steps)
+    again = cluster.train(splitter, order_of(cut, trained, SGD), steps)
     assert again.moved.sent_bytes == edge_bytes
     assert again.moved.spared_bytes == 5 * block_bytes
     trained = {**trained, **again.weights}
-    recut = cluster.train(splitter, _order(trained, other, SGD), steps)
+    recut = cluster.train(splitter, order_of(other, trained, SGD), steps)
     assert recut.moved.sent_bytes == edge_bytes + block_bytes  # the third block goes from d1 to d0
-    _, whole = _train_unsplit(splitter, trained, steps, SGD)
+    _, whole = train_whole(splitter, trained, steps, SGD)
     assert_near(dict(recut.weights), whole)
 
 
@@ -240,16 +232,16 @@ def test_a_stop_in_the_middle_of_a_round_loses_nothing_of_it(cluster: Cluster) -
     splitter = make_splitter("bert", dropout=0.0)
     cut = Cut(stops=(1, 2, 5), micro_batches=(2, 2, 1))
     weights = splitter.initial_weights(seed=1)
-    steps = _steps(splitter, cut, count=4)
+    steps = steps_of(splitter, cut, count=4)
     device = cluster.daemons[1].process
-    undisturbed = cluster.train(splitter, _order(weights, cut, SGD), steps)
+    undisturbed = cluster.train(splitter, order_of(cut, weights, SGD), steps)
     begun = itertools.count()
 
     def stopping() -> None:
         if next(begun) == 1:
             device.send_signal(signal.SIGTERM)
 
-    result = cluster.train(splitter, _order(weights, cut, SGD), steps, stopping)
+    result = cluster.train(splitter, order_of(cut, weights, SGD), steps, stopping)
     assert result.losses == undisturbed.losses
     assert device.wait(60) == 0
     with cluster.client(cluster.config.devices[1]) as client, pytest.raises(Unreachable):

@@ -34,12 +34,12 @@ from collapipe_flwr.federation.planner import DescribedClusters, planner_of
 from collapipe_flwr.models.split_model import SplitModel
 from collapipe_flwr.models.splitter import splitter_of
 from tests.closeness import assert_near, near
-from tests.laws.test_cluster_equals_whole import SGD, Cut, _one_thread, _train_split
 from tests.models import own_losses as own
 from tests.models.own_models import BatchNormed, bert_config
 from tests.models.test_own_models import by_hand, cut_up
+from tests.rounds import SGD, Cut, train_split
+from tests.thorough import few
 
-__all__ = ["_one_thread"]  # its fixture holds here too
 EXAMPLES = 6
 LENGTH = 8
 WHOLE = Cut(stops=(1, 4), micro_batches=(6,))
@@ -221,7 +221,7 @@ def batch_of(batches: Batches, seed: int) -> dict[str, Tensor]:
     return batches(torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("name", NET)
+@pytest.mark.parametrize("name", few(NET, *range(0, len(NET), 2)))
 def test_a_step_is_that_of_the_unsplit_module(name: str) -> None:
     case = NET[name]
     torch.manual_seed(2)
@@ -250,9 +250,9 @@ def check(
     weights = {key: tensor.clone() for key, tensor in described.weights().items()}
     if not cut:
         with pytest.raises(ScheduleError, match="plan one micro-batch"):
-            _train_split(splitter, weights, UNEVEN, [cut_up(batch, UNEVEN.micro_batches)], SGD)
+            train_split(splitter, weights, UNEVEN, [cut_up(batch, UNEVEN.micro_batches)], SGD)
     plan = UNEVEN if cut else WHOLE
-    losses, split = _train_split(splitter, weights, plan, [cut_up(batch, plan.micro_batches)], SGD)
+    losses, split = train_split(splitter, weights, plan, [cut_up(batch, plan.micro_batches)], SGD)
     model: Any = described.model
     assert losses == near(tuple(by_hand(model, loss_of, [batch], adamw=False)))
     found, wanted = splitter.whole_state(split), dict(model.state_dict())
@@ -367,7 +367,7 @@ def two_labels(random: torch.Generator) -> dict[str, Tensor]:
     return {**found, "labels": found["labels"] % 2}
 
 
-@pytest.mark.parametrize("name", LIBRARY)
+@pytest.mark.parametrize("name", few(LIBRARY, 3, 4, 7, 9, 10))
 def test_a_step_is_that_of_the_unsplit_library_model(name: str) -> None:
     build, batches, cut = LIBRARY[name]
     torch.manual_seed(2)

@@ -21,19 +21,17 @@ from collapipe_flwr.transport.client import Dialer
 from collapipe_flwr.transport.dialing import Dialing
 from collapipe_flwr.transport.relay import Relay
 from tests.closeness import assert_near, near
-from tests.cluster.test_recovery import recovery
-from tests.laws.test_cluster_equals_whole import (
+from tests.ports import free_port
+from tests.rounds import (
     ADAMW,
     Cut,
-    _micro_batches,
-    _one_thread,
-    _steps,
-    _train_unsplit,
     make_splitter,
+    micro_batches,
+    recovery,
+    steps_of,
+    train_whole,
 )
-from tests.ports import free_port
 
-__all__ = ["_one_thread"]
 NAMES = ("d0", "d1", "d2")
 CUT = Cut(stops=(1, 2, 5), micro_batches=(2, 2, 1), schedule="1f1b")
 
@@ -90,7 +88,7 @@ def test_a_round_with_devices_that_dial_equals_the_unsplit_model(
     remote, relay = fleet
     splitter = make_splitter("bert", dropout=0.0)
     weights = splitter.initial_weights(seed=1)
-    steps = _steps(splitter, CUT, count=3)
+    steps = steps_of(splitter, CUT, count=3)
     order = RoundOrder(
         plan=CUT.plan(),
         weights=weights,
@@ -98,14 +96,14 @@ def test_a_round_with_devices_that_dial_equals_the_unsplit_model(
     )
 
     def batches():
-        for number, batch in enumerate(_micro_batches(splitter, steps)):
+        for number, batch in enumerate(micro_batches(splitter, steps)):
             if leaves and number == 1:
                 (dialled,) = relay._dialled.values()
                 dialled.secured.close()
             yield batch
 
     result = train_round(splitter, order, batches(), remote, recovery=recovery(splitter))
-    losses, whole = _train_unsplit(splitter, weights, steps, ADAMW)
+    losses, whole = train_whole(splitter, weights, steps, ADAMW)
     assert result.losses == near(losses)
     assert_near(dict(result.weights), whole)
     assert bool(result.incidents) is leaves

@@ -33,16 +33,15 @@ from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.transport.client import Dialer
 from tests.closeness import assert_near, near
 from tests.cluster.test_killed_processes import striking
-from tests.laws.test_cluster_equals_whole import (
+from tests.rounds import (
     ADAMW,
     Cut,
-    _one_thread,
-    _steps,
-    _train_unsplit,
     make_splitter,
+    steps_of,
+    train_whole,
 )
+from tests.thorough import few
 
-__all__ = ["_one_thread"]
 CUT = Cut(stops=(2, 5), micro_batches=(3, 2), schedule="1f1b")
 STEPS = 2
 SEVERAL = {
@@ -195,13 +194,15 @@ def splitter() -> Splitter:
 @pytest.fixture(scope="module")
 def whole(splitter: Splitter):
     weights = splitter.initial_weights(seed=1)
-    steps = _steps(splitter, CUT, count=STEPS)
-    return weights, steps, _train_unsplit(splitter, weights, steps, ADAMW)
+    steps = steps_of(splitter, CUT, count=STEPS)
+    return weights, steps, train_whole(splitter, weights, steps, ADAMW)
 
 
 @pytest.mark.parametrize(
     ("name", "every"),
-    [*((name, every) for name in PLACES for every in (0, 1)), *((name, 0) for name in SEVERAL)],
+    few(
+        ((name, every) for name in (*PLACES, *SEVERAL) for every in (0, 1)), 1, 3, 4, 8, 11, 18, 20
+    ),
 )
 def test_the_edge_may_be_anywhere(splitter: Splitter, whole, name: str, every: int) -> None:
     weights, steps, (losses, expected) = whole
@@ -218,7 +219,7 @@ def rows_of(steps) -> list[bytes]:
     return [row.to(kind).numpy().tobytes() for row in labels for kind in kinds if row.min() > 0]
 
 
-@pytest.mark.parametrize("name", ["a host", "a device", "the control unit"])
+@pytest.mark.parametrize("name", few(["a host", "a device", "the control unit"], 1))
 def test_labels_at_home_leave_on_no_link(splitter: Splitter, whole, name: str) -> None:
     weights, steps, (losses, expected) = whole
     with place(name) as at:

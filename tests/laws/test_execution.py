@@ -13,66 +13,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from collapipe_flwr.cluster.control_unit import train_round
-from collapipe_flwr.cluster.fleet import ThreadFleet
-from collapipe_flwr.cluster.hosted import ThreadEdge
-from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.unsplit import train_unsplit
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.step import MicroBatch
 from tests.closeness import near
-from tests.laws.test_cluster_equals_whole import (
+from tests.rounds import (
     SGD,
     Batch,
     Cut,
-    make_splitter,
-    tiny_batch,
+    steps_of,
+    train_split,
 )
+from tests.thorough import few
 
 pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")
 
-torch.set_num_threads(1)
 CUT = Cut(stops=(1, 2, 5), micro_batches=(2, 2, 1), schedule="1f1b")
 BF16 = Execution(precision="bf16")
 LOSS_TOLERANCE = {"bf16": 2e-2, "fp16": 1e-4, "int8": 2e-3}  # relative, first step
 GRADIENT_TOLERANCE = {"bf16": 5e-2, "fp16": 2e-3, "int8": 5e-2}  # of the norm, all together
-
-
-@pytest.fixture(scope="module", params=["marian", "bert"])
-def splitter(request: pytest.FixtureRequest) -> Splitter:
-    return make_splitter(request.param, dropout=0.0)
-
-
-def steps_of(splitter: Splitter, count: int = 1) -> list[list[Batch]]:
-    return [
-        [tiny_batch(splitter, size, seed=10 * step + i) for i, size in enumerate(CUT.micro_batches)]
-        for step in range(count)
-    ]
-
-
-def split(
-    splitter: Splitter,
-    weights: dict[str, Tensor],
-    execution: Execution,
-    steps: Sequence[Sequence[Batch]],
-) -> tuple[tuple[float, ...], dict[str, Tensor]]:
-    """One round of a cluster on threads; losses and all weights behind it."""
-    order = RoundOrder(
-        plan=CUT.plan(),
-        weights=weights,
-        learning=LearningSettings(
-            optimizer=SGD, schedule=CUT.schedule, deadline_s=20.0, execution=execution
-        ),
-    )
-    count = splitter.weight_of
-    batches = [
-        [MicroBatch(inputs=b, context=splitter.context(b), weight=count(b)) for b in step]
-        for step in steps
-    ]
-    result = train_round(splitter, order, batches, ThreadFleet(ThreadEdge()))
-    return result.losses, dict(result.weights)
 
 
 def unsplit(
@@ -85,7 +45,8 @@ def unsplit(
     model.config.use_cache = False
     optimizer = Optimizer(SGD, model.named_parameters())
     losses = train_unsplit(splitter, model, optimizer, steps, execution)
-    return losses, {key: model.state_dict()[key] for key in weights}
+    state = model.state_dict()
+    return losses, {key: state[key] for key in weights}
 
 
 def norm(tensors: Sequence[Tensor]) -> float:
@@ -98,12 +59,14 @@ def moves(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "execution", [BF16, Execution(clip_norm=0.05), replace(BF16, recompute=True)], ids=str
+    "execution",
+    few([BF16, Execution(clip_norm=0.05), replace(BF16, recompute=True)], 1, 2),
+    ids=str,
 )
 def test_a_cut_changes_nothing(splitter: Splitter, execution: Execution) -> None:
     weights = splitter.initial_weights(seed=1)
-    steps = steps_of(splitter)
-    losses, cut = split(splitter, weights, execution, steps)
+    steps = steps_of(splitter, CUT)
+    losses, cut = train_split(splitter, weights, CUT, steps, SGD, execution=execution)
     whole_losses, whole = unsplit(splitter, weights, execution, steps)
     assert losses == near(whole_losses)
     assert norm(moves(weights, whole)) > 1e-2
@@ -118,9 +81,9 @@ def test_what_is_approximate_stays_near(
     splitter: Splitter, name: str, execution: Execution
 ) -> None:
     weights = splitter.initial_weights(seed=1)
-    steps = steps_of(splitter)
-    (exact_loss,), exact = split(splitter, weights, Execution(), steps)
-    (loss,), near = split(splitter, weights, execution, steps)
+    steps = steps_of(splitter, CUT)
+    (exact_loss,), exact = train_split(splitter, weights, CUT, steps, SGD)
+    (loss,), near = train_split(splitter, weights, CUT, steps, SGD, execution=execution)
     error = norm(moves(exact, near)) / norm(moves(weights, exact))
     assert loss == pytest.approx(exact_loss, rel=LOSS_TOLERANCE[name])
     assert 0 < error <= GRADIENT_TOLERANCE[name]
@@ -128,11 +91,12 @@ def test_what_is_approximate_stays_near(
 
 def test_weights_stay_in_single_precision(splitter: Splitter) -> None:
     weights = splitter.initial_weights(seed=1)
-    _, after = split(splitter, weights, BF16, steps_of(splitter))
+    _, after = train_split(splitter, weights, CUT, steps_of(splitter, CUT), SGD, execution=BF16)
     assert {key: t.dtype for key, t in after.items()} == {k: t.dtype for k, t in weights.items()}
 
 
 def test_clipping_bounds_the_whole_step(splitter: Splitter) -> None:
     weights = splitter.initial_weights(seed=1)
-    _, after = split(splitter, weights, Execution(clip_norm=0.05), steps_of(splitter))
+    steps, clipped = steps_of(splitter, CUT), Execution(clip_norm=0.05)
+    _, after = train_split(splitter, weights, CUT, steps, SGD, execution=clipped)
     assert norm(moves(weights, after)) == pytest.approx(0.05, rel=1e-3)

@@ -7,6 +7,7 @@ import pytest
 from collapipe_flwr.models.decomposition import find_means, make_up_batch
 from collapipe_flwr.models.splitter import Splitter
 from tests.models.conftest import Tiny
+from tests.thorough import few
 
 TASKS = {
     **dict.fromkeys(("marian", "bart", "mbart", "m2m_100", "t5", "mt5", "pegasus"), "seq2seq"),
@@ -24,7 +25,7 @@ USUAL = ("marian", "vit", "bert", "distilbert", "gpt2", "qwen2", "whisper")
 
 @pytest.mark.parametrize(
     "model_type",
-    [*USUAL, *(pytest.param(t, marks=pytest.mark.slow) for t in TASKS if t not in USUAL)],
+    [*USUAL, *few(t for t in TASKS if t not in USUAL)],
 )
 def test_a_family_may_be_cut_by_its_labels(model_type: str) -> None:
     splitter = Splitter(Tiny().spec(model_type, TASKS[model_type]))

@@ -14,8 +14,8 @@ import torch
 from collapipe_flwr.transport.certificates import sign_all
 from tests.forked import Process, start
 from tests.host.test_daemon import resident_bytes
-from tests.laws.test_cluster_equals_whole import SGD, Cut, _steps, make_splitter
-from tests.laws.test_daemons_equal_whole import _order, cluster_of_daemons
+from tests.laws.test_daemons_equal_whole import cluster_of_daemons
+from tests.rounds import SGD, Cut, make_splitter, order_of, steps_of
 
 TIMES = 2  # of every attack
 GROWTH_MOST_BYTES = 48 * 2**20
@@ -41,8 +41,8 @@ def test_training_beside_a_hostile_peer_is_bit_for_bit_the_same(tmp_path: Path) 
         sign_all(guest, {"cu-w": (), "w1": ()})
         splitter = make_splitter("bert", dropout=0.1)
         cut = Cut(stops=(1, 2, 5), micro_batches=(2, 2, 1), schedule="1f1b")
-        steps = _steps(splitter, cut, count=2)
-        order = _order(splitter.initial_weights(seed=1), cut, SGD, dropout_seed=3)
+        steps = steps_of(splitter, cut, count=2)
+        order = order_of(cut, splitter.initial_weights(seed=1), SGD, dropout_seed=3)
 
         def trained() -> dict[str, torch.Tensor]:
             return dict(cluster.train(splitter, order, steps).weights)

@@ -20,7 +20,7 @@ from collapipe_flwr.data.batches import cut_batches
 from collapipe_flwr.federation.run.learner import make_learner
 from tests.chats import CHATML, MARKED, chat_tokenizer, conversations, message, write_lines
 from tests.closeness import assert_near
-from tests.laws.test_cluster_equals_whole import SGD, Cut, _largest_difference, _train_split
+from tests.rounds import SGD, Cut, largest_difference, train_split
 
 trl = pytest.importorskip("trl", reason="TRL is not installed")
 pytestmark = [
@@ -115,7 +115,7 @@ def test_a_chain_learns_what_trl_learns(tmp_path: Path, marked: bool) -> None:
             [learner.task.collate(part) for part in (batch[:3], batch[3:])]
             for batch in cut_batches(examples[: 4 * count], 4)
         ]
-        losses, found = _train_split(splitter, start, cut, steps, SGD)
+        losses, found = train_split(splitter, start, cut, steps, SGD)
         assert_near(found, after[count - 1], depth=count)
     assert losses == pytest.approx(wanted, rel=1e-4)  # TRL logs four digits
-    assert _largest_difference(found, start) > 1e-2
+    assert largest_difference(found, start) > 1e-2

@@ -17,7 +17,6 @@ from transformers import get_scheduler
 from collapipe_flwr.cluster.control_unit import RoundResult, train_round
 from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.cluster.hosted import ThreadEdge
-from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
 from collapipe_flwr.cluster.unsplit import train_unsplit
 from collapipe_flwr.core import imports
 from collapipe_flwr.core.errors import ConfigError
@@ -29,22 +28,21 @@ from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig, optimi
 from collapipe_flwr.pipeline.state import OptimizerState
 from tests.closeness import assert_near, near
 from tests.cluster.faults import Fault, failing
-from tests.cluster.test_recovery import recovery
 from tests.laws.test_adapted_and_tied import _splitter as tied_splitter
-from tests.laws.test_cluster_equals_whole import (
+from tests.rounds import (
     Batch,
     Cut,
-    _largest_difference,
-    _micro_batches,
-    _one_thread,
-    make_splitter,
-    tiny_batch,
+    largest_difference,
+    micro_batches,
+    order_of,
+    recovery,
+    steps_of,
     without_labels,
 )
+from tests.thorough import few
 
 pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")
 
-__all__ = ["_one_thread"]
 CUT = Cut(stops=(1, 3, 5), micro_batches=(2, 1), schedule="1f1b")
 STEPS = 4
 Steps = Sequence[Sequence[Batch]]
@@ -61,18 +59,6 @@ def falling_below_zero(step: int) -> float:
 @pytest.fixture(autouse=True)
 def _own_module_is_allowed() -> None:
     imports.allow(__name__)
-
-
-@pytest.fixture(scope="module")
-def bert() -> Splitter:
-    return make_splitter("bert", dropout=0.0)
-
-
-def steps_of(splitter: Splitter, count: int = STEPS) -> list[list[Batch]]:
-    return [
-        [tiny_batch(splitter, size, seed=10 * step + i) for i, size in enumerate(CUT.micro_batches)]
-        for step in range(count)
-    ]
 
 
 @dataclass
@@ -92,16 +78,12 @@ class Cluster:
     ) -> tuple[RoundResult, dict[str, Tensor]]:
         """One round; the whole model behind it."""
         execution = Execution(clip_norm=self.clip_norm)
-        order = RoundOrder(
-            plan=self.cut.plan(),
-            weights=weights,
-            learning=LearningSettings(
-                optimizer=self.config,
-                schedule=self.cut.schedule,
-                deadline_s=10.0,
-                execution=execution,
-                snapshot_every=self.every,
-            ),
+        order = order_of(
+            self.cut,
+            weights,
+            self.config,
+            execution=execution,
+            every=self.every,
             slots=slots or {},
             keep_optimizer=slots is not None,
             batches=len(steps),
@@ -109,9 +91,9 @@ class Cluster:
         result = train_round(
             self.splitter,
             order,
-            iter(_micro_batches(self.splitter, steps)),
+            iter(micro_batches(self.splitter, steps)),
             ThreadFleet(ThreadEdge(), failing(*self.faults)),
-            _micro_batches(self.splitter, steps[: self.probe]),
+            micro_batches(self.splitter, steps[: self.probe]),
             recovery=recovery(self.splitter),
         )
         return result, {**weights, **result.weights}
@@ -181,12 +163,12 @@ def assert_equal_runs(
 ) -> None:
     whole = {key: expected[key] for key in found}
     assert_near(found, whole, depth=STEPS)
-    assert _largest_difference(whole, start) > 1e-3
+    assert largest_difference(whole, start) > 1e-3
 
 
 @pytest.mark.parametrize("make", [grouped, momentum])
 def test_the_optimizer_of_a_loop_acts_alike_in_parts(bert: Splitter, make) -> None:
-    weights, steps = bert.initial_weights(seed=1), steps_of(bert)
+    weights, steps = bert.initial_weights(seed=1), steps_of(bert, CUT, STEPS)
     model = bert.build_whole(weights)
     config = optimizer_config(make(model), model)
     losses, expected = Loop(make).train(bert, model, steps)
@@ -203,12 +185,12 @@ def test_the_optimizer_of_a_loop_acts_alike_in_parts(bert: Splitter, make) -> No
         ("tests.laws.test_own_optimizers:halving", 0, halving),
     ],
 )
-@pytest.mark.parametrize("every", [0, 1])
+@pytest.mark.parametrize("every", few([0, 1], 1))
 def test_a_schedule_counts_optimizer_steps_whatever_lies_between(
     bert: Splitter, schedule: str, warmup: int, factor, every: int
 ) -> None:
     """Tests of unseen examples, a batch without labels, snapshots and a lost device."""
-    weights, steps = bert.initial_weights(seed=2), steps_of(bert)
+    weights, steps = bert.initial_weights(seed=2), steps_of(bert, CUT, STEPS)
     blank = [without_labels(batch) for batch in steps[0]]
     config = replace(
         optimizer_config(partial(torch.optim.SGD, lr=0.2, momentum=0.9)),
@@ -256,19 +238,12 @@ def test_a_schedule_that_cannot_be_followed_is_refused(schedule: str, words: str
 
 @pytest.mark.parametrize(
     ("every", "step", "clip_norm"),
-    [
-        (0, 2, 0.5),
-        (1, 2, 0.0),
-        (2, 3, 0.5),
-        pytest.param(0, 2, 0.0, marks=pytest.mark.slow),
-        pytest.param(1, 2, 0.5, marks=pytest.mark.slow),
-        pytest.param(2, 3, 0.0, marks=pytest.mark.slow),
-    ],
+    few([(0, 2, 0.5), (1, 2, 0.0), (2, 3, 0.5), (0, 2, 0.0), (1, 2, 0.5), (2, 3, 0.0)], 0, 1),
 )
 def test_the_proximal_term_is_that_of_the_loss(
     bert: Splitter, clip_norm: float, every: int, step: int
 ) -> None:
-    weights, steps = bert.initial_weights(seed=3), steps_of(bert)
+    weights, steps = bert.initial_weights(seed=3), steps_of(bert, CUT, STEPS)
     config = replace(
         optimizer_config(partial(torch.optim.SGD, lr=0.2, momentum=0.9)), proximal_mu=0.7
     )
@@ -283,13 +258,13 @@ def test_the_proximal_term_is_that_of_the_loss(
     _, free = Cluster(bert, replace(config, proximal_mu=0.0), clip_norm=clip_norm).train(
         weights, steps
     )
-    assert _largest_difference(free, found) > 1e-3  # the comparison above can fail
+    assert largest_difference(free, found) > 1e-3  # the comparison above can fail
 
 
 def test_the_proximal_term_of_shared_weights_counts_once() -> None:
     splitter = tied_splitter("t5", "seq2seq", {"shared": "sum", "ties": "rows"})
     cut = Cut(stops=(1, 2, 4), micro_batches=(2, 1))
-    weights, steps = splitter.initial_weights(seed=3), steps_of(splitter)
+    weights, steps = splitter.initial_weights(seed=3), steps_of(splitter, CUT, STEPS)
     config = OptimizerConfig(
         name="sgd", learning_rate=0.3, weight_decay=0.0, momentum=0.9, proximal_mu=0.9
     )
@@ -298,13 +273,14 @@ def test_the_proximal_term_of_shared_weights_counts_once() -> None:
     optimizer = Optimizer(config, model.named_parameters())
     execution = Execution(clip_norm=0.7)
     losses = train_unsplit(splitter, model, optimizer, steps, execution)
-    expected = {key: model.state_dict()[key] for key in weights}
+    state = model.state_dict()
+    expected = {key: state[key] for key in weights}
     result, found = Cluster(splitter, config, cut, clip_norm=0.7).train(weights, steps)
     assert result.losses == near(losses)
     assert_equal_runs(found, expected, weights)
 
 
-@pytest.mark.parametrize("every", [0, 1])
+@pytest.mark.parametrize("every", few([0, 1], 1))
 @pytest.mark.parametrize(
     "made",
     [
@@ -325,8 +301,8 @@ def test_kept_state_continues_and_the_proximal_term_starts_anew(
     slots: OptimizerState = {}
     found = weights
     for _ in range(2):
-        _, expected = loop.train(bert, model, steps_of(bert, 2))
-        result, found = cluster.train(found, steps_of(bert, 2), slots)
+        _, expected = loop.train(bert, model, steps_of(bert, CUT, 2))
+        result, found = cluster.train(found, steps_of(bert, CUT, 2), slots)
         slots = result.slots
     assert slots.keys() >= set(bert.edge_keys())
     assert not any(key.startswith("start/") for key in slots)

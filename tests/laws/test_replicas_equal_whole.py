@@ -6,8 +6,8 @@ unsplit model's to rounding and not bit by bit; among themselves replicas are eq
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -19,9 +19,8 @@ from collapipe_flwr.cluster.control_unit import evaluate_batches, train_round
 from collapipe_flwr.cluster.evaluation import PredictionConfig
 from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.cluster.hosted import ThreadEdge
-from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
+from collapipe_flwr.cluster.order import RoundOrder
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit
-from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ModelError, ScheduleError
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.saving import save_whole
@@ -34,35 +33,21 @@ from collapipe_flwr.pipeline.roles import MiddleStage
 from tests.closeness import assert_near, near
 from tests.laws.test_adapted_and_tied import _splitter as tied_splitter
 from tests.laws.test_adapted_and_tied import _steps as tied_steps
-from tests.laws.test_cluster_equals_whole import (
+from tests.rounds import (
     ADAMW,
     SGD,
     Batch,
-    Cut,
-    _largest_difference,
-    _micro_batches,
-    _steps,
-    _train_unsplit,
+    Replicated,
+    largest_difference,
     make_splitter,
+    micro_batches,
+    order_of,
+    steps_of,
+    train_whole,
 )
+from tests.thorough import few
 
 pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Replicated(Cut):
-    """A cut whose stages have so many replicas; depths are those of each replica."""
-
-    replicas: tuple[int, ...]
-    depths: tuple[int, ...] = ()
-
-    def plan(self) -> ClusterPlan:
-        plan = super().plan()
-        segments = tuple(
-            replace(s, replicas=tuple(f"{s.device_id}r{i}" for i in range(1, count)))
-            for s, count in zip(plan.segments, self.replicas, strict=True)
-        )
-        return replace(plan, segments=segments, warmup_depth=self.depths or plan.warmup_depth)
 
 
 CUTS = [
@@ -86,33 +71,6 @@ CUTS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module", params=["marian", "bert"])
-def splitter(request: pytest.FixtureRequest) -> Splitter:
-    return make_splitter(request.param, dropout=0.0)
-
-
-def _order(
-    cut: Replicated, weights: dict[str, Tensor], rule: OptimizerConfig, **more
-) -> RoundOrder:
-    execution = more.pop("execution", Execution())
-    return RoundOrder(
-        plan=cut.plan(),
-        weights=weights,
-        learning=LearningSettings(
-            optimizer=rule, schedule=cut.schedule, deadline_s=20.0, execution=execution
-        ),
-        **more,
-    )
-
-
 class Kept:
     """Makes stages, and keeps them for a look at what they end with."""
 
@@ -124,6 +82,11 @@ class Kept:
         return self.stages[-1]
 
 
+@pytest.fixture(scope="module", params=few(["bert", "marian"], 0))
+def splitter(request: pytest.FixtureRequest) -> Splitter:
+    return make_splitter(request.param, dropout=0.0)
+
+
 def train_replicated(
     splitter: Splitter,
     weights: dict[str, Tensor],
@@ -132,9 +95,9 @@ def train_replicated(
     rule: OptimizerConfig,
     **more,
 ) -> tuple[tuple[float, ...], dict[str, Tensor]]:
-    order, kept = _order(cut, weights, rule, **more), Kept()
+    order, kept = order_of(cut, weights, rule, **more), Kept()
     fleet = ThreadFleet(ThreadEdge(), kept)
-    result = train_round(splitter, order, _micro_batches(splitter, steps), fleet)
+    result = train_round(splitter, order, micro_batches(splitter, steps), fleet)
     assert_replicas_are_equal(kept.stages, order)
     return result.losses, dict(result.weights)
 
@@ -156,25 +119,25 @@ def assert_replicas_are_equal(stages: Sequence[MiddleStage], order: RoundOrder) 
             )
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("cut", few(CUTS, 1, 4), ids=str)
 def test_loss_and_every_gradient_equal_the_unsplit_model(
     splitter: Splitter, cut: Replicated
 ) -> None:
     weights = splitter.initial_weights(seed=1)
-    steps = _steps(splitter, cut, count=1)
+    steps = steps_of(splitter, cut, count=1)
     losses, split = train_replicated(splitter, weights, cut, steps, SGD)
-    whole_losses, whole = _train_unsplit(splitter, weights, steps, SGD)
-    assert _largest_difference(whole, weights) > 1e-3
+    whole_losses, whole = train_whole(splitter, weights, steps, SGD)
+    assert largest_difference(whole, weights) > 1e-3
     assert losses == near(whole_losses)
     assert_near(split, whole)
 
 
-@pytest.mark.parametrize("cut", CUTS[1:], ids=str)
+@pytest.mark.parametrize("cut", few(CUTS[1:], 2), ids=str)
 def test_many_adamw_steps_stay_on_the_unsplit_path(splitter: Splitter, cut: Replicated) -> None:
     weights = splitter.initial_weights(seed=2)
-    steps = _steps(splitter, cut, count=4)
+    steps = steps_of(splitter, cut, count=4)
     losses, split = train_replicated(splitter, weights, cut, steps, ADAMW)
-    whole_losses, whole = _train_unsplit(splitter, weights, steps, ADAMW)
+    whole_losses, whole = train_whole(splitter, weights, steps, ADAMW)
     assert losses == near(whole_losses)
     assert_near(split, whole)
 
@@ -189,10 +152,10 @@ def test_the_proximal_term_counts_once_and_what_the_optimizer_keeps_goes_on(
     ends = []
     for which in (alone, cut):
         weights, slots = splitter.initial_weights(seed=2), {}
-        for steps in (_steps(splitter, cut, count=2), _steps(splitter, cut, count=3)):
-            order = _order(which, weights, rule, slots=slots, keep_optimizer=True)
+        for steps in (steps_of(splitter, cut, count=2), steps_of(splitter, cut, count=3)):
+            order = order_of(which, weights, rule, slots=slots, keep_optimizer=True)
             fleet = ThreadFleet(ThreadEdge())
-            result = train_round(splitter, order, _micro_batches(splitter, steps), fleet)
+            result = train_round(splitter, order, micro_batches(splitter, steps), fleet)
             weights, slots = {**weights, **result.weights}, result.slots
         ends.append((weights, {k: t[0] for k, t in slots.items()}))
     (expected, means), (found, same_means) = ends
@@ -204,10 +167,10 @@ def test_the_proximal_term_counts_once_and_what_the_optimizer_keeps_goes_on(
 def test_a_batch_with_fewer_micro_batches_than_replicas(splitter: Splitter) -> None:
     """A replica without a micro-batch takes the same optimizer step as the others."""
     weights, cut = splitter.initial_weights(seed=2), CUTS[3]
-    first, last = _steps(splitter, cut, count=2)
+    first, last = steps_of(splitter, cut, count=2)
     steps = [first, last[:1], first, last[:2]]
     losses, split = train_replicated(splitter, weights, cut, steps, ADAMW)
-    whole_losses, whole = _train_unsplit(splitter, weights, steps, ADAMW)
+    whole_losses, whole = train_whole(splitter, weights, steps, ADAMW)
     assert losses == near(whole_losses)
     assert_near(split, whole)
 
@@ -216,7 +179,7 @@ def test_gradients_in_small_pieces_sum_up_alike(
     splitter: Splitter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights, cut = splitter.initial_weights(seed=1), CUTS[4]
-    steps = _steps(splitter, cut, count=2)
+    steps = steps_of(splitter, cut, count=2)
     _, expected = train_replicated(splitter, weights, cut, steps, ADAMW)
     monkeypatch.setattr(gradient_sums, "PIECE_BYTES", 100)
     _, found = train_replicated(splitter, weights, cut, steps, ADAMW)
@@ -234,13 +197,13 @@ def test_what_a_run_asks_of_stages_holds_for_replicas(
     """Clipping counts the gradients of a replicated stage once; else the norm is too large."""
     weights, cut = splitter.initial_weights(seed=1), CUTS[3]
     alone = Replicated(stops=(5,), replicas=(1,), micro_batches=cut.micro_batches)
-    steps = _steps(splitter, cut, count=2)
+    steps = steps_of(splitter, cut, count=2)
     _, expected = train_replicated(splitter, weights, alone, steps, SGD, execution=execution)
     _, found = train_replicated(splitter, weights, cut, steps, SGD, execution=execution)
     assert_near(found, expected)
     if execution.clip_norm:
         _, unbounded = train_replicated(splitter, weights, alone, steps, SGD)
-        assert _largest_difference(unbounded, expected) > 1e-3
+        assert largest_difference(unbounded, expected) > 1e-3
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8"])
@@ -249,22 +212,22 @@ def test_codecs_round_hops_alike_and_gradients_between_replicas_never(codec: str
     splitter = make_splitter("bert", dropout=0.0)
     weights, cut = splitter.initial_weights(seed=1), CUTS[3]
     single = replace(cut, replicas=(1, 1), depths=())
-    steps = _steps(splitter, cut, count=1)
+    steps = steps_of(splitter, cut, count=1)
     execution = Execution(codec=codec)
     _, expected = train_replicated(splitter, weights, single, steps, SGD, execution=execution)
     _, found = train_replicated(splitter, weights, cut, steps, SGD, execution=execution)
     assert_near(found, expected)
     _, exact = train_replicated(splitter, weights, single, steps, SGD)
-    assert _largest_difference(exact, expected) > 1e-5
+    assert largest_difference(exact, expected) > 1e-5
 
 
-@pytest.mark.parametrize("model_type", ["marian", "bert"])
+@pytest.mark.parametrize("model_type", few(["marian", "bert"], 1))
 def test_dropout_is_that_of_the_micro_batch_whoever_handles_it(model_type: str) -> None:
     dropping = make_splitter(model_type, dropout=0.2)
     weights = dropping.initial_weights(seed=5)
     cut = CUTS[3]
     alone = Replicated(stops=(5,), replicas=(1,), micro_batches=cut.micro_batches)
-    steps = _steps(dropping, cut, count=2)
+    steps = steps_of(dropping, cut, count=2)
     losses, expected = train_replicated(dropping, weights, alone, steps, ADAMW, dropout_seed=1)
     cut_losses, found = train_replicated(dropping, weights, cut, steps, ADAMW, dropout_seed=1)
     other_losses, _ = train_replicated(dropping, weights, cut, steps, ADAMW, dropout_seed=2)
@@ -279,11 +242,11 @@ def test_dropout_is_that_of_the_micro_batch_whoever_handles_it(model_type: str) 
 def test_a_test_set_comes_to_the_same(splitter: Splitter, wanted: PredictionConfig | None) -> None:
     """Also where texts are generated, which one device of every stage does."""
     weights, cut = splitter.initial_weights(seed=3), CUTS[3]
-    steps = _steps(splitter, cut, count=2)
+    steps = steps_of(splitter, cut, count=2)
     found = evaluate_batches(
         splitter,
-        _order(cut, weights, SGD),
-        _micro_batches(splitter, steps),
+        order_of(cut, weights, SGD),
+        micro_batches(splitter, steps),
         ThreadFleet(ThreadEdge()),
         wanted=wanted,
     )
@@ -312,7 +275,7 @@ def test_ties_across_replicas_are_exact(
     for rule, count in ((SGD, 1), (ADAMW, 3)):
         steps = tied_steps(splitter, cut, count)
         losses, split = train_replicated(splitter, weights, cut, steps, rule)
-        whole_losses, whole = _train_unsplit(splitter, weights, steps, rule)
+        whole_losses, whole = train_whole(splitter, weights, steps, rule)
         assert losses == near(whole_losses)
         assert_near(split, whole)
 
@@ -330,7 +293,7 @@ def test_adapters_train_alike_on_replicas(tmp_path: Path) -> None:
     cut_losses, found = train_replicated(adapted, weights, cut, steps, ADAMW, dropout_seed=4)
     assert cut_losses == near(losses)
     assert_near(found, expected)
-    assert _largest_difference(found, weights) > 1e-3
+    assert largest_difference(found, weights) > 1e-3
 
 
 def test_a_part_that_learns_by_other_means_than_gradients_is_refused() -> None:
@@ -349,17 +312,17 @@ def test_more_replicas_than_micro_batches_are_refused(splitter: Splitter) -> Non
     weights = splitter.initial_weights(seed=3)
     cut = Replicated(stops=(5,), replicas=(3,), micro_batches=(2, 2))
     with pytest.raises(ScheduleError, match="plan no more replicas than micro-batches"):
-        train_round(splitter, _order(cut, weights, SGD), [], ThreadFleet(ThreadEdge()))
+        train_round(splitter, order_of(cut, weights, SGD), [], ThreadFleet(ThreadEdge()))
 
 
 def test_norms_of_gradients_and_bytes_between_replicas(splitter: Splitter) -> None:
     """Noise estimates count a replicated stage once; of a gradient each of two sends one copy."""
     weights, cut = splitter.initial_weights(seed=1), CUTS[0]
     alone = Replicated(stops=(5,), replicas=(1,), micro_batches=cut.micro_batches)
-    steps = _steps(splitter, cut, count=1)
+    steps = steps_of(splitter, cut, count=1)
     reports = {}
     for which in (cut, alone):
-        order, batches = _order(which, weights, SGD), _micro_batches(splitter, steps)
+        order, batches = order_of(which, weights, SGD), micro_batches(splitter, steps)
         result = train_round(splitter, order, batches, ThreadFleet(ThreadEdge()))
         reports[which.replicas] = result.reports[1:-1]
     first, other = reports[2,]

@@ -11,16 +11,17 @@ from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.core.measurements import ClusterMeasurement
 from collapipe_flwr.scheduler.outcomes import link_samples
 from tests.closeness import assert_near, near
-from tests.laws.test_cluster_equals_whole import (
+from tests.laws.test_daemons_equal_whole import Cluster, cluster_of_daemons
+from tests.rounds import (
     ADAMW,
-    _largest_difference,
-    _steps,
-    _train_unsplit,
+    Replicated,
+    largest_difference,
     make_splitter,
+    order_of,
+    steps_of,
+    train_whole,
     without_labels,
 )
-from tests.laws.test_daemons_equal_whole import Cluster, _order, cluster_of_daemons
-from tests.laws.test_replicas_equal_whole import Replicated
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +55,13 @@ CUTS = [
 def test_a_round_on_daemons_equals_the_unsplit_model(cluster: Cluster, cut: OnDaemons) -> None:
     splitter = make_splitter("marian", dropout=0.0)
     weights = splitter.initial_weights(seed=1)
-    first, second = _steps(splitter, cut, count=2)
+    first, second = steps_of(splitter, cut, count=2)
     steps = [first, [without_labels(batch) for batch in first], second]
-    result = cluster.train(splitter, _order(weights, cut, ADAMW), steps)
-    losses, whole = _train_unsplit(splitter, weights, steps, ADAMW)
+    result = cluster.train(splitter, order_of(cut, weights, ADAMW), steps)
+    losses, whole = train_whole(splitter, weights, steps, ADAMW)
     assert result.losses == near(losses)
     assert_near(dict(result.weights), whole)
-    assert _largest_difference(whole, weights) > 1e-3
+    assert largest_difference(whole, weights) > 1e-3
     names = [report.name for report in result.reports]
     assert names == ["control-unit", "A/d0", "A/d1", "A/d2", "edge"]
     assert all(report.steps == 2 for report in result.reports)
@@ -70,8 +71,8 @@ def test_a_round_on_daemons_equals_the_unsplit_model(cluster: Cluster, cut: OnDa
 def test_every_two_replicas_that_meet_have_a_link_in_reports(cluster: Cluster) -> None:
     """And of what one of them sent, each link has its part."""
     splitter, cut = make_splitter("marian", dropout=0.0), CUTS[1]
-    steps = _steps(splitter, cut, count=2)
-    order = _order(splitter.initial_weights(seed=1), cut, ADAMW)
+    steps = steps_of(splitter, cut, count=2)
+    order = order_of(cut, splitter.initial_weights(seed=1), ADAMW)
     result = cluster.train(splitter, order, steps)
     plan = replace(cut.plan(), hops=(LinkConfig(),) * 3)
     *reports, edge = result.reports

@@ -17,25 +17,23 @@ from collapipe_flwr.config.schema import parse
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.federation.run.learner import make_learner
 from tests.closeness import assert_near, near
-from tests.laws.test_cluster_equals_whole import (
+from tests.rounds import (
     SGD,
     Cut,
-    _largest_difference,
-    _one_thread,
-    _train_split,
-    _train_unsplit,
+    largest_difference,
+    train_split,
+    train_whole,
 )
-from tests.tiny_tasks import TASKS, task_values
+from tests.thorough import few
+from tests.tiny_tasks import (
+    TASKS,
+    own_cache,  # noqa: F401
+    task_values,
+)
 
 pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")
 
-__all__ = ["_one_thread"]  # its fixture holds here too
 EXAMPLES = 7
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def values_of(task: str, folder: Path) -> dict[str, Value]:
@@ -51,21 +49,21 @@ def step(values: dict[str, Value], size: int, bucketing: str = "none") -> list[d
     return found
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", few(TASKS, 1, 5, 6))
 def test_cut_and_bucketed_steps_have_the_gradient_of_one_batch(task: str, tmp_path: Path) -> None:
     values = values_of(task, tmp_path)
     splitter = make_learner(parse(values)).splitter
     assert splitter.num_blocks == 5
     weights = splitter.initial_weights(seed=1)
     whole_step = step(values, EXAMPLES)
-    whole_losses, whole = _train_unsplit(splitter, weights, [whole_step], SGD)
-    assert _largest_difference(whole, weights) > 1e-3  # the comparisons below can fail
+    whole_losses, whole = train_whole(splitter, weights, [whole_step], SGD)
+    assert largest_difference(whole, weights) > 1e-3  # the comparisons below can fail
     for bucketing in ("none", "tokens"):
         cut_step = step(values, 3, bucketing)
         sizes = tuple(len(micro_batch["labels"]) for micro_batch in cut_step)
         assert len(sizes) == 3
         cut = Cut(stops=(2, 5), micro_batches=sizes)
-        losses, split = _train_split(splitter, weights, cut, [cut_step], SGD)
+        losses, split = train_split(splitter, weights, cut, [cut_step], SGD)
         assert_near(split, whole)
         assert losses == near(whole_losses)
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from collapipe_flwr.cluster.profile import Measured
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig, Role
 from collapipe_flwr.host.rosters import Rosters
@@ -26,6 +28,13 @@ def new_registry(
         unit = MemberConfig(name=UNIT, address="127.0.0.1:50060")
         registry.create(ID, unit, edge_address, elsewhere)
     return registry
+
+
+@pytest.fixture
+def joining(registry: Registry) -> Iterator[JoiningService]:
+    """Lets boards join the ``registry`` of the test."""
+    with JoiningService(registry, "127.0.0.1:0") as listening:
+        yield listening
 
 
 def print_token(

@@ -54,12 +54,6 @@ def registry(tmp_path: Path) -> Registry:
 
 
 @pytest.fixture
-def joining(registry: Registry) -> Iterator[JoiningService]:
-    with JoiningService(registry, "127.0.0.1:0") as listening:
-        yield listening
-
-
-@pytest.fixture
 def unit(tmp_path: Path, registry: Registry, joining: JoiningService) -> Membership:
     return unit_joined(registry, joining, board(tmp_path / "unit", UNIT, free_port()))
 

@@ -55,12 +55,6 @@ def registry(tmp_path: Path) -> Registry:
 
 
 @pytest.fixture
-def joining(registry: Registry) -> Iterator[JoiningService]:
-    with JoiningService(registry, "127.0.0.1:0") as listening:
-        yield listening
-
-
-@pytest.fixture
 def phones(tmp_path: Path, registry: Registry, joining: JoiningService) -> list[Membership]:
     token = print_token(registry, members=2)
     boards = [replace(board(tmp_path, n), address="", dials=True) for n in ("phone", "tablet")]

@@ -9,7 +9,6 @@ import ssl
 import stat
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -59,17 +58,11 @@ def registry(tmp_path: Path) -> Registry:
     return new_registry(tmp_path / "cu")
 
 
-@pytest.fixture
-def service(registry: Registry) -> Iterator[JoiningService]:
-    with JoiningService(registry, "127.0.0.1:0") as listening:
-        yield listening
-
-
 def test_a_board_becomes_a_member_and_its_key_stays_with_it(
-    tmp_path: Path, registry: Registry, service: JoiningService
+    tmp_path: Path, registry: Registry, joining: JoiningService
 ) -> None:
     newcomer = board(tmp_path, "pi-1")
-    found = joined(service, print_token(registry), newcomer)
+    found = joined(joining, print_token(registry), newcomer)
     assert (found.cluster.id, found.name, found.role) == (ID, "pi-1", Role.DEVICE)
     assert found.cluster == replace(registry.cluster(), **_own_paths(found.cluster))
     assert membership_of(newcomer, bytes.fromhex(_pin(registry))) == found
@@ -82,31 +75,31 @@ def test_a_board_becomes_a_member_and_its_key_stays_with_it(
 
 
 def test_a_member_does_not_join_in_the_folder_that_keeps_the_cluster(
-    registry: Registry, service: JoiningService
+    registry: Registry, joining: JoiningService
 ) -> None:
     here = replace(board(registry.folder, "pi-1"), folder=registry.folder)
     with pytest.raises(ConfigError, match="keeps the cluster itself: choose another folder"):
-        joined(service, print_token(registry), here)
+        joined(joining, print_token(registry), here)
 
 
 def test_plans_know_what_a_board_measured_of_itself(
-    tmp_path: Path, registry: Registry, service: JoiningService
+    tmp_path: Path, registry: Registry, joining: JoiningService
 ) -> None:
-    joined(service, print_token(registry), board(tmp_path, "pi-1"))
+    joined(joining, print_token(registry), board(tmp_path, "pi-1"))
     (device,) = profile_of(registry.cluster(), 1).devices
     assert (device.speed_flop_per_s, device.memory_bytes) == (7e9, 10**9)
     assert (device.device_id, device.overhead_s) == (f"{ID}/pi-1", 0.01)
 
 
 def test_a_token_admits_as_many_as_it_was_made_for_even_at_once(
-    tmp_path: Path, registry: Registry, service: JoiningService
+    tmp_path: Path, registry: Registry, joining: JoiningService
 ) -> None:
     token = print_token(registry, members=2)
     boards = [board(tmp_path, f"pi-{n}", 1000 + n) for n in range(4)]
 
     def attempt(newcomer) -> str:
         try:
-            return joined(service, token, newcomer).name
+            return joined(joining, token, newcomer).name
         except LinkError as error:
             return str(error)
 
@@ -118,11 +111,11 @@ def test_a_token_admits_as_many_as_it_was_made_for_even_at_once(
 
 
 def test_an_expired_token_is_refused(
-    tmp_path: Path, registry: Registry, service: JoiningService
+    tmp_path: Path, registry: Registry, joining: JoiningService
 ) -> None:
     token = print_token(registry, minutes=0)
     with pytest.raises(LinkError, match="the token has expired: print another one"):
-        joined(service, token, board(tmp_path, "pi-1"))
+        joined(joining, token, board(tmp_path, "pi-1"))
     assert not registry.cluster().devices
 
 
@@ -162,7 +155,7 @@ def test_who_only_asks_is_refused_as_others_and_changes_nothing(
 
 
 def test_nothing_is_measured_of_a_board_that_is_refused(
-    tmp_path: Path, registry: Registry, service: JoiningService
+    tmp_path: Path, registry: Registry, joining: JoiningService
 ) -> None:
     token = replace(print_token(registry), secret=bytes(16))
     measured_names: list[str] = []
@@ -172,7 +165,7 @@ def test_nothing_is_measured_of_a_board_that_is_refused(
         return measured(name)
 
     with pytest.raises(LinkError, match="not known"):
-        join(token, board(tmp_path, "pi-1"), measure, address=service.address)
+        join(token, board(tmp_path, "pi-1"), measure, address=joining.address)
     assert not measured_names
 
 
@@ -249,13 +242,13 @@ def test_a_cluster_does_not_share_a_file_with_the_tokens(registry: Registry) -> 
 
 
 def test_only_a_server_s_certificate_is_valid_for_its_host(
-    tmp_path: Path, registry: Registry, service: JoiningService
+    tmp_path: Path, registry: Registry, joining: JoiningService
 ) -> None:
     """As a SuperNode does, a client compares the host that it dials."""
     token = print_token(registry)
-    member = joined(service, token, board(tmp_path, "pi-1"))
+    member = joined(joining, token, board(tmp_path, "pi-1"))
     with pytest.raises(LinkError, match="choose another name"):
-        joined(service, print_token(registry), board(tmp_path, "127.0.0.1", 1001))
+        joined(joining, print_token(registry), board(tmp_path, "127.0.0.1", 1001))
 
     def verified(files: TlsFiles | None) -> None:
         assert files is not None and files.certificate is not None and files.key is not None
@@ -280,34 +273,34 @@ def test_only_a_server_s_certificate_is_valid_for_its_host(
 
 
 def test_a_token_works_once_for_a_name_and_a_name_is_one_board_s(
-    tmp_path: Path, registry: Registry, service: JoiningService
+    tmp_path: Path, registry: Registry, joining: JoiningService
 ) -> None:
     token = print_token(registry, members=3)
-    joined(service, token, board(tmp_path / "a", "pi-1"))
+    joined(joining, token, board(tmp_path / "a", "pi-1"))
     with pytest.raises(LinkError, match="the token was used by pi-1 already"):
-        joined(service, token, board(tmp_path / "b", "pi-1", 1001))
+        joined(joining, token, board(tmp_path / "b", "pi-1", 1001))
     with pytest.raises(LinkError, match="pi-1 is a member of shed already, with another key"):
-        joined(service, print_token(registry), board(tmp_path / "c", "pi-1", 1001))
+        joined(joining, print_token(registry), board(tmp_path / "c", "pi-1", 1001))
     with pytest.raises(LinkError, match=r"pi-1 of shed is at 127.0.0.1:1000 already"):
-        joined(service, print_token(registry), board(tmp_path / "d", "pi-2"))
+        joined(joining, print_token(registry), board(tmp_path / "d", "pi-2"))
     before = {path: path.read_bytes() for path in registry.certs.iterdir()}
     said = r"another member is called .* already|cannot be called|lets newcomers in"
     for name in ("PI-1", "edge", "server", "Cu-Shed", "ca", "CollaPipe-Joining"):
-        service._attempts = Attempts()
+        joining._attempts = Attempts()
         with pytest.raises(LinkError, match=said):
-            joined(service, print_token(registry), board(tmp_path / "e", name, 1002))
+            joined(joining, print_token(registry), board(tmp_path / "e", name, 1002))
     assert {path: path.read_bytes() for path in registry.certs.iterdir()} == before
     assert names(registry.cluster()) == {"pi-1"}
 
 
 def test_a_name_that_is_refused_leaves_the_token_for_another_one(
-    tmp_path: Path, registry: Registry, service: JoiningService
+    tmp_path: Path, registry: Registry, joining: JoiningService
 ) -> None:
-    joined(service, print_token(registry), board(tmp_path, "raspberrypi"))
+    joined(joining, print_token(registry), board(tmp_path, "raspberrypi"))
     token = print_token(registry)
     with pytest.raises(LinkError, match="choose another name with --name"):
-        joined(service, token, board(tmp_path / "other", "raspberrypi", 1001))
-    assert joined(service, token, board(tmp_path / "other", "pi-2", 1001)).name == "pi-2"
+        joined(joining, token, board(tmp_path / "other", "raspberrypi", 1001))
+    assert joined(joining, token, board(tmp_path / "other", "pi-2", 1001)).name == "pi-2"
 
 
 @pytest.mark.parametrize("role", [Role.DEVICE, Role.EDGE, Role.CONTROL_UNIT])
@@ -341,7 +334,7 @@ def test_an_edge_that_joined_one_of_two_clusters_joins_the_other_when_it_asks_ag
 
 
 def test_clusters_of_one_folder_share_edge_and_server_and_who_lets_newcomers_in(
-    tmp_path: Path, registry: Registry, service: JoiningService
+    tmp_path: Path, registry: Registry, joining: JoiningService
 ) -> None:
     unit = MemberConfig(name="cu-barn", address="127.0.0.1:50060")
     with registry.changing():
@@ -349,25 +342,25 @@ def test_clusters_of_one_folder_share_edge_and_server_and_who_lets_newcomers_in(
         token = new_token(registry, barn, Role.DEVICE, members=1, minutes=60.0)
     shed = registry.cluster(ID)
     assert (barn.edge, barn.server) == (shed.edge, shed.server)
-    assert joined(service, token, board(tmp_path, "barn-1")).cluster.id == "barn"
+    assert joined(joining, token, board(tmp_path, "barn-1")).cluster.id == "barn"
     with registry.changing():
         other = new_token(registry, shed, Role.DEVICE, members=2, minutes=60.0)
     with pytest.raises(LinkError, match="another member is called barn-1 already"):
-        joined(service, other, board(tmp_path / "other", "barn-1", 1001))
-    joined(service, other, board(tmp_path, "shed-1", 1001))
+        joined(joining, other, board(tmp_path / "other", "barn-1", 1001))
+    joined(joining, other, board(tmp_path, "shed-1", 1001))
     access = access_control(registry.clusters().values())
     assert access.callers["edge"].clusters == {"shed", "barn"}
     assert access.callers["barn-1"].clusters == {"barn"}
 
 
 def test_a_token_of_a_device_makes_no_edge_and_one_of_an_edge_makes_one(
-    tmp_path: Path, registry: Registry, service: JoiningService
+    tmp_path: Path, registry: Registry, joining: JoiningService
 ) -> None:
     token = print_token(registry)
-    found = joined(service, replace(token, role=Role.EDGE), board(tmp_path, "pi-1"))
+    found = joined(joining, replace(token, role=Role.EDGE), board(tmp_path, "pi-1"))
     assert found.role is Role.DEVICE
     with pytest.raises(LinkError, match="shed has an edge already: edge"):
-        joined(service, print_token(registry, role=Role.EDGE), board(tmp_path, "other", 1001))
+        joined(joining, print_token(registry, role=Role.EDGE), board(tmp_path, "other", 1001))
 
 
 def test_whoever_is_of_another_ca_is_told_nothing(tmp_path: Path, registry: Registry) -> None:
@@ -384,9 +377,9 @@ def test_whoever_is_of_another_ca_is_told_nothing(tmp_path: Path, registry: Regi
 
 
 def test_a_member_of_the_same_ca_cannot_pass_as_the_control_unit(
-    tmp_path: Path, registry: Registry, service: JoiningService
+    tmp_path: Path, registry: Registry, joining: JoiningService
 ) -> None:
-    traitor = joined(service, print_token(registry), board(tmp_path, "pi-1"))
+    traitor = joined(joining, print_token(registry), board(tmp_path, "pi-1"))
     files = traitor.cluster.tls_files("pi-1")
     chain = tmp_path / "chain.pem"
     chain.write_text(files.certificate.read_text() + files.ca.read_text())
@@ -405,7 +398,7 @@ def test_a_member_of_the_same_ca_cannot_pass_as_the_control_unit(
 
 
 def test_a_stranger_s_long_message_is_refused_before_it_is_read(
-    registry: Registry, service: JoiningService, monkeypatch: pytest.MonkeyPatch
+    registry: Registry, joining: JoiningService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: object) -> None:
         raise AssertionError("it was read")
@@ -415,7 +408,7 @@ def test_a_stranger_s_long_message_is_refused_before_it_is_read(
     options = name_options(SERVICE_NAME)
     with (
         grpc.secure_channel(
-            service.address, grpc.ssl_channel_credentials(pem), options=options
+            joining.address, grpc.ssl_channel_credentials(pem), options=options
         ) as channel,
         pytest.raises(grpc.RpcError) as refusal,
     ):
@@ -424,29 +417,29 @@ def test_a_stranger_s_long_message_is_refused_before_it_is_read(
 
 
 def test_who_guesses_has_to_wait(
-    tmp_path: Path, registry: Registry, service: JoiningService
+    tmp_path: Path, registry: Registry, joining: JoiningService
 ) -> None:
     now_s = [0.0]
-    service._attempts = Attempts(clock=lambda: now_s[0])
+    joining._attempts = Attempts(clock=lambda: now_s[0])
     token = print_token(registry)
     for number in range(MOST_REFUSALS):
         guess = replace(token, secret=bytes([number]) * 16)
         with pytest.raises(LinkError, match="the token is not known"):
-            joined(service, guess, board(tmp_path, "pi-1"))
+            joined(joining, guess, board(tmp_path, "pi-1"))
     with pytest.raises(LinkError, match="too many attempts were refused: try again in 60 s"):
-        joined(service, token, board(tmp_path, "pi-1"))
+        joined(joining, token, board(tmp_path, "pi-1"))
     now_s[0] = 61.0
-    assert joined(service, token, board(tmp_path, "pi-1")).name == "pi-1"
+    assert joined(joining, token, board(tmp_path, "pi-1")).name == "pi-1"
 
 
 def test_nothing_secret_is_logged_shown_or_kept(
-    tmp_path: Path, registry: Registry, service: JoiningService, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, registry: Registry, joining: JoiningService, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     token = print_token(registry)
-    joined(service, token, board(tmp_path, "pi-1"))
+    joined(joining, token, board(tmp_path, "pi-1"))
     with pytest.raises(LinkError):
-        joined(service, token, board(tmp_path, "pi-2", 1001))
+        joined(joining, token, board(tmp_path, "pi-2", 1001))
     asked = request(tmp_path, token, "pi-3")
     shown = caplog.text + repr(token) + repr(asked) + registry.tokens._path.read_text()
     assert stat.S_IMODE(registry.tokens._path.stat().st_mode) == 0o600
@@ -458,32 +451,32 @@ def test_nothing_secret_is_logged_shown_or_kept(
 
 
 def test_a_removed_board_stays_out_unless_it_is_let_in_as_a_new_one(
-    tmp_path: Path, registry: Registry, service: JoiningService
+    tmp_path: Path, registry: Registry, joining: JoiningService
 ) -> None:
     token, newcomer = print_token(registry, members=2), board(tmp_path, "pi-1")
-    before = joined(service, token, newcomer)
+    before = joined(joining, token, newcomer)
     with registry.changing():
         after = registry.remove(registry.cluster(), "pi-1")
     assert after.version == before.cluster.version + 1 and not after.devices
     with pytest.raises(LinkError, match="the token was used by pi-1 already"):
-        joined(service, token, newcomer)
+        joined(joining, token, newcomer)
     with pytest.raises(LinkError, match="was removed from shed, and its key with it: join with"):
-        joined(service, print_token(registry), newcomer)
+        joined(joining, print_token(registry), newcomer)
     forget(newcomer)
-    again = joined(service, print_token(registry), newcomer)
+    again = joined(joining, print_token(registry), newcomer)
     (old,), (new,) = before.cluster.devices, again.cluster.devices
     assert old.fingerprint != new.fingerprint
     first = newcomer.own("key").read_bytes()
     with registry.changing():
         registry.remove(registry.cluster(), "pi-1")
     forget(newcomer)
-    joined(service, print_token(registry), newcomer)
+    joined(joining, print_token(registry), newcomer)
     with registry.changing():
         registry.remove(registry.cluster(), "pi-1")
     newcomer.own("key").write_bytes(first)  # of the removal before the last one
     newcomer.own("pem").unlink()
     with pytest.raises(LinkError, match="was removed from shed, and its key with it"):
-        joined(service, print_token(registry), newcomer)
+        joined(joining, print_token(registry), newcomer)
 
 
 class Cut(BaseException):
@@ -511,7 +504,7 @@ def cutting(monkeypatch: pytest.MonkeyPatch, at: int, thread: str) -> None:
 def test_a_join_that_breaks_off_anywhere_leaves_nothing_half_and_goes_on(
     tmp_path: Path,
     registry: Registry,
-    service: JoiningService,
+    joining: JoiningService,
     monkeypatch: pytest.MonkeyPatch,
     thread: str,
     at: int,
@@ -520,7 +513,7 @@ def test_a_join_that_breaks_off_anywhere_leaves_nothing_half_and_goes_on(
     with monkeypatch.context() as patch:
         cutting(patch, at, thread)
         try:
-            joined(service, token, newcomer)
+            joined(joining, token, newcomer)
         except (Cut, LinkError):
             cut_short = True
         else:
@@ -528,7 +521,7 @@ def test_a_join_that_breaks_off_anywhere_leaves_nothing_half_and_goes_on(
     assert cut_short == (at <= {"MainThread": 4, "rpc": 4}[thread])
     registry.cluster()  # can be read
     assert cut_short == (membership_of(newcomer, token.pin) is None)
-    found = joined(service, token, newcomer)
+    found = joined(joining, token, newcomer)
     shown = x509.load_pem_x509_certificate(newcomer.own("pem").read_bytes())
     key = own_key(newcomer.own("key"))
     assert shown.public_key() == key.public_key()

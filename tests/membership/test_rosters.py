@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,12 +50,6 @@ from tests.ports import free_port
 @pytest.fixture
 def registry(tmp_path: Path) -> Registry:
     return new_registry(tmp_path / "cu", f"127.0.0.1:{free_port()}")
-
-
-@pytest.fixture
-def joining(registry: Registry) -> Iterator[JoiningService]:
-    with JoiningService(registry, "127.0.0.1:0") as listening:
-        yield listening
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from collapipe_flwr.transport.joining import JOIN, JoinRequest, key_in_request, 
 from collapipe_flwr.transport.methods import decode_message, encode_message, name_options
 from collapipe_flwr.transport.roster import Roster
 from tests.membership.clusters import new_registry
+from tests.thorough import examples
 
 NAMES = [
     "",
@@ -96,7 +97,7 @@ def test_what_a_stranger_asks_writes_one_printable_line_into_the_log(
     assert all(line.isprintable() and "was refused" in line for line in said)
 
 
-@settings(max_examples=200, derandomize=True)
+@examples(50, 200, derandomize=True)
 @given(
     st.text(max_size=200)
     | st.binary(max_size=300).map(lambda data: data.decode("latin-1"))

@@ -24,6 +24,7 @@ from collapipe_flwr.models.saving import save_whole
 from collapipe_flwr.models.splitter import Splitter
 from tests.full_disk import full_disk
 from tests.power_cuts import rebuilt, watched
+from tests.thorough import few
 
 
 def _equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
@@ -70,7 +71,7 @@ def test_a_saved_model_loads_with_equal_weights(
     assert _equal(Splitter(again).initial_weights(seed=0), weights)
 
 
-@pytest.mark.parametrize("model_type", ["bamba", "falcon_h1"])
+@pytest.mark.parametrize("model_type", few(["bamba", "falcon_h1"], 1))
 def test_a_configuration_with_infinities_survives_saving(
     model_type: str, tiny: Any, tmp_path: Path
 ) -> None:

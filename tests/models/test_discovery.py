@@ -17,6 +17,7 @@ from collapipe_flwr.models.discovery import discover_family
 from collapipe_flwr.models.families import FAMILIES
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.stack import Stack
+from tests.thorough import few
 
 RECORDED = [
     ("bert", "masked-lm"),
@@ -48,7 +49,7 @@ _DBRX = {
 }
 
 
-@pytest.mark.parametrize(("model_type", "task"), RECORDED)
+@pytest.mark.parametrize(("model_type", "task"), few(RECORDED, 0, 3, 4, 6))
 def test_the_record_says_what_a_trace_finds(model_type: str, task: str, tiny: Any) -> None:
     found, record = discover_family(tiny.spec(model_type, task)), FAMILIES[model_type]
     assert (found.stack, found.blocks) == (record.stack, record.blocks)
@@ -57,7 +58,7 @@ def test_the_record_says_what_a_trace_finds(model_type: str, task: str, tiny: An
 
 
 @pytest.mark.parametrize(("model_type", "task"), RECORDED)
-@pytest.mark.parametrize(("first", "stop"), [(0, 1), (1, 3), (3, 4)])
+@pytest.mark.parametrize(("first", "stop"), few([(0, 1), (1, 3), (3, 4)], 1))
 def test_the_library_s_own_loop_is_the_oracle(
     model_type: str, task: str, first: int, stop: int, tiny: Any
 ) -> None:
@@ -92,21 +93,24 @@ def test_a_learned_side_input_is_named(model_type: str, task: str, reason: str, 
 
 @pytest.mark.parametrize(
     ("model_type", "task", "reason"),
-    [
-        ("albert", "masked-lm", "its 1 blocks ran 12 times instead of once each"),
-        ("mpnet", "masked-lm", "besides hidden states, which is learned"),
-        ("xlnet", "causal-lm", "do not begin with examples"),
-        ("longformer", "masked-lm", "depends on values, not only on shapes"),
-        ("swin", "image-classification", "changes the shape of hidden states"),
-        ("roformer", "masked-lm", "(do not run apart from each other|besides hidden states)"),
-        ("data2vec-vision", "image-classification", "do not run apart from each other"),
-        ("perceiver", "masked-lm", "it needs 'inputs'"),
-        ("textnet", "image-classification", "has no num_channels"),
-        ("resnet", "image-classification", "has no image_size"),
-        ("cvt", "image-classification", "has no image_size"),
-        ("mobilevit", "image-classification", "do not run apart from each other"),
-        ("speech_to_text", "seq2seq", "has no num_mel_bins"),
-    ],
+    few(
+        [
+            ("albert", "masked-lm", "its 1 blocks ran 12 times instead of once each"),
+            ("mpnet", "masked-lm", "besides hidden states, which is learned"),
+            ("xlnet", "causal-lm", "do not begin with examples"),
+            ("longformer", "masked-lm", "depends on values, not only on shapes"),
+            ("swin", "image-classification", "changes the shape of hidden states"),
+            ("roformer", "masked-lm", "(do not run apart from each other|besides hidden states)"),
+            ("data2vec-vision", "image-classification", "do not run apart from each other"),
+            ("perceiver", "masked-lm", "it needs 'inputs'"),
+            ("textnet", "image-classification", "has no num_channels"),
+            ("resnet", "image-classification", "has no image_size"),
+            ("cvt", "image-classification", "has no image_size"),
+            ("mobilevit", "image-classification", "do not run apart from each other"),
+            ("speech_to_text", "seq2seq", "has no num_mel_bins"),
+        ],
+        *(0, 1, 3, 7, 8, 9, 12),
+    ),
 )
 def test_a_model_that_cannot_be_cut_says_why(model_type: str, task: str, reason: str) -> None:
     with pytest.raises(ModelError, match=f"'{model_type}' cannot be split: .*{reason}") as refused:

@@ -18,6 +18,7 @@ from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.randomness import SeededRandomness
 from tests.closeness import assert_near
+from tests.thorough import few
 
 CASES = [
     ("bert", "sequence-classification", {}),
@@ -71,6 +72,9 @@ CASES = [
     ("siglip", "image-classification", {}),
 ]
 
+# Each type once: its first case.
+ONCE = {kind: n for n, (kind, *_) in reversed(list(enumerate(CASES)))}.values()
+
 
 def _cuts(num_blocks: int, seed: int) -> list[tuple[int, int]]:
     """Random consecutive ranges that cover all blocks."""
@@ -116,7 +120,7 @@ def _split_step(
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("model_type", "task", "choices"), CASES)
+@pytest.mark.parametrize(("model_type", "task", "choices"), few(CASES, *ONCE))
 def test_loss_and_gradients_equal_the_unsplit_model(
     model_type: str, task: str, choices: dict[str, Any], seed: int, tiny: Any
 ) -> None:

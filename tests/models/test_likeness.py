@@ -21,12 +21,13 @@ from collapipe_flwr.models.split_model import SplitModel
 from tests.models import own_models
 from tests.models.conftest import OVERRIDES
 from tests.models.test_split_model import CASES, texts
+from tests.thorough import few
 
 TASKS = {
     "image-classification": ("vit", "beit", "clip", "siglip"),
     "seq2seq": ("marian", "bart", "mbart", "m2m_100", "t5", "mt5", "whisper"),
 }
-USUAL = ("bert", "marian", "whisper", "gpt2", "siglip", "mixtral", "bamba")
+USUAL = ("bert", "gpt2", "mixtral")
 OWN = {kind for kind, _ in CASES.values()} | {own_models.Dropping, own_models.BatchNormed}
 
 
@@ -95,7 +96,7 @@ def change_everything(live: nn.Module, rebuilt: nn.Module) -> int:
 
 @pytest.mark.parametrize(
     "model_type",
-    [*USUAL, *(pytest.param(t, marks=pytest.mark.slow) for t in OVERRIDES if t not in USUAL)],
+    [*USUAL, *few(t for t in OVERRIDES if t not in USUAL)],
 )
 def test_every_change_of_a_librarys_model_is_noticed(model_type: str, tiny: Any) -> None:
     task = next((t for t, types in TASKS.items() if model_type in types), "causal-lm")

@@ -30,9 +30,9 @@ from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.split_model import SplitModel
 from collapipe_flwr.models.splitter import Splitter
 from tests.closeness import assert_near, near
-from tests.laws.test_cluster_equals_whole import SGD, Cut, _train_split
 from tests.models import own_models
 from tests.models.test_own_models import CALM, by_hand, cut_up
+from tests.rounds import SGD, Cut, train_split
 from tests.skeletons import skeletons_are_copied  # noqa: F401
 
 pytestmark = [
@@ -102,7 +102,7 @@ def train(model: Any, adamw: bool, steps: int) -> tuple[Any, Any]:
     cut = [cut_up(batch, CUT.micro_batches) for batch in batches]
     rule = CALM if adamw else SGD
     weights = {key: tensor.clone() for key, tensor in described.weights().items()}
-    losses, trained = _train_split(described.splitter, weights, CUT, cut, rule)
+    losses, trained = train_split(described.splitter, weights, CUT, cut, rule)
     expected = by_hand(model, own_loss, batches, adamw)
     (adapter,) = model.peft_config
     saved = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
@@ -156,7 +156,7 @@ def test_dropout_does_not_depend_on_the_cut(base: str) -> None:
     assert described.splitter.drops and not split(adapted(base)).splitter.drops
     weights, steps = described.weights(), [cut_up(answers(1), (3, 3))]
     found = [
-        _train_split(
+        train_split(
             described.splitter,
             weights,
             Cut(stops=stops, micro_batches=(3, 3)),

@@ -13,6 +13,7 @@ from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.models.splitter import Splitter
+from tests.thorough import few
 
 LENGTH = 11
 SHAPE = BatchShape(source_length=LENGTH, target_length=LENGTH)
@@ -45,18 +46,21 @@ def test_a_block_follows_the_closed_formula() -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "task"),
-    [
-        ("bert", "sequence-classification"),
-        ("deberta-v2", "sequence-classification"),
-        ("modernbert", "masked-lm"),
-        ("vit", "image-classification"),
-        ("marian", "seq2seq"),
-        ("t5", "seq2seq"),
-        ("whisper", "seq2seq"),
-        ("gpt2", "causal-lm"),
-        ("qwen2", "causal-lm"),
-        ("gemma", "causal-lm"),
-    ],
+    few(
+        [
+            ("bert", "sequence-classification"),
+            ("deberta-v2", "sequence-classification"),
+            ("modernbert", "masked-lm"),
+            ("vit", "image-classification"),
+            ("marian", "seq2seq"),
+            ("t5", "seq2seq"),
+            ("whisper", "seq2seq"),
+            ("gpt2", "causal-lm"),
+            ("qwen2", "causal-lm"),
+            ("gemma", "causal-lm"),
+        ],
+        *(0, 3, 5, 7),
+    ),
 )
 def test_the_pieces_add_up_to_the_whole(model_type: str, task: str, tiny: Any) -> None:
     """Operations as torch counts them in the whole model, bytes as the weights weigh."""
@@ -105,21 +109,28 @@ def test_the_stash_is_what_autograd_keeps(tiny: Any) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "task", "overrides"),
-    [
-        ("bert", "masked-lm", {"hidden_size": 128, "num_attention_heads": 4}),
-        ("llama", "causal-lm", {"hidden_size": 128, "num_attention_heads": 4}),
-        ("t5", "seq2seq", {"d_model": 128, "num_heads": 4, "d_kv": 32, "num_decoder_layers": 1}),
-        (
-            "mixtral",
-            "causal-lm",
-            {
-                "hidden_size": 128,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "num_local_experts": 4,
-            },
-        ),
-    ],
+    few(
+        [
+            ("bert", "masked-lm", {"hidden_size": 128, "num_attention_heads": 4}),
+            ("llama", "causal-lm", {"hidden_size": 128, "num_attention_heads": 4}),
+            (
+                "t5",
+                "seq2seq",
+                {"d_model": 128, "num_heads": 4, "d_kv": 32, "num_decoder_layers": 1},
+            ),
+            (
+                "mixtral",
+                "causal-lm",
+                {
+                    "hidden_size": 128,
+                    "num_attention_heads": 4,
+                    "num_key_value_heads": 2,
+                    "num_local_experts": 4,
+                },
+            ),
+        ],
+        *(0, 1),
+    ),
 )
 def test_the_stash_of_a_micro_batch_is_foreseen_within_a_tenth(
     model_type: str, task: str, overrides: dict[str, Any]

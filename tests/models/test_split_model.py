@@ -24,16 +24,16 @@ from collapipe_flwr.models.splitter import splitter_of
 from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from tests.closeness import assert_near, near
-from tests.laws.test_cluster_equals_whole import (
-    SGD,
-    Cut,
-    _micro_batches,
-    _train_split,
-    _train_unsplit,
-)
-from tests.laws.test_execution import split
 from tests.models import own_losses, own_models
 from tests.models.test_own_models import CALM, CUTS, by_hand, cut_up
+from tests.rounds import (
+    SGD,
+    Cut,
+    micro_batches,
+    train_split,
+    train_whole,
+)
+from tests.thorough import few
 
 WHOLE = Cut(stops=(2, 4), micro_batches=(6,))
 
@@ -87,7 +87,7 @@ def live(kind: type[nn.Module], batches: Any, **choices: Any) -> tuple[nn.Module
     return model, SplitModel(model, example=batches(0), **choices)
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("cut", few(CUTS, len(CUTS) - 1), ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_three_steps_equal_the_users_own_loop(case: str, cut: Cut) -> None:
     kind, batches = CASES[case]
@@ -96,26 +96,26 @@ def test_three_steps_equal_the_users_own_loop(case: str, cut: Cut) -> None:
     weights = {key: tensor.clone() for key, tensor in split_model.weights().items()}
     steps = [batches(seed) for seed in range(1, 4)]
     cut_steps = [cut_up(step, cut.micro_batches) for step in steps]
-    losses, split = _train_split(splitter, weights, cut, cut_steps, CALM)
+    losses, split = train_split(splitter, weights, cut, cut_steps, CALM)
     assert losses == near(tuple(by_hand(model, hand_loss, steps, adamw=True)))
     assert_near(splitter.whole_state(split), dict(model.state_dict()))
 
 
-@pytest.mark.parametrize("edge_blocks", [0, 1])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("edge_blocks", few([0, 1], 1))
+@pytest.mark.parametrize("case", few(CASES, 0, 1, 2, 5))
 def test_gradients_equal_the_users_own(case: str, edge_blocks: int) -> None:
     kind, batches = CASES[case]
     model, split_model = live(kind, batches, edge_blocks=edge_blocks)
     splitter = split_model.splitter
     weights = {key: tensor.clone() for key, tensor in split_model.weights().items()}
     cut = Cut(stops=(1, 4 - edge_blocks), micro_batches=(4, 2))
-    _, split = _train_split(splitter, weights, cut, [cut_up(batches(5), (4, 2))], SGD)
+    _, split = train_split(splitter, weights, cut, [cut_up(batches(5), (4, 2))], SGD)
     by_hand(model, hand_loss, [batches(5)], adamw=False)
     assert_near(splitter.whole_state(split), dict(model.state_dict()))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", few(CASES, 0, 2))
 def test_logits_come_back(case: str) -> None:
     kind, batches = CASES[case]
     model, split_model = live(kind, batches)
@@ -126,7 +126,7 @@ def test_logits_come_back(case: str) -> None:
     order = RoundOrder(plan=cut.plan(), weights=weights, learning=settings)
     wanted = PredictionConfig(logits=True)
     if not splitter.ties:
-        batches_cut, fleet = _micro_batches(splitter, steps), ThreadFleet(ThreadEdge())
+        batches_cut, fleet = micro_batches(splitter, steps), ThreadFleet(ThreadEdge())
         found = evaluate_batches(splitter, order, batches_cut, fleet, wanted=wanted)
     unsplit = evaluate_unsplit(splitter, splitter.build_whole(weights), steps, wanted)
     model.train(False)
@@ -149,7 +149,7 @@ def test_dropout_and_noise_do_not_depend_on_the_cut(kind: type[nn.Module], batch
     assert splitter.drops
     steps, cuts = [cut_up(batches(3), (3, 3))], [(4,), (1, 2, 4)]
     found = [
-        _train_split(
+        train_split(
             splitter, weights, Cut(stops=stops, micro_batches=(3, 3)), steps, SGD, dropout_seed=7
         )
         for stops in cuts
@@ -165,7 +165,7 @@ def test_running_statistics_come_back() -> None:
     assert splitter.whole_batches
     assert "norm.running_mean" not in splitter.constant_keys
     steps = [features(seed) for seed in range(1, 4)]
-    losses, split = _train_split(splitter, weights, WHOLE, [[step] for step in steps], CALM)
+    losses, split = train_split(splitter, weights, WHOLE, [[step] for step in steps], CALM)
     assert losses == near(tuple(by_hand(model, hand_loss, steps, adamw=True)))
     assert_near(
         {key: tensor for key, tensor in split.items() if tensor.is_floating_point()},
@@ -186,7 +186,7 @@ def test_batches_that_such_a_model_sees_are_not_cut() -> None:
     _, split_model = live(own_models.BatchNormed, features)
     steps = [cut_up(features(1), (3, 3))]
     with pytest.raises(ScheduleError, match=r"with whole batches: plan one"):
-        _train_split(split_model.splitter, split_model.weights(), CUTS[1], steps, SGD)
+        train_split(split_model.splitter, split_model.weights(), CUTS[1], steps, SGD)
 
 
 def test_recomputed_blocks_count_a_batch_once() -> None:
@@ -198,7 +198,7 @@ def test_recomputed_blocks_count_a_batch_once() -> None:
     assert int(segment.state_dict()["blocks.0.norm.num_batches_tracked"]) == 1
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", few(CASES, 1, 3))
 def test_parts_hold_their_own_tensors_only(case: str) -> None:
     """The edge computes ahead of the blocks on zeros that take no memory."""
     _, split_model = live(*CASES[case])
@@ -237,9 +237,10 @@ def test_a_function_may_know_the_arguments_of_what_it_builds() -> None:
 def test_blocks_may_be_computed_again() -> None:
     split_model = SplitModel(own_models.TextClassifier, arguments={"blocks": 5}, example=texts(0))
     splitter, weights = split_model.splitter, split_model.weights()
-    steps = [cut_up(texts(3), (2, 2, 2))]
+    cut, steps = Cut(stops=(1, 2, 5), micro_batches=(2, 2, 2)), [cut_up(texts(3), (2, 2, 2))]
     (kept, again) = (
-        split(splitter, weights, Execution(recompute=wanted), steps) for wanted in (False, True)
+        train_split(splitter, weights, cut, steps, SGD, execution=Execution(recompute=wanted))
+        for wanted in (False, True)
     )
     assert kept[0] == near(again[0])
     assert_near(kept[1], again[1])
@@ -327,7 +328,7 @@ def test_unsplit_training_is_the_same() -> None:
     model, split_model = live(own_models.VisionTransformer, pictures)
     splitter, weights = split_model.splitter, split_model.weights()
     steps = [cut_up(pictures(1), (4, 2))]
-    _, whole = _train_unsplit(splitter, weights, steps, SGD)
+    _, whole = train_whole(splitter, weights, steps, SGD)
     by_hand(model, hand_loss, [pictures(1)], adamw=False)
     assert_near(whole, dict(model.state_dict()))
 
@@ -339,7 +340,7 @@ def test_labels_that_do_not_count_do_not_weigh_in_the_default_loss() -> None:
     step["labels"][:4] = -100
     weights = {key: tensor.clone() for key, tensor in split_model.weights().items()}
     steps = [cut_up(step, CUTS[1].micro_batches)]
-    losses, split = _train_split(split_model.splitter, weights, CUTS[1], steps, SGD)
+    losses, split = train_split(split_model.splitter, weights, CUTS[1], steps, SGD)
     assert losses == near(tuple(by_hand(model, hand_loss, [step], adamw=False)))
     assert_near(split, dict(model.state_dict()))
 
@@ -361,7 +362,7 @@ def test_what_forward_keeps_from_learning_stays(kind: type[nn.Module]) -> None:
     splitter = splitter_of(split_model.spec.to_json())
     steps = [pictures(seed) for seed in (1, 2)]
     cut_steps = [cut_up(step, CUTS[1].micro_batches) for step in steps]
-    losses, split = _train_split(splitter, weights, CUTS[1], cut_steps, CALM)
+    losses, split = train_split(splitter, weights, CUTS[1], cut_steps, CALM)
     assert losses == near(tuple(by_hand(model, hand_loss, steps, adamw=True)))
     assert_near(split, dict(model.state_dict()))
     assert torch.equal(split["layers.0.ln_1.weight"], weights["layers.0.ln_1.weight"])
@@ -486,7 +487,7 @@ def test_a_module_around_a_body_of_the_library_is_cut() -> None:
     splitter = SplitModel(model, example=full).splitter
     weights = {k: t.clone() for k, t in splitter.select_travelling(model.state_dict()).items()}
     steps = [cut_up(full, (3, 3)), cut_up(padded, (3, 3))]
-    losses, split = _train_split(splitter, weights, CUTS[1], steps, CALM)
+    losses, split = train_split(splitter, weights, CUTS[1], steps, CALM)
 
     def loss_of(model: Any, step: Mapping[str, Tensor]) -> Tensor:
         logits = model(step["input_ids"], step["attention_mask"])
@@ -533,8 +534,8 @@ def test_a_tensor_of_a_batch_may_bear_any_name(name: str) -> None:
     )
     splitter, weights = split_model.splitter, split_model.weights()
     steps = [cut_up(batch, (4, 2)) for batch in batches]
-    losses, trained = _train_split(splitter, weights, CUTS[1], steps, SGD)
-    whole_losses, whole = _train_unsplit(splitter, weights, [[b] for b in batches], SGD)
+    losses, trained = train_split(splitter, weights, CUTS[1], steps, SGD)
+    whole_losses, whole = train_whole(splitter, weights, [[b] for b in batches], SGD)
     assert losses == near(whole_losses)
     assert_near(trained, whole)
 
@@ -544,7 +545,7 @@ def test_modules_with_parametrizations_are_cut() -> None:
     model = own_losses.WeightNormed()
     split_model = SplitModel(model, example=batch, blocks="blocks")
     splitter, weights = split_model.splitter, split_model.weights()
-    losses, trained = _train_split(splitter, weights, CUTS[1], [cut_up(batch, (4, 2))], SGD)
-    whole_losses, whole = _train_unsplit(splitter, weights, [[batch]], SGD)
+    losses, trained = train_split(splitter, weights, CUTS[1], [cut_up(batch, (4, 2))], SGD)
+    whole_losses, whole = train_whole(splitter, weights, [[batch]], SGD)
     assert losses == near(whole_losses)
     assert_near(trained, whole)

@@ -65,12 +65,9 @@ def collapipe(*words: str, env: dict[str, str]) -> str:
     return done.stdout
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "installed",
-    # What is never imported where it is installed need not be there.
-    [pytest.param(False, marks=pytest.mark.slow, id="absent"), pytest.param(True, id="installed")],
-)
+@pytest.mark.slow
+# What is never imported where it is installed need not be there.
+@pytest.mark.parametrize("installed", [False, True], ids=["absent", "installed"])
 def test_device_edge_and_check_import_no_flower_nor_data_nor_solver(
     tmp_path: Path, installed: bool
 ) -> None:

@@ -12,15 +12,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from collapipe_flwr.pipeline.backward import defer_products, fuse_accumulation
 from collapipe_flwr.pipeline.meter import MemoryMeter
+from tests.pipeline.test_fused_accumulation import WIDTH, encoder
 
 pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")
-
-torch.set_num_threads(1)
-WIDTH = 8
-
-
-def encoder() -> nn.Module:
-    return nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
 
 
 def test_the_input_comes_first_and_matrices_later():

@@ -23,8 +23,6 @@ from tests.pipeline.chains import (
 
 pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")
 
-torch.set_num_threads(1)
-
 
 def reference(cut, batches, rule):
     """Losses and parts of one process on whole batches."""

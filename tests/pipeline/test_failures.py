@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as examples
 from hypothesis import strategies as st
 from torch import nn
 
@@ -31,6 +30,7 @@ from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MiddleStage
 from collapipe_flwr.pipeline.soundness import check_sound, describe_odd
 from collapipe_flwr.pipeline.step import MicroBatch
 from tests.pipeline.chains import DEADLINE_S, SGD, Chain, classic, make_batch, make_parts, settings
+from tests.thorough import examples
 
 
 def fail_at(part, call: int, sentence: str, kind=RuntimeError):
@@ -298,7 +298,7 @@ odd_frames = st.builds(
 )
 
 
-@examples(max_examples=60)
+@examples(15, 60)
 @given(
     frames=st.lists(odd_frames | st.just(begin(micro_batches=1.0)), max_size=5),
     opening=st.booleans(),

@@ -18,7 +18,6 @@ from tests.closeness import assert_near
 
 pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")
 
-torch.set_num_threads(1)
 WIDTH, MICRO_BATCHES = 8, 3
 
 

@@ -20,7 +20,6 @@ from collapipe_flwr.pipeline.roles import FirstStage
 from tests.closeness import assert_near, near
 from tests.pipeline.chains import SGD, Chain, classic, make_batch, make_parts, settings, whole_loss
 
-torch.set_num_threads(1)
 BATCH = (3, 3, 2)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ from collapipe_flwr.pipeline.optimizer import (
     optimizer_config,
 )
 from collapipe_flwr.pipeline.optimizer_settings import rule_names
+from tests.thorough import examples
 
 SHAPES = ((3, 5), (4,), (2, 3, 2), (), (5, 1), (6, 2))
 ALL = range(len(SHAPES))
@@ -123,7 +124,7 @@ def test_every_rule_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ARGUMENTS))
-@settings(max_examples=15)
+@examples(6, 15)
 @given(data=st.data())
 def test_groups_are_those_of_torch_under_every_cut(name: str, data: st.DataObject) -> None:
     common = data.draw(ARGUMENTS[name], label="all")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -22,8 +21,8 @@ def chromium() -> str:
     return path
 
 
-@contextmanager
-def a_browser() -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
     """A browser of its own process, headless."""
     path = chromium()
     from playwright.sync_api import sync_playwright

@@ -18,8 +18,9 @@ from collapipe_flwr.core.json_codec import to_json
 from collapipe_flwr.reporting.live.feed import Feed
 from collapipe_flwr.reporting.live.server import LiveServer
 from collapipe_flwr.reporting.progress import PROGRESS, ClusterProgress, RunProgress
-from tests.reporting.browser import SIZES, Tab, a_browser
+from tests.reporting.browser import SIZES, Tab
 from tests.reporting.made_up_runs import MadeUpRun
+from tests.thorough import few
 
 pytestmark = pytest.mark.long
 _BOXES = """(kinds) => {
@@ -31,12 +32,6 @@ _BOXES = """(kinds) => {
   });
 }"""
 _KINDS = ["cluster", "stage", "tile"]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with a_browser() as found:
-        yield found
 
 
 @pytest.fixture
@@ -207,7 +202,7 @@ def test_names_from_elsewhere_are_text(browser: Any, tmp_path: Path) -> None:
         assert _count(tab, "img") == 0
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", few(SIZES, 0))
 def test_it_fits_every_screen_in_light_and_dark(browser: Any, run: MadeUpRun, size: str) -> None:
     with _serving(run.path) as server:
         light, dark = (_look(browser, server, size, scheme) for scheme in ("light", "dark"))

@@ -12,7 +12,6 @@ import pytest
 
 from collapipe_flwr.core.incident import Incident
 from collapipe_flwr.reporting.report.page import write_run_report
-from tests.reporting.browser import a_browser
 from tests.reporting.made_up_runs import MadeUpRun
 
 if TYPE_CHECKING:
@@ -76,12 +75,6 @@ class Window:
         """Show a report and wait until its charts are drawn."""
         page.goto(path.as_uri())
         page.wait_for_selector("body.drawn")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with a_browser() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import re
-import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.program import printed_by
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_the_document_shows_the_recorded_runs() -> None:
     script = DOCS.parent / "benchmarks/results_runs.py"
-    command = [sys.executable, str(script), "print"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert (DOCS / "results.md").read_text(encoding="utf-8") == printed.stdout
+    assert (DOCS / "results.md").read_text(encoding="utf-8") == printed_by(script, "print")
 
 
 def test_every_recorded_curve_is_shown_and_every_picture_is_there() -> None:
@@ -36,17 +33,9 @@ def test_every_recorded_curve_is_shown_and_every_picture_is_there() -> None:
         ("choosing.md", "trusted-depth", "benchmarks/trusted_depth.py"),
     ],
 )
-def test_the_table_is_the_recorded_one(
-    page: str,
-    name: str,
-    script: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_table_is_the_recorded_one(page: str, name: str, script: str) -> None:
     text = (DOCS / page).read_text(encoding="utf-8")
     shown = re.search(rf"<!-- table {name} -->\n(.*?)<!-- end -->", text, re.DOTALL)
     program, data = DOCS.parent / script, DOCS / f"results/{name}.json"
-    monkeypatch.setattr(sys, "argv", [str(program), "--table", str(data)])
-    runpy.run_path(str(program), run_name="__main__")
     assert shown is not None
-    assert shown.group(1).strip() == capsys.readouterr().out.strip()
+    assert shown.group(1).strip() == printed_by(program, "--table", str(data)).strip()

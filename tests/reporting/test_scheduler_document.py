@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.scheduler_runs import commands
 from benchmarks.search_lines import pooled
+from tests.program import printed_by
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "docs/results/scheduler"
@@ -19,15 +18,8 @@ DATA = ROOT / "docs/results/scheduler"
 
 def test_the_document_shows_the_recorded_measurements() -> None:
     script = ROOT / "benchmarks/results_scheduler.py"
-    written = subprocess.run(
-        [sys.executable, str(script), "write", str(DATA)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
     document = (ROOT / "docs/results-scheduler.md").read_text(encoding="utf-8")
-    assert document == written.stdout
+    assert document == printed_by(script, "write", str(DATA))
     assert "## No device holds most of the model" in document
 
 

@@ -24,20 +24,18 @@ from collapipe_flwr.scheduler.multipliers import WEIGHTS, weight_for
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import REPAID, SchedulerConfig
 from collapipe_flwr.simulation.episode import EpisodeStep, run_episode
-from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.setting import Setting
-from collapipe_flwr.simulation.world import EnergyBudget, World, make_world
+from collapipe_flwr.simulation.world import World
+from tests.thorough import few
+from tests.worlds import four_boards, with_devices
 
 SETTINGS = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(4,), bound=False)
-BOARDS = ["raspberry-pi-5", "raspberry-pi-4", "raspberry-pi-5", "jetson-nano"]
 ROUNDS = 15
 
 
 @pytest.fixture(scope="module")
 def world() -> tuple[World, ModelProfile]:
-    model = ModelShape(blocks=6, decoder_blocks=6, width=128, tokens=32).profile()
-    budget = EnergyBudget(share=0.4, radio_s=1.0)
-    return make_world(cluster_devices=[BOARDS], examples=[400], budget=budget, model=model), model
+    return four_boards(0.4)
 
 
 def episode(
@@ -53,6 +51,11 @@ def used(world: World, done: list[EpisodeStep]) -> np.ndarray:
     joule = [{d: j for c in r.outcome.clusters for d, j in c.energy_j.items()} for r in done]
     spent = np.array([[e[d.device_id] / d.energy_budget_j for d in devices] for e in joule])
     return np.cumsum(spent, axis=0) / np.arange(1, len(done) + 1)[:, None]
+
+
+@pytest.fixture(scope="module")
+def usual(world: tuple[World, ModelProfile]) -> list[EpisodeStep]:
+    return episode(world, SETTINGS)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.floats(0, 5))
@@ -92,7 +95,7 @@ def test_devices_that_join_late_or_have_no_budget() -> None:
     assert opened_accounts({"c": {"d": math.inf}}, 0, SETTINGS) == {"c": {}}
 
 
-@pytest.mark.parametrize("advance", [0.0, 1.0])
+@pytest.mark.parametrize("advance", few([0.0, 1.0], 1))
 def test_every_budget_is_kept_at_any_end_of_a_run(
     world: tuple[World, ModelProfile], advance: float
 ) -> None:
@@ -103,10 +106,9 @@ def test_every_budget_is_kept_at_any_end_of_a_run(
     assert shares[-1].max() > 0.85  # and what is allowed is used, but for what accounts hold
 
 
-def test_queues_start_at_prices_near_those_they_end_at(world: tuple[World, ModelProfile]) -> None:
-    done = episode(world, SETTINGS)
-    state = done[-1].state
-    started, later = (r.state.placeholder_j["cluster-0"] for r in (done[0], done[-1]))
+def test_queues_start_at_prices_near_those_they_end_at(usual: list[EpisodeStep]) -> None:
+    state = usual[-1].state
+    started, later = (r.state.placeholder_j["cluster-0"] for r in (usual[0], usual[-1]))
     assert any(value > 0.0 for value in started.values())
     budget = state.budget_j["cluster-0"]
     for device, queue in state.energy_queue_j["cluster-0"].items():
@@ -118,26 +120,24 @@ def test_queues_start_at_prices_near_those_they_end_at(world: tuple[World, Model
 
 
 def test_a_round_is_never_much_slower_than_one_that_keeps_its_own_budgets(
-    world: tuple[World, ModelProfile],
+    usual: list[EpisodeStep],
 ) -> None:
     """The mean cost over a short run is within 1 % of the best plan that keeps every round."""
-    done = episode(world, SETTINGS)
-    spare = done[-1].state.spare_plan
+    spare = usual[-1].state.spare_plan
     assert spare is not None
-    mean = np.mean([r.plan.rho * r.latency_s for r in done])
+    mean = np.mean([r.plan.rho * r.latency_s for r in usual])
     assert mean <= 1.01 * spare.rho * spare.latency_s
 
 
 def test_a_spare_plan_is_kept_while_its_devices_are_there(
-    world: tuple[World, ModelProfile],
+    world: tuple[World, ModelProfile], usual: list[EpisodeStep]
 ) -> None:
-    state = episode(world, SETTINGS)[-1].state
+    state = usual[-1].state
     spare, snapshot = state.spare_plan, world[0].snapshot(1, world[1])
     assert spare is not None
     slower = replace(spare, latency_s=2.0 * spare.latency_s, policy="slower")
     gone, (cluster, *others) = spare.clusters[0].device_ids[0], snapshot.clusters
-    devices = tuple(d for d in cluster.profile.devices if d.device_id != gone)
-    without = replace(cluster, profile=replace(cluster.profile, devices=devices))
+    without = with_devices(cluster, (d for d in cluster.profile.devices if d.device_id != gone))
     fewer = replace(snapshot, clusters=(without, *others))
     for here, plan, kept in (
         (snapshot, slower, spare),
@@ -152,7 +152,7 @@ def test_a_device_that_is_away_keeps_its_budget(world: tuple[World, ModelProfile
     before = known_budgets({}, snapshot)
     cluster, *others = snapshot.clusters
     away = cluster.profile.devices[0].device_id
-    fewer = replace(cluster, profile=replace(cluster.profile, devices=cluster.profile.devices[1:]))
+    fewer = with_devices(cluster, cluster.profile.devices[1:])
     without = replace(snapshot, clusters=(fewer, *others))
     assert away not in known_budgets({}, without)[cluster.profile.cluster_id]
     assert known_budgets(before, without) == before

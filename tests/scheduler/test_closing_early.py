@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from collapipe_flwr.core.domain import ClusterSnapshot, Plan, Snapshot
+from collapipe_flwr.core.domain import ClusterSnapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.convergence import join_weight
 from collapipe_flwr.costs.price import price
@@ -16,21 +16,12 @@ from collapipe_flwr.scheduler.dssda import Dssda
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.models import ModelShape
-from collapipe_flwr.simulation.world import make_world
+from tests.worlds import first_round, planned
 
 MODEL = ModelShape(blocks=6).profile()
 QUICK, SLOW = ["jetson-orin-nano"] * 3, ["raspberry-pi-4"] * 2
 SETTINGS = SchedulerConfig(micro_batch_sizes=(4, 8), micro_batches=(2, 4), bound=False)
-
-
-def seen(*kinds: list[str], seed: int = 3) -> Snapshot:
-    world = make_world(cluster_devices=list(kinds), examples=[128] * len(kinds), seed=seed)
-    return world.snapshot(1, MODEL)
-
-
-def planned(snapshot: Snapshot, slack: float) -> Plan:
-    scheduler = make_scheduler("dssda", replace(SETTINGS, late_slack=slack))
-    return scheduler.step(scheduler.init(snapshot), snapshot)[0]
+CLOSING = replace(SETTINGS, late_slack=1.5)
 
 
 def test_a_round_closes_with_its_last_cluster_or_a_little_after_the_median() -> None:
@@ -45,19 +36,15 @@ def test_a_round_closes_with_its_last_cluster_or_a_little_after_the_median() -> 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_equal_clusters_get_the_plan_that_waits_for_all(seed: int) -> None:
-    snapshot = seen(QUICK, QUICK, QUICK, seed=seed)
-    assert planned(snapshot, 1.5) == planned(snapshot, 0.0)
+    snapshot = first_round([QUICK, QUICK, QUICK], MODEL, 128, seed)
+    assert planned(snapshot, CLOSING) == planned(snapshot, SETTINGS)
 
 
 @pytest.mark.parametrize("bound", [False, True])
 def test_nobody_waits_for_a_cluster_of_slow_boards(bound: bool) -> None:
-    snapshot = seen(QUICK, QUICK, SLOW)
+    snapshot = first_round([QUICK, QUICK, SLOW], MODEL, 128, seed=3)
     settings = replace(SETTINGS, bound=bound)
-    waits, closes = (
-        make_scheduler("dssda", replace(settings, late_slack=slack)) for slack in (0.0, 1.5)
-    )
-    whole = waits.step(waits.init(snapshot), snapshot)[0]
-    early, _ = closes.step(closes.init(snapshot), snapshot)
+    whole, early = (planned(snapshot, replace(settings, late_slack=slack)) for slack in (0.0, 1.5))
     assert [c.cluster_id for c in early.clusters] == [c.cluster_id for c in whole.clusters]
     latency = np.array([cluster.latency_s for cluster in early.clusters])
     assert early.latency_s == pytest.approx(closing_s(latency, 1.5))
@@ -70,7 +57,7 @@ def test_nobody_waits_for_a_cluster_of_slow_boards(bound: bool) -> None:
 
 
 def test_each_cluster_pays_for_its_energy_as_often_as_it_ends() -> None:
-    snapshot = seen(QUICK, QUICK, SLOW)
+    snapshot = first_round([QUICK, QUICK, SLOW], MODEL, 128, seed=3)
     prices = {c.profile.cluster_id: dict.fromkeys(ids(c), 1.0) for c in snapshot.clusters}
     scheduler = make_scheduler("dssda", SETTINGS)
     state = replace(scheduler.init(snapshot), energy_queue_j=prices)
@@ -90,8 +77,8 @@ def ids(cluster: ClusterSnapshot) -> list[str]:
 
 
 def test_the_parts_share_bandwidth_and_the_edge_and_cost_what_the_cost_model_says() -> None:
-    snapshot = seen(QUICK, QUICK, SLOW)
-    plan = planned(snapshot, 1.5)
+    snapshot = first_round([QUICK, QUICK, SLOW], MODEL, 128, seed=3)
+    plan = planned(snapshot, CLOSING)
     total_hz = sum(cluster.bandwidth_hz for cluster in plan.clusters)
     assert total_hz <= snapshot.radio.bandwidth_hz * (1.0 + 1e-9)
     priced = price(plan, snapshot, SETTINGS)
@@ -108,7 +95,7 @@ def test_a_slack_below_one_is_refused() -> None:
 
 @pytest.mark.parametrize("slack", [0.0, 1.5])
 def test_a_plan_that_is_repeated_takes_as_long_as_the_clusters_that_are_left(slack: float) -> None:
-    snapshot = seen(QUICK, QUICK, SLOW)
+    snapshot = first_round([QUICK, QUICK, SLOW], MODEL, 128, seed=3)
     scheduler = make_scheduler("static", replace(SETTINGS, late_slack=slack))
     first, state = scheduler.step(scheduler.init(snapshot), snapshot)
     same, state = scheduler.step(state, snapshot)

@@ -12,7 +12,7 @@ from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.setting import Setting
 
-GRID = SchedulerConfig(micro_batch_sizes=(1, 2, 4, 8), micro_batches=(1, 4, 16))
+GRID = SchedulerConfig(micro_batch_sizes=(1, 8), micro_batches=(1, 16))
 
 
 def planner(settings: SchedulerConfig, clusters: int = 4) -> Planner:

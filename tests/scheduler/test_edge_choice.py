@@ -17,9 +17,9 @@ from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import World, make_world, mixed_devices
+from tests.worlds import BOARDS, planned
 
 ONE = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(4,))
-KINDS = ("raspberry-pi-4", "raspberry-pi-5", "jetson-nano", "phone")
 MODEL = ModelShape(blocks=3, width=256).profile()
 ROOM = 8 * 2**30
 
@@ -47,7 +47,7 @@ def with_edges(world: World, *edges: EdgeProfile) -> World:
 
 
 def plain_world(clusters: int, seed: int = 0, devices: int = 2) -> World:
-    drawn = mixed_devices(clusters, devices, seed, KINDS)
+    drawn = mixed_devices(clusters, devices, seed, BOARDS)
     return make_world(cluster_devices=drawn, examples=[200] * clusters, seed=seed)
 
 
@@ -128,9 +128,8 @@ def test_a_device_that_is_chosen_holds_no_blocks() -> None:
     world = plain_world(1)
     cluster = world.clusters[0]
     world = with_edges(world, machine("slow", 1e6), member(cluster, 2))
-    scheduler = make_scheduler("dssda", ONE)
     snapshot = world.snapshot(1, MODEL)
-    (plan,) = scheduler.step(scheduler.init(snapshot), snapshot)[0].clusters
+    (plan,) = planned(snapshot, ONE).clusters
     assert plan.edge == "member-2"
     assert cluster.members[2].device_id not in plan.device_ids
 

@@ -8,8 +8,9 @@ import pytest
 
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.federation.planning import Planning
-from collapipe_flwr.scheduler.policies import POLICIES, make_scheduler
+from collapipe_flwr.scheduler.policies import POLICIES
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
+from tests.worlds import draw_snapshot, planned
 
 BATCH = 24
 
@@ -18,18 +19,17 @@ BATCH = 24
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
 )
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_keeps_the_batch(policy: str, seed: int, a_snapshot) -> None:
+def test_every_policy_keeps_the_batch(policy: str, seed: int) -> None:
     settings = Planning().for_batches(BATCH).settings
-    scheduler = make_scheduler(policy, settings)
-    snapshot = a_snapshot(seed, clusters=3, devices=4)
-    plan, _ = scheduler.step(scheduler.init(snapshot), snapshot)
+    snapshot = draw_snapshot(seed, clusters=3, devices=4)
+    plan = planned(snapshot, settings, policy)
     assert {c.micro_batch_size * c.micro_batches for c in plan.clusters} == {BATCH}
 
 
-def test_no_fixed_cut_is_better_than_the_chosen_one(a_snapshot) -> None:
+def test_no_fixed_cut_is_better_than_the_chosen_one() -> None:
     settings = Planning().for_batches(BATCH).settings
-    for seed in range(4):
-        snapshot = a_snapshot(seed, clusters=1, devices=3)
+    for seed in range(2):
+        snapshot = draw_snapshot(seed, clusters=1, devices=3)
         chosen = latency_of(settings, snapshot)
         fixed = [
             latency_of(
@@ -41,8 +41,7 @@ def test_no_fixed_cut_is_better_than_the_chosen_one(a_snapshot) -> None:
 
 
 def latency_of(settings: SchedulerConfig, snapshot) -> float:
-    scheduler = make_scheduler("latency-only", settings)
-    plan, _ = scheduler.step(scheduler.init(snapshot), snapshot)
+    plan = planned(snapshot, settings, "latency-only")
     return plan.latency_s
 
 

@@ -13,15 +13,14 @@ from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.scheduler.plans import check_cluster_plan
-from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.scheduler.replan import ReplanInput, replan
-from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import make_world
+from tests.worlds import equal_ends, planned
 
 KINDS = ["raspberry-pi-5", "raspberry-pi-4", "raspberry-pi-4", "raspberry-pi-4"]
 WORLD = make_world(cluster_devices=[KINDS], examples=[32])
-MODEL = ModelShape(blocks=6, decoder_blocks=6, width=64, tokens=16).profile()
+MODEL = equal_ends(6, 64, 16)
 CODECS = ("fp32", "bf16", "int8", "fp16")
 
 
@@ -29,9 +28,7 @@ CODECS = ("fp32", "bf16", "int8", "fp16")
 def plan() -> ClusterPlan:
     """Over all three devices, with a codec of its own on every hop."""
     settings = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(2,))
-    scheduler = make_scheduler("uniform", settings)
-    snapshot = WORLD.snapshot(1, MODEL)
-    found = scheduler.step(scheduler.init(snapshot), snapshot)[0].clusters[0]
+    found = planned(WORLD.snapshot(1, MODEL), settings, "uniform").clusters[0]
     assert len(found.segments) == 3
     return replace(found, hops=tuple(LinkConfig(codec=c, forward_bit_per_s=1e6) for c in CODECS))
 

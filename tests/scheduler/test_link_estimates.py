@@ -33,8 +33,8 @@ from collapipe_flwr.scheduler.link_estimates import (
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState
 from collapipe_flwr.simulation.world import World
+from tests.worlds import draw_world
 
-MakeWorld = Callable[..., tuple[World, ModelProfile]]
 SETTINGS = SchedulerConfig(
     schedule="gpipe",
     micro_batch_sizes=(4,),
@@ -112,9 +112,9 @@ def believing(book: LinkEstimates, world: World, model: ModelProfile) -> Plan:
 @pytest.mark.parametrize("hop", [0, -1], ids=["first", "last"])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_second_plan_is_that_of_one_who_knew_the_true_rates(
-    seed: int, hop: int, slower: int, a_world: MakeWorld
+    seed: int, hop: int, slower: int
 ) -> None:
-    world, model = a_world(seed, radio="wifi", channel="static")
+    world, model = draw_world(seed, radio="wifi", channel="static")
     told, _ = rounds(world, model, lambda _, rate: rate, count=1)
     slow = list(ends_of(told[0].clusters[0]))[hop]
     plans, _ = rounds(world, model, lambda ends, rate: rate / slower if ends == slow else rate)
@@ -130,10 +130,8 @@ def test_the_second_plan_is_that_of_one_who_knew_the_true_rates(
 
 
 @pytest.mark.parametrize("hop", [0, 1, -1], ids=["first", "second", "last"])
-def test_a_link_that_was_measured_before_the_run_is_known_to_the_first_plan(
-    hop: int, a_world: MakeWorld
-) -> None:
-    world, model = a_world(1, clusters=1, radio="wifi", channel="static")
+def test_a_link_that_was_measured_before_the_run_is_known_to_the_first_plan(hop: int) -> None:
+    world, model = draw_world(1, clusters=1, radio="wifi", channel="static")
     told = world.snapshot(1, model)
     (plan,) = rounds(world, model, lambda _, rate: rate, count=1)[0][0].clusters
     full = replace(
@@ -166,15 +164,15 @@ def test_a_link_that_was_measured_before_the_run_is_known_to_the_first_plan(
     ("ends", "rate"),
     [(("cluster-0/d1", "gone"), 1.0), (("", ""), 1.0), (("cluster-0/d1", ""), 0.0)],
 )
-def test_a_link_that_cannot_be_is_as_promised(ends, rate: float, a_world: MakeWorld) -> None:
-    world, model = a_world(1, clusters=1)
+def test_a_link_that_cannot_be_is_as_promised(ends, rate: float) -> None:
+    world, model = draw_world(1, clusters=1)
     odd = replace(world.clusters[0], link_rates=(LinkRate(ends=ends, bit_per_s=rate),))
     snapshot = replace(world, clusters=(odd,)).snapshot(1, model)
     assert with_links(snapshot, links_begun({}, snapshot)) is snapshot
 
 
-def test_rates_as_promised_leave_plans_bit_equal(a_world: MakeWorld) -> None:
-    world, model = a_world(1, radio="wifi", channel="static")
+def test_rates_as_promised_leave_plans_bit_equal() -> None:
+    world, model = draw_world(1, radio="wifi", channel="static")
     told, _ = rounds(world, model, lambda _, __: math.nan)
     same, state = rounds(world, model, lambda _, rate: 1.1 * rate)
     assert same == told and state.links
@@ -200,8 +198,8 @@ def test_a_first_look_is_believed_at_once_and_given_up_at_once_where_the_next_is
     assert first.noting(0.05).noting(-2.0).noting(0.0).believed == 0.0
 
 
-def test_a_rate_that_was_measured_before_the_run_is_the_first_look(a_world: MakeWorld) -> None:
-    world, model = a_world(1, clusters=1)
+def test_a_rate_that_was_measured_before_the_run_is_the_first_look() -> None:
+    world, model = draw_world(1, clusters=1)
     rate = LinkRate(ends=("cluster-0/d1", ""), bit_per_s=1.0)
     snapshot = replace(world, clusters=(replace(world.clusters[0], link_rates=(rate,)),)).snapshot(
         1, model
@@ -250,8 +248,8 @@ def test_links_that_nobody_used_are_tried_again_some_day_and_one_look_suffices()
     assert belief.noting(0.0).noting(0.0).believed == 0.0
 
 
-def test_beliefs_are_in_the_checkpoint(a_world: MakeWorld) -> None:
-    _, state = rounds(*a_world(0, channel="static"), lambda _, rate: rate / 4, count=3)
+def test_beliefs_are_in_the_checkpoint() -> None:
+    _, state = rounds(*draw_world(0, channel="static"), lambda _, rate: rate / 4, count=3)
     again = from_json(SchedulerState, to_json(state), "state")
     assert again.links == state.links and any(b.believed for b in again.links["cluster-0"].values())
     before = to_json(replace(state, links={})).replace('"links":{},', "")

@@ -73,7 +73,8 @@ def test_the_bound_that_many_clusters_are_decided_by_is_nearly_met(
     assert (played.priced.energy_j == found.priced.energy_j).all()
 
 
-@pytest.mark.parametrize("queues", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("queues", [False, True])
 def test_no_rival_finds_a_better_plan(queues: bool) -> None:
     case = search_case(MANY, SEED + 1, queues)
     assert case.gap <= 0.01, case
@@ -90,12 +91,12 @@ def test_rounds_that_follow_are_about_as_short() -> None:
     assert (lengths[1:] < 1.6 * lengths[0]).all(), lengths
 
 
-@pytest.mark.parametrize("seed", [SEED, SEED + 1])
+@pytest.mark.parametrize("seed", [SEED, pytest.param(SEED + 1, marks=pytest.mark.slow)])
 def test_rounds_that_follow_are_decided_nearly_as_well_as_from_scratch(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a fraction of the time, and whatever the last round has left in the accounts."""
-    setting = Setting(clusters=24, rounds=4)
+    setting = Setting(clusters=24, rounds=3)
     ratios: list[float] = []
     settle = Dssda._settle
 

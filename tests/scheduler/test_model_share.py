@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -19,11 +18,11 @@ from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler import replicating
 from collapipe_flwr.scheduler.model_share import packs, segment_needs
-from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.scheduler.replan import ReplanInput, replan
 from collapipe_flwr.simulation.models import ModelShape
-from collapipe_flwr.simulation.world import make_world
+from tests.thorough import examples
+from tests.worlds import draw_snapshot, first_round, planned
 
 FREE = SchedulerConfig(
     schedule="gpipe", micro_batch_sizes=(2, 8), micro_batches=(2, 4), memory_margin=0.0
@@ -35,11 +34,6 @@ def shape(blocks: int) -> ModelProfile:
     return ModelShape(
         blocks=blocks, width=128, tokens=32, decoder_blocks=1, vocabulary=500
     ).profile()
-
-
-def planned(snapshot: Snapshot, options: SchedulerConfig, policy: str = "dssda") -> Plan:
-    scheduler = make_scheduler(policy, options)
-    return scheduler.step(scheduler.init(snapshot), snapshot)[0]
 
 
 def largest_share(plan: Plan) -> float:
@@ -55,8 +49,7 @@ def cluster_share(plan: ClusterPlan) -> float:
 def one_strong(devices: int, blocks: int = 8) -> Snapshot:
     """A board that is far faster than its neighbours: left alone it gets everything."""
     kinds = ["raspberry-pi-5", "jetson-orin-nano", *["raspberry-pi-4"] * (devices - 1)]
-    world = make_world(cluster_devices=[kinds], examples=[200])
-    return world.snapshot(1, shape(blocks))
+    return first_round([kinds], shape(blocks), 200)
 
 
 @pytest.mark.parametrize(("schedule", "least"), [("gpipe", 0.22), ("1f1b", 0.25)])
@@ -95,8 +88,7 @@ def test_depths_under_1f1b_count_and_so_do_replicas(
     options = replace(FREE, schedule="1f1b", replicas=replicas, max_model_share=share)
     shared = 0
     for seed in (2900, 2901, 2902):
-        world = make_world(cluster_devices=kinds, examples=[60, 90], seed=seed)
-        for cluster in planned(world.snapshot(1, model), options).clusters:
+        for cluster in planned(first_round(kinds, model, [60, 90], seed), options).clusters:
             assert cluster.model_share is not None and share <= cluster.model_share < 1.0
             assert cluster_share(cluster) <= cluster.model_share * (1.0 + 1e-9)
             shared += max(cluster.replicas) > 1
@@ -115,7 +107,7 @@ def test_few_devices_relax_the_share_as_little_as_needed_and_say_so() -> None:
 def test_only_the_cluster_that_needs_it_is_relaxed() -> None:
     model = shape(8)
     rows = [["raspberry-pi-5"] * 2, ["raspberry-pi-5"] * 6]
-    snapshot = make_world(cluster_devices=rows, examples=[100, 100]).snapshot(1, model)
+    snapshot = first_round(rows, model, 100)
     alone, many = planned(snapshot, replace(FREE, max_model_share=0.25)).clusters
     assert len(alone.segments) == 1 and alone.model_share is not None and alone.model_share > 0.25
     assert many.model_share == 0.25
@@ -147,8 +139,8 @@ def test_without_a_share_nothing_is_capped_or_recorded() -> None:
         replace(FREE, max_model_share=0)
 
 
-def test_segment_needs_are_what_plans_predict(a_snapshot: Callable[..., Snapshot]) -> None:
-    snapshot = a_snapshot(4)
+def test_segment_needs_are_what_plans_predict() -> None:
+    snapshot = draw_snapshot(4)
     single = replace(FREE, micro_batch_sizes=(4,), micro_batches=(2,))
     needs = segment_needs(tabulate(snapshot), single)
     for cluster in planned(snapshot, single).clusters:
@@ -157,7 +149,7 @@ def test_segment_needs_are_what_plans_predict(a_snapshot: Callable[..., Snapshot
             assert cluster.memory_bytes[s.device_id] == pytest.approx(need, abs=1)
 
 
-@settings(max_examples=60)
+@examples(20, 60)
 @given(
     st.lists(st.floats(0.0, 5.0), min_size=1, max_size=4),
     st.lists(st.just(1.0), min_size=1, max_size=6),

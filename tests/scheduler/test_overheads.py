@@ -16,13 +16,10 @@ from collapipe_flwr.costs.price import price
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import initial_state, planner_for
 from collapipe_flwr.scheduler.initial_layouts import all_layouts, rows_for
-from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.models import ModelShape
-from collapipe_flwr.simulation.world import make_world
-from tests.scheduler.conftest import KINDS
+from tests.worlds import KINDS, draw_snapshot, first_round, planned, with_devices
 
-MakeSnapshot = Callable[..., Snapshot]
 SIZE, COUNT = 4, 8
 SETTINGS = SchedulerConfig(micro_batch_sizes=(SIZE,), micro_batches=(COUNT,), bound=False)
 OVERHEAD_S = 0.02
@@ -66,10 +63,8 @@ def slower(snapshot: Snapshot) -> Snapshot:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_stage_takes_its_operations_and_an_overhead_per_block(
-    a_snapshot: MakeSnapshot, recompute: bool
-) -> None:
-    snapshot = late(a_snapshot(4, clusters=1, devices=2, blocks=5))
+def test_a_stage_takes_its_operations_and_an_overhead_per_block(recompute: bool) -> None:
+    snapshot = late(draw_snapshot(4, clusters=1, devices=2, blocks=5))
     model, device = snapshot.model, snapshot.clusters[0].profile.devices[0]
     settings = replace(SETTINGS, recompute=recompute)
     passes = 4 / 3 if recompute else 1.0  # of forward, backward and forward again: 1/3, 2/3, 1/3
@@ -83,8 +78,8 @@ def test_a_stage_takes_its_operations_and_an_overhead_per_block(
         assert total == pytest.approx(expected, rel=1e-12)
 
 
-def test_an_overhead_is_a_lower_speed_at_one_size(a_snapshot: MakeSnapshot) -> None:
-    base = a_snapshot(5, clusters=2, devices=3, blocks=5)
+def test_an_overhead_is_a_lower_speed_at_one_size() -> None:
+    base = draw_snapshot(5, clusters=2, devices=3, blocks=5)
     base = replace(base, model=uniform(base.model))
     chains, scores = [], []
     for snapshot in (late(base), slower(base)):
@@ -104,27 +99,25 @@ def test_an_overhead_is_a_lower_speed_at_one_size(a_snapshot: MakeSnapshot) -> N
         assert getattr(scores[0], name) == pytest.approx(getattr(scores[1], name), rel=1e-9)
 
 
-def test_overheads_make_plans_prefer_large_micro_batches(a_snapshot: MakeSnapshot) -> None:
+def test_overheads_make_plans_prefer_large_micro_batches() -> None:
     settings = SchedulerConfig(
         batch_size=32,
         bound=False,
         micro_batch_sizes=(1, 2, 4, 8, 16, 32),
         micro_batches=(1, 2, 4, 8, 16, 32),
     )
-    quick = a_snapshot(6, clusters=1, devices=3, blocks=6)
-    scheduler = make_scheduler("dssda", settings)
+    quick = draw_snapshot(6, clusters=1, devices=3, blocks=6)
     sizes = []
     for snapshot in (quick, with_members(quick, lambda d: replace(d, overhead_s=1.0), 0.0)):
-        plan, _ = scheduler.step(scheduler.init(snapshot), snapshot)
+        plan = planned(snapshot, settings)
         sizes.append(plan.clusters[0].micro_batch_size)
         assert plan.latency_s == pytest.approx(price(plan, snapshot, settings).latency_s)
     assert sizes[0] < sizes[1]
 
 
-def test_the_overhead_of_a_round_adds_to_its_latency(a_snapshot: MakeSnapshot) -> None:
-    quick = a_snapshot(7, clusters=1)
-    scheduler = make_scheduler("dssda", SETTINGS)
-    plan, _ = scheduler.step(scheduler.init(quick), quick)
+def test_the_overhead_of_a_round_adds_to_its_latency() -> None:
+    quick = draw_snapshot(7, clusters=1)
+    plan = planned(quick, SETTINGS)
     profile = replace(quick.clusters[0].profile, overhead_s=3.0)
     behind = replace(quick, clusters=(replace(quick.clusters[0], profile=profile),))
     took = [price(plan, snapshot, SETTINGS).latency_s for snapshot in (quick, behind)]
@@ -136,14 +129,12 @@ def beginning(snapshot: Snapshot, *seconds: float) -> Snapshot:
     each, clusters = iter(seconds), []
     for cluster in snapshot.clusters:
         devices = tuple(replace(d, round_s=next(each)) for d in cluster.profile.devices)
-        clusters.append(replace(cluster, profile=replace(cluster.profile, devices=devices)))
+        clusters.append(with_devices(cluster, devices))
     return replace(snapshot, clusters=tuple(clusters))
 
 
-def test_a_round_begins_and_ends_with_the_slowest_device_that_works(
-    a_snapshot: MakeSnapshot,
-) -> None:
-    quick, seconds = a_snapshot(7, clusters=1, devices=3, blocks=5), (0.5, 2.0, 1.0)
+def test_a_round_begins_and_ends_with_the_slowest_device_that_works() -> None:
+    quick, seconds = draw_snapshot(7, clusters=1, devices=3, blocks=5), (0.5, 2.0, 1.0)
     late = beginning(quick, *seconds)
     rows = rows_for(0, *all_layouts(3, 5), np.array([[SIZE, COUNT]]))
     chains, scores = [], []
@@ -158,14 +149,13 @@ def test_a_round_begins_and_ends_with_the_slowest_device_that_works(
     assert scores[1] - scores[0] == pytest.approx(used.max(1), abs=1e-9)
 
 
-def test_a_device_that_takes_too_long_to_begin_is_left_out(a_snapshot: MakeSnapshot) -> None:
-    quick = a_snapshot(7, clusters=1, devices=3, blocks=6)
-    scheduler = make_scheduler("dssda", SETTINGS)
-    plan, _ = scheduler.step(scheduler.init(quick), quick)
+def test_a_device_that_takes_too_long_to_begin_is_left_out() -> None:
+    quick = draw_snapshot(7, clusters=1, devices=3, blocks=6)
+    plan = planned(quick, SETTINGS)
     names = [device.device_id for device in quick.clusters[0].profile.devices]
     victim = plan.clusters[0].segments[0].device_id
     late = beginning(quick, *(1e4 * (name == victim) for name in names))
-    plan, _ = scheduler.step(scheduler.init(late), late)
+    plan = planned(late, SETTINGS)
     assert victim not in plan.clusters[0].device_ids
     assert plan.latency_s < 1e4
 
@@ -174,11 +164,10 @@ def test_a_device_that_takes_too_long_to_begin_is_left_out(a_snapshot: MakeSnaps
 def test_plans_are_optimal_where_devices_take_long_to_begin(seed: int) -> None:
     rng = np.random.default_rng(seed)
     kinds = [[KINDS[kind] for kind in rng.integers(0, len(KINDS), 3)] for _ in range(2)]
-    world = make_world(cluster_devices=kinds, examples=[40, 40], seed=seed)
     shape = ModelShape(blocks=4, decoder_blocks=2, width=32, tokens=16, wire_bytes=4)
-    quick, scheduler = world.snapshot(1, shape.profile()), make_scheduler("dssda", SETTINGS)
-    usual_s = scheduler.step(scheduler.init(quick), quick)[0].latency_s
+    quick = first_round(kinds, shape.profile(), 40, seed)
+    usual_s = planned(quick, SETTINGS).latency_s
     late = beginning(quick, *(usual_s * rng.uniform(0.0, 0.6, 6)))
-    plan, _ = scheduler.step(scheduler.init(late), late)
+    plan = planned(late, SETTINGS)
     assert plan.latency_s > usual_s
     assert plan.latency_s == pytest.approx(optimal_plan(late, SETTINGS).latency_s, rel=1e-3)

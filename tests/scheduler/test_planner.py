@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -18,8 +17,8 @@ from collapipe_flwr.scheduler.initial_layouts import all_layouts, count_layouts,
 from collapipe_flwr.scheduler.local_search import Moves
 from collapipe_flwr.scheduler.planner import Planner
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
+from tests.worlds import draw_snapshot, with_devices
 
-MakeSnapshot = Callable[..., Snapshot]
 SMALL = SchedulerConfig(schedule="gpipe", micro_batch_sizes=(2, 8), micro_batches=(2, 8))
 
 
@@ -38,19 +37,19 @@ def a_planner(
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_close_to_brute_force(a_snapshot: MakeSnapshot, seed: int) -> None:
+def test_close_to_brute_force(seed: int) -> None:
     shape = {"clusters": 1, "devices": 3, "blocks": 4}
     if seed % 2:
         shape = {"clusters": 2, "devices": 2, "blocks": 3}
     settings = replace(SMALL, micro_batches=(4,), bound=bool(seed % 3))
-    planner = a_planner(a_snapshot(seed, **shape), settings, queue_seed=seed)
+    planner = a_planner(draw_snapshot(seed, **shape), settings, queue_seed=seed)
     best, mine = exhaustive(planner).objective, planner.solve().objective
     assert best * (1 - 1e-6) <= mine <= best * 1.05
 
 
-def test_alternation_never_gets_worse(a_snapshot: MakeSnapshot) -> None:
+def test_alternation_never_gets_worse() -> None:
     for seed in range(5):
-        planner = a_planner(a_snapshot(seed, clusters=3, devices=3, blocks=5), queue_seed=seed)
+        planner = a_planner(draw_snapshot(seed, clusters=3, devices=3, blocks=5), queue_seed=seed)
         now = planner.radio(planner.choose(planner.opening_prices(), None))
         for _ in range(4):
             after = planner.improve(now)
@@ -91,24 +90,24 @@ def _name(rows: object, r: int) -> tuple[tuple[int, int], ...]:
     return tuple((m, s) for m, s in pairs if m > 0)
 
 
-def test_no_memory_is_infeasible_with_a_way_out(a_snapshot: MakeSnapshot) -> None:
-    snapshot = a_snapshot(1, clusters=2, devices=2, blocks=3)
+def test_no_memory_is_infeasible_with_a_way_out() -> None:
+    snapshot = draw_snapshot(1, clusters=2, devices=2, blocks=3)
     poor = snapshot.clusters[1]
     devices = tuple(replace(d, memory_bytes=1000) for d in poor.profile.devices)
-    broken = replace(poor, profile=replace(poor.profile, devices=devices))
+    broken = with_devices(poor, devices)
     planner = a_planner(replace(snapshot, clusters=(snapshot.clusters[0], broken)))
     with pytest.raises(InfeasibleError, match=r"cluster-1.*add a device"):
         planner.solve()
 
 
-def test_brute_force_refuses_large_instances(a_snapshot: MakeSnapshot) -> None:
+def test_brute_force_refuses_large_instances() -> None:
     with pytest.raises(ScheduleError, match="tiny"):
-        exhaustive(a_planner(a_snapshot(0, clusters=2, devices=4, blocks=12)))
+        exhaustive(a_planner(draw_snapshot(0, clusters=2, devices=4, blocks=12)))
 
 
-def test_scores_rank_like_priced_rows(a_snapshot: MakeSnapshot) -> None:
+def test_scores_rank_like_priced_rows() -> None:
     """The fast score of the chosen rows is what the cost model says at the same hop times."""
-    planner = a_planner(a_snapshot(3, clusters=3, devices=3, blocks=5))
+    planner = a_planner(draw_snapshot(3, clusters=3, devices=3, blocks=5))
     best = planner.solve()
     prices = planner.dual_prices(best)
     scorer = planner.scorer(prices)
@@ -119,9 +118,9 @@ def test_scores_rank_like_priced_rows(a_snapshot: MakeSnapshot) -> None:
     assert (others >= value[near.cluster_r] - 0.05 * np.abs(value[near.cluster_r])).all()
 
 
-def test_all_clusters_change_their_batches_together(a_snapshot: MakeSnapshot) -> None:
+def test_all_clusters_change_their_batches_together() -> None:
     """Where the slowest learner decides the rounds, one cluster alone gains nothing."""
-    planner = a_planner(a_snapshot(5, clusters=3, devices=2, blocks=3))
+    planner = a_planner(draw_snapshot(5, clusters=3, devices=2, blocks=3))
     start = planner.radio(planner.choose(planner.opening_prices(), None))
     for size, count in planner.batches():
         rows = start.rows.with_batches(np.full(3, size), np.full(3, count))
@@ -133,9 +132,9 @@ def test_all_clusters_change_their_batches_together(a_snapshot: MakeSnapshot) ->
         assert found.objective <= best * 1.02
 
 
-def test_alternation_never_gets_worse_with_many_clusters(a_snapshot: MakeSnapshot) -> None:
+def test_alternation_never_gets_worse_with_many_clusters() -> None:
     for seed in range(2):
-        planner = a_planner(a_snapshot(seed, clusters=40, devices=6, blocks=8), queue_seed=seed)
+        planner = a_planner(draw_snapshot(seed, clusters=40, devices=6, blocks=8), queue_seed=seed)
         now = planner.radio(planner.choose(planner.opening_prices(), None))
         for _ in range(2):
             after = planner.solve(now)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from collapipe_flwr.core.domain import ClusterPlan, Plan, Segment, Snapshot
+from collapipe_flwr.core.domain import ClusterPlan, Plan, Segment
 from collapipe_flwr.core.errors import ProtocolError, ScheduleError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.scheduler.plans import check_cluster_plan
-from collapipe_flwr.scheduler.policies import make_scheduler
+from tests.worlds import draw_snapshot, planned
 
 PLAN = ClusterPlan(
     cluster_id="a",
@@ -37,10 +36,9 @@ def test_round_trip() -> None:
     assert from_json(ClusterPlan, to_json(PLAN), "plan") == PLAN
 
 
-def test_whole_plan_round_trip(a_snapshot: Callable[..., Snapshot]) -> None:
-    snapshot = a_snapshot(0)
-    scheduler = make_scheduler("throughput")
-    plan, _ = scheduler.step(scheduler.init(snapshot), snapshot)
+def test_whole_plan_round_trip() -> None:
+    snapshot = draw_snapshot(0)
+    plan = planned(snapshot, policy="throughput")
     assert from_json(Plan, to_json(plan), "plan") == plan
 
 

@@ -60,7 +60,7 @@ def test_plans_are_better_for_it(monkeypatch: pytest.MonkeyPatch, seeds: Sequenc
 @pytest.mark.parametrize("queues", [False, True])
 def test_no_radio_is_worse_than_full_power_over_equal_or_given_bandwidth(*, queues: bool) -> None:
     """On some of these seeds the radio program alone is."""
-    for seed in range(61000, 61012):
+    for seed in SEEDS[:4]:
         planner = search_planner(SIZE, seed, queues=queues)
         rows = planner.choose(planner.opening_prices(), None)
         chain = chain_of(planner.tables, rows, planner.settings)
@@ -115,7 +115,7 @@ def cost_of(found: Solution) -> float:
 
 def test_rows_that_are_left_out_are_not_among_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     """The best of each cluster alone, and the best choice for all, are those of playing all."""
-    for seed in SEEDS:
+    for seed in SEEDS[:2]:
         planner = search_planner(SIZE, seed, queues=True)
         now = planner.radio(planner.choose(planner.opening_prices(), None))
         near = planner.fitting(planner.neighbours(now.rows))

@@ -18,10 +18,9 @@ from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import planner_for
 from collapipe_flwr.scheduler.decision import MARGIN, Lifting, lift_codecs, refine_codecs
 from collapipe_flwr.scheduler.planner import Planner, Solution
-from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import make_world
+from tests.worlds import equal_ends, planned
 
 AUTO = ("fp32", "bf16", "int8")
 SETTINGS = SchedulerConfig(
@@ -38,14 +37,7 @@ def _snapshot(link_factor: float, clusters: int = 1) -> Snapshot:
         replace(c, d2d_bandwidth_hz=c.d2d_bandwidth_hz * link_factor) for c in world.clusters
     )
     world = replace(world, radio=faster, clusters=profiles)
-    return world.snapshot(
-        1, ModelShape(blocks=4, decoder_blocks=4, width=128, tokens=64, wire_bytes=4).profile()
-    )
-
-
-def _plan(snapshot: Snapshot, settings: SchedulerConfig = SETTINGS) -> Plan:
-    scheduler = make_scheduler("dssda", settings)
-    return scheduler.step(scheduler.init(snapshot), snapshot)[0]
+    return world.snapshot(1, equal_ends(4, 128, 64, wire_bytes=4))
 
 
 def _codecs(plan: Plan) -> list[str]:
@@ -53,24 +45,25 @@ def _codecs(plan: Plan) -> list[str]:
 
 
 def test_fast_links_stay_exact() -> None:
-    assert set(_codecs(_plan(_snapshot(300.0)))) == {"fp32"}
+    assert set(_codecs(planned(_snapshot(300.0), SETTINGS))) == {"fp32"}
 
 
 def test_slow_links_are_coarse() -> None:
-    codecs = _codecs(_plan(_snapshot(0.02)))
+    codecs = _codecs(planned(_snapshot(0.02), SETTINGS))
     assert "int8" in codecs and "fp32" not in codecs
 
 
 def test_one_slow_link_among_fast_ones_is_the_coarse_one() -> None:
     snapshot = _snapshot(300.0)
     slow = replace(snapshot.radio, bandwidth_hz=snapshot.radio.bandwidth_hz * 1e-4)
-    plan = _plan(replace(snapshot, radio=slow))  # only the hop to the edge shares this bandwidth
+    # Only the hop to the edge shares this bandwidth.
+    plan = planned(replace(snapshot, radio=slow), SETTINGS)
     assert _codecs(plan)[-1] == "int8" and set(_codecs(plan)[:-1]) == {"fp32"}
 
 
 def test_a_codec_that_is_fixed_holds_everywhere() -> None:
     for name in CODECS:
-        plan = _plan(_snapshot(1.0), replace(SETTINGS, codecs=(name,)))
+        plan = planned(_snapshot(1.0), replace(SETTINGS, codecs=(name,)))
         assert set(_codecs(plan)) == {name}
 
 
@@ -78,7 +71,7 @@ def test_a_cluster_that_is_bound_keeps_its_codec() -> None:
     snapshot = _snapshot(300.0, clusters=2)
     first = snapshot.clusters[0]
     bound = replace(first, profile=replace(first.profile, link_codec="int8"))
-    plan = _plan(replace(snapshot, clusters=(bound, *snapshot.clusters[1:])))
+    plan = planned(replace(snapshot, clusters=(bound, *snapshot.clusters[1:])), SETTINGS)
     assert {hop.codec for hop in plan.clusters[0].hops} == {"int8"}
     assert {hop.codec for hop in plan.clusters[1].hops} == {"fp32"}
 
@@ -144,7 +137,7 @@ def test_greedy_lifting_is_near_the_least_noise() -> None:
 
 def test_plans_with_codecs_are_priced_as_predicted() -> None:
     snapshot = _snapshot(0.5)
-    plan = _plan(snapshot)
+    plan = planned(snapshot, SETTINGS)
     assert price(plan, snapshot).latency_s == pytest.approx(plan.latency_s, rel=1e-6)
 
 

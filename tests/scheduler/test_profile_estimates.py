@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -26,6 +25,7 @@ from collapipe_flwr.scheduler.estimates import (
 )
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
+from tests.worlds import draw_snapshot, with_devices
 
 
 def with_speed(snapshot: Snapshot, factor: float) -> Snapshot:
@@ -41,8 +41,8 @@ def speed(snapshot: Snapshot) -> float:
     return snapshot.clusters[0].profile.devices[0].speed_flop_per_s
 
 
-def test_noise_is_averaged_out(a_snapshot: Callable[..., Snapshot]) -> None:
-    truth, known = a_snapshot(0), ProfileEstimates()
+def test_noise_is_averaged_out() -> None:
+    truth, known = draw_snapshot(0), ProfileEstimates()
     rng, errors = np.random.default_rng(0), []
     for _ in range(60):
         noisy = with_speed(truth, float(rng.uniform(0.7, 1.3)))
@@ -51,25 +51,23 @@ def test_noise_is_averaged_out(a_snapshot: Callable[..., Snapshot]) -> None:
     assert np.mean(errors[10:]) < 0.09  # the measurements themselves are off by 0.15
 
 
-def test_a_real_change_is_followed_at_once(a_snapshot: Callable[..., Snapshot]) -> None:
-    truth = a_snapshot(0)
+def test_a_real_change_is_followed_at_once() -> None:
+    truth = draw_snapshot(0)
     _, known = with_profiles(truth, ProfileEstimates(), 0.8)
     throttled = with_speed(truth, 0.3)
     seen, _ = with_profiles(throttled, known, 0.8)
     assert speed(seen) == pytest.approx(speed(throttled))
 
 
-def test_exact_profiles_and_switched_off_smoothing_change_nothing(
-    a_snapshot: Callable[..., Snapshot],
-) -> None:
-    truth = a_snapshot(0)
+def test_exact_profiles_and_switched_off_smoothing_change_nothing() -> None:
+    truth = draw_snapshot(0)
     _, known = with_profiles(truth, ProfileEstimates(), 0.8)
     assert with_profiles(truth, known, 0.8)[0] == truth
     assert with_profiles(with_speed(truth, 1.2), known, 0.0)[0] == with_speed(truth, 1.2)
 
 
-def test_unusable_numbers_pass_through(a_snapshot: Callable[..., Snapshot]) -> None:
-    seen, known = with_profiles(with_speed(a_snapshot(0), math.nan), ProfileEstimates(), 0.8)
+def test_unusable_numbers_pass_through() -> None:
+    seen, known = with_profiles(with_speed(draw_snapshot(0), math.nan), ProfileEstimates(), 0.8)
     assert math.isnan(speed(seen))
     assert first(seen).device_id not in known.claimed["cluster-0"]
 
@@ -112,16 +110,14 @@ def planned(snapshot: Snapshot, *outcomes: RoundOutcome) -> Snapshot:
     return with_profiles(snapshot, known(snapshot, *outcomes), 0.8)[0]
 
 
-def test_samples_that_agree_with_the_profile_leave_the_very_snapshot(
-    a_snapshot: Callable[..., Snapshot],
-) -> None:
-    truth = a_snapshot(0)
+def test_samples_that_agree_with_the_profile_leave_the_very_snapshot() -> None:
+    truth = draw_snapshot(0)
     agreeing = showing(sample(first(truth)), sample(first(truth), slower=1.01))
     assert planned(truth, agreeing, agreeing) is truth
 
 
-def test_work_done_corrects_a_profile_that_is_wrong(a_snapshot: Callable[..., Snapshot]) -> None:
-    truth = a_snapshot(0)
+def test_work_done_corrects_a_profile_that_is_wrong() -> None:
+    truth = draw_snapshot(0)
     seen = planned(truth, showing(sample(first(truth), slower=3.0)))
     work = (2.0, 8e8)
     assert taken_s(first(seen), *work) == pytest.approx(3 * taken_s(first(truth), *work), rel=0.03)
@@ -130,10 +126,8 @@ def test_work_done_corrects_a_profile_that_is_wrong(a_snapshot: Callable[..., Sn
 
 
 @pytest.mark.parametrize("slower", [0.3, 0.5, 2.0, 5.0])
-def test_stages_of_microseconds_are_learnt_like_others(
-    a_snapshot: Callable[..., Snapshot], slower: float
-) -> None:
-    truth, work = a_snapshot(0), (2.0, 1e5)
+def test_stages_of_microseconds_are_learnt_like_others(slower: float) -> None:
+    truth, work = draw_snapshot(0), (2.0, 1e5)
     device = first(truth)
     tiny = replace(
         sample(device), passes=work[0], flop=work[1], busy_s=slower * taken_s(device, *work)
@@ -142,10 +136,8 @@ def test_stages_of_microseconds_are_learnt_like_others(
     assert taken_s(seen, *work) == pytest.approx(slower * taken_s(device, *work), rel=0.05)
 
 
-def test_a_slower_device_of_known_power_pays_more_per_operation(
-    a_snapshot: Callable[..., Snapshot],
-) -> None:
-    truth = a_snapshot(0)
+def test_a_slower_device_of_known_power_pays_more_per_operation() -> None:
+    truth = draw_snapshot(0)
     seen = first(planned(truth, showing(sample(first(truth), slower=4.0))))
     watt = [d.speed_flop_per_s * d.energy_per_flop_j for d in (seen, first(truth))]
     assert watt[0] == pytest.approx(watt[1])
@@ -154,10 +146,8 @@ def test_a_slower_device_of_known_power_pays_more_per_operation(
     assert seen.speed_flop_per_s * seen.energy_per_flop_j == pytest.approx(2 * watt[1], rel=0.02)
 
 
-def test_more_memory_than_planned_leaves_less_to_plan_with(
-    a_snapshot: Callable[..., Snapshot],
-) -> None:
-    truth = a_snapshot(0)
+def test_more_memory_than_planned_leaves_less_to_plan_with() -> None:
+    truth = draw_snapshot(0)
     good = sample(first(truth))
     for peak, share in ((1500, 1.5), (500, 1.0), (10**9, 2.0)):
         outcomes = [showing(replace(good, peak_bytes=peak))] * 6
@@ -165,8 +155,8 @@ def test_more_memory_than_planned_leaves_less_to_plan_with(
         assert seen.memory_bytes == pytest.approx(first(truth).memory_bytes / share, rel=0.02)
 
 
-def test_the_edge_is_learnt_from_every_cluster(a_snapshot: Callable[..., Snapshot]) -> None:
-    truth = a_snapshot(0)
+def test_the_edge_is_learnt_from_every_cluster() -> None:
+    truth = draw_snapshot(0)
     flop = 1e9
     late = StageSample(device_id=EDGE, passes=1.0, flop=flop, busy_s=0.5)
     seen = planned(truth, showing(late))
@@ -178,18 +168,16 @@ def test_the_edge_is_learnt_from_every_cluster(a_snapshot: Callable[..., Snapsho
     )
 
 
-def test_a_claim_that_changes_outdates_what_was_shown(a_snapshot: Callable[..., Snapshot]) -> None:
-    truth = a_snapshot(0)
+def test_a_claim_that_changes_outdates_what_was_shown() -> None:
+    truth = draw_snapshot(0)
     estimates = known(truth, showing(sample(first(truth), slower=1.5)))
     throttled = with_speed(truth, 0.3)
     seen, _ = with_profiles(throttled, estimates, 0.8)
     assert speed(seen) == pytest.approx(0.3 * speed(truth))
 
 
-def test_who_does_not_work_is_tried_again_and_one_look_suffices(
-    a_snapshot: Callable[..., Snapshot],
-) -> None:
-    truth = a_snapshot(0)
+def test_who_does_not_work_is_tried_again_and_one_look_suffices() -> None:
+    truth = draw_snapshot(0)
     slow, idle = showing(sample(first(truth), slower=4.0)), showing()
     work = (2.0, 8e8)
 
@@ -207,18 +195,16 @@ def test_who_does_not_work_is_tried_again_and_one_look_suffices(
 
 
 @pytest.mark.parametrize("value", [0.0, math.nan, math.inf, -1.0])
-def test_unusable_samples_teach_nothing(a_snapshot: Callable[..., Snapshot], value: float) -> None:
-    truth = a_snapshot(0)
+def test_unusable_samples_teach_nothing(value: float) -> None:
+    truth = draw_snapshot(0)
     bad = replace(sample(first(truth)), busy_s=value, watt=value)
     assert planned(truth, showing(bad), showing(bad)) is truth
     late = showing(latency_s=value, explained_s=1.0, measured=True)
     assert planned(truth, late).clusters[0].profile.overhead_s < 0.1
 
 
-def test_what_a_round_takes_besides_is_learnt_from_machines_only(
-    a_snapshot: Callable[..., Snapshot],
-) -> None:
-    truth = machines(a_snapshot(0))
+def test_what_a_round_takes_besides_is_learnt_from_machines_only() -> None:
+    truth = machines(draw_snapshot(0))
     one = sample(first(truth))
     slow = showing(one, latency_s=60.0, explained_s=3.0, measured=True)
     late = showing(one, latency_s=3.5, explained_s=3.0, measured=True)
@@ -235,14 +221,12 @@ def machines(snapshot: Snapshot) -> Snapshot:
     return replace(snapshot, clusters=(real, *others))
 
 
-def test_a_round_with_slower_devices_is_expected_to_take_longer_besides(
-    a_snapshot: Callable[..., Snapshot],
-) -> None:
-    truth = with_speed(machines(a_snapshot(0)), 0.05)
+def test_a_round_with_slower_devices_is_expected_to_take_longer_besides() -> None:
+    truth = with_speed(machines(draw_snapshot(0)), 0.05)
     slow, *_, last = truth.clusters[0].profile.devices
     quick = replace(last, speed_flop_per_s=6 * slow.speed_flop_per_s)
     (cluster, *others), devices = truth.clusters, (slow, quick)
-    cluster = replace(cluster, profile=replace(cluster.profile, devices=devices))
+    cluster = with_devices(cluster, devices)
     truth = replace(truth, clusters=(cluster, *others))
     block = max(truth.model.blocks, key=lambda b: b.forward_flop)
 
@@ -270,18 +254,16 @@ def test_a_round_with_slower_devices_is_expected_to_take_longer_besides(
     assert besides_s(seen, slow.device_id) > 1.5 * besides_s(seen, quick.device_id)
 
 
-def test_estimates_survive_a_checkpoint(a_snapshot: Callable[..., Snapshot]) -> None:
-    truth = a_snapshot(0)
+def test_estimates_survive_a_checkpoint() -> None:
+    truth = draw_snapshot(0)
     estimates = known(truth, showing(sample(first(truth), slower=3.0)))
     assert from_json(ProfileEstimates, to_json(estimates), "estimates") == estimates
 
 
 @pytest.mark.parametrize("policy", ["dssda", "uniform"])
-def test_memory_that_seems_too_small_for_any_plan_ends_no_run(
-    a_snapshot: Callable[..., Snapshot], policy: str
-) -> None:
+def test_memory_that_seems_too_small_for_any_plan_ends_no_run(policy: str) -> None:
     settings = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(4,))
-    scheduler, truth = make_scheduler(policy, settings), a_snapshot(0, clusters=1)
+    scheduler, truth = make_scheduler(policy, settings), draw_snapshot(0, clusters=1)
     state = scheduler.init(truth)
     plan, state = scheduler.step(state, truth)
     peak = max(plan.clusters[0].memory_bytes.values())

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from collapipe_flwr.core.domain import Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.chain import Chain, chain_of, full_power_times, powers_for, price_rows
 from collapipe_flwr.costs.layouts import Layouts
@@ -21,16 +19,16 @@ from collapipe_flwr.scheduler.radio.interior_point import (
     equal_shares,
 )
 from collapipe_flwr.scheduler.radio.problem import Point, RadioProblem, RadioTerms, radio_problem
+from tests.worlds import draw_snapshot
 
-MakeSnapshot = Callable[..., Snapshot]
 BAND = 40e6
 
 
 def an_instance(
-    make: MakeSnapshot, seed: int, clusters: int, schedule: str = "gpipe"
+    seed: int, clusters: int, schedule: str = "gpipe"
 ) -> tuple[Chain, np.ndarray, float]:
     rng = np.random.default_rng(seed)
-    tables = tabulate(make(seed, clusters=clusters, devices=3, blocks=6))
+    tables = tabulate(draw_snapshot(seed, clusters=clusters, devices=3, blocks=6))
     rows = Layouts(
         cluster_r=np.arange(clusters),
         member_rs=np.stack([rng.permutation(3)[:2] + 1 for _ in range(clusters)]),
@@ -47,19 +45,17 @@ def an_instance(
     return chain, price, latency_price
 
 
-def a_problem(make: MakeSnapshot, seed: int, clusters: int, **options: str) -> RadioProblem:
-    chain, price, latency_price = an_instance(make, seed, clusters, **options)
+def a_problem(seed: int, clusters: int, **options: str) -> RadioProblem:
+    chain, price, latency_price = an_instance(seed, clusters, **options)
     return radio_problem(chain, price, latency_price=latency_price, bandwidth_hz=BAND)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("seed", range(6))
-def test_agrees_with_the_cvxpy_reference(
-    a_snapshot: MakeSnapshot, seed: int, schedule: str
-) -> None:
+def test_agrees_with_the_cvxpy_reference(seed: int, schedule: str) -> None:
     from benchmarks.oracles.radio_reference import solve_reference  # slow; others do without
 
-    problem = a_problem(a_snapshot, seed, (1, 2, 5)[seed % 3], schedule=schedule)
+    problem = a_problem(seed, (1, 2, 5)[seed % 3], schedule=schedule)
     solver = InteriorPoint(problem)
     mine = solver.terms.objective(solver.solve(1e-6).point)
     with warnings.catch_warnings():
@@ -68,9 +64,9 @@ def test_agrees_with_the_cvxpy_reference(
     assert mine == pytest.approx(reference, rel=1e-4)
 
 
-def test_allocation_is_feasible_and_no_worse_than_equal_shares(a_snapshot: MakeSnapshot) -> None:
+def test_allocation_is_feasible_and_no_worse_than_equal_shares() -> None:
     for seed in range(8):
-        chain, price, worth = an_instance(a_snapshot, seed, 4)
+        chain, price, worth = an_instance(seed, 4)
         values = []
         for choice in (
             allocate(chain, price, latency_price=worth, bandwidth_hz=BAND),
@@ -86,9 +82,9 @@ def test_allocation_is_feasible_and_no_worse_than_equal_shares(a_snapshot: MakeS
         assert values[0] <= values[1] * (1 + 1e-5)
 
 
-def test_no_random_move_improves_the_optimum(a_snapshot: MakeSnapshot) -> None:
+def test_no_random_move_improves_the_optimum() -> None:
     """Convexity makes local optimality global: perturbed points, repaired, never win."""
-    chain, price, worth = an_instance(a_snapshot, 3, 3)
+    chain, price, worth = an_instance(3, 3)
     best = allocate(chain, price, latency_price=worth, bandwidth_hz=BAND, tolerance=1e-6)
     rng = np.random.default_rng(0)
 
@@ -106,9 +102,9 @@ def test_no_random_move_improves_the_optimum(a_snapshot: MakeSnapshot) -> None:
             assert value(width, times) >= optimum * (1 - 1e-5)
 
 
-def test_problem_is_convex_in_the_logarithms(a_snapshot: MakeSnapshot) -> None:
+def test_problem_is_convex_in_the_logarithms() -> None:
     """Objective and every constraint lie below their chords."""
-    problem = a_problem(a_snapshot, 5, 3)
+    problem = a_problem(5, 3)
     best, terms = InteriorPoint(problem).solve().point, RadioTerms(problem)
     rng = np.random.default_rng(1)
 
@@ -136,11 +132,9 @@ def test_problem_is_convex_in_the_logarithms(a_snapshot: MakeSnapshot) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_newton_steps_solve_the_linearised_conditions(
-    a_snapshot: MakeSnapshot, schedule: str
-) -> None:
+def test_newton_steps_solve_the_linearised_conditions(schedule: str) -> None:
     """Moving a little along a step changes gradient and room as the elimination says."""
-    solver = InteriorPoint(a_problem(a_snapshot, 4, 4, schedule=schedule))
+    solver = InteriorPoint(a_problem(4, 4, schedule=schedule))
     rng = np.random.default_rng(2)
     point = solver.terms.settled(solver.solve(1e-2).point)
     value = solver.terms.evaluate(point)
@@ -161,12 +155,10 @@ def test_newton_steps_solve_the_linearised_conditions(
 
 
 @pytest.mark.parametrize("span", [(-2.0, 1.0), (-6.0, 4.0), (-9.0, -8.0)])
-def test_claimed_accuracy_is_kept_at_every_tolerance(
-    a_snapshot: MakeSnapshot, span: tuple[float, float]
-) -> None:
+def test_claimed_accuracy_is_kept_at_every_tolerance(span: tuple[float, float]) -> None:
     """Many orders of magnitude of prices, half of them zero; against a much tighter solve."""
     for clusters in (1, 7, 40):
-        chain, price, worth = an_instance(a_snapshot, clusters, clusters)
+        chain, price, worth = an_instance(clusters, clusters)
         rng = np.random.default_rng(clusters)
         price = price * 10 ** rng.uniform(*span, price.shape) * (rng.random(price.shape) < 0.5)
         problem = radio_problem(chain, price, latency_price=worth, bandwidth_hz=BAND)
@@ -181,13 +173,13 @@ def test_claimed_accuracy_is_kept_at_every_tolerance(
         assert values[1e-2] == pytest.approx(values[1e-7], rel=1e-2)
 
 
-def test_latency_prices_sum_to_the_price_of_the_round(a_snapshot: MakeSnapshot) -> None:
-    chain, price, worth = an_instance(a_snapshot, 2, 5)
+def test_latency_prices_sum_to_the_price_of_the_round() -> None:
+    chain, price, worth = an_instance(2, 5)
     best = allocate(chain, price, latency_price=worth, bandwidth_hz=BAND)
     assert best.latency_price_r.sum() == pytest.approx(worth, rel=1e-3)
 
 
-def test_hopeless_numbers_are_a_typed_error(a_snapshot: MakeSnapshot) -> None:
-    chain, price, worth = an_instance(a_snapshot, 0, 2)
+def test_hopeless_numbers_are_a_typed_error() -> None:
+    chain, price, worth = an_instance(0, 2)
     with pytest.raises(ScheduleError, match="prices that are not finite"):
         allocate(chain, price * np.nan, latency_price=worth, bandwidth_hz=BAND)

@@ -11,7 +11,7 @@ from collapipe_flwr.costs.price import price
 from collapipe_flwr.scheduler.base import initial_state
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState, reference_of
-from tests.scheduler.conftest import MakeWorld
+from tests.worlds import draw_world
 
 SETTINGS = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(4,))
 
@@ -37,10 +37,8 @@ def reference_s(state: SchedulerState) -> float:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_dead_links_of_the_first_snapshot_leave_the_reference_as_it_is(
-    seed: int, a_world: MakeWorld
-) -> None:
-    world, model = a_world(seed)
+def test_dead_links_of_the_first_snapshot_leave_the_reference_as_it_is(seed: int) -> None:
+    world, model = draw_world(seed)
     snapshot = world.snapshot(1, model)
     usual = initial_state(snapshot, SETTINGS)
     members = range(len(snapshot.clusters[0].profile.members))
@@ -51,10 +49,8 @@ def test_dead_links_of_the_first_snapshot_leave_the_reference_as_it_is(
         assert reference_of(hit).micro_batches == reference_of(usual).micro_batches
 
 
-def test_rounds_are_as_short_after_a_dead_link_as_without_where_no_budget_can_be_kept(
-    a_world: MakeWorld,
-) -> None:
-    world, model = a_world(1)
+def test_rounds_are_as_short_after_a_dead_link_as_without_where_no_budget_can_be_kept() -> None:
+    world, model = draw_world(1)
     clusters = tuple(
         c.with_members(lambda member: replace(member, energy_budget_j=1e-6)) for c in world.clusters
     )

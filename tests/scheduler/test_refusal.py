@@ -6,15 +6,16 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from collapipe_flwr.core.domain import DeviceProfile
 from collapipe_flwr.core.errors import InfeasibleError
-from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import make_world
+from tests.thorough import examples
+from tests.worlds import planned
 
 MODEL = ModelShape(blocks=5, width=64, tokens=16, decoder_blocks=1, vocabulary=300).profile()
 SHORT = re.compile(r"needs? ([\d.]+) MiB and ha(?:s|ve) ([\d.]+) MiB for plans")
@@ -36,15 +37,14 @@ def refused(memories: list[float], options: SchedulerConfig) -> str:
 
     cluster = world.clusters[0].with_members(sized)
     snapshot = replace(world, clusters=(cluster,)).snapshot(1, MODEL)
-    scheduler = make_scheduler("dssda", options)
     try:
-        scheduler.step(scheduler.init(snapshot), snapshot)
+        planned(snapshot, options)
     except InfeasibleError as error:
         return str(error)
     return ""
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(20, 80)
 @given(
     memories=MEMORIES,
     schedule=st.sampled_from(["gpipe", "1f1b"]),

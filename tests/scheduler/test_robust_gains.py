@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 
-from collapipe_flwr.core.domain import ClusterOutcome, ModelProfile, RoundOutcome, Snapshot
+from collapipe_flwr.core.domain import ClusterOutcome, ModelProfile, RoundOutcome
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.json_codec import from_json, to_json
-from collapipe_flwr.costs.price import price
 from collapipe_flwr.scheduler.gain_estimates import (
     CAUTION,
     RobustGains,
@@ -20,10 +20,10 @@ from collapipe_flwr.scheduler.gain_estimates import (
     with_error,
 )
 from collapipe_flwr.scheduler.policies import make_scheduler
-from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState
+from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig, SchedulerState
 from collapipe_flwr.simulation.world import World
+from tests.worlds import draw_snapshot, draw_world, outcome_of
 
-MakeWorld = Callable[..., tuple[World, ModelProfile]]
 FAST = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(4,))
 
 
@@ -37,45 +37,38 @@ def outcome(latency_s: float, **others_s: float) -> RoundOutcome:
     return RoundOutcome(round_index=1, latency_s=longest_s, clusters=clusters)
 
 
-def after(delays: list[int], world: World, model: ModelProfile) -> SchedulerState:
-    """The state after rounds whose snapshots were so many rounds old."""
-    scheduler = make_scheduler("dssda", FAST)
-    state = scheduler.init(world.snapshot(1, model))
+def follow(
+    delays: Iterable[int], world: World, model: ModelProfile, policy: Scheduler
+) -> Iterator[SchedulerState]:
+    """The states after rounds whose snapshots were so many rounds old."""
+    state = policy.init(world.snapshot(1, model))
     for index, delay in enumerate(delays, start=1):
         truth = world.snapshot(index, model)
         seen = replace(world.snapshot(max(index - delay, 1), model), round_index=index)
-        plan, state = scheduler.step(state, seen)
-        priced = price(plan, truth, FAST)
-        clusters = tuple(
-            ClusterOutcome(cluster_id=c.cluster_id, latency_s=c.latency_s, energy_j=c.energy_j)
-            for c in priced.clusters
-        )
-        done = RoundOutcome(round_index=index, latency_s=priced.latency_s, clusters=clusters)
-        state = scheduler.observe(state, plan, done)
-    return state
+        plan, state = policy.step(state, seen)
+        state = policy.observe(state, plan, outcome_of(plan, truth, FAST))
+        yield state
 
 
-def test_measurements_of_today_are_never_doubted(a_world: MakeWorld) -> None:
-    gains = after([0] * 6, *a_world(1, radio="wifi")).doubt
-    assert gains.error < 1e-6 and not gains.careful and not gains.average
+def test_measurements_of_today_are_never_doubted() -> None:
+    world, model = draw_world(1, radio="wifi")
+    for state in follow([0] * 4, world, model, make_scheduler("dssda", FAST)):
+        gains = state.doubt
+        assert gains.error < 1e-6 and not gains.careful and not gains.average
 
 
-def test_old_measurements_of_a_fading_channel_are_doubted_and_fresh_ones_trusted_again(
-    a_world: MakeWorld,
-) -> None:
-    world, model = a_world(1, radio="5g")
-    late = after([1] * 8, world, model)
+def test_old_measurements_of_a_fading_channel_are_doubted_and_fresh_ones_trusted_again() -> None:
+    world, model = draw_world(1, radio="5g")
+    states = follow([1] * 8 + [0] * 20, world, model, make_scheduler("dssda", FAST))
+    *_, late = islice(states, 8)
     assert late.doubt.careful and late.doubt.rounds >= 2
     again = from_json(SchedulerState, to_json(late), "state")
     assert to_json(again) == to_json(late)
-    fresh = after([1] * 8 + [0] * 20, world, model)
-    assert not fresh.doubt.careful and not fresh.doubt.average
+    assert any(not fresh.doubt.careful and not fresh.doubt.average for fresh in states)
 
 
-def test_plans_are_careful_from_far_off_until_well_forecast(
-    a_snapshot: Callable[..., Snapshot],
-) -> None:
-    snapshot, gains, story = a_snapshot(0), RobustGains(), []
+def test_plans_are_careful_from_far_off_until_well_forecast() -> None:
+    snapshot, gains, story = draw_snapshot(0), RobustGains(), []
     for took_s in (1.0, 1.02, 1.06, 1.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0):
         gains = with_error(
             replace(with_averages(gains, snapshot), forecast_s={"a": 1.0}), outcome(took_s)
@@ -92,8 +85,8 @@ def test_clusters_that_failed_or_come_late_spoil_no_forecast() -> None:
     assert with_error(forecast, outcome(2.0, late=40.0)).error == pytest.approx(0.5 * math.log(2))
 
 
-def test_cautious_gains_are_a_share_of_the_average(a_snapshot: Callable[..., Snapshot]) -> None:
-    snapshot = a_snapshot(0)
+def test_cautious_gains_are_a_share_of_the_average() -> None:
+    snapshot = draw_snapshot(0)
     weak = replace(snapshot.clusters[0].channel, edge_gain=(0.0,) * 4)
     faded = replace(
         snapshot, clusters=(replace(snapshot.clusters[0], channel=weak), *snapshot.clusters[1:])
@@ -105,10 +98,8 @@ def test_cautious_gains_are_a_share_of_the_average(a_snapshot: Callable[..., Sna
     assert used.d2d_gain[0] == pytest.approx([CAUTION * g for g in true.d2d_gain[0]])
 
 
-def test_unusable_gains_are_refused_before_they_spoil_the_average(
-    a_snapshot: Callable[..., Snapshot],
-) -> None:
-    snapshot = a_snapshot(0)
+def test_unusable_gains_are_refused_before_they_spoil_the_average() -> None:
+    snapshot = draw_snapshot(0)
     broken = replace(snapshot.clusters[0].channel, edge_gain=(math.nan,) * 4)
     bad = replace(snapshot, clusters=(replace(snapshot.clusters[0], channel=broken),))
     with pytest.raises(ScheduleError, match="gains to the edge"):

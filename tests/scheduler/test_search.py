@@ -35,8 +35,8 @@ OVERLAPPED = replace(SIZE, schedule="1f1b")
         pytest.param(1001, False, marks=pytest.mark.slow),
         pytest.param(1004, False, marks=pytest.mark.slow),
         pytest.param(1002, True, marks=pytest.mark.slow),
-        (1009, True),
-        (50168, False),
+        pytest.param(1009, True, marks=pytest.mark.slow),
+        pytest.param(50168, False, marks=pytest.mark.slow),
         (50133, True),
     ],
 )
@@ -53,14 +53,14 @@ def test_no_rival_is_better_by_a_hundredth_where_moves_alone_get_stuck(
     ("size", "seed", "queues"),
     [
         # A slow cluster needs larger batches than the others, with and without a joint change.
-        (EIGHT, 60037, False),
+        pytest.param(EIGHT, 60037, False, marks=pytest.mark.slow),
         (EIGHT, 60096, True),
         # Two moves of the slowest cluster, neither of which is worth having alone.
-        (OVERLAPPED, 63054, False),
+        pytest.param(OVERLAPPED, 63054, False, marks=pytest.mark.slow),
         # A longer round that saves energy, far from a shorter one that is about as good.
         pytest.param(OVERLAPPED, 63140, True, marks=pytest.mark.slow),
         # Bandwidth that neither the radio's program gives nor equal shares do.
-        (replace(EIGHT, schedule="1f1b"), 66030, False),
+        pytest.param(replace(EIGHT, schedule="1f1b"), 66030, False, marks=pytest.mark.slow),
         # Rows that are good over equal bandwidth, while the plan in place has another.
         pytest.param(OVERLAPPED, 66149, True, marks=pytest.mark.slow),
         # Many moves of the slowest cluster, and of all four, as a beam finds them.
@@ -69,7 +69,7 @@ def test_no_rival_is_better_by_a_hundredth_where_moves_alone_get_stuck(
         # Bandwidth that is moved once more when the rows are known.
         pytest.param(replace(EIGHT, schedule="1f1b"), 67186, False, marks=pytest.mark.slow),
         # Depths with which a step took longer over a quicker link.
-        (OVERLAPPED, 83132, False),
+        pytest.param(OVERLAPPED, 83132, False, marks=pytest.mark.slow),
     ],
 )
 def test_no_rival_is_better_by_a_hundredth_where_several_must_change(

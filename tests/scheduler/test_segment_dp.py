@@ -6,7 +6,7 @@ from itertools import combinations, permutations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from collapipe_flwr.core.errors import InfeasibleError
@@ -17,6 +17,7 @@ from collapipe_flwr.scheduler.segment_dp import (
     describe,
     in_order,
 )
+from tests.thorough import examples
 
 
 def random_problem(seed: int, devices: int, blocks: int) -> SegmentProblem:
@@ -56,7 +57,7 @@ def all_orders(problem: SegmentProblem) -> list[tuple[int, ...]]:
     return [o for k in range(1, depth + 1) for o in permutations(range(problem.devices), k)]
 
 
-@settings(max_examples=60)
+@examples(20, 60)
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 6))
 def test_free_order_equals_brute_force(seed: int, devices: int, blocks: int) -> None:
     problem = random_problem(seed, devices, blocks)
@@ -68,7 +69,7 @@ def test_free_order_equals_brute_force(seed: int, devices: int, blocks: int) -> 
     assert best_path(problem, any_order).value(problem) == pytest.approx(expected, rel=1e-12)
 
 
-@settings(max_examples=60)
+@examples(20, 60)
 @given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 7))
 def test_fixed_order_equals_brute_force(seed: int, devices: int, blocks: int) -> None:
     problem = random_problem(seed, devices, blocks)

@@ -18,10 +18,9 @@ from collapipe_flwr.scheduler.base import energy_prices
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, reference_of
 from collapipe_flwr.simulation.episode import run_episode
-from collapipe_flwr.simulation.models import ModelShape
-from collapipe_flwr.simulation.world import EnergyBudget, World, make_world
+from collapipe_flwr.simulation.world import World
 from tests.computed_once import computed_once
-from tests.scheduler.conftest import QueuesAlone
+from tests.worlds import QueuesAlone, four_boards
 
 ROUNDS = 40
 WEIGHTS = (0.1, 1.0, 10.0)
@@ -33,7 +32,6 @@ SETTINGS = SchedulerConfig(
     hysteresis=0.0,
     energy_advance=0.0,
 )
-BOARDS = ["raspberry-pi-5", "raspberry-pi-4", "raspberry-pi-5", "jetson-nano"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +64,7 @@ class Constants:
 
 @pytest.fixture(scope="module")
 def world() -> tuple[World, ModelProfile]:
-    model = ModelShape(blocks=6, decoder_blocks=6, width=128, tokens=32).profile()
-    budget = EnergyBudget(share=0.4, radio_s=1.0)
-    return make_world(cluster_devices=[BOARDS], examples=[400], budget=budget, model=model), model
+    return four_boards(0.4)
 
 
 def walk(world: World, model: ModelProfile, policy: str, weight: float) -> Path:

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, Plan, Snapshot
@@ -24,7 +24,8 @@ from collapipe_flwr.scheduler.policies import POLICIES, make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.scheduler.remaining import without_lost
 from collapipe_flwr.scheduler.replan import ReplanInput, replan
-from tests.scheduler.conftest import build_world
+from tests.thorough import examples
+from tests.worlds import draw_world, planned
 
 PLAIN = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(2,), schedule="gpipe")
 SCHEDULES = st.sampled_from(["gpipe", "1f1b"])
@@ -35,9 +36,7 @@ WORLDS = {
     "share": st.floats(0.2, 1.0),
     "room": st.floats(0.3, 2.0),
 }
-property_of_worlds = settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+property_of_worlds = examples(5, 20)
 
 
 def guarded(snapshot: Snapshot, blocks: int, trusted: dict[str, bool]) -> Snapshot:
@@ -66,7 +65,7 @@ def drawn(
 ) -> Snapshot:
     """A guarded snapshot with devices that have about ``room`` of the blocks' memory together."""
     rng = np.random.default_rng(seed)
-    world, model = build_world(seed, clusters=clusters, devices=devices, blocks=blocks)
+    world, model = draw_world(seed, clusters=clusters, devices=devices, blocks=blocks)
     whole = sum(block.state_bytes + 16 * block.stash_bytes for block in model.blocks)
     sized = tuple(
         cluster.with_members(
@@ -82,12 +81,11 @@ def drawn(
     return guarded(snapshot, int(rng.integers(1, blocks + 1)), trusted)
 
 
-def planned(
+def plan_if_any(
     snapshot: Snapshot, options: SchedulerConfig, policy: str = "latency-only"
 ) -> Plan | None:
-    scheduler = make_scheduler(policy, options)
     try:
-        return scheduler.step(scheduler.init(snapshot), snapshot)[0]
+        return planned(snapshot, options, policy)
     except InfeasibleError:
         return None
 
@@ -131,7 +129,7 @@ def test_no_plan_gives_a_first_block_to_a_device_that_is_not_trusted(
 ) -> None:
     snapshot = drawn(**shape)  # type: ignore[arg-type]
     options = replace(PLAIN, schedule=schedule, max_model_share=cap, replicas=replicas)
-    plan = planned(snapshot, options, policy)
+    plan = plan_if_any(snapshot, options, policy)
     assert not broken(plan, snapshot)
     if policy in ("dssda", "static", "latency-only"):
         assert (plan is not None) == some_cut_fits(snapshot, options)
@@ -146,7 +144,7 @@ def test_where_not_all_is_tried_a_plan_is_found_if_there_is_one(
     options = replace(PLAIN, schedule=schedule)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "ENUMERATED_ROWS", 0)
-        plan = planned(snapshot, options)
+        plan = plan_if_any(snapshot, options)
     assert not broken(plan, snapshot)
     assert (plan is not None) == some_cut_fits(snapshot, options)
 
@@ -188,7 +186,7 @@ def test_no_loss_of_a_device_moves_a_first_block_to_one_that_is_not_trusted(
 ) -> None:
     snapshot = drawn(**shape)  # type: ignore[arg-type]
     options = replace(PLAIN, schedule=schedule)
-    plan = planned(snapshot, options, "random")
+    plan = plan_if_any(snapshot, options, "random")
     assume(plan is not None)
     assert plan is not None
     before, profile = plan.clusters[0], snapshot.clusters[0].profile
@@ -210,7 +208,7 @@ def test_more_devices_than_all_orders_allow_keep_it_after_a_loss() -> None:
     slowest = min(profile.devices, key=lambda d: d.speed_flop_per_s).device_id
     snapshot = guarded(snapshot, 1, {slowest: True})
     profile = snapshot.clusters[0].profile
-    plan = planned(snapshot, PLAIN)
+    plan = plan_if_any(snapshot, PLAIN)
     assert plan is not None
     gone = next(d.device_id for d in profile.devices if d.device_id != slowest)
     names = [d.device_id for d in profile.devices if d.device_id != gone]
@@ -224,7 +222,7 @@ def test_without_trusted_blocks_trust_changes_no_plan() -> None:
     names = [d.device_id for d in snapshot.clusters[0].profile.devices]
     for policy in ("latency-only", "memory"):
         marked = guarded(snapshot, 0, dict.fromkeys(names[:2], True))
-        assert planned(marked, PLAIN, policy) == planned(snapshot, PLAIN, policy)
+        assert plan_if_any(marked, PLAIN, policy) == plan_if_any(snapshot, PLAIN, policy)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -233,7 +231,7 @@ def test_every_further_trusted_block_costs_time_if_anything(seed: int) -> None:
     slow = min(snapshot.clusters[0].profile.devices, key=lambda d: d.speed_flop_per_s)
     seconds = []
     for blocks in range(6):
-        plan = planned(guarded(snapshot, blocks, {slow.device_id: True}), PLAIN, "latency-only")
+        plan = plan_if_any(guarded(snapshot, blocks, {slow.device_id: True}), PLAIN, "latency-only")
         if plan is not None:
             seconds.append(plan.latency_s)
     assert len(seconds) > 1
@@ -245,9 +243,8 @@ def test_every_further_trusted_block_costs_time_if_anything(seed: int) -> None:
 def test_what_a_refusal_proposes_fits(schedule: str, **shape: float) -> None:
     snapshot = drawn(**shape)  # type: ignore[arg-type]
     options = replace(PLAIN, schedule=schedule)
-    scheduler = make_scheduler("latency-only", options)
     try:
-        scheduler.step(scheduler.init(snapshot), snapshot)
+        planned(snapshot, options, "latency-only")
         return
     except InfeasibleError as error:
         said = str(error)
@@ -257,15 +254,15 @@ def test_what_a_refusal_proposes_fits(schedule: str, **shape: float) -> None:
         assert not some_cut_fits(guarded(snapshot, 0, {}), options)
         return
     named = {d.device_id: d.trusted for d in devices}
-    assert planned(guarded(snapshot, int(found[2]), named), options) is not None
+    assert plan_if_any(guarded(snapshot, int(found[2]), named), options) is not None
     more = dict.fromkeys(found[1].split(" and "), True)
-    assert planned(guarded(snapshot, depth_of(snapshot), named | more), options)
+    assert plan_if_any(guarded(snapshot, depth_of(snapshot), named | more), options)
 
 
 def test_a_replica_is_trusted_as_the_device_beside_it() -> None:
     snapshot = drawn(4, devices=3, blocks=2, share=0.0, room=9.0)
     first, second = [d.device_id for d in snapshot.clusters[0].profile.devices][:2]
-    plan = planned(guarded(snapshot, 2, {first: True}), PLAIN)
+    plan = plan_if_any(guarded(snapshot, 2, {first: True}), PLAIN)
     assert plan is not None
     cluster = plan.clusters[0]
     segments = (replace(cluster.segments[0], replicas=(second,)),)
@@ -278,7 +275,7 @@ def test_a_replica_is_trusted_as_the_device_beside_it() -> None:
 
 def test_a_plan_that_breaks_it_is_refused_by_name() -> None:
     snapshot = drawn(1, devices=3, blocks=4, share=1.0, room=4.0)
-    plan = planned(guarded(snapshot, 0, {}), PLAIN)
+    plan = plan_if_any(guarded(snapshot, 0, {}), PLAIN)
     assert plan is not None
     cluster: ClusterPlan = plan.clusters[0]
     profile = guarded(snapshot, 0, {}).clusters[0].profile

@@ -18,7 +18,7 @@ from collapipe_flwr.simulation.world import EnergyBudget
 POLICIES = ("dssda", "fedavg", "splitfed", "uniform", "throughput")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def simulation(small: Setting) -> Simulation:
     """All budgets are kept."""
     return simulate(replace(small, policies=POLICIES, budget=EnergyBudget(), seeds=(0, 1)))

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.models import ModelShape
-from collapipe_flwr.simulation.world import make_world
 from tests.planned_step import replay_plan
+from tests.worlds import first_round, planned
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_replay_takes_the_planned_time(schedule: str) -> None:
     model = ModelShape(blocks=6, decoder_blocks=6, width=128, tokens=32).profile()
     kinds = ["raspberry-pi-5", "raspberry-pi-4", "phone", "raspberry-pi-5"]
-    world = make_world(cluster_devices=[kinds, kinds], examples=[100, 200])
     settings = SchedulerConfig(
         schedule=schedule, micro_batch_sizes=(4,), micro_batches=(4,), bound=False
     )
-    scheduler = make_scheduler("uniform", settings)
-    snapshot = world.snapshot(1, model)
-    plan, _ = scheduler.step(scheduler.init(snapshot), snapshot)
+    snapshot = first_round([kinds, kinds], model, [100, 200])
+    plan = planned(snapshot, settings, "uniform")
     for cluster in plan.clusters:
         trace = replay_plan(cluster, snapshot, settings)
         assert trace.makespan_s == pytest.approx(cluster.step_s, rel=1e-6)

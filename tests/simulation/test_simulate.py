@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,19 +21,20 @@ from collapipe_flwr.simulation.world import EnergyBudget
 SMALL = (
     "simulate --clusters 2 --devices 2 --blocks 3 --width 64 --tokens 16 --examples 100 --rounds 2 "
     "-c scheduler.micro-batch-sizes=2,4 -c scheduler.micro-batches=2,4 "
-    "--policies dssda,uniform,random "
+    "--policies dssda,uniform,random -c scheduler.schedule=gpipe "
     "--channel block-fading --seeds 3,4"
 )
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., bytes]:
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., bytes]:
     """Runs the command with more arguments; returns the JSON file without decision times."""
 
     def call(*more: str) -> bytes:
-        path = tmp_path / "made" / "out.json"
-        monkeypatch.setattr("sys.argv", ["collapipe", *SMALL.split(), "--json", str(path), *more])
-        with pytest.raises(SystemExit) as end:
+        path = tmp_path_factory.mktemp("simulate") / "made" / "out.json"
+        words = ["collapipe", *SMALL.split(), "--json", str(path), *more]
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
+            patch.setattr("sys.argv", words)
             cli.main()
         assert end.value.code == 0
         values = json.loads(path.read_bytes())
@@ -45,14 +45,21 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., bytes]
     return call
 
 
-def test_equal_seeds_give_equal_bytes_and_other_seeds_others(run: Callable[..., bytes]) -> None:
-    first = run()
-    assert run() == first
-    assert run("--seeds", "5") != first
+@pytest.fixture(scope="module")
+def plain(run: Callable[..., bytes]) -> bytes:
+    """What the command writes without any."""
+    return run()
 
 
-def test_json_has_the_promised_keys(run: Callable[..., bytes]) -> None:
-    policies: dict[str, Any] = json.loads(run())["policies"]
+def test_equal_seeds_give_equal_bytes_and_other_seeds_others(
+    run: Callable[..., bytes], plain: bytes
+) -> None:
+    assert run() == plain
+    assert run("--seeds", "5") != plain
+
+
+def test_json_has_the_promised_keys(plain: bytes) -> None:
+    policies: dict[str, Any] = json.loads(plain)["policies"]
     assert set(policies) == {"dssda", "uniform", "random"}
     for policy in policies.values():
         assert policy["latency_s"]["p95"] >= policy["latency_s"]["mean"] > 0
@@ -93,35 +100,40 @@ def test_a_policy_that_fits_nowhere_is_reported_not_raised(small: Setting) -> No
         simulate(replace(large, policies=("fedavg",)))
 
 
-def test_a_larger_penalty_weight_buys_latency_with_energy(small: Setting) -> None:
-    tight = replace(small, clusters=1, rounds=4, budget=EnergyBudget(joule=2.0))
+def test_a_larger_penalty_weight_buys_latency_with_energy(
+    small: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = (FACTORS[0], FACTORS[-1])
+    monkeypatch.setattr("collapipe_flwr.simulation.simulate.FACTORS", ends)
+    tight = replace(small, clusters=1, rounds=3, budget=EnergyBudget(joule=2.0))
     points = list(sweep_penalty(tight).values())
-    assert len(points) == len(FACTORS)
+    assert len(points) == len(ends)
     assert points[-1].latency_mean_s <= points[0].latency_mean_s
     assert points[-1].energy_over_budget_max >= points[0].energy_over_budget_max
 
 
 def test_ticks_count_rounds(small: Setting) -> None:
     ticks: list[str] = []
-    simulate(replace(small, seeds=(0, 1)), ticks.append)
-    assert ticks == [name for name in small.policies for _ in range(2 * small.rounds)]
+    policies = ("fedavg", "uniform")
+    simulate(replace(small, seeds=(0, 1), policies=policies), ticks.append)
+    assert ticks == [name for name in policies for _ in range(2 * small.rounds)]
 
 
-def test_options_reach_the_schedulers(run: Callable[..., bytes]) -> None:
-    more = "-c scheduler.schedule=gpipe -c scheduler.replicas=true --best-batches"
+def test_options_reach_the_schedulers(run: Callable[..., bytes], plain: bytes) -> None:
+    more = "-c scheduler.schedule=1f1b -c scheduler.replicas=true --best-batches"
     more += " --half-duplex --edge-shared --recompute"
     seen = "--profile-error 0.2 --profile-error-kind bias --profile-delay 1"
     keys = ("-c", "scheduler.max-model-share=0.5 scheduler.penalty-weight=2")
     setting = json.loads(run(*more.split(), *seen.split(), *keys))["setting"]
     chosen = setting["settings"]
-    assert chosen["schedule"] == "gpipe" and chosen["penalty_weight"] == 2
+    assert chosen["schedule"] == "1f1b" and chosen["penalty_weight"] == 2
     assert chosen["max_model_share"] == 0.5 and chosen["micro_batches"] == [2, 4]
     switches = ("replicas", "half_duplex", "edge_shared", "recompute")
     assert all(chosen[k] for k in (*switches, "best_batches"))
     assert setting["distortion"] == {"error": 0.2, "kind": "bias", "delay": 1}
-    plain = json.loads(run())["setting"]
-    assert not any(plain["settings"][k] for k in switches)
-    assert plain["distortion"] == {"error": 0.0, "kind": "noise", "delay": 0}
+    without = json.loads(plain)["setting"]
+    assert not any(without["settings"][k] for k in switches)
+    assert without["distortion"] == {"error": 0.0, "kind": "noise", "delay": 0}
 
 
 def latency(setting: Setting, policy: str, **changes: Any) -> float:

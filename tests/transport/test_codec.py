@@ -9,13 +9,14 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, FrameKind
 from collapipe_flwr.transport.codec import WIRE_CODECS, decode_frame, encode_frame
 from collapipe_flwr.transport.methods import FrameLimits
+from tests.thorough import examples
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32]
 DTYPES += [torch.int16, torch.int8, torch.uint8, torch.bool]
@@ -171,7 +172,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=100)
+@examples(30, 100)
 @given(
     fields=json_values
     | st.tuples(json_values, json_values, json_values, json_values, json_values)

@@ -18,6 +18,7 @@ import pytest
 from collapipe_flwr.reporting.events import RunStory
 from collapipe_flwr.reporting.run_directory import RunDirectory, read_summary
 from tests.core.process_trees import DEADLINE_S, ENDINGS, ROOT, background, ended, watched
+from tests.thorough import few
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="waits on pidfds")
 # In the midst of a run: a child in a session of its own, as the simulation is.
@@ -96,10 +97,9 @@ def _beside_flower(tmp_path: Path, flwr: str) -> Mapping[str, str]:
 @pytest.mark.parametrize(
     ("words", "ending"),
     [
-        *((("run",), ending) for ending in ENDINGS),
-        (("bench", "demo"), signal.SIGKILL),
-        pytest.param(("bench", "demo"), signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(("bench", "demo"), signal.SIGINT, marks=pytest.mark.slow),
+        (("run",), signal.SIGKILL),
+        *few((("run",), ending) for ending in ENDINGS if ending != signal.SIGKILL),
+        *few((("bench", "demo"), ending) for ending in ENDINGS),
     ],
     ids=lambda value: value.name if isinstance(value, signal.Signals) else value[-1],
 )
@@ -121,7 +121,7 @@ def test_a_run_ends_with_its_command(
         assert not list(tmp_path.glob("collapipe-*"))  # its temporary folders
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM], ids=lambda sign: sign.name)
+@pytest.mark.parametrize("sign", few([signal.SIGINT, signal.SIGTERM], 1), ids=lambda s: s.name)
 def test_a_signal_is_answered_at_once_and_leaves_a_run_that_says_it_was_stopped(
     tmp_path: Path, sign: signal.Signals
 ) -> None:

@@ -1,0 +1,5 @@
+"""Fixtures of all tests of membership."""
+
+from __future__ import annotations
+
+from tests.membership.clusters import joining  # noqa: F401
