@@ -36,7 +36,7 @@ def get_dialogs() -> list[tuple[str, str]]:
         dialogs.append((f"write the word {name} twice", f"{name} {name}"))
         dialogs += [
             (f"add {name} and {NUMBERS[second]}", NUMBERS[(first + second) % 10])
-            for second in range(10)
+            for second in range(0, 10, 2)
         ]
     random.Random(0).shuffle(dialogs)
     return dialogs
@@ -72,7 +72,7 @@ def make_base() -> str:
             vocab_size=len(get_tokenizer("")),
             hidden_size=32,
             intermediate_size=64,
-            num_hidden_layers=4,
+            num_hidden_layers=3,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=MAX_LENGTH,
