@@ -23,7 +23,7 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import planner_for
 from collapipe_flwr.scheduler.model_share import capped, least_shares
-from collapipe_flwr.scheduler.planner import Planner, Solution
+from collapipe_flwr.scheduler.planner import RoundSolver, Solution
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.setting import Setting
@@ -174,7 +174,7 @@ def search_case(size: SearchSize, seed: int, queues: bool) -> SearchCase:
     """The first decision of a seed's world, from scratch."""
     planner = search_planner(size, seed, queues)
     started = time.perf_counter()
-    ours = planner.solve()
+    ours = planner.refine(planner.solve(), far=True)
     seconds = time.perf_counter() - started
     rivals = {
         name: with_radio(planner, plans) for name, plans in rival_plans(planner, seed, queues)
@@ -190,13 +190,12 @@ def search_case(size: SearchSize, seed: int, queues: bool) -> SearchCase:
     )
 
 
-def with_radio(planner: Planner, plans: Plans) -> Solution:
+def with_radio(planner: RoundSolver, plans: Plans) -> Solution:
     """A rival's plan with all that the scheduler does about bandwidth and power."""
-    found = planner.radio(plans.rows.layouts())
-    return planner.shift_bandwidth(found) if planner.settings.schedule == "1f1b" else found
+    return planner.equalize_played(planner.play(planner.radio(plans.rows.layouts())))
 
 
-def search_planner(size: SearchSize, seed: int, queues: bool) -> Planner:
+def search_planner(size: SearchSize, seed: int, queues: bool) -> RoundSolver:
     """The preset's grid, budgets and cap on a drawn fleet, with or without energy owed."""
     setting = Setting(
         clusters=size.clusters, devices=size.devices, model=ModelShape(blocks=size.blocks)
@@ -212,7 +211,7 @@ def search_planner(size: SearchSize, seed: int, queues: bool) -> Planner:
     return planner_for(limited, state, settings)
 
 
-def rival_plans(planner: Planner, seed: int, queues: bool) -> Iterator[tuple[str, Plans]]:
+def rival_plans(planner: RoundSolver, seed: int, queues: bool) -> Iterator[tuple[str, Plans]]:
     """The plan of every rival."""
     costs, rng = PlainCosts(planner), np.random.default_rng(seed)
     budget = LARGE if costs.clusters >= LARGE_FROM else SMALL

@@ -233,8 +233,8 @@ class _Searches:
         like = self.like.take(cluster)
         return Layouts(
             cluster_r=like.cluster_r,
-            member_rs=np.reshape(members, (width, len(node))).T,
-            stop_rs=np.reshape(stops, (width, len(node))).T,
+            member_rs=np.array(members, np.int64).reshape(width, len(node)).T,
+            stop_rs=np.array(stops, np.int64).reshape(width, len(node)).T,
             micro_batch_size_r=like.micro_batch_size_r,
             micro_batches_r=like.micro_batches_r,
         )

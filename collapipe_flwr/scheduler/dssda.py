@@ -9,7 +9,7 @@ import numpy as np
 from collapipe_flwr.core.domain import ClusterPlan, Plan, Snapshot
 from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
 from collapipe_flwr.costs.arrays import Array
-from collapipe_flwr.costs.layouts import Layouts, of_members, rows_of_plans
+from collapipe_flwr.costs.layouts import Layouts, rows_of_plans
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.accounts import settled_placeholders
@@ -24,7 +24,6 @@ from collapipe_flwr.scheduler.base import (
     solution_plan,
     weight_of,
 )
-from collapipe_flwr.scheduler.catching_up import repair_late_clusters
 from collapipe_flwr.scheduler.closing_early import closing_early
 from collapipe_flwr.scheduler.decision import Decision
 from collapipe_flwr.scheduler.edge_choice import EdgeChoice
@@ -32,7 +31,7 @@ from collapipe_flwr.scheduler.estimates import with_profiles
 from collapipe_flwr.scheduler.gain_estimates import robust, with_averages, with_forecast
 from collapipe_flwr.scheduler.model_share import capped, least_shares, widened
 from collapipe_flwr.scheduler.multipliers import Dual, unlearned_weight, weight_for
-from collapipe_flwr.scheduler.planner import Planner, Solution
+from collapipe_flwr.scheduler.planner import RoundSolver, Solution
 from collapipe_flwr.scheduler.plans import strangers
 from collapipe_flwr.scheduler.protocol import (
     Nested,
@@ -42,7 +41,6 @@ from collapipe_flwr.scheduler.protocol import (
 )
 
 RADIO_SPARE = 0.05  # of transmissions' energy: another plan may need a little more
-OVERDRAFTS = 4  # searches at most for a plan whose transmissions overdraw no account
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +111,7 @@ class Dssda(Policy):
             if dual.broken:
                 share = 1.0 - settings.budget_margin
                 limited = dual.at(theta, share * tables.members.budget_mi)
-                kept = within(limited, limited.solve())
+                kept = limited.solve()
                 theta, spare = dual.multipliers(kept), solution_plan(kept, self.name, 1.0)
         except InfeasibleError:  # the round's own search widens the caps
             pass
@@ -175,32 +173,20 @@ class Dssda(Policy):
             best, value = fewer, cost
         return best
 
-    def _settle(self, planner: Planner, state: SchedulerState) -> Solution:
+    def _settle(self, planner: RoundSolver, state: SchedulerState) -> Solution:
         """Return the new optimum, unless the segments in place are nearly as good."""
         last = state.last_plan
         kept = kept_rows(planner.tables, last, self.settings)
         if last is None or kept is None:
-            return within(planner, planner.solve())
+            return planner.refine(planner.solve(), far=True)
         stay = planner.stayed(kept, bandwidths_of(planner.tables, last))
         left = with_radio(planner, stay)
         stay = left.priced(stay.chain, stay.allocation, stay.rho)
         spare = kept_rows(planner.tables, state.spare_plan, self.settings)
-        solution = left.solve(stay, None if planner.few else spare)
-        if not planner.few and not planner.hasty:
-            # Over today's channels, what is in place may transmit far longer than another plan.
-            again = with_radio(planner, solution).solve(stay, spare)
-            solution = min(solution, again, key=lambda s: s.objective)
-        if spare is not None and planner.few:
-            rival = left.radio(spare)
-            quicker = rival.rho * rival.priced.latency_s.max()
-            # The spare may overdraw an account in this round and still lead to a better plan.
-            if quicker < solution.rho * solution.priced.latency_s.max() or (
-                rival.objective < min(stay.objective, solution.objective)
-            ):
-                solution = min(solution, left.improve(rival), key=lambda s: s.objective)
+        solution = left.solve(stay, spare)
         worth = stay.objective - solution.objective
         better = worth > self.settings.hysteresis * abs(stay.objective)
-        return within(planner, solution if better else stay)
+        return planner.refine(solution if better else stay)
 
 
 def heads_worth(plan: Plan, snapshot: Snapshot, state: SchedulerState) -> float:
@@ -215,26 +201,10 @@ def heads_worth(plan: Plan, snapshot: Snapshot, state: SchedulerState) -> float:
     return total
 
 
-def with_radio(planner: Planner, solution: Solution) -> Planner:
+def with_radio(planner: RoundSolver, solution: Solution) -> RoundSolver:
     """``planner`` in which computing leaves room for the transmissions of ``solution``."""
     needed = (1.0 + RADIO_SPARE) * solution.radio_mi(planner.room_mi.shape)
     return replace(planner, room_mi=planner.room_mi - needed)
-
-
-def within(planner: Planner, solution: Solution) -> Solution:
-    """``solution``, improved with less room for computing while transmissions overdraw accounts.
-
-    Many clusters leave no time for that: what is overdrawn by transmissions is paid back later.
-    """
-    if not planner.few:
-        return repair_late_clusters(planner, solution)
-    for _ in range(OVERDRAFTS):
-        room = of_members(planner.room_mi, solution.rows, padding=np.inf)
-        if (solution.priced.energy_j <= room).all():
-            break
-        left = with_radio(planner, solution)
-        solution = left.improve(left.priced(solution.chain, solution.allocation, solution.rho))
-    return solution
 
 
 def bandwidths_of(tables: Tables, last: Plan) -> Array:

@@ -25,15 +25,13 @@ import numpy as np
 from collapipe_flwr.costs.arrays import Array, Mask
 from collapipe_flwr.scheduler.base import USUAL_WEIGHT
 from collapipe_flwr.scheduler.mixture import solve_mixture
-from collapipe_flwr.scheduler.planner import Planner, Solution
+from collapipe_flwr.scheduler.planner import RoundSolver, Solution
 
 STEPS = 25  # cutting planes at most
 INWARD = 0.4  # part of the way from the best point to where planes are highest
 ENOUGH = 2e-3  # relative distance from the best multipliers
-WORK = 12_000  # clusters x devices x blocks that all of their searches may come to
-SEARCHES = 500  # of single clusters, where there are too many to search them thoroughly
+SEARCHES = 100  # of single clusters that all steps may come to
 FEWEST = 5  # where time allows fewer steps, queues start empty
-FEWEST_OF_MANY = 10  # the same with more clusters than are searched thoroughly
 PART = 0.1  # of the mean multiplier, by which one budget changes a multiplier
 WEIGHTS = (1.0, 1000.0)  # V is within these
 ALWAYS = 1e-6  # price of energy where its multiplier is 0, so that nothing is wasted
@@ -43,7 +41,7 @@ ALWAYS = 1e-6  # price of energy where its multiplier is 0, so that nothing is w
 class Dual:
     """The dual of a snapshot's problem, in reference latencies and budgets, and the plans seen."""
 
-    planner: Planner
+    planner: RoundSolver
     solutions: list[Solution] = field(default_factory=list)
 
     @property
@@ -54,7 +52,7 @@ class Dual:
         mask[:, 0] = False
         return mask
 
-    def at(self, theta_mi: Array, room_mi: Array | None = None) -> Planner:
+    def at(self, theta_mi: Array, room_mi: Array | None = None) -> RoundSolver:
         """Make the planner of a round at these multipliers."""
         budget = np.where(self.limited, self.planner.tables.members.budget_mi, 1.0)
         return replace(
@@ -84,8 +82,7 @@ class Dual:
     @property
     def learns(self) -> bool:
         """Whether time allows steps enough to learn multipliers."""
-        many = not self.planner.tables.few
-        return self._steps >= (FEWEST_OF_MANY if many else FEWEST)
+        return self._steps >= FEWEST
 
     @property
     def broken(self) -> bool:
@@ -97,11 +94,7 @@ class Dual:
 
     @property
     def _steps(self) -> int:
-        clusters, blocks = self.planner.tables.num_clusters, self.planner.tables.num_blocks
-        if not self.planner.tables.few:
-            return SEARCHES // clusters
-        devices = len(self.planner.price_mi[0]) - 1
-        return min(STEPS, WORK // (clusters * devices * blocks))
+        return min(STEPS, SEARCHES // self.planner.tables.num_clusters)
 
     def multipliers(self, kept: Solution) -> Array:
         """Find the multipliers at which the least Lagrangian of all plans is highest, (M, I).

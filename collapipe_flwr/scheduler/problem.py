@@ -92,7 +92,14 @@ class RoundProblem:
 
     def scorer(self, prices: DualPrices) -> Scorer:
         """Make the scorer of candidate rows at ``prices``."""
-        return Scorer(self, prices)
+        return Scorer(
+            self.tables,
+            self.settings,
+            self.latency_price,
+            self.price_mi,
+            self.room_mi,
+            prices,
+        )
 
     def score(self, scorer: Scorer, rows: Layouts, now: Layouts) -> Array:
         """Compute the cluster-wise objective of every row, the other clusters as in ``now``."""

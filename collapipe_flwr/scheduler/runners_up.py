@@ -25,7 +25,7 @@ from collapipe_flwr.costs.chain import (
 )
 from collapipe_flwr.costs.convergence import others_max
 from collapipe_flwr.costs.layouts import Layouts, keys_of, replaced, stack
-from collapipe_flwr.scheduler.pool import Picking, Pool
+from collapipe_flwr.scheduler.pool import PlanSelector, Pool
 from collapipe_flwr.scheduler.problem import RoundProblem
 from collapipe_flwr.scheduler.scorer import Estimates, joined
 
@@ -124,7 +124,7 @@ class CandidateRows:
         plan, rows = self.plan, stack([self.plan.rows, self.near])
         costs = joined([plan.costs, self.costs])
         pool = Pool(rows, costs, plan.problem.pair_of(rows))
-        chosen = rows.take(Picking(plan.problem, pool).best()[1])
+        chosen = rows.take(PlanSelector(plan.problem, pool).best()[1])
         return replaced(chosen, chosen.cluster_r, chosen)  # no wider than needed
 
     def grow(

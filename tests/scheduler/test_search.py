@@ -14,10 +14,11 @@ from benchmarks.scheduling.plain_costs import PlainCosts, rows_of
 from benchmarks.scheduling.rivals import Budget, climb, promising, random_rows
 from benchmarks.scheduling.search_gaps import SearchSize, read_sizes, search_case, search_planner
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.costs.chain import chain_of, price_rows
+from collapipe_flwr.costs.chain import chain_of
 from collapipe_flwr.costs.layouts import of_members
-from collapipe_flwr.scheduler.planner import Planner
-from collapipe_flwr.scheduler.pool import Picking, Pool, Within, pool_of, select_front
+from collapipe_flwr.costs.makespan import step_makespan_s
+from collapipe_flwr.scheduler.planner import RoundSolver
+from collapipe_flwr.scheduler.pool import PlanSelector, Pool, Within, pool_of, select_front
 from collapipe_flwr.scheduler.radio.interior_point import allocate, equal_shares
 from collapipe_flwr.scheduler.radio.problem import convex_latency_s
 from collapipe_flwr.scheduler.scorer import Estimates
@@ -93,7 +94,7 @@ def test_links_are_not_slowed_for_time_that_1f1b_does_not_take() -> None:
     said = convex_latency_s(chain, plain.times)  # at least the bound that prices the plan
     priced = planner.priced(chain, plain, rho)
     assert (said >= priced.priced.latency_s * (1 - 1e-9)).all()
-    assert planner.radio(rows).objective < 0.99 * priced.objective
+    assert planner.radio(rows).objective < 0.996 * priced.objective
 
 
 def test_many_clusters_are_searched_as_well_as_single_ones() -> None:
@@ -117,7 +118,7 @@ def test_many_clusters_are_searched_as_well_as_single_ones() -> None:
     assert warm.objective < 1.02 * found.objective
 
 
-def a_planner(queues: bool, seed: int = 5, **mode: Any) -> Planner:
+def a_planner(queues: bool, seed: int = 5, **mode: Any) -> RoundSolver:
     size = SearchSize(clusters=3, devices=4, blocks=6, seeds=range(1), **mode)
     return search_planner(size, seed, queues)
 
@@ -140,10 +141,15 @@ def test_rivals_price_as_the_cost_model_does(schedule: str, recompute: bool) -> 
             shares = equal_shares(chain, planner.tables.snapshot.radio.bandwidth_hz)
             rho = planner.learning.rho(planner.tables, layouts)
             priced = planner.priced(chain, shares, rho)
-            bounded = price_rows(chain, shares.times, priced.powers)
-            more_s = priced.priced.latency_s.max() - bounded.latency_s.max()  # when played
+            # Rivals know nothing of what stages can hold.
+            stage_s = (chain.forward_stage_s, chain.backward_stage_s)
+            hop_s = (shares.times[..., 0], shares.times[..., 1])
+            count = layouts.micro_batches_r.astype(np.float64)
+            step_s = step_makespan_s(chain.options, stage_s, hop_s, count)
+            least_s = chain.fixed_s + chain.steps_r * step_s
+            more_s = priced.priced.latency_s.max() - least_s.max()
             fits = np.isfinite(seconds)
-            assert bounded.latency_s[fits] == pytest.approx(seconds[fits], rel=1e-12)
+            assert least_s[fits] == pytest.approx(seconds[fits], rel=1e-12)
             if fits.all():
                 batch = (some.size * some.count).repeat(3)[None]
                 value = costs.objective(seconds[None], energy[None], batch)
@@ -172,7 +178,7 @@ def test_exact_paths_price_as_rivals_do_and_no_climb_beats_them() -> None:
         assert best_path(problem, any_order).value(problem) <= min(paths) * (1 + 1e-12)
 
 
-def a_pool(planner: Planner, rows: int, seed: int) -> Pool:
+def a_pool(planner: RoundSolver, rows: int, seed: int) -> Pool:
     costs, rng = PlainCosts(planner), np.random.default_rng(seed)
     clusters = np.repeat(np.arange(3), rows)
     pairs = costs.sizes[rng.integers(0, 6, len(clusters))]
@@ -192,10 +198,10 @@ def a_pool_with_ties(rng: np.random.Generator, seed: int) -> Pool:
 def test_a_pick_is_near_the_best_of_all_combinations(queues: bool, seed: int) -> None:
     planner = a_planner(queues, seed)
     pool = a_pool(planner, 40, seed)
-    picking = Picking(planner, pool)
+    picking = PlanSelector(planner, pool)
     mine = [np.flatnonzero(pool.rows.cluster_r == m) for m in range(3)]
     best = min(picking.value(np.array(choice)) for choice in product(*(m[:14] for m in mine)))
-    value, choice = Picking(planner, pool.take(np.concatenate([m[:14] for m in mine]))).best()
+    value, choice = PlanSelector(planner, pool.take(np.concatenate([m[:14] for m in mine]))).best()
     assert value <= best * 1.01
     assert (np.diff(np.sort(choice)) > 0).all()
 
