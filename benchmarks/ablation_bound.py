@@ -36,7 +36,7 @@ from collapipe_flwr.cluster.unsplit import evaluate_unsplit
 from collapipe_flwr.config.schema import AppConfig, parse
 from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan, Movement, RoundOutcome
 from collapipe_flwr.core.measurements import ClusterMeasurement, StageMeasurement
-from collapipe_flwr.costs.price import PricedRound, price
+from collapipe_flwr.costs.price import PricedPlan, price
 from collapipe_flwr.data.batches import Example, cut_batches, draw_round_examples
 from collapipe_flwr.federation.run.learner import Learner, make_learner
 from collapipe_flwr.models.profile import profile_model
@@ -255,7 +255,7 @@ class Run:
             steps_mean=sum(c.local_steps for c in plan.clusters) / count,
         )
 
-    def _aggregated(self, priced: PricedRound, told: list[Locally], index: int) -> RoundOutcome:
+    def _aggregated(self, priced: PricedPlan, told: list[Locally], index: int) -> RoundOutcome:
         """Average the clusters (equal examples each); what the scheduler may learn from it."""
         mean = torch.stack([t.weights for t in told]).mean(0)
         update, last = mean - self.fleet.vector, self.last

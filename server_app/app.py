@@ -42,7 +42,7 @@ from collapipe_flwr.federation.wrapped_grid import polling
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.saving import save_adapter, save_whole
 from collapipe_flwr.pipeline.compute import resolve
-from collapipe_flwr.reporting.console import RoundPrinter
+from collapipe_flwr.reporting.console import ProgressPrinter
 from collapipe_flwr.reporting.events import RunStory
 from collapipe_flwr.reporting.log_lines import print_line
 from collapipe_flwr.reporting.progress import ProgressFile
@@ -66,13 +66,13 @@ def main(grid: Grid, context: Context) -> None:
 
 def run(grid: Grid, config: AppConfig) -> None:
     """Check everything, then create the run directory and train."""
-    printer, rounds = RoundPrinter(config.run.num_server_rounds), config.run.num_server_rounds
+    printer, rounds = ProgressPrinter(config.run.num_server_rounds), config.run.num_server_rounds
     progress = ProgressFile(prepared_folder(config), rounds=rounds, say=printer.say)
     with progress.watch():
         _run(grid, config, progress, printer)
 
 
-def _run(grid: Grid, config: AppConfig, progress: ProgressFile, printer: RoundPrinter) -> None:
+def _run(grid: Grid, config: AppConfig, progress: ProgressFile, printer: ProgressPrinter) -> None:
     progress.enter("reading the data and the model")
     torch.set_num_threads(config.train.threads)  # same summation order as in the clusters
     make_strategy(config)  # refuses wrong arguments
@@ -145,7 +145,7 @@ def _make_recorder(
     evaluator: Evaluator,
     planner: KnownClusters | None,
     members: ClusterGrid,
-    printer: RoundPrinter,
+    printer: ProgressPrinter,
     progress: ProgressFile,
 ) -> RunRecorder:
     profiles = () if planner is None else planner.world.clusters

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from collapipe_flwr.cluster.hosted import ThreadEdge
-from collapipe_flwr.cluster.order import RoundOrder
+from collapipe_flwr.cluster.order import TrainingOrder
 from collapipe_flwr.generation.backends import ServedModel
 from collapipe_flwr.host.service import HostService
 from collapipe_flwr.pipeline.compute import list_devices, resolve
@@ -51,7 +51,7 @@ def everything_at(device: torch.device) -> Iterator[set[torch.device]]:
         run_step(stage, step)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
-        for kind in (RoundOrder, ServedModel, HostService):
+        for kind in (TrainingOrder, ServedModel, HostService):
             assert "compute" in kind.__init__.__kwdefaults__
             patch.setitem(kind.__init__.__kwdefaults__, "compute", device)
         patch.setattr(ThreadEdge.__init__, "__defaults__", (device,))

@@ -17,7 +17,7 @@ from torch import Tensor
 from collapipe_flwr.cluster.control_unit import train_round
 from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.cluster.hosted import ThreadEdge
-from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
+from collapipe_flwr.cluster.order import LearningSettings, TrainingOrder
 from collapipe_flwr.cluster.recovery import Recovery
 from collapipe_flwr.cluster.unsplit import train_unsplit
 from collapipe_flwr.core.domain import (
@@ -168,7 +168,7 @@ def order_of(
     execution: Execution | None = None,
     every: int = 0,
     **options: Any,
-) -> RoundOrder:
+) -> TrainingOrder:
     """A round of the cut; with ``every``, a snapshot is kept after so many steps."""
     learning = LearningSettings(
         optimizer=rule,
@@ -177,7 +177,7 @@ def order_of(
         execution=execution or Execution(),
         snapshot_every=every,
     )
-    return RoundOrder(plan=cut.plan(), weights=weights, learning=learning, **options)
+    return TrainingOrder(plan=cut.plan(), weights=weights, learning=learning, **options)
 
 
 def train_split(

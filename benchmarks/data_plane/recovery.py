@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from collapipe_flwr.cluster.control_unit import RoundResult, train_round
+from collapipe_flwr.cluster.control_unit import ClusterResult, train_round
 from collapipe_flwr.cluster.hosted import HostedEdge
-from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
+from collapipe_flwr.cluster.order import LearningSettings, TrainingOrder
 from collapipe_flwr.cluster.profile import profile_of
 from collapipe_flwr.cluster.recovery import Recovery
 from collapipe_flwr.cluster.remote import RemoteFleet
@@ -115,9 +115,9 @@ class Job:
         """The optimiser."""
         return OptimizerConfig(name="adamw", learning_rate=1e-2)
 
-    def order(self) -> RoundOrder:
+    def order(self) -> TrainingOrder:
         """What the control unit is asked."""
-        return RoundOrder(
+        return TrainingOrder(
             plan=self.plan,
             weights=self.weights,
             learning=LearningSettings(
@@ -193,7 +193,7 @@ def _micro_batch(splitter: Splitter, seed: int) -> MicroBatch:
 
 def run_job(
     job: Job, cluster: ClusterConfig, batches: Iterator[list[MicroBatch]] | None = None
-) -> tuple[RoundResult, dict[str, Tensor]]:
+) -> tuple[ClusterResult, dict[str, Tensor]]:
     """One round on the daemons; the result, and its weights."""
     recovery = Recovery(
         profile=profile_of(cluster, 8 * job.steps),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.cluster.hosted import HostedEdge, RemoteStage, edge_request
-from collapipe_flwr.cluster.order import RoundOrder
+from collapipe_flwr.cluster.order import TrainingOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.domain import ClusterPlan, Segment
@@ -114,7 +114,7 @@ class NearEdge(HostedEdge):
 
     @contextmanager
     def session(  # type: ignore[override]
-        self, splitter: Splitter, order: RoundOrder
+        self, splitter: Splitter, order: TrainingOrder
     ) -> Iterator[tuple[RemoteStage, NextHop]]:
         """See `HostedEdge.session`."""
         request = edge_request(splitter, order)

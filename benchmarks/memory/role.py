@@ -27,7 +27,7 @@ from benchmarks.memory.neighbours import (
 from benchmarks.resident import AnonymousPeak, peak_bytes
 from collapipe_flwr.cluster.control_unit import train_round
 from collapipe_flwr.cluster.hosted import HostedEdge
-from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
+from collapipe_flwr.cluster.order import LearningSettings, TrainingOrder
 from collapipe_flwr.cluster.unsplit import train_unsplit
 from collapipe_flwr.core.processes import end_with_parent
 from collapipe_flwr.host.allocator import configure_malloc, trim_heap
@@ -115,7 +115,7 @@ class Player:
             context=splitter.context(batch),
             weight=splitter.weight_of(batch),
         )
-        asked = RoundOrder(
+        asked = TrainingOrder(
             plan=even_plan(splitter.num_blocks, order.devices, order.steps),
             weights=weights,
             learning=LearningSettings(optimizer=RULE, deadline_s=WAIT_S),

@@ -27,14 +27,14 @@ from collapipe_flwr.scheduler.base import (
 from collapipe_flwr.scheduler.decision import refine_codecs
 from collapipe_flwr.scheduler.initial_layouts import all_layouts, count_layouts, rows_for
 from collapipe_flwr.scheduler.model_share import capped, least_shares, with_model_shares
-from collapipe_flwr.scheduler.planner import RoundSolver, Solution
+from collapipe_flwr.scheduler.planner import PlanSolver, Solution
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState
 
 MOST_ROWS = 3000
 MOST_COMBINATIONS = 200_000
 
 
-def exhaustive(planner: RoundSolver) -> Solution:
+def exhaustive(planner: PlanSolver) -> Solution:
     """The global optimum; raises ScheduleError for instances that are too large."""
     options = [_feasible(planner, m) for m in range(planner.tables.num_clusters)]
     if np.prod([float(len(rows)) for rows in options]) > MOST_COMBINATIONS:
@@ -55,7 +55,7 @@ def _combined(options: list[Layouts], choice: tuple[int, ...]) -> Layouts:
     return stack([o.take(np.array([c])) for o, c in zip(options, choice, strict=True)])
 
 
-def _feasible(planner: RoundSolver, m: int) -> Layouts:
+def _feasible(planner: PlanSolver, m: int) -> Layouts:
     devices, blocks = int(planner.device_counts()[m]), planner.tables.num_blocks
     if count_layouts(devices, blocks) * len(planner.batches()) > MOST_ROWS:
         raise ScheduleError("brute force is for tiny instances: use dssda")
@@ -66,7 +66,7 @@ def _feasible(planner: RoundSolver, m: int) -> Layouts:
     return good
 
 
-def _limits(planner: RoundSolver, rows: Layouts) -> tuple[Array, Array]:
+def _limits(planner: PlanSolver, rows: Layouts) -> tuple[Array, Array]:
     """Of every row: latency at full power with all bandwidth, energy of endless sends."""
     chain = chain_of(planner.tables, rows, planner.settings)
     width = np.full(len(rows), planner.tables.snapshot.radio.bandwidth_hz)
@@ -80,7 +80,7 @@ def _limits(planner: RoundSolver, rows: Layouts) -> tuple[Array, Array]:
 
 
 def _bounds(
-    planner: RoundSolver, options: list[Layouts], limits: list[tuple[Array, Array]]
+    planner: PlanSolver, options: list[Layouts], limits: list[tuple[Array, Array]]
 ) -> Iterator[tuple[float, tuple[int, ...]]]:
     """A lower bound of every combination, with the combination."""
     for choice in product(*(range(len(rows)) for rows in options)):

@@ -14,7 +14,7 @@ from collapipe_flwr.costs.arrays import Array, Ints
 from collapipe_flwr.costs.convergence import bound_sums
 from collapipe_flwr.costs.layouts import Layouts
 from collapipe_flwr.costs.radio import SHARES
-from collapipe_flwr.scheduler.planner import RoundSolver
+from collapipe_flwr.scheduler.planner import PlanSolver
 from collapipe_flwr.scheduler.problem import NEVER
 
 NONE = -1  # a slot without a device
@@ -83,7 +83,7 @@ def rows_of(layouts: Layouts, devices: int) -> Rows:
 class PlainCosts:
     """Prices rows and plans of one decision: full power, equal parts of the edge's band."""
 
-    def __init__(self, planner: RoundSolver) -> None:
+    def __init__(self, planner: PlanSolver) -> None:
         self.planner, tables = planner, planner.tables
         if planner.settings.half_duplex:
             raise NotImplementedError("rivals price full-duplex links")

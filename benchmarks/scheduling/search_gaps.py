@@ -23,7 +23,7 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import planner_for
 from collapipe_flwr.scheduler.model_share import capped, least_shares
-from collapipe_flwr.scheduler.planner import RoundSolver, Solution
+from collapipe_flwr.scheduler.planner import PlanSolver, Solution
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.setting import Setting
@@ -190,12 +190,12 @@ def search_case(size: SearchSize, seed: int, queues: bool) -> SearchCase:
     )
 
 
-def with_radio(planner: RoundSolver, plans: Plans) -> Solution:
+def with_radio(planner: PlanSolver, plans: Plans) -> Solution:
     """A rival's plan with all that the scheduler does about bandwidth and power."""
     return planner.equalize_played(planner.play(planner.radio(plans.rows.layouts())))
 
 
-def search_planner(size: SearchSize, seed: int, queues: bool) -> RoundSolver:
+def search_planner(size: SearchSize, seed: int, queues: bool) -> PlanSolver:
     """The preset's grid, budgets and cap on a drawn fleet, with or without energy owed."""
     setting = Setting(
         clusters=size.clusters, devices=size.devices, model=ModelShape(blocks=size.blocks)
@@ -211,7 +211,7 @@ def search_planner(size: SearchSize, seed: int, queues: bool) -> RoundSolver:
     return planner_for(limited, state, settings)
 
 
-def rival_plans(planner: RoundSolver, seed: int, queues: bool) -> Iterator[tuple[str, Plans]]:
+def rival_plans(planner: PlanSolver, seed: int, queues: bool) -> Iterator[tuple[str, Plans]]:
     """The plan of every rival."""
     costs, rng = PlainCosts(planner), np.random.default_rng(seed)
     budget = LARGE if costs.clusters >= LARGE_FROM else SMALL

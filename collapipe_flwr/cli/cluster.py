@@ -165,9 +165,7 @@ def serve(
 
 def token(
     cluster: Annotated[str, Argument(help="Its name, if there are several here.")] = "",
-    role: Annotated[TokenRole, Option(help="Role granted by the token.")] = (
-        TokenRole.device
-    ),
+    role: Annotated[TokenRole, Option(help="Role granted by the token.")] = (TokenRole.device),
     members: Annotated[int, Option(help="How many may join by it.", min=1)] = 1,
     minutes: Minutes = 60.0,
     folder: Kept = None,

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig
 from collapipe_flwr.cluster.fleet import Fleet
-from collapipe_flwr.cluster.order import CONTROL_UNIT, RoundOrder
-from collapipe_flwr.cluster.recovery import Incident, RecoveringRound, Recovery
+from collapipe_flwr.cluster.order import CONTROL_UNIT, TrainingOrder
+from collapipe_flwr.cluster.recovery import Interruption, RecoveringPipeline, Recovery
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.links import QUEUE_FRAMES
@@ -32,7 +32,7 @@ from collapipe_flwr.scheduler.plans import check_cluster_plan, dry_run_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundResult:
+class ClusterResult:
     """The result of a round; ``reports`` are in pipeline order: control unit, devices, edge.
 
     They, and ``moved``, leave out intervals that were void and replayed.
@@ -46,35 +46,35 @@ class RoundResult:
     wall_s: float
     moved: TransferStats = field(default_factory=TransferStats)  # weights to and from all hosts
     plan: ClusterPlan  # at the end of the round
-    incidents: tuple[Incident, ...] = ()
+    incidents: tuple[Interruption, ...] = ()
     quarantined: Mapping[str, str] = field(default_factory=dict)  # reasons by device
 
 
 def train_round(
     splitter: AnySplitter,
-    order: RoundOrder,
+    order: TrainingOrder,
     batches: Iterable[Sequence[MicroBatch]],
     fleet: Fleet,
     probe: Iterable[Sequence[MicroBatch]] = (),
     *,
     recovery: Recovery | None = None,
-) -> RoundResult:
+) -> ClusterResult:
     """Run every batch as one optimizer step on the devices of ``fleet``, after testing ``probe``.
 
     Raises ScheduleError for a plan that does not cover every block exactly once, or whose schedule
     would block or keep more in flight than planned, and LinkError (LinkTimeout) when a device or
     the edge fails (stays silent); the weights in ``order`` are unchanged then and no device holds
     anything of the round. With ``recovery`` the round continues without lost devices and raises as
-    `RecoveringRound.run`.
+    `RecoveringPipeline.run`.
     """
     start_s = time.perf_counter()
     check_cluster_plan(order.plan, splitter.num_blocks)
     _refuse_cut_batches(splitter, order.plan)
     dry_run_plan(order.plan, order.learning.schedule, QUEUE_FRAMES)
-    done = RecoveringRound(splitter, order, fleet, recovery)
+    done = RecoveringPipeline(splitter, order, fleet, recovery)
     done.run(batches, probe)
     intervals, last = done.intervals, done.intervals[-1].held.state
-    return RoundResult(
+    return ClusterResult(
         slots=drop_round_start(last.optimizer) if order.keep_optimizer else {},
         weights=LazyMapping.of(last.weights),
         losses=tuple(loss for interval in intervals for loss in interval.losses),
@@ -99,7 +99,7 @@ def _refuse_cut_batches(splitter: AnySplitter, plan: ClusterPlan) -> None:
 
 def evaluate_batches(
     splitter: AnySplitter,
-    order: RoundOrder,
+    order: TrainingOrder,
     batches: Iterable[Sequence[MicroBatch]],
     fleet: Fleet,
     *,
@@ -108,7 +108,7 @@ def evaluate_batches(
 ) -> EvalResult:
     """Evaluate the chain without training it; recovers and raises as ``train_round``."""
     check_cluster_plan(order.plan, splitter.num_blocks)
-    return RecoveringRound(splitter, order, fleet, recovery).test(batches, wanted)
+    return RecoveringPipeline(splitter, order, fleet, recovery).test(batches, wanted)
 
 
 def joined(reports: Iterable[Sequence[StageMeasurement]]) -> tuple[StageMeasurement, ...]:

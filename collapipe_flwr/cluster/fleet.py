@@ -15,7 +15,7 @@ from functools import cache
 from typing import Protocol
 
 from collapipe_flwr.cluster.hosted import Edge
-from collapipe_flwr.cluster.order import CONTROL_UNIT, RoundOrder, Segments
+from collapipe_flwr.cluster.order import CONTROL_UNIT, Segments, TrainingOrder
 from collapipe_flwr.core.errors import CollaPipeError, LinkError, LinkTimeout
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.core.schedule import ALONE, ReplicaIndex
@@ -30,7 +30,7 @@ from collapipe_flwr.transport.simulated_link import simulated_pair
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class HostedChain:
     """Device 1 -> ... -> device K -> edge, ready for steps; ``link`` is that to device 1.
 
     ``collect`` returns all parts behind it, with slots or not, after the chain's last frame was
@@ -46,7 +46,9 @@ class Chain:
 class Fleet(Protocol):
     """The devices of one cluster."""
 
-    def chain(self, splitter: AnySplitter, order: RoundOrder) -> AbstractContextManager[Chain]:
+    def chain(
+        self, splitter: AnySplitter, order: TrainingOrder
+    ) -> AbstractContextManager[HostedChain]:
         """Place the segments of ``order`` and connect them; everything is freed afterwards.
 
         Raises LinkError when a device or the edge cannot be reached or refuses. ``order`` is
@@ -73,7 +75,7 @@ class ThreadFleet:
         self._crashed: set[str] = set()
 
     @contextmanager
-    def chain(self, splitter: AnySplitter, order: RoundOrder) -> Iterator[Chain]:
+    def chain(self, splitter: AnySplitter, order: TrainingOrder) -> Iterator[HostedChain]:
         """See `Fleet.chain`; every thread has ended afterwards."""
         with self._edge.opened(splitter, order) as edge, ExitStack() as links:
             last = order.plan.replicas[-2]
@@ -93,7 +95,7 @@ class ThreadFleet:
                 return _segments(stages, keep_optimizer) + last_part
 
             try:
-                yield Chain(link, collect, edge.targets)
+                yield HostedChain(link, collect, edge.targets)
             except BaseException as error:
                 link.close(str(error) or type(error).__name__)
                 raise
@@ -158,7 +160,7 @@ _Place = tuple[int, int]  # stage, replica
 
 
 def join(
-    splitter: AnySplitter, order: RoundOrder, edges: Sequence[Link], make_stage: MakeStage
+    splitter: AnySplitter, order: TrainingOrder, edges: Sequence[Link], make_stage: MakeStage
 ) -> tuple[Link, list[MiddleStage]]:
     """Build a linked stage per holder; return the control unit's link and the stages.
 

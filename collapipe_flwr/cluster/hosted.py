@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from collapipe_flwr.cluster.order import EDGE, RoundOrder, Segments
+from collapipe_flwr.cluster.order import EDGE, Segments, TrainingOrder
 from collapipe_flwr.core.errors import (
     CollaPipeError,
     EdgeLost,
@@ -28,7 +28,7 @@ from collapipe_flwr.core.errors import (
 from collapipe_flwr.core.links import Heartbeat, LinkConfig, TlsFiles
 from collapipe_flwr.core.measurements import TransferStats
 from collapipe_flwr.host.service import HostService
-from collapipe_flwr.host.session import Lane, Stream
+from collapipe_flwr.host.session import Lane, StepStream
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.pipeline.compute import CPU
 from collapipe_flwr.pipeline.config import NextHop, SessionKey, SessionRequest
@@ -53,7 +53,7 @@ class RemoteStage:
         self._pushed: Mapping[str, Tensor] = {}
         self._moved = TransferStats()
 
-    def open(self, splitter: AnySplitter, order: RoundOrder) -> None:
+    def open(self, splitter: AnySplitter, order: TrainingOrder) -> None:
         """Open the session and send it its weights; an edge that restarts is waited for."""
         placement = self.request.placement
         with self._telling_loss():
@@ -115,7 +115,7 @@ class RemoteStage:
             raise EdgeLost(str(error)) from error
 
 
-def edge_request(splitter: AnySplitter, order: RoundOrder) -> SessionRequest:
+def edge_request(splitter: AnySplitter, order: TrainingOrder) -> SessionRequest:
     """Build the request of a new session for the last stage of this order's chain."""
     return SessionRequest(
         key=SessionKey.random(f"{order.plan.cluster_id}-{order.server_round}"),
@@ -131,7 +131,7 @@ def edge_request(splitter: AnySplitter, order: RoundOrder) -> SessionRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class EdgePart:
+class RemoteEdge:
     """The last stage of a chain for devices of this process, which connect one lane each.
 
     ``collect`` returns the trained part, see `Hosted.collect`. Where the stage is in this process,
@@ -146,7 +146,9 @@ class EdgePart:
 class Edge(Protocol):
     """A place for the last stage of chains whose devices are in this process."""
 
-    def opened(self, splitter: AnySplitter, order: RoundOrder) -> AbstractContextManager[EdgePart]:
+    def opened(
+        self, splitter: AnySplitter, order: TrainingOrder
+    ) -> AbstractContextManager[RemoteEdge]:
         """Open the last stage of this order's chain with its weights; it is freed afterwards."""
 
 
@@ -165,7 +167,7 @@ class HostedEdge:
 
     @contextmanager
     def session(
-        self, splitter: AnySplitter, order: RoundOrder
+        self, splitter: AnySplitter, order: TrainingOrder
     ) -> Iterator[tuple[RemoteStage, NextHop]]:
         """Yield an order's session, not open yet, and how devices reach it; close it afterwards."""
         request = edge_request(splitter, order)
@@ -193,11 +195,11 @@ class HostedEdge:
                 hosted.close()
 
     @contextmanager
-    def opened(self, splitter: AnySplitter, order: RoundOrder) -> Iterator[EdgePart]:
+    def opened(self, splitter: AnySplitter, order: TrainingOrder) -> Iterator[RemoteEdge]:
         """See `Edge.opened`."""
         with self.session(splitter, order) as (hosted, _):
             hosted.open(splitter, order)
-            yield EdgePart(hosted.collect, hosted.session.connect, self.targets_of(hosted))
+            yield RemoteEdge(hosted.collect, hosted.session.connect, self.targets_of(hosted))
 
     def targets_of(self, hosted: RemoteStage) -> Targets | None:
         """How an open session gets its targets; None where they travel."""
@@ -211,7 +213,7 @@ class ThreadEdge:
         self._compute = compute
 
     @contextmanager
-    def opened(self, splitter: AnySplitter, order: RoundOrder) -> Iterator[EdgePart]:
+    def opened(self, splitter: AnySplitter, order: TrainingOrder) -> Iterator[RemoteEdge]:
         """See `Edge.opened`; the thread has ended afterwards."""
         service, request = HostService(compute=self._compute), edge_request(splitter, order)
         threads: list[threading.Thread] = []
@@ -221,7 +223,7 @@ class ThreadEdge:
         own = state.select((*splitter.edge_keys(), *splitter.shared_keys))
         service.push_weights(request.key, own.copy().tensors())
 
-        def serve(stream: Stream) -> None:
+        def serve(stream: StepStream) -> None:
             with suppress(CollaPipeError):  # both ends of the link report it
                 service.serve(stream, stream.lanes.upstream)
 
@@ -254,6 +256,6 @@ class ThreadEdge:
                 thread.join(within_s)
 
         try:
-            yield EdgePart(collect, connect, service.hold_targets(request.key))
+            yield RemoteEdge(collect, connect, service.hold_targets(request.key))
         finally:
             join(order.learning.deadline_s)

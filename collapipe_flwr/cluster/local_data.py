@@ -41,7 +41,7 @@ _ALL_ROWS: Mapping[str, Value] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class DataPlace:
     """The index of this node among the run's clusters; from ``count`` on it is spare.
 
     With ``own_data`` it reads files that the others do not have, so all of them are its share.
@@ -60,7 +60,7 @@ class Place:
 class LocalData:
     """One cluster's share of the training examples."""
 
-    def __init__(self, config: AppConfig, place: Place, vocabulary: Vocabulary | None) -> None:
+    def __init__(self, config: AppConfig, place: DataPlace, vocabulary: Vocabulary | None) -> None:
         self._config = config
         self._place = place
         self.task = load_task(config.seeded_data, vocabulary)
@@ -135,7 +135,7 @@ class LocalData:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundExamples:
+class LocalExamples:
     """The `Batches` of one round: ``chosen`` in training order, ``fresh`` ones just arrived."""
 
     data: LocalData
@@ -163,7 +163,7 @@ class RoundExamples:
 
 
 @lru_cache(maxsize=16)
-def local_data(config: AppConfig, place: Place, vocabulary: Vocabulary | None) -> LocalData:
+def local_data(config: AppConfig, place: DataPlace, vocabulary: Vocabulary | None) -> LocalData:
     """Make the `LocalData` of a node, only once: in simulation clusters share a process."""
     return LocalData(config, place, vocabulary)
 

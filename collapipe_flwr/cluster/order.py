@@ -57,7 +57,7 @@ class LearningSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundOrder:
+class TrainingOrder:
     """One cluster's round; ``weights`` are those of the whole model."""
 
     plan: ClusterPlan

@@ -31,7 +31,7 @@ from typing import TypeVar
 
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig, generate_texts
 from collapipe_flwr.cluster.fleet import Fleet
-from collapipe_flwr.cluster.order import CONTROL_UNIT, EDGE, RoundOrder, Segments
+from collapipe_flwr.cluster.order import CONTROL_UNIT, EDGE, Segments, TrainingOrder
 from collapipe_flwr.cluster.suspects import Suspects
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, EdgeProfile, ModelProfile
 from collapipe_flwr.core.errors import Blame, EdgeLost, InfeasibleError, LinkError, MemberFailed
@@ -64,7 +64,7 @@ class ReplayInterval:
     next_step: int  # the number of the step after this interval, evaluations counted
     held: Segments
 
-    def remaining(self, order: RoundOrder) -> RoundOrder:
+    def remaining(self, order: TrainingOrder) -> TrainingOrder:
         """Return what is left of ``order`` after this interval."""
         return replace(
             order,
@@ -77,7 +77,7 @@ class ReplayInterval:
 
 def run_interval(
     splitter: AnySplitter,
-    order: RoundOrder,
+    order: TrainingOrder,
     batches: Iterable[Batch],
     fleet: Fleet,
     probe: Iterable[Batch],
@@ -124,7 +124,7 @@ def run_interval(
     )
 
 
-def _check_sound(splitter: AnySplitter, order: RoundOrder, state: PartState) -> None:
+def _check_sound(splitter: AnySplitter, order: TrainingOrder, state: PartState) -> None:
     """Raise MemberFailed for a device, or the edge, that returns weights that cannot be right."""
     owners = [(splitter.segment_keys(s.first_block, s.stop_block), s) for s in order.plan.segments]
     owned = {key: segment.device_id for keys, segment in owners for key in keys}
@@ -138,7 +138,7 @@ def _check_sound(splitter: AnySplitter, order: RoundOrder, state: PartState) -> 
 
 def evaluate_chain(
     splitter: AnySplitter,
-    order: RoundOrder,
+    order: TrainingOrder,
     batches: Iterable[Batch],
     fleet: Fleet,
     wanted: PredictionConfig | None,
@@ -180,7 +180,7 @@ class Recovery:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Incident:
+class Interruption:
     """A failure that voided an interval. Times are ``time.monotonic``.
 
     An interval that failed several times has as many incidents, all ended by the replay that
@@ -201,7 +201,7 @@ class Incident:
         return f"{lost}, replayed from step {self.from_step} after {seconds:.1f} s ({self.reason})"
 
 
-class RecoveringRound:
+class RecoveringPipeline:
     """One round of one cluster in intervals; ``order`` is what is left to do, with its plan.
 
     Without a ``recovery`` the first failure is raised. Raises ScheduleError for a plan that gives
@@ -209,11 +209,11 @@ class RecoveringRound:
     """
 
     def __init__(
-        self, splitter: AnySplitter, order: RoundOrder, fleet: Fleet, recovery: Recovery | None
+        self, splitter: AnySplitter, order: TrainingOrder, fleet: Fleet, recovery: Recovery | None
     ) -> None:
         self.order = order
         self.intervals: list[ReplayInterval] = []
-        self.incidents: list[Incident] = []
+        self.incidents: list[Interruption] = []
         self.suspects = Suspects(clips=order.learning.execution.clip_norm > 0)
         self._splitter = splitter
         self._fleet = fleet
@@ -257,7 +257,7 @@ class RecoveringRound:
     def _until_done(self, attempt: Callable[[], Result], resumed_s: Callable[[], float]) -> Result:
         """Repeat, without the devices that each failure cost, until an attempt succeeds."""
         replays = 0
-        ended: list[Incident] = []
+        ended: list[Interruption] = []
         while True:
             try:
                 result = attempt()
@@ -292,7 +292,7 @@ class RecoveringRound:
             keep_optimizer=lambda: buffer.has_next() or self.order.keep_optimizer,
         )
 
-    def _recover(self, recovery: Recovery, error: LinkError, *, last: bool) -> Incident:
+    def _recover(self, recovery: Recovery, error: LinkError, *, last: bool) -> Interruption:
         """Plan for the devices that answer.
 
         A lost device stays out until the round is over: with one that comes and goes the interval
@@ -319,7 +319,7 @@ class RecoveringRound:
             self.order = replace(self.order, plan=plan)
         where = ", ".join(plan.device_ids)
         log.warning("replaying from step %d on %s", self._done, where)
-        return Incident(
+        return Interruption(
             reason=self.suspects.quarantined.get(quarantined, str(error)),
             lost=lost,
             quarantined=bool(quarantined),
@@ -328,7 +328,7 @@ class RecoveringRound:
             resumed_s=noticed_s,
         )
 
-    def _move_edge(self, error: LinkError) -> Incident | None:
+    def _move_edge(self, error: LinkError) -> Interruption | None:
         """Continue on the next edge that has room; None where there is none.
 
         One that was lost before may be back: it is tried once more after all others. One that
@@ -350,7 +350,7 @@ class RecoveringRound:
             why = f"the edge {plan.edge} {what}, continues on {edge.id}: {error}"
             log.warning("cluster %s: %s; from step %d", plan.cluster_id, why, self._done)
             self.suspects.quarantined[plan.edge] = str(error)
-            return Incident(
+            return Interruption(
                 reason=why,
                 lost=(plan.edge,),
                 quarantined=answers,

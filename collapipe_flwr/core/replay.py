@@ -102,7 +102,7 @@ class StepTimes:
         return len(self.hop_s[0]) + 1
 
 
-class Span(NamedTuple):
+class ResourceUse(NamedTuple):
     """One use of one resource: "stage 2" or "stage 2.1", "hop 1 forward" or "hop 1"."""
 
     resource: str
@@ -116,7 +116,7 @@ class Trace:
     """The spans of a replay, and its end."""
 
     makespan_s: float
-    spans: tuple[Span, ...]
+    spans: tuple[ResourceUse, ...]
 
 
 def gpipe(stages: int, micro_batches: int) -> Schedule:
@@ -200,7 +200,7 @@ class _Replay:
             for hop, seconds in enumerate(zip(*times.hop_s, strict=True))
         ]
         self.events: list[tuple[float, int, _Done, _Resource, Action]] = []  # end, serial number
-        self.spans: list[Span] = []
+        self.spans: list[ResourceUse] = []
         self.now = 0.0
 
     def run(self) -> Trace:
@@ -240,7 +240,7 @@ class _Replay:
         """Occupy a resource from now on; ``done`` is called at the end."""
         end = self.now + length_s
         heapq.heappush(self.events, (end, len(self.spans), done, resource, action))
-        self.spans.append(Span(resource.name, action.micro_batch, self.now, end))
+        self.spans.append(ResourceUse(resource.name, action.micro_batch, self.now, end))
 
     def _neighbours(self, worker: _Resource, action: Action) -> list[_Resource | None]:
         """Return the workers that the action's input comes from and its output goes to."""

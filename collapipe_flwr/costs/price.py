@@ -33,14 +33,14 @@ LEAST_BIT_PER_S = 1e-6  # a link that carries nothing has a price, too: prices s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PricedRound:
+class PricedPlan:
     """What a plan costs; the round lasts as long as its slowest cluster."""
 
     latency_s: float
     clusters: tuple[PricedCluster, ...]
 
 
-def price(plan: Plan, snapshot: Snapshot, options: PricingOptions | None = None) -> PricedRound:
+def price(plan: Plan, snapshot: Snapshot, options: PricingOptions | None = None) -> PricedPlan:
     """Price ``plan`` under ``snapshot``; raises ScheduleError if a planned party is gone."""
     if not plan.clusters:
         raise ScheduleError(f"the plan of round {plan.round_index} has no clusters to price")
@@ -58,7 +58,7 @@ def price(plan: Plan, snapshot: Snapshot, options: PricingOptions | None = None)
         else priced
         for m, (each, priced) in enumerate(zip(plan.clusters, clusters, strict=True))
     )
-    return PricedRound(latency_s=max(c.latency_s for c in clusters), clusters=clusters)
+    return PricedPlan(latency_s=max(c.latency_s for c in clusters), clusters=clusters)
 
 
 def price_clusters(

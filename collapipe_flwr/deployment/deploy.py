@@ -27,9 +27,9 @@ from collapipe_flwr.deployment.inventory import (
     SERVER,
     Inventory,
     Machine,
-    Role,
+    MachineRole,
 )
-from collapipe_flwr.deployment.ssh import Outcome, Result, Step, results_in, script_of
+from collapipe_flwr.deployment.ssh import Outcome, Result, SshStep, results_in, script_of
 from collapipe_flwr.reporting.output import number_table
 from collapipe_flwr.reporting.tables import show_measurements
 
@@ -93,7 +93,7 @@ class Deployment:
         first = {(role.cluster, role.kind): role for _, role in reversed(newcomers)}
         tokens = {which: self._draw_token(first[which], alike[which]) for which in sorted(alike)}
 
-        def steps(machine: Machine, *, dialling: bool) -> list[Step]:
+        def steps(machine: Machine, *, dialling: bool) -> list[SshStep]:
             mine = [(r, tokens[r.cluster, r.kind]) for m, r in newcomers if m is machine]
             mine = [(role, token) for role, token in mine if role.dial is dialling]
             return [roles.join_cluster(role, token) for role, token in mine if token]
@@ -102,10 +102,10 @@ class Deployment:
             which = partial(steps, dialling=dialling)
             self._phase([m for m in self.inventory.machines if which(m)], which)
 
-    def _find_newcomers(self) -> list[tuple[Machine, Role]]:
+    def _find_newcomers(self) -> list[tuple[Machine, MachineRole]]:
         """Find roles without the files of a member, on the machines that have not failed."""
 
-        def missing(machine: Machine) -> list[tuple[Machine, Role]]:
+        def missing(machine: Machine) -> list[tuple[Machine, MachineRole]]:
             others = [role for role in machine.roles if not self.inventory.keeps_ca(role)]
             steps = [roles.join_cluster(role) for role in others]
             found = self._run_steps(machine, steps, dry=True)
@@ -119,7 +119,7 @@ class Deployment:
             pair for found in self._run_everywhere(self._list_healthy(), missing) for pair in found
         ]
 
-    def _draw_token(self, role: Role, members: int) -> str | None:
+    def _draw_token(self, role: MachineRole, members: int) -> str | None:
         """Draw a token for so many members in a role of its cluster; None if that fails."""
         unit = self.inventory.registrar
         with self._note_errors(unit, f"token for {role.kind} of {role.cluster}"):
@@ -139,7 +139,7 @@ class Deployment:
                     with self._note_errors(machine, "check"):
                         self._check_one(machine, role, keep=changed)
 
-    def _check_one(self, unit: Machine, role: Role, *, keep: bool) -> None:
+    def _check_one(self, unit: Machine, role: MachineRole, *, keep: bool) -> None:
         """Check a cluster; raises LinkError."""
         text = self._run(unit, roles.check_script(self.inventory, role, keep=keep))
         check = from_json(Measurements, text, "what the check measured")
@@ -158,7 +158,7 @@ class Deployment:
                 )
 
     def _phase(
-        self, machines: Iterable[Machine], steps: Callable[[Machine], Sequence[Step]]
+        self, machines: Iterable[Machine], steps: Callable[[Machine], Sequence[SshStep]]
     ) -> None:
         def one(machine: Machine) -> None:
             for result in self._run_steps(machine, steps(machine), dry=self.dry):
@@ -166,7 +166,7 @@ class Deployment:
 
         self._run_everywhere([m for m in machines if not self._has_failed(m)], one)
 
-    def _run_steps(self, machine: Machine, steps: Sequence[Step], *, dry: bool) -> list[Result]:
+    def _run_steps(self, machine: Machine, steps: Sequence[SshStep], *, dry: bool) -> list[Result]:
         """Run steps on a machine; returns a failed result if ssh fails."""
         if not steps:
             return []

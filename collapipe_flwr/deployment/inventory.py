@@ -58,7 +58,7 @@ class Access:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Role:
+class MachineRole:
     """What a machine does, as the member ``name`` of a ``cluster``; its keys are those of a table.
 
     Other machines reach it at ``address``, a device that dials through its control unit. All
@@ -82,7 +82,7 @@ class Machine:
 
     host: str
     access: Access
-    roles: tuple[Role, ...]
+    roles: tuple[MachineRole, ...]
 
     @property
     def name(self) -> str:
@@ -93,7 +93,7 @@ class Machine:
         """USER@HOST for ssh."""
         return f"{self.access.user}@{self.host}" if self.access.user else self.host
 
-    def role(self, kind: str) -> Role | None:
+    def role(self, kind: str) -> MachineRole | None:
         return next((role for role in self.roles if role.kind == kind), None)
 
     @property
@@ -120,16 +120,16 @@ class Inventory:
         return self.machines[0]
 
     @property
-    def control_units(self) -> list[tuple[Machine, Role]]:
+    def control_units(self) -> list[tuple[Machine, MachineRole]]:
         """In the order of the clusters."""
         found = [(m, role) for m in self.machines if (role := m.role(CONTROL_UNIT))]
         return sorted(found, key=lambda pair: self.clusters.index(pair[1].cluster))
 
-    def keeps_ca(self, role: Role) -> bool:
+    def keeps_ca(self, role: MachineRole) -> bool:
         """Return whether this control unit is the one beside the CA, which need not join."""
         return role.kind == CONTROL_UNIT and role.cluster == self.clusters[0]
 
-    def one(self, kind: str) -> Role:
+    def one(self, kind: str) -> MachineRole:
         """Return the first role of a kind; of an edge or a server, the only one."""
         return next(role for machine in self.machines if (role := machine.role(kind)))
 
@@ -169,11 +169,11 @@ def _parse(values: Mapping[str, Any], folder: Path) -> Inventory:
     return Inventory(clusters=clusters, machines=machines, ssh_config=config)
 
 
-def _roles(values: Mapping[str, Any]) -> Iterable[Role]:
+def _roles(values: Mapping[str, Any]) -> Iterable[MachineRole]:
     """Yield the first control unit, then edge and server, which clusters share, then the rest."""
     shared: tuple[str, ...] = (EDGE, SERVER)
     for cluster, prefix, own in _clusters(values):
-        blank = Role(kind=CONTROL_UNIT, cluster=cluster)
+        blank = MachineRole(kind=CONTROL_UNIT, cluster=cluster)
         unit = parsing.parse_table(blank, prefix + CONTROL_UNIT, own.get(CONTROL_UNIT, {}))
         if not unit.host:
             raise ConfigError(f"{prefix}{CONTROL_UNIT}.host is missing: say where ssh finds it")
@@ -185,13 +185,13 @@ def _roles(values: Mapping[str, Any]) -> Iterable[Role]:
         yield from _devices(own, prefix, replace(blank, kind=DEVICE))
 
 
-def _set_name(role: Role, name: str, where: str) -> Role:
+def _set_name(role: MachineRole, name: str, where: str) -> MachineRole:
     if role.name:
         raise ConfigError(f"{where}.name cannot be chosen, only that of a device: leave it out")
     return replace(_check_role(role, where), name=name)
 
 
-def _check_role(role: Role, where: str) -> Role:
+def _check_role(role: MachineRole, where: str) -> MachineRole:
     if role.node_config and role.kind != CONTROL_UNIT:
         raise ConfigError(f"{where}.node-config belongs to {CONTROL_UNIT}, where the SuperNode is")
     if role.dial and (role.kind != DEVICE or role.address):
@@ -224,7 +224,7 @@ def _clusters(values: Mapping[str, Any]) -> Iterable[tuple[str, str, Mapping[str
         raise ConfigError("at least one [[cluster]] table is needed")
 
 
-def _devices(values: Mapping[str, Any], prefix: str, blank: Role) -> Iterable[Role]:
+def _devices(values: Mapping[str, Any], prefix: str, blank: MachineRole) -> Iterable[MachineRole]:
     devices = values.get(DEVICE, [])
     if not isinstance(devices, list) or not devices:
         head = f"[[{_CLUSTER}.{DEVICE}]]" if prefix else f"[[{DEVICE}]]"
@@ -238,7 +238,7 @@ def _devices(values: Mapping[str, Any], prefix: str, blank: Role) -> Iterable[Ro
         yield _check_role(device, where)
 
 
-def _machines(roles: list[Role], common: Access, folder: Path) -> Iterable[Machine]:
+def _machines(roles: list[MachineRole], common: Access, folder: Path) -> Iterable[Machine]:
     names = [role.name.casefold() for role in roles]
     twice = [role.name for role in roles if names.count(role.name.casefold()) > 1]
     if twice:
@@ -256,7 +256,7 @@ def _machines(roles: list[Role], common: Access, folder: Path) -> Iterable[Machi
         )
 
 
-def _access(roles: list[Role], common: Access, folder: Path) -> Access:
+def _access(roles: list[MachineRole], common: Access, folder: Path) -> Access:
     """Take each setting from the first of a machine's tables that has it, else the common one."""
     own = [role.access for role in roles]
     found = {f.name: [getattr(each, f.name) for each in (*own, common)] for f in fields(Access)}

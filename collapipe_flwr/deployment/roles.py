@@ -20,9 +20,9 @@ from collapipe_flwr.deployment.inventory import (
     SERVER,
     Inventory,
     Machine,
-    Role,
+    MachineRole,
 )
-from collapipe_flwr.deployment.ssh import Step
+from collapipe_flwr.deployment.ssh import SshStep
 from collapipe_flwr.membership.newcomer import PORTS
 
 OPT, ETC = "/opt/collapipe", "/etc/collapipe"
@@ -45,7 +45,7 @@ as() {{
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
+class UnitSettings:
     """A unit, its settings (empty ones are left out) and, if it listens, its address."""
 
     unit: str
@@ -57,18 +57,18 @@ class Service:
         return f"{ETC}/{self.unit.removeprefix('collapipe-')}.env"
 
 
-def folder_of(role: Role) -> str:
+def folder_of(role: MachineRole) -> str:
     return f"{ETC}/{role.kind}"
 
 
-def address_of(role: Role) -> str:
+def address_of(role: MachineRole) -> str:
     return f"{role.address}:{_PORTS[role.kind]}"
 
 
-def prepare_machine(inventory: Inventory, machine: Machine) -> Iterator[Step]:
+def prepare_machine(inventory: Inventory, machine: Machine) -> Iterator[SshStep]:
     """Yield the steps that install programs, user and units."""
     yield from _programs(machine)
-    yield Step(
+    yield SshStep(
         name="users",
         test=f"id {USER} && id {KEEPER} || exit 1\n"  # who restored a copy has made them
         "for group in video render; do\n"
@@ -79,7 +79,7 @@ def prepare_machine(inventory: Inventory, machine: Machine) -> Iterator[Step]:
     )
     names = ("collapipe", "flwr") if machine.with_flower else ("collapipe",)
     links = [(f"/usr/local/bin/{name}", f"{OPT}/venv/bin/{name}") for name in names]
-    yield Step(
+    yield SshStep(
         name="commands",
         test=" && ".join(f'[ "$(readlink {link})" = {target} ]' for link, target in links),
         action="\n".join(f"ln -sf {target} {link}" for link, target in links),
@@ -90,7 +90,7 @@ def prepare_machine(inventory: Inventory, machine: Machine) -> Iterator[Step]:
             yield _file(f"unit {unit}", f"/etc/systemd/system/{unit}.service", text, reload=True)
 
 
-def _programs(machine: Machine) -> Iterator[Step]:
+def _programs(machine: Machine) -> Iterator[SshStep]:
     access = machine.access
     if access.environment:
         runs = f"{quote(access.environment)}/bin/collapipe"
@@ -98,7 +98,7 @@ def _programs(machine: Machine) -> Iterator[Step]:
             f"no collapipe that runs in the environment {access.environment}: install it there, or "
             "name a wheel"
         )
-        yield Step(
+        yield SshStep(
             name="environment",
             test=f'[ "$(readlink {OPT}/venv)" = {quote(access.environment)} ] && {runs} --version',
             action=f"[ -x {runs} ] && {runs} --version || {{ echo {quote(missing)}; exit 1; }}\n"
@@ -109,13 +109,13 @@ def _programs(machine: Machine) -> Iterator[Step]:
         return
     python = quote(access.python or "python3")
     venv = quote(f"{Path(access.python or 'python3').name}-venv")
-    yield Step(
+    yield SshStep(
         name="python",
         test=f"{python} -c 'import sys; sys.exit(sys.version_info < (3, 11))'",
         action=f"echo {python} is missing or older than 3.11: install one that is newer, and name "
         "it with python in the inventory; exit 1",
     )
-    yield Step(
+    yield SshStep(
         name="python's venv",
         test=f"{python} -c 'import ensurepip, venv'",
         action=f"apt-get install -y {venv} || {{ apt-get update && apt-get install -y {venv}; }}",
@@ -123,7 +123,7 @@ def _programs(machine: Machine) -> Iterator[Step]:
     yield _wheel(machine)
 
 
-def _wheel(machine: Machine) -> Step:
+def _wheel(machine: Machine) -> SshStep:
     """Run pip again, in the same environment, if it was interrupted or the wheel differs."""
     access, name = machine.access, Path(machine.access.wheel).name
     wheel = Path(access.wheel).read_bytes()
@@ -146,7 +146,7 @@ def _wheel(machine: Machine) -> Step:
     said = (wheel, constraints, extras.encode(), options.encode(), access.python.encode())
     mark = hashlib.sha256(b"\0".join(said)).hexdigest()
     pip = f"{OPT}/venv/bin/pip --disable-pip-version-check install --quiet"
-    return Step(
+    return SshStep(
         name="environment",
         test=f'[ "$(cat {OPT}/installed)" = {mark} ] && {OPT}/venv/bin/collapipe --version',
         action=f"""
@@ -180,7 +180,7 @@ def _constraints(path: Path) -> str:
     return "\n".join(texts) + "\n"
 
 
-def found_clusters(inventory: Inventory) -> Iterator[Step]:
+def found_clusters(inventory: Inventory) -> Iterator[SshStep]:
     """Yield the steps that make the clusters beside the CA, and start the joining service."""
     role = inventory.one(CONTROL_UNIT)
     folder = folder_of(role)
@@ -190,7 +190,7 @@ def found_clusters(inventory: Inventory) -> Iterator[Step]:
     yield from _serve(_registrar(role, "--no-edge"))
 
 
-def _cluster(inventory: Inventory, role: Role, elsewhere: str, shared: str) -> Step:
+def _cluster(inventory: Inventory, role: MachineRole, elsewhere: str, shared: str) -> SshStep:
     """Make a cluster in the folder of ``role``; the training user may read the files ``shared``."""
     folder, file = folder_of(role), f"{folder_of(role)}/{role.cluster}"
     mark = f"{folder}/.shared" if shared else f"{file}.toml"
@@ -199,7 +199,7 @@ def _cluster(inventory: Inventory, role: Role, elsewhere: str, shared: str) -> S
         f"--address {quote(role.address)} --edge-address {quote(address_of(inventory.one(EDGE)))} "
         f"--elsewhere edge --elsewhere server{elsewhere} --members 1 --minutes 1"
     )
-    return Step(
+    return SshStep(
         name=f"cluster {role.cluster}",
         test=f"[ -e {file}.toml ] && [ -e {mark} ]",
         action=f"{_AS.format(user=USER)}\n"
@@ -210,17 +210,17 @@ def _cluster(inventory: Inventory, role: Role, elsewhere: str, shared: str) -> S
     )
 
 
-def _registrar(role: Role, options: str = "") -> Service:
+def _registrar(role: MachineRole, options: str = "") -> UnitSettings:
     """Describe the service that admits newcomers or, beside no CA, receives rosters."""
     settings = {"COLLAPIPE_FOLDER": folder_of(role), "COLLAPIPE_OPTIONS": options}
-    return Service(unit=REGISTRAR, settings=settings, address=address_of(role))
+    return UnitSettings(unit=REGISTRAR, settings=settings, address=address_of(role))
 
 
-def join_cluster(role: Role, token: str = "") -> Step:
+def join_cluster(role: MachineRole, token: str = "") -> SshStep:
     """Make a member's own key, certificate and cluster file."""
     folder = folder_of(role)
     reached = "--dial" if role.dial else f"--address {quote(address_of(role))}"
-    return Step(
+    return SshStep(
         name=f"member {role.name}",
         test=f"[ -e {folder}/{role.cluster}.toml ]",
         action=f"{_AS.format(user=USER)}\n"
@@ -231,7 +231,7 @@ def join_cluster(role: Role, token: str = "") -> Step:
     )
 
 
-def token_script(inventory: Inventory, role: Role, members: int) -> str:
+def token_script(inventory: Inventory, role: MachineRole, members: int) -> str:
     """Return the script that prints a token for so many members of this kind, beside the CA."""
     folder = folder_of(inventory.one(CONTROL_UNIT))
     return (
@@ -240,39 +240,41 @@ def token_script(inventory: Inventory, role: Role, members: int) -> str:
     )
 
 
-def serve_roles(inventory: Inventory, machine: Machine) -> Iterator[Step]:
+def serve_roles(inventory: Inventory, machine: Machine) -> Iterator[SshStep]:
     """Yield the steps for settings and services of a machine's roles, without the registrar."""
     for service in (s for role in machine.roles for s in _services(inventory, role)):
         yield from _serve(service)
 
 
-def _serve(service: Service) -> Iterator[Step]:
+def _serve(service: UnitSettings) -> Iterator[SshStep]:
     text = "".join(f'{k}="{v}"\n' for k, v in service.settings.items() if v)
     yield _file(f"settings of {service.unit}", service.env_file, text)
     yield _service(service)
 
 
-def _services(inventory: Inventory, role: Role) -> Iterator[Service]:
+def _services(inventory: Inventory, role: MachineRole) -> Iterator[UnitSettings]:
     folder = folder_of(role)
     if role.kind != CONTROL_UNIT:
         (unit,) = _UNITS[role.kind]
         settings = {"COLLAPIPE_FOLDER": folder, "COLLAPIPE_NAME": role.name}
         settings["COLLAPIPE_OPTIONS"] = role.options
-        yield Service(unit=unit, settings=settings, address="" if role.dial else address_of(role))
+        yield UnitSettings(
+            unit=unit, settings=settings, address="" if role.dial else address_of(role)
+        )
         return
     if not inventory.keeps_ca(role):
         yield _registrar(role)
     _, unit, supernode = _UNITS[role.kind]
-    yield Service(unit=unit, settings={"COLLAPIPE_OPTIONS": role.options})
+    yield UnitSettings(unit=unit, settings={"COLLAPIPE_OPTIONS": role.options})
     index, count = inventory.clusters.index(role.cluster), len(inventory.clusters)
     place = f"partition-id={index} num-partitions={count} cluster='{folder}/{role.cluster}.toml'"
     node = f"{place} {role.node_config}".rstrip()
     superlink = address_of(inventory.one(SERVER))
     settings = {"COLLAPIPE_FOLDER": folder, "COLLAPIPE_SUPERLINK": superlink}
-    yield Service(unit=supernode, settings=settings | {"COLLAPIPE_NODE_CONFIG": node})
+    yield UnitSettings(unit=supernode, settings=settings | {"COLLAPIPE_NODE_CONFIG": node})
 
 
-def _service(service: Service) -> Step:
+def _service(service: UnitSettings) -> SshStep:
     """Restart a service if it runs with another environment, unit or settings."""
     unit, stamp = service.unit, f"{OPT}/started/{service.unit}"
     state = (  # a wheel's venv is no link, and an action ends at the first failure
@@ -283,7 +285,7 @@ def _service(service: Service) -> Step:
     place = quote(f"/dev/tcp/{host.strip('[]')}/{port}")
     listens = f"(exec 3<> {place})" if port else "sleep 1"
     fault = "it does not run" + (f" or not listen on {service.address}" if port else "")
-    return Step(
+    return SshStep(
         name=f"service {unit}",
         test=f"{state}systemctl is-active --quiet {unit} && systemctl is-enabled --quiet {unit} "
         f'&& [ "$(cat {stamp})" = "$(state)" ]',
@@ -317,7 +319,7 @@ for cluster in {shlex.join(inventory.clusters)}; do
 done"""
 
 
-def check_script(inventory: Inventory, role: Role, *, keep: bool) -> str:
+def check_script(inventory: Inventory, role: MachineRole, *, keep: bool) -> str:
     """Return the script that prints `collapipe cluster check` as JSON; ``keep``: for plans."""
     file, owner = f"{folder_of(role)}/{role.cluster}", KEEPER if inventory.keeps_ca(role) else USER
     keeping = f"install -o {owner} -g {USER} -m 640 $found/found.json {file}.json" if keep else ":"
@@ -332,9 +334,9 @@ cat found.json
 rm -r $found"""
 
 
-def _file(name: str, path: str, text: str, *, reload: bool = False) -> Step:
+def _file(name: str, path: str, text: str, *, reload: bool = False) -> SshStep:
     write, held = _base64(text.encode(), f"{path}.new"), base64.b64encode(text.encode()).decode()
-    return Step(
+    return SshStep(
         name=name,
         test=f'[ -e {path} ] && [ "$(base64 -w 0 {path})" = "{held}" ]',
         action=f"mkdir -p {Path(path).parent}\n{write}\nmv {path}.new {path}"

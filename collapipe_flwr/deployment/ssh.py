@@ -31,7 +31,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class SshStep:
     """``action`` is run if ``test`` fails; it ends at its first failing command, and its last
     output is then the reason.
     """
@@ -91,7 +91,7 @@ step() {{
 """
 
 
-def script_of(steps: Sequence[Step], *, dry: bool) -> str:
+def script_of(steps: Sequence[SshStep], *, dry: bool) -> str:
     """Assemble the bash script of these steps, whose output `results_in` reads."""
     parts = [_PRELUDE.format(lock_s=_LOCK_S, least_mb=_LEAST_MB, dry="dry" if dry else "")]
     for number, each in enumerate(steps):
@@ -101,7 +101,7 @@ def script_of(steps: Sequence[Step], *, dry: bool) -> str:
     return "\n".join(parts)
 
 
-def results_in(text: str, machine: str, steps: Sequence[Step]) -> list[Result]:
+def results_in(text: str, machine: str, steps: Sequence[SshStep]) -> list[Result]:
     """Read the results in a script's output; raises LinkError if it broke off without a failure."""
     lines = [line.split("\t", 2) for line in text.splitlines() if line.count("\t") >= 2]
     found = [

@@ -36,7 +36,7 @@ _MOST_ELEMENTS = 2**58  # also of the dimensions that are not 0: numpy multiplie
 _KINDS = "biufc"  # of dtypes: booleans and numbers, nothing that points elsewhere
 
 
-class Layout(NamedTuple):
+class ArrayLayout(NamedTuple):
     """How values stand in an array's bytes: from ``begin`` on, the first index fastest or last."""
 
     dtype: np.dtype[np.generic]
@@ -49,7 +49,7 @@ class Layout(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def layout_of(key: str, array: Array) -> Layout | None:
+def layout_of(key: str, array: Array) -> ArrayLayout | None:
     """Return the layout of a numpy array; None for a dtype that numpy lacks.
 
     Raises ProtocolError for bytes that are not what head and metadata say.
@@ -76,7 +76,7 @@ def _check_raw(array: Array) -> None:
         raise ValueError(f"its shape needs {needed} bytes")
 
 
-def _parse_numpy(array: Array) -> Layout:
+def _parse_numpy(array: Array) -> ArrayLayout:
     if array.stype != SType.NUMPY:
         raise ValueError("its serialisation is unknown")
     layout = _parse_head(_read_head(array.data))
@@ -102,7 +102,7 @@ def _read_head(data: bytes) -> bytes:
 
 
 @lru_cache(maxsize=1024)  # every round has the same ones
-def _parse_head(head: bytes) -> Layout:
+def _parse_head(head: bytes) -> ArrayLayout:
     lead = len(_MAGIC) + 2 + _LENGTHS[head[len(_MAGIC)]]
     try:
         said = ast.literal_eval(head[lead:].decode())
@@ -114,7 +114,7 @@ def _parse_head(head: bytes) -> Layout:
     if type(descr) is not str or type(reordered) is not bool or type(shape) is not tuple:
         raise ValueError("its data is no plain array of numbers")
     _check_shape(shape)
-    return Layout(_parse_dtype(descr), shape, len(head), reordered)
+    return ArrayLayout(_parse_dtype(descr), shape, len(head), reordered)
 
 
 def _parse_dtype(descr: str) -> np.dtype[np.generic]:

@@ -51,14 +51,14 @@ from collapipe_flwr.federation.planner import DescribedClusters, KnownClusters, 
 from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.records import EXAMPLES
 from collapipe_flwr.federation.rounds import (
-    AcceptedRounds,
+    AcceptedReplies,
     ClosedRound,
     RoundPlan,
     RoundPlanner,
     RoundRecord,
     metrics_as_dict,
 )
-from collapipe_flwr.federation.split import PersonalArrays, SplitRound
+from collapipe_flwr.federation.split import PersonalArrays, SplitTraining
 from collapipe_flwr.models.any_splitter import DescribedModel
 from collapipe_flwr.reporting.progress import ClusterProgress
 from collapipe_flwr.scheduler.protocol import Scheduler
@@ -103,7 +103,7 @@ class StrategyHooks:
         self._running = ExitStack()
         self._default_edge: DefaultEdge | None = None  # from the first round on
         self.planner = planner_of(scheduler, model, self._learning, self._edge.address)
-        self._accepted = AcceptedRounds()
+        self._accepted = AcceptedReplies()
         self._movement = MovementMeter()
         self._personal = PersonalArrays()
         self._on_round = on_round
@@ -388,7 +388,7 @@ class StrategyHooks:
         split = None
         if self._model is not None:
             edge = self._open_edge()
-            split = SplitRound(self._model, edge, self._learning(server_round))
+            split = SplitTraining(self._model, edge, self._learning(server_round))
         self._round = OpenRound(
             plan,
             arrays,

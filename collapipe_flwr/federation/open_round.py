@@ -17,13 +17,13 @@ from collapipe_flwr.core.incident import LATE, Incident
 from collapipe_flwr.federation import border, messages, records
 from collapipe_flwr.federation.arrays import add_change, find_not_finite, inner_view
 from collapipe_flwr.federation.rounds import (
-    AcceptedRounds,
+    AcceptedReplies,
     ClosedRound,
     RoundPlan,
     Sent,
     new_attempt,
 )
-from collapipe_flwr.federation.split import PersonalArrays, SplitRound
+from collapipe_flwr.federation.split import PersonalArrays, SplitTraining
 from collapipe_flwr.pipeline.config import PassesDone
 from collapipe_flwr.reporting.progress import ClusterProgress
 
@@ -42,8 +42,8 @@ class OpenRound:
         self,
         plan: RoundPlan,
         template: ArrayRecord,
-        split: SplitRound | None,
-        accepted: AcceptedRounds,
+        split: SplitTraining | None,
+        accepted: AcceptedReplies,
         personal: PersonalArrays,
         *,
         weighted_by: str,
@@ -187,7 +187,7 @@ class OpenRound:
                 raise RunError(f"cluster {cluster_id} is asked twice in a round: give it one node")
             content[name] = self._personal.insert(cluster_id, arrays)
             task = self._split.make_task(name, content)
-        assignment = records.RoundAssignment(
+        assignment = records.TaskAssignment(
             server_round=self.plan.server_round,
             cluster_id=cluster_id,
             plan=plan,

@@ -1,6 +1,6 @@
 """The only place that spells the keys of Flower records.
 
-A message to a cluster has its :class:`RoundAssignment` inside the ConfigRecord of the inner
+A message to a cluster has its :class:`TaskAssignment` inside the ConfigRecord of the inner
 strategy (built-in mods demand exactly one), a key for each field. A reply has one ArrayRecord, one
 MetricRecord (Flower averages everything in it) and the :class:`ClusterMeasurement` in a
 ConfigRecord, which is removed before the inner strategy aggregates.
@@ -78,7 +78,7 @@ class UnsplitTask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundAssignment:
+class TaskAssignment:
     """A cluster's order for one round; ``split`` is None where clients train whole models."""
 
     server_round: int
@@ -98,10 +98,10 @@ class RoundAssignment:
             raise ProtocolError(f"{_key('plan')}: {error}") from error
 
 
-_KINDS: Mapping[str, Any] = get_type_hints(RoundAssignment)
+_KINDS: Mapping[str, Any] = get_type_hints(TaskAssignment)
 
 
-def write_assignment(content: RecordDict, assignment: RoundAssignment) -> RecordDict:
+def write_assignment(content: RecordDict, assignment: TaskAssignment) -> RecordDict:
     """Copy ``content`` with the assignment in its first ConfigRecord."""
     name, config = next(iter(content.config_records.items()), (CONFIG, ConfigRecord()))
     given = {f.name: getattr(assignment, f.name) for f in fields(assignment)}
@@ -109,7 +109,7 @@ def write_assignment(content: RecordDict, assignment: RoundAssignment) -> Record
     return RecordDict({**content, name: ConfigRecord({**config, **values})})
 
 
-def read_assignment(content: RecordDict) -> RoundAssignment:
+def read_assignment(content: RecordDict) -> TaskAssignment:
     """Read the assignment in a message; raises ProtocolError if it is missing or malformed."""
     config = _find_holder(content, _ROUND)
     if config is None:
@@ -117,7 +117,7 @@ def read_assignment(content: RecordDict) -> RoundAssignment:
             f"the message holds no {_ROUND}: wrap the server's strategy in CollaPipe"
         )
     texts = {name: _read_text(config, _key(name)) for name in _KINDS}
-    return RoundAssignment(
+    return TaskAssignment(
         **{n: from_json(_KINDS[n], t, _key(n)) for n, t in texts.items() if t is not None}
     )
 
@@ -141,7 +141,7 @@ def take_telemetry(content: RecordDict) -> tuple[RecordDict, ClusterMeasurement 
 def task_config(vocabulary_json: str, unsplit: UnsplitTask | None) -> ConfigRecord:
     """Make our ServerApp's config for all clients: the vocabulary, and the unsplit task if any.
 
-    ``unsplit`` is for a plain Flower strategy; split models are in the :class:`RoundAssignment`.
+    ``unsplit`` is for a plain Flower strategy; split models are in the :class:`TaskAssignment`.
     """
     config = ConfigRecord({_VOCABULARY: vocabulary_json})
     if unsplit is not None:

@@ -3,7 +3,7 @@
 :class:`RoundPlanner` is the interface between the strategy and its planner.
 
 A cluster cannot know whether the server used its reply, which may be late, refused or lost. So the
-server counts the replies that it aggregated (:class:`AcceptedRounds`), and every order to train
+server counts the replies that it aggregated (:class:`AcceptedReplies`), and every order to train
 names the last of them. The cluster continues from its state at the end of that round, and discards
 the results of other rounds since. A round that is repeated has several orders, of which a cluster
 may still carry out an old one, so each order is named as well. The counts are part of a checkpoint,
@@ -62,7 +62,7 @@ def new_attempt() -> int:
 
 
 @dataclass(slots=True)
-class AcceptedRounds:
+class AcceptedReplies:
     """Counts the accepted rounds of every cluster."""
 
     clusters: Mapping[str, Progress] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class AcceptedRounds:
 
     def load(self, memory: ComponentState) -> None:
         """Restore from a checkpoint; raises ProtocolError for other data."""
-        kept = from_json(AcceptedRounds, memory.text, "the accepted rounds of the checkpoint")
+        kept = from_json(AcceptedReplies, memory.text, "the accepted rounds of the checkpoint")
         self.clusters, self.saved = kept.clusters, kept.saved
 
 

@@ -27,7 +27,7 @@ from collapipe_flwr.federation.records import SplitTask, asked_optimizer
 from collapipe_flwr.models.any_splitter import DescribedModel
 
 
-class SplitRound:
+class SplitTraining:
     """The split model in one round; ``edge`` is for clusters that name none."""
 
     def __init__(

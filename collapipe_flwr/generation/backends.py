@@ -16,7 +16,7 @@ from torch import Tensor
 from collapipe_flwr.cluster.edges import open_fleet
 from collapipe_flwr.cluster.fleet import Fleet, ThreadFleet
 from collapipe_flwr.cluster.hosted import ThreadEdge
-from collapipe_flwr.cluster.order import EDGE, LearningSettings, RoundOrder
+from collapipe_flwr.cluster.order import EDGE, LearningSettings, TrainingOrder
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.errors import (
@@ -106,7 +106,7 @@ class ServedModel:
 
         Raises LinkError when a device or the edge cannot be reached or fails.
         """
-        order = RoundOrder(
+        order = TrainingOrder(
             plan=plan,
             weights=self.weights,
             learning=LearningSettings(

@@ -28,7 +28,7 @@ from collapipe_flwr.core.version import version_fault
 from collapipe_flwr.host.allocator import trim_heap
 from collapipe_flwr.host.ledger import NoRoom
 from collapipe_flwr.host.service import HostService, Reserve
-from collapipe_flwr.host.session import Lane, SessionRefused, Stream
+from collapipe_flwr.host.session import Lane, SessionRefused, StepStream
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest, run_benchmark
 from collapipe_flwr.pipeline.config import Health, PassesDone, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.link import Frame, FrameKind
@@ -217,7 +217,9 @@ class Servicer:
             self._leave(stream)
         stream.over.wait(_SETTLE_S)  # so that the session is settled when the call ends
 
-    def _begin(self, stream: Stream, lane: Lane, request: StreamRequest, call: Call) -> StreamLink:
+    def _begin(
+        self, stream: StepStream, lane: Lane, request: StreamRequest, call: Call
+    ) -> StreamLink:
         peer = request.name[:80]
         link = StreamLink(
             peer,
@@ -239,7 +241,7 @@ class Servicer:
             self._workers.submit(self._serve, stream)
         return link
 
-    def _serve(self, stream: Stream) -> None:
+    def _serve(self, stream: StepStream) -> None:
         """Run a stage, and close its links; an unexpected error is logged with its trace."""
         request, lanes = stream.session.request, stream.lanes
         with add_log_fields(**request.about):
@@ -253,7 +255,7 @@ class Servicer:
                 for link in filter(None, lanes.links.values()):
                     link.close()
 
-    def _leave(self, stream: Stream) -> None:
+    def _leave(self, stream: StepStream) -> None:
         """Release the stream of a lane that ended: its stage may be waiting for another lane."""
         if stream.lanes.are_several:
             self.service.release(stream, "another link of this stage broke off")

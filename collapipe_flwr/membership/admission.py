@@ -185,7 +185,7 @@ def _one(role: Role) -> str:
     return f"{'an' if role is Role.EDGE else 'a'} {role.value}"
 
 
-class Attempts:
+class JoinAttempts:
     """Counts recent refusals: by address, and of all callers together."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -219,7 +219,7 @@ class JoiningService(Server):
         on_joined: Callable[[str], object] = lambda _: None,
     ) -> None:
         self._registry, self._on_joined = registry, on_joined
-        self._attempts = Attempts()
+        self._attempts = JoinAttempts()
         super().__init__(
             listen,
             {joining.JOIN: self._join},

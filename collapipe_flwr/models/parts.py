@@ -24,7 +24,7 @@ from collapipe_flwr.models.part import Borrower, LossPart, Part, Weights
 from collapipe_flwr.models.part_cache import PartCache
 from collapipe_flwr.models.skeleton import make_blank_pixels
 from collapipe_flwr.models.stack import Around, Stack, disable_cache
-from collapipe_flwr.models.tasks import LABELS, Objective, Task, numbers_of
+from collapipe_flwr.models.tasks import LABELS, ModelTask, Objective, numbers_of
 from collapipe_flwr.models.validation import first_lines, most_positions
 
 _LIMITS = ("vocab_size", "max_position_embeddings", "image_size", "max_source_positions")
@@ -122,7 +122,7 @@ class EdgePart(LossPart):
         stack: Stack,
         holdings: Holdings,
         weights: Weights,
-        task: Task,
+        task: ModelTask,
         objective: Objective,
         *,
         own_head: bool,
@@ -238,7 +238,7 @@ def misfit_of_inputs(config: Any, inputs: Mapping[str, Tensor]) -> str | None:
     return None
 
 
-def misfit_of_labels(config: Any, task: Task, labels: Tensor | None) -> str | None:
+def misfit_of_labels(config: Any, task: ModelTask, labels: Tensor | None) -> str | None:
     """Describe the fault of a batch's labels in one sentence; None if they have none."""
     if labels is None or labels.is_floating_point():
         return None

@@ -58,7 +58,7 @@ def _count_per_example(labels: Tensor) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ModelTask:
     """A task: the Auto classes that may hold its head, and how many targets a batch has."""
 
     name: str
@@ -69,30 +69,32 @@ class Task:
 
 
 _TASKS = (
-    Task(
+    ModelTask(
         "sequence-classification",
         (AutoModelForSequenceClassification,),
         _count_per_example,
         labelled=True,
         label_per_example=True,
     ),
-    Task("token-classification", (AutoModelForTokenClassification,), labelled=True),
-    Task(
+    ModelTask("token-classification", (AutoModelForTokenClassification,), labelled=True),
+    ModelTask(
         "image-classification",
         (AutoModelForImageClassification,),
         _count_per_example,
         labelled=True,
         label_per_example=True,
     ),
-    Task("masked-lm", (AutoModelForMaskedLM,)),
-    Task("causal-lm", (AutoModelForCausalLM,), lambda labels_BT: count_labels(labels_BT[:, 1:])),
-    Task("seq2seq", (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)),
+    ModelTask("masked-lm", (AutoModelForMaskedLM,)),
+    ModelTask(
+        "causal-lm", (AutoModelForCausalLM,), lambda labels_BT: count_labels(labels_BT[:, 1:])
+    ),
+    ModelTask("seq2seq", (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)),
 )
-TASKS: Mapping[str, Task] = {task.name: task for task in _TASKS}
-OWN_TASK = Task("own", ())  # of a class that learns something else
+TASKS: Mapping[str, ModelTask] = {task.name: task for task in _TASKS}
+OWN_TASK = ModelTask("own", ())  # of a class that learns something else
 
 
-def find_task(name: str) -> Task:
+def find_task(name: str) -> ModelTask:
     """Return the task of that name; raises ModelError naming the nearest one."""
     if found := {**TASKS, OWN_TASK.name: OWN_TASK}.get(name):
         return found

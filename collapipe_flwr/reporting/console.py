@@ -35,7 +35,7 @@ _MOST_ROUNDS = 8  # of one cluster that are named
 Row = tuple[str, str | Text]
 
 
-class RoundPrinter:
+class ProgressPrinter:
     """Prints lines for each finished round: numbers, then plans, wrapped on a terminal."""
 
     def __init__(self, rounds: int | None = None, console: Console | None = None) -> None:

@@ -20,7 +20,7 @@ from rich.live import Live
 from collapipe_flwr.core.processes import run_beside
 from collapipe_flwr.reporting import run_directory
 from collapipe_flwr.reporting.bars import Bars, plain_line
-from collapipe_flwr.reporting.console import RoundPrinter, summary_table
+from collapipe_flwr.reporting.console import ProgressPrinter, summary_table
 from collapipe_flwr.reporting.events import RoundEvent
 from collapipe_flwr.reporting.output import terminal
 from collapipe_flwr.reporting.progress import RunProgress, read_progress
@@ -35,7 +35,7 @@ _LOOK_S = 1.0
 _ENDING = "stopping Flower"
 
 
-class Screen(RoundPrinter):
+class Screen(ProgressPrinter):
     """The terminal of `collapipe run`: ``quiet`` shows nothing, ``verbose`` the log itself."""
 
     def __init__(

@@ -23,7 +23,7 @@ from collapipe_flwr.scheduler.estimates import plausible_j, profiles_learned
 from collapipe_flwr.scheduler.gain_estimates import with_error
 from collapipe_flwr.scheduler.initial_layouts import rows_by_weight
 from collapipe_flwr.scheduler.link_estimates import links_learned
-from collapipe_flwr.scheduler.planner import RoundSolver, Solution
+from collapipe_flwr.scheduler.planner import PlanSolver, Solution
 from collapipe_flwr.scheduler.problem import Learning, learning_for
 from collapipe_flwr.scheduler.protocol import (
     NOISE_SCALE,
@@ -196,10 +196,10 @@ def learning_in(tables: Tables, state: SchedulerState, settings: SchedulerConfig
 
 def planner_for(
     tables: Tables, state: SchedulerState, settings: SchedulerConfig, share: float = 1.0
-) -> RoundSolver:
+) -> PlanSolver:
     """Build the round's problem: V over the reference latency, and queues over squared budgets."""
     chosen = replace(settings, penalty_weight=weight_of(state, settings))
-    return RoundSolver(
+    return PlanSolver(
         tables=tables,
         settings=chosen,
         learning=learning_in(tables, state, settings),

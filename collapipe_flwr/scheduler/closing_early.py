@@ -39,7 +39,7 @@ def count_rounds_late(latency_m: Array, slack: float) -> Ints:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EarlyRound:
+class EarlyClosing:
     """A decision for the clusters that are waited for, and one for those that are not."""
 
     whole: Decision  # that waits for all
@@ -85,10 +85,10 @@ class EarlyRound:
         return replace(plans[0], clusters=clusters, latency_s=seconds, rho=self.rho)
 
 
-def closing_early(whole: Decision, decide: Decide, slack: float) -> EarlyRound:
+def closing_early(whole: Decision, decide: Decide, slack: float) -> EarlyClosing:
     """Choose the better of ``whole`` and rounds that wait for fewer clusters."""
     snapshot = whole.planner.tables.snapshot
-    best = EarlyRound(whole=whole, parts=(whole,), slack=slack)
+    best = EarlyClosing(whole=whole, parts=(whole,), slack=slack)
     here, gone, now = snapshot.clusters, tuple[ClusterSnapshot, ...](), whole
     most = len(here) // 2  # the median cluster is always waited for
     while len(gone) < most:
@@ -100,7 +100,7 @@ def closing_early(whole: Decision, decide: Decide, slack: float) -> EarlyRound:
         now = decide(_take_part(snapshot, here), here_share)
         worth = _price_late_second(now, whole, here_share)
         parts = (now, decide(_take_part(snapshot, gone), 1.0 / worth))
-        fewer = EarlyRound(whole=whole, parts=parts, slack=slack)
+        fewer = EarlyClosing(whole=whole, parts=parts, slack=slack)
         if not fewer.objective < best.objective:
             break
         best = fewer

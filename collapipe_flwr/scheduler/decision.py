@@ -23,14 +23,14 @@ from collapipe_flwr.costs.layouts import of_members, with_codecs
 from collapipe_flwr.costs.radio import NOISE, SHARES, rank_codecs
 from collapipe_flwr.scheduler.base import solution_plan
 from collapipe_flwr.scheduler.model_share import with_model_shares
-from collapipe_flwr.scheduler.planner import RoundSolver, Solution
+from collapipe_flwr.scheduler.planner import PlanSolver, Solution
 from collapipe_flwr.scheduler.replicating import with_replicas
 
 MARGIN = 0.02  # what finer codecs may cost
 TINY = 1e-12  # relative
 
 
-def refine_codecs(planner: RoundSolver, coarse: Solution) -> Solution:
+def refine_codecs(planner: PlanSolver, coarse: Solution) -> Solution:
     """Choose finer codecs than ``coarse`` has where they are worth it, and optimise the radio."""
     steps = rank_codecs(planner.settings.codecs)
     if len(steps) < 2:
@@ -46,7 +46,7 @@ def refine_codecs(planner: RoundSolver, coarse: Solution) -> Solution:
 class Lifting:
     """A decision and what its clusters may spend on finer codecs."""
 
-    def __init__(self, planner: RoundSolver, coarse: Solution) -> None:
+    def __init__(self, planner: PlanSolver, coarse: Solution) -> None:
         self.planner, self.coarse = planner, coarse
         self._prices = of_members(planner.price_mi, coarse.rows)
         extra = MARGIN * coarse.objective / len(coarse.rows)
@@ -102,7 +102,7 @@ def lift_codecs(lifting: Lifting, steps: tuple[int, ...]) -> Ints:
 class Decision:
     """A solved round for some set of clusters that hold ``share`` of all examples."""
 
-    planner: RoundSolver
+    planner: PlanSolver
     solution: Solution
     share: float
     model_share_m: Array

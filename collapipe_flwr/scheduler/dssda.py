@@ -31,7 +31,7 @@ from collapipe_flwr.scheduler.estimates import with_profiles
 from collapipe_flwr.scheduler.gain_estimates import robust, with_averages, with_forecast
 from collapipe_flwr.scheduler.model_share import capped, least_shares, widened
 from collapipe_flwr.scheduler.multipliers import Dual, unlearned_weight, weight_for
-from collapipe_flwr.scheduler.planner import RoundSolver, Solution
+from collapipe_flwr.scheduler.planner import PlanSolver, Solution
 from collapipe_flwr.scheduler.plans import strangers
 from collapipe_flwr.scheduler.protocol import (
     Nested,
@@ -173,7 +173,7 @@ class Dssda(Policy):
             best, value = fewer, cost
         return best
 
-    def _settle(self, planner: RoundSolver, state: SchedulerState) -> Solution:
+    def _settle(self, planner: PlanSolver, state: SchedulerState) -> Solution:
         """Return the new optimum, unless the segments in place are nearly as good."""
         last = state.last_plan
         kept = kept_rows(planner.tables, last, self.settings)
@@ -201,7 +201,7 @@ def heads_worth(plan: Plan, snapshot: Snapshot, state: SchedulerState) -> float:
     return total
 
 
-def with_radio(planner: RoundSolver, solution: Solution) -> RoundSolver:
+def with_radio(planner: PlanSolver, solution: Solution) -> PlanSolver:
     """``planner`` in which computing leaves room for the transmissions of ``solution``."""
     needed = (1.0 + RADIO_SPARE) * solution.radio_mi(planner.room_mi.shape)
     return replace(planner, room_mi=planner.room_mi - needed)

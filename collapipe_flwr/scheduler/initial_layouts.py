@@ -12,7 +12,7 @@ from collapipe_flwr.costs.arrays import Array, Ints
 from collapipe_flwr.costs.layouts import UNUSED, Layouts
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import PricingOptions, kept_bytes, share_bytes
-from collapipe_flwr.scheduler.problem import RoundProblem
+from collapipe_flwr.scheduler.problem import PlanningProblem
 
 CAPS = 12  # bottlenecks that devices are filled up to
 LONGEST = 4.0  # the largest of them over the smallest
@@ -154,7 +154,7 @@ def _reached(sum_l: Array, at: Ints, most: Array) -> Ints:
     return np.asarray(np.searchsorted(sum_l, sum_l[at] + most, side="right") - 1)
 
 
-def first_rows(problem: RoundProblem, which: Ints, batch: tuple[int, int]) -> Layouts:
+def first_rows(problem: PlanningProblem, which: Ints, batch: tuple[int, int]) -> Layouts:
     """For each of ``which``: devices filled up to several bottlenecks, and to their memories.
 
     In order of what an operation costs there, a second at several prices, and of memory.

@@ -25,7 +25,7 @@ import numpy as np
 from collapipe_flwr.costs.arrays import Array, Mask
 from collapipe_flwr.scheduler.base import USUAL_WEIGHT
 from collapipe_flwr.scheduler.mixture import solve_mixture
-from collapipe_flwr.scheduler.planner import RoundSolver, Solution
+from collapipe_flwr.scheduler.planner import PlanSolver, Solution
 
 STEPS = 25  # cutting planes at most
 INWARD = 0.4  # part of the way from the best point to where planes are highest
@@ -41,7 +41,7 @@ ALWAYS = 1e-6  # price of energy where its multiplier is 0, so that nothing is w
 class Dual:
     """The dual of a snapshot's problem, in reference latencies and budgets, and the plans seen."""
 
-    planner: RoundSolver
+    planner: PlanSolver
     solutions: list[Solution] = field(default_factory=list)
 
     @property
@@ -52,7 +52,7 @@ class Dual:
         mask[:, 0] = False
         return mask
 
-    def at(self, theta_mi: Array, room_mi: Array | None = None) -> RoundSolver:
+    def at(self, theta_mi: Array, room_mi: Array | None = None) -> PlanSolver:
         """Make the planner of a round at these multipliers."""
         budget = np.where(self.limited, self.planner.tables.members.budget_mi, 1.0)
         return replace(

@@ -32,7 +32,7 @@ from collapipe_flwr.core.domain import (
 from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.core.measurements import ClusterMeasurement, StageMeasurement
 from collapipe_flwr.costs.measured import explained_s, server_s, stage_parts, taken_s
-from collapipe_flwr.costs.price import PricedRound
+from collapipe_flwr.costs.price import PricedPlan
 from collapipe_flwr.costs.replicas import PricedCluster
 from collapipe_flwr.costs.work import PricingOptions
 
@@ -202,7 +202,7 @@ def _reached(traffic: LinkTraffic, planned_bit_per_s: float, *, paced: bool) -> 
 
 
 def simulated_outcome(
-    plan: Plan, priced: PricedRound, truth: Snapshot, seen: Snapshot, options: PricingOptions
+    plan: Plan, priced: PricedPlan, truth: Snapshot, seen: Snapshot, options: PricingOptions
 ) -> RoundOutcome:
     """Derive the outcome from the price; members with work report true stage times and powers.
 

@@ -28,7 +28,7 @@ from collapipe_flwr.costs.layouts import (
 )
 from collapipe_flwr.scheduler.dual_prices import DualPrices
 from collapipe_flwr.scheduler.local_search import pair_batches, recut_batches
-from collapipe_flwr.scheduler.problem import RoundProblem
+from collapipe_flwr.scheduler.problem import PlanningProblem
 from collapipe_flwr.scheduler.radio.equal_ends import levelled_hz
 from collapipe_flwr.scheduler.radio.interior_point import Allocation, allocate
 from collapipe_flwr.scheduler.runners_up import Incumbent
@@ -73,7 +73,7 @@ class Solution:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundSolver(RoundProblem):
+class PlanSolver(PlanningProblem):
     """Solve the problem of one round: search by bounds, then play and mend what was found."""
 
     def solve(self, stay: Solution | None = None, spare: Layouts | None = None) -> Solution:
@@ -83,7 +83,7 @@ class RoundSolver(RoundProblem):
         only a search from scratch alternates and looks further (docs/theory.md, 8).
         """
         search = Search(self, spare)
-        best = self.radio(search.choose(self.opening_prices(), stay and stay.rows))
+        best = self.radio(search.choose(self.opening_prices(), None if stay is None else stay.rows))
         if stay is not None:
             return min(stay, best, key=lambda s: s.objective)
         best = self.improve(best, search)

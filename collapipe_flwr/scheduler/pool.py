@@ -17,7 +17,7 @@ from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.convergence import others_max
 from collapipe_flwr.costs.layouts import Layouts, stack
 from collapipe_flwr.costs.work import steps_of
-from collapipe_flwr.scheduler.problem import RoundProblem
+from collapipe_flwr.scheduler.problem import PlanningProblem
 from collapipe_flwr.scheduler.scorer import Estimates, Scorer, joined
 
 CHANGES = 60  # of single clusters that a pick tries after that
@@ -51,7 +51,7 @@ class Pool:
         )
 
 
-def pool_of(problem: RoundProblem, scorer: Scorer, rows: Layouts) -> Pool:
+def pool_of(problem: PlanningProblem, scorer: Scorer, rows: Layouts) -> Pool:
     """Keep the rows that fit their memories and have micro-batches of the grid."""
     pair = problem.pair_of(rows)
     costs = scorer.estimates(rows)
@@ -85,7 +85,7 @@ def _measure_gains(group: Ints, worth: Array, most: float = 0.0) -> tuple[Mask, 
 class PlanSelector:
     """Puts plans together from a pool that has at least one row of every cluster."""
 
-    def __init__(self, problem: RoundProblem, pool: Pool) -> None:
+    def __init__(self, problem: PlanningProblem, pool: Pool) -> None:
         self.problem, self.pool = problem, pool
         self._steps, self._batches = steps_of(problem.tables, pool.rows), pool.rows.batch_r
         # By cluster, and the quickest first; rounds to the target differ by cluster and pair alone.
@@ -220,7 +220,7 @@ class Within:
 class _Common:
     """The best choice of one row per cluster of ``order``, by cluster and latency, at one rho."""
 
-    def __init__(self, problem: RoundProblem, pool: Pool, order: Ints) -> None:
+    def __init__(self, problem: PlanningProblem, pool: Pool, order: Ints) -> None:
         self._order, self._costs = order, pool.costs.take(order)
         owner, latency = pool.rows.cluster_r[order], self._costs.latency
         first, gain = _measure_gains(owner, self._costs.worth)

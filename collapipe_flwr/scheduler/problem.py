@@ -77,7 +77,7 @@ def learning_for(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundProblem:
+class PlanningProblem:
     """The fixed inputs of planning one round; energy costs ``price_mi`` per joule.
 
     Computing that takes more than ``room_mi`` joules of a device costs a surcharge.

@@ -20,7 +20,7 @@ from collapipe_flwr.core.schedule import textbook_depths
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.layouts import member_indices
 from collapipe_flwr.costs.replicas import ReplicatedCosts, ReplicatedPricing
-from collapipe_flwr.scheduler.problem import RoundProblem
+from collapipe_flwr.scheduler.problem import PlanningProblem
 
 WORTH = 0.01  # of what a cluster pays, that a change must gain
 MOST_CLUSTERS = 20  # beyond, there is no time to try
@@ -28,7 +28,7 @@ MOST_CHANGES = 8
 MOST_SLACK = 3  # micro-batches more in flight per stage than the textbook has
 
 
-def with_replicas(plan: Plan, problem: RoundProblem, rho: float) -> Plan:
+def with_replicas(plan: Plan, problem: PlanningProblem, rho: float) -> Plan:
     """Add replicas to ``plan`` in the clusters that make the round long."""
     if len(plan.clusters) > MOST_CLUSTERS:
         return plan
@@ -45,7 +45,7 @@ def with_replicas(plan: Plan, problem: RoundProblem, rho: float) -> Plan:
 class _Changes:
     """What may be done to the plan of cluster ``m``."""
 
-    def __init__(self, problem: RoundProblem, rho: float, plan: Plan, m: int) -> None:
+    def __init__(self, problem: PlanningProblem, rho: float, plan: Plan, m: int) -> None:
         self._problem, self._m, self._now = problem, m, plan.clusters[m]
         self._second_price = problem.latency_price * rho
         self._members = member_indices(problem.tables, m)

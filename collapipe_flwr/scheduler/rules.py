@@ -31,7 +31,7 @@ from collapipe_flwr.scheduler.edges import on_edges
 from collapipe_flwr.scheduler.estimates import with_profiles
 from collapipe_flwr.scheduler.initial_layouts import rows_by_weight
 from collapipe_flwr.scheduler.model_share import capped, least_shares, with_model_shares
-from collapipe_flwr.scheduler.planner import RoundSolver, Solution
+from collapipe_flwr.scheduler.planner import PlanSolver, Solution
 from collapipe_flwr.scheduler.protocol import SchedulerState
 from collapipe_flwr.scheduler.radio.interior_point import equal_shares
 from collapipe_flwr.scheduler.refusal import too_little_trust
@@ -163,13 +163,13 @@ def _picked(choices: Sequence[Layouts], picks: Sequence[int]) -> Layouts:
     return stack(rows)
 
 
-def _at_full_power(planner: RoundSolver, rows: Layouts) -> Solution:
+def _at_full_power(planner: PlanSolver, rows: Layouts) -> Solution:
     chain = chain_of(planner.tables, rows, planner.settings)
     shares = equal_shares(chain, planner.tables.snapshot.radio.bandwidth_hz)
     return planner.priced(chain, shares, planner.learning.rho(planner.tables, rows))
 
 
-def _best_picks(planner: RoundSolver, choices: Sequence[Layouts]) -> list[int]:
+def _best_picks(planner: PlanSolver, choices: Sequence[Layouts]) -> list[int]:
     """Positions of least objective: the best common pair, then cluster by cluster while it falls.
 
     Rounds to the target depend on the micro-batches of all clusters.

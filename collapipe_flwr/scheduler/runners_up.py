@@ -26,7 +26,7 @@ from collapipe_flwr.costs.chain import (
 from collapipe_flwr.costs.convergence import others_max
 from collapipe_flwr.costs.layouts import Layouts, keys_of, replaced, stack
 from collapipe_flwr.scheduler.pool import PlanSelector, Pool
-from collapipe_flwr.scheduler.problem import RoundProblem
+from collapipe_flwr.scheduler.problem import PlanningProblem
 from collapipe_flwr.scheduler.scorer import Estimates, joined
 
 WIDTH = 16  # rows of a cluster that a beam goes on from
@@ -38,7 +38,7 @@ PATIENCE = 2  # moves in vain
 class Incumbent:
     """A plan, over whose bandwidth other rows of its clusters are priced at full power."""
 
-    problem: RoundProblem
+    problem: PlanningProblem
     rows: Layouts  # one per cluster
     costs: Estimates  # of these rows
     hz_m: Array

@@ -71,7 +71,7 @@ class Scorer:
         room_mi: Array,
         prices: DualPrices,
     ) -> None:
-        """Tabulate links, spans and members at these prices; see `RoundProblem` for the fields."""
+        """Tabulate links, spans and members at these prices, see `PlanningProblem`."""
         self.tables, self.options, self.prices = tables, options, prices
         self.latency_price, least = latency_price, LEAST_SLOPE * latency_price
         self.slope_m = np.maximum(prices.slack_price_m, least)  # what a second costs each

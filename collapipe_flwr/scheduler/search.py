@@ -25,7 +25,7 @@ from collapipe_flwr.scheduler.initial_layouts import (
 )
 from collapipe_flwr.scheduler.local_search import Moves, pair_batches
 from collapipe_flwr.scheduler.pool import PlanSelector, Pool, pool_of, select_front
-from collapipe_flwr.scheduler.problem import RoundProblem
+from collapipe_flwr.scheduler.problem import PlanningProblem
 from collapipe_flwr.scheduler.scorer import Estimates
 
 ENUMERATED_ROWS = 20_000  # clusters with fewer candidates than this are searched completely
@@ -51,7 +51,7 @@ COARSE = 1.12  # factor by which latencies out of the band must differ
 class Search:
     """Searches of one decision under successive dual prices."""
 
-    def __init__(self, problem: RoundProblem, spare: Layouts | None = None) -> None:
+    def __init__(self, problem: PlanningProblem, spare: Layouts | None = None) -> None:
         """Search ``problem``; ``spare`` rows are known besides those in place."""
         self.problem, self.spare = problem, spare
         self.clusters = np.arange(problem.tables.num_clusters)

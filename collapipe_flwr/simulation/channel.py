@@ -28,7 +28,7 @@ CHANNEL_MODELS = ("static", "block-fading", "mobility", "trace:FILE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class MemberPositions:
     """Positions in metres relative to the edge's antenna; member 0 is the control unit."""
 
     cluster_id: str
@@ -38,17 +38,17 @@ class Placement:
     exponent: float
 
 
-ChannelModel = Callable[[Placement, int, int], ChannelState]
+ChannelModel = Callable[[MemberPositions, int, int], ChannelState]
 """The gains of one cluster by seed and round; equal arguments give equal results."""
 
 
-def static(placement: Placement, seed: int, round_index: int) -> ChannelState:
+def static(placement: MemberPositions, seed: int, round_index: int) -> ChannelState:
     """Apply path loss only: the same gains in every round."""
     del seed, round_index
     return _make_state(*_compute_gains(placement, placement.member_m))
 
 
-def block_fading(placement: Placement, seed: int, round_index: int) -> ChannelState:
+def block_fading(placement: MemberPositions, seed: int, round_index: int) -> ChannelState:
     """Apply Rayleigh fading, independent by round: path loss times exponential fades."""
     d2d, edge = _compute_gains(placement, placement.member_m)
     rng = _make_rng(placement, seed, round_index)
@@ -58,7 +58,7 @@ def block_fading(placement: Placement, seed: int, round_index: int) -> ChannelSt
     return _make_state(d2d * fade, edge * fade_edge)
 
 
-def mobility(placement: Placement, seed: int, round_index: int) -> ChannelState:
+def mobility(placement: MemberPositions, seed: int, round_index: int) -> ChannelState:
     """Apply path loss to members that circle around their places in ``PERIOD_ROUNDS``."""
     phases = _make_rng(placement, seed, 0).uniform(0.0, 2.0 * math.pi, len(placement.orbit_m))
     angle = phases + 2.0 * math.pi * round_index / PERIOD_ROUNDS
@@ -69,7 +69,7 @@ def mobility(placement: Placement, seed: int, round_index: int) -> ChannelState:
 def trace(factors: Sequence[float]) -> ChannelModel:
     """Multiply path loss by recorded factors, one per round, from the start again at the end."""
 
-    def state(placement: Placement, seed: int, round_index: int) -> ChannelState:
+    def state(placement: MemberPositions, seed: int, round_index: int) -> ChannelState:
         del seed
         d2d, edge = _compute_gains(placement, placement.member_m)
         factor = factors[(round_index - 1) % len(factors)]
@@ -105,18 +105,18 @@ def _read_trace(path: Path) -> tuple[float, ...]:
     return tuple(factors)
 
 
-def _make_rng(placement: Placement, seed: int, round_index: int) -> np.random.Generator:
+def _make_rng(placement: MemberPositions, seed: int, round_index: int) -> np.random.Generator:
     return np.random.default_rng([seed, round_index, *map(ord, placement.cluster_id)])
 
 
-def _compute_gains(placement: Placement, member_m: Array) -> tuple[Array, Array]:
+def _compute_gains(placement: MemberPositions, member_m: Array) -> tuple[Array, Array]:
     apart = np.linalg.norm(member_m[:, None, :] - member_m[None, :, :], axis=2)
     return _compute_loss(placement, apart), _compute_loss(
         placement, np.linalg.norm(member_m, axis=1)
     )
 
 
-def _compute_loss(placement: Placement, metres: Array) -> Array:
+def _compute_loss(placement: MemberPositions, metres: Array) -> Array:
     at_one = (LIGHT_M_PER_S / (4.0 * math.pi * placement.carrier_hz)) ** 2
     return np.asarray(at_one * np.maximum(metres, NEAREST_M) ** -placement.exponent)
 

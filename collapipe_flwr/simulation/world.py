@@ -25,7 +25,7 @@ from collapipe_flwr.core.domain import (
 )
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.arrays import Array
-from collapipe_flwr.simulation.channel import ChannelModel, Placement, channel_model
+from collapipe_flwr.simulation.channel import ChannelModel, MemberPositions, channel_model
 from collapipe_flwr.simulation.devices import RadioPreset, device_preset, radio_preset, scaled
 
 EDGE_FLOP_PER_S = 5e12  # what one cluster sees of a server-class GPU in fp32
@@ -45,7 +45,7 @@ class World:
     """
 
     clusters: tuple[ClusterProfile, ...]
-    placements: tuple[Placement, ...]
+    placements: tuple[MemberPositions, ...]
     edge: EdgeProfile
     radio: RadioProfile
     channel: ChannelModel
@@ -100,7 +100,7 @@ class World:
             placements=(*self.placements[:index], moved, *self.placements[index + 1 :]),
         )
 
-    def with_places(self, placements: Sequence[Placement]) -> World:
+    def with_places(self, placements: Sequence[MemberPositions]) -> World:
         """With these places of clusters; those of others stay."""
         known = {place.cluster_id: place for place in placements}
         places = tuple(known.get(place.cluster_id, place) for place in self.placements)
@@ -314,9 +314,9 @@ def with_edge_at_home(cluster: ClusterProfile) -> ClusterProfile:
 
 def _place(
     cluster_id: str, members: int, radio: RadioPreset, rng: np.random.Generator
-) -> Placement:
+) -> MemberPositions:
     centre = _around(rng, CLUSTER_DISTANCE_M, 1)
-    return Placement(
+    return MemberPositions(
         cluster_id=cluster_id,
         member_m=centre + _around(rng, DEVICE_DISTANCE_M, members),
         orbit_m=np.full(members, ORBIT_M),

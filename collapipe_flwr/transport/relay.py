@@ -1,4 +1,4 @@
-"""Reaches devices that accept no connection: they dial the control unit, where a `Relay` listens.
+"""Reaches devices that accept no connection: they dial a `DialRelay` at the control unit.
 
 Three kinds of connection come to its one port, and their first bytes tell them apart:
 
@@ -56,7 +56,7 @@ class _Dialled:
     peers: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
-class Relay:
+class DialRelay:
     """Listens for the devices of ``clusters``, as they are now, whose control unit's key is here.
 
     Use as a context manager. Raises ConfigError when it cannot listen.
@@ -81,7 +81,7 @@ class Relay:
         self.address = f"{listen.rpartition(':')[0]}:{self._listener.getsockname()[1]}"
         self._life = run_beside(lambda over: run_until(over, self._serve), "relay")
 
-    def __enter__(self) -> Relay:
+    def __enter__(self) -> DialRelay:
         self._life.__enter__()
         return self
 
@@ -395,7 +395,7 @@ def run_relay(clusters: _Clusters) -> Iterator[None]:
                 where = next((c.relay_address for c in clusters() if c.diallers), "")
                 if not where:
                     continue
-                with Relay(where, clusters) as relay:
+                with DialRelay(where, clusters) as relay:
                     _log.info("devices dial in at %s", relay.address)
                     over.wait()
             except CollaPipeError as error:

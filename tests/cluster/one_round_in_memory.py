@@ -13,7 +13,7 @@ import torch
 from benchmarks.memory.neighbours import NearFleet, even_plan
 from benchmarks.resident import forget_peak, peak_bytes, resident_bytes
 from collapipe_flwr.cluster.control_unit import train_round
-from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
+from collapipe_flwr.cluster.order import LearningSettings, TrainingOrder
 from collapipe_flwr.federation.arrays import encode_tensors, offload_tensors, take_record
 from collapipe_flwr.host.allocator import configure_malloc, trim_heap
 from collapipe_flwr.models.describing import make_spec
@@ -51,7 +51,7 @@ def main() -> None:
     trim_heap()
     before_bytes = resident_bytes()
     forget_peak()
-    order = RoundOrder(
+    order = TrainingOrder(
         plan=even_plan(splitter.num_blocks, DEVICES, STEPS),
         weights=offload_tensors(message),
         learning=LearningSettings(),

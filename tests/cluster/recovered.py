@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from collapipe_flwr.cluster.control_unit import RoundResult, train_round
+from collapipe_flwr.cluster.control_unit import ClusterResult, train_round
 from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.cluster.hosted import ThreadEdge
-from collapipe_flwr.cluster.order import RoundOrder
+from collapipe_flwr.cluster.order import TrainingOrder
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
@@ -35,7 +35,7 @@ def first(splitter: Splitter) -> dict[str, Tensor]:
 
 def order(
     first: dict[str, Tensor], plan: ClusterPlan | None = None, *, every: int = 0
-) -> RoundOrder:
+) -> TrainingOrder:
     asked = order_of(CUT, first, RULE, every=every, dropout_seed=SEED)
     return replace(asked, plan=plan or CUT.plan())
 
@@ -46,7 +46,7 @@ def run(
     *faults: Fault,
     every: int = 0,
     die: Callable[[], None] | None = None,
-) -> tuple[RoundResult, dict[str, Tensor]]:
+) -> tuple[ClusterResult, dict[str, Tensor]]:
     """A round in which devices die; its result, and all weights."""
     fleet = ThreadFleet(ThreadEdge(), failing(*faults, die=die))
     batches = micro_batches(splitter, steps_of(splitter, CUT, STEPS))

@@ -42,7 +42,7 @@ from collapipe_flwr.pipeline.compute import torch_build
 from collapipe_flwr.transport.certificates import sign_all
 from collapipe_flwr.transport.client import HostClient
 from collapipe_flwr.transport.methods import ProbeAnswer
-from collapipe_flwr.transport.relay import Relay
+from collapipe_flwr.transport.relay import DialRelay
 from tests.cluster.daemon_processes import Daemon, running
 from tests.host.chain_to_edge import request, service
 
@@ -235,7 +235,7 @@ def test_of_a_device_that_dials_it_is_said_who_passes_on_its_calls(tmp_path: Pat
     values = {"id": "A", "control-unit": unit, "relay": "127.0.0.1:1", "device": devices}
     config = parse_cluster({**values, "tls": {}}, tmp_path)
     sign_all(tmp_path / "certs", {"control-unit": ()})
-    with Relay("127.0.0.1:0", lambda: [config]) as relay:
+    with DialRelay("127.0.0.1:0", lambda: [config]) as relay:
         phone = replace(config.devices[0], address=relay.address)
         assert "has not dialled in" in check._advice(config, phone, Unreachable("gone"))
     said = check._advice(config, phone, Unreachable("gone"))

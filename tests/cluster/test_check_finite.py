@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from collapipe_flwr.cluster.control_unit import RoundResult, train_round
+from collapipe_flwr.cluster.control_unit import ClusterResult, train_round
 from collapipe_flwr.cluster.fleet import Fleet, ThreadFleet
 from collapipe_flwr.cluster.hosted import HostedEdge, ThreadEdge
-from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
+from collapipe_flwr.cluster.order import LearningSettings, TrainingOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.models.splitter import Splitter
@@ -61,13 +61,13 @@ def _fleet(remote: bool) -> Iterator[Fleet]:
 
 def _train(
     splitter: Splitter, weights: dict[str, Tensor], fleet: Fleet, execution: Execution
-) -> RoundResult:
+) -> ClusterResult:
     plan = CUT.plan()
     if isinstance(fleet, RemoteFleet):
         names = map(fleet.cluster.device_id, fleet.cluster.devices)
         segments = zip(plan.segments, names, strict=True)
         plan = replace(plan, segments=tuple(replace(s, device_id=name) for s, name in segments))
-    order = RoundOrder(
+    order = TrainingOrder(
         plan=plan,
         weights=weights,
         learning=LearningSettings(

@@ -12,7 +12,7 @@ import pytest
 
 from collapipe_flwr.cluster.control_unit import train_round
 from collapipe_flwr.cluster.fleet import ThreadFleet
-from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
+from collapipe_flwr.cluster.order import LearningSettings, TrainingOrder
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import LinkError, ScheduleError
 from collapipe_flwr.models.describing import make_spec
@@ -44,8 +44,8 @@ def _plan(*stops: int) -> ClusterPlan:
     return Cut(stops=stops, micro_batches=(2,)).plan()
 
 
-def _order(splitter: Splitter, plan: ClusterPlan, deadline_s: float = 60.0) -> RoundOrder:
-    return RoundOrder(
+def _order(splitter: Splitter, plan: ClusterPlan, deadline_s: float = 60.0) -> TrainingOrder:
+    return TrainingOrder(
         plan=plan,
         weights=splitter.initial_weights(seed=0),
         learning=LearningSettings(

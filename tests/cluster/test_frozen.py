@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from collapipe_flwr.cluster.control_unit import RoundResult, train_round
+from collapipe_flwr.cluster.control_unit import ClusterResult, train_round
 from collapipe_flwr.cluster.hosted import HostedEdge
-from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
+from collapipe_flwr.cluster.order import LearningSettings, TrainingOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import parse_cluster
 from collapipe_flwr.core.errors import CheckpointMissing
@@ -95,9 +95,9 @@ def _check_damage(splitter: Splitter, weights: Mapping[str, Tensor], steps, cach
     assert damaged.moved.sent_bytes - mended.moved.sent_bytes == lost
 
 
-def _train(splitter: Splitter, weights: Mapping[str, Tensor], steps, cache: Path) -> RoundResult:
+def _train(splitter: Splitter, weights: Mapping[str, Tensor], steps, cache: Path) -> ClusterResult:
     """A round on a board with the checkpoint and one without."""
-    order = RoundOrder(
+    order = TrainingOrder(
         plan=CUT.plan(),
         weights=weights,
         learning=LearningSettings(optimizer=ADAMW, schedule="gpipe", deadline_s=20.0),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from collapipe_flwr.cluster.control_unit import RoundResult, train_round
+from collapipe_flwr.cluster.control_unit import ClusterResult, train_round
 from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.cluster.hosted import ThreadEdge
 from collapipe_flwr.costs.work import PricingOptions
@@ -40,7 +40,7 @@ def plan_of(cut: Replicated):
 
 def run(
     splitter: Splitter, first: dict[str, Tensor], plan, *faults: Fault, every: int = 0
-) -> tuple[RoundResult, dict[str, Tensor]]:
+) -> tuple[ClusterResult, dict[str, Tensor]]:
     fleet = ThreadFleet(ThreadEdge(), failing(*faults))
     batches = micro_batches(splitter, steps_of(splitter, CUT, STEPS))
     asked, plans = order(first, plan, every=every), recovery(splitter)

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from collapipe_flwr.cluster.control_unit import RoundResult, train_round
+from collapipe_flwr.cluster.control_unit import ClusterResult, train_round
 from collapipe_flwr.cluster.hosted import HostedEdge
-from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
+from collapipe_flwr.cluster.order import LearningSettings, TrainingOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterConfig, parse_cluster
 from collapipe_flwr.host.ledger import Ledger
@@ -81,8 +81,8 @@ class Cluster:
         self._weights: dict[str, Tensor] = splitter.initial_weights(seed=1)
         self._slots: OptimizerState = {}
 
-    def round(self, stop: int) -> RoundResult:
-        order = RoundOrder(
+    def round(self, stop: int) -> ClusterResult:
+        order = TrainingOrder(
             plan=Cut(stops=(stop, BLOCKS), micro_batches=(SIZE,)).plan(),
             weights=self._weights,
             learning=LearningSettings(optimizer=ADAMW, schedule="gpipe", deadline_s=60.0),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
+from collapipe_flwr.cluster.order import LearningSettings, TrainingOrder
 from collapipe_flwr.config.cluster_file import parse_cluster
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.core.imports import allow
@@ -56,9 +56,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield Cluster(config=parse_cluster(values, folder), daemons=(*devices, edge))
 
 
-def order(weights: dict[str, torch.Tensor]) -> RoundOrder:
+def order(weights: dict[str, torch.Tensor]) -> TrainingOrder:
     learning = LearningSettings(optimizer=heads.CALM, deadline_s=20.0)
-    return RoundOrder(plan=CUT.plan(), weights=weights, learning=learning)
+    return TrainingOrder(plan=CUT.plan(), weights=weights, learning=learning)
 
 
 def test_a_torch_module_learns_on_daemons(cluster: Cluster) -> None:

@@ -9,10 +9,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from collapipe_flwr.cluster.control_unit import RoundResult, train_round
+from collapipe_flwr.cluster.control_unit import ClusterResult, train_round
 from collapipe_flwr.cluster.fleet import Fleet, ThreadFleet
 from collapipe_flwr.cluster.hosted import HostedEdge, ThreadEdge
-from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
+from collapipe_flwr.cluster.order import LearningSettings, TrainingOrder
 from collapipe_flwr.cluster.recovery import Recovery
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterLinks
@@ -59,8 +59,8 @@ def _plan(names: tuple[str, str], hops: tuple[LinkConfig, ...]) -> ClusterPlan:
     return replace(plan, segments=segments, hops=hops)
 
 
-def _order(splitter: Splitter, plan: ClusterPlan, *, paced: bool, every: int = 0) -> RoundOrder:
-    return RoundOrder(
+def _order(splitter: Splitter, plan: ClusterPlan, *, paced: bool, every: int = 0) -> TrainingOrder:
+    return TrainingOrder(
         plan=plan,
         weights=splitter.initial_weights(seed=0),
         learning=LearningSettings(
@@ -74,8 +74,8 @@ def _order(splitter: Splitter, plan: ClusterPlan, *, paced: bool, every: int = 0
 
 
 def _train(
-    splitter: Splitter, order: RoundOrder, fleet: Fleet, recovery: Recovery | None = None
-) -> RoundResult:
+    splitter: Splitter, order: TrainingOrder, fleet: Fleet, recovery: Recovery | None = None
+) -> ClusterResult:
     def batches() -> Iterator[list[MicroBatch]]:
         for step in range(STEPS):
             batch = tiny_batch(splitter, EXAMPLES, seed=step)
@@ -93,7 +93,7 @@ def _round(
     remote: bool = True,
     links: ClusterLinks | None = None,
     snapshot_every: int = 0,
-) -> RoundResult:
+) -> ClusterResult:
     """One round over two devices."""
     with daemons(2) as (cluster, address):
         cluster = replace(cluster, links=links or ClusterLinks())

@@ -13,7 +13,7 @@ import pytest
 from collapipe_flwr.cluster.control_unit import evaluate_batches, train_round
 from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.cluster.hosted import ThreadEdge
-from collapipe_flwr.cluster.recovery import MOST_REPLAYS, RecoveringRound, Recovery
+from collapipe_flwr.cluster.recovery import MOST_REPLAYS, RecoveringPipeline, Recovery
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import EdgeLost, InfeasibleError, LinkError, ScheduleError
 from collapipe_flwr.models.splitter import Splitter
@@ -141,7 +141,7 @@ def test_the_edge_reports_each_step_once(splitter: Splitter, first, every, break
     fleet = ThreadFleet(ThreadEdge(), failing(*faults))
     batches = micro_batches(splitter, steps_of(splitter, CUT, STEPS))
     asked = order(first, every=every)
-    course = RecoveringRound(splitter, asked, fleet, recovery(splitter))
+    course = RecoveringPipeline(splitter, asked, fleet, recovery(splitter))
     course.run(batches)
     assert len(course.incidents) == (breaks != "nothing")
     ends = [interval.held.reports[-2:] for interval in course.intervals]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.federation.client.node_state import RoundFiles, read_slots, write_slots
+from collapipe_flwr.federation.client.node_state import StateFiles, read_slots, write_slots
 from collapipe_flwr.pipeline.state import OptimizerState
 from tests.full_disk import full_disk
 from tests.power_cuts import rebuilt, watched
@@ -20,12 +20,12 @@ def slots(mark: float) -> OptimizerState:
     return {"block.weight": (torch.full((2, 3), mark), torch.tensor(mark, dtype=torch.bfloat16))}
 
 
-def files(folder: Path, suffix: str = ".txt") -> RoundFiles:
-    return RoundFiles.of(folder, "../a run", 0, suffix)
+def files(folder: Path, suffix: str = ".txt") -> StateFiles:
+    return StateFiles.of(folder, "../a run", 0, suffix)
 
 
 def remember(
-    kept: RoundFiles, server_round: int, text: str | None = None, needed: Sequence[int] = ()
+    kept: StateFiles, server_round: int, text: str | None = None, needed: Sequence[int] = ()
 ) -> None:
     kept.remember(server_round, needed, lambda path: path.write_text(text or str(server_round)))
 
@@ -41,7 +41,7 @@ def test_slots_come_back_bit_for_bit_in_every_dtype(tmp_path: Path) -> None:
 def test_runs_and_clusters_are_strangers_and_nothing_leaves_the_folder(tmp_path: Path) -> None:
     remember(files(tmp_path / "state"), 1)
     for stranger in (("another", 0, ".txt"), ("../a run", 1, ".txt"), ("../a run", 0, ".json")):
-        assert RoundFiles.of(tmp_path / "state", *stranger).recall(1, Path.read_text) is None
+        assert StateFiles.of(tmp_path / "state", *stranger).recall(1, Path.read_text) is None
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
     assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "state").rglob("*"))
 

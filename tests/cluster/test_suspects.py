@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from collapipe_flwr.cluster.control_unit import RoundResult, train_round
+from collapipe_flwr.cluster.control_unit import ClusterResult, train_round
 from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.cluster.hosted import ThreadEdge
-from collapipe_flwr.cluster.order import RoundOrder
+from collapipe_flwr.cluster.order import TrainingOrder
 from collapipe_flwr.cluster.suspects import EDGE, Suspects
 from collapipe_flwr.core.domain import ClusterPlan, EdgeProfile
 from collapipe_flwr.core.errors import (
@@ -84,19 +84,19 @@ def trained(
     make: Make,
     every: int = 0,
     **options,
-) -> RoundResult:
+) -> ClusterResult:
     batches = micro_batches(splitter, steps_of(splitter, CUT, STEPS))
     asked, plans = order(first, every=every), recovery(splitter, **options)
     return train_round(splitter, asked, batches, ThreadFleet(ThreadEdge(), make), recovery=plans)
 
 
 def test_with_clipping_who_has_gradients_that_are_not_finite_is_named(splitter, first) -> None:
-    def clipped(plan: ClusterPlan | None = None) -> RoundOrder:
+    def clipped(plan: ClusterPlan | None = None) -> TrainingOrder:
         asked = order(first, plan)
         learning = replace(asked.learning, execution=Execution(clip_norm=0.01))
         return replace(asked, learning=learning)
 
-    def run(asked: RoundOrder, make: Make) -> tuple[RoundResult, dict[str, Tensor]]:
+    def run(asked: TrainingOrder, make: Make) -> tuple[ClusterResult, dict[str, Tensor]]:
         batches, plans = micro_batches(splitter, steps_of(splitter, CUT, STEPS)), recovery(splitter)
         fleet = ThreadFleet(ThreadEdge(), make)
         result = train_round(splitter, asked, batches, fleet, recovery=plans)
@@ -231,7 +231,7 @@ def test_an_edge_that_answers_wrongly_is_replaced_and_an_error_of_all_is_told_at
     how: str,
     told: str,
 ) -> None:
-    def trained_on(edges: Edges) -> RoundResult:
+    def trained_on(edges: Edges) -> ClusterResult:
         plans = recovery(splitter)
         one, *others = (
             EdgeProfile(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from collapipe_flwr.core.domain import ModelProfile, Snapshot
-from collapipe_flwr.core.replay import Span, StepTimes, _Replay, build_unchecked
+from collapipe_flwr.core.replay import ResourceUse, StepTimes, _Replay, build_unchecked
 from collapipe_flwr.costs.chain import chain_of, full_power_times, schedule_rows, step_times
 from collapipe_flwr.costs.layouts import Layouts
 from collapipe_flwr.costs.price import price
@@ -53,7 +53,7 @@ class OneProcessor(_Replay):
             end = self.now + max(left_s, 0.0) * len(self.left)
             self.events.append((end, len(self.spans), self._over, resource, self.turn))
             self.events.sort()
-            self.spans.append(Span(resource.name, 0, self.now, end))
+            self.spans.append(ResourceUse(resource.name, 0, self.now, end))
 
     def _over(self, resource, turn) -> None:
         if turn == self.turn:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.deployment import roles
-from collapipe_flwr.deployment.inventory import Access, Machine, Role, read_inventory
+from collapipe_flwr.deployment.inventory import Access, Machine, MachineRole, read_inventory
 from collapipe_flwr.deployment.ssh import Outcome, Result, results_in, script_of
 from tests.testbed.ssh_site import pack_wheel
 
@@ -55,7 +55,7 @@ def wheel(tmp_path: Path) -> str:
 
 def installed(access: Access) -> list[Result]:
     """The steps that install programs, carried out on this machine."""
-    role = Role(kind="device", name="pi-1", address="10.0.0.11", cluster="g")
+    role = MachineRole(kind="device", name="pi-1", address="10.0.0.11", cluster="g")
     machine = Machine(host="10.0.0.11", access=access, roles=(role,))
     steps = list(roles._programs(machine))
     (Path(roles.OPT)).mkdir(exist_ok=True)

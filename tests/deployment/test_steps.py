@@ -10,17 +10,17 @@ import pytest
 
 from collapipe_flwr.core.errors import LinkError, LinkTimeout
 from collapipe_flwr.deployment import roles
-from collapipe_flwr.deployment.inventory import Access, Machine, Role
-from collapipe_flwr.deployment.ssh import Step, results_in, run, script_of
+from collapipe_flwr.deployment.inventory import Access, Machine, MachineRole
+from collapipe_flwr.deployment.ssh import SshStep, results_in, run, script_of
 
 MACHINE = Machine(
     host="10.0.0.11",
     access=Access(user="pi", port=2222),
-    roles=(Role(kind="device", name="pi-1", address="10.0.0.11"),),
+    roles=(MachineRole(kind="device", name="pi-1", address="10.0.0.11"),),
 )
 
 
-def carried_out(steps: list[Step], *, dry: bool = False) -> list[tuple[str, str, str]]:
+def carried_out(steps: list[SshStep], *, dry: bool = False) -> list[tuple[str, str, str]]:
     script = f"main() {{\n{script_of(steps, dry=dry)}\n}}\nmain\n"
     done = subprocess.run(
         ["bash", "-s"], input=script, capture_output=True, text=True, timeout=60, check=True
@@ -31,7 +31,7 @@ def carried_out(steps: list[Step], *, dry: bool = False) -> list[tuple[str, str,
 
 def test_a_step_is_done_once_and_not_at_all_in_a_dry_run(tmp_path: Path) -> None:
     file = tmp_path / "file"
-    steps = [Step(name="pi's file", test=f"[ -e {file} ]", action=f"touch {file}")]
+    steps = [SshStep(name="pi's file", test=f"[ -e {file} ]", action=f"touch {file}")]
     assert carried_out(steps, dry=True) == [("would", "pi's file", "")]
     assert not file.exists()
     assert carried_out(steps) == [("did", "pi's file", "")]
@@ -41,8 +41,8 @@ def test_a_step_is_done_once_and_not_at_all_in_a_dry_run(tmp_path: Path) -> None
 def test_an_action_ends_at_its_first_failure_and_so_do_the_steps(tmp_path: Path) -> None:
     action = f"echo first\necho 'no\troom' >&2\nfalse\ntouch {tmp_path}/never"
     steps = [
-        Step(name="one", test="false", action=action),
-        Step(name="two", test="false", action=f"touch {tmp_path}/never"),
+        SshStep(name="one", test="false", action=action),
+        SshStep(name="two", test="false", action=f"touch {tmp_path}/never"),
     ]
     assert carried_out(steps) == [("failed", "one", "first no room")]
     assert not (tmp_path / "never").exists()
@@ -66,7 +66,7 @@ def test_a_full_disk_is_named_with_what_is_free(
     )
     df.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    steps = [Step(name="one", test="false", action=f'/no/pip || echo "{output}"; exit 1')]
+    steps = [SshStep(name="one", test="false", action=f'/no/pip || echo "{output}"; exit 1')]
     ((outcome, _, why),) = carried_out(steps)
     assert outcome == "failed" and "line" not in why
     assert ("/opt has" in why) == full and why.count(f"{free_mb} MB free of 9000") == int(full)
@@ -100,12 +100,12 @@ def test_a_service_starts_again_only_with_another_environment(
 
 
 def test_an_action_cannot_swallow_the_script() -> None:
-    steps = [Step(name=n, test="cat; false", action="cat") for n in ("one", "two")]
+    steps = [SshStep(name=n, test="cat; false", action="cat") for n in ("one", "two")]
     assert [outcome for outcome, _, _ in carried_out(steps)] == ["did", "did"]
 
 
 def test_a_script_that_broke_off_is_no_success() -> None:
-    steps = [Step(name=n, test="false", action="true") for n in ("one", "two")]
+    steps = [SshStep(name=n, test="false", action="true") for n in ("one", "two")]
     with pytest.raises(LinkError, match="broke off at 'two': deploy again"):
         results_in("did\tone\t\n", "pi-1", steps)
 

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks import worked_example as example
-from collapipe_flwr.reporting.console import RoundPrinter, summary_table
+from collapipe_flwr.reporting.console import ProgressPrinter, summary_table
 from collapipe_flwr.reporting.events import RoundEvent
 from collapipe_flwr.reporting.run_directory import read_events
 from tests.docs.pages import ROOT
@@ -50,7 +50,7 @@ def test_the_command_is_that_of_make_demo() -> None:
 
 def test_lines_of_rounds_are_those_of_the_program(summary: dict[str, Any]) -> None:
     console = recording(200)
-    printer = RoundPrinter(summary["rounds_asked"], console)
+    printer = ProgressPrinter(summary["rounds_asked"], console)
     for event in read_events(example.RECORD):
         printer.show(RoundEvent.of_json(event))
     printed = lines_of(console)

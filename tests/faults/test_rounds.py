@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.data_plane.recovery import Job, cluster_of, run_job, small_job
-from collapipe_flwr.cluster.control_unit import RoundResult
+from collapipe_flwr.cluster.control_unit import ClusterResult
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.links import Heartbeat
 from tests.closeness import assert_same
@@ -210,7 +210,7 @@ def test_training_goes_on(
     ).record()
 
 
-def check(result: RoundResult, fault: Fault, phase: str, job: Job) -> None:
+def check(result: ClusterResult, fault: Fault, phase: str, job: Job) -> None:
     """The round came to what the fault says; what nobody needed any more, nobody missed."""
     assert len(result.losses) == job.steps
     lost = [name for incident in result.incidents for name in incident.lost]

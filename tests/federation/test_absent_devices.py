@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from collapipe_flwr.cluster.control_unit import RoundResult
+from collapipe_flwr.cluster.control_unit import ClusterResult
 from collapipe_flwr.cluster.evaluation import EvalResult
-from collapipe_flwr.cluster.recovery import Incident
+from collapipe_flwr.cluster.recovery import Interruption
 from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
 from collapipe_flwr.core.measurements import StageMeasurement
 from collapipe_flwr.federation.client.pipeline_round import build_telemetry as telemetry_of
@@ -189,9 +189,9 @@ def test_a_device_that_died_once_and_then_worked_has_no_offence():
 
 
 def test_a_control_unit_tells_who_was_lost_and_who_was_at_fault():
-    incident = Incident(reason="", lost=("A/d1",), from_step=0, noticed_s=0.0, resumed_s=1.0)
+    incident = Interruption(reason="", lost=("A/d1",), from_step=0, noticed_s=0.0, resumed_s=1.0)
     at_fault = replace(incident, lost=("A/d2",), quarantined=True)
-    result = RoundResult(
+    result = ClusterResult(
         weights=LazyMapping({}),
         losses=(),
         probe=EvalResult.mean([]),

@@ -18,7 +18,7 @@ from collapipe_flwr.core.measurements import ClusterMeasurement
 from collapipe_flwr.data.batches import draw_round_rows
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.checkpoint import ComponentState
-from collapipe_flwr.federation.client.node_state import RoundFiles
+from collapipe_flwr.federation.client.node_state import StateFiles
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.members import ClusterGrid
 from collapipe_flwr.federation.planner import Unplanned
@@ -29,7 +29,7 @@ from collapipe_flwr.federation.records import (
     read_assignment,
     write_telemetry,
 )
-from collapipe_flwr.federation.rounds import AcceptedRounds, Progress
+from collapipe_flwr.federation.rounds import AcceptedReplies, Progress
 from collapipe_flwr.federation.strategy import CollaPipe
 from tests.thorough import examples
 
@@ -70,7 +70,7 @@ class Fates(LocalGrid):
         if fate == "fails":
             raise RuntimeError("no memory left")
         model = decode_tensors(message.content[ARRAYS])
-        files = RoundFiles.of(self._folder, "run", cluster, ".json")
+        files = StateFiles.of(self._folder, "run", cluster, ".json")
         known = files.recall(progress.last_round, lambda path: json.loads(path.read_text())) or []
         contained = model[f"rounds.{cluster}"].nonzero().flatten().tolist()
         assert known == contained, "the cluster's state is not that of the model"
@@ -156,11 +156,11 @@ def test_every_row_is_used_equally_often_and_state_is_of_the_rounds_in_the_model
 
 
 def test_clusters_are_told_their_own_rounds_and_those_of_two_checkpoints() -> None:
-    accepted = AcceptedRounds()
+    accepted = AcceptedReplies()
     for server_round in (2, 3, 5):
         accepted.accept("a", server_round)
         accepted.dump()
-    again = AcceptedRounds()
+    again = AcceptedReplies()
     again.load(accepted.dump())
     for counted in (accepted, again):
         assert counted.progress("a") == Progress(rounds=3, last_round=5, saved=(5,))
@@ -198,7 +198,7 @@ def test_a_strategy_that_starts_again_has_accepted_nothing() -> None:
 )
 def test_counts_that_make_no_sense_are_refused(text: str) -> None:
     with pytest.raises(ProtocolError, match="the accepted rounds of the checkpoint"):
-        AcceptedRounds().load(ComponentState(text=text))
+        AcceptedReplies().load(ComponentState(text=text))
 
 
 def test_an_order_without_progress_is_refused() -> None:

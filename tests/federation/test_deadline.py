@@ -17,7 +17,7 @@ from collapipe_flwr.federation.deadline import RoundDeadline
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.members import ClusterGrid
 from collapipe_flwr.federation.messages import LATE
-from collapipe_flwr.federation.records import RoundAssignment, write_assignment, write_telemetry
+from collapipe_flwr.federation.records import TaskAssignment, write_assignment, write_telemetry
 from collapipe_flwr.federation.strategy import CollaPipe
 
 TIMEOUT_S = 600.0
@@ -79,7 +79,7 @@ def train(run: ClusterGrid, server_round: int) -> set[str]:
     sent = []
     for node, name in run.clusters.items():
         plan = replace(PLAN, cluster_id=name)
-        assignment = RoundAssignment(server_round=server_round, cluster_id=name, plan=plan)
+        assignment = TaskAssignment(server_round=server_round, cluster_id=name, plan=plan)
         sent.append(Message(write_assignment(RecordDict(), assignment), node, "train"))
     replies = run.send_and_receive(sent, timeout=TIMEOUT_S)
     return {NODES[r.metadata.src_node_id] for r in replies if r.has_content()}

@@ -22,8 +22,8 @@ from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.core.measurements import ClusterMeasurement, StageMeasurement
 from collapipe_flwr.federation.records import (
-    RoundAssignment,
     SplitTask,
+    TaskAssignment,
     content_bytes,
     examples_of,
     read_assignment,
@@ -54,7 +54,7 @@ PLAN = ClusterPlan(
     energy_j={"cu": 0.5, "d1": 1.0, "d2": 2.0},
     memory_bytes={"cu": 5, "d1": 10, "d2": 20},
 )
-TASK = RoundAssignment(
+TASK = TaskAssignment(
     server_round=9,
     cluster_id="c1",
     plan=PLAN,
@@ -97,7 +97,7 @@ def message() -> RecordDict:
     return RecordDict({"my-config": ConfigRecord({"lr": 0.5}), "m": MetricRecord({"a": 1})})
 
 
-@pytest.mark.parametrize("task", [TASK, RoundAssignment(server_round=1)])
+@pytest.mark.parametrize("task", [TASK, TaskAssignment(server_round=1)])
 def test_an_assignment_survives_the_wire_beside_the_users_own_settings(task, wire):
     content = wire(write_assignment(message(), task))
     assert read_assignment(content) == task

@@ -33,7 +33,7 @@ from collapipe_flwr.federation.records import (
     METRICS,
     SHORT,
 )
-from collapipe_flwr.federation.split import SplitRound
+from collapipe_flwr.federation.split import SplitTraining
 from collapipe_flwr.federation.strategy import CollaPipe
 from collapipe_flwr.models.any_splitter import DescribedModel
 from tests.federation.split_clusters import FixedPlanner, model, trainer, wrapped
@@ -309,7 +309,7 @@ def test_a_tied_table_that_a_mod_tears_apart_is_one_again(changed: str) -> None:
     splitter = SimpleNamespace(
         aliases={"head.weight": "embed.weight"}, constant_keys=frozenset(), prefix=""
     )
-    split = SplitRound(DescribedModel(splitter, SHORT), "", LearningSettings())
+    split = SplitTraining(DescribedModel(splitter, SHORT), "", LearningSettings())
     sent = {"embed.weight": torch.ones(3, 2), "head.weight": torch.ones(3, 2)}
     reply = {**sent, changed: torch.full((3, 2), 5.0)}
     found = decode_tensors(split.check_reply("c1", encode_tensors(reply), encode_tensors(sent)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from collapipe_flwr.cluster.local_data import LocalData, Place
+from collapipe_flwr.cluster.local_data import DataPlace, LocalData
 from collapipe_flwr.config.schema import parse
 from tests.integration.conftest import TINY, RunApp, events_of
 from tests.thorough import few
@@ -33,6 +33,6 @@ def test_a_plain_run_tells_its_training_loss_and_what_it_sent(shared_run: RunApp
 def test_one_cluster_has_all_the_data() -> None:
     def rows(clusters: int, index: int) -> int:
         config = parse({**TINY, "clusters": clusters, "train.examples-per-round": 0})
-        return LocalData(config, Place(index=index, count=clusters), None).examples_per_round
+        return LocalData(config, DataPlace(index=index, count=clusters), None).examples_per_round
 
     assert rows(1, 0) == rows(2, 0) + rows(2, 1) == 120

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from collapipe_flwr.core.links import CODECS
-from collapipe_flwr.reporting.console import RoundPrinter, summary_table
+from collapipe_flwr.reporting.console import ProgressPrinter, summary_table
 from collapipe_flwr.reporting.events import RoundEvent
 from tests.integration.conftest import RunApp, events_of
 
@@ -20,7 +20,7 @@ def _shown(run_dir: Path) -> str:
     """The plan of the last round and the table at the end, as people see them."""
     console = Console(width=200, record=True, file=StringIO())
     events = events_of(run_dir)
-    RoundPrinter(2, console).show(RoundEvent.of_json(events[-1]))
+    ProgressPrinter(2, console).show(RoundEvent.of_json(events[-1]))
     console.print(summary_table(json.loads((run_dir / "summary.json").read_text())))
     return console.export_text()
 

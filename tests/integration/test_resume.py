@@ -19,7 +19,7 @@ from collapipe_flwr.core.keys import Value
 from collapipe_flwr.federation.checkpoint import Checkpoints
 from collapipe_flwr.federation.run.recorder import RunRecorder
 from collapipe_flwr.federation.strategy import CollaPipe
-from collapipe_flwr.reporting.console import RoundPrinter
+from collapipe_flwr.reporting.console import ProgressPrinter
 from collapipe_flwr.reporting.events import RoundEvent, RunStory
 from collapipe_flwr.reporting.run_directory import RunDirectory, read_past
 from tests.forked import start
@@ -172,7 +172,7 @@ def test_the_rounds_of_a_run_change_only_where_its_learning_rate_does_not_depend
 def test_the_untrained_models_score_is_on_disk_before_the_first_round(tmp_path: Path) -> None:
     recorder = RunRecorder(
         directory := RunDirectory(tmp_path / "run"),
-        RoundPrinter(ROUNDS),
+        ProgressPrinter(ROUNDS),
         lambda _: {"accuracy": 0.25},
         story=RunStory(metric_name="accuracy", energy_budget_j={}),
         every=1,

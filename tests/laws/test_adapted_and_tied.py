@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 from collapipe_flwr.cluster.control_unit import train_round
 from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.cluster.hosted import ThreadEdge
-from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
+from collapipe_flwr.cluster.order import LearningSettings, TrainingOrder
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.saving import save_whole
 from collapipe_flwr.models.spec import LoraConfig
@@ -202,7 +202,7 @@ def test_nothing_goes_back_to_a_frozen_embedding(adapted: Splitter) -> None:
     """The control unit hears losses, a few numbers each; the lowest adapters get gradients."""
     weights, cut = adapted.initial_weights(seed=1), _cut(adapted)
     rule = OptimizerConfig(name="sgd", learning_rate=1.0)
-    order = RoundOrder(
+    order = TrainingOrder(
         plan=cut.plan(),
         weights=weights,
         learning=LearningSettings(optimizer=rule, schedule=cut.schedule, deadline_s=20.0),

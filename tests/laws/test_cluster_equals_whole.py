@@ -15,7 +15,7 @@ from collapipe_flwr.cluster.control_unit import evaluate_batches
 from collapipe_flwr.cluster.evaluation import PredictionConfig
 from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.cluster.hosted import ThreadEdge
-from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
+from collapipe_flwr.cluster.order import LearningSettings, TrainingOrder
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
@@ -116,7 +116,7 @@ def test_a_test_set_without_labels_has_no_loss(splitter: Splitter, guessing) -> 
     """And guesses all the same, which are those of the unsplit model."""
     weights, cut = splitter.initial_weights(seed=3), CUTS[2]
     steps = [[without_labels(batch) for batch in step] for step in steps_of(splitter, cut, count=2)]
-    order = RoundOrder(
+    order = TrainingOrder(
         plan=cut.plan(),
         weights=weights,
         learning=LearningSettings(optimizer=SGD, schedule="gpipe", deadline_s=20.0),

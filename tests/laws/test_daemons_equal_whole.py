@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from collapipe_flwr.cluster.control_unit import RoundResult, train_round
+from collapipe_flwr.cluster.control_unit import ClusterResult, train_round
 from collapipe_flwr.cluster.hosted import HostedEdge
-from collapipe_flwr.cluster.order import RoundOrder
+from collapipe_flwr.cluster.order import TrainingOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import (
     ClusterConfig,
@@ -62,8 +62,8 @@ class Cluster:
         return HostClient(member.address, tls=self.config.tls_files("cu"), certificate_name=name)
 
     def train(
-        self, splitter: Splitter, order: RoundOrder, steps, between=lambda: None, every: int = 0
-    ) -> RoundResult:
+        self, splitter: Splitter, order: TrainingOrder, steps, between=lambda: None, every: int = 0
+    ) -> ClusterResult:
         """One round. ``between`` runs before every step.
 
         After ``every`` so many steps all parts come back and are placed again.

@@ -11,7 +11,7 @@ import pytest
 
 from collapipe_flwr.cluster.control_unit import train_round
 from collapipe_flwr.cluster.hosted import HostedEdge
-from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
+from collapipe_flwr.cluster.order import LearningSettings, TrainingOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import parse_cluster
 from collapipe_flwr.host.server import HostServer
@@ -19,7 +19,7 @@ from collapipe_flwr.host.service import HostService
 from collapipe_flwr.transport.certificates import sign_all
 from collapipe_flwr.transport.client import Dialer
 from collapipe_flwr.transport.dialing import Dialing
-from collapipe_flwr.transport.relay import Relay
+from collapipe_flwr.transport.relay import DialRelay
 from tests.closeness import assert_near, near
 from tests.ports import free_port
 from tests.rounds import (
@@ -37,7 +37,9 @@ CUT = Cut(stops=(1, 2, 5), micro_batches=(2, 2, 1), schedule="1f1b")
 
 
 @pytest.fixture
-def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[RemoteFleet, Relay]]:
+def fleet(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[tuple[RemoteFleet, DialRelay]]:
     """Three hosts and an edge; those that dial are at the relay's address, and nowhere else."""
     sign_all(tmp_path / "certs", dict.fromkeys((*NAMES, "cu", "edge", "server"), ()))
     values = {"id": "A", "relay": f"127.0.0.1:{free_port()}", "control-unit": {"name": "cu"}}
@@ -50,7 +52,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Remo
         return stack.enter_context(HostServer("127.0.0.1:0", service, tls=tls))
 
     with ExitStack() as stack:
-        there = stack.enter_context(Relay(config.relay_address, lambda: [config]))
+        there = stack.enter_context(DialRelay(config.relay_address, lambda: [config]))
         hosts = {name: host(name).address for name in NAMES}
         for name in request.param:
             admitted, tls = threading.Event(), config.tls_files(name)
@@ -82,14 +84,14 @@ CASES = [(("d1",), False), (("d1", "d2"), False), (("d1",), True)]
     ("fleet", "leaves"), CASES, ids=["one", "two", "one leaves"], indirect=["fleet"]
 )
 def test_a_round_with_devices_that_dial_equals_the_unsplit_model(
-    fleet: tuple[RemoteFleet, Relay], leaves: bool
+    fleet: tuple[RemoteFleet, DialRelay], leaves: bool
 ) -> None:
     """Also if one is dropped amid the round, which is repaired as any loss of a device."""
     remote, relay = fleet
     splitter = make_splitter("bert", dropout=0.0)
     weights = splitter.initial_weights(seed=1)
     steps = steps_of(splitter, CUT, count=3)
-    order = RoundOrder(
+    order = TrainingOrder(
         plan=CUT.plan(),
         weights=weights,
         learning=LearningSettings(optimizer=ADAMW, schedule=CUT.schedule, deadline_s=20.0),

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from collapipe_flwr.cluster.control_unit import RoundResult, train_round
-from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
+from collapipe_flwr.cluster.control_unit import ClusterResult, train_round
+from collapipe_flwr.cluster.order import LearningSettings, TrainingOrder
 from collapipe_flwr.cluster.profile import describe_cluster, profile_of, unknown_edges
 from collapipe_flwr.config.cluster_file import parse_cluster
 from collapipe_flwr.config.privacy import PrivacyConfig
@@ -117,7 +117,7 @@ class Place:
     address: str
     taps: tuple[Tap, ...] = ()
     edge: str = ""  # that the plan has
-    result: RoundResult | None = None
+    result: ClusterResult | None = None
 
     @property
     def seen(self) -> bytes:
@@ -177,7 +177,7 @@ def train(
         model_spec_json=splitter.spec.to_json(), edge_address=at.address, learning=settings
     )
     plan = replace(CUT.plan(), edge=at.edge)
-    order = RoundOrder(plan=plan, weights=weights, learning=settings, server_round=1)
+    order = TrainingOrder(plan=plan, weights=weights, learning=settings, server_round=1)
     batches = [[micro_batch(splitter, batch) for batch in step] for step in steps]
     with at.site.devices(task, splitter) as (fleet, recovery):
         result = train_round(splitter, order, batches, fleet, recovery=recovery)

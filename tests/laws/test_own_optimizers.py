@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
-from collapipe_flwr.cluster.control_unit import RoundResult, train_round
+from collapipe_flwr.cluster.control_unit import ClusterResult, train_round
 from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.cluster.hosted import ThreadEdge
 from collapipe_flwr.cluster.unsplit import train_unsplit
@@ -75,7 +75,7 @@ class Cluster:
 
     def train(
         self, weights: dict[str, Tensor], steps: Steps, slots: OptimizerState | None = None
-    ) -> tuple[RoundResult, dict[str, Tensor]]:
+    ) -> tuple[ClusterResult, dict[str, Tensor]]:
         """One round; the whole model behind it."""
         execution = Execution(clip_norm=self.clip_norm)
         order = order_of(

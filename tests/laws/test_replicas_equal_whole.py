@@ -19,7 +19,7 @@ from collapipe_flwr.cluster.control_unit import evaluate_batches, train_round
 from collapipe_flwr.cluster.evaluation import PredictionConfig
 from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.cluster.hosted import ThreadEdge
-from collapipe_flwr.cluster.order import RoundOrder
+from collapipe_flwr.cluster.order import TrainingOrder
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit
 from collapipe_flwr.core.errors import ModelError, ScheduleError
 from collapipe_flwr.models.describing import make_spec
@@ -102,7 +102,7 @@ def train_replicated(
     return result.losses, dict(result.weights)
 
 
-def assert_replicas_are_equal(stages: Sequence[MiddleStage], order: RoundOrder) -> None:
+def assert_replicas_are_equal(stages: Sequence[MiddleStage], order: TrainingOrder) -> None:
     """Weights and optimizer state, bit by bit."""
     left = iter(stages)
     for count in order.plan.replicas[1:-1]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from collapipe_flwr.cluster.local_data import LocalData, Place
+from collapipe_flwr.cluster.local_data import DataPlace, LocalData
 from collapipe_flwr.config.schema import parse
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.federation.run.learner import make_learner
@@ -43,7 +43,7 @@ def values_of(task: str, folder: Path) -> dict[str, Value]:
 def step(values: dict[str, Value], size: int, bucketing: str = "none") -> list[dict[str, Tensor]]:
     """The micro-batches of the one step of round 1."""
     config = parse({**values, "data.bucketing": bucketing})
-    local = LocalData(config, Place(index=0, count=1), None)
+    local = LocalData(config, DataPlace(index=0, count=1), None)
     chosen = local.chosen(1)
     (found,) = local.steps(chosen, 1, batch_size=EXAMPLES, micro_batch_size=size)
     return found
@@ -99,7 +99,7 @@ def test_bucketing_pads_less(task: str, tmp_path: Path) -> None:
 def test_the_first_bucket_of_a_step_is_any_and_the_same_one_again(tmp_path: Path) -> None:
     """It stands for all where gradient noise is measured: not the one of the shortest examples."""
     config = parse({**values_of("translation", tmp_path), "data.bucketing": "tokens"})
-    local = LocalData(config, Place(index=0, count=1), None)
+    local = LocalData(config, DataPlace(index=0, count=1), None)
     chosen = local.chosen(1)
 
     def orders() -> list[list[int]]:

@@ -31,7 +31,7 @@ from collapipe_flwr.membership.registry import Registry
 from collapipe_flwr.membership.serving import follow
 from collapipe_flwr.transport.client import HostClient
 from collapipe_flwr.transport.dialing import Dialing
-from collapipe_flwr.transport.relay import Relay
+from collapipe_flwr.transport.relay import DialRelay
 from tests.membership.clusters import (
     ID,
     UNIT,
@@ -101,7 +101,7 @@ def test_it_relays_to_devices_that_dial(
     assert registry.cluster().member("phone").address == f"{host}:50062"
     rosters, tls = rosters_of(unit), phone.cluster.tls_files("phone")
     assert tls is not None
-    with following(unit, rosters), Relay("127.0.0.1:0", lambda: rosters.clusters) as relay:
+    with following(unit, rosters), DialRelay("127.0.0.1:0", lambda: rosters.clusters) as relay:
         dialing = Dialing(relay=relay.address, unit=UNIT, tls=tls, listens="127.0.0.1:1")
         with pytest.raises(LinkError, match="phone is no device here"):
             asyncio.run(dialing.serve_once())

@@ -32,7 +32,7 @@ from collapipe_flwr.membership.newcomer import Membership
 from collapipe_flwr.membership.registry import Registry
 from collapipe_flwr.transport import relay
 from collapipe_flwr.transport.certificates import sign_all
-from collapipe_flwr.transport.relay import Relay
+from collapipe_flwr.transport.relay import DialRelay
 from tests.membership.clusters import (
     ID,
     board,
@@ -92,7 +92,7 @@ def test_members_that_dial_hear_of_each_other_and_of_their_removal(
     removed: list[str] = []
     rosters = rosters_of(phone)
     rosters.on_removed = removed.append
-    with Relay(at, lambda: registry.clusters().values()), running(phone, rosters):
+    with DialRelay(at, lambda: registry.clusters().values()), running(phone, rosters):
         states = {m.name: m for m in cluster_status(registry.cluster()).members}
         assert states["tablet"].state == AWAY
         assert "it has not dialled in" in states["tablet"].fault

@@ -31,7 +31,7 @@ from collapipe_flwr.membership import admission, newcomer
 from collapipe_flwr.membership.admission import (
     MESSAGE_BYTES,
     MOST_REFUSALS,
-    Attempts,
+    JoinAttempts,
     JoiningService,
     admit,
 )
@@ -286,7 +286,7 @@ def test_a_token_works_once_for_a_name_and_a_name_is_one_board_s(
     before = {path: path.read_bytes() for path in registry.certs.iterdir()}
     said = r"another member is called .* already|cannot be called|lets newcomers in"
     for name in ("PI-1", "edge", "server", "Cu-Shed", "ca", "CollaPipe-Joining"):
-        joining._attempts = Attempts()
+        joining._attempts = JoinAttempts()
         with pytest.raises(LinkError, match=said):
             joined(joining, print_token(registry), board(tmp_path / "e", name, 1002))
     assert {path: path.read_bytes() for path in registry.certs.iterdir()} == before
@@ -420,7 +420,7 @@ def test_who_guesses_has_to_wait(
     tmp_path: Path, registry: Registry, joining: JoiningService
 ) -> None:
     now_s = [0.0]
-    joining._attempts = Attempts(clock=lambda: now_s[0])
+    joining._attempts = JoinAttempts(clock=lambda: now_s[0])
     token = print_token(registry)
     for number in range(MOST_REFUSALS):
         guess = replace(token, secret=bytes([number]) * 16)

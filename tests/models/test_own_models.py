@@ -19,7 +19,7 @@ from collapipe_flwr.cluster.control_unit import evaluate_batches
 from collapipe_flwr.cluster.evaluation import PredictionConfig
 from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.cluster.hosted import ThreadEdge
-from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
+from collapipe_flwr.cluster.order import LearningSettings, TrainingOrder
 from collapipe_flwr.core import imports
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.spec import ModelSpec
@@ -215,7 +215,7 @@ def test_logits_come_back(case: str) -> None:
     splitter, model = Splitter(spec), kind(own_models.bert_config()).eval()
     weights = dict(model.state_dict())
     whole, cut = batch(9), CUTS[1]
-    order = RoundOrder(
+    order = TrainingOrder(
         plan=cut.plan(),
         weights=weights,
         learning=LearningSettings(optimizer=SGD, deadline_s=20.0),

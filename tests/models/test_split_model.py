@@ -15,7 +15,7 @@ from collapipe_flwr.cluster.control_unit import evaluate_batches
 from collapipe_flwr.cluster.evaluation import PredictionConfig
 from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.cluster.hosted import ThreadEdge
-from collapipe_flwr.cluster.order import LearningSettings, RoundOrder
+from collapipe_flwr.cluster.order import LearningSettings, TrainingOrder
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit
 from collapipe_flwr.core.errors import ModelError, ScheduleError
 from collapipe_flwr.models.profile import profile_model
@@ -123,7 +123,7 @@ def test_logits_come_back(case: str) -> None:
     cut, whole = CUTS[1], batches(9)
     steps = [cut_up(whole, cut.micro_batches)]
     settings = LearningSettings(optimizer=SGD, deadline_s=20.0)
-    order = RoundOrder(plan=cut.plan(), weights=weights, learning=settings)
+    order = TrainingOrder(plan=cut.plan(), weights=weights, learning=settings)
     wanted = PredictionConfig(logits=True)
     if not splitter.ties:
         batches_cut, fleet = micro_batches(splitter, steps), ThreadFleet(ThreadEdge())

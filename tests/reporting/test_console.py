@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from collapipe_flwr.reporting.console import RoundPrinter, summary_table
+from collapipe_flwr.reporting.console import ProgressPrinter, summary_table
 from collapipe_flwr.reporting.events import RoundEvent, RunSums, describe_share_cap
 from tests.reporting.made_up_runs import MadeUpRun
 
@@ -16,7 +16,7 @@ from tests.reporting.made_up_runs import MadeUpRun
 def test_empty_energy_queues_have_no_sign(capsys: pytest.CaptureFixture[str]) -> None:
     queues_j = {"A/1": -0.0, "A/2": -0.0}
     event = RoundEvent(round_index=1, wall_s=1.0, metrics={}, loss=1.0, queues_j=queues_j)
-    RoundPrinter(1).show(event)
+    ProgressPrinter(1).show(event)
     assert "energy queue at most 0 J" in capsys.readouterr().out
 
 
@@ -41,7 +41,7 @@ def test_in_a_pipe_no_line_of_a_round_is_long(
         ],
     }
     event = RoundEvent(round_index=1, wall_s=1.0, metrics={}, loss=1.0, plan=plan)
-    RoundPrinter(1).show(event)
+    ProgressPrinter(1).show(event)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 120 and len(lines) <= 6
     shown = sum(line.startswith("    plan c") for line in lines)

@@ -19,7 +19,7 @@ from collapipe_flwr.deployment.ssh import Outcome
 from collapipe_flwr.membership.members import AWAY, EXPECTED, READY, ClusterStatus, MemberStatus
 from collapipe_flwr.reporting import output, tables
 from collapipe_flwr.reporting.bars import Bars
-from collapipe_flwr.reporting.console import RoundPrinter, summary_table
+from collapipe_flwr.reporting.console import ProgressPrinter, summary_table
 from collapipe_flwr.reporting.output import cell, format_count, progress, terminal
 from collapipe_flwr.reporting.progress import ClusterProgress, RunProgress
 from collapipe_flwr.reporting.tables import (
@@ -145,7 +145,7 @@ def summary() -> dict[str, Any]:
         (lambda console: console.print(status_table(replace(FOUND, cluster_id=STRANGE))), 1),
         (lambda console: console.print(summary_table(summary())), 6),
         (lambda console: console.print(bars()), 3),
-        (lambda console: RoundPrinter(console=console).say(STRANGE), 1),
+        (lambda console: ProgressPrinter(console=console).say(STRANGE), 1),
     ],
     ids=["check", "deploy", "profile", "status", "summary", "bars", "lines"],
 )

@@ -13,7 +13,7 @@ from collapipe_flwr.costs.layouts import UNUSED, Layouts, stack
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.cheapest_rows import HURRY, cheapest_rows
 from collapipe_flwr.scheduler.initial_layouts import all_layouts, rows_for
-from collapipe_flwr.scheduler.planner import RoundSolver
+from collapipe_flwr.scheduler.planner import PlanSolver
 from collapipe_flwr.scheduler.scorer import Scorer
 
 SMALL = SearchSize(clusters=3, devices=4, blocks=8, seeds=range(4))
@@ -21,12 +21,12 @@ COUNTS = (1, 8)
 NO_HURRY = 1e9  # seconds
 
 
-def small_planner(seed: int, schedule: str) -> RoundSolver:
+def small_planner(seed: int, schedule: str) -> PlanSolver:
     planner = search_planner(replace(SMALL, schedule=schedule), seed, queues=True)
     return replace(planner, settings=replace(planner.settings, micro_batches=COUNTS))
 
 
-def every_row(planner: RoundSolver, pair: tuple[int, int]) -> Layouts:
+def every_row(planner: PlanSolver, pair: tuple[int, int]) -> Layouts:
     """All rows with these micro-batches that fit."""
     members, stops = all_layouts(SMALL.devices, SMALL.blocks)
     clusters = range(SMALL.clusters)
@@ -34,7 +34,7 @@ def every_row(planner: RoundSolver, pair: tuple[int, int]) -> Layouts:
     return planner.fitting(rows)
 
 
-def in_order(planner: RoundSolver, rows: Layouts) -> Mask:
+def in_order(planner: PlanSolver, rows: Layouts) -> Mask:
     """Rows in which slower devices stand ahead of faster ones."""
     speed_mi = planner.tables.members.speed_mi
     speed = speed_mi[rows.cluster_r[:, None], np.maximum(rows.member_rs, 0)]

@@ -11,7 +11,7 @@ from collapipe_flwr.core.domain import ClusterSnapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.convergence import join_weight
 from collapipe_flwr.costs.price import price
-from collapipe_flwr.scheduler.closing_early import EarlyRound, closing_s, count_rounds_late
+from collapipe_flwr.scheduler.closing_early import EarlyClosing, closing_s, count_rounds_late
 from collapipe_flwr.scheduler.dssda import Dssda
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
@@ -65,7 +65,7 @@ def test_each_cluster_pays_for_its_energy_as_often_as_it_ends() -> None:
     energy_m = whole.planner.worth(whole.solution.chain, whole.solution.priced)
     late_m = count_rounds_late(whole.solution.priced.latency_s, 1.5)
     assert late_m[2] > late_m[0] == 0 and (energy_m > 0).all()
-    early = EarlyRound(whole=whole, parts=(whole,), slack=1.5)
+    early = EarlyClosing(whole=whole, parts=(whole,), slack=1.5)
     time = whole.planner.latency_price * early.rho * closing_s(early.latency_m, 1.5)
     assert early.objective - time == pytest.approx(
         energy_m[0] + energy_m[1] + energy_m[2] / (1 + late_m[2]), rel=1e-6

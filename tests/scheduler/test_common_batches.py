@@ -7,7 +7,7 @@ from dataclasses import replace
 from benchmarks.scheduling.optimality import gap, instance
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import initial_state, planner_for
-from collapipe_flwr.scheduler.planner import RoundSolver
+from collapipe_flwr.scheduler.planner import PlanSolver
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.setting import Setting
@@ -15,7 +15,7 @@ from collapipe_flwr.simulation.setting import Setting
 GRID = SchedulerConfig(micro_batch_sizes=(1, 8), micro_batches=(1, 16))
 
 
-def planner(settings: SchedulerConfig, clusters: int = 4) -> RoundSolver:
+def planner(settings: SchedulerConfig, clusters: int = 4) -> PlanSolver:
     setting = Setting(clusters=clusters, devices=4, examples=1000, model=ModelShape(blocks=8))
     profile = setting.model.profile()
     snapshot = setting.world(1, profile).snapshot(1, profile)

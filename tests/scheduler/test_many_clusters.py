@@ -11,7 +11,7 @@ from collapipe_flwr.costs.chain import full_power_times, latency_of
 from collapipe_flwr.scheduler.base import USUAL_WEIGHT
 from collapipe_flwr.scheduler.dssda import Dssda
 from collapipe_flwr.scheduler.multipliers import PART, unlearned_weight
-from collapipe_flwr.scheduler.planner import RoundSolver, Solution
+from collapipe_flwr.scheduler.planner import PlanSolver, Solution
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerState
 from collapipe_flwr.scheduler.radio.equal_ends import levelled_hz
@@ -25,12 +25,12 @@ BAND_HZ = 8e6  # scarce
 
 
 @pytest.fixture(scope="module")
-def planner() -> RoundSolver:
+def planner() -> PlanSolver:
     return search_planner(MANY, SEED, queues=False)
 
 
 @pytest.fixture(scope="module")
-def found(planner: RoundSolver) -> Solution:
+def found(planner: PlanSolver) -> Solution:
     return planner.solve()
 
 
@@ -63,7 +63,7 @@ def test_clusters_that_computing_holds_up_get_no_more_than_helps(found: Solution
 
 
 def test_the_bound_that_many_clusters_are_decided_by_is_nearly_met(
-    planner: RoundSolver, found: Solution
+    planner: PlanSolver, found: Solution
 ) -> None:
     played = planner.play(found)
     longer = played.priced.latency_s / found.priced.latency_s
@@ -100,7 +100,7 @@ def test_rounds_that_follow_are_decided_nearly_as_well_as_from_scratch(
     ratios: list[float] = []
     settle = Dssda._settle
 
-    def compared(self: Dssda, planner: RoundSolver, state: SchedulerState) -> Solution:
+    def compared(self: Dssda, planner: PlanSolver, state: SchedulerState) -> Solution:
         found = settle(self, planner, state)
         if state.last_plan is not None:
             ratios.append(found.objective / planner.refine(planner.solve(), far=True).objective)

@@ -15,7 +15,7 @@ from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import initial_state, planner_for
 from collapipe_flwr.scheduler.initial_layouts import all_layouts, count_layouts, rows_for
 from collapipe_flwr.scheduler.local_search import Moves
-from collapipe_flwr.scheduler.planner import RoundSolver
+from collapipe_flwr.scheduler.planner import PlanSolver
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from tests.worlds import draw_snapshot, with_devices
 
@@ -24,7 +24,7 @@ SMALL = SchedulerConfig(schedule="gpipe", micro_batch_sizes=(2, 8), micro_batche
 
 def a_planner(
     snapshot: Snapshot, settings: SchedulerConfig = SMALL, queue_seed: int | None = None
-) -> RoundSolver:
+) -> PlanSolver:
     state = initial_state(snapshot, settings)
     if queue_seed is not None:
         rng = np.random.default_rng(queue_seed)

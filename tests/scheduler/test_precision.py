@@ -17,7 +17,7 @@ from collapipe_flwr.costs.radio import NOISE, rank_codecs
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import planner_for
 from collapipe_flwr.scheduler.decision import MARGIN, Lifting, lift_codecs, refine_codecs
-from collapipe_flwr.scheduler.planner import RoundSolver, Solution
+from collapipe_flwr.scheduler.planner import PlanSolver, Solution
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.world import make_world
 from tests.worlds import equal_ends, planned
@@ -80,7 +80,7 @@ def test_a_cluster_that_is_bound_keeps_its_codec() -> None:
 class Case:
     """A coarse decision with queues as in mid-run."""
 
-    planner: RoundSolver
+    planner: PlanSolver
     coarse: Solution
 
     @property

@@ -17,7 +17,7 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.chain import chain_of
 from collapipe_flwr.costs.layouts import of_members
 from collapipe_flwr.costs.makespan import step_makespan_s
-from collapipe_flwr.scheduler.planner import RoundSolver
+from collapipe_flwr.scheduler.planner import PlanSolver
 from collapipe_flwr.scheduler.pool import PlanSelector, Pool, Within, pool_of, select_front
 from collapipe_flwr.scheduler.radio.interior_point import allocate, equal_shares
 from collapipe_flwr.scheduler.radio.problem import convex_latency_s
@@ -118,7 +118,7 @@ def test_many_clusters_are_searched_as_well_as_single_ones() -> None:
     assert warm.objective < 1.02 * found.objective
 
 
-def a_planner(queues: bool, seed: int = 5, **mode: Any) -> RoundSolver:
+def a_planner(queues: bool, seed: int = 5, **mode: Any) -> PlanSolver:
     size = SearchSize(clusters=3, devices=4, blocks=6, seeds=range(1), **mode)
     return search_planner(size, seed, queues)
 
@@ -178,7 +178,7 @@ def test_exact_paths_price_as_rivals_do_and_no_climb_beats_them() -> None:
         assert best_path(problem, any_order).value(problem) <= min(paths) * (1 + 1e-12)
 
 
-def a_pool(planner: RoundSolver, rows: int, seed: int) -> Pool:
+def a_pool(planner: PlanSolver, rows: int, seed: int) -> Pool:
     costs, rng = PlainCosts(planner), np.random.default_rng(seed)
     clusters = np.repeat(np.arange(3), rows)
     pairs = costs.sizes[rng.integers(0, 6, len(clusters))]

@@ -26,7 +26,7 @@ from collapipe_flwr.transport.certificates import sign_all
 from collapipe_flwr.transport.client import HostClient
 from collapipe_flwr.transport.diagnosis import diagnose
 from collapipe_flwr.transport.dialing import Dialing
-from collapipe_flwr.transport.relay import Relay, run_relay, splice
+from collapipe_flwr.transport.relay import DialRelay, run_relay, splice
 from tests.ports import free_port
 from tests.threads import none_left
 
@@ -86,7 +86,7 @@ def refusal(dialer: Dialing) -> str:
 
 
 def test_each_device_is_reached_by_its_name_at_one_address(config: ClusterConfig) -> None:
-    with none_left(), Relay("127.0.0.1:0", lambda: [config]) as there, ExitStack() as stack:
+    with none_left(), DialRelay("127.0.0.1:0", lambda: [config]) as there, ExitStack() as stack:
         for name in ("d0", "d1"):
             stack.enter_context(device(config, name, there.address))
         for name in ("d0", "d1", "d0"):
@@ -99,19 +99,19 @@ def test_a_device_that_is_away_is_so_in_one_sentence_until_it_has_dialled_again(
     config: ClusterConfig,
 ) -> None:
     at = config.relay_address
-    with Relay(at, lambda: [config]), client(config, "d0", at) as peer:
+    with DialRelay(at, lambda: [config]), client(config, "d0", at) as peer:
         with pytest.raises(Unreachable, match=r"d0 at .*: it has not dialled in to its control"):
             peer.status()
         assert "has not dialled in" in diagnose(at, "d0", files(config, "cu"))
     with ExitStack() as stack:
-        first = stack.enter_context(Relay(at, lambda: [config]))
+        first = stack.enter_context(DialRelay(at, lambda: [config]))
         with device(config, "d0", at) as admitted:
             with client(config, "d0", at) as peer:
                 peer.status()
                 first.__exit__()
                 with pytest.raises(Unreachable):
                     peer.status()
-            with Relay(at, lambda: [config]):
+            with DialRelay(at, lambda: [config]):
                 assert admitted.get(timeout=WAIT_S) == "d0"
                 with client(config, "d0", at) as peer:
                     assert peer.status().unix_s > 0
@@ -122,7 +122,7 @@ def test_a_stranger_hears_one_sentence_and_nobody_dials_in_as_another(
 ) -> None:
     sign_all(tmp_path / "certs", {"d0": (), "cu": ()})
     stranger = replace(config, folder=tmp_path)
-    with Relay("127.0.0.1:0", lambda: [config]) as there:
+    with DialRelay("127.0.0.1:0", lambda: [config]) as there:
         at = there.address
         assert "d2 is listed at 127.0.0.1:1, and does not dial" in refusal(
             dialling(config, "d2", at)
@@ -134,7 +134,7 @@ def test_a_stranger_hears_one_sentence_and_nobody_dials_in_as_another(
             Dialing(relay=at, unit="cu", tls=tls, listens=at)
         )
         pinned = replace(config, devices=(replace(config.devices[0], fingerprint="0" * 64),))
-        with Relay("127.0.0.1:0", lambda: [pinned]) as other:
+        with DialRelay("127.0.0.1:0", lambda: [pinned]) as other:
             assert "not the certificate that it joined with" in refusal(
                 dialling(config, "d0", other.address)
             )
@@ -150,7 +150,7 @@ def test_what_nobody_waits_for_is_hung_up_on(
     config: ClusterConfig, begin: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relay, "_GREET_S", 0.2)
-    with Relay("127.0.0.1:0", lambda: [config]) as there:
+    with DialRelay("127.0.0.1:0", lambda: [config]) as there:
         host, _, port = there.address.rpartition(":")
         with socket.create_connection((host, int(port)), WAIT_S) as peer:
             peer.sendall(begin)
@@ -171,7 +171,7 @@ def test_a_first_message_may_come_in_pieces(config: ClusterConfig) -> None:
     with pytest.raises(ssl.SSLWantReadError):
         tls.do_handshake()
     hello = go.read()
-    with Relay("127.0.0.1:0", lambda: [config]) as there, device(config, "d0", there.address):
+    with DialRelay("127.0.0.1:0", lambda: [config]) as there, device(config, "d0", there.address):
         host, _, port = there.address.rpartition(":")
         with socket.create_connection((host, int(port)), WAIT_S) as peer:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -189,7 +189,7 @@ def test_a_first_message_may_come_in_pieces(config: ClusterConfig) -> None:
 def test_a_device_that_is_removed_is_cut_off_with_its_peers(config: ClusterConfig) -> None:
     now = [config]
     with (
-        Relay("127.0.0.1:0", lambda: now) as there,
+        DialRelay("127.0.0.1:0", lambda: now) as there,
         device(config, "d0", there.address),
         client(config, "d0", there.address) as peer,
     ):
@@ -205,7 +205,7 @@ def test_a_device_serves_no_more_peers_at_once_than_it_may(
     config: ClusterConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relay, "MOST_OF_A_DEVICE", 1)
-    with Relay("127.0.0.1:0", lambda: [config]) as there, device(config, "d0", there.address):
+    with DialRelay("127.0.0.1:0", lambda: [config]) as there, device(config, "d0", there.address):
         with client(config, "d0", there.address) as first:
             first.status()
             with client(config, "d0", there.address, as_="d2") as second:

@@ -25,7 +25,13 @@ from collapipe_flwr.cluster.evaluation import (
     prediction_config,
     tally_of,
 )
-from collapipe_flwr.cluster.local_data import LocalData, Place, RoundExamples, local_data, own_data
+from collapipe_flwr.cluster.local_data import (
+    DataPlace,
+    LocalData,
+    LocalExamples,
+    local_data,
+    own_data,
+)
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit, train_unsplit
 from collapipe_flwr.config.schema import AppConfig, parse
 from collapipe_flwr.core.errors import ConfigError
@@ -57,7 +63,7 @@ class Node:
     """A node of a run: its configuration, its partition, its devices."""
 
     config: AppConfig
-    place: Place
+    place: DataPlace
     site: Site
     context: Context
 
@@ -75,7 +81,7 @@ class Node:
                 "this node has no 'partition-id': start the SuperNode with "
                 '--node-config "partition-id=0 num-partitions=2"'
             )
-        place = Place(index=index, count=config.run.clusters, own_data=bool(own))
+        place = DataPlace(index=index, count=config.run.clusters, own_data=bool(own))
         site = Site.of(context, config.world, config.edge, config.train)
         return Node(config=config, place=place, site=site, context=context)
 
@@ -102,13 +108,13 @@ class Node:
         """Return the state that the node brings into the round of ``message``."""
         return self.site.state(message, self.context)
 
-    def examples(self, message: Message) -> RoundExamples:
+    def examples(self, message: Message) -> LocalExamples:
         """Choose the examples of a round, from the node's partition or from its stream."""
         data, state = self._data(message), self.state(message)
         if self.config.data.stream:
             return _from_stream(self.config, data, state)
         chosen = data.chosen(state.progress.rounds)
-        return RoundExamples(data=data, round_index=state.server_round, chosen=chosen)
+        return LocalExamples(data=data, round_index=state.server_round, chosen=chosen)
 
     def test(self, message: Message) -> NodeTest:
         return NodeTest(data=self._data(message))
@@ -147,7 +153,7 @@ class NodeTest:
 _vocabulary = lru_cache(maxsize=4)(Vocabulary.from_json)
 
 
-def _from_stream(config: AppConfig, data: LocalData, state: NodeState) -> RoundExamples:
+def _from_stream(config: AppConfig, data: LocalData, state: NodeState) -> LocalExamples:
     stream = data.stream(config.data.stream)
     rng = np.random.default_rng([config.run.seed, state.index, state.server_round])
     found = draw_stream_round(
@@ -161,7 +167,7 @@ def _from_stream(config: AppConfig, data: LocalData, state: NodeState) -> RoundE
     state.remember(STREAM, found.place)
     fresh: list[Example] = found.fresh.to_list()
     chosen: list[Example] = fresh + found.replayed.to_list()
-    return RoundExamples(
+    return LocalExamples(
         data=data,
         round_index=state.server_round,
         chosen=[chosen[row] for row in rng.permutation(len(chosen))],

@@ -89,10 +89,10 @@ class NodeState:
         """How to keep missing state next time; empty if it was kept in files."""
         return "" if self.state_dir else f"; {STATE_KEY} in --node-config would keep it"
 
-    def _round_files(self, kept: StateCodec[T]) -> RoundFiles | None:
+    def _round_files(self, kept: StateCodec[T]) -> StateFiles | None:
         if self.state_dir is None:
             return None
-        return RoundFiles.of(self.state_dir, self.run_id, self.index, kept.suffix)
+        return StateFiles.of(self.state_dir, self.run_id, self.index, kept.suffix)
 
     def _keep_accepted(self, name: str) -> Record | None:
         """Return the record of the last accepted round; drops all others."""
@@ -154,17 +154,17 @@ OPTIMIZER: StateCodec[OptimizerState] = StateCodec(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundFiles:
+class StateFiles:
     """The files with one ``suffix`` of one cluster in one run."""
 
     folder: Path
     suffix: str
 
     @staticmethod
-    def of(state_dir: Path, run_id: str, place: int, suffix: str) -> RoundFiles:
+    def of(state_dir: Path, run_id: str, place: int, suffix: str) -> StateFiles:
         """Return the files of cluster number ``place``; ``run_id`` may be any text."""
         run = sha256(run_id.encode()).hexdigest()[:32]
-        return RoundFiles(folder=state_dir / run / f"cluster-{place}", suffix=suffix)
+        return StateFiles(folder=state_dir / run / f"cluster-{place}", suffix=suffix)
 
     def recall(self, accepted: int, load: Callable[[Path], T], attempt: int = 0) -> T | None:
         """Return the result of the last accepted round, to the order ``attempt``, if readable.

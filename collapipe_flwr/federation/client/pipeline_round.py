@@ -13,10 +13,10 @@ from hashlib import sha256
 from flwr.app import RecordDict
 from torch import Tensor
 
-from collapipe_flwr.cluster.control_unit import RoundResult, evaluate_batches, train_round
+from collapipe_flwr.cluster.control_unit import ClusterResult, evaluate_batches, train_round
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig
 from collapipe_flwr.cluster.loader import Batches
-from collapipe_flwr.cluster.order import EDGE, RoundOrder
+from collapipe_flwr.cluster.order import EDGE, TrainingOrder
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.core.measurements import ClusterMeasurement
@@ -81,7 +81,7 @@ class ClusterRound:
 
     def run(
         self, weights: Weights, batches: Batches, state: NodeState | None
-    ) -> tuple[RoundResult, tuple[str, ...]]:
+    ) -> tuple[ClusterResult, tuple[str, ...]]:
         """Take one optimizer step per batch; returns the result and the devices absent at the end.
 
         The optimizer continues from ``state``, or starts anew without one. Raises as `train_round`.
@@ -130,8 +130,8 @@ class ClusterRound:
                 wanted=wanted,
             )
 
-    def _order(self, weights: Weights) -> RoundOrder:
-        return RoundOrder(
+    def _order(self, weights: Weights) -> TrainingOrder:
+        return TrainingOrder(
             plan=self.plan,
             weights=LazyMapping.of(weights).rename(self._own_name),
             learning=self.task.learning,
@@ -181,7 +181,7 @@ def _cut_steps(steps: Steps, planned: int) -> Iterator[list[Mapping[str, Tensor]
 
 
 def build_telemetry(
-    result: RoundResult, batches: Batches, absent: tuple[str, ...], *, wall_s: float
+    result: ClusterResult, batches: Batches, absent: tuple[str, ...], *, wall_s: float
 ) -> ClusterMeasurement:
     """Collect the measurements of a round that took ``wall_s`` from its message to its reply."""
     replanned = any(incident.lost for incident in result.incidents)

@@ -30,7 +30,7 @@ from collapipe_flwr.reporting.sinks import check_sinks
 from collapipe_flwr.scheduler.policies import make_scheduler
 
 if TYPE_CHECKING:  # slow to import, and not needed by the first checks
-    from collapipe_flwr.cluster.local_data import Place
+    from collapipe_flwr.cluster.local_data import DataPlace
     from collapipe_flwr.federation.run.learner import Learner
 
 DEFAULT_SUPERNODES = 2  # Flower's own
@@ -93,7 +93,7 @@ def check_names(config: AppConfig, clusters: Sequence[ClusterConfig]) -> None:
 
 def _loaded(config: AppConfig, run_dir: Path | None, clusters: Sequence[ClusterConfig]) -> str:
     """Run the checks that need the data and the model, and describe what they found."""
-    from collapipe_flwr.cluster.local_data import Place
+    from collapipe_flwr.cluster.local_data import DataPlace
     from collapipe_flwr.federation.run.learner import make_learner
     from collapipe_flwr.federation.run.run_strategy import make_planner
     from collapipe_flwr.models.checkpoint import check_stored
@@ -104,7 +104,7 @@ def _loaded(config: AppConfig, run_dir: Path | None, clusters: Sequence[ClusterC
         resolve(compute, f"{key}.compute")  # nodes and the server's edge run on this machine
 
     count = config.run.clusters
-    places = [Place(index=index, count=count) for index in range(count)]
+    places = [DataPlace(index=index, count=count) for index in range(count)]
     check_stored(config.model.pretrained)
     learner = make_learner(config)
     check_examples(config, learner)
@@ -315,7 +315,7 @@ def _share_text(config: AppConfig, learner: Learner) -> str:
     return f"{whole} training{part}"
 
 
-def _examples(config: AppConfig, learner: Learner, place: Place) -> int:
+def _examples(config: AppConfig, learner: Learner, place: DataPlace) -> int:
     """Count the examples in a cluster's round."""
     task, given = learner.task, config.train.examples_per_round
     return given or len(task.make_examples(task.partition(*place.share)))

@@ -20,7 +20,7 @@ from collapipe_flwr.federation.checkpoint import Checkpoints
 from collapipe_flwr.federation.rounds import RoundRecord
 from collapipe_flwr.federation.run.sinks import Sinks, round_event
 from collapipe_flwr.pipeline.meter import write_trace
-from collapipe_flwr.reporting.console import RoundPrinter
+from collapipe_flwr.reporting.console import ProgressPrinter
 from collapipe_flwr.reporting.events import RoundEvent, RunStory
 from collapipe_flwr.reporting.progress import Look, ProgressFile
 from collapipe_flwr.reporting.report.page import write_closing_report
@@ -52,7 +52,7 @@ class RunRecorder:
     def __init__(
         self,
         directory: RunDirectory,
-        printer: RoundPrinter,
+        printer: ProgressPrinter,
         evaluate: Evaluate,
         *,
         story: RunStory,

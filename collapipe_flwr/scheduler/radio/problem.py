@@ -204,7 +204,7 @@ class Point:
 
 
 @dataclass(slots=True)
-class Parts:
+class ConstraintParts:
     """Views of one flat constraint vector."""
 
     cap: Array  # (hops,) hop within its pass's slowest resource
@@ -230,9 +230,9 @@ class ConstraintIndex:
         self.count = float(self.mask.sum())
         self.unbound = 1.0 - bound  # keeps the pivots of unused caps regular
 
-    def parts(self, flat: Array) -> Parts:
+    def parts(self, flat: Array) -> ConstraintParts:
         """Return writable views of ``flat``."""
-        return Parts(
+        return ConstraintParts(
             flat[: self.cap],
             flat[self.cap : self.power],
             flat[self.power : self.stage].reshape(self.shape),

@@ -18,7 +18,7 @@ from collapipe_flwr.federation.client.cluster import LoaderTest
 from collapipe_flwr.federation.client.node import Node
 from collapipe_flwr.federation.client.node_state import OPTIMIZER, NodeState
 from collapipe_flwr.federation.client.site import Site
-from collapipe_flwr.federation.records import RoundAssignment, write_assignment
+from collapipe_flwr.federation.records import TaskAssignment, write_assignment
 from collapipe_flwr.federation.rounds import Progress
 
 
@@ -59,7 +59,7 @@ def restarted(folder: Path, server_round: int, *, run: int = 1) -> NodeState:
     node = {"partition-id": 0, "state-dir": str(folder)}
     context = Context(run_id=run, node_id=1, node_config=node, state=RecordDict(), run_config={})
     done = server_round - 1
-    order = RoundAssignment(
+    order = TaskAssignment(
         server_round=server_round, progress=Progress(rounds=done, last_round=done)
     )
     message = SimpleNamespace(content=write_assignment(RecordDict(), order))

@@ -38,7 +38,7 @@ from collapipe_flwr.federation.client.local_socket import (
 )
 from collapipe_flwr.federation.client.relay import REFUSED, _exchange, _rebuild_error
 from collapipe_flwr.federation.client.resident import describe_message
-from collapipe_flwr.federation.records import RoundAssignment, write_assignment
+from collapipe_flwr.federation.records import TaskAssignment, write_assignment
 from tests.forked import program
 from tests.host.scraping import listening_ports, scrape
 
@@ -384,7 +384,7 @@ def test_it_tells_and_logs_what_it_answers(unit: Unit) -> None:
 @pytest.mark.usefixtures("project")
 def test_a_log_says_which_round_of_which_cluster_an_order_is_about() -> None:
     order = write_assignment(
-        RecordDict({"config": ConfigRecord()}), RoundAssignment(server_round=4, cluster_id="attic")
+        RecordDict({"config": ConfigRecord()}), TaskAssignment(server_round=4, cluster_id="attic")
     )
     about = describe_message(Message(order, 7, "train"))
     assert about == {"type": "train", "round": 4, "run": "", "cluster": "attic"}

@@ -12,7 +12,7 @@ from collapipe_flwr.core.incident import Incident
 from collapipe_flwr.core.measurements import ClusterMeasurement
 from collapipe_flwr.federation.rounds import RoundRecord
 from collapipe_flwr.federation.run.recorder import RunRecorder, round_event
-from collapipe_flwr.reporting.console import RoundPrinter
+from collapipe_flwr.reporting.console import ProgressPrinter
 from collapipe_flwr.reporting.events import RunStory
 from collapipe_flwr.reporting.run_directory import RunDirectory, read_summary
 
@@ -26,7 +26,7 @@ def recorder(tmp_path: Path) -> RunRecorder:
         versions={"flwr": "1.41.0"},
     )
     directory = RunDirectory(tmp_path / "run")
-    return RunRecorder(directory, RoundPrinter(1), lambda _: {}, story=story, every=1)
+    return RunRecorder(directory, ProgressPrinter(1), lambda _: {}, story=story, every=1)
 
 
 def test_every_ending_leaves_a_report(recorder: RunRecorder, tmp_path: Path) -> None:
