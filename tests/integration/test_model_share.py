@@ -15,6 +15,7 @@ from tests.integration.conftest import RunApp
 ONE_BATCH: dict[str, Value] = {
     "num-server-rounds": 1,
     "clusters": 1,
+    "scheduler.policy": "dssda",
     "scheduler.schedule": "gpipe",
     "scheduler.micro-batch-sizes": "4",
     "scheduler.micro-batches": "2",

@@ -31,6 +31,7 @@ def test_a_tied_model_learns_as_in_one_piece(
     batch: dict[str, Value] = {
         **choices,
         "num-server-rounds": 1,
+        "scheduler.policy": "dssda",
         "scheduler.micro-batch-sizes": "3",
         "scheduler.micro-batches": "3",
     }

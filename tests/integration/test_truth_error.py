@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+from collapipe_flwr.core.keys import Value
 from tests.integration.conftest import RunApp, events_of
 
 
@@ -15,7 +16,8 @@ def missed(event: dict) -> float:
 
 
 def test_a_run_learns_its_true_devices_and_says_how_far_off_it_was(run_app: RunApp) -> None:
-    path = run_app({"world.truth-error": 0.6, "num-server-rounds": 4, "world.channel": "static"})
+    unlike: dict[str, Value] = {"world.truth-error": 0.6, "world.channel": "static"}
+    path = run_app({**unlike, "num-server-rounds": 4, "scheduler.policy": "dssda"})
     events = events_of(path)
     errors = [
         max(abs(cluster["error"]) for cluster in event["clusters"].values()) for event in events
