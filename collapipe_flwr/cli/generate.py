@@ -28,6 +28,9 @@ def generate(
         str | None, Option(help="Run directory, or a folder with a transformers model.")
     ] = None,
     text: Annotated[list[str] | None, Option(help="Prompt; may be repeated.")] = None,
+    chat: Annotated[
+        bool, Option("--chat", help="Each text is a message to an instruct model.")
+    ] = False,
     audio: Annotated[
         list[Path] | None, Option(help="Sound (.wav, .npy) for a speech model.")
     ] = None,
@@ -91,7 +94,7 @@ def generate(
         seed=seed,
         stop=tuple(stop or ()),
     )
-    requests = [replace(blank, text=each) for each in text or ()]
+    requests = [replace(blank, text=each, chat=chat) for each in text or ()]
     requests += [replace(blank, sound=_sound(path)) for path in audio or ()]
     tls = tls_files(ca, certificate, key)
     if at:

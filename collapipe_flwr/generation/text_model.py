@@ -84,7 +84,7 @@ class TextModel:
             return self._encode_sound(request)
         if request.sound:
             raise ConfigError("--audio is for models of speech; this one reads --text")
-        ids = self._encode_text(request.text)
+        ids = self._encode_chat(request.text) if request.chat else self._encode_text(request.text)
         room = self.splitter.most_tokens
         needed = len(ids) if self.splitter.decodes else len(ids) + request.max_new_tokens
         if room is not None and needed > room:
@@ -120,6 +120,16 @@ class TextModel:
         if not self.splitter.decodes and len(ids) > 1 and ids[-1] == end:
             ids.pop()
         return ids
+
+    def _encode_chat(self, text: str) -> list[int]:
+        """Tokenize the prompt for the answer to the user's message."""
+        if not self.tokenizer.chat_template:
+            raise ConfigError(
+                "--chat needs a model whose tokenizer has a chat template: leave it out"
+            )
+        asked = [{"role": "user", "content": text}]
+        found = self.tokenizer.apply_chat_template(asked, add_generation_prompt=True)
+        return list(found["input_ids"])
 
     def _encode_sound(self, request: GenerateRequest) -> Tensor:
         if not request.sound:

@@ -39,10 +39,12 @@ class GenerateRequest:
     """One text to continue, translate or summarize; 0 leaves a number to the model's settings.
 
     ``sound`` is a .wav or .npy file in base64, for a model of speech. ``sample`` None is left to
-    the settings too, unless a sampling number is set. A text ends after one of ``stop``.
+    the settings too, unless a sampling number is set. A text ends after one of ``stop``. With
+    ``chat`` the text is the user's message, which the model's chat template writes.
     """
 
     text: str = ""
+    chat: bool = False
     sound: str = ""
     max_new_tokens: int = 0
     num_beams: int = 0
