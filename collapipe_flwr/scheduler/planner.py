@@ -96,6 +96,7 @@ class PlanSolver(PlanningProblem):
         the round would by its bound try other rows, all of them together. ``far``: until nothing
         helps, in any cluster, the last time with rows several moves away.
         """
+        far &= len(solution.rows) <= HASTENED_CLUSTERS
         best, bound_s = self.play(solution), float(solution.priced.latency_s.max())
         if not far and best.objective <= solution.objective * (1.0 + NEAR):
             return best
