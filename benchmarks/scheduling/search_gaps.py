@@ -174,7 +174,7 @@ def search_case(size: SearchSize, seed: int, queues: bool) -> SearchCase:
     """The first decision of a seed's world, from scratch."""
     planner = search_planner(size, seed, queues)
     started = time.perf_counter()
-    ours = planner.refine(planner.solve(), far=True)
+    ours = planner.solve()
     seconds = time.perf_counter() - started
     rivals = {
         name: with_radio(planner, plans) for name, plans in rival_plans(planner, seed, queues)
@@ -192,7 +192,8 @@ def search_case(size: SearchSize, seed: int, queues: bool) -> SearchCase:
 
 def with_radio(planner: PlanSolver, plans: Plans) -> Solution:
     """A rival's plan with all that the scheduler does about bandwidth and power."""
-    return planner.equalize_played(planner.play(planner.radio(plans.rows.layouts())))
+    found = planner.radio(plans.rows.layouts())
+    return planner.shift_bandwidth(found) if planner.settings.schedule == "1f1b" else found
 
 
 def search_planner(size: SearchSize, seed: int, queues: bool) -> PlanSolver:

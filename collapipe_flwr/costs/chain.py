@@ -153,7 +153,7 @@ def played(chain: Chain, times: Array, bounded: RowPrices, rows: Ints | None = N
     every = np.arange(len(chain.rows)) if rows is None else rows
     makespan_s = bounded.makespan_s.copy()
     least_s = makespan_s[every]
-    if rows is None and len(every) >= FEW_STEPS:
+    if rows is None and not chain.tables.few:
         soon_s = EARLY * float(bounded.latency_s.max())
         least_s = np.maximum(NEAR * least_s, _step_within(chain, soon_s))
     depth_rs, makespan_s[every] = choose_depths(chain, times, every, least_s)
@@ -177,7 +177,8 @@ def makespan_of(chain: Chain, times: Array) -> Array:
     stage_s = [np.broadcast_to(seconds, shape) for seconds in both]
     hop_s = (times[..., 0], times[..., 1])
     count = chain.rows.micro_batches_r.astype(np.float64)
-    held = np.broadcast_to(1.0 * chain.held_rs, shape)
+    # Few clusters play what they choose from, and need no closer bound.
+    held = None if chain.tables.few else np.broadcast_to(1.0 * chain.held_rs, shape)
     return step_makespan_s(chain.options, stage_s, hop_s, count, held=held)
 
 

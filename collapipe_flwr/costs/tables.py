@@ -21,6 +21,7 @@ from collapipe_flwr.costs.radio import codec_index
 
 _Ends = tuple[tuple[tuple[float, ...], ...], tuple[float, ...]]
 TINY_GAIN = 1e-30  # stands in for absent links so that logarithms stay finite
+FEW_CLUSTERS = 20  # with more, time does not allow playing whatever is tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +86,11 @@ class Tables:
     @property
     def num_clusters(self) -> int:
         return int(self.examples_m.shape[0])
+
+    @property
+    def few(self) -> bool:
+        """Whether time allows playing whatever is tried."""
+        return self.num_clusters <= FEW_CLUSTERS
 
     @property
     def num_blocks(self) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 from collapipe_flwr.core.domain import ClusterPlan, Plan, Snapshot
 from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
 from collapipe_flwr.costs.arrays import Array
-from collapipe_flwr.costs.layouts import Layouts, rows_of_plans
+from collapipe_flwr.costs.layouts import Layouts, of_members, rows_of_plans
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.accounts import settled_placeholders
@@ -24,6 +24,7 @@ from collapipe_flwr.scheduler.base import (
     solution_plan,
     weight_of,
 )
+from collapipe_flwr.scheduler.catching_up import repair_late_clusters
 from collapipe_flwr.scheduler.closing_early import closing_early
 from collapipe_flwr.scheduler.decision import Decision
 from collapipe_flwr.scheduler.edge_choice import EdgeChoice
@@ -41,6 +42,7 @@ from collapipe_flwr.scheduler.protocol import (
 )
 
 RADIO_SPARE = 0.05  # of transmissions' energy: another plan may need a little more
+OVERDRAFTS = 4  # searches at most for a plan whose transmissions overdraw no account
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ class Dssda(Policy):
             if dual.broken:
                 share = 1.0 - settings.budget_margin
                 limited = dual.at(theta, share * tables.members.budget_mi)
-                kept = limited.solve()
+                kept = within(limited, limited.solve())
                 theta, spare = dual.multipliers(kept), solution_plan(kept, self.name, 1.0)
         except InfeasibleError:  # the round's own search widens the caps
             pass
@@ -178,15 +180,27 @@ class Dssda(Policy):
         last = state.last_plan
         kept = kept_rows(planner.tables, last, self.settings)
         if last is None or kept is None:
-            return planner.refine(planner.solve(), far=True)
+            return within(planner, planner.solve())
         stay = planner.stayed(kept, bandwidths_of(planner.tables, last))
         left = with_radio(planner, stay)
         stay = left.priced(stay.chain, stay.allocation, stay.rho)
         spare = kept_rows(planner.tables, state.spare_plan, self.settings)
-        solution = left.solve(stay, spare)
+        solution = left.solve(stay, None if planner.few else spare)
+        if not planner.few and not planner.hasty:
+            # Over today's channels, what is in place may transmit far longer than another plan.
+            again = with_radio(planner, solution).solve(stay, spare)
+            solution = min(solution, again, key=lambda s: s.objective)
+        if spare is not None and planner.few:
+            rival = left.radio(spare)
+            quicker = rival.rho * rival.priced.latency_s.max()
+            # The spare may overdraw an account in this round and still lead to a better plan.
+            if quicker < solution.rho * solution.priced.latency_s.max() or (
+                rival.objective < min(stay.objective, solution.objective)
+            ):
+                solution = min(solution, left.improve(rival), key=lambda s: s.objective)
         worth = stay.objective - solution.objective
         better = worth > self.settings.hysteresis * abs(stay.objective)
-        return planner.refine(solution if better else stay)
+        return within(planner, solution if better else stay)
 
 
 def heads_worth(plan: Plan, snapshot: Snapshot, state: SchedulerState) -> float:
@@ -205,6 +219,22 @@ def with_radio(planner: PlanSolver, solution: Solution) -> PlanSolver:
     """``planner`` in which computing leaves room for the transmissions of ``solution``."""
     needed = (1.0 + RADIO_SPARE) * solution.radio_mi(planner.room_mi.shape)
     return replace(planner, room_mi=planner.room_mi - needed)
+
+
+def within(planner: PlanSolver, solution: Solution) -> Solution:
+    """``solution``, improved with less room for computing while transmissions overdraw accounts.
+
+    Many clusters leave no time for that: what is overdrawn by transmissions is paid back later.
+    """
+    if not planner.few:
+        return repair_late_clusters(planner, solution)
+    for _ in range(OVERDRAFTS):
+        room = of_members(planner.room_mi, solution.rows, padding=np.inf)
+        if (solution.priced.energy_j <= room).all():
+            break
+        left = with_radio(planner, solution)
+        solution = left.improve(left.priced(solution.chain, solution.allocation, solution.rho))
+    return solution
 
 
 def bandwidths_of(tables: Tables, last: Plan) -> Array:

@@ -34,14 +34,13 @@ from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
 from collapipe_flwr.costs.arrays import Array, Ints
 from collapipe_flwr.costs.chain import chain_of, full_power_times, latency_of
 from collapipe_flwr.costs.layouts import restricted, rows_of_plans
-from collapipe_flwr.costs.tables import tabulate
+from collapipe_flwr.costs.tables import FEW_CLUSTERS, tabulate
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.edges import edges_in, on_edges
 from collapipe_flwr.scheduler.estimates import with_profiles
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState
 from collapipe_flwr.scheduler.replan import ReplanInput, replan
 
-FEW_CLUSTERS = 20  # up to here every round plans assignments anew
 ALL_PLANNED = 8  # assignments: so few are all planned in a thorough round
 MOST_PLANS = 3  # whole plans of promising assignments in a thorough round
 THOROUGH = 10  # rounds

@@ -30,8 +30,10 @@ from collapipe_flwr.scheduler.planner import PlanSolver, Solution
 STEPS = 25  # cutting planes at most
 INWARD = 0.4  # part of the way from the best point to where planes are highest
 ENOUGH = 2e-3  # relative distance from the best multipliers
-SEARCHES = 100  # of single clusters that all steps may come to
+WORK = 12_000  # clusters x devices x blocks that all of their searches may come to
+SEARCHES = 500  # of single clusters, where there are too many to search them thoroughly
 FEWEST = 5  # where time allows fewer steps, queues start empty
+FEWEST_OF_MANY = 10  # the same with more clusters than are searched thoroughly
 PART = 0.1  # of the mean multiplier, by which one budget changes a multiplier
 WEIGHTS = (1.0, 1000.0)  # V is within these
 ALWAYS = 1e-6  # price of energy where its multiplier is 0, so that nothing is wasted
@@ -82,7 +84,8 @@ class Dual:
     @property
     def learns(self) -> bool:
         """Whether time allows steps enough to learn multipliers."""
-        return self._steps >= FEWEST
+        many = not self.planner.tables.few
+        return self._steps >= (FEWEST_OF_MANY if many else FEWEST)
 
     @property
     def broken(self) -> bool:
@@ -94,7 +97,11 @@ class Dual:
 
     @property
     def _steps(self) -> int:
-        return min(STEPS, SEARCHES // self.planner.tables.num_clusters)
+        clusters, blocks = self.planner.tables.num_clusters, self.planner.tables.num_blocks
+        if not self.planner.tables.few:
+            return SEARCHES // clusters
+        devices = len(self.planner.price_mi[0]) - 1
+        return min(STEPS, WORK // (clusters * devices * blocks))
 
     def multipliers(self, kept: Solution) -> Array:
         """Find the multipliers at which the least Lagrangian of all plans is highest, (M, I).

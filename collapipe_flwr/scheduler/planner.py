@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from collapipe_flwr.costs.arrays import Array, Ints
+from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import (
     Chain,
     RowPrices,
     chain_of,
     full_power_times,
-    latency_of,
     played,
     powers_for,
     price_rows,
@@ -24,28 +23,38 @@ from collapipe_flwr.costs.layouts import (
     by_member,
     key_of,
     of_members,
+    replaced,
     stack,
 )
 from collapipe_flwr.scheduler.dual_prices import DualPrices
 from collapipe_flwr.scheduler.local_search import pair_batches, recut_batches
 from collapipe_flwr.scheduler.problem import PlanningProblem
 from collapipe_flwr.scheduler.radio.equal_ends import levelled_hz
-from collapipe_flwr.scheduler.radio.interior_point import Allocation, allocate
+from collapipe_flwr.scheduler.radio.interior_point import Allocation, allocate, equal_shares
+from collapipe_flwr.scheduler.radio.problem import convex_latency_s
 from collapipe_flwr.scheduler.runners_up import Incumbent
 from collapipe_flwr.scheduler.scorer import Estimates
-from collapipe_flwr.scheduler.search import Search
+from collapipe_flwr.scheduler.search import HASTY_CLUSTERS, Search
 
-HASTENED_CLUSTERS = 1000  # up to here time allows looking further from scratch
-REFINED_CLUSTERS = 10  # the slowest as played, which try other rows
-PLAYED = 16  # of such a cluster's rows, those that are best by their bounds
-NEAR = 2e-3  # a plan that costs so little more than by its bound is not refined
-SLOW = 0.98  # of a round's length: for clusters that take longer, rows far away are tried
-AMPLE = 8.0  # times its bandwidth: what a cluster is slow with is not the bandwidth's fault
-LATE_CLUSTERS = 10  # of those that are searched further at a time
-LATE_ROWS = 32  # rows of such a cluster that a beam goes on from
+POLISHED_CLUSTERS = 5  # up to here time allows trying runners-up one by one
+JOINED_CLUSTERS = 8  # and up to here the best choice of all of them together
+HASTENED_CLUSTERS = 1000  # up to here it allows polishing first decisions of many clusters
+POLISH_SOLVES = 32  # radio solves spent on runners-up
+POLISH_RIVALS = 8  # of them at a time, by either order
 WORTH_A_TRY = 0.15  # share of the objective by which a runner-up may seem worse
+SLOW = 0.98  # of a round's length: for clusters that take longer, rows far away are tried
+CLOSE = 1.015  # a plan for another length of a round is polished if it costs up to this factor
+ELSEWHERE = 0.02  # least relative difference of such lengths
 ENOUGH = 1e-4  # relative gain of an alternation that is worth another
-WORTHWHILE = 1e-3  # relative gain of a refinement that is worth another
+CORRECTIONS = 3  # of the radio's formula of 1F1B at most
+EVENING = (0.5, 1.0, 2.0, 4.0, 8.0)  # of relative latencies, by which bandwidth is moved
+EVENINGS = 4  # times at most
+EXCESS = 1e-3  # of a round: what that formula may be wrong by
+AMPLE = 8.0  # times its bandwidth: what a cluster is slow with is not the bandwidth's fault
+WORTHWHILE = 1e-3  # relative gain that is worth another look of many clusters
+LATE_CLUSTERS = 10  # of many that are searched further at a time
+LATE_ROWS = 32  # rows of such a cluster that a beam goes on from
+SAME = 1e-9  # relative differences below this count as none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,82 +83,122 @@ class Solution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSolver(PlanningProblem):
-    """Solve the problem of one round: search by bounds, then play and mend what was found."""
+    """Solve the problem of one round: few clusters by steps as played, many by their bound."""
+
+    @property
+    def few(self) -> bool:
+        """Whether time allows playing whatever is tried."""
+        return self.tables.few
+
+    @property
+    def hasty(self) -> bool:
+        """Whether time allows one search of a round only."""
+        return self.tables.num_clusters > HASTY_CLUSTERS
 
     def solve(self, stay: Solution | None = None, spare: Layouts | None = None) -> Solution:
-        """Search the best plan by its bound, from scratch or around ``stay`` and ``spare`` rows.
+        """Search the best plan, from scratch or also from ``stay``; raises InfeasibleError.
 
-        Raises InfeasibleError where nothing fits. What is in place leaves little to look for, so
-        only a search from scratch alternates and looks further (docs/theory.md, 8).
+        Many clusters leave time for one choice besides ``stay``, with rows of a ``spare`` plan.
         """
         search = Search(self, spare)
-        best = self.radio(search.choose(self.opening_prices(), None if stay is None else stay.rows))
+        rows = search.choose(self.opening_prices(), None if self.few or stay is None else stay.rows)
+        best = self.radio(rows)
         if stay is not None:
-            return min(stay, best, key=lambda s: s.objective)
-        best = self.improve(best, search)
-        return self._improve_all(best) if len(best.rows) <= HASTENED_CLUSTERS else best
+            best = min(stay, best, key=lambda s: s.objective)
+        if search.thorough:  # else rounds of many lengths were tried at once
+            best = self.improve(best, search)
+        if not self.few:
+            time_allows = self.tables.num_clusters <= HASTENED_CLUSTERS
+            return self._improve_all(best) if stay is None and time_allows else best
+        best = self.polish(best)
+        if self.tables.num_clusters > JOINED_CLUSTERS:
+            return best
+        for rows in search.pick_elsewhere():
+            trial, length_s = self.radio(rows), best.priced.latency_s.max()
+            near = abs(trial.priced.latency_s.max() / length_s - 1.0) < ELSEWHERE
+            if not near and trial.objective < CLOSE * best.objective:
+                best = min(best, self.polish(trial), key=lambda s: s.objective)
+        # What is found far away once is near in the rounds that follow.
+        far = stay is None and self.settings.schedule == "1f1b"
+        return self.polish(best, far=True) if far else best
 
-    def refine(self, solution: Solution, *, far: bool = False) -> Solution:
-        """Play the steps of ``solution``, and mend what its bound promised too much of.
+    def polish(self, best: Solution, *, far: bool = False) -> Solution:
+        """Try the runners-up of ``best`` with the radio re-optimised, while time allows.
 
-        Bandwidth moves until clusters end together as played, then clusters that end later than
-        the round would by its bound try other rows, all of them together. ``far``: until nothing
-        helps, in any cluster, the last time with rows several moves away.
+        Dual prices value a cluster's alternatives at the bandwidth it has now; the radio solver
+        knows what each is really worth. Those ``far`` from ``best`` are the last that are tried.
         """
-        far &= len(solution.rows) <= HASTENED_CLUSTERS
-        best, bound_s = self.play(solution), float(solution.priced.latency_s.max())
-        if not far and best.objective <= solution.objective * (1.0 + NEAR):
-            return best
-        if self.settings.schedule != "1f1b":  # its bound is exact, and its links have their prices
-            return best
-        best = self.equalize_played(best)
-        while True:
-            before, late_s = best, best.priced.latency_s
-            slowest = np.argsort(-late_s, kind="stable")[:REFINED_CLUSTERS]
-            which = np.sort(slowest if far else slowest[late_s[slowest] > (1.0 + NEAR) * bound_s])
-            for rows in self._propose_played(best, which, far=far):
-                best = min(best, self.take_rows(rows, best), key=lambda s: s.objective)
-                if best is not before:
+        overlapped = self.settings.schedule == "1f1b"
+        most = JOINED_CLUSTERS if overlapped else POLISHED_CLUSTERS
+        tries = POLISH_SOLVES if self.tables.num_clusters <= most else 0
+        if overlapped and tries:
+            best = self.shift_bandwidth(best)
+        tried: set[bytes] = {key_of(best.rows)}
+        while tries > 0:
+            before = best
+            for rivals in self._propose_rivals(best, far=far):
+                fresh = [r for r in rivals if key_of(r) not in tried][:tries]
+                tried |= {key_of(r) for r in fresh}
+                tries -= len(fresh)
+                solutions = [self.radio(rows, before.allocation.edge_hz_r) for rows in fresh]
+                best = min([best, *solutions], key=lambda s: s.objective)
+                if best.objective < before.objective * (1.0 - SAME):
                     break
-            if not far or not best.objective < before.objective * (1.0 - WORTHWHILE):
-                return best
+            else:
+                break
+        return self.shift_bandwidth(best) if overlapped else best
 
-    def _propose_played(self, best: Solution, which: Ints, *, far: bool) -> Iterator[Layouts]:
-        """Propose other rows of ``which`` that cost less as played over today's bandwidth."""
-        if not len(which):
-            return
-        now = self.in_place(best)
-        near = now.bound_rows(self.fitting(self._find_promising(best, which)))
-        found = now.play_rows(near.keep_first(PLAYED).near, joint=True)
-        yield found.combine()
+    def _propose_rivals(self, best: Solution, *, far: bool) -> Iterator[list[Layouts]]:
+        """Propose plans near ``best``: under 1F1B one that may differ in all clusters, then in one.
+
+        The latter, for few clusters, by dual prices and in turn by what they cost as played.
+        """
+        near, values = self._find_promising(best)
+        lists = [near.take(np.argsort(values, kind="stable")[:POLISH_RIVALS])]
+        if self.settings.schedule == "1f1b" and len(near):
+            found = self.in_place(best).play_rows(near, joint=True)
+            yield [found.combine()]
+            quickest = np.argsort(found.value_alone(), kind="stable")[:POLISH_RIVALS]
+            lists.append(found.near.take(quickest))
+        if self.tables.num_clusters <= POLISHED_CLUSTERS:
+            places = [(rows, r) for r in range(POLISH_RIVALS) for rows in lists if r < len(rows)]
+            single = [rows.take(np.array([r])) for rows, r in places]
+            plans = [replaced(best.rows, row.cluster_r, row) for row in single]
+            yield list({key_of(plan): plan for plan in plans}.values())
         if far:
-            yield found.grow(best.rows.take(which), now.play_rows).combine()
+            for rows in self._search_far(best, near):
+                yield [rows]
 
-    def take_rows(self, rows: Layouts, now: Solution) -> Solution:
-        """Play these rows at full power, at first over the bandwidths of ``now``."""
-        chain, hz_m = chain_of(self.tables, rows, self.settings), now.allocation.edge_hz_r
-        allocation = replace(now.allocation, times=full_power_times(chain, hz_m))
-        rho = self.learning.rho(self.tables, rows)
-        return self.equalize_played(self.play(self.priced(chain, allocation, rho)))
+    def _search_far(self, best: Solution, near: Layouts) -> Iterator[Layouts]:
+        """Choose among ``near`` and what a beam finds for the clusters that a round waits for.
+
+        Once over the bandwidth in place and once over equal bandwidth, where other rows may be
+        best.
+        """
+        slow = best.rows.take(best.priced.latency_s > SLOW * best.priced.latency_s.max())
+        even = equal_shares(best.chain, self.tables.snapshot.radio.bandwidth_hz)
+        for now in map(self.in_place, (best, self.priced(best.chain, even, best.rho))):
+            yield now.play_rows(near, joint=True).grow(slow, now.play_rows).combine()
 
     def in_place(self, now: Solution) -> Incumbent:
         """Make ``now`` the plan whose rows may be replaced."""
         costs = self.estimates(now.chain, now.priced)
         return Incumbent(self, now.rows, costs, now.allocation.edge_hz_r)
 
-    def _find_promising(self, best: Solution, which: Ints) -> Layouts:
-        """Find rows of ``which`` a move away that by dual prices cost little more."""
-        scorer, now, rows = self.scorer(self.dual_prices(best)), best.rows, best.rows.take(which)
-        near = stack([self.neighbours(rows), pair_batches(rows, self.batches())[1]])
+    def _find_promising(self, best: Solution) -> tuple[Layouts, Array]:
+        """Find rows a move away that by dual prices cost little more, and how much, (R,)."""
+        scorer, now = self.scorer(self.dual_prices(best)), best.rows
+        near = stack([self.neighbours(now), pair_batches(now, self.batches())[1]])
         values = self.score(scorer, near, now) - self.score(scorer, now, now)[near.cluster_r]
-        return near.take(values < WORTH_A_TRY * best.objective)
+        promising = values < WORTH_A_TRY * best.objective
+        return near.take(promising), values[promising]
 
     def _improve_all(self, best: Solution) -> Solution:
         """Improve ``best`` by plans near it until none helps."""
         while True:
             before = best
             for rows in self._propose_moves(best):
-                trial = self.radio(rows)
+                trial = self.radio(rows, before.allocation.edge_hz_r)
                 best = min(best, trial, key=lambda s: s.objective)
             if not best.objective < before.objective * (1.0 - WORTHWHILE):
                 return best
@@ -160,8 +209,7 @@ class PlanSolver(PlanningProblem):
         First with the best rows a move away, then with rows further away for clusters that end late
         whatever their bandwidth.
         """
-        near = self._find_promising(best, np.arange(len(best.rows)))
-        yield self.in_place(best).bound_rows(near).combine()
+        yield self.in_place(best).bound_rows(self._find_promising(best)[0]).combine()
         chain, hz_m = best.chain, AMPLE * best.allocation.edge_hz_r
         times = full_power_times(chain, hz_m)
         ample = self.estimates(chain, price_rows(chain, times, powers_for(chain, hz_m, times)))
@@ -183,37 +231,47 @@ class PlanSolver(PlanningProblem):
             rows = search.choose(self.dual_prices(best), best.rows)
             if key_of(rows) == key_of(best.rows):
                 break
-            trial = self.radio(rows)
+            trial = self.radio(rows, best.allocation.edge_hz_r)
             gain = best.objective - trial.objective
             best = min(best, trial, key=lambda s: s.objective)
             if not gain > ENOUGH * best.objective:
                 break
         return best
 
-    def radio(self, rows: Layouts) -> Solution:
-        """Optimise bandwidth and powers for one row per cluster (docs/theory.md, 6).
+    def radio(self, rows: Layouts, hz_m: Array | None = None) -> Solution:
+        """Optimise bandwidth and powers for one row per cluster (docs/theory.md, "Radio").
 
         For 1F1B the program's formula is not exact: it takes links for hidden that memory is too
         short to hide, and others for seen that are hidden. So full power is tried as well, over
-        bandwidths with which the clusters end together.
+        equal bandwidth and over ``hz_m`` where 1F1B is played, else over bandwidths with which the
+        clusters end together.
         """
+        band_hz = self.tables.snapshot.radio.bandwidth_hz
         chain = chain_of(self.tables, rows, self.settings)
         rho = self.learning.rho(self.tables, rows)
-        allocation = allocate(
-            chain,
-            of_members(self.price_mi, chain.rows),
-            latency_price=self.latency_price * rho,
-            bandwidth_hz=self.tables.snapshot.radio.bandwidth_hz,
-        )
-        best = self.priced(chain, allocation, rho)
-        return best if self.settings.schedule != "1f1b" else self.equalize_finish_times(best)
+        best = now = self._allocate(chain, rho)
+        if self.settings.schedule != "1f1b":
+            return best
+        if not self.few:
+            return self.equalize_finish_times(best)
+        excess_s = np.full(len(rows), np.inf)
+        for _ in range(CORRECTIONS):
+            said = convex_latency_s(chain, now.allocation.times)
+            # The least seen: what is too much with slow links may not be with quicker ones.
+            less = np.minimum(excess_s, said - now.priced.latency_s)
+            if not (np.abs(less - excess_s) > EXCESS * said).any() or not less.any():
+                break
+            now, excess_s = self._allocate(chain, rho, less), less
+            best = min(best, now, key=lambda s: s.objective)
+        best = self._try_full_power(best, np.full(len(rows), band_hz / len(rows)))
+        return best if hz_m is None else self._try_full_power(best, hz_m)
 
     def stayed(self, rows: Layouts, hz_m: Array) -> Solution:
         """Optimise the radio of rows in place, starting from the bandwidths in place, ``hz_m``.
 
         Under 1F1B full power suits many clusters, so that no program has to be solved for them.
         """
-        if self.settings.schedule != "1f1b":
+        if self.few or self.settings.schedule != "1f1b":
             return self.radio(rows)
         chain = chain_of(self.tables, rows, self.settings)
         rho = self.learning.rho(self.tables, rows)
@@ -221,9 +279,16 @@ class PlanSolver(PlanningProblem):
         now = Allocation(edge_hz_r=hz_m, times=full_power_times(chain, hz_m), latency_price_r=price)
         return self.equalize_finish_times(self.priced(chain, now, rho))
 
+    def _try_full_power(self, best: Solution, hz_m: Array) -> Solution:
+        """Try the rows of ``best`` at full power over these bandwidths; return the better one."""
+        times = full_power_times(best.chain, hz_m)
+        allocation = replace(best.allocation, edge_hz_r=hz_m, times=times)
+        trial = self.priced(best.chain, allocation, best.rho, best)
+        return min(best, trial, key=lambda s: s.objective)
+
     def play(self, solution: Solution) -> Solution:
-        """Play the steps of a decision, whose latencies are bounds as long as it is searched."""
-        if self.settings.schedule != "1f1b":
+        """Play the steps of a decision by the bound; few clusters play all that they try."""
+        if self.few or self.settings.schedule != "1f1b":
             return solution
         priced = played(solution.chain, solution.allocation.times, solution.priced)
         objective = self._objective(solution.chain, priced, solution.rho)
@@ -231,43 +296,54 @@ class PlanSolver(PlanningProblem):
 
     def equalize_finish_times(self, best: Solution) -> Solution:
         """Give clusters at full power the bandwidths to end together, if that is better."""
-        trial = self._at_level(best, best.chain)
-        return min(best, trial, key=lambda s: s.objective)
+        band_hz = self.tables.snapshot.radio.bandwidth_hz
+        hz_m = levelled_hz(best.chain, best.allocation.edge_hz_r, band_hz)
+        return self._try_full_power(best, hz_m)
 
-    def equalize_played(self, best: Solution) -> Solution:
-        """Equalize finish times as played: what steps take beyond their bounds is counted in.
-
-        It changes with the bandwidth, so this is repeated while it helps.
-        """
-        while self.settings.schedule == "1f1b":
-            chain = best.chain
-            excess_s = best.priced.latency_s - latency_of(chain, best.allocation.times)
-            trial = self._at_level(best, replace(chain, fixed_s=chain.fixed_s + excess_s))
-            trial = self.play(trial)
-            if not trial.objective < best.objective * (1.0 - ENOUGH):
+    def shift_bandwidth(self, best: Solution) -> Solution:
+        """Shift bandwidth to slower clusters, all at full power, while the objective falls."""
+        band_hz = self.tables.snapshot.radio.bandwidth_hz
+        for _ in range(EVENINGS):
+            before = best
+            for power in EVENING:
+                late = before.priced.latency_s / before.priced.latency_s.max()
+                hz_m = before.allocation.edge_hz_r * late**power
+                best = self._try_full_power(best, hz_m * (band_hz / hz_m.sum()))
+            if not best.objective < before.objective * (1.0 - ENOUGH):
                 break
-            best = trial
         return best
 
-    def _at_level(self, now: Solution, said: Chain) -> Solution:
-        """Price ``now`` at full power with the bandwidths at which the ends of ``said`` are one."""
-        band_hz = self.tables.snapshot.radio.bandwidth_hz
-        hz_m = levelled_hz(said, now.allocation.edge_hz_r, band_hz)
-        times = full_power_times(now.chain, hz_m)
-        allocation = replace(now.allocation, edge_hz_r=hz_m, times=times)
-        return self.priced(now.chain, allocation, now.rho)
+    def _allocate(self, chain: Chain, rho: float, excess_s: Array | float = 0.0) -> Solution:
+        """Optimise the radio, taking the formula's latencies for ``excess_s`` too high."""
+        most = 0.9 * convex_latency_s(chain, None)
+        allocation = allocate(
+            replace(chain, fixed_s=chain.fixed_s - np.minimum(excess_s, most)),
+            of_members(self.price_mi, chain.rows),
+            latency_price=self.latency_price * rho,
+            bandwidth_hz=self.tables.snapshot.radio.bandwidth_hz,
+        )
+        return self.priced(chain, allocation, rho)
 
-    def priced(self, chain: Chain, allocation: Allocation, rho: float) -> Solution:
-        """Compute powers, energy and objective of a decision, its latency by the bound."""
+    def priced(
+        self, chain: Chain, allocation: Allocation, rho: float, best: Solution | None = None
+    ) -> Solution:
+        """Compute latency, energy and objective of a decision.
+
+        Few clusters play 1F1B, unless the lower bound shows that ``best`` is better.
+        """
         powers = powers_for(chain, allocation.edge_hz_r, allocation.times)
         priced = price_rows(chain, allocation.times, powers)
+        objective = self._objective(chain, priced, rho)
+        if self.few and (best is None or objective < best.objective):
+            priced = played(chain, allocation.times, priced)
+            objective = self._objective(chain, priced, rho)
         return Solution(
             chain=chain,
             allocation=allocation,
             powers=powers,
             priced=priced,
             rho=rho,
-            objective=self._objective(chain, priced, rho),
+            objective=objective,
         )
 
     def _objective(self, chain: Chain, priced: RowPrices, rho: float) -> float:

@@ -24,6 +24,7 @@ CHANGES = 60  # of single clusters that a pick tries after that
 SWEPT_CLUSTERS = 20  # up to here time allows picks for many lengths of a round
 SWEEPS = 3  # of them at most, each from what the one before found
 LENGTHS = 60
+CLOSE = 1.03  # picks for other lengths that cost up to this factor of the least are worth a look
 SAME = 1e-9  # relative differences below this count as none
 
 
@@ -109,6 +110,15 @@ class PlanSelector:
             best = found
         return best
 
+    def pick_elsewhere(self) -> list[Ints]:
+        """Pick choices that cost little more, for rounds of other lengths; best first."""
+        swept = self.pick_by_length(self.best()[1])
+        values = np.array([value for value, _ in swept])
+        before, behind = np.append(np.inf, values[:-1]), np.append(values[1:], np.inf)
+        least = (values < before) & (values <= behind) & (values < CLOSE * values.min())
+        dips = np.flatnonzero(least)
+        return [swept[k][1] for k in dips[np.argsort(values[dips], kind="stable")]]
+
     def pick_by_length(self, near: Ints) -> list[tuple[float, Ints]]:
         """Pick for many lengths of a round the best rows that are no slower, with the objective.
 
@@ -155,10 +165,10 @@ class PlanSelector:
         return best.value, best.choice()
 
     @cached_property
-    def commons(self) -> dict[int, _Common]:
+    def commons(self) -> dict[int, Common]:
         """What is best by the batch that clusters have in common, however each cuts it."""
         batches: list[int] = np.unique(self.pool.rows.batch_r).tolist()
-        return {b: _Common(self.problem, self.pool, self._with_batch(b)) for b in batches}
+        return {b: Common(self.problem, self.pool, self._with_batch(b)) for b in batches}
 
     def _with_batch(self, batch: int) -> Ints:
         """Order rows with a batch by cluster and latency; other clusters give their quickest."""
@@ -217,7 +227,7 @@ class Within:
         return np.where(number > 0, self._thriftiest[self._before + number], -1)
 
 
-class _Common:
+class Common:
     """The best choice of one row per cluster of ``order``, by cluster and latency, at one rho."""
 
     def __init__(self, problem: PlanningProblem, pool: Pool, order: Ints) -> None:

@@ -92,14 +92,7 @@ class PlanningProblem:
 
     def scorer(self, prices: DualPrices) -> Scorer:
         """Make the scorer of candidate rows at ``prices``."""
-        return Scorer(
-            self.tables,
-            self.settings,
-            self.latency_price,
-            self.price_mi,
-            self.room_mi,
-            prices,
-        )
+        return Scorer(self, prices)
 
     def score(self, scorer: Scorer, rows: Layouts, now: Layouts) -> Array:
         """Compute the cluster-wise objective of every row, the other clusters as in ``now``."""

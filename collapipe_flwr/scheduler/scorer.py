@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,7 +34,9 @@ from collapipe_flwr.costs.work import (
     steps_of,
 )
 from collapipe_flwr.scheduler.dual_prices import LEAST_SLOPE, DualPrices, LinkTable, overdrawn
-from collapipe_flwr.scheduler.protocol import SchedulerConfig
+
+if TYPE_CHECKING:
+    from collapipe_flwr.scheduler.problem import PlanningProblem
 
 NORM = 8  # a power of two: the soft maximum's exponent
 TRUST = 0.1  # share of the ceiling down to which dual prices are trusted
@@ -62,25 +65,17 @@ def joined(parts: Sequence[Estimates]) -> Estimates:
 class Scorer:
     """Scores rows under given dual prices; build once, call often."""
 
-    def __init__(
-        self,
-        tables: Tables,
-        options: SchedulerConfig,
-        latency_price: float,
-        price_mi: Array,
-        room_mi: Array,
-        prices: DualPrices,
-    ) -> None:
-        """Tabulate links, spans and members at these prices, see `PlanningProblem`."""
-        self.tables, self.options, self.prices = tables, options, prices
-        self.latency_price, least = latency_price, LEAST_SLOPE * latency_price
+    def __init__(self, problem: PlanningProblem, prices: DualPrices) -> None:
+        self.problem, self.prices = problem, prices
+        self.tables, self.options = tables, options = problem.tables, problem.settings
+        price_mi, least = problem.price_mi, LEAST_SLOPE * problem.latency_price
         self.slope_m = np.maximum(prices.slack_price_m, least)  # what a second costs each
         self.counts = np.unique(np.array(options.micro_batches))
         self.links = LinkTable(tables, price_mi, self.slope_m, prices.edge_hz_m, self.counts)
         self.spans = SpanTable(tables, options)
         self.members = MemberPrices(tables, options, price_mi)
-        limited = bool(np.isfinite(room_mi).any())
-        self.room = room_mi.ravel() if limited else None
+        limited = bool(np.isfinite(problem.room_mi).any())
+        self.room = problem.room_mi.ravel() if limited else None
         self.budget = tables.members.budget_mi.ravel()
         own_m = tables.members.overhead_mi[:, 0]
         self.overhead_2m = np.stack([own_m, tables.edges.overhead_m])
@@ -104,7 +99,7 @@ class Scorer:
         """Compute the objective of every row, infinite where memory forbids it."""
         prices, costs = self.prices, self.estimates(rows)
         ceiling = prices.ceiling_m[rows.cluster_r]
-        late = self.latency_price * rho_r * np.maximum(costs.latency, ceiling)
+        late = self.problem.latency_price * rho_r * np.maximum(costs.latency, ceiling)
         spare = np.clip(ceiling - costs.latency, 0.0, TRUST * ceiling)
         return np.asarray(late - prices.slack_price_m[rows.cluster_r] * spare + costs.worth)
 
@@ -142,7 +137,7 @@ class Scorer:
             ahead_s, back_s, overhead_flop = self._overheads(cluster, slots)
             forward, backward = forward + ahead_s, backward + back_s
         hop_s, hop_worth = self._hops(rows, batch, slots, (forward.max(0), backward.max(0)))
-        most = np.minimum.accumulate(held, axis=0)
+        most = None if self.tables.few else np.minimum.accumulate(held, axis=0)
         makespan = step_makespan_s(
             self.options, (forward, backward), hop_s, batch.count, axis=0, held=most
         )
@@ -159,7 +154,7 @@ class Scorer:
         latency = fixed + batch.steps * makespan
         if self.room is not None:
             over = overdrawn(joule, self.room.take(at), self.budget.take(at)) * slots.used
-            worth += self.latency_price * latency * over.sum(0)
+            worth += self.problem.latency_price * latency * over.sum(0)
         crowd = self._crowding((forward, backward), hop_s) * (batch.count - 1.0)
         return Estimates(latency, latency + batch.steps * crowd, worth)
 

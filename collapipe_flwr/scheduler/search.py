@@ -9,12 +9,13 @@ are enumerated.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
-from collapipe_flwr.costs.layouts import Layouts, replaced, stack
+from collapipe_flwr.costs.layouts import Layouts, keys_of, replaced, stack
 from collapipe_flwr.scheduler.cheapest_rows import cheapest_rows
 from collapipe_flwr.scheduler.dual_prices import DualPrices
 from collapipe_flwr.scheduler.initial_layouts import (
@@ -34,17 +35,23 @@ SPARES = 3  # devices without a segment that moves try where time is short, chea
 ENOUGH = 2e-3  # of the objective: what all gains that are let go come to at most
 ROUNDS = 12  # of growth at most
 ROUNDS_AGAIN = 4  # the same where time is short
+FAR_CLUSTERS = 8  # up to here time allows looking two moves away
+NO_LIMIT = 10**9
 TRIED = (20_000, 0.2)  # rows whose neighbours a decision from scratch tries: in all, per cluster
-TRIED_AGAIN = 2000  # the same with rows in place, over the number of clusters
-LEAST_TRIED = 50  # but not fewer
+TRIED_AGAIN = 1000  # the same with rows in place
+HASTY_CLUSTERS = 50  # with more, and rows in place, so many are tried, all at once
+TRIED_HASTILY = 50
 LENGTHS = (  # of a round, over that with rows in place
     *(0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 2.0),
 )
+NEAR = 4.0  # times the batches in place, or one of so many: those tried where time is short
 SAMPLE = 200  # clusters that choose the pairs of more than twice as many
 PARTS = 3  # of what may be tried at one set of prices, so much at a time
 PRESSING = 0.9  # of the round's length: clusters that take longer are what it waits for
-PROMISING = 1.2  # pairs whose first plan costs up to this factor of the best one's are grown
+PROMISING = 2.0  # pairs whose first plan costs up to this factor of the best one's are grown
+PROMISING_MANY = 1.2  # the same with more than a few clusters
 BAND = 1.3  # rows whose latency is worth within this factor of the pick's are told apart
+ELSEWHERE = 4  # plans for other lengths of a round at most
 COARSE = 1.12  # factor by which latencies out of the band must differ
 
 
@@ -55,8 +62,9 @@ class Search:
         """Search ``problem``; ``spare`` rows are known besides those in place."""
         self.problem, self.spare = problem, spare
         self.clusters = np.arange(problem.tables.num_clusters)
+        self.few = problem.tables.few  # with more, what is tried is limited
         self.pool: Pool | None = None
-        self.left, self.thorough = 0, True
+        self.left, self.thorough, self.hasty = NO_LIMIT, True, False
 
     def choose(self, prices: DualPrices, now: Layouts | None) -> Layouts:
         """Choose the best rows for all clusters together; raises InfeasibleError without any.
@@ -66,10 +74,13 @@ class Search:
         """
         self.scorer = self.problem.scorer(prices)
         self.cost_mi = self._device_cost()
-        if self.pool is None:
-            self.thorough, clusters = now is None, len(self.clusters)
-            again = max(TRIED_AGAIN // clusters, LEAST_TRIED)
-            self.left = TRIED[0] + int(TRIED[1] * clusters) if self.thorough else again
+        if self.pool is None and not self.few:
+            self.thorough = now is None
+            self.hasty = not self.thorough and len(self.clusters) > HASTY_CLUSTERS
+            if self.thorough:
+                self.left = TRIED[0] + int(TRIED[1] * len(self.clusters))
+            else:
+                self.left = TRIED_HASTILY if self.hasty else TRIED_AGAIN
         if self.pool is None and now is None:
             pool = self._start_pool()
             fresh = np.ones(len(pool), bool)
@@ -88,6 +99,16 @@ class Search:
         self.pool, choice = self._grow(pool.take(keep), fresh[keep])
         rows = self.pool.rows.take(choice)
         return replaced(rows, self.clusters, rows)  # no wider than needed
+
+    def pick_elsewhere(self) -> Iterator[Layouts]:
+        """Pick other plans from the last pool that cost little more, best first.
+
+        Their rounds are shorter or longer, so that no single move leads from one to another.
+        """
+        assert self.pool is not None  # of the last choice
+        for choice in PlanSelector(self.problem, self.pool).pick_elsewhere()[:ELSEWHERE]:
+            rows = self.pool.rows.take(choice)
+            yield replaced(rows, self.clusters, rows)
 
     # -- where a search starts --------------------------------------------------------------
 
@@ -134,7 +155,7 @@ class Search:
             quickest = np.full(len(self.clusters), np.inf)
             np.minimum.at(quickest, pool.rows.cluster_r, pool.costs.latency)
             late.append(self._common_rho(*pair) * float(quickest[some].max()))
-        most = PROMISING * min(late)
+        most = PROMISING_MANY * min(late)
         good = [pair for pair, value in zip(pairs, late, strict=True) if value <= most]
         return good if np.isfinite(most) else pairs
 
@@ -155,7 +176,7 @@ class Search:
         """Find rows with batches whose first plan is not far from the best one."""
         picking = PlanSelector(self.problem, pool)
         least, choice = picking.pick_common()
-        most = PROMISING * least
+        most = (PROMISING if self.few else PROMISING_MANY) * least
         good = [batch for batch, best in picking.commons.items() if best.value <= most]
         keep = np.isin(pool.rows.batch_r, good)
         # A pair that is bad for all of them may be good for the one that the others wait for.
@@ -182,7 +203,9 @@ class Search:
 
         Also rows in place with other micro-batches, and those of a spare plan.
         """
-        pairs = np.unique(np.array(_pairs_of(now) + self._find_widest_pairs()), axis=0)
+        least, most = now.batch_r.min() / NEAR, now.batch_r.max() * NEAR
+        widest = [pair for pair in self._find_widest_pairs() if least <= pair[0] * pair[1] <= most]
+        pairs = np.unique(np.array(_pairs_of(now) + widest), axis=0)
         known = [pair_batches(now, pairs)[1]]
         known += [] if self.spare is None else [self.spare]
         late_t = self.scorer.estimates(now).latency.max() * np.array(LENGTHS)
@@ -198,20 +221,41 @@ class Search:
         tried = self.left // 2 if self.thorough else self.left
         spares = self.cost_mi.shape[1] if self.thorough else SPARES
         value, choice = PlanSelector(self.problem, pool).best()
+        jumped: set[bytes] = set()
         for _ in range(ROUNDS if self.thorough else ROUNDS_AGAIN):
             keep = self._select_known(pool, value, choice)
             choice = (np.cumsum(keep) - 1)[choice]
             pool, fresh = pool.take(keep), fresh[keep]
-            moving = self._order_moves(pool, choice, np.flatnonzero(fresh))[: -(-tried // PARTS)]
+            most = tried if self.hasty else -(-tried // PARTS)
+            moving = self._order_moves(pool, choice, np.flatnonzero(fresh))[:most]
             tried, self.left = tried - len(moving), self.left - len(moving)
-            if not len(moving):
+            if len(moving):
+                near = Moves(pool.rows.take(moving), self.cost_mi, spares).all()
+            else:
+                near = self._jump_far(pool.rows.take(choice), jumped)
+            if not len(near):
                 break
-            near = Moves(pool.rows.take(moving), self.cost_mi, spares).all()
             known = len(pool)
             pool = pool.join(self._pool_of(near))
             fresh = np.arange(len(pool)) >= known
             value, choice = PlanSelector(self.problem, pool).best()
+            if self.hasty:  # all that may be tried has been
+                break
         return pool, choice
+
+    def _jump_far(self, picked: Layouts, jumped: set[bytes]) -> Layouts:
+        """Return rows two moves away from those for which this is new; for few clusters."""
+        none = picked.take(np.zeros(0, np.int64))
+        if len(self.clusters) > FAR_CLUSTERS:
+            return none
+        keys = keys_of(picked)
+        new = [r for r, key in enumerate(keys) if key not in jumped]
+        jumped |= set(keys)
+        if not new:
+            return none
+        most = self.cost_mi.shape[1]
+        near = Moves(picked.take(np.array(new)), self.cost_mi, most).all()
+        return Moves(near, self.cost_mi, most).all() if len(near) else none
 
     def _order_moves(self, pool: Pool, choice: Ints, rows: Ints) -> Ints:
         """Order ``rows``: slowest clusters first, then by priced energy, highest first."""
@@ -234,9 +278,9 @@ class Search:
         return keep
 
     def _find_pressing(self, costs: Estimates, value: float) -> Mask:
-        """Find clusters that make the round long or dear, (M,)."""
+        """Find clusters that make the round long or dear, (M,); all where there are few."""
         slow = costs.latency > PRESSING * costs.latency.max()
-        return np.asarray(slow | (costs.worth > ENOUGH * value))
+        return np.asarray(slow | (costs.worth > ENOUGH * value) | self.few)
 
     def _price_second(self, pool: Pool) -> Array:
         """Price a second of the round where all clusters have the row's micro-batches, (R,)."""

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.scheduling.search_gaps import SearchSize, search_planner
 from collapipe_flwr.core.replay import StepTimes
 from collapipe_flwr.costs import chain as chains
+from collapipe_flwr.costs import tables
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import (
     Chain,
@@ -52,10 +53,9 @@ def test_side_by_side_is_as_one_by_one(
     chain, times, hz = many_rows(seed, share)
     bounded = price_rows(chain, times, powers_for(chain, hz, times))
     monkeypatch.setattr(chains, "FEW_STEPS", 1)
-    every = np.arange(len(chain.rows))
-    together, depths = played(chain, times, bounded, every), schedule_rows(chain, times)[0]
+    together, depths = played(chain, times, bounded), schedule_rows(chain, times)[0]
     monkeypatch.setattr(chains, "FEW_STEPS", len(chain.rows) + 1)
-    alone = played(chain, times, bounded, every)
+    alone = played(chain, times, bounded)
     assert (together.makespan_s == alone.makespan_s).all()
     assert depths == schedule_rows(chain, times)[0]
     assert (together.makespan_s > bounded.makespan_s).any()
@@ -74,18 +74,16 @@ def test_without_a_tight_bound_the_same_is_found() -> None:
 def test_what_stages_can_hold_bounds_a_step_more_closely(
     share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Than where nothing is short of memory."""
+    """The bound of many clusters; that of few knows nothing of memory."""
     chain, times, hz = many_rows(4, share)
     shared = replace(chain.tables, most_share_m=np.full(SIZE.clusters, 0.28))
     chain = chain_of(shared, chain.rows, chain.options)
     assert (chain.held_rs < chain.rows.micro_batches_r[:, None])[:, 1:-1].any()
-    close = price_rows(chain, times, powers_for(chain, hz, times)).makespan_s
-    ample = replace(chain, held_rs=np.maximum(chain.held_rs, 1000))
-    plain = price_rows(ample, times, powers_for(chain, hz, times)).makespan_s
+    plain = price_rows(chain, times, powers_for(chain, hz, times)).makespan_s
     bounded = price_rows(chain, times, powers_for(chain, hz, times))
-    with monkeypatch.context() as patch:
-        patch.setattr(chains, "FEW_STEPS", len(chain.rows) + 1)  # every row as short as can be
-        seen = played(chain, times, bounded).makespan_s
+    seen = played(chain, times, bounded).makespan_s
+    monkeypatch.setattr(tables, "FEW_CLUSTERS", 0)
+    close = price_rows(chain, times, powers_for(chain, hz, times)).makespan_s
     assert (close >= plain).all()
     assert (close <= seen * (1.0 + 1e-12)).all()
     assert (seen / close).mean() - 1.0 < 0.5 * ((seen / plain).mean() - 1.0)
@@ -107,9 +105,8 @@ def test_rows_of_many_clusters_are_played_until_they_end_within_the_round(
     """The longest row by the bound says how long it is at least."""
     chain, times, hz = many_rows(6, 0.05)
     bounded = price_rows(chain, times, powers_for(chain, hz, times))
-    with monkeypatch.context() as patch:
-        patch.setattr(chains, "FEW_STEPS", len(chain.rows) + 1)
-        quickest = played(chain, times, bounded)
+    quickest = played(chain, times, bounded)
+    monkeypatch.setattr(tables, "FEW_CLUSTERS", 0)
     enough = played(chain, times, bounded)
     assert (enough.latency_s >= quickest.latency_s * (1.0 - 2e-3)).all()
     least = np.maximum(quickest.latency_s, bounded.latency_s.max())

@@ -9,7 +9,7 @@ from benchmarks.scheduling.search_gaps import SearchSize, search_case, search_pl
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import full_power_times, latency_of
 from collapipe_flwr.scheduler.base import USUAL_WEIGHT
-from collapipe_flwr.scheduler.dssda import Dssda
+from collapipe_flwr.scheduler.dssda import Dssda, within
 from collapipe_flwr.scheduler.multipliers import PART, unlearned_weight
 from collapipe_flwr.scheduler.planner import PlanSolver, Solution
 from collapipe_flwr.scheduler.policies import make_scheduler
@@ -103,7 +103,7 @@ def test_rounds_that_follow_are_decided_nearly_as_well_as_from_scratch(
     def compared(self: Dssda, planner: PlanSolver, state: SchedulerState) -> Solution:
         found = settle(self, planner, state)
         if state.last_plan is not None:
-            ratios.append(found.objective / planner.refine(planner.solve(), far=True).objective)
+            ratios.append(found.objective / within(planner, planner.solve()).objective)
         return found
 
     monkeypatch.setattr(Dssda, "_settle", compared)

@@ -55,7 +55,7 @@ def test_alternation_never_gets_worse() -> None:
             after = planner.improve(now)
             assert after.objective <= now.objective * (1 + 1e-12)
             now = after
-        assert planner.refine(now, far=True).objective <= planner.play(now).objective * (1 + 1e-12)
+        assert planner.polish(now).objective <= now.objective * (1 + 1e-12)
 
 
 def test_enumeration_counts_and_validity() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,12 +12,13 @@ from benchmarks.scheduling.search_gaps import SearchSize, search_planner
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import (
     chain_of,
+    full_power_times,
     played,
     price_rows,
     schedule_rows,
 )
 from collapipe_flwr.costs.layouts import key_of, replaced
-from collapipe_flwr.costs.warm_up import AS_GOOD
+from collapipe_flwr.scheduler import planner as planning
 from collapipe_flwr.scheduler import runners_up as playing
 from collapipe_flwr.scheduler.planner import Solution
 from collapipe_flwr.scheduler.radio.interior_point import equal_shares
@@ -34,29 +36,29 @@ def quick_and(all_of_them: Sequence[int], *few: int) -> pytest.MarkDecorator:
 
 
 def test_a_decision_is_priced_as_it_will_be_played() -> None:
-    planner = search_planner(SIZE, SEEDS[0], queues=True)
-    found = planner.refine(planner.solve(), far=True)
+    found = search_planner(SIZE, SEEDS[0], queues=True).solve()
     _, step_s = schedule_rows(found.chain, found.allocation.times)
     latency_s = found.chain.fixed_s + found.chain.steps_r * step_s
-    assert found.priced.latency_s == pytest.approx(latency_s, rel=AS_GOOD)
+    assert found.priced.latency_s == pytest.approx(latency_s)
     bounded = price_rows(found.chain, found.allocation.times, found.powers)
     assert (found.priced.latency_s >= bounded.latency_s * (1 - 1e-12)).all()
 
 
 @quick_and(SEEDS, 61001, 61005)
-def test_plans_are_better_for_it(seeds: Sequence[int]) -> None:
-    """By rho T as played: in the mean, and on no seed worse."""
-    ratios = []
-    for seed in seeds:
-        planner = search_planner(SIZE, seed, queues=False)
-        found = planner.solve()
-        ratios.append(cost_of(planner.refine(found, far=True)) / cost_of(found))
-    assert max(ratios) <= 1.0 + 1e-9, ratios
-    assert np.mean(ratios) < 1.0, ratios
+def test_plans_are_better_for_it(monkeypatch: pytest.MonkeyPatch, seeds: Sequence[int]) -> None:
+    """By rho T as played: in the mean, and on no seed worse by more than 1 %."""
+    ours = np.array([cost_of(search_planner(SIZE, seed, queues=False).solve()) for seed in seeds])
+    with monkeypatch.context() as patch:
+        patch.setattr(planning.PlanSolver, "few", False)  # as in the rounds of many clusters
+        planners = [search_planner(SIZE, seed, queues=False) for seed in seeds]
+        found = [planner.solve() for planner in planners]
+    before = np.array([cost_of(solution) for solution in found])
+    assert (ours <= 1.01 * before).all(), ours / before
+    assert ours.mean() < 0.995 * before.mean()
 
 
 @pytest.mark.parametrize("queues", [False, True])
-def test_no_radio_is_worse_than_full_power_over_equal_bandwidth(*, queues: bool) -> None:
+def test_no_radio_is_worse_than_full_power_over_equal_or_given_bandwidth(*, queues: bool) -> None:
     """On some of these seeds the radio program alone is."""
     for seed in SEEDS[:4]:
         planner = search_planner(SIZE, seed, queues=queues)
@@ -64,8 +66,11 @@ def test_no_radio_is_worse_than_full_power_over_equal_bandwidth(*, queues: bool)
         chain = chain_of(planner.tables, rows, planner.settings)
         rho = planner.learning.rho(planner.tables, rows)
         equal = equal_shares(chain, planner.tables.snapshot.radio.bandwidth_hz)
-        most = planner.priced(chain, equal, rho).objective
-        assert planner.radio(rows).objective <= most * (1 + 1e-3)
+        hz_m = equal.edge_hz_r * np.array([1.6, 0.4, 1.3, 0.7])
+        uneven = replace(equal, edge_hz_r=hz_m, times=full_power_times(chain, hz_m))
+        for given, plain in ((None, equal), (hz_m, uneven)):
+            most = planner.priced(chain, plain, rho).objective
+            assert planner.radio(rows, given).objective <= most * (1 + 1e-12)
 
 
 @quick_and(range(61000, 61005), 61000, 61001)
@@ -75,22 +80,21 @@ def test_rows_of_all_clusters_are_chosen_together(
     """Where several clusters are about as slow, no change of a single one shortens the round."""
 
     def objectives() -> Array:
-        planners = [search_planner(EIGHT, seed, queues=True) for seed in seeds]
-        found = [planner.refine(planner.solve(), far=True) for planner in planners]
+        found = [search_planner(EIGHT, seed, queues=True).solve() for seed in seeds]
         return np.array([solution.objective for solution in found])
 
     ours = objectives()
     monkeypatch.setattr(CandidateRows, "combine", lambda self: self.plan.rows)
     before = objectives()
     assert (ours <= before * (1 + 1e-9)).all(), ours / before
-    assert (ours / before).mean() < 0.996
+    assert (ours / before).mean() < 0.993
 
 
 def test_what_a_runner_up_costs_can_be_had() -> None:
-    """Rows chosen together cost no more, once bandwidth follows, than they promised."""
+    """Rows chosen together cost no more, once their radio is solved, than they promised."""
     planner = search_planner(SIZE, SEEDS[0], queues=True)
     rows = planner.choose(planner.opening_prices(), None)
-    now = planner.take_rows(rows, planner.radio(rows))
+    now = planner.radio(rows)
     near = planner.fitting(planner.neighbours(rows))
     own, hz_m = planner.estimates(now.chain, now.priced), now.allocation.edge_hz_r
     found = Incumbent(planner, rows, own, hz_m).play_rows(near, joint=True)
@@ -98,8 +102,9 @@ def test_what_a_runner_up_costs_can_be_had() -> None:
     for r in (0, len(near) // 2, len(near) - 1, int(found.value_alone().argmin())):
         changed = replaced(rows, near.cluster_r[[r]], near.take(np.array([r])))
         energy = float(own.worth.sum())
-        cost = planner.take_rows(changed, now).objective
-        assert cost <= (found.value_alone()[r] + energy) * (1 + 1e-9)
+        assert planner.radio(changed, hz_m).objective <= (found.value_alone()[r] + energy) * (
+            1 + 1e-9
+        )
 
 
 def cost_of(found: Solution) -> float:

@@ -14,9 +14,8 @@ from benchmarks.scheduling.plain_costs import PlainCosts, rows_of
 from benchmarks.scheduling.rivals import Budget, climb, promising, random_rows
 from benchmarks.scheduling.search_gaps import SearchSize, read_sizes, search_case, search_planner
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.costs.chain import chain_of
+from collapipe_flwr.costs.chain import chain_of, price_rows
 from collapipe_flwr.costs.layouts import of_members
-from collapipe_flwr.costs.makespan import step_makespan_s
 from collapipe_flwr.scheduler.planner import PlanSolver
 from collapipe_flwr.scheduler.pool import PlanSelector, Pool, Within, pool_of, select_front
 from collapipe_flwr.scheduler.radio.interior_point import allocate, equal_shares
@@ -94,7 +93,7 @@ def test_links_are_not_slowed_for_time_that_1f1b_does_not_take() -> None:
     said = convex_latency_s(chain, plain.times)  # at least the bound that prices the plan
     priced = planner.priced(chain, plain, rho)
     assert (said >= priced.priced.latency_s * (1 - 1e-9)).all()
-    assert planner.radio(rows).objective < 0.996 * priced.objective
+    assert planner.radio(rows).objective < 0.99 * priced.objective
 
 
 def test_many_clusters_are_searched_as_well_as_single_ones() -> None:
@@ -141,15 +140,10 @@ def test_rivals_price_as_the_cost_model_does(schedule: str, recompute: bool) -> 
             shares = equal_shares(chain, planner.tables.snapshot.radio.bandwidth_hz)
             rho = planner.learning.rho(planner.tables, layouts)
             priced = planner.priced(chain, shares, rho)
-            # Rivals know nothing of what stages can hold.
-            stage_s = (chain.forward_stage_s, chain.backward_stage_s)
-            hop_s = (shares.times[..., 0], shares.times[..., 1])
-            count = layouts.micro_batches_r.astype(np.float64)
-            step_s = step_makespan_s(chain.options, stage_s, hop_s, count)
-            least_s = chain.fixed_s + chain.steps_r * step_s
-            more_s = priced.priced.latency_s.max() - least_s.max()
+            bounded = price_rows(chain, shares.times, priced.powers)
+            more_s = priced.priced.latency_s.max() - bounded.latency_s.max()  # when played
             fits = np.isfinite(seconds)
-            assert least_s[fits] == pytest.approx(seconds[fits], rel=1e-12)
+            assert bounded.latency_s[fits] == pytest.approx(seconds[fits], rel=1e-12)
             if fits.all():
                 batch = (some.size * some.count).repeat(3)[None]
                 value = costs.objective(seconds[None], energy[None], batch)
