@@ -37,7 +37,7 @@ BEAT_S, LOST_S = 2.0, 8.0  # a device says so often that it is there, and is awa
 ADMITTED, REFUSED, TAKE = b"admitted", b"refused", b"take"  # words that begin lines
 _GREET_S = 10.0  # to say what a connection is for, and for a device to take one
 _PAUSE_S = 0.2
-_LOOK_S = 1.0  # until members that were removed are cut
+_LOOK_S = 1.0  # members that were removed are cut at the second look
 MOST_OF_A_DEVICE, MOST_OF_ALL = 64, 512  # connections
 _CHUNK_BYTES = 64 * 2**10
 _MOST_HELLO_BYTES = 16 * 2**10  # of a client's first message; gRPC's has 2 KiB
@@ -54,6 +54,7 @@ class _Dialled:
     fingerprint: str
     secured: _Secured
     peers: set[asyncio.Task[Any]] = field(default_factory=set)
+    told: bool = False  # a look has found that it is no member any more
 
 
 class DialRelay:
@@ -122,9 +123,11 @@ class DialRelay:
         while True:
             self._look()
             for dialled in tuple(self._dialled.values()):
-                if fault := _find_fault(self._known, dialled.name, dialled.fingerprint):
+                fault = _find_fault(self._known, dialled.name, dialled.fingerprint)
+                if fault and dialled.told:
                     _log.info("a device that had dialled in is cut off: %s", fault)
                     dialled.secured.close()
+                dialled.told = bool(fault)  # one more look, so that its roster reaches it first
             await asyncio.sleep(_LOOK_S)
 
     def _look(self) -> None:
