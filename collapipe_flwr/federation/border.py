@@ -100,7 +100,7 @@ def _check_telemetry(
 
 
 def _check_profile(profile: ClusterProfile) -> None:
-    """Raise ProtocolError for devices that cannot be told apart."""
+    """Raise ProtocolError for devices that cannot be told apart, or that no plan could use."""
     ids = [member.device_id for member in profile.members]
     if twice := [name for name, count in Counter(ids).items() if count > 1]:
         raise ProtocolError(f"cluster {profile.cluster_id} describes two devices as {twice[0]!r}")
@@ -111,6 +111,12 @@ def _check_profile(profile: ClusterProfile) -> None:
         )
     if not profile.can_train:
         raise ProtocolError(f"cluster {profile.cluster_id} describes no device")
+    if profile.trusted_blocks and not any(device.trusted for device in profile.devices):
+        raise ProtocolError(
+            f"cluster {profile.cluster_id} asks for privacy.trusted-blocks = "
+            f"{profile.trusted_blocks} and trusts no device: write trusted = true for one in its "
+            "cluster file"
+        )
 
 
 def _check_replanned(last: ClusterPlan, begun: ClusterPlan | None, cluster_id: str) -> None:

@@ -58,7 +58,7 @@ def printed() -> list[list[str]]:
 
 
 def test_steps_of_a_deployment_keep_clusters_where_commands_look() -> None:
-    assert roles.folder_of(roles.Role(kind=roles.CONTROL_UNIT)) == str(registry.DEPLOYED)
+    assert roles.folder_of(roles.MachineRole(kind=roles.CONTROL_UNIT)) == str(registry.DEPLOYED)
 
 
 @pytest.mark.parametrize("words", printed(), ids=" ".join)

@@ -135,10 +135,10 @@ def test_all_policies_start_on_equal_terms() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("--clusters 0", "--clusters must be at least 1, got 0"),
-        ("--devices 0", "--devices must be at least 1, got 0"),
-        ("--blocks 0", "--blocks must be at least 1, got 0"),
-        ("--rounds -1", "--rounds must be at least 1, got -1"),
+        ("--clusters 0", "--clusters must lie between 1 and 10000, got 0"),
+        ("--devices 0", "--devices must lie between 1 and 1000, got 0"),
+        ("--blocks 0", "--blocks must lie between 1 and 1000, got 0"),
+        ("--rounds -1", "--rounds must lie between 1 and 1000000, got -1"),
         ("--policies best", "--policies must be one of dssda, "),
         ("--policies dsda", "got 'dsda'; did you mean dssda?"),
         ("--profile-error 1", "--profile-error must be >= 0 and < 1, got 1"),
