@@ -21,9 +21,8 @@ from typing import Any
 
 from collapipe_flwr.core.domain import ClusterSnapshot, ModelProfile, Snapshot
 from collapipe_flwr.core.errors import InfeasibleError
-from collapipe_flwr.costs.price import price
+from collapipe_flwr.scheduler.controller import RoundController
 from collapipe_flwr.scheduler.edges import with_divided_memory
-from collapipe_flwr.scheduler.outcomes import simulated_outcome
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.simulation.setting import PRESETS, Setting
 from collapipe_flwr.simulation.world import with_edge_at_home
@@ -78,23 +77,21 @@ def seconds(setting: Setting, blocks: int, place: Place, rounds: int = ROUNDS) -
     model = setting.model.profile()
     world = setting.world(SEED, model)
     scheduler = make_scheduler("dssda", setting.settings)
+    controller, taken_s = RoundController(scheduler, setting.settings), []
 
     def seen(index: int) -> Snapshot:
         snapshot = world.snapshot(index, model)
         placed = (place(trusting(cluster, blocks), model) for cluster in snapshot.clusters)
         return replace(snapshot, clusters=tuple(placed))
 
-    state, taken_s = scheduler.init(seen(1)), []
     for index in range(1, rounds + 1):
         snapshot = seen(index)
         try:
-            plan, state = scheduler.step(state, snapshot)
+            plan = controller.plan(snapshot)
         except InfeasibleError:
             return None
-        priced = price(plan, snapshot, setting.settings)
-        outcome = simulated_outcome(plan, priced, snapshot, snapshot, setting.settings)
-        state = scheduler.observe(state, plan, outcome)
-        taken_s.append(priced.latency_s)
+        outcome = controller.learn(plan, plan, snapshot, snapshot)
+        taken_s.append(max(cluster.latency_s for cluster in outcome.clusters))
     return fmean(taken_s)
 
 

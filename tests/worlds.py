@@ -18,9 +18,11 @@ from collapipe_flwr.core.domain import (
     Snapshot,
 )
 from collapipe_flwr.costs.arrays import Array
-from collapipe_flwr.costs.price import price
+from collapipe_flwr.costs.price import PricedPlan, price
 from collapipe_flwr.costs.tables import Tables
+from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.scheduler.dssda import Dssda
+from collapipe_flwr.scheduler.outcomes import simulated_cluster
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import Nested, SchedulerConfig, SchedulerState
 from collapipe_flwr.simulation.models import ModelShape
@@ -162,5 +164,17 @@ def outcome_of(plan: Plan, snapshot: Snapshot, settings: SchedulerConfig) -> Rou
     clusters = tuple(
         ClusterOutcome(cluster_id=c.cluster_id, latency_s=c.latency_s, energy_j=c.energy_j)
         for c in priced.clusters
+    )
+    return RoundOutcome(round_index=plan.round_index, latency_s=priced.latency_s, clusters=clusters)
+
+
+def simulated_outcome(
+    plan: Plan, priced: PricedPlan, truth: Snapshot, seen: Snapshot, options: PricingOptions
+) -> RoundOutcome:
+    """What a round with this plan costs in the true world, where its price is known."""
+    profiles = {c.profile.cluster_id: c.profile for c in truth.clusters}
+    clusters = tuple(
+        simulated_cluster(part, found, profiles[part.cluster_id], truth, seen, options)
+        for part, found in zip(plan.clusters, priced.clusters, strict=True)
     )
     return RoundOutcome(round_index=plan.round_index, latency_s=priced.latency_s, clusters=clusters)

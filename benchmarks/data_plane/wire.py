@@ -18,7 +18,7 @@ from benchmarks.data_plane.job import Job
 from benchmarks.data_plane.network import Network
 from collapipe_flwr.core.links import LinkConfig, TlsFiles
 from collapipe_flwr.host.service import HostService
-from collapipe_flwr.host.session import ONLY, Lane, StepStream
+from collapipe_flwr.host.session import ONLY, Lane, SessionStream
 from collapipe_flwr.pipeline.config import SessionKey, SessionRequest
 from collapipe_flwr.pipeline.link import HIDDEN, Frame, FrameKind, Link
 from collapipe_flwr.transport.client import HostClient
@@ -32,13 +32,13 @@ _WARM_FRAMES = 8
 class Sink(HostService):
     """A host that receives, counts and answers once at the end; sessions hold no model."""
 
-    def claim(self, key: SessionKey, lane: Lane = ONLY) -> StepStream:
+    def claim(self, key: SessionKey, lane: Lane = ONLY) -> SessionStream:
         """See `HostService.claim`."""
         session = self.find(key)
         with session.at_rest():
             return session.claim(lane)
 
-    def serve(self, stream: StepStream, upstream: Link, behind: Link | None = None) -> None:
+    def serve(self, stream: SessionStream, upstream: Link, behind: Link | None = None) -> None:
         """Receive until END, confirming every frame whose micro-batch number is not 0."""
         assert behind is None
         while (frame := upstream.receive(deadline_s=_DEADLINE_S)).kind is not FrameKind.END:

@@ -30,7 +30,7 @@ from collapipe_flwr.transport.simulated_link import simulated_pair
 
 
 @dataclass(frozen=True, slots=True)
-class HostedChain:
+class OpenChain:
     """Device 1 -> ... -> device K -> edge, ready for steps; ``link`` is that to device 1.
 
     ``collect`` returns all parts behind it, with slots or not, after the chain's last frame was
@@ -48,7 +48,7 @@ class Fleet(Protocol):
 
     def chain(
         self, splitter: AnySplitter, order: TrainingOrder
-    ) -> AbstractContextManager[HostedChain]:
+    ) -> AbstractContextManager[OpenChain]:
         """Place the segments of ``order`` and connect them; everything is freed afterwards.
 
         Raises LinkError when a device or the edge cannot be reached or refuses. ``order`` is
@@ -75,7 +75,7 @@ class ThreadFleet:
         self._crashed: set[str] = set()
 
     @contextmanager
-    def chain(self, splitter: AnySplitter, order: TrainingOrder) -> Iterator[HostedChain]:
+    def chain(self, splitter: AnySplitter, order: TrainingOrder) -> Iterator[OpenChain]:
         """See `Fleet.chain`; every thread has ended afterwards."""
         with self._edge.opened(splitter, order) as edge, ExitStack() as links:
             last = order.plan.replicas[-2]
@@ -95,7 +95,7 @@ class ThreadFleet:
                 return _segments(stages, keep_optimizer) + last_part
 
             try:
-                yield HostedChain(link, collect, edge.targets)
+                yield OpenChain(link, collect, edge.targets)
             except BaseException as error:
                 link.close(str(error) or type(error).__name__)
                 raise

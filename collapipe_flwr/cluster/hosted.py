@@ -28,7 +28,7 @@ from collapipe_flwr.core.errors import (
 from collapipe_flwr.core.links import Heartbeat, LinkConfig, TlsFiles
 from collapipe_flwr.core.measurements import TransferStats
 from collapipe_flwr.host.service import HostService
-from collapipe_flwr.host.session import Lane, StepStream
+from collapipe_flwr.host.session import Lane, SessionStream
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.pipeline.compute import CPU
 from collapipe_flwr.pipeline.config import NextHop, SessionKey, SessionRequest
@@ -131,11 +131,11 @@ def edge_request(splitter: AnySplitter, order: TrainingOrder) -> SessionRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteEdge:
+class OpenEdge:
     """The last stage of a chain for devices of this process, which connect one lane each.
 
-    ``collect`` returns the trained part, see `Hosted.collect`. Where the stage is in this process,
-    too, ``targets`` is how it gets what only it reads.
+    ``collect`` returns the trained part, see `RemoteStage.collect`. Where the stage is in this
+    process, too, ``targets`` is how it gets what only it reads.
     """
 
     collect: Callable[[bool, AbstractContextManager[object]], Segments]
@@ -148,7 +148,7 @@ class Edge(Protocol):
 
     def opened(
         self, splitter: AnySplitter, order: TrainingOrder
-    ) -> AbstractContextManager[RemoteEdge]:
+    ) -> AbstractContextManager[OpenEdge]:
         """Open the last stage of this order's chain with its weights; it is freed afterwards."""
 
 
@@ -195,11 +195,11 @@ class HostedEdge:
                 hosted.close()
 
     @contextmanager
-    def opened(self, splitter: AnySplitter, order: TrainingOrder) -> Iterator[RemoteEdge]:
+    def opened(self, splitter: AnySplitter, order: TrainingOrder) -> Iterator[OpenEdge]:
         """See `Edge.opened`."""
         with self.session(splitter, order) as (hosted, _):
             hosted.open(splitter, order)
-            yield RemoteEdge(hosted.collect, hosted.session.connect, self.targets_of(hosted))
+            yield OpenEdge(hosted.collect, hosted.session.connect, self.targets_of(hosted))
 
     def targets_of(self, hosted: RemoteStage) -> Targets | None:
         """How an open session gets its targets; None where they travel."""
@@ -213,7 +213,7 @@ class ThreadEdge:
         self._compute = compute
 
     @contextmanager
-    def opened(self, splitter: AnySplitter, order: TrainingOrder) -> Iterator[RemoteEdge]:
+    def opened(self, splitter: AnySplitter, order: TrainingOrder) -> Iterator[OpenEdge]:
         """See `Edge.opened`; the thread has ended afterwards."""
         service, request = HostService(compute=self._compute), edge_request(splitter, order)
         threads: list[threading.Thread] = []
@@ -223,7 +223,7 @@ class ThreadEdge:
         own = state.select((*splitter.edge_keys(), *splitter.shared_keys))
         service.push_weights(request.key, own.copy().tensors())
 
-        def serve(stream: StepStream) -> None:
+        def serve(stream: SessionStream) -> None:
             with suppress(CollaPipeError):  # both ends of the link report it
                 service.serve(stream, stream.lanes.upstream)
 
@@ -256,6 +256,6 @@ class ThreadEdge:
                 thread.join(within_s)
 
         try:
-            yield RemoteEdge(collect, connect, service.hold_targets(request.key))
+            yield OpenEdge(collect, connect, service.hold_targets(request.key))
         finally:
             join(order.learning.deadline_s)

@@ -15,7 +15,7 @@ from functools import partial, reduce
 from itertools import compress
 from typing import TypeVar
 
-from collapipe_flwr.cluster.fleet import HostedChain
+from collapipe_flwr.cluster.fleet import OpenChain
 from collapipe_flwr.cluster.hosted import HostedEdge, RemoteStage
 from collapipe_flwr.cluster.order import CONTROL_UNIT, Segments, StageReplica, TrainingOrder
 from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
@@ -121,7 +121,7 @@ class RemoteFleet:
     heartbeat: Heartbeat | None = None
 
     @contextmanager
-    def chain(self, splitter: AnySplitter, order: TrainingOrder) -> Iterator[HostedChain]:
+    def chain(self, splitter: AnySplitter, order: TrainingOrder) -> Iterator[OpenChain]:
         """See `Fleet.chain`; every session is closed afterwards, as far as devices answer."""
         with ExitStack() as stack:
             limits = self.cluster.links
@@ -152,7 +152,7 @@ class RemoteFleet:
                 stack.callback(first_links[-1].close)
             link = fan_of(first_links, ALONE)
             try:
-                yield HostedChain(link, partial(self.collect, link, sessions), targets)
+                yield OpenChain(link, partial(self.collect, link, sessions), targets)
             except BaseException as error:
                 link.close(str(error) or type(error).__name__)
                 raise
@@ -160,7 +160,7 @@ class RemoteFleet:
     def collect(
         self, link: Link, sessions: Sequence[RemoteStage], keep_optimizer: bool
     ) -> Segments:
-        """See `HostedChain`; segments go to files as they arrive, `AT_ONCE` at a time."""
+        """See `OpenChain`; segments go to files as they arrive, `AT_ONCE` at a time."""
         link.close()  # returns when device 1, and with it the chain behind it, has ended
         turn = threading.BoundedSemaphore(AT_ONCE)
         parts = _at_once(lambda hosted: hosted.collect(keep_optimizer, turn), sessions)

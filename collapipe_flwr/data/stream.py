@@ -150,7 +150,7 @@ def _digest(path: Path, size: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamRows:
+class StreamExamples:
     """The examples of one round: ``fresh`` ones for the first time, then ``replayed`` ones."""
 
     place: StreamPlace
@@ -166,7 +166,7 @@ def draw_stream_round(
     limit: int,
     replay_share: float,
     rng: np.random.Generator,
-) -> StreamRows:
+) -> StreamExamples:
     """Draw ``limit`` examples, at most ``1 - replay_share`` of them fresh.
 
     ``past`` are the examples that the cluster started with. Replay of earlier examples fills the
@@ -185,7 +185,7 @@ def draw_stream_round(
             place = replace(place, read=stop)
         places.append(place)
     arrived = concatenate_datasets(fresh)
-    return StreamRows(
+    return StreamExamples(
         place=tuple(places),
         fresh=arrived,
         replayed=_draw(concatenate_datasets(seen), limit - len(arrived), rng),

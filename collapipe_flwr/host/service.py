@@ -28,7 +28,7 @@ from collapipe_flwr.host.energy import EnergyMeter
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.host.metrics import Tally
 from collapipe_flwr.host.parts import FOUND, BuildPart, Parts, list_trained_keys, tensors_of
-from collapipe_flwr.host.session import ONLY, HostSession, Lane, SessionRefused, StepStream
+from collapipe_flwr.host.session import ONLY, HostSession, Lane, SessionRefused, SessionStream
 from collapipe_flwr.host.sessions import SessionTable
 from collapipe_flwr.host.stores import TensorStore, WeightCache
 from collapipe_flwr.pipeline.compute import CPU, AllocatorPeak
@@ -257,7 +257,7 @@ class HostService:
         """Run a session's stage over one link until its END frame."""
         self.serve(self.claim(key), upstream)
 
-    def claim(self, key: SessionKey, lane: Lane = ONLY) -> StepStream:
+    def claim(self, key: SessionKey, lane: Lane = ONLY) -> SessionStream:
         """Reserve a session for one stream, for `serve` to run or `release` to give up.
 
         The lanes of one stream claim it one after the other, in any order.
@@ -270,11 +270,11 @@ class HostService:
                 self._parts.require_part(session)
                 return session.claim(lane)
 
-    def release(self, stream: StepStream, why: str = "the stream was given up") -> None:
+    def release(self, stream: SessionStream, why: str = "the stream was given up") -> None:
         """Give up a stream that is not over; the peers of all its lanes hear why."""
         stream.session.cut(why, stream)
 
-    def serve(self, stream: StepStream, upstream: Link, behind: Link | None = None) -> None:
+    def serve(self, stream: SessionStream, upstream: Link, behind: Link | None = None) -> None:
         """Run a claimed stream; `behind` is the link from the next replica of its stage.
 
         A failure ends the session and is raised. Raises SessionRefused, without running, for a
@@ -318,7 +318,7 @@ class HostService:
 
     @contextmanager
     def _open_stage(
-        self, stream: StepStream, upstream: Link, behind: Link | None
+        self, stream: SessionStream, upstream: Link, behind: Link | None
     ) -> Iterator[LastStage | MiddleStage]:
         """Open the stage of a session, with its links to the hosts behind it."""
         session = stream.session

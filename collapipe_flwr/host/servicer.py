@@ -28,7 +28,7 @@ from collapipe_flwr.core.version import version_fault
 from collapipe_flwr.host.allocator import trim_heap
 from collapipe_flwr.host.ledger import NoRoom
 from collapipe_flwr.host.service import HostService, Reserve
-from collapipe_flwr.host.session import Lane, SessionRefused, StepStream
+from collapipe_flwr.host.session import Lane, SessionRefused, SessionStream
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest, run_benchmark
 from collapipe_flwr.pipeline.config import Health, PassesDone, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.link import Frame, FrameKind
@@ -218,7 +218,7 @@ class Servicer:
         stream.over.wait(_SETTLE_S)  # so that the session is settled when the call ends
 
     def _begin(
-        self, stream: StepStream, lane: Lane, request: StreamRequest, call: Call
+        self, stream: SessionStream, lane: Lane, request: StreamRequest, call: Call
     ) -> StreamLink:
         peer = request.name[:80]
         link = StreamLink(
@@ -241,7 +241,7 @@ class Servicer:
             self._workers.submit(self._serve, stream)
         return link
 
-    def _serve(self, stream: StepStream) -> None:
+    def _serve(self, stream: SessionStream) -> None:
         """Run a stage, and close its links; an unexpected error is logged with its trace."""
         request, lanes = stream.session.request, stream.lanes
         with add_log_fields(**request.about):
@@ -255,7 +255,7 @@ class Servicer:
                 for link in filter(None, lanes.links.values()):
                     link.close()
 
-    def _leave(self, stream: StepStream) -> None:
+    def _leave(self, stream: SessionStream) -> None:
         """Release the stream of a lane that ended: its stage may be waiting for another lane."""
         if stream.lanes.are_several:
             self.service.release(stream, "another link of this stage broke off")

@@ -90,7 +90,7 @@ class Lanes:
 
 
 @dataclass(slots=True, eq=False)
-class StepStream:
+class SessionStream:
     """One stream of one session, from its claim to its end."""
 
     session: HostSession
@@ -128,9 +128,9 @@ class HostSession:
     _dropped: threading.Event = field(default_factory=threading.Event)
 
     @property
-    def stream(self) -> StepStream | None:
+    def stream(self) -> SessionStream | None:
         """The stream that has the part."""
-        return self._use if isinstance(self._use, StepStream) else None
+        return self._use if isinstance(self._use, SessionStream) else None
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
@@ -147,7 +147,7 @@ class HostSession:
         finally:
             self._leave(use)
 
-    def claim(self, lane: Lane) -> StepStream:
+    def claim(self, lane: Lane) -> SessionStream:
         """Give the part to a stream; the caller has it at rest.
 
         Raises SessionRefused for a lane that the stage does not have.
@@ -158,10 +158,10 @@ class HostSession:
             if not lanes.accepts(lane):
                 raise SessionRefused(f"the session's stage has no lane {lane.number} of {lane.of}")
             lanes.links[lane] = None
-            self._use = stream = StepStream(self, lanes)
+            self._use = stream = SessionStream(self, lanes)
             return stream
 
-    def join(self, lane: Lane) -> StepStream | None:
+    def join(self, lane: Lane) -> SessionStream | None:
         """Reserve this lane of a claimed stream that waits for it; None if there is none."""
         with self._turn:
             stream = self.stream
@@ -170,7 +170,7 @@ class HostSession:
             stream.lanes.links[lane] = None
             return stream
 
-    def enter(self, stream: StepStream, lane: Lane, link: Link) -> bool:
+    def enter(self, stream: SessionStream, lane: Lane, link: Link) -> bool:
         """Add a lane's link; return whether it was the last one.
 
         Raises SessionRefused when the stream was broken off.
@@ -180,13 +180,13 @@ class HostSession:
             stream.lanes.links[lane] = link
             return stream.lanes.complete
 
-    def begin(self, stream: StepStream, upstream: Link) -> None:
+    def begin(self, stream: SessionStream, upstream: Link) -> None:
         """Begin a claimed stream. Raises SessionRefused when it was broken off before."""
         with self._turn:
             self.add_link(stream, upstream)
             stream.runs = True
 
-    def add_link(self, stream: StepStream, link: Link) -> None:
+    def add_link(self, stream: SessionStream, link: Link) -> None:
         """Add a link that is closed when the stream is broken off.
 
         Raises SessionRefused when it is broken off already.
@@ -196,7 +196,7 @@ class HostSession:
                 raise SessionRefused(stream.broken)
             stream.links.append(link)
 
-    def end(self, stream: StepStream) -> None:
+    def end(self, stream: SessionStream) -> None:
         """End a stream; may be called twice."""
         self._leave(stream)
         stream.over.set()
@@ -206,7 +206,7 @@ class HostSession:
         with self._turn:
             self.closed = self.closed or why
 
-    def cut(self, why: str, only: StepStream | None = None) -> None:
+    def cut(self, why: str, only: SessionStream | None = None) -> None:
         """Close the links of the stream that has the part, so that it ends; do not wait for it.
 
         A step in progress is not applied. With `only`, no other stream is ended.

@@ -33,7 +33,12 @@ from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.scheduler.absence import Absence, without_absent
 from collapipe_flwr.scheduler.edges import edges_in, on_edges
 from collapipe_flwr.scheduler.estimates import expected_s
-from collapipe_flwr.scheduler.link_estimates import links_begun, links_learned, with_links
+from collapipe_flwr.scheduler.link_estimates import (
+    LinkEstimates,
+    links_begun,
+    links_learned,
+    with_links,
+)
 from collapipe_flwr.scheduler.outcomes import link_samples, measured_outcome, simulated_cluster
 from collapipe_flwr.scheduler.plans import check_privacy
 from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerState
@@ -100,7 +105,7 @@ class RoundController:
         state = self._scheduler.init(snapshot) if known is None else known
         self._remember(replace(state, links=links))
         plan = self._plan_present(snapshot)
-        profiles = {c.profile.cluster_id: c.profile for c in snapshot.clusters}
+        profiles = _profiles(snapshot)
         for each in plan.clusters:  # whatever the policy
             check_privacy(each, profiles[each.cluster_id])
         return with_rates(plan, on_edges(snapshot, edges_in(plan), links))
@@ -153,32 +158,24 @@ class RoundController:
         agree. The round did not wait for clusters that are ``late``: their plans are older.
         """
         measured, self._before = measured or {}, None
+        edges = edges_in(done)
         for name, profile in _profiles(snapshot).items():
             if name in measured:
-                part = done.cluster(name)
-                self.memory.absence.learn(
-                    snapshot.round_index,
-                    name,
-                    _of_members(measured[name], profile),
-                    part.edge if part else "",
-                )
+                told = _of_members(measured[name], profile)
+                self.memory.absence.learn(snapshot.round_index, name, told, edges.get(name, ""))
         found = _examples_trained(done, measured, self._with_examples(snapshot))
         examples = {**self.memory.examples, **found}
         self.memory = replace(self.memory, examples=examples)
-        seen = on_edges(
-            with_links(self._with_examples(snapshot), self.state.links),
-            edges_in(done),
-            self.state.links,
-        )
-        true = seen
-        if truth is not snapshot:
-            true = with_links(self._with_examples(truth), self.state.links)
-            true = on_edges(true, edges_in(done), self.state.links)
+        seen = self._as_planned(snapshot, done, self.state.links)
+        true = seen if truth is snapshot else self._as_planned(truth, done, self.state.links)
+        known, real = _profiles(seen), _profiles(true)
+        priced = price(done, true, self._options).clusters
         clusters = tuple(
-            self._outcome(part, priced, measured.get(part.cluster_id), seen, true)
-            for part, priced in zip(
-                done.clusters, price(done, true, self._options).clusters, strict=True
-            )
+            self._simulate(part, cost, measured.get(name), real[name], seen, true)
+            if name not in measured or not known[name].real_links
+            else self._measure(part, cost, measured[name], known[name], seen)
+            for part, cost in zip(done.clusters, priced, strict=True)
+            for name in (part.cluster_id,)
         )
         awaited = [c.latency_s for c in clusters if c.cluster_id not in late]
         outcome = RoundOutcome(
@@ -191,31 +188,45 @@ class RoundController:
         self._remember(self._scheduler.observe(self.state, asked, outcome))
         return replace(outcome, queues_j=self.state.energy_queue_j)
 
-    def _outcome(
+    def _simulate(
         self,
         plan: ClusterPlan,
         priced: PricedCluster,
         measured: ClusterMeasurement | None,
+        profile: ClusterProfile,
         seen: Snapshot,
         truth: Snapshot,
     ) -> ClusterOutcome:
-        """Compute the outcome of one cluster, with the stage times that the scheduler expected."""
-        name, profile = plan.cluster_id, _profiles(seen)[plan.cluster_id]
-        if measured is None or not profile.real_links:
-            found = simulated_cluster(plan, priced, truth, seen, self._options)
-            noise = measured.gradient_noise if measured else None
-            found = replace(found, loss=measured.loss if measured else None, gradient_noise=noise)
-        else:
-            found = measured_outcome(
-                plan,
-                priced,
-                measured,
-                profile,
-                seen.model,
-                links=tuple(link_samples(plan, measured, paced=self._paced)),
-                recompute=self._options.recompute,
-            )
-        beliefs = self.state.beliefs
+        """Compute the outcome of a described cluster, which has a loss if it trained."""
+        found = simulated_cluster(plan, priced, profile, truth, seen, self._options)
+        if measured is not None:
+            noise = measured.gradient_noise
+            found = replace(found, loss=measured.loss, gradient_noise=noise)
+        return self._with_expected(found)
+
+    def _measure(
+        self,
+        plan: ClusterPlan,
+        priced: PricedCluster,
+        measured: ClusterMeasurement,
+        profile: ClusterProfile,
+        seen: Snapshot,
+    ) -> ClusterOutcome:
+        """Compute the outcome of a cluster of machines."""
+        found = measured_outcome(
+            plan,
+            priced,
+            measured,
+            profile,
+            seen.model,
+            links=tuple(link_samples(plan, measured, paced=self._paced)),
+            recompute=self._options.recompute,
+        )
+        return self._with_expected(found)
+
+    def _with_expected(self, found: ClusterOutcome) -> ClusterOutcome:
+        """Add the stage times that the scheduler expected."""
+        beliefs, name = self.state.beliefs, found.cluster_id
         stages = (replace(s, expected_s=expected_s(beliefs, name, s)) for s in found.stages)
         return replace(found, stages=tuple(stages))
 
@@ -224,8 +235,7 @@ class RoundController:
         if not any(found.measured and found.stages for found in outcome.clusters):
             return outcome
         links = links_learned(self.state.links, outcome)
-        shown = with_links(self._with_examples(snapshot), links)
-        shown = on_edges(shown, edges_in(plan), links)
+        shown = self._as_planned(snapshot, plan, links)
         clusters = (
             replace(found, explained_s=explained_s(part, found.stages, shown, self._options))
             if found.measured and found.stages
@@ -233,6 +243,11 @@ class RoundController:
             for part, found in zip(plan.clusters, outcome.clusters, strict=True)
         )
         return replace(outcome, clusters=tuple(clusters))
+
+    def _as_planned(self, snapshot: Snapshot, plan: Plan, links: LinkEstimates) -> Snapshot:
+        """Return the snapshot with what is known of it, and every cluster on its planned edge."""
+        known = with_links(self._with_examples(snapshot), links)
+        return on_edges(known, edges_in(plan), links)
 
     def _with_examples(self, snapshot: Snapshot) -> Snapshot:
         """Return the snapshot with the numbers of examples that machines really train on."""

@@ -24,15 +24,12 @@ from collapipe_flwr.core.domain import (
     ClusterProfile,
     LinkSample,
     ModelProfile,
-    Plan,
-    RoundOutcome,
     Snapshot,
     StageSample,
 )
 from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.core.measurements import ClusterMeasurement, StageMeasurement
 from collapipe_flwr.costs.measured import explained_s, server_s, stage_parts, taken_s
-from collapipe_flwr.costs.price import PricedPlan
 from collapipe_flwr.costs.replicas import PricedCluster
 from collapipe_flwr.costs.work import PricingOptions
 
@@ -201,29 +198,19 @@ def _reached(traffic: LinkTraffic, planned_bit_per_s: float, *, paced: bool) -> 
     return min(traffic.wire_bit_per_s, sent)
 
 
-def simulated_outcome(
-    plan: Plan, priced: PricedPlan, truth: Snapshot, seen: Snapshot, options: PricingOptions
-) -> RoundOutcome:
-    """Derive the outcome from the price; members with work report true stage times and powers.
-
-    ``seen`` holds the links, and the devices without work, as plans knew them.
-    """
-    clusters = tuple(
-        simulated_cluster(part, found, truth, seen, options)
-        for part, found in zip(plan.clusters, priced.clusters, strict=True)
-    )
-    return RoundOutcome(round_index=plan.round_index, latency_s=priced.latency_s, clusters=clusters)
-
-
 def simulated_cluster(
     plan: ClusterPlan,
     priced: PricedCluster,
+    profile: ClusterProfile,
     truth: Snapshot,
     seen: Snapshot,
     options: PricingOptions,
 ) -> ClusterOutcome:
-    """Derive one cluster's part of `simulated_outcome`."""
-    profile = next(c.profile for c in truth.clusters if c.profile.cluster_id == plan.cluster_id)
+    """Derive an outcome from its price; members with work report true stage times and powers.
+
+    ``profile`` is the cluster's in ``truth``; ``seen`` holds the links, and the devices without
+    work, as plans knew them.
+    """
     members = {member.device_id: member for member in profile.members}
     samples = []
     for name, (passes, each) in stage_parts(plan, truth.model, recompute=options.recompute).items():

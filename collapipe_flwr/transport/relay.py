@@ -54,7 +54,7 @@ class _Dialled:
     fingerprint: str
     secured: _Secured
     peers: set[asyncio.Task[Any]] = field(default_factory=set)
-    told: bool = False  # a look has found that it is no member any more
+    removed: bool = False  # as of the last look
 
 
 class DialRelay:
@@ -124,10 +124,10 @@ class DialRelay:
             self._look()
             for dialled in tuple(self._dialled.values()):
                 fault = _find_fault(self._known, dialled.name, dialled.fingerprint)
-                if fault and dialled.told:
+                if fault and dialled.removed:
                     _log.info("a device that had dialled in is cut off: %s", fault)
                     dialled.secured.close()
-                dialled.told = bool(fault)  # one more look, so that its roster reaches it first
+                dialled.removed = bool(fault)  # one more look, so that its roster reaches it first
             await asyncio.sleep(_LOOK_S)
 
     def _look(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from collapipe_flwr.cluster.hosted import RemoteEdge
+from collapipe_flwr.cluster.hosted import OpenEdge
 from collapipe_flwr.cluster.order import Segments
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.pipeline.link import Link
@@ -19,9 +19,9 @@ class GivenEdge:
         self._connect = connect
 
     @contextmanager
-    def opened(self, splitter, order) -> Iterator[RemoteEdge]:
+    def opened(self, splitter, order) -> Iterator[OpenEdge]:
         del splitter, order
-        yield RemoteEdge(self, self._connect)
+        yield OpenEdge(self, self._connect)
 
     def open(self) -> None:
         """Nothing to open."""

@@ -18,7 +18,7 @@ from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.data.files import load_table
-from collapipe_flwr.data.stream import Stream, StreamPlace, StreamRows, draw_stream_round
+from collapipe_flwr.data.stream import Stream, StreamExamples, StreamPlace, draw_stream_round
 from collapipe_flwr.data.tasks import load_task
 from tests.thorough import examples
 
@@ -48,7 +48,7 @@ def add(folder: Path, name: str, texts: Sequence[str], mode: str = "w") -> None:
 
 def step(
     stream: Stream, place: StreamPlace, *, limit: int = 4, share: float = 0.5, seed: int = 0
-) -> StreamRows:
+) -> StreamExamples:
     rng = np.random.default_rng(seed)
     kept = from_json(StreamPlace, to_json(place), "place")  # as between two processes
     return draw_stream_round(stream, kept, PAST, limit=limit, replay_share=share, rng=rng)

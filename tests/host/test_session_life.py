@@ -22,7 +22,7 @@ from torch import Tensor
 from collapipe_flwr.core.errors import CollaPipeError, LinkError
 from collapipe_flwr.host.ledger import Ledger
 from collapipe_flwr.host.service import HostService
-from collapipe_flwr.host.session import StepStream
+from collapipe_flwr.host.session import SessionStream
 from collapipe_flwr.host.stores import TensorStore
 from collapipe_flwr.pipeline.config import SessionKey, SessionRequest
 from collapipe_flwr.pipeline.link import Frame, MemoryLink, memory_pair
@@ -117,7 +117,7 @@ class NoticedLink:
 class Driver:
     """The control unit at the other end of one claimed stream."""
 
-    def __init__(self, host: HostService, session_id: str, stream: StepStream) -> None:
+    def __init__(self, host: HostService, session_id: str, stream: SessionStream) -> None:
         self.part = host.find(session_key(session_id)).part
         self.stream = stream
         self._host = host

@@ -10,12 +10,12 @@ import pytest
 from collapipe_flwr.core.domain import ClusterPlan, Plan, Snapshot
 from collapipe_flwr.costs.price import price, with_rates
 from collapipe_flwr.scheduler.dssda import heads_worth
-from collapipe_flwr.scheduler.outcomes import simulated_outcome
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState
 from collapipe_flwr.scheduler.replan import ReplanInput, replan
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import EnergyBudget, make_world
+from tests.worlds import simulated_outcome
 
 MODEL = ModelShape(blocks=3, decoder_blocks=2, width=64, tokens=16, wire_bytes=4).profile()
 SETTINGS = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(2,))

@@ -14,7 +14,6 @@ import pytest
 from collapipe_flwr.core.domain import DeviceProfile, Plan, RoundOutcome, Snapshot
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.price import price
-from collapipe_flwr.scheduler.outcomes import simulated_outcome
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState
 from collapipe_flwr.simulation.devices import scaled
@@ -23,7 +22,7 @@ from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.setting import Setting
 from collapipe_flwr.simulation.simulate import simulate
 from collapipe_flwr.simulation.world import EnergyBudget, World, make_world, mixed_devices
-from tests.worlds import BOARDS, planned
+from tests.worlds import BOARDS, planned, simulated_outcome
 
 MODEL = ModelShape(blocks=6, width=256, tokens=32).profile()
 SETTINGS = SchedulerConfig(micro_batch_sizes=(4, 16), micro_batches=(2, 8))
