@@ -280,7 +280,8 @@ class Splitter(AnySplitter):
 
     @cached_property
     def _unproved(self) -> dict[str, str]:
-        return dict(zip(self.resident_keys, self.spec.base_digests, strict=False))
+        digests = self.spec.base_digests
+        return dict(zip(self.resident_keys, digests, strict=True)) if digests else {}
 
 
 def _choose_context_keys(family: Family, task: str) -> frozenset[str]:
