@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import socket
+from collapipe_flwr.core.links import find_free_ports
 
 
 def free_port() -> int:
-    """A port of loopback that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of loopback that nobody uses."""
+    return find_free_ports(1)[0]

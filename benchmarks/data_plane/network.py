@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import select
-import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from collapipe_flwr.core.errors import CollaPipeError
+from collapipe_flwr.core.links import find_free_ports
 
 _DEADLINE_S = 10.0
 _HOLD = "mount -t tmpfs tmpfs /var/run && echo ready && exec cat"
@@ -123,10 +123,7 @@ class Loopback:
 
     def free_port(self) -> int:
         """See `Network.free_port`."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
-            return port
+        return find_free_ports(1)[0]
 
 
 class Shaped:

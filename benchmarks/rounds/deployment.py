@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import collapipe_flwr
 from collapipe_flwr.core.errors import RunError
+from collapipe_flwr.core.links import find_free_ports
 from collapipe_flwr.core.processes import guard_command
 
 ROOT = Path(collapipe_flwr.__file__).parents[1]
@@ -56,7 +56,7 @@ class Deployment:
 
     def start(self) -> None:
         """All programs but the run; raises RunError for one that does not start."""
-        ports = _free_ports(5)
+        ports = find_free_ports(5)
         self._superlink, self._edge, *devices, runtime = (f"127.0.0.1:{port}" for port in ports)
         self._cluster_file(devices)
         made = ("superlink=127.0.0.1", "--cluster", str(self.cluster))
@@ -163,9 +163,3 @@ class Deployment:
             "FLWR_TELEMETRY_ENABLED": "0",
             "TOKENIZERS_PARALLELISM": "false",
         }
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        found = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in found]

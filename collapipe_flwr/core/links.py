@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import random
 import re
 import socket
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -29,6 +31,7 @@ MOST_NOTES = 4 * (NOTED_FRAMES + 1)  # of one direction, for the same reason
 LEAST_PERIOD_S = 0.2  # hosts accept pings as often as this, and drop clients that send more
 LEAST_MISSES = 3
 HIGHEST_PORT = 65535
+_UNASKED_PORTS = range(15_000, 32_000)  # no system gives these to outgoing connections
 
 
 def host_and_port(address: str, *, least: int = 1) -> tuple[str, int]:
@@ -105,6 +108,21 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name
         return host == "localhost"
+
+
+def find_free_ports(count: int) -> list[int]:
+    """Find distinct ports of loopback that nobody uses, and hardly anybody takes before we do."""
+    found: list[int] = []
+    with ExitStack() as stack:
+        for port in random.SystemRandom().sample(_UNASKED_PORTS, len(_UNASKED_PORTS)):
+            if len(found) == count:
+                break
+            try:
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            except OSError:
+                continue
+            found.append(port)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -380,9 +380,11 @@ def run_until(over: threading.Event, work: Callable[[], Coroutine[Any, Any, None
         task = asyncio.create_task(work())
         waiting = asyncio.create_task(asyncio.to_thread(over.wait))
         await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        while not task.done():  # before Python 3.13 a TaskGroup that just fails swallows one
+            task.cancel()
+            await asyncio.wait({task}, timeout=_PAUSE_S)
+        if not task.cancelled():
+            task.result()
 
     asyncio.run(both())
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.links import host_and_port, is_address, is_loopback
+from collapipe_flwr.core.links import find_free_ports, host_and_port, is_address, is_loopback
 
 
 @pytest.mark.parametrize(
@@ -59,3 +61,10 @@ def test_a_port_that_the_system_chooses_must_be_allowed() -> None:
 )
 def test_names_that_begin_like_loopback_are_not(host: str, here: bool) -> None:
     assert is_loopback(host) is here
+
+
+def test_free_ports_are_distinct_and_may_be_listened_on() -> None:
+    ports = find_free_ports(20)
+    assert len(set(ports)) == 20
+    for port in ports:
+        socket.create_server(("127.0.0.1", port)).close()

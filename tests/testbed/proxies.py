@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from tests.ports import free_port
 from tests.testbed.network import Endpoint, Network
 
 _CHUNK_BYTES = 16 * 1024
@@ -29,7 +29,7 @@ class ProxyNetwork(Network):
 
     def endpoint(self, host: str) -> Endpoint:
         """See Network."""
-        port = _free_port()
+        port = free_port()
         self._hosts[port] = host
         listen = f"127.0.0.1:{port}"
         return Endpoint(listen=listen, dial=self.before(listen))
@@ -108,10 +108,3 @@ def proxies(hosts: Sequence[str], *, rate_bit_per_s: int) -> Iterator[ProxyNetwo
         loop.call_soon_threadsafe(loop.stop)
         thread.join(_DEADLINE_S)
         loop.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        number: int = probe.getsockname()[1]
-        return number

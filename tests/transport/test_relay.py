@@ -26,7 +26,7 @@ from collapipe_flwr.transport.certificates import sign_all
 from collapipe_flwr.transport.client import HostClient
 from collapipe_flwr.transport.diagnosis import diagnose
 from collapipe_flwr.transport.dialing import Dialing
-from collapipe_flwr.transport.relay import DialRelay, run_relay, splice
+from collapipe_flwr.transport.relay import DialRelay, run_relay, run_until, splice
 from tests.ports import free_port
 from tests.threads import none_left
 
@@ -199,6 +199,33 @@ def test_a_device_that_is_removed_is_cut_off_with_its_peers(config: ClusterConfi
         with pytest.raises(Unreachable):
             while time.monotonic() < until_s:
                 peer.status()
+
+
+def test_work_ends_although_it_was_told_so_while_a_connection_of_it_broke() -> None:
+    over, went_on = threading.Event(), asyncio.Event()
+
+    async def end_slowly(parent: asyncio.Task[None]) -> None:
+        try:
+            await asyncio.sleep(WAIT_S)
+        finally:
+            over.set()
+            while not parent.cancelling():
+                await asyncio.sleep(0)
+
+    async def work() -> None:
+        parent = asyncio.current_task()
+        assert parent is not None
+        with suppress(ExceptionGroup):
+            async with asyncio.TaskGroup() as group:
+                group.create_task(end_slowly(parent))
+                await asyncio.sleep(0)
+                raise ConnectionResetError
+        went_on.set()
+        await asyncio.sleep(WAIT_S)
+
+    begun_s = time.monotonic()
+    run_until(over, work)
+    assert went_on.is_set() and time.monotonic() - begun_s < WAIT_S
 
 
 def test_a_device_serves_no_more_peers_at_once_than_it_may(

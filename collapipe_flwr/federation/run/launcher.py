@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from typing import IO
 from collapipe_flwr.config.parsing import write_overrides
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.core.keys import Value
+from collapipe_flwr.core.links import find_free_ports
 from collapipe_flwr.core.processes import guard_command
 from collapipe_flwr.reporting.run_lock import LOG
 
@@ -146,7 +146,7 @@ def _start(
 
 def build_environment(home: Path) -> dict[str, str]:
     """Build the caller's environment with a Flower home and ports of its own."""
-    http_port, control_port = _find_free_ports(2)
+    http_port, control_port = find_free_ports(2)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     quiet = {
         "FLWR_TELEMETRY_ENABLED": "0",
@@ -193,18 +193,6 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log_path: Pa
         f"the local Flower SuperLink did not start within {_START_S:.0f} s "
         f"({tail[0] if tail else 'no output'}); try `flower-superlink --insecure --simulation`"
     )
-
-
-def _find_free_ports(count: int) -> list[int]:
-    """Find distinct ports that were free a moment ago."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 def _find_script(name: str) -> str:
