@@ -40,7 +40,7 @@ Seconds = Mapping[str, float]  # by cluster
 
 
 @dataclass(slots=True, kw_only=True)
-class _Kept:
+class _DeadlineState:
     ratios: dict[str, tuple[float, ...]] = field(default_factory=dict)  # wall over predicted
     overhead_s: tuple[float, ...] = ()
     missed: dict[str, float] = field(default_factory=dict)  # ratio to allow; 0: not waited for
@@ -62,7 +62,7 @@ class RoundDeadline:
         self._slack, self._now = slack, now
         self.late: frozenset[str] = frozenset()  # clusters whose updates join a later round
         self.joins_late = joins_late
-        self._kept = _Kept()
+        self._kept = _DeadlineState()
 
     def exchange(self, grid: Grid, sent: list[Message], timeout: float | None) -> list[Message]:
         """Push, then pull until all replies are in or the deadline; late ones become errors."""
@@ -127,7 +127,7 @@ class RoundDeadline:
 
     def load(self, memory: ComponentState) -> None:
         """Restore from a checkpoint; raises ProtocolError if it is not a clock's."""
-        self._kept = from_json(_Kept, memory.text or "{}", "the clock's checkpoint")
+        self._kept = from_json(_DeadlineState, memory.text or "{}", "the clock's checkpoint")
 
 
 def _make_late_error(message: Message, planned_s: float) -> Message:

@@ -237,7 +237,7 @@ class Unplanned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Kept:
+class _NamedNodes:
     nodes: tuple[int, ...] = ()
     state: str = ""
 
@@ -270,11 +270,13 @@ class AssumedClusters(KnownClusters):
 
     def dump(self) -> ComponentState:
         memory = super().dump()
-        return replace(memory, text=to_json(_Kept(nodes=tuple(self._names), state=memory.text)))
+        return replace(
+            memory, text=to_json(_NamedNodes(nodes=tuple(self._names), state=memory.text))
+        )
 
     def load(self, memory: ComponentState) -> None:
         """Restore from a checkpoint; raises ProtocolError for another planner's."""
-        kept = from_json(_Kept, memory.text or "{}", "the planner's checkpoint")
+        kept = from_json(_NamedNodes, memory.text or "{}", "the planner's checkpoint")
         self._names |= {node: f"node-{node}" for node in kept.nodes}
         super().load(replace(memory, text=kept.state))
 

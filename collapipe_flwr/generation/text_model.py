@@ -22,9 +22,9 @@ from collapipe_flwr.core.errors import ConfigError, DataError, ModelError
 from collapipe_flwr.generation.backends import Weights
 from collapipe_flwr.generation.source import find_model
 from collapipe_flwr.models.describing import make_spec
+from collapipe_flwr.models.foreign_errors import translate_errors
 from collapipe_flwr.models.generation import SEED
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.models.validation import translate_errors
 from collapipe_flwr.transport.generation import GenerateRequest
 
 _SOUND = "input_features"

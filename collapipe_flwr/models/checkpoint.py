@@ -35,9 +35,9 @@ from transformers.utils.hub import cached_file
 
 from collapipe_flwr.core.errors import CheckpointMissing, ModelError, prefix_errors
 from collapipe_flwr.core.hub import expand_home, explain_unreachable, is_folder_only, silence
+from collapipe_flwr.models.foreign_errors import first_lines, translate_errors
 from collapipe_flwr.models.skeleton import build_skeleton, builder_of, derive_constant, read_config
 from collapipe_flwr.models.spec import ModelSpec
-from collapipe_flwr.models.validation import first_lines, translate_errors
 
 _TIE_FLAGS = ("tie_word_embeddings", "share_encoder_decoder_embeddings")
 

@@ -62,7 +62,7 @@ def find_means(splitter: AnySplitter, weights: Weights, batch: Batch) -> Means |
     numbers = tuple(n for n in _find_integers(splitter, batch) if counted or n != given)
     untried = tuple(n for n in numbers if not _may_be_ignored(splitter, n, batch[n]))
     model = splitter.build_whole(weights, trains=True).train()
-    trial = _Trial(splitter, model)
+    trial = _ModelLosses(splitter, model)
     weighings = list(dict.fromkeys((given, *COUNTED))) if counted else [given]
     for ignoring, complete in ((True, untried), (False, numbers)):
         for weight in weighings:
@@ -97,7 +97,7 @@ def make_up_batch(splitter: Splitter) -> dict[str, Tensor]:
     return {**batch, LABELS: torch.randint(0, classes, places, generator=random)}
 
 
-class _Trial:
+class _ModelLosses:
     """Losses and gradients of one model."""
 
     def __init__(self, splitter: AnySplitter, model: nn.Module) -> None:

@@ -20,6 +20,7 @@ from collapipe_flwr.models.checkpoint import (
 )
 from collapipe_flwr.models.discovery import ON_VALUES, VALUES_ASKED, refusal
 from collapipe_flwr.models.families import FAMILIES
+from collapipe_flwr.models.foreign_errors import UNFIT, translate_errors
 from collapipe_flwr.models.likeness import refuse_unlike
 from collapipe_flwr.models.lora import find_default_targets, find_head_modules, key_of
 from collapipe_flwr.models.profile import profile_shapes
@@ -27,7 +28,7 @@ from collapipe_flwr.models.skeleton import build_skeleton
 from collapipe_flwr.models.spec import BatchShape, LoraConfig, ModelSpec, unknown_type
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.tasks import find_built_class, find_task, recognize_task
-from collapipe_flwr.models.validation import LAYERDROPS, UNFIT, missing_token, translate_errors
+from collapipe_flwr.models.validation import LAYERDROPS, missing_token
 
 _SPECIAL_TOKENS = (
     "pad_token_id",

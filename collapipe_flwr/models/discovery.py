@@ -30,6 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import is_within
 from collapipe_flwr.models.families import FAMILIES, Family, base_path, stack_path
+from collapipe_flwr.models.foreign_errors import UNFIT, explain_unfit
 from collapipe_flwr.models.module_call import arguments_of, hidden_of
 from collapipe_flwr.models.random_functions import RANDOM
 from collapipe_flwr.models.skeleton import (
@@ -41,7 +42,6 @@ from collapipe_flwr.models.skeleton import (
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.stack import disable_cache
 from collapipe_flwr.models.tasks import TASKS, auto_class, is_transformers_class
-from collapipe_flwr.models.validation import UNFIT, explain_unfit
 
 ON_VALUES = "what it computes depends on values, not only on shapes"
 VALUES_ASKED = (DataDependentOutputException, DynamicOutputShapeException)

@@ -26,8 +26,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from collapipe_flwr.core.errors import ModelError, extra, prefix_errors
+from collapipe_flwr.models.foreign_errors import translate_errors
 from collapipe_flwr.models.spec import ModelSpec
-from collapipe_flwr.models.validation import translate_errors
 
 ALL_LINEAR = "all-linear"
 PEFT_PREFIX = "base_model.model."  # of names in a PeftModel, and in files of adapters

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ModelError, prefix_errors
 from collapipe_flwr.core.imports import is_within, load_builder
+from collapipe_flwr.models.foreign_errors import translate_errors
 from collapipe_flwr.models.layout import block_index, block_names, group_tensors
 from collapipe_flwr.models.likeness import refuse_unlike
 from collapipe_flwr.models.module_call import names_in
@@ -17,7 +18,6 @@ from collapipe_flwr.models.module_trace import ModuleTrace, trace_module
 from collapipe_flwr.models.part import normalises_batches
 from collapipe_flwr.models.skeleton import build_module
 from collapipe_flwr.models.spec import ModuleSpec
-from collapipe_flwr.models.validation import translate_errors
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 _BUILT_SO = (

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.any_splitter import AnySplitter, shapes_of
+from collapipe_flwr.models.foreign_errors import UNFIT, first_lines, translate_errors
 from collapipe_flwr.models.layout import EDGE, EMBEDDING, Holdings, make_module_layout
 from collapipe_flwr.models.module_call import (
     SHAPE,
@@ -55,7 +56,6 @@ from collapipe_flwr.models.tasks import (
     load_loss,
     scores_of,
 )
-from collapipe_flwr.models.validation import UNFIT, first_lines, translate_errors
 
 _COSTED = 2  # examples, where a batch may be cut: some layers need more than one
 

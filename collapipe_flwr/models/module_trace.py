@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.models.foreign_errors import translate_errors
 from collapipe_flwr.models.layout import block_index, block_names, group_tensors
 from collapipe_flwr.models.module_call import (
     blocks_of,
@@ -28,7 +29,6 @@ from collapipe_flwr.models.module_call import (
     split_arguments,
 )
 from collapipe_flwr.models.random_functions import RandomDetector
-from collapipe_flwr.models.validation import translate_errors
 
 _AHEAD, _BETWEEN, _BEHIND = -1, -2, -3  # where the pass is, or the number of a block
 _ASKS_VALUES = ("_local_scalar_dense", "is_nonzero", "equal")

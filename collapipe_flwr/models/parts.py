@@ -12,6 +12,7 @@ from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.domain import IGNORED_LABEL
 from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.models.foreign_errors import first_lines
 from collapipe_flwr.models.generation import FEEDING, Ask, Emit, Prompt, generate
 from collapipe_flwr.models.layout import Holdings
 from collapipe_flwr.models.module_call import (
@@ -25,7 +26,7 @@ from collapipe_flwr.models.part_cache import PartCache
 from collapipe_flwr.models.skeleton import make_blank_pixels
 from collapipe_flwr.models.stack import Around, Stack, disable_cache
 from collapipe_flwr.models.tasks import LABELS, ModelTask, Objective, numbers_of
-from collapipe_flwr.models.validation import first_lines, most_positions
+from collapipe_flwr.models.validation import most_positions
 
 _LIMITS = ("vocab_size", "max_position_embeddings", "image_size", "max_source_positions")
 

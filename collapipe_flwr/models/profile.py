@@ -25,11 +25,11 @@ from collapipe_flwr.core.domain import BlockCost, ModelProfile
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.discovery import ON_VALUES, VALUES_ASKED, refusal, use_fake_tensors
+from collapipe_flwr.models.foreign_errors import UNFIT, first_lines
 from collapipe_flwr.models.part import Part
 from collapipe_flwr.models.spec import BatchShape, ModuleSpec
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.tasks import numbers_of, scores_of
-from collapipe_flwr.models.validation import UNFIT, first_lines
 
 Sizes = Mapping[str, tuple[torch.Size, torch.dtype]]  # of parameters, by key
 StateBytes = Callable[[Sizes], int]  # of an optimizer, for the parameters that it trains

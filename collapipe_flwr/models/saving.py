@@ -13,11 +13,11 @@ from torch import Tensor
 
 from collapipe_flwr.core.durable import draft, make_folder, publish
 from collapipe_flwr.models.checkpoint import find_generation_settings
+from collapipe_flwr.models.foreign_errors import translate_errors
 from collapipe_flwr.models.lora import PEFT_PREFIX, add_adapters, is_superseded, key_of
 from collapipe_flwr.models.skeleton import build_skeleton
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.models.validation import translate_errors
 
 _ADAPTER_FILE = "adapter_model.safetensors"
 

@@ -19,10 +19,10 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import load_builder
+from collapipe_flwr.models.foreign_errors import UNFIT, explain_unfit, translate_errors
 from collapipe_flwr.models.lora import add_adapters
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.tasks import auto_class, model_class
-from collapipe_flwr.models.validation import UNFIT, explain_unfit, translate_errors
 
 # Building patches globals of torch or transformers for a moment; devices may be threads. The lock
 # is reentrant, and users' modules are imported ahead of it, since they may build models themselves.

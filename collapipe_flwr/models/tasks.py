@@ -29,8 +29,8 @@ from transformers import (
 from collapipe_flwr.core.domain import IGNORED_LABEL
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import load_class, load_function
+from collapipe_flwr.models.foreign_errors import UNFIT, first_lines
 from collapipe_flwr.models.spec import ModelSpec
-from collapipe_flwr.models.validation import UNFIT, first_lines
 
 Batch = Mapping[str, Tensor]
 Loss = Callable[[Any, dict[str, Tensor]], Tensor]  # outputs of forward, batch -> scalar mean

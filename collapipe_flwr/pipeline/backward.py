@@ -168,7 +168,7 @@ def _is_plain(weight: Tensor) -> bool:
     return not (weight.requires_grad and torch.is_grad_enabled())
 
 
-class _Product(torch.autograd.Function):
+class _LinearProduct(torch.autograd.Function):
     """``given @ weight.T + bias``, or with a ``turned`` weight ``given @ weight + bias``."""
 
     @staticmethod
@@ -222,7 +222,7 @@ def _quick_apply(function: type[torch.autograd.Function]) -> Callable[..., Tenso
     return applied
 
 
-_product, _lookup = _quick_apply(_Product), _quick_apply(_Lookup)
+_product, _lookup = _quick_apply(_LinearProduct), _quick_apply(_Lookup)
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ def _pump(down: Link, up: Link, settings: StageConfig, caches: dict[int, Any]) -
 
 
 @dataclass(slots=True)
-class _Text:
+class _ServedText:
     number: int
     answers: Mailbox[Frame]
     stopped: threading.Event = field(default_factory=threading.Event)  # by the client
@@ -131,7 +131,7 @@ class GeneratingEdge:
         self._up = up
         self._settings = settings
         self._most = int(slots)
-        self._texts: dict[int, _Text] = {}  # the last one of each slot
+        self._texts: dict[int, _ServedText] = {}  # the last one of each slot
 
     def serve(self) -> None:
         self._part.train(False)
@@ -168,7 +168,7 @@ class GeneratingEdge:
                     f"{peer} answered more of text {number} than was asked"
                 ) from error
 
-    def _begin(self, frame: Frame, before: _Text | None, pool: ThreadPoolExecutor) -> None:
+    def _begin(self, frame: Frame, before: _ServedText | None, pool: ThreadPoolExecutor) -> None:
         number, peer = frame.micro_batch, self._up.peer
         if number < 0:
             raise ProtocolError(f"{peer} began text {number}: the first one is 0")
@@ -177,11 +177,11 @@ class GeneratingEdge:
             raise ProtocolError(
                 f"{peer} began text {number} in the place of text {before.number}{ended}"
             )
-        text = _Text(number, Mailbox(1, peer=peer))  # a text asks for one answer at a time
+        text = _ServedText(number, Mailbox(1, peer=peer))  # a text asks for one answer at a time
         self._texts[number % self._most] = text
         pool.submit(self._run, text, frame)
 
-    def _run(self, text: _Text, prompt: Frame) -> None:
+    def _run(self, text: _ServedText, prompt: Frame) -> None:
         """Generate one text; its last frame carries its error, and the others go on."""
         try:
             last = self._last_frame(text, prompt)
@@ -191,7 +191,7 @@ class GeneratingEdge:
             self._up.close(f"generation failed: {error}")
             raise
 
-    def _last_frame(self, text: _Text, prompt: Frame) -> Frame:
+    def _last_frame(self, text: _ServedText, prompt: Frame) -> Frame:
         try:
             tokens = self._generate(text, prompt)
             if text.stopped.is_set():
@@ -204,7 +204,7 @@ class GeneratingEdge:
             )
         return _tokens_frame(text, {TOKENS: tokens}, {DONE: 1.0})
 
-    def _generate(self, text: _Text, frame: Frame) -> Tensor:
+    def _generate(self, text: _ServedText, frame: Frame) -> Tensor:
         from collapipe_flwr.models.generation import Prompt  # only where texts are generated
 
         deadline_s, place = self._settings.deadline_s, place_of(self._part)
@@ -238,7 +238,7 @@ class GeneratingEdge:
 
 
 def _tokens_frame(
-    text: _Text, tensors: Mapping[str, Tensor], scalars: Mapping[str, float]
+    text: _ServedText, tensors: Mapping[str, Tensor], scalars: Mapping[str, float]
 ) -> Frame:
     return Frame(
         kind=FrameKind.TOKENS,

@@ -36,7 +36,7 @@ class TextTimeout(LinkTimeout):
 
 
 @dataclass(slots=True)
-class _Text:
+class _DrivenText:
     number: int
     inbox: Mailbox[Frame]
     over: threading.Event = field(default_factory=threading.Event)  # at the edge, or the chain is
@@ -68,7 +68,7 @@ class GenerationDriver:
         self._slots = slots
         # Of the three below. The garbage collector may close a text in a thread that holds it.
         self._lock = threading.RLock()
-        self._texts: dict[int, _Text] = {}  # by number
+        self._texts: dict[int, _DrivenText] = {}  # by number
         self._broken: LinkError | None = None
         self._free: Mailbox[int] = Mailbox(slots, peer=f"the chain with {slots} slots")
         self._reader = threading.Thread(target=self._read, name="generation driver", daemon=True)
@@ -111,7 +111,7 @@ class GenerationDriver:
         if self._reader.is_alive():
             raise LinkTimeout("the chain did not end its generation in time")
 
-    def _pieces(self, text: _Text, first: Frame, place: int) -> Generator[Tensor]:
+    def _pieces(self, text: _DrivenText, first: Frame, place: int) -> Generator[Tensor]:
         self._send(text, first)
         seen = 0  # tokens
         while True:
@@ -130,7 +130,7 @@ class GenerationDriver:
                 return
             seen += len(tokens)
 
-    def _begin(self) -> _Text:
+    def _begin(self) -> _DrivenText:
         """Wait for a free slot and begin a text in it."""
         try:
             number = self._free.get(self._settings.deadline_s)
@@ -139,7 +139,7 @@ class GenerationDriver:
                 f"all {self._slots} slots were busy for {self._settings.deadline_s:g} s: try again "
                 "later, or open the chain with more slots"
             ) from error
-        text = _Text(number, Mailbox(_CAPACITY, peer="the edge"))
+        text = _DrivenText(number, Mailbox(_CAPACITY, peer="the edge"))
         with self._lock:
             self._texts[number] = text
             if self._broken is not None:
@@ -147,7 +147,7 @@ class GenerationDriver:
                 text.over.set()
         return text
 
-    def _stop(self, text: _Text) -> None:
+    def _stop(self, text: _DrivenText) -> None:
         """Stop a text at the edge; if it does not end in time, the chain counts as broken."""
         try:
             self._send(text, Frame(kind=FrameKind.STOP))
@@ -177,7 +177,7 @@ class GenerationDriver:
                     text.over.set()
             return True
 
-    def _send(self, text: _Text, frame: Frame) -> None:
+    def _send(self, text: _DrivenText, frame: Frame) -> None:
         self._down.send(
             replace(frame, micro_batch=text.number), deadline_s=self._settings.deadline_s
         )

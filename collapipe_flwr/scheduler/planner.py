@@ -28,12 +28,12 @@ from collapipe_flwr.costs.layouts import (
 )
 from collapipe_flwr.scheduler.dual_prices import DualPrices
 from collapipe_flwr.scheduler.local_search import pair_batches, recut_batches
-from collapipe_flwr.scheduler.problem import PlanningProblem
+from collapipe_flwr.scheduler.problem import Estimates, PlanningProblem
 from collapipe_flwr.scheduler.radio.equal_ends import levelled_hz
 from collapipe_flwr.scheduler.radio.interior_point import Allocation, allocate, equal_shares
 from collapipe_flwr.scheduler.radio.problem import convex_latency_s
 from collapipe_flwr.scheduler.runners_up import Incumbent
-from collapipe_flwr.scheduler.scorer import Estimates
+from collapipe_flwr.scheduler.scorer import Scorer
 from collapipe_flwr.scheduler.search import HASTY_CLUSTERS, Search
 
 POLISHED_CLUSTERS = 5  # up to here time allows trying runners-up one by one
@@ -187,9 +187,9 @@ class PlanSolver(PlanningProblem):
 
     def _find_promising(self, best: Solution) -> tuple[Layouts, Array]:
         """Find rows a move away that by dual prices cost little more, and how much, (R,)."""
-        scorer, now = self.scorer(self.dual_prices(best)), best.rows
+        scorer, now = Scorer(self, self.dual_prices(best)), best.rows
         near = stack([self.neighbours(now), pair_batches(now, self.batches())[1]])
-        values = self.score(scorer, near, now) - self.score(scorer, now, now)[near.cluster_r]
+        values = scorer.score(near, now) - scorer.score(now, now)[near.cluster_r]
         promising = values < WORTH_A_TRY * best.objective
         return near.take(promising), values[promising]
 

@@ -17,8 +17,8 @@ from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.convergence import others_max
 from collapipe_flwr.costs.layouts import Layouts, stack
 from collapipe_flwr.costs.work import steps_of
-from collapipe_flwr.scheduler.problem import PlanningProblem
-from collapipe_flwr.scheduler.scorer import Estimates, Scorer, joined
+from collapipe_flwr.scheduler.problem import Estimates, PlanningProblem, joined
+from collapipe_flwr.scheduler.scorer import Scorer
 
 CHANGES = 60  # of single clusters that a pick tries after that
 SWEPT_CLUSTERS = 20  # up to here time allows picks for many lengths of a round

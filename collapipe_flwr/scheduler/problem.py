@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import numpy as np
 
 from collapipe_flwr.core.errors import InfeasibleError
-from collapipe_flwr.costs.arrays import Array, Ints
+from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.chain import Chain, RowPrices
 from collapipe_flwr.costs.convergence import LearningConstants, NoiseScale, bound_sums, exchanged
 from collapipe_flwr.costs.layouts import Layouts, of_members
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import fits, local_steps, steps_of
-from collapipe_flwr.scheduler.dual_prices import DualPrices, overdrawn
+from collapipe_flwr.scheduler.dual_prices import overdrawn
 from collapipe_flwr.scheduler.local_search import Moves
 from collapipe_flwr.scheduler.protocol import Reference, SchedulerConfig
 from collapipe_flwr.scheduler.refusal import refusal
-from collapipe_flwr.scheduler.scorer import Estimates, Scorer
 
 NEVER = 1e3  # stands for "does not reach the target": finite, so that searches can cross it
 TARGET_FACTOR = 1.25  # the target stays this factor above the reference plan's own floor
@@ -76,6 +76,25 @@ def learning_for(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Estimates:
+    """What rows cost at given dual prices, (R,)."""
+
+    latency: Array  # seconds of a round
+    soft: Array  # the same with a norm of all stages' times in the place of the slowest's
+    worth: Array  # priced energy, infinite where memory forbids the row
+
+    def take(self, index: Ints | Mask) -> Estimates:
+        """Those of the chosen rows."""
+        return Estimates(self.latency[index], self.soft[index], self.worth[index])
+
+
+def joined(parts: Sequence[Estimates]) -> Estimates:
+    """Those of all ``parts``, one after the other."""
+    columns = ([part.latency, part.soft, part.worth] for part in parts)
+    return Estimates(*map(np.concatenate, zip(*columns, strict=True)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningProblem:
     """The fixed inputs of planning one round; energy costs ``price_mi`` per joule.
@@ -89,14 +108,6 @@ class PlanningProblem:
     latency_price: float  # objective per second of the round, at rho = 1
     price_mi: Array
     room_mi: Array  # infinite without a limit
-
-    def scorer(self, prices: DualPrices) -> Scorer:
-        """Make the scorer of candidate rows at ``prices``."""
-        return Scorer(self, prices)
-
-    def score(self, scorer: Scorer, rows: Layouts, now: Layouts) -> Array:
-        """Compute the cluster-wise objective of every row, the other clusters as in ``now``."""
-        return scorer.values(rows, self.learning.rho_rows(self.tables, rows, now))
 
     def estimates(self, chain: Chain, priced: RowPrices) -> Estimates:
         """Return the costs of rows that have been priced with their hop times."""

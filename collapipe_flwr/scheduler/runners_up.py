@@ -26,8 +26,7 @@ from collapipe_flwr.costs.chain import (
 from collapipe_flwr.costs.convergence import others_max
 from collapipe_flwr.costs.layouts import Layouts, keys_of, replaced, stack
 from collapipe_flwr.scheduler.pool import PlanSelector, Pool
-from collapipe_flwr.scheduler.problem import PlanningProblem
-from collapipe_flwr.scheduler.scorer import Estimates, joined
+from collapipe_flwr.scheduler.problem import Estimates, PlanningProblem, joined
 
 WIDTH = 16  # rows of a cluster that a beam goes on from
 AT_A_TIME = 8  # rows of a cluster that are played before others are looked at again

@@ -9,10 +9,6 @@ are much faster. Suffixes as in ``costs.layouts``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
@@ -34,32 +30,11 @@ from collapipe_flwr.costs.work import (
     steps_of,
 )
 from collapipe_flwr.scheduler.dual_prices import LEAST_SLOPE, DualPrices, LinkTable, overdrawn
-
-if TYPE_CHECKING:
-    from collapipe_flwr.scheduler.problem import PlanningProblem
+from collapipe_flwr.scheduler.problem import Estimates, PlanningProblem, joined
 
 NORM = 8  # a power of two: the soft maximum's exponent
 TRUST = 0.1  # share of the ceiling down to which dual prices are trusted
 BLOCK = 1000  # rows of similar depth scored at a time: few unused slots, and caches hold them
-
-
-@dataclass(frozen=True, slots=True)
-class Estimates:
-    """What rows cost at given dual prices, (R,)."""
-
-    latency: Array  # seconds of a round
-    soft: Array  # the same with a norm of all stages' times in the place of the slowest's
-    worth: Array  # priced energy, infinite where memory forbids the row
-
-    def take(self, index: Ints | Mask) -> Estimates:
-        """Those of the chosen rows."""
-        return Estimates(self.latency[index], self.soft[index], self.worth[index])
-
-
-def joined(parts: Sequence[Estimates]) -> Estimates:
-    """Those of all ``parts``, one after the other."""
-    columns = ([part.latency, part.soft, part.worth] for part in parts)
-    return Estimates(*map(np.concatenate, zip(*columns, strict=True)))
 
 
 class Scorer:
@@ -95,9 +70,13 @@ class Scorer:
         update = first.parameter_bytes / own + last.parameter_bytes / edge_m
         self.update_s_m = OPTIMISER_FLOP_PER_BYTE * update
 
-    def values(self, rows: Layouts, rho_r: Array) -> Array:
-        """Compute the objective of every row, infinite where memory forbids it."""
+    def score(self, rows: Layouts, now: Layouts) -> Array:
+        """Compute every row's cluster-wise objective, infinite where memory forbids it, (R,).
+
+        The other clusters are as in ``now``.
+        """
         prices, costs = self.prices, self.estimates(rows)
+        rho_r = self.problem.learning.rho_rows(self.tables, rows, now)
         ceiling = prices.ceiling_m[rows.cluster_r]
         late = self.problem.latency_price * rho_r * np.maximum(costs.latency, ceiling)
         spare = np.clip(ceiling - costs.latency, 0.0, TRUST * ceiling)

@@ -26,8 +26,8 @@ from collapipe_flwr.scheduler.initial_layouts import (
 )
 from collapipe_flwr.scheduler.local_search import Moves, pair_batches
 from collapipe_flwr.scheduler.pool import PlanSelector, Pool, pool_of, select_front
-from collapipe_flwr.scheduler.problem import PlanningProblem
-from collapipe_flwr.scheduler.scorer import Estimates
+from collapipe_flwr.scheduler.problem import Estimates, PlanningProblem
+from collapipe_flwr.scheduler.scorer import Scorer
 
 ENUMERATED_ROWS = 20_000  # clusters with fewer candidates than this are searched completely
 ENUMERATED_IN_ALL = 60_000  # as long as all clusters together have fewer than this
@@ -72,7 +72,7 @@ class Search:
         The first choice of a search without rows in place starts from scratch, later ones from what
         is known by then.
         """
-        self.scorer = self.problem.scorer(prices)
+        self.scorer = Scorer(self.problem, prices)
         self.cost_mi = self._device_cost()
         if self.pool is None and not self.few:
             self.thorough = now is None

@@ -17,6 +17,7 @@ from collapipe_flwr.costs.work import OPTIMISER_FLOP_PER_BYTE
 from collapipe_flwr.scheduler.base import planner_for
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
+from collapipe_flwr.scheduler.scorer import Scorer
 from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.world import make_world, with_edge_at_home
 from tests.worlds import planned
@@ -138,7 +139,7 @@ def test_searches_price_it_as_plans_do() -> None:
         scheduler = make_scheduler("latency-only", options)
         planner = planner_for(tabulate(snapshot), scheduler.init(snapshot), options)
         rows = rows_of(snapshot)
-        found = planner.scorer(planner.opening_prices()).estimates(rows)
+        found = Scorer(planner, planner.opening_prices()).estimates(rows)
         chain = chain_of(planner.tables, rows, options)
         priced = planner.radio(rows).priced
         assert found.latency[0] == pytest.approx(priced.latency_s[0], rel=0.02)

@@ -17,6 +17,7 @@ from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import initial_state, planner_for
 from collapipe_flwr.scheduler.initial_layouts import all_layouts, rows_for
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
+from collapipe_flwr.scheduler.scorer import Scorer
 from collapipe_flwr.simulation.models import ModelShape
 from tests.worlds import KINDS, draw_snapshot, first_round, planned, with_devices
 
@@ -90,7 +91,7 @@ def test_an_overhead_is_a_lower_speed_at_one_size() -> None:
         every = [rows_for(m, *all_layouts(3, 5), np.array([[SIZE, COUNT]])) for m in (0, 1)]
         rows = stack(every)
         chains.append(chain_of(tables, rows, SETTINGS))
-        scorer = planner.scorer(planner.opening_prices())
+        scorer = Scorer(planner, planner.opening_prices())
         scores.append(scorer.estimates(rows))
     for one, other in ((chains[0], chains[1]),):
         for name in ("forward_stage_s", "backward_stage_s", "fixed_s", "fixed_j"):
@@ -142,7 +143,7 @@ def test_a_round_begins_and_ends_with_the_slowest_device_that_works() -> None:
         tables = tabulate(snapshot)
         planner = planner_for(tables, initial_state(quick, SETTINGS), SETTINGS)
         chains.append(chain_of(tables, rows, SETTINGS).fixed_s)
-        scorer = planner.scorer(planner.opening_prices())
+        scorer = Scorer(planner, planner.opening_prices())
         scores.append(scorer.estimates(rows).latency)
     used = np.where(rows.used_rs, np.array([0.0, *seconds])[rows.member_rs], 0.0)
     assert chains[1] - chains[0] == pytest.approx(used.max(1), abs=1e-9)

@@ -17,6 +17,7 @@ from collapipe_flwr.scheduler.initial_layouts import all_layouts, count_layouts,
 from collapipe_flwr.scheduler.local_search import Moves
 from collapipe_flwr.scheduler.planner import PlanSolver
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
+from collapipe_flwr.scheduler.scorer import Scorer
 from tests.worlds import draw_snapshot, with_devices
 
 SMALL = SchedulerConfig(schedule="gpipe", micro_batch_sizes=(2, 8), micro_batches=(2, 8))
@@ -110,10 +111,10 @@ def test_scores_rank_like_priced_rows() -> None:
     planner = a_planner(draw_snapshot(3, clusters=3, devices=3, blocks=5))
     best = planner.solve()
     prices = planner.dual_prices(best)
-    scorer = planner.scorer(prices)
-    value = planner.score(scorer, best.rows, best.rows)
+    scorer = Scorer(planner, prices)
+    value = scorer.score(best.rows, best.rows)
     near = stack([best.rows, planner.neighbours(best.rows)])
-    others = planner.score(scorer, near, best.rows)
+    others = scorer.score(near, best.rows)
     assert np.isfinite(value).all()
     assert (others >= value[near.cluster_r] - 0.05 * np.abs(value[near.cluster_r])).all()
 

@@ -18,9 +18,10 @@ from collapipe_flwr.costs.chain import chain_of, price_rows
 from collapipe_flwr.costs.layouts import of_members
 from collapipe_flwr.scheduler.planner import PlanSolver
 from collapipe_flwr.scheduler.pool import PlanSelector, Pool, Within, pool_of, select_front
+from collapipe_flwr.scheduler.problem import Estimates
 from collapipe_flwr.scheduler.radio.interior_point import allocate, equal_shares
 from collapipe_flwr.scheduler.radio.problem import convex_latency_s
-from collapipe_flwr.scheduler.scorer import Estimates
+from collapipe_flwr.scheduler.scorer import Scorer
 from collapipe_flwr.scheduler.segment_dp import any_order, best_path, describe
 
 SIZE = SearchSize(clusters=4, devices=6, blocks=12, seeds=range(1000, 1010))
@@ -177,7 +178,7 @@ def a_pool(planner: PlanSolver, rows: int, seed: int) -> Pool:
     clusters = np.repeat(np.arange(3), rows)
     pairs = costs.sizes[rng.integers(0, 6, len(clusters))]
     layouts = random_rows(costs, clusters, pairs, rng).layouts()
-    scorer = planner.scorer(planner.opening_prices())
+    scorer = Scorer(planner, planner.opening_prices())
     return pool_of(planner, scorer, layouts)
 
 
