@@ -20,11 +20,23 @@ from collapipe_flwr.costs.arrays import Array
 LN2 = float(np.log(2.0))
 _EXPONENT_MAX = 500.0  # exp beyond this is treated as infinitely expensive without overflow
 
-# Bytes over those of single precision; int8 adds a scale of 4 bytes to every 128 elements, fp16
-# one to every tensor, which is not counted.
-WIRE_SHARE: Mapping[str, float] = {"fp32": 1.0, "fp16": 0.5, "bf16": 0.5, "int8": 0.25 + 1 / 128}
+# Bytes over those of single precision; int8 adds a scale of 4 bytes to every 128 elements, int4
+# one of 2 to every 64, fp16 one to every tensor, which is not counted.
+WIRE_SHARE: Mapping[str, float] = {
+    "fp32": 1.0,
+    "fp16": 0.5,
+    "bf16": 0.5,
+    "int8": 0.25 + 1 / 128,
+    "int4": 0.125 + 1 / 128,
+}
 # Root mean square error over root mean square, of normally distributed values.
-ROUNDING: Mapping[str, float] = {"fp32": 0.0, "fp16": 2.1e-4, "bf16": 1.7e-3, "int8": 6.5e-3}
+ROUNDING: Mapping[str, float] = {
+    "fp32": 0.0,
+    "fp16": 2.1e-4,
+    "bf16": 1.7e-3,
+    "int8": 6.5e-3,
+    "int4": 9.75e-2,
+}
 
 SHARES = np.array([WIRE_SHARE[name] for name in CODECS])  # by place in CODECS
 NOISE = np.array([ROUNDING[name] ** 2 for name in CODECS])  # errors of links add as squares do

@@ -3,11 +3,14 @@
 A decision is made as if every link used the coarsest codec allowed: nothing is faster. Then every
 cluster lifts hops to finer codecs, the one that removes most noise per bit first, as long as
 
-    its time  <= (1 + MARGIN) * the round's, all coarse,
-    its price of energy  <= that of coarse links + MARGIN * the round's objective / M,
+    its time * its noise  <= (1 + MARGIN) * the round's, all coarse, * its noise then,
+    its price of energy * its noise  <= (that of coarse links + MARGIN * the round's objective / M)
+                                        * its noise then,
 
-powers and bandwidth as decided. At last the radio is optimised for the new payloads, so that the
-objective is at most 1 + 2 MARGIN times that of coarse links. Our own rule.
+with noise = 1 + 2 times the sum of the hops' square errors (there and back), by which the rounds to
+the target grow; powers and bandwidth as decided. At last the radio is optimised for the new
+payloads, so that objective times noise is at most 1 + 2 MARGIN times that of coarse links. Our own
+rule.
 """
 
 from __future__ import annotations
@@ -54,6 +57,11 @@ class Lifting:
         self._most_s = (1.0 + MARGIN) * coarse.priced.latency_s.max() * (1.0 + TINY)
         bounded = price_rows(coarse.chain, coarse.allocation.times, coarse.powers)
         self._played_s = coarse.priced.latency_s - bounded.latency_s  # more than 1F1B's bound
+        self._noise = self._noise_of(coarse.chain.hops.codec)
+
+    def _noise_of(self, codec_rh: Ints) -> Array:
+        """Return by how much errors multiply the rounds to the target, in the shape of `priced`."""
+        return np.asarray(1.0 + 2.0 * (NOISE[codec_rh] * self.coarse.chain.hops.used).sum(-1))
 
     def priced(self, codec_rh: Ints) -> tuple[Array, Array]:
         """Compute time and priced energy of every cluster, (R,), at its powers and bandwidth.
@@ -69,7 +77,9 @@ class Lifting:
     def allowed(self, codec_rh: Ints) -> Mask:
         """Return which clusters keep both margins, in the shape of `priced`."""
         latency, worth = self.priced(codec_rh)
-        return np.asarray((latency <= self._most_s) & (worth <= self._most_worth))
+        spared = self._noise / self._noise_of(codec_rh)
+        in_time, affordable = latency <= self._most_s * spared, worth <= self._most_worth * spared
+        return np.asarray(in_time & affordable)
 
 
 def lift_codecs(lifting: Lifting, steps: tuple[int, ...]) -> Ints:

@@ -87,4 +87,5 @@ class SimulatedLink(MemoryLink):
         if self._is_exact or name not in (HIDDEN, GRAD) or not tensor.is_floating_point():
             return tensor, tensor.numel() * tensor.element_size()
         raw = bytearray(self._codec.pack(tensor.detach()))
-        return self._codec.unpack(raw, tensor.dtype).reshape(tensor.shape), len(raw)
+        flat = self._codec.unpack(raw, tensor.dtype)[: tensor.numel()]
+        return flat.reshape(tensor.shape), len(raw)
