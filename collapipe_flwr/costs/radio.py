@@ -35,7 +35,7 @@ ROUNDING: Mapping[str, float] = {
     "fp16": 2.1e-4,
     "bf16": 1.7e-3,
     "int8": 6.5e-3,
-    "int4": 9.75e-2,
+    "int4": 1.08e-1,
 }
 
 SHARES = np.array([WIRE_SHARE[name] for name in CODECS])  # by place in CODECS

@@ -1,16 +1,16 @@
 """A solved round, with codecs no coarser than they must be.
 
-A decision is made as if every link used the coarsest codec allowed: nothing is faster. Then every
-cluster lifts hops to finer codecs, the one that removes most noise per bit first, as long as
+A decision is made as if every link used the coarsest codec allowed: nothing is faster. A cluster
+opens with the coarsest one, or with a finer one on all its hops where that spares more rounds than
+its time grows: errors make rounds to the target 1 + 2 times the sum of the hops' square errors as
+many (there and back). Then it lifts hops to finer codecs, the one that removes most noise per bit
+first, as long as
 
-    its time * its noise  <= (1 + MARGIN) * the round's, all coarse, * its noise then,
-    its price of energy * its noise  <= (that of coarse links + MARGIN * the round's objective / M)
-                                        * its noise then,
+    its time  <= (1 + MARGIN) * the round's as it opened,
+    its price of energy  <= that as it opened + MARGIN * the round's objective / M,
 
-with noise = 1 + 2 times the sum of the hops' square errors (there and back), by which the rounds to
-the target grow; powers and bandwidth as decided. At last the radio is optimised for the new
-payloads, so that objective times noise is at most 1 + 2 MARGIN times that of coarse links. Our own
-rule.
+powers and bandwidth as decided. At last the radio is optimised for the new payloads, so that the
+objective is at most 1 + 2 MARGIN times that of the opening. Our own rule.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from collapipe_flwr.scheduler.planner import PlanSolver, Solution
 from collapipe_flwr.scheduler.replicating import with_replicas
 
 MARGIN = 0.02  # what finer codecs may cost
+SPARED = 0.005  # of the time to the target, from which on a finer codec opens
 TINY = 1e-12  # relative
 
 
@@ -38,7 +39,7 @@ def refine_codecs(planner: PlanSolver, coarse: Solution) -> Solution:
     steps = rank_codecs(planner.settings.codecs)
     if len(steps) < 2:
         return coarse
-    codec = lift_codecs(Lifting(planner, coarse), steps)
+    codec = lift_codecs(Lifting(planner, coarse, steps))
     if (codec == coarse.chain.hops.codec).all():
         return coarse
     tables = with_codecs(planner.tables, coarse.rows, codec)
@@ -47,20 +48,35 @@ def refine_codecs(planner: PlanSolver, coarse: Solution) -> Solution:
 
 
 class Lifting:
-    """A decision and what its clusters may spend on finer codecs."""
+    """A decision, the codecs with which it opens, and what its clusters may spend on finer ones."""
 
-    def __init__(self, planner: PlanSolver, coarse: Solution) -> None:
-        self.planner, self.coarse = planner, coarse
+    def __init__(self, planner: PlanSolver, coarse: Solution, steps: tuple[int, ...]) -> None:
+        self.coarse, self.steps = coarse, steps
         self._prices = of_members(planner.price_mi, coarse.rows)
-        extra = MARGIN * coarse.objective / len(coarse.rows)
-        self._most_worth = (self._prices * coarse.priced.energy_j).sum(1) + extra
-        self._most_s = (1.0 + MARGIN) * coarse.priced.latency_s.max() * (1.0 + TINY)
         bounded = price_rows(coarse.chain, coarse.allocation.times, coarse.powers)
         self._played_s = coarse.priced.latency_s - bounded.latency_s  # more than 1F1B's bound
-        self._noise = self._noise_of(coarse.chain.hops.codec)
+        free = np.array([not c.profile.link_codec for c in planner.tables.snapshot.clusters])
+        self.movable = free[:, None] & coarse.chain.hops.used
+        self.opening = self._open()
+        latency, worth = self.priced(self.opening)
+        self._most_worth = worth + MARGIN * coarse.objective / len(coarse.rows)
+        self._most_s = (1.0 + MARGIN) * latency.max() * (1.0 + TINY)
 
-    def _noise_of(self, codec_rh: Ints) -> Array:
-        """Return by how much errors multiply the rounds to the target, in the shape of `priced`."""
+    def _open(self) -> Ints:
+        """Choose one codec per cluster by the time to the target, (R, S + 1)."""
+        codec = self.coarse.chain.hops.codec
+        round_s = self.coarse.priced.latency_s.max()
+        for finer in reversed(self.steps[:-1]):
+            trial = np.where(self.movable, finer, codec)
+            now, then = (
+                self._noise(each) * np.maximum(self.priced(each)[0], round_s)
+                for each in (codec, trial)
+            )
+            codec = np.where((then < (1.0 - SPARED) * now)[:, None], trial, codec)
+        return codec
+
+    def _noise(self, codec_rh: Ints) -> Array:
+        """Return by how much errors multiply the rounds to the target, (R,)."""
         return np.asarray(1.0 + 2.0 * (NOISE[codec_rh] * self.coarse.chain.hops.used).sum(-1))
 
     def priced(self, codec_rh: Ints) -> tuple[Array, Array]:
@@ -77,22 +93,19 @@ class Lifting:
     def allowed(self, codec_rh: Ints) -> Mask:
         """Return which clusters keep both margins, in the shape of `priced`."""
         latency, worth = self.priced(codec_rh)
-        spared = self._noise / self._noise_of(codec_rh)
-        in_time, affordable = latency <= self._most_s * spared, worth <= self._most_worth * spared
-        return np.asarray(in_time & affordable)
+        return np.asarray((latency <= self._most_s) & (worth <= self._most_worth))
 
 
-def lift_codecs(lifting: Lifting, steps: tuple[int, ...]) -> Ints:
+def lift_codecs(lifting: Lifting) -> Ints:
     """Lift codecs of hops, (R, S + 1), one per cluster at a time while one is allowed."""
-    hops = lifting.coarse.chain.hops
+    hops, steps = lifting.coarse.chain.hops, lifting.steps
     finer = np.arange(len(SHARES))
     finer[list(steps[1:])] = steps[:-1]
-    free = np.array([not c.profile.link_codec for c in lifting.planner.tables.snapshot.clusters])
-    codec = hops.codec.copy()
+    codec = lifting.opening.copy()
     every = np.arange(codec.shape[1])
     while True:
         fine = finer[codec]
-        movable = free[:, None] & hops.used & (fine != codec)
+        movable = lifting.movable & (fine != codec)
         if not movable.any():
             return codec
         trials = np.tile(codec, (len(every), 1, 1))  # each with one hop lifted

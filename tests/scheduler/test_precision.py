@@ -16,7 +16,7 @@ from collapipe_flwr.costs.price import price
 from collapipe_flwr.costs.radio import NOISE, rank_codecs
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import planner_for
-from collapipe_flwr.scheduler.decision import MARGIN, Lifting, lift_codecs, refine_codecs
+from collapipe_flwr.scheduler.decision import MARGIN, SPARED, Lifting, lift_codecs, refine_codecs
 from collapipe_flwr.scheduler.planner import PlanSolver, Solution
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.world import make_world
@@ -61,6 +61,33 @@ def test_one_slow_link_among_fast_ones_is_the_coarse_one() -> None:
     assert _codecs(plan)[-1] == "int8" and set(_codecs(plan)[:-1]) == {"fp32"}
 
 
+def test_four_bits_are_for_links_that_are_slow_enough() -> None:
+    settings = replace(SETTINGS, codecs=(*AUTO, "int4"))
+    assert "int4" in _codecs(planned(_snapshot(0.002), settings))
+    assert "int4" not in _codecs(planned(_snapshot(0.1), settings))
+
+
+def test_four_bits_open_only_where_they_save_more_time_than_their_noise_costs() -> None:
+    opened = set()
+    for seed in range(12):
+        case = _case(seed, (*AUTO, "int4"))
+        lifting = Lifting(case.planner, case.coarse, rank_codecs((*AUTO, "int4")))
+        used = case.coarse.chain.hops.used
+        coarse = case.coarse.chain.hops.codec
+        eight = np.where(lifting.movable, CODECS.index("int8"), coarse)
+        round_s = case.coarse.priced.latency_s.max()
+        times = [
+            (1.0 + 2.0 * (NOISE[codec] * used).sum(1))
+            * np.maximum(lifting.priced(codec)[0], round_s)
+            for codec in (coarse, eight)
+        ]
+        keeps = (lifting.opening == coarse).all(1)
+        assert (times[0][keeps] <= times[1][keeps] / (1.0 - SPARED) * (1.0 + 1e-9)).all()
+        assert (times[1][~keeps] < times[0][~keeps]).all()
+        opened |= set(keeps.tolist())
+    assert opened == {True, False}
+
+
 def test_a_codec_that_is_fixed_holds_everywhere() -> None:
     for name in CODECS:
         plan = planned(_snapshot(1.0), replace(SETTINGS, codecs=(name,)))
@@ -88,9 +115,9 @@ class Case:
         return refine_codecs(self.planner, self.coarse)
 
 
-def _case(seed: int) -> Case:
+def _case(seed: int, codecs: tuple[str, ...] = AUTO) -> Case:
     found = instance(seed)
-    settings = replace(found.settings, codecs=AUTO)
+    settings = replace(found.settings, codecs=codecs)
     tables = tabulate(found.snapshot, settings.coarsest)
     planner = planner_for(tables, found.state, settings)
     return Case(planner=planner, coarse=planner.solve())
@@ -108,8 +135,8 @@ def test_finer_codecs_cost_no_more_than_the_margins(seed: int) -> None:
 def test_no_hop_could_be_lifted_alone(seed: int) -> None:
     case = _case(seed)
     steps = rank_codecs(AUTO)
-    lifting = Lifting(case.planner, case.coarse)
-    codec = lift_codecs(lifting, steps)
+    lifting = Lifting(case.planner, case.coarse, steps)
+    codec = lift_codecs(lifting)
     assert lifting.allowed(codec).all()
     for row, hop in np.argwhere(case.coarse.chain.hops.used & (codec > 0)):
         trial = codec.copy()
@@ -122,8 +149,9 @@ def test_greedy_lifting_is_near_the_least_noise() -> None:
     found, least, coarse = 0.0, 0.0, 0.0
     for seed in range(20):
         case = _case(seed)
-        lifting, hops = Lifting(case.planner, case.coarse), case.coarse.chain.hops
-        ours = NOISE[lift_codecs(lifting, rank_codecs(AUTO))] * hops.used
+        lifting = Lifting(case.planner, case.coarse, rank_codecs(AUTO))
+        hops = case.coarse.chain.hops
+        ours = NOISE[lift_codecs(lifting)] * hops.used
         best = np.full(len(ours), np.inf)
         for choice in product(rank_codecs(AUTO), repeat=hops.used.shape[1]):
             trial = np.where(hops.used, np.array(choice)[None, :], hops.codec)

@@ -301,10 +301,10 @@ def test_nesting_of_any_depth_is_a_protocol_error(header):
 
 def test_tensors_that_grow_beyond_the_limit_together_are_refused_before_they_are_made():
     hidden = {name: torch.zeros(1000, dtype=torch.float64) for name in (HIDDEN, GRAD)}
-    data = encode_frame(Frame(kind=FrameKind.ACTIVATION, tensors=hidden), "int8")
-    assert decode_frame(data, FrameLimits(frame_bytes=4000)).tensor_bytes == 16_000
+    data = encode_frame(Frame(kind=FrameKind.ACTIVATION, tensors=hidden), "int4")
+    assert decode_frame(data, FrameLimits(frame_bytes=2000)).tensor_bytes == 16_000
     with pytest.raises(ProtocolError, match="whose tensors take 16000 bytes is beyond the limit"):
-        decode_frame(data, FrameLimits(frame_bytes=3999))
+        decode_frame(data, FrameLimits(frame_bytes=1999))
 
 
 def _tile_errors(tensor: torch.Tensor) -> torch.Tensor:
@@ -335,7 +335,7 @@ def test_four_bits_lose_about_a_tenth_of_whatever_a_tile_holds(
     tensor[torch.rand(shape, generator=draw) < zeros] = 0.0
     tensor[torch.rand(shape, generator=draw) < 0.01] *= 1.0 + outlier
     errors = _tile_errors(tensor * magnitude)
-    assert errors.max() < 0.3 and errors.mean() < 0.13
+    assert errors.max() < 0.35 and errors.mean() < 0.12 + 0.2 / len(errors) ** 0.5
 
 
 def test_four_bits_are_the_same_bits_whenever_they_are_written() -> None:
