@@ -120,8 +120,9 @@ def _pack_int4(tensor: Tensor) -> memoryview:
     unit, finite = _unit_of(largest), math.isfinite(largest)
     turn = _rotation() / unit
     steps, codes = [], []
-    for tiles in _blocks(flat, _TILE).split(_TILES_AT_A_TIME):
-        turned = tiles @ turn
+    tiles = _blocks(flat, _TILE)
+    for start in range(0, len(tiles), _TILES_AT_A_TIME):
+        turned = tiles[start : start + _TILES_AT_A_TIME] @ turn
         norm = torch.linalg.vector_norm(turned, dim=1, keepdim=True)
         step = (norm * (unit * _STEP)).to(torch.bfloat16)
         scale = step.to(torch.float32) / unit
