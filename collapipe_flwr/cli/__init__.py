@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
+from collapipe_flwr.cli.chat import chat, serve
 from collapipe_flwr.cli.cluster import clusters
 from collapipe_flwr.cli.estimates import bench, profile, simulate
 from collapipe_flwr.cli.generate import generate
@@ -32,7 +33,7 @@ app = typer.Typer(
 )
 COMMANDS = (
     *(run, stop, check_config, watch, report, compare, edge, control_unit),
-    *(generate, device, join, certs, deploy, profile, simulate),
+    *(generate, chat, serve, device, join, certs, deploy, profile, simulate),
 )
 for command in COMMANDS:
     app.command()(command)

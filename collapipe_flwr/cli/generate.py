@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
@@ -20,7 +22,25 @@ from collapipe_flwr.generation.source import find_model
 if TYPE_CHECKING:
     from collapipe_flwr.config.access_control import AccessControl
     from collapipe_flwr.config.cluster_file import ClusterConfig
+    from collapipe_flwr.generation.text_generator import TextGenerator
     from collapipe_flwr.transport.generation import GenerateRequest, Write
+
+
+MaxNewTokens = Annotated[int, Option(help="0: the model's default.", min=0)]
+Sample = Annotated[bool | None, Option("--sample/--greedy", help="Default: the model's setting.")]
+Temperature = Annotated[float, Option(help="Sampling temperature; 0: the model's.", min=0)]
+TopK = Annotated[int, Option(help="Sample from the K most likely tokens.", min=0)]
+TopP = Annotated[float, Option(help="Sample from this probability mass.", min=0, max=1)]
+Seed = Annotated[int | None, Option(help="Makes sampling reproducible.", min=0)]
+Devices = Annotated[int, Option(help="Number of threads that act as devices.", min=1)]
+EdgeBlocks = Annotated[int, Option(help="Upper blocks at the edge (decoder-only models).", min=0)]
+ClusterFile = Annotated[Path | None, Option(help="Cluster file; generate on its daemons.")]
+EdgeAddress = Annotated[str, Option(help="HOST:PORT of the edge. Default: --cluster's.")]
+Slots = Annotated[int, Option(help="Texts generated at the same time.", min=1, max=64)]
+At = Annotated[str, Option(help="HOST:PORT of a server started with --listen.")]
+CertificateName = Annotated[
+    str, Option(help="Name in the certificate of --at's server. Default: its host.")
+]
 
 
 def generate(
@@ -34,30 +54,24 @@ def generate(
     audio: Annotated[
         list[Path] | None, Option(help="Sound (.wav, .npy) for a speech model.")
     ] = None,
-    max_new_tokens: Annotated[int, Option(help="0: the model's default.", min=0)] = 0,
+    max_new_tokens: MaxNewTokens = 0,
     num_beams: Annotated[int, Option(help="0: the model's default.", min=0)] = 0,
-    sample: Annotated[
-        bool | None, Option("--sample/--greedy", help="Default: the model's setting.")
-    ] = None,
-    temperature: Annotated[float, Option(help="Sampling temperature; 0: the model's.", min=0)] = 0,
-    top_k: Annotated[int, Option(help="Sample from the K most likely tokens.", min=0)] = 0,
-    top_p: Annotated[float, Option(help="Sample from this probability mass.", min=0, max=1)] = 0,
-    seed: Annotated[int | None, Option(help="Makes sampling reproducible.", min=0)] = None,
+    sample: Sample = None,
+    temperature: Temperature = 0,
+    top_k: TopK = 0,
+    top_p: TopP = 0,
+    seed: Seed = None,
     stop: Annotated[list[str] | None, Option(help="Stop string; may be repeated.")] = None,
     stream: Annotated[bool, Option(help="Print pieces as they are generated.")] = False,
-    devices: Annotated[int, Option(help="Number of threads that act as devices.", min=1)] = 2,
+    devices: Devices = 2,
     compute: Compute = "auto",
-    edge_blocks: Annotated[
-        int, Option(help="Upper blocks at the edge (decoder-only models).", min=0)
-    ] = 0,
-    cluster: Annotated[Path | None, Option(help="Cluster file; generate on its daemons.")] = None,
-    edge: Annotated[str, Option(help="HOST:PORT of the edge. Default: --cluster's.")] = "",
-    slots: Annotated[int, Option(help="Texts generated at the same time.", min=1, max=64)] = 4,
+    edge_blocks: EdgeBlocks = 0,
+    cluster: ClusterFile = None,
+    edge: EdgeAddress = "",
+    slots: Slots = 4,
     listen: Annotated[str, Option(help="HOST:PORT to serve clients on.")] = "",
-    at: Annotated[str, Option(help="HOST:PORT of a server started with --listen.")] = "",
-    certificate_name: Annotated[
-        str, Option(help="Name in the certificate of --at's server. Default: its host.")
-    ] = "",
+    at: At = "",
+    certificate_name: CertificateName = "",
     allow: Allow = None,
     ca: Ca = None,
     certificate: Certificate = None,
@@ -68,10 +82,7 @@ def generate(
     Without --cluster, everything runs in this process, cut as on a cluster. With --listen, the
     model is loaded once and serves many clients; --at sends texts to such a server.
     """
-    for what, address in (("--listen", listen), ("--at", at), ("--edge", edge)):
-        with prefix_errors(what):
-            if address:
-                host_and_port(address, least=0 if what == "--listen" else 1)
+    check_addresses(listen=listen, at=at, edge=edge)
     if not (text or audio or listen):
         raise ConfigError('--text is missing: give --text "...", or --listen to serve clients')
     if not all(each.strip() for each in text or ()):
@@ -82,7 +93,13 @@ def generate(
         raise ConfigError("--run is missing: name a run directory, or a server with --at")
     if run is not None and not at:
         find_model(run)
-    from collapipe_flwr.transport.generation import GenerateRequest, TextClient, TextServer
+    from collapipe_flwr.transport.generation import (
+        USER,
+        ChatMessage,
+        GenerateRequest,
+        TextClient,
+        TextServer,
+    )
 
     blank = GenerateRequest(
         max_new_tokens=max_new_tokens,
@@ -94,7 +111,10 @@ def generate(
         seed=seed,
         stop=tuple(stop or ()),
     )
-    requests = [replace(blank, text=each, chat=chat) for each in text or ()]
+    requests = [
+        replace(blank, messages=(ChatMessage(USER, each),)) if chat else replace(blank, text=each)
+        for each in text or ()
+    ]
     requests += [replace(blank, sound=_sound(path)) for path in audio or ()]
     tls = tls_files(ca, certificate, key)
     if at:
@@ -102,26 +122,49 @@ def generate(
             _print(client.write, requests, stream, slots)
         return
     assert run is not None
-    from transformers.utils.logging import disable_progress_bar
-
     from collapipe_flwr.config.cluster_file import read_cluster
-    from collapipe_flwr.generation.text_generator import text_generator
-    from collapipe_flwr.generation.text_model import TextModel
 
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # it would surround the answer
     config = None if cluster is None else read_cluster(cluster)
     access = _read_access(config, allow, listen, tls)
-    model = TextModel.load(run, edge_blocks=edge_blocks)
-    place = text_generator(
-        model, config, devices=devices, edge_address=edge, slots=slots, compute=compute
-    )
-    with place as writer:
+    place = {"devices": devices, "compute": compute, "edge_address": edge, "slots": slots}
+    with open_generator(run, config, edge_blocks=edge_blocks, **place) as writer:
         _print(writer.write, requests, stream, slots)
         if listen:
             server = TextServer(listen, writer.write, most=slots, tls=tls, access=access)
             with stop_on_signals() as signalled, server:
                 typer.echo(f"text server on {server.address}")
                 signalled.wait()
+
+
+def check_addresses(**addresses: str) -> None:
+    """Raise ConfigError, with the option's name, for one that is given and no HOST:PORT."""
+    for option, address in addresses.items():
+        with prefix_errors(f"--{option}"):
+            if address:
+                host_and_port(address, least=0 if option == "listen" else 1)
+
+
+@contextmanager
+def open_generator(
+    run: str,
+    cluster: ClusterConfig | None,
+    *,
+    edge_blocks: int,
+    chats: bool = False,
+    **place: Any,
+) -> Iterator[TextGenerator]:
+    """Load a model, which must have a chat template if it ``chats``, and build its chain."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from collapipe_flwr.generation.text_generator import text_generator
+    from collapipe_flwr.generation.text_model import TextModel
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # it would surround the answer
+    model = TextModel.load(run, edge_blocks=edge_blocks)
+    if chats:
+        model.check_chat()
+    with text_generator(model, cluster, **place) as writer:
+        yield writer
 
 
 def _print(write: Write, requests: list[GenerateRequest], stream: bool, slots: int) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from collapipe_flwr.config.cluster_file import ClusterConfig
 from collapipe_flwr.core.keys import AUTO
@@ -56,6 +56,14 @@ class Detokenizer:
         return text
 
 
+class TextLength(NamedTuple):
+    """The tokens of a prompt and of what was written, which a limit may have cut off."""
+
+    prompt_tokens: int
+    new_tokens: int
+    cut_off: bool
+
+
 class TextGenerator:
     """A generator of texts over a chain; several threads may call ``write`` at once."""
 
@@ -63,29 +71,34 @@ class TextGenerator:
         self._model = model
         self._chain = chain
 
-    def write(self, request: GenerateRequest) -> Iterator[str]:
-        """Yield the text chunk by chunk as it is generated.
+    def write(self, request: GenerateRequest) -> Generator[str, None, TextLength]:
+        """Yield the text chunk by chunk as it is generated; return its length.
 
         Raises ConfigError for an empty request, DataError for an unreadable sound, ModelError for
         one that the model cannot take, LinkError when the chain breaks for good.
         """
         prompt = self._model.encode_prompt(request)
-        settings_json, stops = self._model.settings_for(request)
+        settings_json, stops = self._model.settings_for(request, prompt.shape[1])
         shown = Detokenizer(self._model.tokenizer, skip_special_tokens=True)
         full = Detokenizer(self._model.tokenizer, skip_special_tokens=False)
+        count, cut_off = 0, True
         last = ""  # as long as the longest stop string, which may be a special token
         with closing(self._chain.generate(prompt, settings_json)) as pieces:
             for new in pieces:
                 tokens = new.tolist()
+                count += len(tokens)
+                cut_off = tokens[-1] not in self._model.end_tokens
                 if text := shown.add(tokens):
                     yield text
                 if stops:
                     last += full.add(tokens)
                     if any(stop in last + full.pending for stop in stops):
+                        cut_off = False
                         break
                     last = last[-max(map(len, stops)) :]
         if shown.pending:
             yield shown.pending
+        return TextLength(prompt.shape[1], count, cut_off)
 
 
 @contextmanager

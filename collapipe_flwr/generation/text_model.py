@@ -7,7 +7,7 @@ import binascii
 import json
 import secrets
 import wave
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, AutoFeatureExtractor, AutoTokenizer, GenerationConfig
 
-from collapipe_flwr.core.errors import ConfigError, DataError, ModelError
+from collapipe_flwr.core.errors import ConfigError, DataError, ModelError, require
 from collapipe_flwr.generation.backends import Weights
 from collapipe_flwr.generation.source import find_model
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.foreign_errors import translate_errors
 from collapipe_flwr.models.generation import SEED
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.transport.generation import GenerateRequest
+from collapipe_flwr.transport.generation import ChatMessage, GenerateRequest
 
 _SOUND = "input_features"
 _SEEDS = 2**31
+_ANSWER_TOKENS = 1024  # of a model without a limit
 _WAV_MARK, _NPY_MARK = b"RIFF", b"\x93NUMPY"
 _INT16_MOST = 32768.0
 _ABSENT = (OSError, ValueError, KeyError)  # of transformers, for files that lack or are wrong
@@ -64,7 +65,8 @@ class TextModel:
         if not splitter.generates:
             raise ModelError(
                 f"--run {str(folder)!r} holds a model of type {spec.model_type!r}, which cannot "
-                "generate token by token when split: only its training is known"
+                "generate token by token when split: only its training is known; transformers "
+                "generates with it on one machine"
             )
         return TextModel(
             splitter=splitter,
@@ -73,6 +75,12 @@ class TextModel:
             settings=_load_settings(source, config),
             feature_extractor=_load_feature_extractor(splitter.input_name, source),
         )
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """The tokens after which a text is complete."""
+        found = self.settings.eos_token_id
+        return frozenset([found] if isinstance(found, int) else found or ())
 
     def encode_prompt(self, request: GenerateRequest) -> Tensor:
         """Encode a request as token ids (1, T), or as features (1, bins, frames).
@@ -84,23 +92,31 @@ class TextModel:
             return self._encode_sound(request)
         if request.sound:
             raise ConfigError("--audio is for models of speech; this one reads --text")
-        ids = self._encode_chat(request.text) if request.chat else self._encode_text(request.text)
+        talks = bool(request.messages)
+        ids = self._encode_chat(request.messages) if talks else self._encode_text(request.text)
         room = self.splitter.most_tokens
-        needed = len(ids) if self.splitter.decodes else len(ids) + request.max_new_tokens
+        follow = max(request.max_new_tokens, int(talks))
+        needed = len(ids) if self.splitter.decodes else len(ids) + follow
         if room is not None and needed > room:
             raise ModelError(
-                f"the text has {len(ids)} tokens and {request.max_new_tokens} are to follow, but "
-                f"the model has {room} positions: shorten the text or lower --max-new-tokens"
+                f"the text has {len(ids)} tokens and {follow} are to follow, but "
+                f"the model has {room} positions: shorten the text or ask for fewer new tokens"
             )
         return torch.tensor([ids])
 
-    def settings_for(self, request: GenerateRequest) -> tuple[str, tuple[str, ...]]:
+    def settings_for(
+        self, request: GenerateRequest, prompt_tokens: int
+    ) -> tuple[str, tuple[str, ...]]:
         """Return generation settings as JSON, and the strings at which the text ends, included.
 
+        An answer to messages may fill the model's positions where nothing says how long it may be.
         Sampling always has a seed, so that the text can be generated again when a chain breaks.
         Raises ConfigError for stop strings with beam search, which knows its text only at the end.
         """
         values: dict[str, Any] = {**self.settings.to_dict(), **_read_changes(request)}
+        if request.messages and not (values.get("max_new_tokens") or values.get("max_length")):
+            taken = 0 if self.splitter.decodes else prompt_tokens
+            values["max_new_tokens"] = (self.splitter.most_tokens or _ANSWER_TOKENS) - taken
         own = values.pop("stop_strings", None) or ()
         stops = request.stop or ((own,) if isinstance(own, str) else tuple(own))
         if stops and (values.get("num_beams") or 1) > 1:
@@ -121,14 +137,25 @@ class TextModel:
             ids.pop()
         return ids
 
-    def _encode_chat(self, text: str) -> list[int]:
-        """Tokenize the prompt for the answer to the user's message."""
+    def check_chat(self) -> None:
+        """Raise ConfigError unless the model's tokenizer has a chat template."""
         if not self.tokenizer.chat_template:
             raise ConfigError(
-                "--chat needs a model whose tokenizer has a chat template: leave it out"
+                "to chat needs a model whose tokenizer has a chat template: name an instruct "
+                "model, or let `collapipe generate` continue a text"
             )
-        asked = [{"role": "user", "content": text}]
-        found = self.tokenizer.apply_chat_template(asked, add_generation_prompt=True)
+        require("jinja2", "serve")
+
+    def _encode_chat(self, messages: tuple[ChatMessage, ...]) -> list[int]:
+        """Tokenize the prompt for an answer; raises ModelError where the template refuses."""
+        self.check_chat()
+        from jinja2 import TemplateError
+
+        kinds = (TemplateError, ValueError, TypeError, KeyError)
+        with translate_errors("the chat template refuses the messages", kinds):
+            found = self.tokenizer.apply_chat_template(
+                list(map(asdict, messages)), add_generation_prompt=True
+            )
         return list(found["input_ids"])
 
     def _encode_sound(self, request: GenerateRequest) -> Tensor:

@@ -32,6 +32,17 @@ _WAITING = 16  # calls that wait for a free place; more are refused at once
 _LONGEST_S = 3600.0  # from a call to the end of its text
 _MOST_BEAMS, _MOST_STOPS = 64, 64  # a server's memory grows with either
 _MOST_NEW_TOKENS = 1_000_000
+_MOST_MESSAGES = 10_000
+USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
+ROLES = (SYSTEM, USER, ASSISTANT)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message of a conversation."""
+
+    role: str
+    content: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +50,13 @@ class GenerateRequest:
     """One text to continue, translate or summarize; 0 leaves a number to the model's settings.
 
     ``sound`` is a .wav or .npy file in base64, for a model of speech. ``sample`` None is left to
-    the settings too, unless a sampling number is set. A text ends after one of ``stop``. With
-    ``chat`` the text is the user's message, which the model's chat template writes.
+    the settings too, unless a sampling number is set. A text ends after one of ``stop``. Instead of
+    the text, ``messages`` are a conversation to answer: roles and contents, which the model's chat
+    template writes.
     """
 
     text: str = ""
-    chat: bool = False
+    messages: tuple[ChatMessage, ...] = ()
     sound: str = ""
     max_new_tokens: int = 0
     num_beams: int = 0
@@ -63,10 +75,15 @@ class GenerateRequest:
             ("num-beams", self.num_beams, _MOST_BEAMS),
             ("max-new-tokens", self.max_new_tokens, _MOST_NEW_TOKENS),
             ("the number of stop strings", len(self.stop), _MOST_STOPS),
+            ("the number of messages", len(self.messages), _MOST_MESSAGES),
         ):
             if found > most:
                 raise ConfigError(f"{what} of a request must be at most {most}, got {found}")
-        if not all(map(_is_whole, (self.text, *self.stop))):
+        if wrong := next((m.role for m in self.messages if m.role not in ROLES), None):
+            raise ConfigError(
+                f"a message has the role {wrong!r:.40}, but known are {', '.join(ROLES)}"
+            )
+        if not all(map(_is_whole, (self.text, *self.stop, *(m.content for m in self.messages)))):
             raise ConfigError("a text of a request holds half a character: give it in UTF-8")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must be >= 0 and below 2^63, got {self.seed}")

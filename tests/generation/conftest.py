@@ -11,14 +11,17 @@ from collapipe_flwr.data.tokenizer import train_tokenizer
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.saving import save_whole
 from collapipe_flwr.models.splitter import Splitter
+from tests.chats import chat_tokenizer
 from tests.generation.test_backends import GPT2, SEQ2SEQ, lively
 
 TEXTS = ["the cat sat", "on a mat", "and saw a bird — ünïcödé"]
 
 
-def save(folder: Path, task: str, model_type: str, overrides: dict[str, Any]) -> Path:
+def save(
+    folder: Path, task: str, model_type: str, overrides: dict[str, Any], tokenizer: Any = None
+) -> Path:
     """A run directory with a model of lively weights and its own tokenizer."""
-    tokenizer = train_tokenizer(TEXTS * 3, vocab_size=280, starts_with_bos=False)
+    tokenizer = tokenizer or train_tokenizer(TEXTS * 3, vocab_size=280, starts_with_bos=False)
     spec = make_spec(
         task,
         model_type=model_type,
@@ -42,3 +45,10 @@ def translator(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def storyteller(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("gpt2"), "causal-lm", "gpt2", GPT2)
+
+
+@pytest.fixture(scope="session")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Answers messages, at length."""
+    folder = tmp_path_factory.mktemp("talker")
+    return save(folder, "causal-lm", "gpt2", {**GPT2, "n_positions": 256}, chat_tokenizer())

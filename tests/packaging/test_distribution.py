@@ -99,7 +99,17 @@ def test_the_fab_holds_the_package_and_its_apps() -> None:
 def test_all_is_every_extra_of_a_user_and_the_others_build_on_it() -> None:
     table = project()["project"]
     extras = table["optional-dependencies"]
-    users = {"flower", "simulation", "data", "metrics", "lora", "discovery", "plot", "report"}
+    users = {
+        "flower",
+        "simulation",
+        "data",
+        "metrics",
+        "lora",
+        "discovery",
+        "plot",
+        "report",
+        "serve",
+    }
     sinks = {"tensorboard", "wandb", "mlflow", "prometheus"}  # each for those who have the tool
     assert set(extras) == users | sinks | {"all", "bench", "test", "dev", "docs"}
     (everything,) = extras["all"]
