@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from anyio import Semaphore
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from collapipe_flwr.core.errors import ConfigError, LinkError
@@ -186,6 +189,19 @@ class Endless:
             self.stopped.release()
 
 
+def knock(client: Any) -> socket.socket:
+    """Ask for a whole answer, without waiting for it."""
+    url = client.base_url
+    body = json.dumps({"model": MODEL, "messages": TALKS[0]})
+    caller = socket.create_connection((url.host, url.port))
+    head = [
+        "POST /v1/chat/completions HTTP/1.1",
+        *(f"Host: {url.host}", f"Authorization: Bearer {TOKEN}", f"Content-Length: {len(body)}"),
+    ]
+    caller.sendall("\r\n".join([*head, "", body]).encode())
+    return caller
+
+
 def test_an_answer_stops_when_its_client_hangs_up() -> None:
     endless = Endless()
     with serving(endless.write) as client:
@@ -193,29 +209,34 @@ def test_an_answer_stops_when_its_client_hangs_up() -> None:
         next(iter(stream))
         stream.close()
         assert endless.stopped.acquire(timeout=WAIT_S)
-        impatient = client.with_options(timeout=0.2)
-        with pytest.raises(openai.APITimeoutError):
-            ask(impatient)  # not streamed: it sees nothing until the end
+        assert endless.begun.acquire(timeout=WAIT_S)
+        with knock(client):  # sees nothing until the end
+            assert endless.begun.acquire(timeout=WAIT_S)
         assert endless.stopped.acquire(timeout=WAIT_S)
 
 
 def test_a_request_in_line_is_forgotten_when_its_client_hangs_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    lines: list[Semaphore] = []
+
+    def line(most: int) -> Semaphore:
+        lines.append(Semaphore(most))
+        return lines[0]
+
+    monkeypatch.setattr(chat_server, "Semaphore", line)
     monkeypatch.setattr(chat_server, "MOST_WAITING", 1)
     endless = Endless()
-    with serving(endless.write) as client, ThreadPoolExecutor(1) as pool:
+    with serving(endless.write) as client:
         stream = ask(client, stream=True)  # has the only place
-        waiting = pool.submit(ask, client.with_options(timeout=2.0))
-        with pytest.raises(openai.APITimeoutError):  # there is a moment before it is in line
-            while True:
-                try:
-                    ask(client.with_options(timeout=0.5))
-                except openai.RateLimitError as full:
-                    assert full.code == "rate_limit_exceeded"
-                    assert not waiting.done()
-                    with pytest.raises(openai.APITimeoutError):
-                        waiting.result(WAIT_S)
+        with knock(client):
+            while not lines[0].statistics().tasks_waiting:
+                client.models.list()
+            with pytest.raises(openai.RateLimitError) as full:
+                ask(client)
+            assert full.value.code == "rate_limit_exceeded"
+        while lines[0].statistics().tasks_waiting:
+            client.models.list()
         stream.close()
         assert endless.stopped.acquire(timeout=WAIT_S)
         assert endless.begun.acquire(blocking=False)

@@ -22,6 +22,7 @@ def write(request: GenerateRequest) -> Iterator[str]:
         yield f"{each.role}:{each.content} "
         if each.content == "stop":
             signal.raise_signal(signal.SIGINT)
+            yield "and "
         if each.content == "twice":
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
@@ -75,7 +76,7 @@ def test_an_interrupt_stops_the_answer_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answered("stop\n/reset\nand on\n", monkeypatch)
-    assert capsys.readouterr().out == "user:stop \nuser:and on (5)\n"
+    assert capsys.readouterr().out == "user:stop and \nuser:and on (5)\n"
     with pytest.raises(KeyboardInterrupt):
         answered("twice\n", monkeypatch)
 

@@ -75,10 +75,10 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.long
-def test_the_command_and_a_server_over_daemons(
-    shed: Shed, translator: Path, storyteller: Path
+def test_the_command_and_servers_over_daemons(
+    shed: Shed, translator: Path, storyteller: Path, talker: Path
 ) -> None:
-    """A translation by the command alone; stories by a server, for whom it allows."""
+    """A translation by the command alone; stories by a server, for whom it allows; then chats."""
     words = ["--run", str(translator), "--cluster", str(shed.file), "--max-new-tokens", str(NEW)]
     words += [word for text in TEXTS[:2] for word in ("--text", text)]
     done = CliRunner().invoke(app, ["generate", *words], catch_exceptions=False)
@@ -86,6 +86,8 @@ def test_the_command_and_a_server_over_daemons(
     assert done.stdout == "".join(unsplit(translator, text) + "\n" for text in TEXTS[:2])
     assert shed.sessions() == 0
     _check_server(shed, storyteller)
+    assert shed.sessions() == 0
+    _check_chats(shed, talker)
     assert shed.sessions() == 0
 
 
@@ -112,6 +114,38 @@ def _check_server(shed: Shed, run_dir: Path) -> None:
             pytest.raises(ConfigError, match="names stranger, which is no member here"),
         ):
             list(client.write(GenerateRequest(text=TEXTS[0])))
+        server.terminate()
+        assert server.wait(30) == 0
+    finally:
+        server.kill()
+        server.wait(60)
+        assert server.stdout is not None
+        server.stdout.close()
+
+
+def _check_chats(shed: Shed, run_dir: Path) -> None:
+    """A device is killed in the midst of an answer, which goes on without it."""
+    pytest.importorskip("openai", reason="the openai client, of the extra test, is missing")
+    from tests.generation import test_chat_server as chats
+
+    words = [str(run_dir), "--cluster", str(shed.file), "--port", "0"]
+    server = start("collapipe_flwr.cli", "serve", *words, env=ENVIRONMENT)
+    try:
+        assert server.stdout is not None
+        url = first_line(server).rpartition(" ")[2]
+        token = server.stdout.readline().strip().removeprefix("token: ")
+        with chats.client_of(url, token) as client:
+            stream = client.chat.completions.create(
+                model=run_dir.name,
+                messages=chats.TALKS[0],
+                max_tokens=60,
+                temperature=0,
+                stream=True,
+            )
+            text = next(stream).choices[0].delta.content
+            shed.devices["d1"].process.kill()
+            text += "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        assert text == chats.unsplit(run_dir, chats.TALKS[0], 60)[0]
         server.terminate()
         assert server.wait(30) == 0
     finally:
