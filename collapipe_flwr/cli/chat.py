@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
@@ -95,7 +95,7 @@ def chat(
                 yield client.write
             return
         assert run is not None
-        place = {"devices": devices, "compute": compute, "edge_address": edge, "slots": 1}
+        place: Any = {"devices": devices, "compute": compute, "edge_address": edge, "slots": 1}
         with open_generator(run, _read(cluster), chats=True, edge_blocks=edge_blocks, **place) as w:
             yield w.write
 
@@ -136,7 +136,7 @@ def serve(
     from collapipe_flwr.generation.chat_server import ChatServer
 
     tls = None if certificate is None else TlsFiles(certificate=certificate, key=key)
-    place = {"devices": devices, "compute": compute, "edge_address": edge, "slots": slots}
+    place: Any = {"devices": devices, "compute": compute, "edge_address": edge, "slots": slots}
     with (
         open_generator(run, _read(cluster), chats=True, edge_blocks=edge_blocks, **place) as writer,
         stop_on_signals() as signalled,

@@ -126,8 +126,16 @@ def generate(
 
     config = None if cluster is None else read_cluster(cluster)
     access = _read_access(config, allow, listen, tls)
-    place = {"devices": devices, "compute": compute, "edge_address": edge, "slots": slots}
-    with open_generator(run, config, edge_blocks=edge_blocks, **place) as writer:
+    place = open_generator(
+        run,
+        config,
+        edge_blocks=edge_blocks,
+        devices=devices,
+        compute=compute,
+        edge_address=edge,
+        slots=slots,
+    )
+    with place as writer:
         _print(writer.write, requests, stream, slots)
         if listen:
             server = TextServer(listen, writer.write, most=slots, tls=tls, access=access)

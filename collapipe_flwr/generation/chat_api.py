@@ -145,8 +145,9 @@ def _read_message(found: Any, place: str) -> ChatMessage:
         raise RequestRefused(f"{place} must be an object with a role", param=place)
     content = found.get("content")
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        texts = [part.get("text") if part.get("type") == "text" else None for part in content]
-        content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
+        texts = [text for part in content if isinstance(text := part.get("text"), str)]
+        only = len(texts) == len(content) and all(part.get("type") == "text" for part in content)
+        content = "".join(texts) if only else None
     if not isinstance(content, str):
         raise RequestRefused(f"{place}.content must be text", param=f"{place}.content")
     return ChatMessage(SYSTEM if role == "developer" else role, content)

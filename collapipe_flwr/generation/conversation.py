@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -35,7 +35,7 @@ class Conversation:
         """Forget all but the system's message."""
         self.messages = self._first
 
-    def ask(self, question: str) -> Iterator[str]:
+    def ask(self, question: str) -> Generator[str]:
         """Yield the answer piece by piece; closing the iterator stops it.
 
         A stopped answer is remembered as far as it went, one that fails is not, nor its question.

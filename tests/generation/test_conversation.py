@@ -52,7 +52,7 @@ def test_a_stopped_answer_is_remembered_as_far_as_it_went() -> None:
     talk = conversation()
     pieces = talk.ask("one")
     next(pieces)
-    pieces.close()  # type: ignore[attr-defined]
+    pieces.close()
     assert talk.messages == (ChatMessage("user", "one"), ChatMessage("assistant", "user:one "))
 
 
