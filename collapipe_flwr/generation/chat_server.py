@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Self
 
-from collapipe_flwr.core.errors import CollaPipeError, ConfigError, extra
+from collapipe_flwr.core.errors import CollaPipeError, ConfigError, LinkError, extra
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.generation.chat_api import (
     ChatRequest,
@@ -75,7 +75,8 @@ _Write = Callable[[GenerateRequest], Pieces]
 class ChatServer:
     """Serves the answers of ``write`` to clients with ``token``; use as a context manager.
 
-    As many as ``most`` are generated at once. Raises ConfigError where it cannot listen.
+    As many as ``most`` are generated at once. Raises ConfigError where it cannot listen, or cannot
+    use the files of ``tls``.
     """
 
     def __init__(
@@ -89,25 +90,28 @@ class ChatServer:
         most: int,
         tls: TlsFiles | None = None,
     ) -> None:
-        app = _build_app(_Chats(write, model, most), token)
+        self._chats = _Chats(write, model, most)
+        config = uvicorn.Config(
+            _build_app(self._chats, token),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            limit_concurrency=_MOST_CONNECTIONS,
+            timeout_graceful_shutdown=_STOP_S,
+            ssl_certfile=None if tls is None else tls.certificate,
+            ssl_keyfile=None if tls is None else tls.key,
+        )
+        try:
+            config.load()
+        except OSError as error:  # those of TLS among them
+            raise ConfigError(f"--tls-cert and --tls-key cannot be used: {error}") from error
+        self._server = uvicorn.Server(config)
         self._socket = _listen(host, port)
         shown = f"[{host}]" if ":" in host else host
         scheme = "http" if tls is None else "https"
         self.url = f"{scheme}://{shown}:{self._socket.getsockname()[1]}/v1"
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                server_header=False,
-                limit_concurrency=_MOST_CONNECTIONS,
-                timeout_graceful_shutdown=_STOP_S,
-                ssl_certfile=None if tls is None else tls.certificate,
-                ssl_keyfile=None if tls is None else tls.key,
-            )
-        )
         run = partial(self._server.run, sockets=[self._socket])
         self._thread = threading.Thread(target=run, name="chat server", daemon=True)
 
@@ -116,6 +120,7 @@ class ChatServer:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._chats.stopping = True
         self._server.should_exit = True
         self._thread.join()
 
@@ -194,6 +199,7 @@ class _Chats:
     def __init__(self, write: _Write, model: str, most: int) -> None:
         self._write, self._model = write, model
         self._created = int(time.time())
+        self.stopping = False  # no answer goes on, and its client is told
         self._places, self._threads = Semaphore(most), CapacityLimiter(most)
 
     async def list_models(self, request: Request) -> Response:
@@ -263,6 +269,8 @@ class _Chats:
             await _send_events(send, describe_error(error), over=True)
 
     async def _next(self, pieces: Pieces) -> str | TextLength:
+        if self.stopping:
+            raise LinkError("the server stops: ask again when it is back")
         return await to_thread.run_sync(_take_next, pieces, limiter=self._threads)
 
 

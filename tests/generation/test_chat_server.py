@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +18,12 @@ from anyio import Semaphore
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from collapipe_flwr.core.errors import ConfigError, LinkError
+from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.generation import chat_server
 from collapipe_flwr.generation.chat_server import ChatServer
 from collapipe_flwr.generation.text_generator import TextLength, text_generator
 from collapipe_flwr.generation.text_model import TextModel
+from collapipe_flwr.transport.certificates import sign_all
 from collapipe_flwr.transport.generation import GenerateRequest
 from tests.chats import message
 
@@ -263,9 +266,39 @@ def test_a_chain_that_breaks_for_good_is_told(told: int) -> None:
         assert "".join(texts) == "word " * told
 
 
-def test_a_port_that_is_taken() -> None:
-    def listen(port: int) -> ChatServer:
-        return ChatServer("127.0.0.1", port, Endless().write, model=MODEL, token=TOKEN, most=1)
+def test_a_server_that_stops_tells_its_clients() -> None:
+    endless = Endless()
+    server = ChatServer("127.0.0.1", 0, endless.write, model=MODEL, token=TOKEN, most=1)
+    with client_of(server.url) as client, ThreadPoolExecutor(1) as pool:
+        with server:
+            told = pool.submit(list, ask(client, stream=True))
+        with pytest.raises(openai.APIError, match="the server stops"):
+            told.result(WAIT_S)
+    assert endless.stopped.acquire(blocking=False)
+
+
+def test_a_port_or_certificate_that_cannot_be_used(tmp_path: Path) -> None:
+    def listen(port: int, tls: TlsFiles | None = None) -> ChatServer:
+        write = Endless().write
+        return ChatServer("127.0.0.1", port, write, model=MODEL, token=TOKEN, most=1, tls=tls)
 
     with listen(0) as server, pytest.raises(ConfigError, match="cannot listen there"):
         listen(int(server.url.split(":")[2].removesuffix("/v1")))
+    absent = tmp_path / "absent.pem"
+    with pytest.raises(ConfigError, match="--tls-cert and --tls-key cannot be used"):
+        listen(0, TlsFiles(certificate=absent, key=absent))
+
+
+def test_over_https(tmp_path: Path) -> None:
+    signed = sign_all(tmp_path / "certs", {"control-unit": ("127.0.0.1",)})["control-unit"]
+    tls = TlsFiles(certificate=signed.certificate, key=signed.key)
+    trusts = ssl.create_default_context(cafile=str(signed.ca))
+    with (
+        ChatServer(
+            "127.0.0.1", 0, Endless().write, model=MODEL, token=TOKEN, most=1, tls=tls
+        ) as server,
+        openai.DefaultHttpxClient(trust_env=False, verify=trusts) as web,
+    ):
+        client = openai.OpenAI(base_url=server.url, api_key=TOKEN, http_client=web, max_retries=0)
+        assert server.url.startswith("https://")
+        assert [model.id for model in client.models.list()] == [MODEL]
