@@ -87,7 +87,9 @@ def bench_codecs(
 @app.command("memory")
 def bench_memory(
     models: Annotated[str, typer.Option(help="Which models.")] = "bert-12x768,llama-3.2-1b",
-    modes: Annotated[str, typer.Option(help="full, lora, lora-bfloat16, lora-int8.")] = "full,lora",
+    modes: Annotated[
+        str, typer.Option(help="full, lora, lora-bfloat16, lora-int8, lora-nf4.")
+    ] = "full,lora",
     limit_gib: Annotated[float, typer.Option(help="Skip processes that need more.")] = 21.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
 ) -> None:

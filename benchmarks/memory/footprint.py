@@ -100,7 +100,7 @@ T5_BASE = ModelSize(
     narrow_on_disk=False,
 )
 SIZES = {size.name: size for size in (BERT_BASE, T5_BASE, LLAMA_1B)}
-MODES = (FULL, LORA, f"{LORA}-bfloat16", f"{LORA}-int8")
+MODES = (FULL, LORA, f"{LORA}-bfloat16", f"{LORA}-int8", f"{LORA}-nf4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

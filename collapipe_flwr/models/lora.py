@@ -4,9 +4,10 @@ Adapters are put into skeletons, so that every part gets those of its own blocks
 layers that it adapts; ``key_of`` undoes that in names. Weights thus keep the library's own keys,
 and adapters have the names under which peft saves them.
 
-bfloat16 halves and int8 (a scale per row) quarters the memory of a frozen layer. The products run
-in the precision of their inputs, so this saves memory, not time. The only error is the rounding of
-the weights: none if the checkpoint itself has that precision.
+bfloat16 halves, int8 (a scale per row) quarters and nf4 (by bitsandbytes, a scale per 64 weights)
+all but eighths the memory of a frozen layer. The products run in the precision of their inputs, so
+this saves memory, not time. The only error is the rounding of the weights: none if the checkpoint
+itself has that precision.
 """
 
 from __future__ import annotations
@@ -152,56 +153,52 @@ def _peft() -> Any:
 
 
 _INT8_MAX = 127
-_CHUNK_ROWS = 16_384  # of an output table, which is never dequantized as a whole
+_NF4_BLOCK = 64  # weights with one scale, as bitsandbytes and transformers have it
+_CHUNK = 2**20  # elements of a matrix that are wide at a time
 
 
 class _Product(torch.autograd.Function):
-    """``inputs @ matrix``; the backward pass dequantizes the matrix again instead of keeping it."""
+    """A frozen layer's product; the backward pass widens the matrix again instead of keeping it."""
 
     @staticmethod
-    def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, scale: Tensor | None, transposed: bool
-    ) -> Tensor:
-        ctx.save_for_backward(weight, *(() if scale is None else (scale,)))
-        ctx.transposed = transposed
-        pieces = [inputs @ wide for wide in _dequantize(weight, scale, transposed, inputs.dtype)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+    def forward(ctx: Any, inputs: Tensor, layer: Any) -> Tensor:
+        ctx.layer = layer
+        output, start = None, 0
+        for wide in _widen(layer, inputs.dtype):
+            piece = inputs @ wide.T
+            if output is None:
+                output = piece.new_empty(*inputs.shape[:-1], _shape_of(layer)[0])
+            output[..., start : start + len(wide)] = piece
+            start += len(wide)
+        assert output is not None
+        return output
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
-        weight, *scale = ctx.saved_tensors
         start, total = 0, None
-        for wide in _dequantize(
-            weight, scale[0] if scale else None, ctx.transposed, gradient.dtype
-        ):
-            stop = start + wide.shape[1]
-            piece = gradient[..., start:stop] @ wide.T
+        for wide in _widen(ctx.layer, gradient.dtype):
+            piece = gradient[..., start : start + len(wide)] @ wide
             total = piece if total is None else total.add_(piece)
-            start = stop
+            start += len(wide)
         assert total is not None
-        return total, None, None, None
-
-
-def _multiply(layer: nn.Module, inputs: Tensor, *, transposed: bool) -> Tensor:
-    scale = getattr(layer, "weight_scale", None)
-    output: Tensor = _Product.apply(inputs, layer.weight, scale, transposed)  # type: ignore[no-untyped-call]
-    return output
+        return total, None
 
 
 class _QuantizedLinear(nn.Linear):
-    """A frozen linear layer; its weight is (out, in)."""
+    """A frozen linear layer."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        output = _multiply(self, inputs, transposed=True)
+        output: Tensor = _Product.apply(inputs, self)  # type: ignore[no-untyped-call]
         return output if self.bias is None else output + self.bias
 
 
 class _QuantizedConv1D(Conv1D):
-    """A frozen layer of GPT-2; its weight is (in, out)."""
+    """A frozen layer of GPT-2, whose weight is (in, out)."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return _multiply(self, inputs, transposed=False) + self.bias
+        output: Tensor = _Product.apply(inputs, self)  # type: ignore[no-untyped-call]
+        return output + self.bias
 
 
 class _QuantizedEmbedding(nn.Embedding):
@@ -226,10 +223,15 @@ def can_quantize(module: nn.Module) -> bool:
 
 
 def quantize(layers: Sequence[nn.Module], weight: Tensor, dtype: str) -> None:
-    """Give a layer, or tied ones, their frozen weight in ``dtype`` (bfloat16 or int8)."""
-    scale = None
-    if dtype == "int8":
-        weight, scale = _round_to_int8(weight, along=0 if isinstance(layers[0], Conv1D) else 1)
+    """Give a layer, or tied ones, their frozen weight in ``dtype``: bfloat16, int8 or nf4.
+
+    Raises ConfigError for nf4 if bitsandbytes is not installed.
+    """
+    turned, scale = isinstance(layers[0], Conv1D), None
+    if dtype == "nf4":
+        weight = _round_to_nf4(weight.T if turned else weight)
+    elif dtype == "int8":
+        weight, scale = _round_to_int8(weight, along=0 if turned else 1)
     else:
         weight = weight.to(torch.bfloat16, copy=True)
     parameter = nn.Parameter(weight, requires_grad=False)
@@ -242,7 +244,7 @@ def quantize(layers: Sequence[nn.Module], weight: Tensor, dtype: str) -> None:
 
 def _round_to_int8(weight: Tensor, along: int) -> tuple[Tensor, Tensor]:
     """Round the matrix to int8, with scales; computed in chunks for tables."""
-    pieces = torch.split(weight, _CHUNK_ROWS) if along == 1 else (weight,)
+    pieces = torch.split(weight, _chunk_rows(weight.shape[1])) if along == 1 else (weight,)
     scales, narrow_pieces = [], []
     for piece in pieces:
         scale = piece.abs().amax(along, keepdim=True).float().clamp_min_(1e-12) / _INT8_MAX
@@ -251,13 +253,63 @@ def _round_to_int8(weight: Tensor, along: int) -> tuple[Tensor, Tensor]:
     return torch.cat(narrow_pieces), torch.cat(scales)
 
 
-def _dequantize(
-    weight: Tensor, scale: Tensor | None, transposed: bool, dtype: torch.dtype
-) -> Iterator[Tensor]:
-    """Yield the dequantized matrix (in, out) in ``dtype``, in chunks along its outputs."""
-    rows = _CHUNK_ROWS if transposed else len(weight)
-    for start in range(0, len(weight), rows):
-        wide = weight[start : start + rows].to(dtype)
+def _round_to_nf4(weight: Tensor) -> Tensor:
+    """Round the matrix (out, in) as bitsandbytes does, chunk by chunk.
+
+    Codes and scales are one vector of float32, by its bytes, as model code may convert hidden
+    states to the type of a layer's weight.
+    """
+    with prefix_errors("lora.frozen-dtype"), extra("nf4"):
+        import bitsandbytes  # noqa: F401  it registers the operators
+    round_to = torch.ops.bitsandbytes.quantize_4bit
+    codes, scales = [], []
+    for piece in torch.split(weight, _chunk_rows(weight.shape[1])):
+        flat = piece.reshape(-1).float()
+        flat = functional.pad(flat, (0, -len(flat) % _NF4_BLOCK))
+        code, scale = round_to(flat, _NF4_BLOCK, "nf4", torch.uint8)
+        codes.append(code.view(-1))
+        scales.append(scale)
+    return torch.cat([torch.cat(codes).view(torch.float32), *scales])
+
+
+def _widen(layer: Any, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yield the matrix (out, in) of a frozen layer in ``dtype``, in chunks of rows."""
+    weight, (outputs, inputs) = layer.weight, _shape_of(layer)
+    if weight.dim() == 1:  # nf4
+        yield from _widen_nf4(weight, outputs, inputs, dtype)
+        return
+    scale = getattr(layer, "weight_scale", None)
+    turned = isinstance(layer, Conv1D)
+    for start in range(0, outputs, rows := _chunk_rows(inputs)):
+        chunk = slice(start, start + rows)
+        wide = (weight.T if turned else weight)[chunk].to(dtype)
         if scale is not None:
-            wide = wide.mul_((scale[start : start + rows] if transposed else scale).to(dtype))
-        yield wide.T if transposed else wide
+            wide = wide.mul_((scale.T if turned else scale)[chunk].to(dtype))
+        yield wide
+
+
+def _widen_nf4(weight: Tensor, outputs: int, inputs: int, dtype: torch.dtype) -> Iterator[Tensor]:
+    blocks = len(weight) // (_NF4_BLOCK // 8 + 1)  # 8 codes are as large as a scale
+    codes = weight[:-blocks].view(torch.uint8).view(blocks, -1)
+    scales = weight[-blocks:]
+    widen = torch.ops.bitsandbytes.dequantize_4bit
+    for start in range(0, outputs, rows := _chunk_rows(inputs)):
+        count = min(rows, outputs - start) * inputs
+        first = start * inputs // _NF4_BLOCK
+        held = slice(first, first - (count // -_NF4_BLOCK))
+        shape = len(scales[held]), _NF4_BLOCK
+        wide = widen(codes[held], scales[held], _NF4_BLOCK, "nf4", shape, dtype)
+        yield wide.view(-1)[:count].view(-1, inputs)
+
+
+def _shape_of(layer: Any) -> tuple[int, int]:
+    """Return the size (out, in) of a layer's matrix."""
+    if isinstance(layer, Conv1D):
+        return layer.nf, layer.nx
+    return layer.out_features, layer.in_features
+
+
+def _chunk_rows(width: int) -> int:
+    """Return the rows of a chunk, which holds whole blocks of nf4."""
+    step = _NF4_BLOCK // math.gcd(width, _NF4_BLOCK)
+    return max(_CHUNK // width // step, 1) * step

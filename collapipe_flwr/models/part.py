@@ -113,8 +113,15 @@ class Part(nn.Module):
         fits = all(path.endswith(".weight") for path in paths) and all(map(can_quantize, modules))
         if dtype == "float32" or value.dim() != 2 or not fits:
             return False
+        if dtype == "nf4" and any(map(self._is_table, modules)):
+            dtype = "bfloat16"
         quantize(modules, value, dtype)
         return True
+
+    def _is_table(self, module: nn.Module) -> bool:
+        """Return whether rows are tokens; transformers does not round those to 4 bits either."""
+        head = self.model.get_output_embeddings()
+        return isinstance(module, nn.Embedding) or module is getattr(head, "base_layer", head)
 
 
 class Borrower(Part):

@@ -32,7 +32,7 @@ MODEL_TYPES = (  # of transformers, that `families` splits by a record of their 
     *("vit", "marian", "bart", "mbart", "m2m_100", "t5", "mt5", "whisper"),
     *("gpt2", "llama", "gemma", "mistral", "qwen2", "qwen3"),
 )
-FROZEN_DTYPES = ("float32", "bfloat16", "int8")
+FROZEN_DTYPES = ("float32", "bfloat16", "int8", "nf4")
 _DEMO = (
     "d_model=64 encoder_layers=6 decoder_layers=2 encoder_attention_heads=4 "
     "decoder_attention_heads=4 encoder_ffn_dim=128 decoder_ffn_dim=128 "

@@ -286,6 +286,16 @@ def test_refusals_name_the_way_out(
         adapted(base, "sequence-classification")
 
 
+def test_4_bits_without_bitsandbytes_name_the_extra(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = checkpoint(tiny, "llama", "causal-lm", tmp_path)
+    splitter = Splitter(adapted(base, "causal-lm", replace(LORA, frozen_dtype="nf4")))
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ConfigError, match=r"^lora\.frozen-dtype: .*bitsandbytes.*\[nf4\]"):
+        profile_model(splitter, BatchShape(source_length=8))
+
+
 def test_a_name_to_train_in_full_that_no_module_has_is_refused(tiny: Any, tmp_path: Path) -> None:
     task = "sequence-classification"
     base = checkpoint(tiny, "bert", task, tmp_path)
@@ -309,8 +319,8 @@ def test_a_large_table_is_widened_piece_by_piece(
     splitter = Splitter(adapted(base, "causal-lm", replace(LORA, frozen_dtype="int8")))
     weights = moved(splitter.initial_weights(seed=2))
     results = []
-    for rows in (10_000, 7):
-        monkeypatch.setattr("collapipe_flwr.models.lora._CHUNK_ROWS", rows)
+    for elements in (10**6, 100):
+        monkeypatch.setattr("collapipe_flwr.models.lora._CHUNK", elements)
         parts = list(_parts(splitter, weights))
         loss = _loss(parts, batch, splitter.context(batch))
         loss.backward()
