@@ -154,7 +154,7 @@ def _peft() -> Any:
 
 _INT8_MAX = 127
 _NF4_BLOCK = 64  # weights with one scale, as bitsandbytes and transformers have it
-_CHUNK = 2**20  # elements of a matrix that are wide at a time
+_CHUNK = 2**18  # elements that are wide at a time: larger ones leave holes in the heap
 
 
 class _Product(torch.autograd.Function):
