@@ -4,10 +4,10 @@ Adapters are put into skeletons, so that every part gets those of its own blocks
 layers that it adapts; ``key_of`` undoes that in names. Weights thus keep the library's own keys,
 and adapters have the names under which peft saves them.
 
-bfloat16 halves, int8 (a scale per row) quarters and nf4 (by bitsandbytes, a scale per 64 weights)
-all but eighths the memory of a frozen layer. The products run in the precision of their inputs, so
-this saves memory, not time. The only error is the rounding of the weights: none if the checkpoint
-itself has that precision.
+bfloat16 halves the memory of a frozen layer, int8 (a scale per row) quarters it, nf4 (by
+bitsandbytes, a scale per 64 weights) leaves 9/64. The products run in the precision of their
+inputs, so this saves memory, not time. The only error is the rounding of the weights: none if the
+checkpoint itself has that precision.
 """
 
 from __future__ import annotations
