@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.links import Heartbeat, LinkConfig
+from collapipe_flwr.core.keys import check, one_of
+from collapipe_flwr.core.links import CODECS, Heartbeat, LinkConfig
 from collapipe_flwr.core.measurements import StageMeasurement, TransferStats
 from collapipe_flwr.core.schedule import ALONE, SCHEDULES, ReplicaIndex, turns
 from collapipe_flwr.pipeline.compute import CPU, hold
@@ -41,6 +42,7 @@ class LearningSettings:
     keep_optimizer: bool = False  # its state continues in the next round
     labels_at_home: bool = False  # the control unit is the edge, and no link carries labels
     trusted_blocks: int = 0  # the first so many are on trusted devices alone
+    updates: str = "fp32"  # the codec in which a cluster replies how its model changed
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -51,6 +53,7 @@ class LearningSettings:
             raise ConfigError(
                 f"deadline_s must be > 0 and <= {LONGEST_WAIT_S:g}, got {self.deadline_s}"
             )
+        check("updates", self.updates, one_of(*CODECS))
         for name in ("snapshot_every", "trusted_blocks"):
             if (value := getattr(self, name)) < 0:
                 raise ConfigError(f"{name} must be >= 0, got {value}")

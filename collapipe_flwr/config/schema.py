@@ -157,11 +157,15 @@ class WorldConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinksConfig:
-    """What travels between the stages of a cluster; a cluster file may choose for itself."""
+    """What travels between the stages of a cluster, and from it to the server.
+
+    A cluster file may choose the codec between its stages itself.
+    """
 
     codec: str = key("fp32", one_of(*CODECS, AUTO))  # of hidden states and gradients
     codecs: tuple[str, ...] = key(("fp32", "bf16", "int8"), some_of(*CODECS))  # auto: of these
     pace: str = key("none", one_of("none", "plan"))  # plan: senders keep to the planned rates
+    updates: str = key("fp32", one_of(*CODECS))  # of a cluster's reply: fp32 sends it exactly
 
     @property
     def allowed(self) -> tuple[str, ...]:
@@ -238,6 +242,11 @@ class AppConfig:
             raise ConfigError(
                 f"lora.rank is {self.lora.rank}, but model.pretrained is empty: adapters need a "
                 "checkpoint below them; name one, or set lora.rank=0"
+            )
+        if self.links.updates != "fp32" and self.run.runtime == "whole":
+            raise ConfigError(
+                f"links.updates={self.links.updates} has no effect with runtime=whole, whose "
+                "clusters reply exactly: leave it out, or set runtime=pipeline"
             )
         if not (self.data.tokenizer or self.model.pretrained):
             raise ConfigError(

@@ -14,10 +14,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from collapipe_flwr.core.domain import ClusterSnapshot, EdgeProfile, ModelProfile, Snapshot
+from collapipe_flwr.core.domain import (
+    ClusterProfile,
+    ClusterSnapshot,
+    EdgeProfile,
+    ModelProfile,
+    Snapshot,
+)
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
-from collapipe_flwr.costs.radio import codec_index
+from collapipe_flwr.costs.radio import WIRE_SHARE, codec_index
 
 _Ends = tuple[tuple[tuple[float, ...], ...], tuple[float, ...]]
 TINY_GAIN = 1e-30  # stands in for absent links so that logarithms stay finite
@@ -157,6 +163,11 @@ def _edges(snapshot: Snapshot) -> EdgeTable:
     )
 
 
+def there_and_back(profile: ClusterProfile) -> float:
+    """Return the rate of a model from the server and of its update, which may be coded, back."""
+    return 2.0 * profile.server_rate_bit_per_s / (1.0 + WIRE_SHARE[profile.update_codec])
+
+
 def _server_rates(snapshot: Snapshot) -> Array:
     """Rates at which embedding and blocks take as long there and back as all that a round takes.
 
@@ -165,7 +176,7 @@ def _server_rates(snapshot: Snapshot) -> Array:
     """
     model, profiles = snapshot.model, [c.profile for c in snapshot.clusters]
     bits = 16.0 * sum(part.parameter_bytes for part in (model.embedding, *model.blocks))
-    rate = np.array([profile.server_rate_bit_per_s for profile in profiles], dtype=np.float64)
+    rate = np.array([there_and_back(profile) for profile in profiles], dtype=np.float64)
     overhead = np.array([profile.overhead_s for profile in profiles], dtype=np.float64)
     apart = [profile.real_links or profile.edge_at_home for profile in profiles]
     far = np.array(apart, dtype=np.float64)

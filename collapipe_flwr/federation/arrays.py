@@ -29,17 +29,17 @@ _PLAIN_DTYPES = {
 
 def encode_tensors(tensors: Mapping[str, torch.Tensor]) -> ArrayRecord:
     """Encode a state dict as an ArrayRecord; :func:`decode_tensors` restores dtypes and shapes."""
-    return ArrayRecord({key: _encode_tensor(tensor) for key, tensor in tensors.items()})
+    return ArrayRecord({key: encode_tensor(tensor) for key, tensor in tensors.items()})
 
 
 def decode_tensors(record: ArrayRecord) -> dict[str, torch.Tensor]:
     """Copy an ArrayRecord into a state dict; raises ProtocolError on a malformed array."""
-    return {key: _decode_tensor(key, array) for key, array in record.items()}
+    return {key: decode_tensor(key, array) for key, array in record.items()}
 
 
 def take_tensors(record: ArrayRecord) -> dict[str, torch.Tensor]:
     """Decode the tensors, emptying the record, so that a model is never in memory twice."""
-    return {key: _decode_tensor(key, record.pop(key)) for key in list(record)}
+    return {key: decode_tensor(key, record.pop(key)) for key in list(record)}
 
 
 def offload_tensors(record: ArrayRecord) -> LazyMapping[torch.Tensor]:
@@ -53,7 +53,7 @@ def offload_tensors(record: ArrayRecord) -> LazyMapping[torch.Tensor]:
 
 def take_record(tensors: dict[str, torch.Tensor] | LazyMapping[torch.Tensor]) -> ArrayRecord:
     """Encode a state dict as an ArrayRecord, emptying it on the way."""
-    return ArrayRecord({key: _encode_tensor(tensors.pop(key)) for key in list(tensors)})
+    return ArrayRecord({key: encode_tensor(tensors.pop(key)) for key in list(tensors)})
 
 
 def is_floating(array: Array) -> bool:
@@ -111,9 +111,9 @@ def add_change(model: ArrayRecord, start: ArrayRecord, now: ArrayRecord) -> Arra
     for key, array in model.items():
         moved[key] = array
         if is_floating(array) and key in start and key in now:
-            to, base, here = (widened(_decode_tensor(key, r[key])) for r in (now, start, model))
+            to, base, here = (widened(decode_tensor(key, r[key])) for r in (now, start, model))
             if torch.isfinite(here).all() and torch.isfinite(base).all():
-                moved[key] = _cast(key, _encode_tensor(to + (here - base)), array)
+                moved[key] = _cast(key, encode_tensor(to + (here - base)), array)
     return moved
 
 
@@ -136,7 +136,7 @@ def count_not_finite(record: ArrayRecord) -> int:
 
 
 def _is_finite(key: str, array: Array) -> bool:
-    return bool(torch.isfinite(widened(_decode_tensor(key, array))).all())
+    return bool(torch.isfinite(widened(decode_tensor(key, array))).all())
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
@@ -144,7 +144,7 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _encode_tensor(tensor: torch.Tensor) -> Array:
+def encode_tensor(tensor: torch.Tensor) -> Array:
     tensor = tensor.detach().cpu()
     if tensor.dtype not in _RAW_NAMES:
         return Array(str(tensor.numpy().dtype), tuple(tensor.shape), SType.NUMPY, _save_npy(tensor))
@@ -165,7 +165,7 @@ def _offload_tensor(stow: Offload, key: str, array: Array) -> Callable[[], torch
         data, dtype = found
         if read := stow.put_bytes(data, dtype, array.shape):
             return read
-    return stow.put(_decode_tensor(key, array))
+    return stow.put(decode_tensor(key, array))
 
 
 def _raw_bytes(key: str, array: Array) -> tuple[memoryview, torch.dtype] | None:
@@ -177,7 +177,7 @@ def _raw_bytes(key: str, array: Array) -> tuple[memoryview, torch.dtype] | None:
     return None if layout.reordered or dtype is None else (data[layout.begin :], dtype)
 
 
-def _decode_tensor(key: str, array: Array) -> torch.Tensor:
+def decode_tensor(key: str, array: Array) -> torch.Tensor:
     layout = layout_of(key, array)
     if layout is None:
         raw = torch.frombuffer(bytearray(array.data), dtype=torch.uint8) if array.data else None
@@ -194,7 +194,7 @@ def _decode_tensor(key: str, array: Array) -> torch.Tensor:
 def _widen(key: str, array: Array) -> Array:
     if array.stype != RAW_TORCH:
         return array
-    return Array(_decode_tensor(key, array).to(torch.float32).numpy())
+    return Array(decode_tensor(key, array).to(torch.float32).numpy())
 
 
 def _cast(key: str, array: Array, template: Array) -> Array:
@@ -206,4 +206,4 @@ def _cast(key: str, array: Array, template: Array) -> Array:
         )
     if array.dtype == template.dtype:
         return array
-    return _encode_tensor(_decode_tensor(key, array).to(getattr(torch, template.dtype)))
+    return encode_tensor(decode_tensor(key, array).to(getattr(torch, template.dtype)))

@@ -22,6 +22,8 @@ from collapipe_flwr.core.texts import SHORT, to_one_line
 from collapipe_flwr.federation import messages, records
 from collapipe_flwr.federation.array_format import layout_of
 from collapipe_flwr.federation.inner import layers
+from collapipe_flwr.federation.rounds import Sent
+from collapipe_flwr.federation.updates import EXACT, decode_update
 from collapipe_flwr.scheduler.plans import check_cluster_plan, dry_run_plan
 
 log = logging.getLogger("flwr.collapipe")
@@ -32,15 +34,19 @@ _MOST_NAME = 1000  # characters of an array's or a metric's name
 
 
 def trained(
-    content: RecordDict, plan: ClusterPlan | None, cluster_id: str, weighted_by: str
+    content: RecordDict, sent: Sent, plan: ClusterPlan | None, weighted_by: str
 ) -> tuple[RecordDict, ClusterMeasurement | None]:
-    """Check a reply to training and split off its telemetry; raises ProtocolError.
+    """Check a reply to training, decode it and split off its telemetry; raises ProtocolError.
 
     ``plan`` is the one that was sent. The weight of the reply is checked elsewhere.
     """
+    cluster_id = sent.cluster_id
     _check_records(content, cluster_id, weighted_by)
     try:
         rest, telemetry = records.take_telemetry(content)
+        if sent.updates != EXACT:
+            name, arrays = messages.only_arrays(rest, "a reply")
+            rest[name] = decode_update(arrays, sent.arrays, sent.updates)
         for arrays in rest.array_records.values():
             for key, array in arrays.items():
                 layout_of(key, array)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.clientapp.typing import ClientAppCallable
+from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from collapipe_flwr.core.errors import ProtocolError
 
@@ -83,11 +83,14 @@ def unbundle_mod(message: Message, context: Context, call_next: ClientAppCallabl
     return reply
 
 
-def accept_bundles(app: ClientApp) -> bool:
-    """Unpack bundles before any function of ``app``; False if some were registered before."""
+def accept_bundles(app: ClientApp, *outer: Mod) -> bool:
+    """Unpack bundles, for the ``outer`` mods, before all mods and functions that ``app`` gets.
+
+    False if some functions were registered before.
+    """
     if app._registered_funcs or app._call is not None:
         return False
-    app._mods = [unbundle_mod, *app._mods]
+    app._mods = [unbundle_mod, *outer, *app._mods]
     return True
 
 

@@ -6,14 +6,30 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyClientSideAdaptiveClipping,
+    DifferentialPrivacyClientSideFixedClipping,
+    Strategy,
+)
+
 from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.config.schema import EdgeConfig
-from collapipe_flwr.core.errors import ConfigError, prefix_errors
+from collapipe_flwr.core.errors import ConfigError, RunError, prefix_errors
 from collapipe_flwr.core.links import host_and_port
+from collapipe_flwr.federation.inner import layers
 from collapipe_flwr.models.any_splitter import DescribedModel
 from collapipe_flwr.models.split_model import SplitModel
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig, optimizer_config
 
+_SEES_CODES = (
+    "with coded updates (links.updates, LearningSettings.updates), a CollaPipe cannot be wrapped "
+    "in another strategy, which would see codes: put that inside, CollaPipe(OtherStrategy("
+    "FedAvg(), ...), ...)"
+)
+_CLIPPED_BY_CLIENTS = (
+    DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyClientSideAdaptiveClipping,
+)
 Learning = LearningSettings | Callable[[int], LearningSettings]  # the same, or by server round
 
 
@@ -55,6 +71,19 @@ def check_options(
     if isinstance(edge, str) and edge:
         with prefix_errors("edge"):
             host_and_port(edge)
+
+
+def check_updates(inner: Strategy, *, outermost: bool) -> None:
+    """Raise RunError for a strategy around ours, or an ``inner`` one, that codes would deceive."""
+    if not outermost:
+        raise RunError(_SEES_CODES)
+    for layer in layers(inner):
+        if isinstance(layer, _CLIPPED_BY_CLIENTS):
+            raise RunError(
+                f"{type(layer).__name__} relies on updates that clients clip, and coded ones carry "
+                "the errors of earlier rounds beyond that norm: leave out coded updates "
+                "(links.updates, LearningSettings.updates), or clip on the server's side"
+            )
 
 
 def learning_of(

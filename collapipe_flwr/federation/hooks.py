@@ -34,7 +34,12 @@ from collapipe_flwr.federation.checkpoint import (
     rng_state,
 )
 from collapipe_flwr.federation.default_edge import DefaultEdge, open_edge
-from collapipe_flwr.federation.hook_options import Learning, check_options, learning_of
+from collapipe_flwr.federation.hook_options import (
+    Learning,
+    check_options,
+    check_updates,
+    learning_of,
+)
 from collapipe_flwr.federation.inner import check_returned, layers
 from collapipe_flwr.federation.inner_state import (
     Undo,
@@ -59,6 +64,7 @@ from collapipe_flwr.federation.rounds import (
     metrics_as_dict,
 )
 from collapipe_flwr.federation.split import PersonalArrays, SplitTraining
+from collapipe_flwr.federation.updates import EXACT
 from collapipe_flwr.models.any_splitter import DescribedModel
 from collapipe_flwr.reporting.progress import ClusterProgress
 from collapipe_flwr.scheduler.protocol import Scheduler
@@ -388,7 +394,10 @@ class StrategyHooks:
         split = None
         if self._model is not None:
             edge = self._open_edge()
-            split = SplitTraining(self._model, edge, self._learning(server_round))
+            learning = self._learning(server_round)
+            if learning.updates != EXACT:
+                check_updates(self.inner_strategy, outermost=self._runs)
+            split = SplitTraining(self._model, edge, learning)
         self._round = OpenRound(
             plan,
             arrays,

@@ -24,6 +24,7 @@ from collapipe_flwr.federation.rounds import (
     new_attempt,
 )
 from collapipe_flwr.federation.split import PersonalArrays, SplitTraining
+from collapipe_flwr.federation.updates import EXACT
 from collapipe_flwr.pipeline.config import PassesDone
 from collapipe_flwr.reporting.progress import ClusterProgress
 
@@ -180,13 +181,15 @@ class OpenRound:
         plan = self.plan.cluster_plan(node_id)
         exact = self._split is not None
         content = messages.restore_arrays(message.content, self.template, self._hidden, exact=exact)
-        task = None
+        task, updates, sent_arrays = None, EXACT, ArrayRecord()
         if self._split is not None:
             name, arrays = messages.only_arrays(content, "the inner strategy's message", _ONE_MODEL)
             if any(sent.cluster_id == cluster_id for sent in self.sent):
                 raise RunError(f"cluster {cluster_id} is asked twice in a round: give it one node")
-            content[name] = self._personal.insert(cluster_id, arrays)
+            sent_arrays = self._personal.insert(cluster_id, arrays)
+            content[name] = sent_arrays.copy()
             task = self._split.make_task(name, content)
+            updates = task.learning.updates
         assignment = records.TaskAssignment(
             server_round=self.plan.server_round,
             cluster_id=cluster_id,
@@ -202,6 +205,8 @@ class OpenRound:
             cluster_id=cluster_id,
             message=messages.replace_content(message, content),
             content_bytes=records.content_bytes(content),
+            arrays=sent_arrays,
+            updates=updates,
         )
 
     def _match_replies(self, replies: Iterable[Message]) -> Sequence[tuple[Message, Sent | None]]:
@@ -262,7 +267,7 @@ class OpenRound:
             return messages.with_printable_error(reply)
         closed.received_bytes += records.content_bytes(reply.content)
         try:
-            content, telemetry = border.trained(reply.content, plan, name, self._weighted_by)
+            content, telemetry = border.trained(reply.content, sent, plan, self._weighted_by)
             content = self._check_model(content, name)
             most = int(messages.MOST_EXAMPLES)
             telemetry = telemetry and replace(telemetry, examples=min(telemetry.examples, most))

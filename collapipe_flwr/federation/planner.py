@@ -343,6 +343,7 @@ def planner_of(
         planning = replace(planning, labels_at_home=True)
     if first.trusted_blocks:
         planning = replace(planning, trusted_blocks=first.trusted_blocks)
+    planning = replace(planning, updates=first.updates)
     if edge_address:
         planning = replace(planning, edge_address=edge_address)
     if first.schedule != planned:

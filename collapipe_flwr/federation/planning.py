@@ -30,8 +30,9 @@ class Planning:
     clusters around the edge. Every device may spend ``budget`` per round on average. ``paced`` says
     that senders keep to planned rates. Simulated devices deviate from their profiles by
     ``truth_error`` (`simulation.world.World`). With ``labels_at_home`` every control unit is its
-    cluster's edge. The first ``trusted_blocks`` are on trusted devices alone. The run's edge at
-    ``edge_address``, if it has one, serves machines whose cluster files name none.
+    cluster's edge. The first ``trusted_blocks`` are on trusted devices alone. Clusters reply in the
+    codec ``updates``. The run's edge at ``edge_address``, if it has one, serves machines whose
+    cluster files name none.
     """
 
     policy: str | Scheduler = "dssda"
@@ -44,6 +45,7 @@ class Planning:
     truth_error: float = 0.0
     labels_at_home: bool = False
     trusted_blocks: int = 0
+    updates: str = "fp32"
     edge_address: str = ""
 
     def for_batches(self, size: int, *, cut: bool = True) -> Planning:
@@ -68,7 +70,10 @@ class Planning:
     def described(self, profile: ClusterProfile, model: ModelProfile | None) -> ClusterProfile:
         """Adapt a cluster for plans: its edges, trust, memory and energy budgets."""
         profile = with_demands(
-            profile, labels_at_home=self.labels_at_home, trusted_blocks=self.trusted_blocks
+            profile,
+            labels_at_home=self.labels_at_home,
+            trusted_blocks=self.trusted_blocks,
+            updates=self.updates,
         )
         profile = budgeted(with_some_edge(profile, self.edge_address), self.budget, model)
         return profile if model is None else with_divided_memory(profile, model)

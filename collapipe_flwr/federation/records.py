@@ -122,6 +122,12 @@ def read_assignment(content: RecordDict) -> TaskAssignment:
     )
 
 
+def read_split_task(content: RecordDict) -> SplitTask | None:
+    """Read the task in a message, if any; raises ProtocolError if it is malformed."""
+    text = _find_text(content, _key("split"))
+    return None if text is None else from_json(SplitTask, text, _key("split"))
+
+
 def takes_bundles(content: RecordDict) -> bool:
     """Return whether the receiver of this message accepts bundled arrays."""
     return _find_text(content, _BUNDLES) == "true"

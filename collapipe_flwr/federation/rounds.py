@@ -143,6 +143,8 @@ class Sent:
     cluster_id: str
     message: Message
     content_bytes: int
+    arrays: ArrayRecord = field(default_factory=ArrayRecord)  # of a model to split
+    updates: str = "fp32"  # the codec of the reply
 
 
 @dataclass(slots=True, kw_only=True)

@@ -280,13 +280,14 @@ def assumed_edge(name: str = "") -> EdgeProfile:
 
 
 def with_demands(
-    cluster: ClusterProfile, *, labels_at_home: bool, trusted_blocks: int
+    cluster: ClusterProfile, *, labels_at_home: bool, trusted_blocks: int, updates: str
 ) -> ClusterProfile:
     """Meet what a run demands besides the cluster itself: of blocks, the larger number counts."""
     if labels_at_home:
         chosen = None if cluster.other_edges else cluster.edge
         cluster = with_edge_at_home(replace(cluster, edge=chosen, other_edges=()))
-    return replace(cluster, trusted_blocks=max(cluster.trusted_blocks, trusted_blocks))
+    most = max(cluster.trusted_blocks, trusted_blocks)
+    return replace(cluster, trusted_blocks=most, update_codec=updates)
 
 
 def with_some_edge(cluster: ClusterProfile, address: str = "") -> ClusterProfile:

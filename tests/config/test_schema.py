@@ -85,6 +85,8 @@ def test_assignments_are_json_where_they_can_be() -> None:
         ({"scheduler.micro-batches": "2,x"}, "scheduler.micro-batches must list whole numbers"),
         ({"model.overrides": "d_model"}, "model.overrides must read like"),
         ({"scheduler.participation-floor": 1.5}, "must lie between 0 and 1, got 1.5"),
+        ({"links.updates": "int5"}, "links.updates must be one of fp32, fp16"),
+        ({"links.updates": "int8", "runtime": "whole"}, "links.updates=int8 has no effect with"),
     ],
 )
 def test_refusal_names_key_value_and_way_out(values: dict[str, Any], sentence: str) -> None:

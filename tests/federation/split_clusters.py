@@ -121,7 +121,7 @@ def failing(message, context):
     raise LinkError(f"device d2 of node {context.node_id} does not answer; restart it")
 
 
-def wrapped(planner, records, inner=None, keys=(), **more) -> CollaPipe:
+def wrapped(planner, records, inner=None, keys=(), updates="fp32", **more) -> CollaPipe:
     splitter = SimpleNamespace(
         all_keys=lambda: keys or model(),
         constant_keys=frozenset({CONSTANT}),
@@ -131,7 +131,8 @@ def wrapped(planner, records, inner=None, keys=(), **more) -> CollaPipe:
     )
 
     def learning(r):
-        return LearningSettings(optimizer=OptimizerConfig(learning_rate=0.1 * r))
+        optimizer = OptimizerConfig(learning_rate=0.1 * r)
+        return LearningSettings(optimizer=optimizer, updates=updates)
 
     inner = inner or FedAvg(fraction_evaluate=0.0)
     return CollaPipe(

@@ -33,7 +33,7 @@ from collapipe_flwr.federation.records import (
     write_profile,
     write_telemetry,
 )
-from collapipe_flwr.federation.rounds import RoundPlan
+from collapipe_flwr.federation.rounds import RoundPlan, Sent
 from collapipe_flwr.federation.strategy import CollaPipe
 from tests.federation.split_clusters import FixedPlanner, cluster_plan, model, trainer, wrapped
 from tests.federation.test_array_format import MALFORMED, NUMPY
@@ -92,6 +92,7 @@ CLUSTER = {
     "d2d_bandwidth_hz": [0.0, *NO_NUMBERS],
     "server_rate_bit_per_s": [0.0, *NO_NUMBERS],
     "link_codec": ["zip", 1],
+    "update_codec": ["zip", "", 1],
     "link_rates": [[{"ends": ["a", "b"], "bit_per_s": x}] for x in (0.0, math.nan, 1e300)],
     "overhead_s": NO_NUMBERS,
 }
@@ -173,6 +174,7 @@ PLANS = {
     "bandwidth_hz": [0.0, math.nan, math.inf],
     "hops": [[{}], [{"codec": "zip"}] * 2, [{"forward_bit_per_s": math.nan}] * 2],
 }
+ASKED = Sent(node_id=11, cluster_id=NAME, message=None, content_bytes=0)
 ODD = Array("float32", (1,), NUMPY, MALFORMED["36 TiB"])
 SCRIPT = "\x1b[2J\n\u202e"
 LIES: dict[str, st.SearchStrategy[Lie]] = {
@@ -456,13 +458,13 @@ def machine_reply(planner: KnownClusters) -> tuple[RoundPlan, RecordDict]:
 def possible(content: RecordDict, planned: RoundPlan, rng: random.Random) -> ClusterMeasurement:
     """Telemetry with extremes in some places, all of which the border lets in."""
     record = content[TELEMETRY]
-    _, taken = border.trained(content, planned.cluster_plan(11), NAME, EXAMPLES)
+    _, taken = border.trained(content, ASKED, planned.cluster_plan(11), EXAMPLES)
     for path in rng.sample(paths := leaves(json.loads(record["json"])), k=min(8, len(paths))):
         before = record["json"]
         with suppress(IndexError, KeyError, TypeError):  # another change took the place away
             record["json"] = json.dumps(changed(json.loads(before), path, rng.choice(EXTREMES)))
         try:
-            _, taken = border.trained(content, planned.cluster_plan(11), NAME, EXAMPLES)
+            _, taken = border.trained(content, ASKED, planned.cluster_plan(11), EXAMPLES)
         except ProtocolError:
             record["json"] = before
     assert taken is not None

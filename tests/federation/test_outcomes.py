@@ -15,6 +15,7 @@ from collapipe_flwr.core.measurements import ClusterMeasurement, StageMeasuremen
 from collapipe_flwr.costs.measured import EDGE, server_s, stage_parts, taken_s
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.federation.planner import KnownClusters
+from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.rounds import RoundPlan
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from tests.federation.test_planner import MODEL, NODES, closed, rounds, weights
@@ -103,6 +104,21 @@ def test_seconds_are_those_of_the_clocks_and_stand_beside_what_was_believed() ->
     assert {s.device_id for s in cluster.stages} == {*plan.member_ids, EDGE}
     for sample in cluster.stages:
         assert sample.busy_s == pytest.approx(2.0 * sample.expected_s)
+
+
+def test_a_coded_reply_is_priced_by_its_bytes() -> None:
+    planner = machines()
+    planned = planner.plan(1, [11], ArrayRecord()).plan
+    latency_s, server = {}, {}
+    for codec in ("fp32", "int4"):
+        profile = replace(planner.world.clusters[0], update_codec=codec)
+        assert Planning(updates=codec).described(profile, MODEL).update_codec == codec
+        snapshot = planner.world.with_cluster(profile).snapshot(1, MODEL)
+        latency_s[codec] = price(planned, snapshot, planner._planning.settings).latency_s
+        server[codec] = server_s(profile, MODEL)
+    spared_s = server["fp32"] - server["int4"]
+    assert server["int4"] / server["fp32"] == pytest.approx((1 + 17 / 128) / 2)
+    assert latency_s["fp32"] - latency_s["int4"] == pytest.approx(spared_s)
 
 
 def test_energy_is_power_by_measured_seconds_and_goes_into_queues() -> None:

@@ -24,6 +24,7 @@ import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import arrays_size_mod, message_size_mod
+from flwr.clientapp.typing import ClientAppCallable
 from torch import Tensor
 
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig
@@ -36,19 +37,26 @@ from collapipe_flwr.core.imports import allow
 from collapipe_flwr.core.keys import AUTO
 from collapipe_flwr.federation import records
 from collapipe_flwr.federation.arrays import decode_tensors, offload_tensors, take_record
-from collapipe_flwr.federation.bundles import accept_bundles, unbundle_mod
+from collapipe_flwr.federation.bundles import accept_bundles, array_records
+from collapipe_flwr.federation.client.node_state import UPDATE_ERRORS
 from collapipe_flwr.federation.client.pipeline_round import ClusterRound, build_telemetry
 from collapipe_flwr.federation.client.site import Site
 from collapipe_flwr.federation.messages import NO_SECURE_AGGREGATION, only_arrays
+from collapipe_flwr.federation.updates import EXACT, encode_update, is_coded
 from collapipe_flwr.host.allocator import configured_malloc, trim_heap
 from collapipe_flwr.models.tasks import LABEL_NAMES
 
 _log = logging.getLogger(__name__)
+_NO_PLACE = (
+    "coded updates (links.updates, LearningSettings.updates) need a place around the mods of the "
+    "ClientApp, which had functions already: make the Cluster right after it, Cluster(app)"
+)
 Metrics = Callable[[Tensor, Tensor], Mapping[str, float] | float]
 DEVICES = "raspberry-pi-4,raspberry-pi-5,jetson-nano"
 EXAMPLES = 1000  # of a round, by default
 _SECURE = "flwr.client.mod.secure_aggregation"  # of the legacy API
-_HARMLESS = (message_size_mod, arrays_size_mod, unbundle_mod)
+_HARMLESS = (message_size_mod, arrays_size_mod)
+_OURS = "collapipe_flwr."  # modules of mods whose changes no other mod sees
 
 
 class Cluster:
@@ -95,7 +103,7 @@ class Cluster:
         self._site_of = site or partial(
             Site.of, world=world, edge=edge or EdgeConfig(), train=train
         )
-        self._takes_bundles = accept_bundles(app)
+        self._takes_bundles = accept_bundles(app, self._code_reply)
         self._package = sys._getframe(1).f_globals["__name__"].partition(".")[0]
         app.query("describe")(self.describe)
         # Mods of the app expect messages with arrays, and refuse all others.
@@ -156,6 +164,8 @@ class Cluster:
         """
         start_s = time.perf_counter()
         with configured_malloc():
+            if not self._takes_bundles and _asked_codec(message) != EXACT:
+                raise ConfigError(_NO_PLACE)
             asked, name, weights = self._begin(message, context)
             if not isinstance(batches, Batches):
                 batches = LoaderBatches(loader=batches, epochs=epochs, planned=asked.shapes)
@@ -173,6 +183,26 @@ class Cluster:
             measured = replace(measured, profile=self._try_profile(context))
             content = records.write_telemetry(content, measured)
         return Message(content, reply_to=message)
+
+    def _code_reply(
+        self, message: Message, context: Context, call_next: ClientAppCallable
+    ) -> Message:
+        """Code the model of a reply where the server asks for it: a mod outside of all others."""
+        codec = _asked_codec(message)
+        if codec == EXACT:
+            return call_next(message, context)
+        _, arrays = only_arrays(message.content, "the server's message")
+        sent = offload_tensors(
+            ArrayRecord({key: array for key, array in arrays.items() if is_coded(array, codec)})
+        )
+        reply = call_next(message, context)
+        found = array_records(reply.content) if reply.has_content() else {}
+        if len(found) == 1 and (site := self._site_of(context)) is not None:
+            state, name = site.state(message, context), next(iter(found))
+            reply.content[name] = record = found.pop(name).copy()
+            errors = state.recall(UPDATE_ERRORS)
+            state.remember(UPDATE_ERRORS, encode_update(record, sent, errors or {}, codec))
+        return reply
 
     def evaluate(
         self,
@@ -223,6 +253,14 @@ class Cluster:
         return decode_tensors(arrays) if mods_of(self._app) else offload_tensors(arrays)
 
 
+def _asked_codec(message: Message) -> str:
+    """Return the codec of the reply to a message; all but models to train are answered exactly."""
+    if message.metadata.message_type.partition(".")[0] != "train" or not message.has_content():
+        return EXACT
+    task = records.read_split_task(message.content)
+    return task.learning.updates if task else EXACT
+
+
 def mods_of(app: ClientApp) -> list[Callable[..., Any]]:
     """Return the mods of train functions of ``app`` that may change messages or replies."""
     found = []
@@ -231,7 +269,7 @@ def mods_of(app: ClientApp) -> list[Callable[..., Any]]:
         while (held := inspect.getclosurevars(inner).nonlocals if inner else {}).get("_mod"):
             found.append(held["_mod"])
             inner = held["_ffn"]
-    return [mod for mod in found if mod not in _HARMLESS]
+    return [m for m in found if m not in _HARMLESS and not m.__module__.startswith(_OURS)]
 
 
 @runtime_checkable

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from hashlib import file_digest, sha256
@@ -23,13 +23,14 @@ from typing import Generic, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from safetensors import SafetensorError
+from torch import Tensor
 
 from collapipe_flwr.core.durable import clean, draft, make_folder, publish
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError, ModelError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.client import STATE_KEY
 from collapipe_flwr.federation.rounds import Progress
-from collapipe_flwr.pipeline.offload import read_tensors, write_tensors
+from collapipe_flwr.pipeline.offload import LazyMapping, read_tensors, write_tensors
 from collapipe_flwr.pipeline.state import OptimizerState, PartState
 
 log = logging.getLogger("flwr.collapipe")
@@ -122,8 +123,12 @@ def write_slots(slots: OptimizerState, path: Path) -> None:
 
 def read_slots(path: Path) -> OptimizerState:
     """Read a file of `write_slots`; raises ModelError for another file."""
+    return PartState.of_tensors(_read_file(path)).optimizer
+
+
+def _read_file(path: Path) -> LazyMapping[Tensor]:
     try:
-        return PartState.of_tensors(read_tensors(path)).optimizer
+        return read_tensors(path)
     except SafetensorError as error:
         raise ModelError(str(error)) from error
 
@@ -150,6 +155,15 @@ OPTIMIZER: StateCodec[OptimizerState] = StateCodec(
     read=read_slots,
     encode=lambda slots: encode_tensors(PartState(weights={}, optimizer=slots).tensors()),
     decode=_decode_slots,
+)
+
+UPDATE_ERRORS: StateCodec[Mapping[str, Tensor]] = StateCodec(  # of coded replies, see `updates`
+    name="collapipe.update-errors",
+    suffix=".errors",
+    write=write_tensors,
+    read=_read_file,
+    encode=encode_tensors,
+    decode=lambda record: decode_tensors(record) if isinstance(record, ArrayRecord) else None,
 )
 
 

@@ -102,6 +102,7 @@ class Site:
                 self.profile(_ANY),
                 labels_at_home=learning.labels_at_home,
                 trusted_blocks=learning.trusted_blocks,
+                updates=learning.updates,
             ),
             model=lambda: profile_model(splitter, task.shape, learning.optimizer.state_bytes),
         )

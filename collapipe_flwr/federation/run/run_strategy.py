@@ -51,6 +51,7 @@ def learning_settings(config: AppConfig, run_id: str, server_round: int) -> Lear
         keep_optimizer=config.train.optimizer_state == "keep",
         labels_at_home=config.privacy.labels_at_home,
         trusted_blocks=config.privacy.trusted_blocks,
+        updates=config.links.updates,
     )
 
 
@@ -87,6 +88,7 @@ def make_planner(
         truth_error=config.world.truth_error,
         labels_at_home=config.privacy.labels_at_home,
         trusted_blocks=config.privacy.trusted_blocks,
+        updates=config.links.updates,
         edge_address=config.edge.address,
     )
     with prefix_errors("scheduler.policy"):
