@@ -135,7 +135,9 @@ def _find_clusters(
         return members, None
     model = profile_model(learner.splitter, learner.shape, config.train.optimizer.state_bytes)
     whole = learner.splitter.whole_batches
-    planner = make_planner(config, model, clusters, members.clusters, whole_batches=whole)
+    planner = make_planner(
+        config, model, clusters, members.clusters, whole_batches=whole, leaves_out=True
+    )
     return members, planner
 
 

@@ -371,6 +371,7 @@ class Plan:
     latency_s: float
     rho: float  # rounds to the target relative to the reference plan
     fallback: str | None = None  # why this is not the solver's own plan
+    left_out: Mapping[str, str] = field(default_factory=dict)  # why clusters could not be planned
 
     def cluster(self, cluster_id: str) -> ClusterPlan | None:
         """Return the plan of one cluster, or None where it sits this round out."""

@@ -7,7 +7,7 @@ are translated where they are caught, with their cause kept.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from importlib.util import find_spec
@@ -43,7 +43,14 @@ class ScheduleError(CollaPipeError):
 
 
 class InfeasibleError(ScheduleError):
-    """No plan satisfies the constraints (memory, bandwidth, ...)."""
+    """No plan satisfies the constraints (memory, bandwidth, ...).
+
+    ``clusters`` are those for which none was found, alone or beside the others; empty if unknown.
+    """
+
+    def __init__(self, why: str, clusters: Iterable[str] = ()) -> None:
+        super().__init__(why)
+        self.clusters = tuple(clusters)
 
 
 class DevicesMissing(InfeasibleError):

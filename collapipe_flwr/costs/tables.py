@@ -103,6 +103,10 @@ class Tables:
         """Encoder blocks of the model."""
         return len(self.snapshot.model.blocks)
 
+    def names_of(self, clusters: Iterable[int]) -> list[str]:
+        """Return the ids of the clusters with these indices."""
+        return [self.snapshot.clusters[m].profile.cluster_id for m in clusters]
+
     @property
     def edge(self) -> int:
         """Index of the edge on the receiver axis of ``gain_mij``."""

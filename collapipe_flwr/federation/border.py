@@ -117,12 +117,6 @@ def _check_profile(profile: ClusterProfile) -> None:
         )
     if not profile.can_train:
         raise ProtocolError(f"cluster {profile.cluster_id} describes no device")
-    if profile.trusted_blocks and not any(device.trusted for device in profile.devices):
-        raise ProtocolError(
-            f"cluster {profile.cluster_id} asks for privacy.trusted-blocks = "
-            f"{profile.trusted_blocks} and trusts no device: write trusted = true for one in its "
-            "cluster file"
-        )
 
 
 def _check_replanned(last: ClusterPlan, begun: ClusterPlan | None, cluster_id: str) -> None:

@@ -29,7 +29,6 @@ from collapipe_flwr.pipeline.config import PassesDone
 from collapipe_flwr.reporting.progress import ClusterProgress
 
 log = logging.getLogger("flwr.collapipe")
-_UNKNOWN = "it does not describe its cluster: look into its log"
 _ONE_MODEL = ": leave out the split model, or choose a strategy that sends the model and no more"
 
 
@@ -93,7 +92,7 @@ class OpenRound:
     def receive(self, replies: Iterable[Message]) -> ClosedRound:
         """Sort the replies; unusable ones become errors for the inner strategy."""
         closed = ClosedRound(plan=self.plan, before=self.template, sent=self.sent)
-        closed.failures |= {f"node-{node}": _UNKNOWN for node in self.plan.unknown}
+        closed.failures |= self.plan.left_out
         for reply, sent in self._match_replies(replies):
             late = reply.has_error() and reply.error.code == messages.LATE
             if sent is not None and late and self._waits_for_late:
@@ -118,13 +117,13 @@ class OpenRound:
         A cluster that is late by plan has not failed: the next round waits longer for it.
         """
         late = any(r.has_error() and r.error.code == messages.LATE for r in closed.replies)
-        asked = len(self.sent) or len(self.plan.unknown)
+        asked = [sent.cluster_id for sent in self.sent] or list(self.plan.left_out)
         if not asked or closed.models or closed.late or late:
             return ""
-        cluster_id, why = next(iter(closed.failures.items()))
+        first = next(name for name in closed.failures if name in asked)
         return (
-            f"round {self.plan.server_round}: all {asked} clusters failed, "
-            f"first {cluster_id}: {why}"
+            f"round {self.plan.server_round}: all {len(asked)} clusters failed, "
+            f"first {first}: {closed.failures[first]}"
         )
 
     def receive_late(self, reply: Message, sent: Sent, closed: ClosedRound) -> bool:

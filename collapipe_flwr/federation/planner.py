@@ -72,7 +72,7 @@ class KnownClusters:
     ) -> None:
         self.world = world
         self.controller = RoundController(
-            planning.scheduler, planning.settings, paced=planning.paced
+            planning.scheduler, planning.settings, paced=planning.paced, leaves_out=True
         )
         self._planning = planning
         self._model = model
@@ -91,11 +91,13 @@ class KnownClusters:
         self, server_round: int, nodes: Sequence[int], decide: Callable[[Snapshot], Plan]
     ) -> RoundPlan:
         names = {node: self._clusters.get(node, f"node-{node}") for node in nodes}
+        plan = decide(self._snapshot(server_round, names.values()))
         return RoundPlan(
             server_round=server_round,
-            plan=decide(self._snapshot(server_round, names.values())),
+            plan=plan,
             cluster_ids=names,
             binding=True,
+            left_out=plan.left_out,
             bundles=frozenset(p.cluster_id for p in self.world.clusters if p.bundles),
         )
 

@@ -28,6 +28,8 @@ from collapipe_flwr.core.links import LinkReport
 from collapipe_flwr.core.measurements import ClusterMeasurement, TransferStats
 from collapipe_flwr.federation.checkpoint import KEPT_CHECKPOINTS, ComponentState
 
+_UNKNOWN = "it does not describe its cluster: look into its log"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
@@ -105,7 +107,7 @@ class RoundPlan:
 
     A binding plan is executed: clusters that it leaves out are not asked. One that is not binding
     rests on assumptions about clients that described nothing, and all clients are asked.
-    ``unknown`` are the nodes of a round in which no node has described a cluster.
+    ``left_out`` says why clusters, or nodes that described none, could not be planned.
     """
 
     server_round: int
@@ -113,7 +115,7 @@ class RoundPlan:
     cluster_ids: Mapping[int, str]
     binding: bool
     bundles: frozenset[str] = frozenset()  # clusters, see ClusterProfile
-    unknown: tuple[int, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of_nobody(cls, server_round: int, unknown: Sequence[int] = ()) -> RoundPlan:
@@ -123,7 +125,7 @@ class RoundPlan:
             plan=None,
             cluster_ids={},
             binding=True,
-            unknown=tuple(unknown),
+            left_out={f"node-{node}": _UNKNOWN for node in unknown},
         )
 
     def cluster_plan(self, node_id: int) -> ClusterPlan | None:

@@ -63,14 +63,21 @@ class RoundController:
     """Plans rounds with a scheduler and teaches it; ``memory`` is all that it remembers.
 
     ``options`` are those by which finished plans are priced. ``paced`` says that senders keep to
-    planned rates.
+    planned rates. With ``leaves_out``, clusters that cannot be planned sit out; else they are an
+    error.
     """
 
     def __init__(
-        self, scheduler: Scheduler, options: PricingOptions, *, paced: bool = False
+        self,
+        scheduler: Scheduler,
+        options: PricingOptions,
+        *,
+        paced: bool = False,
+        leaves_out: bool = False,
     ) -> None:
         self.memory = ControllerState()
         self._scheduler, self._options, self._paced = scheduler, options, paced
+        self._leaves_out = leaves_out
         self._before: tuple[int, SchedulerState | None] | None = None  # of an open round
 
     @property
@@ -102,43 +109,70 @@ class RoundController:
         known = self.memory.state
         links = links_begun({} if known is None else known.links, described)
         snapshot = with_links(described, links)
-        state = self._scheduler.init(snapshot) if known is None else known
-        self._remember(replace(state, links=links))
-        plan = self._plan_present(snapshot)
+        plan = self._plan_present(snapshot, links)
         profiles = _profiles(snapshot)
         for each in plan.clusters:  # whatever the policy
             check_privacy(each, profiles[each.cluster_id])
         return with_rates(plan, on_edges(snapshot, edges_in(plan), links))
 
-    def _plan_present(self, snapshot: Snapshot) -> Plan:
-        """Plan without absent devices, and without the clusters that need theirs."""
-        absence, asked = self.memory.absence, _profiles(snapshot).keys()
+    def _plan_present(self, snapshot: Snapshot, links: LinkEstimates) -> Plan:
+        """Plan without absent devices, and without the clusters that cannot be planned then."""
+        absence, known = self.memory.absence, self.memory.state
         missing = absence.devices(snapshot.round_index)
-        out = {name: devices for name, devices in missing.items() if name in asked}
+        out = {name: devices for name, devices in missing.items() if name in _profiles(snapshot)}
         there = without_absent(snapshot, out)
         if snapshot.clusters and not there.clusters:
             absence.lift(out)
             raise DevicesMissing("no device is reachable; restart one")
-        short = [name for name, devices in out.items() if devices]
-        rest = tuple(c for c in there.clusters if c.profile.cluster_id not in short)
-        try:
-            plan, state = self._scheduler.step(self.state, there)
-            # A plan that was kept leaves them out as well, and the others no better than before.
-            too_short = plan.fallback and any(plan.cluster(name) is None for name in short)
-        except InfeasibleError as error:
-            if not short:
-                raise
-            if not rest:
-                absence.lift(out)
-                raise DevicesMissing(str(error)) from error
-            too_short = True
-        if too_short and rest:
-            log.warning("%s cannot take part without their lost devices", ", ".join(short))
-            plan, state = self._scheduler.step(self.state, replace(there, clusters=rest))
+        gone = _profiles(snapshot).keys() - _profiles(there).keys()
+        left_out = dict.fromkeys(sorted(gone), "none of its devices is reachable")
+        while True:
+            state = self._scheduler.init(there) if known is None else known
+            state = replace(state, links=links)
+            try:
+                plan, state = self._scheduler.step(state, there)
+                break
+            except InfeasibleError as error:
+                refused = self._refuse(error, state, there) if self._leaves_out else {}
+                if len(refused) in (0, len(there.clusters)):
+                    if not any(out.values()):
+                        raise
+                    absence.lift(out)
+                    raise DevicesMissing(str(error)) from error
+            rest = (c for c in there.clusters if c.profile.cluster_id not in refused)
+            there = replace(there, clusters=tuple(rest))
+            for name, why in refused.items():
+                lost = f"without {', '.join(out[name])}: " if out.get(name) else ""
+                left_out[name] = f"{lost}{why}"
+        for name, why in left_out.items():
+            log.warning("cluster %s sits out round %d: %s", name, snapshot.round_index, why)
         self._remember(state)
         # Clusters that take no part report nothing: they are tried with all devices next time.
         absence.lift([name for name in out if plan.cluster(name) is None])
-        return plan
+        return replace(plan, left_out=left_out)
+
+    def _refuse(
+        self, error: InfeasibleError, state: SchedulerState, snapshot: Snapshot
+    ) -> dict[str, str]:
+        """Choose the clusters to plan without, and say why.
+
+        These are the ones without a plan even alone; if there is none, the newest of those that
+        have no plan beside the others.
+        """
+        refused, last = {}, state.last_plan
+        named = [
+            cluster
+            for cluster in snapshot.clusters
+            if not error.clusters or cluster.profile.cluster_id in error.clusters
+        ]
+        for cluster in named:
+            try:
+                self._scheduler.step(state, replace(snapshot, clusters=(cluster,)))
+            except InfeasibleError as alone:
+                refused[cluster.profile.cluster_id] = str(alone)
+        names = (cluster.profile.cluster_id for cluster in named)
+        new = [name for name in names if last is None or last.cluster(name) is None]
+        return refused or dict.fromkeys(new, f"it has no plan beside the others: {error}")
 
     def learn(
         self,

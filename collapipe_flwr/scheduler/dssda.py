@@ -304,9 +304,14 @@ def usable_plans(last: Plan | None, snapshot: Snapshot) -> tuple[ClusterPlan, ..
 
 
 def repeated(state: SchedulerState, snapshot: Snapshot, error: Exception) -> Plan:
-    """Repeat the last plan for the parties still here; else raise ``error`` as a ScheduleError."""
+    """Repeat the last plan for the parties still here; else raise ``error`` as a ScheduleError.
+
+    The error is also raised if it is of clusters that have no plan to repeat: the others can be
+    planned without them.
+    """
     last, usable = state.last_plan, usable_plans(state.last_plan, snapshot)
-    if last is None or not usable:
+    named = set(error.clusters) if isinstance(error, InfeasibleError) else set[str]()
+    if last is None or not usable or named - {plan.cluster_id for plan in usable}:
         if isinstance(error, ScheduleError):
             raise error
         raise InfeasibleError(f"the round cannot be planned: {error}") from error

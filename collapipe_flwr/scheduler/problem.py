@@ -147,6 +147,7 @@ class PlanningProblem:
         """Keep the rows that fit all memories."""
         return rows.take(fits(self.tables, rows, self.settings))
 
-    def refuse(self, m: int) -> NoReturn:
-        """Raise InfeasibleError: which memory is too small for cluster m, and what to do."""
-        raise InfeasibleError(refusal(self.tables, m, self.settings))
+    def refuse(self, short: Ints) -> NoReturn:
+        """Raise InfeasibleError: which memory is too small for the first of these, what to do."""
+        why = refusal(self.tables, int(short[0]), self.settings)
+        raise InfeasibleError(why, self.tables.names_of(short))

@@ -77,13 +77,15 @@ def _shortages(tables: Tables, m: int, settings: SchedulerConfig) -> Iterator[st
     largest = max(float(needs[block, block + 1]) for block in blocks)
     together = float(needs[0, -1])
     edge = usable * float(tables.edges.memory_m[m])
+    home = profile.edge_at_home
+    head = "the control unit's half for the head" if home else "the edge, for each cluster,"
     parts = (
         (
             "the control unit",
             _need(model.embedding, 2, settings),
             usable * profile.control_unit.memory_bytes,
         ),
-        ("the edge, for each cluster,", _need(model.decoder, 0, settings), edge),
+        (head, _need(model.decoder, 0, settings), edge),
         ("a device for one block", largest, max(room, default=0.0)),
         (f"the {len(room)} devices together", together, sum(room)),
     )

@@ -132,7 +132,7 @@ class RuleScheduler(Policy):
             if not short:
                 return limited, shares, choices
             if not np.isfinite(shares[short]).all():
-                raise self._nothing_fits(tables, short[0])
+                raise self._nothing_fits(tables, short)
             shares[short] = np.inf
 
     def _choices(self, tables: Tables, m: int) -> Layouts:
@@ -147,13 +147,14 @@ class RuleScheduler(Policy):
         pairs = np.flatnonzero(good.any(1))
         return every.take(pairs * len(rows) + good[pairs].argmax(1))
 
-    def _nothing_fits(self, tables: Tables, m: int) -> InfeasibleError:
-        name = tables.snapshot.clusters[m].profile.cluster_id
+    def _nothing_fits(self, tables: Tables, short: Sequence[int]) -> InfeasibleError:
+        names = tables.names_of(short)
         return InfeasibleError(
-            too_little_trust(tables, m, self.settings)
-            or f"cluster {name!r}: policy {self.name!r} finds "
+            too_little_trust(tables, short[0], self.settings)
+            or f"cluster {names[0]!r}: policy {self.name!r} finds "
             "no layout that fits its devices' memories: use another policy, smaller micro-batches "
-            "or larger devices"
+            "or larger devices",
+            names,
         )
 
 

@@ -128,7 +128,7 @@ class Search:
             parts += [first_rows(problem, large, pair) for pair in self._sample_pairs(large)]
         pool = self._pool_of(stack(parts))
         if (missing := np.setdiff1d(self.clusters, pool.rows.cluster_r)).size:
-            problem.refuse(int(missing[0]))
+            problem.refuse(missing)
         return pool.take(select_front(pool, len(batches), 0.0))
 
     def _find_enumerable(self, counts: Ints) -> Mask:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import reduce
 from math import fsum
 from operator import mul
@@ -15,7 +16,7 @@ from flwr.serverapp.strategy import Strategy
 from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.config.schema import AppConfig
 from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
-from collapipe_flwr.core.errors import prefix_errors
+from collapipe_flwr.core.errors import InfeasibleError, prefix_errors
 from collapipe_flwr.data.metrics import add_counts
 from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.federation.deadline import RoundDeadline
@@ -62,11 +63,13 @@ def make_planner(
     names: Mapping[int, str],
     *,
     whole_batches: bool = False,
+    leaves_out: bool = False,
 ) -> KnownClusters:
     """Make the planner with the run's policy; ``names`` maps nodes to the ids of ``clusters``.
 
     With ``whole_batches``, a batch is one micro-batch. Raises ConfigError for unknown names and
-    InfeasibleError when no plan fits the devices.
+    InfeasibleError for a cluster that cannot be planned. With ``leaves_out``, clusters of machines
+    that cannot may sit out, as long as there are others.
     """
     settings = config.scheduling
     if whole_batches:
@@ -91,13 +94,16 @@ def make_planner(
         updates=config.links.updates,
         edge_address=config.edge.address,
     )
+    model, profiles = planning.check(model), sorted(clusters.values(), key=lambda c: c.cluster_id)
+    world = planning.world(profiles, model)
     with prefix_errors("scheduler.policy"):
-        scheduler = planning.scheduler
-    model = planning.check(model)
-    world = planning.world(sorted(clusters.values(), key=lambda c: c.cluster_id), model)
-    with prefix_errors("world.devices, world.memory-share"):
-        scheduler.step(scheduler.init(snapshot := world.snapshot(1, model)), snapshot)
-    return KnownClusters(planning, world, model, names)
+        planner = KnownClusters(planning, world, model, names)
+    simulated = not any(profile.real_links for profile in profiles)
+    with prefix_errors("world.devices, world.memory-share") if simulated else nullcontext():
+        left_out = planner.plan_evaluation(1, list(names)).left_out
+        if left_out and (simulated or not leaves_out):
+            raise InfeasibleError(next(iter(left_out.values())))
+    return planner
 
 
 def inner_strategy(config: AppConfig, task: Task, on_evaluation: TellScores) -> Strategy:
