@@ -34,7 +34,14 @@ from collapipe_flwr.cluster.fleet import Fleet
 from collapipe_flwr.cluster.order import CONTROL_UNIT, EDGE, Segments, TrainingOrder
 from collapipe_flwr.cluster.suspects import Suspects
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, EdgeProfile, ModelProfile
-from collapipe_flwr.core.errors import Blame, EdgeLost, InfeasibleError, LinkError, MemberFailed
+from collapipe_flwr.core.errors import (
+    Blame,
+    CollaPipeError,
+    EdgeLost,
+    InfeasibleError,
+    LinkError,
+    MemberFailed,
+)
 from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.host.allocator import trim_heap
 from collapipe_flwr.models.any_splitter import AnySplitter
@@ -255,7 +262,20 @@ class RecoveringPipeline:
         return self._until_done(attempt, time.monotonic)
 
     def _until_done(self, attempt: Callable[[], Result], resumed_s: Callable[[], float]) -> Result:
-        """Repeat, without the devices that each failure cost, until an attempt succeeds."""
+        """Repeat, without the devices that each failure cost, until an attempt succeeds.
+
+        An error that ends the round names all that it has lost: the reply is nothing else.
+        """
+        try:
+            return self._repeat(attempt, resumed_s)
+        except CollaPipeError as error:
+            lost = ", ".join(sorted(name for name in self._lost if name not in str(error)))
+            if not lost:
+                raise
+            kind = LinkError if isinstance(error, MemberFailed) else type(error)
+            raise kind(f"{error}; the round had lost {lost} before") from error
+
+    def _repeat(self, attempt: Callable[[], Result], resumed_s: Callable[[], float]) -> Result:
         replays = 0
         ended: list[Interruption] = []
         while True:
