@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -53,6 +54,7 @@ _WAYS_OUT = {  # of errors that may meet any file
     errno.EPERM: "change its rights, or name another",
     errno.EROFS: "name a place that can be written",
     errno.ENAMETOOLONG: "give a shorter name",
+    errno.ELOOP: "name another path",
 }
 
 
@@ -64,10 +66,15 @@ def run_commands(commands: typer.Typer) -> None:
     """
     try:
         command = typer.main.get_command(commands)
-        _refuse_endless(command)
+        _adapt(command)
         command()
     except KeyboardInterrupt:  # before the command has begun
         raise SystemExit(130) from None
+    except RuntimeError as error:
+        if not str(error).startswith("Symlink loop"):  # of pathlib's, up to Python 3.12
+            raise
+        typer.secho(f"Error: {error}; name another path", fg=typer.colors.RED, err=True)
+        raise SystemExit(2) from error
     except CollaPipeError as error:
         typer.secho(f"Error: {error}", fg=typer.colors.RED, err=True)
         raise SystemExit(error.exit_code) from error
@@ -81,13 +88,18 @@ def run_commands(commands: typer.Typer) -> None:
         raise SystemExit(1) from error
 
 
-def _refuse_endless(command: Any) -> None:
-    """Let numbers of a command's options, and of those below it, be finite."""
+def _adapt(command: Any) -> None:
+    """Let numbers of a command's options, and of those below it, be finite.
+
+    A misspelt command gets one suggestion where click and typer each have theirs.
+    """
+    exceptions = sys.modules[typer.BadParameter.__module__]  # click's, whoever brings it
+    command.suggest_commands = not hasattr(exceptions, "NoSuchCommand")
     for parameter in command.params:
         if parameter.type.name.startswith("float"):
             parameter.callback = _require_finite
     for below in getattr(command, "commands", {}).values():
-        _refuse_endless(below)
+        _adapt(below)
 
 
 def _require_finite(context: Any, parameter: Any, value: float | None) -> float | None:

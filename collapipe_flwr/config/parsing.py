@@ -188,6 +188,8 @@ def write_overrides(overrides: Mapping[str, Value], path: Path) -> None:
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
     """Read the tables of a file; raises ConfigError, which begins with ``what``."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ConfigError(f"{what} is no file but a pipe or a device: name a file")
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows editors add a mark
     except OSError as error:

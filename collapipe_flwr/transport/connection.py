@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -39,6 +40,7 @@ _AWAY = frozenset(
 )
 _BROKEN = frozenset({grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL})
 _RAISED = "Exception calling application: "  # what gRPC puts before an exception's words
+_AT_ALL = re.compile(r"failed to connect to all addresses; last error: \w+: (\w+:\S+: )?")
 _DATED = {  # what gRPC says of the peer's certificate
     "certificate has expired": "its certificate is not valid any more",
     "certificate is not yet valid": "its certificate is not valid yet",
@@ -161,7 +163,7 @@ class Connection:
         if self._was_silent and details == _CLOSED:
             return self._explain_silence()
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-            why = _explain_absence(details or "") or details
+            why = _explain_absence(details or "") or _AT_ALL.sub("", details or "")
             return Unreachable(f"{self.peer} cannot be reached or broke off: {why}")
         if code is grpc.StatusCode.NOT_FOUND:
             return FrozenWanted(f"{self.peer} refused: {details}")

@@ -15,6 +15,7 @@ from collapipe_flwr.core.errors import (
     LinkError,
     LinkTimeout,
     ProtocolError,
+    Unreachable,
 )
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.transport.authorizer import Authorizer
@@ -173,4 +174,9 @@ class TextClient(Connection):
             return LinkTimeout(f"{self.peer} did not finish within {self.deadline_s:g} s")
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             return LinkError(f"{self.peer} has too many texts in line, try again later: {details}")
-        return LinkError(f"{self.peer} cannot be reached or broke off: {details}")
+        found = self.translate(error)
+        if isinstance(found, Unreachable):
+            return Unreachable(
+                f"{found}; start it there by `collapipe generate --listen`, or correct --at"
+            )
+        return found

@@ -10,6 +10,7 @@ import gc
 import io
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,6 +109,8 @@ OTHERS = [
     (["control-unit", "--socket", "x" * 200], RAN, "--socket"),
     (["generate", "--run", "torn-run", "--text", "a"], RAN, "--run torn-run"),
     (["bench", "nosuch"], WRONG, "nosuch"),
+    (["report", "loop"], WRONG, "loop"),
+    (["check-config", PROJECT, "--cluster", "pipe.toml"], WRONG, "pipe.toml name a file"),
 ]
 COMMANDS = [*(([*CHECK, given], code, words) for given, code, words in RUN), *OTHERS]
 
@@ -223,6 +226,31 @@ def test_a_token_that_does_not_come_is_one_sentence(
     assert end.value.code == RAN and "no join token" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("word", "meant"), [("rnu", "run"), ("clsuter", "cluster")])
+def test_a_misspelt_command_gets_one_suggestion(
+    word: str, meant: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["collapipe", word])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == WRONG and capsys.readouterr().err.count(f"'{meant}'") == 1
+
+
+def test_ctrl_c_while_the_program_loads_is_one_line() -> None:
+    program = """
+import os, signal, sys
+class Impatient:
+    def find_spec(self, name, *_):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Impatient())
+from collapipe_flwr.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.strip(), done.stdout) == (130, "interrupted", "")
+
+
 def _write_files(folder: Path) -> None:
     good = f"text,label\n{ROWS}"
     texts = {
@@ -255,7 +283,9 @@ def _write_files(folder: Path) -> None:
     )
     schema = pa.schema({"text": pa.string(), "label": pa.string()})
     pq.write_table(schema.empty_table(), folder / "empty.parquet")
-    os.mkfifo(folder / "pipe.csv")
+    for name in ("pipe.csv", "pipe.toml"):
+        os.mkfifo(folder / name)
+    (folder / "loop").symlink_to("loop")
     (folder / "dangling.csv").symlink_to(folder / "nowhere.csv")
     for name in ("empty", "strange-app", "torn-run"):
         (folder / name).mkdir()
