@@ -213,6 +213,36 @@ def test_a_missing_extra_is_named_with_the_line_that_installs_it(
     assert_one_sentence(str(refusal.value), f"the package {way_out}", f"pip install '{name}'")
 
 
+HOME = """
+id = "shed"
+[[device]]
+name = "pi"
+address = "127.0.0.1:50071"
+[edge]
+address = "127.0.0.1:1"
+[privacy]
+labels = "home"
+"""
+
+
+def test_where_labels_stay_home_no_other_edge_is_asked_for_and_the_control_unit_needs_its_room(
+    tmp_path: Path,
+) -> None:
+    file, values = tmp_path / "shed.toml", {**TEXTS, "clusters": 1}
+    file.write_text(HOME)
+    assert "1 cluster of 1 devices in all" in check(values, cluster_files=[file])
+    file.write_text(HOME.replace('labels = "home"', ""))
+    with pytest.raises(ConfigError, match=r"no edge at 127\.0\.0\.1:1 answers"):
+        check(values, cluster_files=[file])
+    file.write_text(f"{HOME}[control-unit]\nmemory-mb = 1\n")
+    values["model.overrides"] = str(TEXTS["model.overrides"]).replace(
+        "hidden_size=16", "hidden_size=512"
+    )
+    with pytest.raises(CollaPipeError, match=r"shed.*the control unit") as refusal:
+        check(values, cluster_files=[file])
+    assert_one_sentence(str(refusal.value), "the control unit", "add a device")
+
+
 @pytest.mark.parametrize("name", FEDERATIONS)
 def test_a_wrong_federation_config_is_one_sentence(name: str, folder: Path) -> None:
     with pytest.raises(CollaPipeError) as refusal:
