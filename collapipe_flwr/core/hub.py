@@ -57,6 +57,12 @@ def explain_no_path(key: str, name: str) -> str:
 def explain_no_checkpoint(key: str, name: str) -> str:
     """Explain that a folder holds no checkpoint; empty where one does, or the hub may know it."""
     folder = expand_home(name)
+    if folder.is_file() and folder.suffix == ".gguf":
+        return (
+            f'{key} "{name}" is a GGUF file: name the folder that `collapipe convert` makes of it'
+        )
+    if folder.is_file():
+        return f'{key} "{name}" is a file: name its folder'
     if not folder.is_dir():
         return explain_no_path(key, name) if is_folder_only(name) else ""
     if (folder / CONFIG).exists():

@@ -35,7 +35,7 @@ def save_adapter(spec: ModelSpec, weights: Mapping[str, Tensor], directory: Path
     splitter = Splitter(spec)
     own = set(splitter.all_keys()) - (splitter.constant_keys - set(spec.absent))
     tensors = {f"{PEFT_PREFIX}{key}": weights[key].contiguous() for key in sorted(own)}
-    with _write_folder("adapter", directory) as folder:
+    with write_folder("adapter", directory) as folder:
         config.save_pretrained(str(folder))
         save_file(tensors, folder / _ADAPTER_FILE, metadata={"format": "pt"})
 
@@ -55,7 +55,7 @@ def save_whole(
     if spec.lora is not None:
         weights, spec = _merge_adapters(spec, weights), spec.unadapted
     model = Splitter(spec).build_whole(weights)
-    with _write_folder("model", directory) as folder:
+    with write_folder("model", directory) as folder:
         model.save_pretrained(str(folder))
         if spec.pretrained and (settings := find_generation_settings(spec.pretrained)):
             copyfile(settings, folder / settings.name)  # the configuration holds few of them
@@ -64,7 +64,7 @@ def save_whole(
 
 
 @contextmanager
-def _write_folder(what: str, directory: Path | str) -> Iterator[Path]:
+def write_folder(what: str, directory: Path | str) -> Iterator[Path]:
     """Yield a draft folder that becomes ``directory``, or whose files join an existing one.
 
     Raises ModelError when it cannot be written.

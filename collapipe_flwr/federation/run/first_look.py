@@ -50,8 +50,6 @@ def check_paths(data: DataConfig, model: ModelConfig) -> None:
             f"{explain_no_path('data.tokenizer', data.tokenizer)}: give the directory of a saved "
             'tokenizer, a hub name such as owner/model, or "train"'
         )
-    if model.pretrained and expand_home(model.pretrained).is_file():
-        raise ModelError(f'model.pretrained "{model.pretrained}" is a file: name its folder')
     if model.pretrained and (why := explain_no_checkpoint("model.pretrained", model.pretrained)):
         raise ModelError(why)
     if not model.pretrained and not may_be_type(model.type):
