@@ -6,6 +6,7 @@ whole by transformers.
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import torch
@@ -28,7 +29,10 @@ def convert_gguf(file: Path, folder: Path) -> int:
     """
     _check_paths(file, folder)
     source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    with translate_errors(f"cannot convert {file}", (*UNFIT, OSError)), silence(logging):
+    with (
+        translate_errors(f"cannot convert {file}", (*UNFIT, OSError, struct.error)),
+        silence(logging),
+    ):
         read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
         tokenizer = AutoTokenizer.from_pretrained(**source)
         config = AutoConfig.from_pretrained(**source)
