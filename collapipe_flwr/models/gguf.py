@@ -43,7 +43,7 @@ def convert_gguf(file: Path, folder: Path) -> int:
         model.load_state_dict(read.state_dict(), assign=True)
         model.tie_weights()
         ends = dict.fromkeys((config.eos_token_id, tokenizer.eos_token_id))
-        model.generation_config = GenerationConfig(
+        model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=[end for end in ends if end is not None],
             pad_token_id=tokenizer.pad_token_id,
