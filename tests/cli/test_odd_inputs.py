@@ -97,7 +97,7 @@ OTHERS = [
     (["simulate", "--blocks", "100000"], RAN, "blocks 1000"),
     (["profile", ""], RAN, "MODEL config.json"),
     (["profile", "./empty"], RAN, "MODEL ./empty config.json"),
-    (["profile", "./good.csv"], RAN, "MODEL ./good.csv no folder"),
+    (["profile", "./good.csv"], RAN, "MODEL ./good.csv is a file"),
     (["profile", "bert", "--micro-batch-sizes", "0"], RAN, "micro-batch-sizes"),
     (["profile", "bert", "--max-model-share", "nan"], RAN, "--max-model-share"),
     (["profile", "bert", "--json", "good.csv/x.json"], RAN, "--json"),

@@ -105,6 +105,7 @@ def test_all_is_every_extra_of_a_user_and_the_others_build_on_it() -> None:
         "data",
         "metrics",
         "lora",
+        "gguf",
         "discovery",
         "plot",
         "report",
