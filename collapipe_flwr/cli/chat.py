@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument, Option
@@ -73,8 +73,10 @@ def chat(
     Without --cluster, everything runs in this process, cut as on a cluster. Ctrl-C stops an answer.
     """
     check_addresses(at=at, edge=edge)
-    if run is None and not at:
-        raise ConfigError("RUN is missing: name a run directory, or a server with --at")
+    if (run is None) == (not at):
+        raise ConfigError("name either RUN, a run directory, or a server with --at")
+    if run is not None:
+        find_model(run)
     from collapipe_flwr.generation.conversation import Conversation, converse
     from collapipe_flwr.transport.generation import GenerateRequest, TextClient
 
@@ -95,9 +97,17 @@ def chat(
                 yield client.write
             return
         assert run is not None
-        place: Any = {"devices": devices, "compute": compute, "edge_address": edge, "slots": 1}
-        with open_generator(run, _read(cluster), chats=True, edge_blocks=edge_blocks, **place) as w:
-            yield w.write
+        with open_generator(
+            run,
+            _read(cluster),
+            devices=devices,
+            compute=compute,
+            edge=edge,
+            edge_blocks=edge_blocks,
+            slots=1,
+            chats=True,
+        ) as writer:
+            yield writer.write
 
     with writing() as write:
         converse(Conversation(write, blank, system))
@@ -136,9 +146,18 @@ def serve(
     from collapipe_flwr.generation.chat_server import ChatServer
 
     tls = None if certificate is None else TlsFiles(certificate=certificate, key=key)
-    place: Any = {"devices": devices, "compute": compute, "edge_address": edge, "slots": slots}
+    place = open_generator(
+        run,
+        _read(cluster),
+        devices=devices,
+        compute=compute,
+        edge=edge,
+        edge_blocks=edge_blocks,
+        slots=slots,
+        chats=True,
+    )
     with (
-        open_generator(run, _read(cluster), chats=True, edge_blocks=edge_blocks, **place) as writer,
+        place as writer,
         stop_on_signals() as signalled,
         ChatServer(
             host,

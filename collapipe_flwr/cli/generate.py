@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Option
@@ -129,10 +129,10 @@ def generate(
     place = open_generator(
         run,
         config,
-        edge_blocks=edge_blocks,
         devices=devices,
         compute=compute,
-        edge_address=edge,
+        edge=edge,
+        edge_blocks=edge_blocks,
         slots=slots,
     )
     with place as writer:
@@ -157,9 +157,12 @@ def open_generator(
     run: str,
     cluster: ClusterConfig | None,
     *,
+    devices: int,
+    compute: str,
+    edge: str,
     edge_blocks: int,
+    slots: int,
     chats: bool = False,
-    **place: Any,
 ) -> Iterator[TextGenerator]:
     """Load a model, which must have a chat template if it ``chats``, and build its chain."""
     from transformers.utils.logging import disable_progress_bar
@@ -171,7 +174,9 @@ def open_generator(
     model = TextModel.load(run, edge_blocks=edge_blocks)
     if chats:
         model.check_chat()
-    with text_generator(model, cluster, **place) as writer:
+    with text_generator(
+        model, cluster, devices=devices, edge_address=edge, slots=slots, compute=compute
+    ) as writer:
         yield writer
 
 

@@ -269,11 +269,10 @@ class RecoveringPipeline:
         try:
             return self._repeat(attempt, resumed_s)
         except CollaPipeError as error:
-            lost = ", ".join(sorted(name for name in self._lost if name not in str(error)))
-            if not lost:
+            if not self._lost:
                 raise
             kind = LinkError if isinstance(error, MemberFailed) else type(error)
-            raise kind(f"{error}; the round had lost {lost} before") from error
+            raise kind(f"{error}; the round lost {', '.join(sorted(self._lost))}") from error
 
     def _repeat(self, attempt: Callable[[], Result], resumed_s: Callable[[], float]) -> Result:
         replays = 0

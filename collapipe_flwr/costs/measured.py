@@ -19,7 +19,7 @@ from collapipe_flwr.core.domain import (
     StageSample,
 )
 from collapipe_flwr.costs.price import price
-from collapipe_flwr.costs.tables import there_and_back
+from collapipe_flwr.costs.tables import round_trip_bit_per_s
 from collapipe_flwr.costs.work import AHEAD, PricingOptions
 
 Profile = TypeVar("Profile", DeviceProfile, EdgeProfile)
@@ -54,7 +54,7 @@ def server_s(profile: ClusterProfile, model: ModelProfile) -> float:
     whole = model.embedding.parameter_bytes + sum(b.parameter_bytes for b in model.blocks)
     far = profile.real_links or profile.edge_at_home
     whole += model.decoder.parameter_bytes if far else 0
-    return 16.0 * whole / there_and_back(profile)
+    return 16.0 * whole / round_trip_bit_per_s(profile)
 
 
 def as_measured(snapshot: Snapshot, cluster_id: str, samples: Collection[StageSample]) -> Snapshot:

@@ -167,7 +167,7 @@ def _edges(snapshot: Snapshot) -> EdgeTable:
     )
 
 
-def there_and_back(profile: ClusterProfile) -> float:
+def round_trip_bit_per_s(profile: ClusterProfile) -> float:
     """Return the rate of a model from the server and of its update, which may be coded, back."""
     return 2.0 * profile.server_rate_bit_per_s / (1.0 + WIRE_SHARE[profile.update_codec])
 
@@ -180,7 +180,7 @@ def _server_rates(snapshot: Snapshot) -> Array:
     """
     model, profiles = snapshot.model, [c.profile for c in snapshot.clusters]
     bits = 16.0 * sum(part.parameter_bytes for part in (model.embedding, *model.blocks))
-    rate = np.array([there_and_back(profile) for profile in profiles], dtype=np.float64)
+    rate = np.array([round_trip_bit_per_s(profile) for profile in profiles], dtype=np.float64)
     overhead = np.array([profile.overhead_s for profile in profiles], dtype=np.float64)
     apart = [profile.real_links or profile.edge_at_home for profile in profiles]
     far = np.array(apart, dtype=np.float64)

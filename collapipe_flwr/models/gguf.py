@@ -28,14 +28,14 @@ def convert_gguf(file: Path, folder: Path) -> int:
     transformers cannot read from such a file.
     """
     _check_paths(file, folder)
-    folder_of, name = str(file.absolute().parent), file.name
+    source, name = str(file.absolute().parent), file.name
     with (
         translate_errors(f"cannot convert {file}", (*UNFIT, OSError, struct.error)),
         silence(logging),
     ):
-        read = AutoModelForCausalLM.from_pretrained(folder_of, gguf_file=name, dtype=torch.bfloat16)
-        tokenizer = AutoTokenizer.from_pretrained(folder_of, gguf_file=name)
-        config = AutoConfig.from_pretrained(folder_of, gguf_file=name)
+        read = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.bfloat16)
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=name)
+        config = AutoConfig.from_pretrained(source, gguf_file=name)
         if hasattr(config, "quantization_config"):  # it is not any more
             del config.quantization_config
         with torch.device("meta"):

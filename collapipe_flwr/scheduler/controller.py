@@ -156,8 +156,8 @@ class RoundController:
     ) -> dict[str, str]:
         """Choose the clusters to plan without, and say why.
 
-        These are the ones without a plan even alone; if there is none, the newest of those that
-        have no plan beside the others.
+        These are the ones without a plan even alone; if there are none, those that had no plan
+        before, so that the others keep theirs.
         """
         refused, last = {}, state.last_plan
         named = [

@@ -37,7 +37,7 @@ def test_a_chat_through_a_pipe(talker: Path, served: bool) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["chat"], "RUN is missing"),
+        (["chat"], "name either RUN"),
         (["chat", "/nowhere"], "no such folder"),
         (["chat", "--at", "here"], "--at: must read like"),
         (["serve", "/nowhere"], "no such folder"),

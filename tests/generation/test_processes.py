@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,6 +93,21 @@ def test_the_command_and_servers_over_daemons(
     assert shed.sessions() == 0
 
 
+@contextmanager
+def _serving(*words: str) -> Iterator[subprocess.Popen[str]]:
+    """A command that serves until it is told to stop, and then ends well."""
+    server = start("collapipe_flwr.cli", *words, env=ENVIRONMENT)
+    try:
+        yield server
+        server.terminate()
+        assert server.wait(30) == 0
+    finally:
+        server.kill()
+        server.wait(60)
+        assert server.stdout is not None
+        server.stdout.close()
+
+
 def _check_server(shed: Shed, run_dir: Path) -> None:
     certs = shed.file.parent / "certs"
 
@@ -101,8 +118,7 @@ def _check_server(shed: Shed, run_dir: Path) -> None:
 
     words = ["--run", str(run_dir), "--cluster", str(shed.file), "--listen", "127.0.0.1:0"]
     words += ["--allow", "laptop", *tls_options(member("control-unit"))]
-    server = start("collapipe_flwr.cli", "generate", *words, env=ENVIRONMENT)
-    try:
+    with _serving("generate", *words) as server:
         address = first_line(server).rpartition(" ")[2]
         name = {"certificate_name": "control-unit"}
         with TextClient(address, tls=member("laptop"), **name) as client:
@@ -114,13 +130,6 @@ def _check_server(shed: Shed, run_dir: Path) -> None:
             pytest.raises(ConfigError, match="names stranger, which is no member here"),
         ):
             list(client.write(GenerateRequest(text=TEXTS[0])))
-        server.terminate()
-        assert server.wait(30) == 0
-    finally:
-        server.kill()
-        server.wait(60)
-        assert server.stdout is not None
-        server.stdout.close()
 
 
 def _check_chats(shed: Shed, run_dir: Path) -> None:
@@ -129,8 +138,7 @@ def _check_chats(shed: Shed, run_dir: Path) -> None:
     from tests.generation import test_chat_server as chats
 
     words = [str(run_dir), "--cluster", str(shed.file), "--port", "0"]
-    server = start("collapipe_flwr.cli", "serve", *words, env=ENVIRONMENT)
-    try:
+    with _serving("serve", *words) as server:
         assert server.stdout is not None
         url = first_line(server).rpartition(" ")[2]
         token = server.stdout.readline().strip().removeprefix("token: ")
@@ -146,13 +154,6 @@ def _check_chats(shed: Shed, run_dir: Path) -> None:
             shed.devices["d1"].process.kill()
             text += "".join(chunk.choices[0].delta.content or "" for chunk in stream)
         assert text == chats.unsplit(run_dir, chats.TALKS[0], 60)[0]
-        server.terminate()
-        assert server.wait(30) == 0
-    finally:
-        server.kill()
-        server.wait(60)
-        assert server.stdout is not None
-        server.stdout.close()
 
 
 @pytest.mark.slow
