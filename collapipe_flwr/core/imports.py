@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from importlib import import_module
@@ -123,6 +124,11 @@ def is_spelled(text: str, package: str, files: str) -> bool:
     """
     found = list(_sources(package, files))
     return not found or any(f'"{text}"' in source for source in found)
+
+
+def words_in(package: str, files: str) -> set[str]:
+    """Return all identifiers in some files of a package, which are not imported."""
+    return {word for text in _sources(package, files) for word in re.findall(r"\w+", text)}
 
 
 def _sources(package: str, files: str) -> Iterator[str]:

@@ -73,6 +73,10 @@ class LocalGrid(Grid):
         config = dict(self._node_configs.get(node, {}))
         self._contexts[node] = Context(1, node, config, RecordDict(), dict(self._run_config))
 
+    def remove(self, node: int) -> None:
+        """Disconnect a node."""
+        del self._nodes[node], self._contexts[node]
+
     def set_run(self, run: Run) -> None:
         self._run = run
 

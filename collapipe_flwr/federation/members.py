@@ -14,19 +14,18 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import combinations
 from types import MappingProxyType
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from collapipe_flwr.core.domain import ClusterProfile
-from collapipe_flwr.core.errors import ConfigError, ProtocolError, RunError
+from collapipe_flwr.core.errors import ProtocolError, RunError
 from collapipe_flwr.federation.attempts import FIRST_PAUSE_S
 from collapipe_flwr.federation.border import described
 from collapipe_flwr.federation.checkpoint import Resumable
 from collapipe_flwr.federation.deadline import RoundDeadline
-from collapipe_flwr.federation.messages import NO_SECURE_AGGREGATION, error_text
+from collapipe_flwr.federation.messages import error_text
 from collapipe_flwr.federation.records import QUERY_DESCRIBE
 from collapipe_flwr.federation.wrapped_grid import WrappedGrid
 
@@ -175,21 +174,27 @@ def discover_clusters(
 ) -> dict[int, ClusterProfile]:
     """Ask every cluster of the run for its description, by node id; spare nodes are left out.
 
-    Raises RunError if fewer than ``expected`` clusters connect, if a node does not answer within
-    ``timeout_s``, or if two clusters have the same name.
+    So is one that fails, does not answer within ``timeout_s``, or has another one's name, if
+    there are ``expected`` clusters without it. Raises RunError if there are not.
     """
     if expected < 1:
         raise RunError(f"at least 1 cluster is needed, {expected} expected (run-config `clusters`)")
     deadline = now() + timeout_s
     answers: dict[int, ClusterProfile | None] = {}
+    failed: dict[int, RunError] = {}
     gone: set[int] = set()
     while len(clusters := _clusters(answers)) < expected:
-        known = answers.keys() | gone
+        known = answers.keys() | failed.keys() | gone
         strangers = [node for node in sorted(grid.get_node_ids()) if node not in known]
         if len(clusters) + len(strangers) >= expected:
-            answers |= _ask(grid, strangers, timeout_s)
-            gone |= set(strangers) - answers.keys()
+            new, faults = _ask(grid, strangers, timeout_s)
+            faults |= find_namesakes(new, {n: p.cluster_id for n, p in clusters.items()})
+            answers |= {node: answer for node, answer in new.items() if node not in faults}
+            failed |= faults
+            gone |= set(strangers) - new.keys() - faults.keys()
             continue
+        if failed:
+            raise next(iter(failed.values()))
         if now() >= deadline:
             spare = len(answers) - len(clusters)
             also = f" ({spare} more have a partition-id of {expected} or above)" if spare else ""
@@ -199,39 +204,62 @@ def discover_clusters(
                 "the missing ones (each is one SuperNode), or expect fewer"
             )
         pause(_POLL_S)
-    check_names(clusters)
+    for error in failed.values():
+        log.warning("%s; the run starts without it", error)
     return clusters
 
 
-def check_names(clusters: Mapping[int, ClusterProfile]) -> None:
-    """Raise RunError if two nodes give their clusters the same name."""
-    for (node, profile), (other, namesake) in combinations(clusters.items(), 2):
-        if profile.cluster_id == namesake.cluster_id:
-            raise RunError(
-                f"nodes {node} and {other} both call their cluster {profile.cluster_id!r}: give "
+def find_namesakes(
+    found: Mapping[int, ClusterProfile | None], names: Mapping[int, str]
+) -> dict[int, RunError]:
+    """Return an error for each node whose cluster is called as that of another node.
+
+    Nodes of ``names``, whose clusters are known, keep theirs; of the others the first one has it.
+    """
+    owners, errors = {name: node for node, name in names.items()}, dict[int, RunError]()
+    for node, profile in sorted(_clusters(found).items()):
+        owner = owners.setdefault(profile.cluster_id, node)
+        if owner != node:
+            errors[node] = RunError(
+                f"nodes {owner} and {node} both call their cluster {profile.cluster_id!r}: give "
                 "each its own name"
             )
+    return errors
 
 
 def _clusters(answers: Mapping[int, ClusterProfile | None]) -> dict[int, ClusterProfile]:
     return {node: profile for node, profile in sorted(answers.items()) if profile is not None}
 
 
-def _ask(grid: Grid, nodes: Sequence[int], timeout_s: float) -> dict[int, ClusterProfile | None]:
-    """Query nodes for their descriptions, None for spare nodes; lost nodes are left out."""
+def _ask(
+    grid: Grid, nodes: Sequence[int], timeout_s: float
+) -> tuple[dict[int, ClusterProfile | None], dict[int, RunError]]:
+    """Query nodes for their descriptions, None for spare nodes; lost nodes are left out.
+
+    Returns errors of those that fail besides.
+    """
     asked = _build_queries(nodes)
-    replies = list(grid.send_and_receive(asked, timeout=timeout_s))
-    answers = {_find_asked_node(r, asked): _read_profile(r) for r in replies if not _is_gone(r)}
-    gone = {_find_asked_node(reply, asked) for reply in replies if _is_gone(reply)}
+    answers: dict[int, ClusterProfile | None] = {}
+    failed: dict[int, RunError] = {}
+    gone: set[int] = set()
+    for reply in grid.send_and_receive(asked, timeout=timeout_s):
+        node = _find_asked_node(reply, asked)
+        if _is_gone(reply):
+            gone.add(node)
+            continue
+        try:
+            answers[node] = _read_profile(reply)
+        except RunError as error:
+            failed[node] = error
     if gone:
         log.warning("nodes %s are gone, though Flower still lists them", sorted(gone))
-    silent = [node for node in nodes if node not in answers.keys() | gone]
-    if silent:
-        raise RunError(
+    silent = [node for node in nodes if node not in answers.keys() | failed.keys() | gone]
+    for node in silent:
+        failed[node] = RunError(
             f"{len(silent)} of {len(nodes)} clusters did not describe themselves within "
             f"{timeout_s:g} s, first node {silent[0]}: check its log"
         )
-    return answers
+    return answers, failed
 
 
 def _is_gone(reply: Message) -> bool:
@@ -249,6 +277,7 @@ class Newcomers:
         self._grid, self._wait_s = grid, wait_s
         self._asked: dict[str, Message] = {}  # that are not answered yet, by id
         self._waited: set[int] = set()
+        self.faults: dict[int, RunError] = {}  # of nodes that could not describe themselves
 
     def profiles(self, nodes: Sequence[int]) -> dict[int, ClusterProfile | None]:
         """Return the descriptions that are known by now, None for spare nodes."""
@@ -282,6 +311,7 @@ class Newcomers:
             try:
                 found[node] = _read_profile(reply)
             except RunError as error:
+                self.faults[node] = error
                 log.warning("%s; it is asked again", error)
         return found
 
@@ -301,8 +331,6 @@ def _read_profile(reply: Message) -> ClusterProfile | None:
     node = reply.metadata.src_node_id
     if reply.has_error():
         why = error_text(reply.error)
-        if NO_SECURE_AGGREGATION in why:  # and will not change
-            raise ConfigError(f"the cluster of node {node} cannot take part: {why}")
         way_out = f": {NO_CLUSTER}" if "No query function" in why else ""
         raise RunError(f"the cluster of node {node} cannot start: {why}{way_out}")
     try:

@@ -29,7 +29,7 @@ from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.core.measurements import ClusterMeasurement
 from collapipe_flwr.federation.checkpoint import ComponentState
-from collapipe_flwr.federation.members import NO_CLUSTER, Newcomers, check_names
+from collapipe_flwr.federation.members import NO_CLUSTER, Newcomers, find_namesakes
 from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.records import array_bytes
 from collapipe_flwr.federation.rounds import ClosedRound, RoundPlan, RoundPlanner
@@ -173,16 +173,17 @@ class DescribedClusters(KnownClusters):
         """Query unknown nodes; returns whether any of ``nodes`` has described a cluster.
 
         If no cluster is known yet, the other nodes are queried as well. Raises RunError if there is
-        none, or two nodes describe the same.
+        none.
         """
         self._query(grid, nodes)
         if not self._names:
             everyone = list(grid.get_node_ids())
             self._query(grid, [node for node in everyone if node not in nodes])
             if not self._names:
+                faults = self._newcomers.faults.values() if self._newcomers else ()
+                why = next(map(str, faults), f"{NO_CLUSTER}, and look into the clients' logs")
                 raise RunError(
-                    f"none of {len({*nodes, *everyone})} nodes describes a cluster: {NO_CLUSTER}, "
-                    "and look into the clients' logs"
+                    f"none of {len({*nodes, *everyone})} nodes describes a cluster: {why}"
                 )
         return any(node in self._names for node in nodes)
 
@@ -192,9 +193,11 @@ class DescribedClusters(KnownClusters):
             return
         self._newcomers = self._newcomers or Newcomers(grid, DESCRIBE_S)
         answers = self._newcomers.profiles(unknown)
-        found = {node: profile for node, profile in sorted(answers.items()) if profile}
-        check_names(found)
-        self._register(found)
+        listed = set(grid.get_node_ids())
+        others = find_namesakes(answers, {n: c for n, c in self._names.items() if n in listed})
+        for error in others.values():
+            log.warning("%s; it takes part when the first one is gone", error)
+        self._register({n: p for n, p in sorted(answers.items()) if p and n not in others})
 
     def _register(self, found: Mapping[int, ClusterProfile]) -> None:
         """Place the clusters of new nodes; a cluster may be back as another node.

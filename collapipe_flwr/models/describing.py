@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -25,7 +24,14 @@ from collapipe_flwr.models.likeness import refuse_unlike
 from collapipe_flwr.models.lora import find_default_targets, find_head_modules, key_of
 from collapipe_flwr.models.profile import profile_shapes
 from collapipe_flwr.models.skeleton import build_skeleton
-from collapipe_flwr.models.spec import BatchShape, LoraConfig, ModelSpec, unknown_type
+from collapipe_flwr.models.spec import (
+    BatchShape,
+    LoraConfig,
+    ModelSpec,
+    suggest,
+    unknown_setting,
+    unknown_type,
+)
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.tasks import find_built_class, find_task, recognize_task
 from collapipe_flwr.models.validation import LAYERDROPS, missing_token
@@ -167,7 +173,7 @@ def _refuse_unknown(model: PreTrainedModel, lora: LoraConfig) -> None:
     paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
     for name in lora.modules_to_save:
         if not any(path.endswith(name) for path in paths):
-            near = _suggest(name, {path.rpartition(".")[2] for path in paths})
+            near = suggest(name, {path.rpartition(".")[2] for path in paths})
             raise ModelError(
                 f"lora.modules-to-save names {name!r}, but no module of a "
                 f"{model.config.model_type!r} model ends so; "
@@ -211,16 +217,7 @@ def _check_keys(config_class: Any, overrides: Mapping[str, object]) -> None:
     known |= set(family.settings) if family else set()
     for key in overrides:
         if key not in known:
-            near = _suggest(key, known) or (
-                f"see {config_class.__name__} in the transformers manual, and replace overrides "
-                "that were made for another type"
-            )
-            raise ModelError(f"{config_class.model_type!r} models have no setting {key!r}; {near}")
-
-
-def _suggest(name: str, known: Iterable[str]) -> str | None:
-    near = get_close_matches(name, list(known), n=3)
-    return f"did you mean {' or '.join(map(repr, near))}?" if near else None
+            raise unknown_setting(key, config_class.model_type, known)
 
 
 def _set_vocabulary(config: PreTrainedConfig, vocab_size: int, pretrained: str | None) -> None:

@@ -7,12 +7,13 @@ messages as one JSON string.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from collapipe_flwr.core.errors import ModelError, ProtocolError
-from collapipe_flwr.core.imports import is_spelled
+from collapipe_flwr.core.imports import is_spelled, words_in
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.core.keys import (
     assignments,
@@ -81,6 +82,33 @@ class LoraConfig:
 def may_be_type(name: str) -> bool:
     """Return whether transformers, which is not loaded for it, may have models of this type."""
     return bool(name) and is_spelled(name, "transformers", "models/auto/*.py")
+
+
+def check_settings(settings: Iterable[str], model_type: str) -> None:
+    """Raise ModelError for a setting that no model of transformers, which is not loaded, has."""
+    folder = f"models/{model_type.replace('-', '_')}"
+    own = words_in("transformers", f"{folder}/configuration_*.py")
+    if own and (strange := [name for name in settings if name not in own]):
+        others = (f"{folder}/*.py", "models/*/configuration_*.py", "configuration_utils.py")
+        known = set[str]().union(*(words_in("transformers", files) for files in others))
+        for name in strange:
+            if name not in known:
+                raise unknown_setting(name, model_type, own)
+
+
+def unknown_setting(name: str, model_type: str, known: Iterable[str]) -> ModelError:
+    """Make the error for an override that models of this type do not have."""
+    hint = suggest(name, known) or (
+        "see its configuration class in the transformers manual, and replace overrides that were "
+        "made for another type"
+    )
+    return ModelError(f"{model_type!r} models have no setting {name!r}; {hint}")
+
+
+def suggest(name: str, known: Iterable[str]) -> str | None:
+    """Ask whether one of a few similar names was meant; None where none is similar."""
+    near = get_close_matches(name, list(known), n=3)
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else None
 
 
 def unknown_type(model_type: str) -> ModelError:

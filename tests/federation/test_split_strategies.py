@@ -22,11 +22,12 @@ from flwr.serverapp.strategy import (
 )
 
 from collapipe_flwr.cluster.order import LearningSettings
-from collapipe_flwr.core.errors import ConfigError, RunError
+from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors, load_into
 from collapipe_flwr.federation.client.cluster import Cluster
 from collapipe_flwr.federation.local_grid import LocalGrid
-from collapipe_flwr.federation.members import Newcomers
+from collapipe_flwr.federation.planner import DescribedClusters
+from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.records import (
     ARRAYS,
     EXAMPLES,
@@ -287,8 +288,9 @@ def test_a_cluster_that_asks_for_secure_aggregation_is_refused_before_it_trains(
     def train(*_):
         pytest.fail("it was asked to train")
 
-    with pytest.raises(ConfigError, match="node 1 cannot take part: its ClientApp asks for secure"):
-        Newcomers(LocalGrid({1: app}), 1.0).profiles([1])
+    planner = DescribedClusters(Planning(), lambda: pytest.fail("it was planned"))
+    with pytest.raises(RunError, match=r"none of 1 nodes .* its ClientApp asks for secure"):
+        planner.query_unknown(LocalGrid({1: app}), [1])
 
 
 @pytest.mark.parametrize("options", [{"retries": 1}, {"late": "join"}])

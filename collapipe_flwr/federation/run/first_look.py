@@ -19,7 +19,7 @@ from collapipe_flwr.core.hub import (
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.data.config import TASK_COLUMNS, TRAIN_TOKENIZER, DataConfig, key_of
 from collapipe_flwr.data.headers import FORMATS, no_such_column, read_column_names, suffix_of
-from collapipe_flwr.models.spec import ModelConfig, may_be_type, unknown_type
+from collapipe_flwr.models.spec import ModelConfig, check_settings, may_be_type, unknown_type
 
 
 def look(values: Mapping[str, Value]) -> None:
@@ -55,6 +55,8 @@ def check_paths(data: DataConfig, model: ModelConfig) -> None:
     if not model.pretrained and not may_be_type(model.type):
         with prefix_errors("model.type"):
             raise unknown_type(model.type)
+    if not model.pretrained:
+        check_settings(model.settings, model.type)
 
 
 def _is_missing(name: str) -> bool:

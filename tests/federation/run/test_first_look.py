@@ -12,12 +12,12 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from collapipe_flwr.config.parsing import declared_config
-from collapipe_flwr.core.errors import CollaPipeError
+from collapipe_flwr.core.errors import CollaPipeError, ModelError
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.data.config import TASK_CLASSES, TASK_COLUMNS, DataConfig
 from collapipe_flwr.federation.run.first_look import check_paths, look
 from collapipe_flwr.models.families import FAMILIES
-from collapipe_flwr.models.spec import MODEL_TYPES, ModelConfig
+from collapipe_flwr.models.spec import MODEL_TYPES, ModelConfig, check_settings
 from collapipe_flwr.pipeline.optimizer_settings import rule_names
 from collapipe_flwr.pipeline.update_rules import torch_names
 from tests.federation.wrong_inputs import ROWS
@@ -67,6 +67,7 @@ OF_A_RUN = [
         "strategy-arguments=eta=5",
         "lora.rank=2",
         "round-late=join",
+        "model.overrides=d_model=32 encoder_layerz=2",
     )
 ]
 
@@ -95,7 +96,16 @@ def test_the_names_that_are_read_from_sources_are_those_of_the_libraries() -> No
     assert rule_names() == ("adamw", "sgd", *of_torch)
     assert tuple(FAMILIES) == MODEL_TYPES
     for name in CONFIG_MAPPING:
-        check_paths(DataConfig(), ModelConfig(type=name))
+        check_paths(DataConfig(), ModelConfig(type=name, overrides=""))
+
+
+@pytest.mark.parametrize("name", ["deberta-v2", "modernbert", "t5", "whisper"])
+def test_no_setting_that_a_type_has_is_refused(name: str) -> None:
+    config = CONFIG_MAPPING[name]
+    known = {*config().to_dict(), *config.attribute_map, *FAMILIES[name].settings}
+    check_settings(known, name)
+    with pytest.raises(ModelError, match="no setting 'n_blockz'"):
+        check_settings([*known, "n_blockz"], name)
 
 
 @pytest.mark.parametrize("task", sorted(TASK_COLUMNS))
