@@ -244,13 +244,15 @@ def quantize(layers: Sequence[nn.Module], weight: Tensor, dtype: str) -> None:
 
 def _round_to_int8(weight: Tensor, along: int) -> tuple[Tensor, Tensor]:
     """Round the matrix to int8, with scales; computed in chunks for tables."""
-    pieces = torch.split(weight, _chunk_rows(weight.shape[1])) if along == 1 else (weight,)
-    scales, narrow_pieces = [], []
-    for piece in pieces:
-        scale = piece.abs().amax(along, keepdim=True).float().clamp_min_(1e-12) / _INT8_MAX
-        scales.append(scale)
-        narrow_pieces.append((piece / scale).round_().to(torch.int8))
-    return torch.cat(narrow_pieces), torch.cat(scales)
+    rows = _chunk_rows(weight.shape[1]) if along == 1 else weight.shape[0]
+    # Results are allocated first: small ones between large temporaries leave holes in the heap.
+    narrow = torch.empty_like(weight, dtype=torch.int8)
+    scales = torch.empty_like(weight.select(along, 0).unsqueeze(along), dtype=torch.float32)
+    parts = (tensor.split(rows) for tensor in (weight, narrow, scales))
+    for piece, codes, scale in zip(*parts, strict=True):
+        scale.copy_(piece.abs().amax(along, keepdim=True).float().clamp_min_(1e-12) / _INT8_MAX)
+        codes.copy_((piece / scale).round_())
+    return narrow, scales
 
 
 def _round_to_nf4(weight: Tensor) -> Tensor:
@@ -262,14 +264,19 @@ def _round_to_nf4(weight: Tensor) -> Tensor:
     with prefix_errors("lora.frozen-dtype"), extra("nf4"):
         import bitsandbytes  # noqa: F401  it registers the operators
     round_to = torch.ops.bitsandbytes.quantize_4bit
-    codes, scales = [], []
-    for piece in torch.split(weight, _chunk_rows(weight.shape[1])):
+    blocks = weight.numel() // -_NF4_BLOCK * -1
+    rounded = weight.new_empty(blocks * (_NF4_BLOCK // 8 + 1), dtype=torch.float32)
+    codes, scales = rounded[:-blocks].view(torch.uint8), rounded[-blocks:]
+    start = 0
+    for piece in weight.split(_chunk_rows(weight.shape[1])):
         flat = piece.reshape(-1).float()
         flat = functional.pad(flat, (0, -len(flat) % _NF4_BLOCK))
         code, scale = round_to(flat, _NF4_BLOCK, "nf4", torch.uint8)
-        codes.append(code.view(-1))
-        scales.append(scale)
-    return torch.cat([torch.cat(codes).view(torch.float32), *scales])
+        end = start + len(scale)
+        codes[start * _NF4_BLOCK // 2 : end * _NF4_BLOCK // 2] = code.view(-1)
+        scales[start:end] = scale
+        start = end
+    return rounded
 
 
 def _widen(layer: Any, dtype: torch.dtype) -> Iterator[Tensor]:
