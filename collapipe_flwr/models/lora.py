@@ -248,7 +248,7 @@ def _round_to_int8(weight: Tensor, along: int) -> tuple[Tensor, Tensor]:
     # Results are allocated first: small ones between large temporaries leave holes in the heap.
     narrow = torch.empty_like(weight, dtype=torch.int8)
     scales = torch.empty_like(weight.select(along, 0).unsqueeze(along), dtype=torch.float32)
-    parts = (tensor.split(rows) for tensor in (weight, narrow, scales))
+    parts = (torch.split(tensor, rows) for tensor in (weight, narrow, scales))
     for piece, codes, scale in zip(*parts, strict=True):
         scale.copy_(piece.abs().amax(along, keepdim=True).float().clamp_min_(1e-12) / _INT8_MAX)
         codes.copy_((piece / scale).round_())
@@ -268,7 +268,7 @@ def _round_to_nf4(weight: Tensor) -> Tensor:
     rounded = weight.new_empty(blocks * (_NF4_BLOCK // 8 + 1), dtype=torch.float32)
     codes, scales = rounded[:-blocks].view(torch.uint8), rounded[-blocks:]
     start = 0
-    for piece in weight.split(_chunk_rows(weight.shape[1])):
+    for piece in torch.split(weight, _chunk_rows(weight.shape[1])):
         flat = piece.reshape(-1).float()
         flat = functional.pad(flat, (0, -len(flat) % _NF4_BLOCK))
         code, scale = round_to(flat, _NF4_BLOCK, "nf4", torch.uint8)
