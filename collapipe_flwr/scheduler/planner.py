@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -54,6 +54,7 @@ AMPLE = 8.0  # times its bandwidth: what a cluster is slow with is not the bandw
 WORTHWHILE = 1e-3  # relative gain that is worth another look of many clusters
 LATE_CLUSTERS = 10  # of many that are searched further at a time
 LATE_ROWS = 32  # rows of such a cluster that a beam goes on from
+KEPT_SOLUTIONS = 256  # of radio problems, by their rows
 SAME = 1e-9  # relative differences below this count as none
 
 
@@ -84,6 +85,11 @@ class Solution:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSolver(PlanningProblem):
     """Solve the problem of one round: few clusters by steps as played, many by their bound."""
+
+    # By padding and rows: plans near each other have many runners-up in common.
+    _optimized: dict[tuple[int, bytes], Solution] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
 
     @property
     def few(self) -> bool:
@@ -246,6 +252,17 @@ class PlanSolver(PlanningProblem):
         equal bandwidth and over ``hz_m`` where 1F1B is played, else over bandwidths with which the
         clusters end together.
         """
+        key = rows.member_rs.shape[1], key_of(rows)
+        if key not in self._optimized:
+            if len(self._optimized) == KEPT_SOLUTIONS:
+                self._optimized.clear()
+            self._optimized[key] = self._optimize_radio(rows)
+        best = self._optimized[key]
+        played_here = self.few and self.settings.schedule == "1f1b"
+        return best if hz_m is None or not played_here else self._try_full_power(best, hz_m)
+
+    def _optimize_radio(self, rows: Layouts) -> Solution:
+        """Optimise as `radio` does without any bandwidths in place."""
         band_hz = self.tables.snapshot.radio.bandwidth_hz
         chain = chain_of(self.tables, rows, self.settings)
         rho = self.learning.rho(self.tables, rows)
@@ -263,8 +280,7 @@ class PlanSolver(PlanningProblem):
                 break
             now, excess_s = self._allocate(chain, rho, less), less
             best = min(best, now, key=lambda s: s.objective)
-        best = self._try_full_power(best, np.full(len(rows), band_hz / len(rows)))
-        return best if hz_m is None else self._try_full_power(best, hz_m)
+        return self._try_full_power(best, np.full(len(rows), band_hz / len(rows)))
 
     def stayed(self, rows: Layouts, hz_m: Array) -> Solution:
         """Optimise the radio of rows in place, starting from the bandwidths in place, ``hz_m``.
