@@ -30,7 +30,7 @@ from tests.thorough import few
 from tests.worlds import four_boards, with_devices
 
 SETTINGS = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(4,), bound=False)
-ROUNDS = 15
+ROUNDS = 12
 
 
 @pytest.fixture(scope="module")

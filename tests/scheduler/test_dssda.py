@@ -113,7 +113,7 @@ def test_no_valid_snapshot_yields_an_invalid_plan(
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_plans_validly_and_predicts_what_it_costs(name: str) -> None:
     world, model = draw_world(3)
-    plans, outcomes, _ = run(make_scheduler(name, FAST), world, model, 3, FAST)
+    plans, outcomes, _ = run(make_scheduler(name, FAST), world, model, 2, FAST)
     for index, (plan, outcome) in enumerate(zip(plans, outcomes, strict=True), start=1):
         assert plan.policy == name
         check_plan(plan, world.snapshot(index, model), FAST)
@@ -127,14 +127,14 @@ def test_average_excess_energy_is_at_most_queue_over_rounds() -> None:
     """On every path: mean(e) - budget <= Q(T) / T for the budget that the queue aims at."""
     world, model = draw_world(5)
     for name in ("dssda", "throughput"):
-        _, outcomes, state = run(make_scheduler(name, FAST), world, model, 10, FAST)
+        _, outcomes, state = run(make_scheduler(name, ONE), world, model, 10, ONE)
         for cluster, budgets in state.budget_j.items():
             for device, budget in budgets.items():
                 spent = [
                     next(c for c in o.clusters if c.cluster_id == cluster).energy_j[device]
                     for o in outcomes
                 ]
-                aimed = (1 - FAST.budget_margin) * budget
+                aimed = (1 - ONE.budget_margin) * budget
                 queue = state.energy_queue_j[cluster][device]
                 assert np.mean(spent) - aimed <= queue / len(spent) + 1e-9
 
@@ -148,8 +148,8 @@ def test_budgets_hold_in_the_long_run_where_latency_alone_breaks_them() -> None:
         spent = [o.clusters[0].energy_j for o in outcomes]
         return max(np.mean([e[d] for e in spent]) / b for d, b in budgets.items())
 
-    assert worst("latency-only", 8) > 1.05  # whose rounds are all alike in a static channel
-    assert worst("dssda", 20) <= 1.0
+    assert worst("latency-only", 2) > 1.05  # whose rounds are all alike in a static channel
+    assert worst("dssda", 12) <= 1.0  # past the rounds in which an advance is repaid
 
 
 def test_larger_v_trades_queues_for_latency() -> None:
@@ -160,7 +160,7 @@ def test_larger_v_trades_queues_for_latency() -> None:
         options = replace(
             ONE, penalty_weight=weight, hysteresis=0.0, bound=False, energy_advance=0.0
         )
-        _, outcomes, state = run(QueuesAlone(options), world, model, 12, options)
+        _, outcomes, state = run(QueuesAlone(options), world, model, 8, options)
         latency.append(np.mean([o.latency_s for o in outcomes]))
         budget = state.budget_j["cluster-0"]
         queue = state.energy_queue_j["cluster-0"]
@@ -168,12 +168,12 @@ def test_larger_v_trades_queues_for_latency() -> None:
     assert latency[-1] < latency[0]
     assert queues[-1] > queues[0]
     assert all(a >= b * 0.97 for a, b in pairwise(latency))
-    assert queues[1] <= 12 * 1.0 + 5 and queues[2] <= 12 * 10.0 + 5  # O(V), not O(rounds V)
+    assert queues[1] <= 8 * 1.0 + 5 and queues[2] <= 8 * 10.0 + 5  # O(V), not O(rounds V)
 
 
 def test_unusable_snapshot_repeats_the_last_plan_and_says_so() -> None:
     world, model = draw_world(1)
-    scheduler = make_scheduler("dssda", FAST)
+    scheduler = make_scheduler("dssda", ONE)
     good = world.snapshot(1, model)
     plan, state = scheduler.step(scheduler.init(good), good)
     bad_device = replace(good.clusters[0].profile.devices[0], speed_flop_per_s=math.nan)
@@ -191,7 +191,7 @@ def test_unusable_snapshot_repeats_the_last_plan_and_says_so() -> None:
 def test_a_radio_solver_that_fails_is_a_recorded_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs out of steps in round 2: the plan of round 1 stands in, and round 3 is its own."""
     world, model = draw_world(1)
-    scheduler = make_scheduler("dssda", FAST)
+    scheduler = make_scheduler("dssda", ONE)
     plan, state = scheduler.step(scheduler.init(world.snapshot(1, model)), world.snapshot(1, model))
     with monkeypatch.context() as broken:
         broken.setattr("collapipe_flwr.scheduler.radio.interior_point.MAX_STEPS", 1)
@@ -217,7 +217,7 @@ def test_first_snapshot_unusable_is_a_typed_error() -> None:
 
 def test_clusters_and_devices_come_and_go() -> None:
     world, model = draw_world(2, clusters=3)
-    scheduler = make_scheduler("dssda", FAST)
+    scheduler = make_scheduler("dssda", ONE)
     state = scheduler.init(world.snapshot(1, model, present=["cluster-0", "cluster-2"]))
     presence = (["cluster-0", "cluster-2"], None, ["cluster-1"], None)
     for index, present in enumerate(presence, start=1):
@@ -225,24 +225,26 @@ def test_clusters_and_devices_come_and_go() -> None:
         if index == 4:
             snapshot = without_device(snapshot, cluster=0, device=0)
         plan, state = scheduler.step(state, snapshot)
-        check_plan(plan, snapshot, FAST)
+        check_plan(plan, snapshot, ONE)
         assert plan.fallback is None
         assert {c.cluster_id for c in plan.clusters} == {
             c.profile.cluster_id for c in snapshot.clusters
         }
-        state = scheduler.observe(state, plan, outcome_of(plan, snapshot, FAST))
+        state = scheduler.observe(state, plan, outcome_of(plan, snapshot, ONE))
 
 
 def test_a_run_goes_on_with_other_micro_batches() -> None:
     """In a world in which the last plan would stay if its micro-batches might."""
-    setting = Setting(clusters=3, devices=4)
+    setting = Setting(clusters=1, devices=3)
     few = replace(setting.settings, micro_batches=(1, 2, 4))
     model = setting.model.profile()
     world = setting.world(1, model)
     scheduler = make_scheduler("dssda", setting.settings)
     state = scheduler.init(world.snapshot(1, model))
     before, state = scheduler.step(state, world.snapshot(1, model))
+    (kept,) = scheduler.step(state, world.snapshot(2, model))[0].clusters
     after, _ = make_scheduler("dssda", few).step(state, world.snapshot(2, model))
+    assert kept.segments == before.clusters[0].segments and kept.micro_batches == 16
     assert {c.micro_batches for c in before.clusters} == {16}
     assert {c.micro_batches for c in after.clusters} <= {1, 2, 4}
 
@@ -258,12 +260,12 @@ def test_participation_floor_is_kept_on_average_and_stragglers_sit_out() -> None
         examples=[600, 600, 200],
     )
     options = replace(ONE, participation_floor=0.3, bound=False)
-    rounds = 15
+    rounds = 8
     plans, _, state = run(make_scheduler("dssda", options), world, model, rounds, options)
     share = np.mean([plan.cluster("cluster-2") is not None for plan in plans])
     assert share < 1.0
     assert share >= 0.3 - state.participation_queue["cluster-2"] / rounds - 1e-9
-    assert state.participation_queue["cluster-2"] < 5
+    assert state.participation_queue["cluster-2"] < 1
 
 
 def test_hysteresis_keeps_segments_that_are_nearly_as_good() -> None:
@@ -271,14 +273,14 @@ def test_hysteresis_keeps_segments_that_are_nearly_as_good() -> None:
 
     def switches(hysteresis: float) -> int:
         options = replace(ONE, hysteresis=hysteresis)
-        plans, _, _ = run(make_scheduler("dssda", options), world, model, 4, options)
+        plans, _, _ = run(make_scheduler("dssda", options), world, model, 3, options)
         return sum(
             a.clusters[m].segments != b.clusters[m].segments
             for a, b in pairwise(plans)
             for m in range(2)
         )
 
-    assert switches(0.5) <= switches(0.0)
+    assert switches(0.5) < switches(0.0)
 
 
 def test_names_and_settings_are_checked() -> None:
@@ -351,7 +353,7 @@ def test_an_oracle_of_the_benchmarks_is_no_policy() -> None:
 
 
 def test_noisier_gradients_get_larger_batches() -> None:
-    world, model = draw_world(5)
+    world, model = draw_world(5, clusters=1)
     options = replace(FAST, micro_batch_sizes=(1, 4, 16), progress="noise-scale", bound=True)
     scheduler = make_scheduler("dssda", options)
     snapshot = world.snapshot(1, model)

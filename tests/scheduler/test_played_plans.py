@@ -73,7 +73,7 @@ def test_no_radio_is_worse_than_full_power_over_equal_or_given_bandwidth(*, queu
             assert planner.radio(rows, given).objective <= most * (1 + 1e-12)
 
 
-@quick_and(range(61000, 61005), 61000, 61001)
+@quick_and(range(61000, 61005), 61001)
 def test_rows_of_all_clusters_are_chosen_together(
     monkeypatch: pytest.MonkeyPatch, seeds: Sequence[int]
 ) -> None:

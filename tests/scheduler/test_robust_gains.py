@@ -51,14 +51,14 @@ def follow(
 
 
 def test_measurements_of_today_are_never_doubted() -> None:
-    world, model = draw_world(1, radio="wifi")
+    world, model = draw_world(1, clusters=1, radio="wifi")
     for state in follow([0] * 4, world, model, make_scheduler("dssda", FAST)):
         gains = state.doubt
         assert gains.error < 1e-6 and not gains.careful and not gains.average
 
 
 def test_old_measurements_of_a_fading_channel_are_doubted_and_fresh_ones_trusted_again() -> None:
-    world, model = draw_world(1, radio="5g")
+    world, model = draw_world(1, clusters=1, radio="5g")
     states = follow([1] * 8 + [0] * 20, world, model, make_scheduler("dssda", FAST))
     *_, late = islice(states, 8)
     assert late.doubt.careful and late.doubt.rounds >= 2

@@ -22,7 +22,7 @@ from collapipe_flwr.simulation.world import World
 from tests.computed_once import computed_once
 from tests.worlds import QueuesAlone, four_boards
 
-ROUNDS = 40
+ROUNDS = 26
 WEIGHTS = (0.1, 1.0, 10.0)
 SETTINGS = SchedulerConfig(
     schedule="gpipe",
