@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -79,6 +80,16 @@ def _the_heap_is_left_alone() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(allocator, "_find_function", lambda _: None)  # as on other systems
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _flower_collects_no_garbage() -> Iterator[None]:
+    """It would visit what all tests have left whenever a strategy empties a record."""
+    from flwr.app.message import arrayrecord
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arrayrecord, "gc", SimpleNamespace(collect=lambda: 0))
         yield
 
 

@@ -18,7 +18,7 @@ from collapipe_flwr.simulation.world import EnergyBudget, make_world
 from tests.federation.test_planner import MODEL, NODES
 
 EMPTY = ArrayRecord()
-SETTINGS = SchedulerConfig(micro_batch_sizes=(2, 4), micro_batches=(2, 4))
+SETTINGS = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(2, 4))
 BUDGET = EnergyBudget(joule=0.5)
 
 
@@ -39,7 +39,7 @@ def test_simulated_clusters_of_a_run_are_planned_and_taught_as_in_a_simulation(p
     planner = KnownClusters(
         Planning(policy=policy, settings=SETTINGS, budget=BUDGET), world, MODEL, NODES
     )
-    episode = run_episode(world, make_scheduler(policy, SETTINGS), MODEL, 4, options=SETTINGS)
+    episode = run_episode(world, make_scheduler(policy, SETTINGS), MODEL, 3, options=SETTINGS)
     for done in episode:
         planned = planner.plan(done.plan.round_index, [11, 12], EMPTY)
         assert planned.plan == done.plan

@@ -32,12 +32,6 @@ Outcome = Result | BaseException
 Model = Callable[[], torch.nn.Module]
 
 
-@pytest.fixture(autouse=True)
-def no_collection(monkeypatch) -> None:
-    """Flower collects garbage whenever a strategy empties a record: most of the time here."""
-    monkeypatch.setattr("gc.collect", lambda: 0)
-
-
 def test_the_table_holds_every_strategy_of_flower():
     assert set(ALL) == set(flower.__all__) - {"Result", "Strategy"}
 

@@ -42,7 +42,7 @@ TINY: dict[str, Value] = {
     "data.train-examples": 120,
     "data.test-examples": 12,
     "data.max-target-length": 8,
-    "train.examples-per-round": 40,
+    "train.examples-per-round": 24,
     "scheduler.micro-batch-sizes": "4",
     "scheduler.micro-batches": "2,3",
     "scheduler.policy": "uniform",  # which decides in no time

@@ -19,7 +19,8 @@ from tests.integration.conftest import TINY, RunApp, events_of
 from tests.thorough import few
 
 TEST_EXAMPLES = 12  # TINY holds out as many
-FRESH: dict[str, Value] = {"data.stream-replay": 0.7}  # of 40 examples: 12 fresh in a round
+# 12 fresh examples in a round
+FRESH: dict[str, Value] = {"data.stream-replay": 0.7, "train.examples-per-round": 40}
 
 
 @cache

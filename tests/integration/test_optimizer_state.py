@@ -23,12 +23,12 @@ from tests.rounds import largest_difference
 
 ALONE: dict[str, Value] = {
     "clusters": 1,
-    "num-server-rounds": 4,
+    "num-server-rounds": 3,
     "train.decay": "none",
     "scheduler.policy": "random",
     "scheduler.micro-batch-sizes": "4",
     "scheduler.micro-batches": "2",
-    "evaluation.every": 4,
+    "evaluation.every": 3,
 }
 
 
@@ -101,7 +101,7 @@ def test_with_a_state_dir_neither_a_new_node_nor_a_resume_changes_a_bit(
     run(grid, parse(undisturbed))
     kept: dict[str, Value] = {**keep, "train.state-dir": str(tmp_path / "state"), "run-name": "cut"}
     with pytest.raises(Killed):
-        _started_again(kept, dies_in=3)
+        _started_again(kept, dies_in=2)
     _started_again({**kept, "resume": str(tmp_path / "cut")})
     assert not [r for r in caplog.records if "no optimiser state" in r.message]
     model = "model/model.safetensors"
@@ -176,7 +176,6 @@ def test_a_round_that_is_not_accepted_leaves_no_trace(
         **TINY,
         **ALONE,
         "clusters": 2,
-        "num-server-rounds": 3,
         "runtime": runtime,
         "train.optimizer-state": "keep",
         "output-dir": str(tmp_path),

@@ -31,6 +31,7 @@ ADAM: dict[str, Value] = {
     "num-server-rounds": ROUNDS,
     "strategy": "fedadam",
     "scheduler.policy": "dssda",  # whose state must come back, too
+    "scheduler.micro-batches": "2",
     "train.examples-per-round": 20,
 }
 
