@@ -25,7 +25,7 @@ from collapipe_flwr.simulation.world import EnergyBudget, World, make_world, mix
 from tests.worlds import BOARDS, planned, simulated_outcome
 
 MODEL = ModelShape(blocks=6, width=256, tokens=32).profile()
-SETTINGS = SchedulerConfig(micro_batch_sizes=(4, 16), micro_batches=(2, 8))
+SETTINGS = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(2, 8))
 Change = Callable[[int, DeviceProfile], DeviceProfile]
 Lie = Callable[[int, RoundOutcome], RoundOutcome]
 
