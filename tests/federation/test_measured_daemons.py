@@ -131,6 +131,7 @@ def test_a_throttled_daemon_loses_blocks_within_three_rounds(tmp_path: Path) -> 
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_rounds_go_on_modelled_when_a_sensor_that_metered_them_vanishes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,7 @@ def _kill_when_busy(edge: Daemon, killed_s: list[float]) -> None:
             time.sleep(0.01)
 
 
+@pytest.mark.long
 def test_killing_the_edge_in_a_round_ends_the_run_with_a_sentence(
     run_app: RunApp, tmp_path: Path
 ) -> None:

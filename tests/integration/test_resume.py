@@ -183,6 +183,7 @@ def test_the_untrained_models_score_is_on_disk_before_the_first_round(tmp_path: 
     assert read_past(directory.path, done=1).initial == {"accuracy": 0.25}
 
 
+@pytest.mark.long
 def test_a_server_killed_for_good_is_resumed_by_another_process(
     run_app: RunApp, tmp_path: Path, undisturbed: Path
 ) -> None:

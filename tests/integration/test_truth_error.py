@@ -17,7 +17,14 @@ def missed(event: dict) -> float:
 
 def test_a_run_learns_its_true_devices_and_says_how_far_off_it_was(run_app: RunApp) -> None:
     unlike: dict[str, Value] = {"world.truth-error": 0.6, "world.channel": "static"}
-    path = run_app({**unlike, "num-server-rounds": 4, "scheduler.policy": "dssda", "scheduler.micro-batches": "3"})
+    path = run_app(
+        {
+            **unlike,
+            "num-server-rounds": 4,
+            "scheduler.policy": "dssda",
+            "scheduler.micro-batches": "3",
+        }
+    )
     events = events_of(path)
     errors = [
         max(abs(cluster["error"]) for cluster in event["clusters"].values()) for event in events
