@@ -96,7 +96,7 @@ def _loss(parts: list[Any], batch: dict[str, Tensor], context: dict[str, Tensor]
     return loss
 
 
-# A head that trains, blocks on the edge, Conv1D, two stacks, pictures, and a model without a record.
+# A head that trains, blocks on the edge, Conv1D, two stacks, pictures; one without a record.
 @pytest.mark.parametrize(("model_type", "task", "edge_blocks"), few(CASES, 0, 2, 5, 6, 10, 11, 12))
 def test_three_steps_equal_peft_on_the_whole_model(
     model_type: str, task: str, edge_blocks: int, tiny: Any, tmp_path: Path
