@@ -98,7 +98,7 @@ def test_rounds_that_follow_are_decided_nearly_as_well_as_from_scratch(
     seed: int, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a fraction of the time, and whatever the last round has left in the accounts."""
-    setting = Setting(clusters=21, devices=3, rounds=rounds)
+    setting = Setting(clusters=21, devices=4, rounds=rounds)
     ratios: list[float] = []
     settle = Dssda._settle
 
