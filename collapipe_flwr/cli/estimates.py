@@ -15,16 +15,35 @@ import collapipe_flwr
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import ConfigError, extra
 from collapipe_flwr.core.hub import explain_absent_model, explain_no_checkpoint
-from collapipe_flwr.core.keys import Rule, assignments, check, counts, one_of, read_assignments
+from collapipe_flwr.core.keys import (
+    Rule,
+    assignments,
+    check,
+    counts,
+    one_of,
+    read_assignments,
+    some_of,
+    words,
+)
 from collapipe_flwr.core.schedule import SCHEDULES
-from collapipe_flwr.models.spec import MODEL_TYPES, TIE_POLICIES, may_be_type, nearest_types
+from collapipe_flwr.models.spec import (
+    FROZEN_DTYPES,
+    MODEL_TYPES,
+    TIE_POLICIES,
+    may_be_type,
+    nearest_types,
+)
 
 
 def profile(
-    model: Annotated[str, Argument(help="Folder, hub name, or model type such as bert.")],
+    model: Annotated[
+        str, Argument(help="Folder or config.json, hub name, or model type such as bert.")
+    ],
     task: Annotated[str, Option(help="Task. Default: that of the model's architecture.")] = "",
     overrides: Annotated[str, Option(help='As model.overrides: "n_layer=6 n_embd=128".')] = "",
-    length: Annotated[int, Option(help="Tokens per example.", min=1)] = 64,
+    length: Annotated[
+        str, Option(help="Tokens per example; several with --boards: 64,512.")
+    ] = "64",
     target_length: Annotated[int, Option(help="Tokens per target.", min=1)] = 64,
     edge_blocks: Annotated[int, Option(help="Upper blocks at the edge.", min=0)] = 0,
     ties: Annotated[
@@ -33,6 +52,13 @@ def profile(
     lora_rank: Annotated[
         int, Option(help="Rank of LoRA adapters; 0: train all weights.", min=0)
     ] = 0,
+    boards: Annotated[
+        str,
+        Option(help="Boards to share the model, by memory: raspberry-pi-4-4gb,my-board-8gb,..."),
+    ] = "",
+    frozen_dtypes: Annotated[
+        str, Option(help="With --boards and --lora-rank: as lora.frozen-dtype, several.")
+    ] = ",".join(FROZEN_DTYPES),
     cluster: Annotated[Path | None, Option(help="Cluster file (TOML).")] = None,
     devices: Annotated[str, Option(help="Device presets: raspberry-pi-4,jetson-nano,...")] = "",
     control_unit: Annotated[
@@ -57,7 +83,8 @@ def profile(
 ) -> None:
     """Print the costs of every block, this machine's speed, and the plan for a cluster.
 
-    Exit code 1 if a cluster was named and the model does not fit it.
+    With --boards: whether they train it together, and what each holds. Exit code 1 if a cluster or
+    boards were named and the model does not fit them.
     """
     for option, value, rule in (
         ("--ties", ties, one_of(*TIE_POLICIES)),
@@ -66,7 +93,9 @@ def profile(
         ("--overrides", overrides, assignments()),
     ):
         check(option, value, rule)
-    if not may_be_type(model) and (why := explain_no_checkpoint("MODEL", model)):
+    is_config = model.endswith(".json") and Path(model).is_file()
+    known = is_config or may_be_type(model)
+    if not known and (why := explain_no_checkpoint("MODEL", model)):
         raise ConfigError(why)
     from collapipe_flwr.reporting.output import prepare, terminal, write_json
     from collapipe_flwr.scheduler.protocol import SchedulerConfig
@@ -77,6 +106,15 @@ def profile(
     numbers = whole_numbers("micro-batches", micro_batches)
     check("--micro-batch-sizes", sizes, counts())
     check("--micro-batches", numbers, counts())
+    lengths = whole_numbers("length", length)
+    check("--length", lengths, counts())
+    if len(lengths) > 1 and not boards:
+        raise ConfigError(f"--length lists several only with --boards, got {length!r}")
+    names = words().read(boards.replace(",", " "))
+    if names and (cluster or devices):
+        raise ConfigError("give --boards, --cluster or --devices, only one of them")
+    dtypes = words().read(frozen_dtypes.replace(",", " "))
+    check("--frozen-dtypes", dtypes, some_of(*FROZEN_DTYPES))
     settings = SchedulerConfig(
         micro_batch_sizes=sizes,
         micro_batches=numbers,
@@ -85,7 +123,7 @@ def profile(
     )
     place = _cluster(cluster, devices, control_unit, examples)
     typer.echo(f"measuring {model}", err=True)  # libraries take seconds to load
-    if not may_be_type(model) and (why := explain_absent_model(model)):
+    if not known and (why := explain_absent_model(model)):
         raise ConfigError(
             f"MODEL: {why}; give a folder, a hub name or a model type, such as "
             f"{', '.join(nearest_types(model) or MODEL_TYPES[:2])}"
@@ -98,11 +136,19 @@ def profile(
         model=model,
         task=task,
         overrides=read_assignments(overrides),
-        shape=BatchShape(source_length=length, target_length=target_length),
+        shape=BatchShape(source_length=lengths[0], target_length=target_length),
         edge_blocks=edge_blocks,
         lora_rank=lora_rank,
         ties=ties,
     )
+    if names:
+        from collapipe_flwr.cluster.boards import survey
+        from collapipe_flwr.reporting.boards import show_boards
+
+        seen = survey(request, names, dtypes, lengths, sizes, min(numbers), settings)
+        show_boards(seen, terminal())
+        write_json(json_file, seen.as_json())
+        raise typer.Exit(0 if seen.fitting else 1)
     found = forecast(
         build_model(request),
         request.shape,

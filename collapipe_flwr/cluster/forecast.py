@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from transformers import CONFIG_MAPPING
 
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import ConfigError, InfeasibleError
+from collapipe_flwr.core.hub import CONFIG, expand_home
 from collapipe_flwr.models.checkpoint import read_pretrained_config
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.families import FAMILIES
@@ -36,7 +38,9 @@ class ModelChoice:
     shape: BatchShape
     edge_blocks: int = 0
     lora_rank: int = 0
+    frozen_dtype: str = "float32"
     ties: str = "untie"
+    only_shapes: bool = False  # of a checkpoint, whose weights are not read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +65,9 @@ class Forecast:
         """Whether it fits, in one sentence."""
         name = f"{self.model_type} for {self.task} ({len(self.profile.blocks)} blocks)"
         if self.cluster is None:
-            block = max(b.state_bytes + b.stash_bytes for b in self.profile.blocks)
+            block = max(
+                b.state_bytes + b.stash_bytes + b.passing_bytes for b in self.profile.blocks
+            )
             return (
                 f"{name}: a device needs at least {block / 1e6:.1f} MB to train the largest block "
                 "on one example; name a cluster by --cluster or --devices to see a plan"
@@ -74,6 +80,10 @@ class Forecast:
 def build_model(request: ModelChoice) -> Splitter:
     """Build the model, without weights; raises ModelError or ConfigError."""
     known_type = request.model in CONFIG_MAPPING and not Path(request.model).is_dir()
+    if not known_type and (request.only_shapes or not _has_weights(request.model)):
+        model_type, values = _read_shape(request.model)
+        request = replace(request, model=model_type, overrides={**values, **request.overrides})
+        known_type = True
     task = request.task or _find_usual_task(request.model, known_type)
     tokens: dict[str, Any] = {}
     if known_type and task == "seq2seq":  # known to a tokenizer only; which they are costs nothing
@@ -87,13 +97,46 @@ def build_model(request: ModelChoice) -> Splitter:
         edge_blocks=request.edge_blocks,
         ties=request.ties,
         **tokens,
-        lora=LoraConfig(rank=request.lora_rank) if request.lora_rank else None,
+        lora=LoraConfig(rank=request.lora_rank, frozen_dtype=request.frozen_dtype)
+        if request.lora_rank
+        else None,
     )
+    if spec.lora and spec.pretrained is None:  # its weights would be a checkpoint's, which no
+        spec = replace(spec, pretrained=request.model)  # profile reads
     splitter = Splitter(spec)
     longest = max(request.shape.source_length, request.shape.target_length)
     if (most := splitter.most_tokens) is not None and longest > most:
         raise ConfigError(f"--length {longest} is more than the model's {most} positions")
     return splitter
+
+
+def _has_weights(model: str) -> bool:
+    """Return whether a folder holds weights; a hub name is taken to."""
+    path = expand_home(model)
+    if path.is_dir():
+        return any(file.suffix in (".safetensors", ".bin") for file in path.iterdir())
+    return not path.is_file()
+
+
+def _read_shape(model: str) -> tuple[str, dict[str, object]]:
+    """Read the type and the settings of a configuration: a file, a folder's, or the hub's."""
+    path = expand_home(model)
+    if path.is_file() or (path / CONFIG).is_file():
+        file = path if path.is_file() else path / CONFIG
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"MODEL: {file} is no configuration ({error})") from error
+    else:
+        values = read_pretrained_config(model).to_dict()
+    model_type = values.get("model_type") if isinstance(values, dict) else None
+    if model_type not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"MODEL: {model} names no model_type that transformers knows, but {model_type!r}; "
+            "give a config.json as transformers saves it"
+        )
+    known = set(CONFIG_MAPPING[model_type]().to_dict()) - {"model_type", "architectures", "dtype"}
+    return model_type, {key: value for key, value in values.items() if key in known}
 
 
 def _find_usual_task(model: str, known_type: bool) -> str:

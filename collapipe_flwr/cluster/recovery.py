@@ -42,7 +42,7 @@ from collapipe_flwr.core.errors import (
     LinkError,
     MemberFailed,
 )
-from collapipe_flwr.costs.work import PricingOptions
+from collapipe_flwr.costs.work import PricingOptions, end_bytes
 from collapipe_flwr.host.allocator import trim_heap
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.parts import EmbeddingPart
@@ -383,9 +383,7 @@ class RecoveringPipeline:
         """Adapt the plan to another edge; raises InfeasibleError where that has no room."""
         plan, profile, model = self.order.plan, recovery.profile, recovery.model()
         need, room = model.decoder, (1.0 - plan.memory_margin) * edge.memory_bytes
-        need_bytes = need.state_bytes + (
-            plan.warmup_depth[-1] * plan.micro_batch_size * need.stash_bytes
-        )
+        need_bytes = float(end_bytes(need, plan.micro_batch_size, plan.warmup_depth[-1]))
         if edge.device_id == profile.control_unit.device_id:
             need_bytes += model.embedding.state_bytes
         if need_bytes > room:

@@ -36,6 +36,7 @@ class BlockCost:
     state_bytes: int
     stash_bytes: float  # activations kept between forward and backward
     output_bytes: float  # activations at the cut behind this piece, before a link codes them
+    passing_bytes: float = 0.0  # what a pass holds besides for a moment, such as gradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,7 @@ class BlockTable:
     state_bytes_l: Array
     stash_bytes_l: Array
     cut_bytes_l: Array  # uncoded, over the cut behind block l-1; entry 0 leaves the embedding
+    passing_bytes: float  # of the block with most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +205,7 @@ def block_table(model: ModelProfile) -> BlockTable:
         state_bytes_l=prefix("state_bytes"),
         stash_bytes_l=prefix("stash_bytes"),
         cut_bytes_l=np.array(cuts, dtype=np.float64),
+        passing_bytes=max(block.passing_bytes for block in model.blocks),
     )
 
 
@@ -272,7 +274,13 @@ def _check(snapshot: Snapshot) -> None:
     _check_edge("the edge's", edge)
     blocks = {f"block {index}": block for index, block in enumerate(model.blocks)}
     for name, cost in {"embedding": model.embedding, "decoder": model.decoder, **blocks}.items():
-        for field in ("forward_flop", "backward_flop", "stash_bytes", "output_bytes"):
+        for field in (
+            "forward_flop",
+            "backward_flop",
+            "stash_bytes",
+            "output_bytes",
+            "passing_bytes",
+        ):
             _not_negative(f"{name}: {field}", getattr(cost, field))
     for cluster in snapshot.clusters:
         _check_cluster(f"cluster {cluster.profile.cluster_id!r}", cluster)

@@ -12,7 +12,8 @@ it computes, a board draws ``speed x energy per FLOP`` watts, during overheads, 
 
 Memory is the hard constraint of every plan. A device holds the state of its blocks (weights,
 gradients, optimizer) and, for every micro-batch in flight, the activations between forward and
-backward. With re-computation only each block's input stays, plus one block's activations while it
+backward, besides what a pass holds for a moment (gradients of activations, the largest of a segment
+counts). With re-computation only each block's input stays, plus one block's activations while it
 is computed again. What a device keeps of a round for the next one is less than the state of its
 blocks, and is gone or part of the new blocks before these are complete, so it is not priced again.
 """
@@ -184,16 +185,24 @@ def peak_bytes(tables: Tables, rows: Layouts, options: PricingOptions, flight_rs
     stash = size * (flight_rs[:, 1:-1] * segment_sums(kept_l, rows) + once * rows.used_rs)
     ends = []
     for cost, flight in ((model.embedding, flight_rs[:, :1]), (model.decoder, flight_rs[:, -1:])):
-        ends.append(cost.state_bytes + size * flight * cost.stash_bytes)
+        ends.append(end_bytes(cost, size, flight))
     return np.concatenate([ends[0], state + stash, ends[1]], axis=1)
+
+
+def end_bytes(cost: BlockCost, size: ArrayLike, flight: ArrayLike) -> Array:
+    """Peak bytes of embedding or decoder with ``flight`` micro-batches of ``size`` in flight."""
+    return np.asarray(
+        cost.state_bytes
+        + np.multiply(size, flight * np.float64(cost.stash_bytes) + cost.passing_bytes)
+    )
 
 
 def kept_bytes(blocks: BlockTable, options: PricingOptions) -> tuple[Array, float]:
     """Per example: prefix sums of what a micro-batch in flight keeps, and what one more needs."""
     if not options.recompute:
-        return blocks.stash_bytes_l, 0.0
+        return blocks.stash_bytes_l, blocks.passing_bytes
     inputs_l = np.concatenate([[0.0], np.cumsum(blocks.cut_bytes_l[:-1])])
-    return inputs_l, float(np.diff(blocks.stash_bytes_l).max())
+    return inputs_l, float(np.diff(blocks.stash_bytes_l).max()) + blocks.passing_bytes
 
 
 def segment_bytes(blocks: BlockTable, options: PricingOptions, size: float, flight: float) -> Array:
@@ -287,6 +296,7 @@ def whole_bytes(
     ends = (model.embedding, model.decoder)
     state = tables.blocks.state_bytes_l[-1] + sum(end.state_bytes for end in ends)
     stash = kept_l[-1] + sum(end.stash_bytes for end in ends)
+    once = max(once, *(end.passing_bytes for end in ends))
     return np.asarray(state + np.asarray(size, dtype=np.float64) * (flight * stash + once))
 
 

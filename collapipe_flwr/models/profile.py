@@ -10,6 +10,7 @@ of hidden states that no trained parameter needs.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from collapipe_flwr.core.domain import BlockCost, ModelProfile
@@ -114,7 +117,9 @@ def _profile(splitter: AnySplitter, shape: BatchShape, optimizer_bytes: StateByt
 
 
 def _choose_numbers(outputs: Any) -> Tensor:
-    """Choose the logits of a head, or join all that it returns; raises ModelError."""
+    """Choose the loss or the logits of a head, or join all that it returns; raises ModelError."""
+    if isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
+        return outputs["loss"]
     if isinstance(outputs, Mapping) and "logits" in outputs:
         return scores_of(outputs)
     found = numbers_of(outputs)
@@ -133,29 +138,39 @@ def _measure_cost(
 ) -> BlockCost:
     """Measure the costs of the part by ``run``; its output is sent on if it ``sends``."""
     parameters = list(part.parameters())
-    output, forward_flop, stash_bytes = _run_counted(run, parameters)
     trained = {k: (p.shape, p.dtype) for k, p in part.named_parameters() if p.requires_grad}
     with unset_fake_temporarily():
         kept = optimizer_bytes(trained)
-    backward = 2 * forward_flop
+    run_ = _run_counted(run, parameters)
+    backward = 2 * run_.forward_flop
     if not all(parameter.requires_grad for parameter in parameters):
-        backward = _backward_flop(run)
+        backward = run_.backward_flop
     return BlockCost(
-        forward_flop=forward_flop / examples,
+        forward_flop=run_.forward_flop / examples,
         backward_flop=backward / examples,
         parameter_bytes=sum(tensor.nbytes for tensor in part.state_dict().values()),
         state_bytes=part.held_bytes()
         + _count_bytes(trained)
         + kept,  # gradients are as trained ones
-        stash_bytes=stash_bytes / examples,
-        output_bytes=output.numel() * ACTIVATION_BYTES / examples if sends else 0.0,
+        stash_bytes=run_.stash_bytes / examples,
+        output_bytes=run_.output_size * ACTIVATION_BYTES / examples if sends else 0.0,
+        passing_bytes=max(run_.peak_bytes - run_.stash_bytes, 0) / examples,
     )
 
 
-def _run_counted(
-    run: Callable[[], Tensor], parameters: Iterable[nn.Parameter]
-) -> tuple[Tensor, float, int]:
-    """Run once; return output, operations, and bytes of the storages that autograd keeps."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """Both passes of a part: operations, bytes that autograd keeps, and the most at any moment."""
+
+    forward_flop: float
+    backward_flop: float
+    stash_bytes: int
+    peak_bytes: int
+    output_size: int
+
+
+def _run_counted(run: Callable[[], Tensor], parameters: Iterable[nn.Parameter]) -> _Run:
+    """Run forward and, where anything learns, backward."""
     weights = {parameter.untyped_storage()._cdata for parameter in parameters}
     kept: dict[int, int] = {}
 
@@ -165,22 +180,57 @@ def _run_counted(
             kept[storage._cdata] = storage.nbytes()
         return tensor
 
-    with (
-        FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter,
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-    ):
+    live = _LiveBytes(parameters)
+    forward, backward = (
+        FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) for _ in range(2)
+    )
+    with forward, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), live:
         output = run()
-    return output, float(counter.get_total_flops()), sum(kept.values())
+    if output.requires_grad:
+        with backward, live:
+            output.backward(torch.ones_like(output))
+    return _Run(
+        forward_flop=float(forward.get_total_flops()),
+        backward_flop=float(backward.get_total_flops()),
+        stash_bytes=sum(kept.values()),
+        peak_bytes=live.peak_bytes,
+        output_size=output.numel(),
+    )
 
 
-def _backward_flop(run: Callable[[], Tensor]) -> float:
-    """Count the operations of the backward pass that autograd really runs."""
-    output: Any = run()
-    if not output.requires_grad:
-        return 0.0
-    with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
-        output.sum().backward()
-    return float(counter.get_total_flops())
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that live at once, but for weights and their gradients."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self._bytes = 0
+        self._known = set[int]()  # storages, by address of what torch never moves
+        self._own = {parameter.untyped_storage()._cdata for parameter in parameters}
+        shapes = [p.shape for p in parameters if p.requires_grad]
+        self._shapes = {*shapes, *(shape[::-1] for shape in shapes)}  # some are computed transposed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs, found)):
+            if isinstance(tensor, Tensor):
+                self._note(tensor)
+        self.peak_bytes = max(self.peak_bytes, self._bytes)
+        return found
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        place, size = storage._cdata, storage.nbytes()
+        if place in self._known or place in self._own or tensor.shape in self._shapes:
+            return
+        self._known.add(place)
+        self._bytes += size
+        weakref.finalize(storage, self._forget, place, size)
+
+    def _forget(self, place: int, size: int) -> None:
+        self._known.discard(place)
+        self._bytes -= size
 
 
 def _attention_flop(
@@ -259,7 +309,7 @@ def time_block(
 
 
 def _draw_weights(splitter: Splitter) -> dict[str, Tensor]:
-    keys = (*splitter.segment_keys(0, 1), *splitter.shared_keys)
+    keys = (*splitter.held_keys(0), *splitter.shared_keys)
     random = torch.Generator().manual_seed(0)
     return {
         key: torch.randn(shape, generator=random).mul_(_SPREAD).to(dtype)

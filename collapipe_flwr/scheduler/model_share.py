@@ -22,6 +22,7 @@ from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import (
     SAME,
     PricingOptions,
+    end_bytes,
     least_flight,
     segment_bytes,
     whole_bytes,
@@ -102,7 +103,7 @@ class _Choice:
         tables, (size, count) = self.tables, self.batch
         usable, model = 1.0 - self.settings.memory_margin, tables.snapshot.model
         start, end = (
-            part.state_bytes + size * least_flight(count, behind, self.settings) * part.stash_bytes
+            end_bytes(part, size, least_flight(count, behind, self.settings))
             for part, behind in ((model.embedding, 2), (model.decoder, 0))
         )
         edge = usable * tables.edges.memory_m

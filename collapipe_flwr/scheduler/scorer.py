@@ -24,6 +24,7 @@ from collapipe_flwr.costs.work import (
     PricingOptions,
     busier_end,
     edge_speeds,
+    end_bytes,
     kept_bytes,
     server_s,
     share_bytes,
@@ -220,7 +221,7 @@ class Scorer:
         edge = (1.0 - self.options.memory_margin) * self.tables.edges.memory_m[rows.cluster_r]
         for place, room_r, part in ((0, own, model.embedding), (-1, edge, model.decoder)):
             each = batch.size * max(part.stash_bytes, 1.0)
-            held[place] = np.floor((room_r - part.state_bytes) / each)
+            held[place] = np.floor((room_r - end_bytes(part, batch.size, 0.0)) / each)
         return held
 
     def _fits(self, batch: _Batch, slots: _Slots, held: Array) -> Mask:
