@@ -90,14 +90,17 @@ def bench_memory(
     modes: Annotated[
         str, typer.Option(help="full, lora, lora-bfloat16, lora-int8, lora-nf4.")
     ] = "full,lora",
+    roles: Annotated[
+        str, typer.Option(help="Which processes; device alone: one stage of a large model.")
+    ] = "whole,control-unit,control-unit-and-edge,device,edge",
     limit_gib: Annotated[float, typer.Option(help="Skip processes that need more.")] = 21.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
 ) -> None:
     """Peak memory of control unit, devices and edge beside a client with the whole model."""
-    from benchmarks.memory.footprint import read_modes, read_sizes
+    from benchmarks.memory.footprint import read_modes, read_roles, read_sizes
     from benchmarks.memory.report import run_memory_bench
 
-    run_memory_bench(read_sizes(models), read_modes(modes), limit_gib, json_file)
+    run_memory_bench(read_sizes(models), read_modes(modes), read_roles(roles), limit_gib, json_file)
 
 
 @app.command("testbed")

@@ -25,6 +25,11 @@ def resident_bytes(pid: int | str = "self") -> int:
     return _status("VmRSS", pid)
 
 
+def file_bytes(pid: int | str = "self") -> int:
+    """Resident pages of files now, such as libraries."""
+    return _status("RssFile", pid)
+
+
 def forget_peak(pid: int | str = "self") -> None:
     """Let the largest resident size be the present one: proc_pid_clear_refs(5)."""
     Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")

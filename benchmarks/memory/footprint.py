@@ -13,17 +13,20 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from benchmarks import child_environment
+from collapipe_flwr.cluster.boards import BoardSetting, Cut
 from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.core.memory import available_memory_bytes
 from collapipe_flwr.core.processes import lifeline
+from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.spec import BatchShape, LoraConfig, ModelSpec
@@ -31,6 +34,7 @@ from collapipe_flwr.models.splitter import Splitter
 
 FULL, LORA = "full", "lora"
 _DEADLINE_S = 900.0
+_FEW_TOKENS = 1000
 _SPREAD = 0.02  # of random weights
 _ADAMW_COPIES = 4  # weights, gradients, two moments
 _PROCESS_BYTES = 700 * 2**20  # libraries and activations, generously
@@ -99,7 +103,44 @@ T5_BASE = ModelSize(
     vocabulary=32_128,
     narrow_on_disk=False,
 )
-SIZES = {size.name: size for size in (BERT_BASE, T5_BASE, LLAMA_1B)}
+
+
+def _llama(name: str, width: int, blocks: int, heads: int, inner: int, **more: Any) -> ModelSize:
+    """A published shape of this family, or of one that is built alike."""
+    overrides = {
+        **LLAMA_1B.overrides,
+        "hidden_size": width,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": heads,
+        "head_dim": 128,
+        "intermediate_size": inner,
+    }
+    fields = {
+        k: more.pop(k)
+        for k in ("model_type", "vocabulary", "examples", "tokens", "devices", "steps")
+        if k in more
+    }
+    return replace(LLAMA_1B, name=name, overrides={**overrides, **more}, **fields)
+
+
+SMOLLM2 = _llama(
+    "smollm2-135m",
+    *(576, 30, 9, 1536),
+    head_dim=64,
+    num_key_value_heads=3,
+    vocabulary=49_152,
+    examples=4,
+    tokens=128,
+    devices=3,
+    steps=2,
+)
+LLAMA_3B = _llama("llama-3.2-3b", 3072, 28, 24, 8192)
+LLAMA_8B = _llama("llama-3.1-8b", 4096, 32, 32, 14_336, tie_word_embeddings=False)
+QWEN_4B = _llama("qwen3-4b", 2560, 36, 32, 9728, model_type="qwen3", vocabulary=151_936)
+SIZES = {
+    size.name: size for size in (BERT_BASE, T5_BASE, SMOLLM2, LLAMA_1B, LLAMA_3B, QWEN_4B, LLAMA_8B)
+}
+ROLES = ("whole", "control-unit", "control-unit-and-edge", "device", "edge")
 MODES = (FULL, LORA, f"{LORA}-bfloat16", f"{LORA}-int8", f"{LORA}-nf4")
 
 
@@ -141,20 +182,47 @@ class MemoryCase:
     peak_anonymous_bytes: int | None = None
     left_out: str = ""  # why it was not measured
     whole_model_measured: bool = True
+    predicted_bytes: int | None = None  # by `collapipe profile --boards`; None: of no board
+    lasting_bytes: int | None = None  # of the peak, without pages of the checkpoint's file
 
 
 def measure(
-    sizes: list[ModelSize], modes: list[str], folder: Path, limit: int, tick: Tick
+    sizes: list[ModelSize],
+    modes: list[str],
+    folder: Path,
+    limit: int,
+    tick: Tick,
+    roles: Collection[str] = ROLES,
 ) -> list[MemoryCase]:
-    """Every role of every model and mode; writes checkpoints into ``folder``."""
+    """The roles of every model and mode; writes checkpoints into ``folder``.
+
+    If ``device`` is the only role, of the model only the blocks of one device are there.
+    """
     cases: list[MemoryCase] = []
     for size in sizes:
+        if set(roles) == {"device"}:
+            size = one_stage(size)
         checkpoint = folder / size.name
         tick(f"{size.name}: random checkpoint")
         write_checkpoint(drawn_spec(size), checkpoint, narrow=size.narrow_on_disk)
         for mode in modes:
-            cases += _cases(size, mode, adapted_spec(size, mode, checkpoint), limit, tick)
+            spec = adapted_spec(size, mode, checkpoint)
+            cases += _cases(size, mode, spec, limit, tick, roles)
     return cases
+
+
+def one_stage(size: ModelSize) -> ModelSize:
+    """The model of one of its devices: its blocks, and hardly any vocabulary."""
+    layers = size.overrides.get("num_hidden_layers")
+    if not isinstance(layers, int):  # the type's own number
+        return size
+    overrides = {**size.overrides, "num_hidden_layers": layers // size.devices}
+    return replace(size, overrides=overrides, devices=1, vocabulary=_FEW_TOKENS)
+
+
+def read_roles(text: str) -> list[str]:
+    """``"device,edge"`` as a list; raises ConfigError for an unknown role."""
+    return _read("--roles", text, ROLES)
 
 
 def read_modes(text: str) -> list[str]:
@@ -190,10 +258,18 @@ def adapted_spec(size: ModelSize, mode: str, checkpoint: Path) -> ModelSpec:
 
 
 def _cases(
-    size: ModelSize, mode: str, spec: ModelSpec, limit: int, tick: Tick
+    size: ModelSize,
+    mode: str,
+    spec: ModelSpec,
+    limit: int,
+    tick: Tick,
+    roles: Collection[str],
 ) -> Iterator[MemoryCase]:
     whole, measured = 0, False
-    for order, needed in _orders(size, spec):
+    for order, needed, predicted in _orders(size, spec):
+        if order.role not in roles:
+            whole = whole or needed
+            continue
         label = f"{size.name} {mode}: {order.role} {order.first_block}..{order.stop_block}"
         tick(label if order.role == "device" else f"{size.name} {mode}: {order.role}")
         left_out = _misfit(needed + _PROCESS_BYTES, limit)
@@ -217,11 +293,13 @@ def _cases(
             peak_anonymous_bytes=peaks.anonymous if peaks else None,
             left_out=left_out,
             whole_model_measured=measured,
+            predicted_bytes=predicted,
+            lasting_bytes=peaks.anonymous + peaks.files if peaks else None,
         )
 
 
-def _orders(size: ModelSize, spec: ModelSpec) -> Iterator[tuple[RoleOrder, int]]:
-    """Every role with the bytes of its state; the whole model first."""
+def _orders(size: ModelSize, spec: ModelSpec) -> Iterator[tuple[RoleOrder, int, int | None]]:
+    """Every role with the bytes of its state, and its predicted peak; the whole model first."""
     splitter = Splitter(spec)
     profile = profile_model(splitter, BatchShape(source_length=size.tokens))
     blocks = [block.state_bytes for block in profile.blocks]
@@ -233,17 +311,22 @@ def _orders(size: ModelSize, spec: ModelSpec) -> Iterator[tuple[RoleOrder, int]]
         steps=size.steps,
     )
     ends = profile.embedding.state_bytes, profile.decoder.state_bytes
-    yield order, _whole_bytes(size, splitter)
+    yield order, _whole_bytes(size, splitter), None
     message, _ = _message(spec)
     unit = replace(order, role="control-unit", devices=size.devices)
-    yield unit, max(ends[0], message)
-    yield replace(unit, role="control-unit-and-edge"), max(sum(ends), message)
+    dtype = spec.lora.frozen_dtype if spec.lora else ""
+    setting = BoardSetting(frozen_dtype=dtype, length=size.tokens, size=size.examples, count=1)
+    cut = Cut(profile, setting, PricingOptions())
+    control_unit, head = cut.ends("8gb", "8gb")
+    (both,) = cut.ends("8gb", None)
+    yield unit, max(ends[0], message), control_unit.bytes
+    yield replace(unit, role="control-unit-and-edge"), max(sum(ends), message), both.bytes
     each = splitter.num_blocks // size.devices
     for first in range(0, splitter.num_blocks, each):
         stop = first + each
         device = replace(order, role="device", first_block=first, stop_block=stop)
-        yield device, sum(blocks[first:stop])
-    yield replace(order, role="edge"), ends[1]
+        yield device, sum(blocks[first:stop]), cut.segment("8gb", first, stop, 1.0).bytes
+    yield replace(order, role="edge"), ends[1], head.bytes
 
 
 def _message(spec: ModelSpec) -> tuple[int, int]:
@@ -274,6 +357,7 @@ class Peaks:
 
     resident: int
     anonymous: int
+    files: int  # at the end, when the checkpoint's pages are gone
 
 
 def _misfit(wanted: int, limit: int) -> str:

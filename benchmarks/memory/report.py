@@ -17,7 +17,11 @@ _GIB = 2**30
 
 
 def run_memory_bench(
-    sizes: list[ModelSize], modes: list[str], limit_gib: float, json_file: Path | None
+    sizes: list[ModelSize],
+    modes: list[str],
+    roles: list[str],
+    limit_gib: float,
+    json_file: Path | None,
 ) -> None:
     """Measure, show and write."""
     prepare("--json", json_file)
@@ -27,9 +31,7 @@ def run_memory_bench(
         tempfile.TemporaryDirectory(prefix="collapipe-") as folder,
         console.status("memory") as status,
     ):
-        cases = measure(
-            sizes, modes, Path(folder), int(limit_gib * _GIB), lambda what: status.update(what)
-        )
+        cases = measure(sizes, modes, Path(folder), int(limit_gib * _GIB), status.update, roles)
     console.print(_table(cases))
     for case in cases:
         if case.left_out:
@@ -48,6 +50,8 @@ def _table(cases: list[MemoryCase]) -> Table:
         "whole model",
         "ratio",
         "state by profile",
+        "predicted",
+        "of it lasting",
         "message",
         "edge's part",
     ):
@@ -57,8 +61,9 @@ def _table(cases: list[MemoryCase]) -> Table:
         whole = ("" if case.whole_model_measured else "> ") + _size(case.whole_model_peak_bytes)
         anonymous = _size(case.peak_anonymous_bytes)
         sizes = _size(case.peak_bytes), anonymous, whole, ratio, _size(case.needed_bytes)
+        foreseen = _size(case.predicted_bytes), _size(case.lasting_bytes)
         carried = _size(case.message_bytes), _size(case.edge_message_bytes)
-        table.add_row(case.model, case.mode, case.role, *sizes, *carried)
+        table.add_row(case.model, case.mode, case.role, *sizes, *foreseen, *carried)
     return table
 
 

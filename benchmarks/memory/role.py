@@ -24,7 +24,7 @@ from benchmarks.memory.neighbours import (
     answering_thread,
     even_plan,
 )
-from benchmarks.resident import AnonymousPeak, peak_bytes
+from benchmarks.resident import AnonymousPeak, file_bytes, peak_bytes
 from collapipe_flwr.cluster.control_unit import train_round
 from collapipe_flwr.cluster.hosted import HostedEdge
 from collapipe_flwr.cluster.order import LearningSettings, TrainingOrder
@@ -209,7 +209,8 @@ def main() -> None:
     }
     with AnonymousPeak() as anonymous:
         roles[order.role]()
-    print(json.dumps({"resident": peak_bytes(), "anonymous": anonymous.bytes}))
+    found = {"resident": peak_bytes(), "anonymous": anonymous.bytes, "files": file_bytes()}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from collapipe_flwr.core.keys import (
     one_of,
     read_assignments,
     some_of,
-    words,
 )
 from collapipe_flwr.core.schedule import SCHEDULES
 from collapipe_flwr.models.spec import (
@@ -110,10 +109,9 @@ def profile(
     check("--length", lengths, counts())
     if len(lengths) > 1 and not boards:
         raise ConfigError(f"--length lists several only with --boards, got {length!r}")
-    names = words().read(boards.replace(",", " "))
+    names, dtypes = (tuple(text.replace(",", " ").split()) for text in (boards, frozen_dtypes))
     if names and (cluster or devices):
         raise ConfigError("give --boards, --cluster or --devices, only one of them")
-    dtypes = words().read(frozen_dtypes.replace(",", " "))
     check("--frozen-dtypes", dtypes, some_of(*FROZEN_DTYPES))
     settings = SchedulerConfig(
         micro_batch_sizes=sizes,

@@ -63,7 +63,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class BoardSetting:
     """One way to train: type of frozen weights ("" without any), and shape of a micro-batch."""
 
     frozen_dtype: str
@@ -82,7 +82,7 @@ class Setting:
 class Verdict:
     """Whether boards train the model so (``loads``: none if not), and how many would at least."""
 
-    setting: Setting
+    setting: BoardSetting
     loads: tuple[Load, ...]
     least: dict[str, int | None]  # by kind of board; None where no number does
 
@@ -143,7 +143,7 @@ def survey(
         )
         model = profile_model(splitter, shape)
         for size in sizes:
-            setting = Setting(frozen_dtype=dtype, length=length, size=size, count=count)
+            setting = BoardSetting(frozen_dtype=dtype, length=length, size=size, count=count)
             verdicts.append(judge(model, boards, setting, options))
     return Survey(model=request.model, boards=tuple(boards), verdicts=tuple(verdicts))
 
@@ -162,10 +162,10 @@ def board_room(name: str) -> int:
 
 
 def judge(
-    model: ModelProfile, boards: Sequence[str], setting: Setting, options: PricingOptions
+    model: ModelProfile, boards: Sequence[str], setting: BoardSetting, options: PricingOptions
 ) -> Verdict:
     """Predict how ``boards`` share the model, and the least number of equal ones that can."""
-    cut = _Cut(model, setting, options)
+    cut = Cut(model, setting, options)
     return Verdict(
         setting=setting,
         loads=cut.share(boards),
@@ -173,10 +173,10 @@ def judge(
     )
 
 
-class _Cut:
+class Cut:
     """One model and setting, to be shared among boards."""
 
-    def __init__(self, model: ModelProfile, setting: Setting, options: PricingOptions) -> None:
+    def __init__(self, model: ModelProfile, setting: BoardSetting, options: PricingOptions) -> None:
         self._model, self._setting, self._options = model, setting, options
         self._table: BlockTable = block_table(model)
         adapters = ADAPTER_LIBRARY_BYTES if setting.frozen_dtype else 0
@@ -188,7 +188,7 @@ class _Cut:
         found: tuple[float, tuple[Load, ...]] = (np.inf, ())
         for unit, head in _distinct_ends(boards):
             others = [name for n, name in enumerate(boards) if n not in (unit, head)]
-            ends = self._ends(boards[unit], boards[head] if head != unit else None)
+            ends = self.ends(boards[unit], boards[head] if head != unit else None)
             if any(load.bytes > load.room_bytes for load in ends):
                 continue
             if not self._pack(others, 1.0):
@@ -208,12 +208,12 @@ class _Cut:
         for number in range(2, len(self._model.blocks) + 3):
             for head in (None, board):
                 devices = [board] * (number - (1 if head is None else 2))
-                ends = self._ends(board, head)
+                ends = self.ends(board, head)
                 if all(e.bytes <= e.room_bytes for e in ends) and self._pack(devices, 1.0):
                     return number
         return None
 
-    def _ends(self, unit: str, head: str | None) -> list[Load]:
+    def ends(self, unit: str, head: str | None) -> list[Load]:
         """Load the control unit, which has the head as well if no other board has."""
         model, count = self._model, self._setting.count
         first = (model.embedding, float(least_flight(count, 2, self._options)))
@@ -235,12 +235,16 @@ class _Cut:
             if not len(starts):
                 continue
             start = int(starts[0])
-            part = f"block {start}" if stop == start + 1 else f"blocks {start}-{stop - 1}"
-            loads.insert(0, self._load(name, part, *self._blocks(start, stop, flight)))
+            loads.insert(0, self.segment(name, start, stop, flight))
             stop = start
             if not stop:
                 return tuple(loads)
         return ()
+
+    def segment(self, board: str, start: int, stop: int, flight: float) -> Load:
+        """Load a board with blocks ``start`` to ``stop - 1``."""
+        part = f"block {start}" if stop == start + 1 else f"blocks {start}-{stop - 1}"
+        return self._load(board, part, *self._blocks(start, stop, flight))
 
     def _segments(self, flight: float) -> Array:
         if flight not in self._needs:

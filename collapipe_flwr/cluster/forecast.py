@@ -130,7 +130,7 @@ def _read_shape(model: str) -> tuple[str, dict[str, object]]:
     else:
         values = read_pretrained_config(model).to_dict()
     model_type = values.get("model_type") if isinstance(values, dict) else None
-    if model_type not in CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ConfigError(
             f"MODEL: {model} names no model_type that transformers knows, but {model_type!r}; "
             "give a config.json as transformers saves it"

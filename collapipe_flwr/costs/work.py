@@ -189,12 +189,10 @@ def peak_bytes(tables: Tables, rows: Layouts, options: PricingOptions, flight_rs
     return np.concatenate([ends[0], state + stash, ends[1]], axis=1)
 
 
-def end_bytes(cost: BlockCost, size: ArrayLike, flight: ArrayLike) -> Array:
+def end_bytes(cost: BlockCost, size: Array | float, flight: Array | float) -> Array:
     """Peak bytes of embedding or decoder with ``flight`` micro-batches of ``size`` in flight."""
-    return np.asarray(
-        cost.state_bytes
-        + np.multiply(size, flight * np.float64(cost.stash_bytes) + cost.passing_bytes)
-    )
+    each = np.asarray(flight) * cost.stash_bytes + cost.passing_bytes
+    return np.asarray(cost.state_bytes + size * each)
 
 
 def kept_bytes(blocks: BlockTable, options: PricingOptions) -> tuple[Array, float]:

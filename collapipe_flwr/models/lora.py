@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -166,6 +167,8 @@ class _Product(torch.autograd.Function):
         output, start = None, 0
         for wide in _widen(layer, inputs.dtype):
             piece = inputs @ wide.T
+            if len(wide) == _shape_of(layer)[0]:
+                return piece
             if output is None:
                 output = piece.new_empty(*inputs.shape[:-1], _shape_of(layer)[0])
             output[..., start : start + len(wide)] = piece
@@ -244,7 +247,8 @@ def quantize(layers: Sequence[nn.Module], weight: Tensor, dtype: str) -> None:
 
 def _round_to_int8(weight: Tensor, along: int) -> tuple[Tensor, Tensor]:
     """Round the matrix to int8, with scales; computed in chunks for tables."""
-    rows = _chunk_rows(weight.shape[1]) if along == 1 else weight.shape[0]
+    at_once = along == 0 or isinstance(weight, FakeTensor)
+    rows = weight.shape[0] if at_once else _chunk_rows(weight.shape[1])
     # Results are allocated first: small ones between large temporaries leave holes in the heap.
     narrow = torch.empty_like(weight, dtype=torch.int8)
     scales = torch.empty_like(weight.select(along, 0).unsqueeze(along), dtype=torch.float32)
@@ -266,6 +270,8 @@ def _round_to_nf4(weight: Tensor) -> Tensor:
     round_to = torch.ops.bitsandbytes.quantize_4bit
     blocks = weight.numel() // -_NF4_BLOCK * -1
     rounded = weight.new_empty(blocks * (_NF4_BLOCK // 8 + 1), dtype=torch.float32)
+    if isinstance(weight, FakeTensor):
+        return rounded
     codes, scales = rounded[:-blocks].view(torch.uint8), rounded[-blocks:]
     start = 0
     for piece in torch.split(weight, _chunk_rows(weight.shape[1])):
@@ -282,6 +288,9 @@ def _round_to_nf4(weight: Tensor) -> Tensor:
 def _widen(layer: Any, dtype: torch.dtype) -> Iterator[Tensor]:
     """Yield the matrix (out, in) of a frozen layer in ``dtype``, in chunks of rows."""
     weight, (outputs, inputs) = layer.weight, _shape_of(layer)
+    if isinstance(weight, FakeTensor):  # a profile's: one product has the same costs
+        yield torch.empty((), dtype=dtype).expand(outputs, inputs)
+        return
     if weight.dim() == 1:  # nf4
         yield from _widen_nf4(weight, outputs, inputs, dtype)
         return

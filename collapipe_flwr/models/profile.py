@@ -118,8 +118,9 @@ def _profile(splitter: AnySplitter, shape: BatchShape, optimizer_bytes: StateByt
 
 def _choose_numbers(outputs: Any) -> Tensor:
     """Choose the loss or the logits of a head, or join all that it returns; raises ModelError."""
-    if isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
-        return outputs["loss"]
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+    if isinstance(loss, Tensor):
+        return loss
     if isinstance(outputs, Mapping) and "logits" in outputs:
         return scores_of(outputs)
     found = numbers_of(outputs)
@@ -141,25 +142,25 @@ def _measure_cost(
     trained = {k: (p.shape, p.dtype) for k, p in part.named_parameters() if p.requires_grad}
     with unset_fake_temporarily():
         kept = optimizer_bytes(trained)
-    run_ = _run_counted(run, parameters)
-    backward = 2 * run_.forward_flop
+    passes = _run_counted(run, parameters)
+    backward = 2 * passes.forward_flop
     if not all(parameter.requires_grad for parameter in parameters):
-        backward = run_.backward_flop
+        backward = passes.backward_flop
     return BlockCost(
-        forward_flop=run_.forward_flop / examples,
+        forward_flop=passes.forward_flop / examples,
         backward_flop=backward / examples,
         parameter_bytes=sum(tensor.nbytes for tensor in part.state_dict().values()),
         state_bytes=part.held_bytes()
         + _count_bytes(trained)
         + kept,  # gradients are as trained ones
-        stash_bytes=run_.stash_bytes / examples,
-        output_bytes=run_.output_size * ACTIVATION_BYTES / examples if sends else 0.0,
-        passing_bytes=max(run_.peak_bytes - run_.stash_bytes, 0) / examples,
+        stash_bytes=passes.stash_bytes / examples,
+        output_bytes=passes.output_size * ACTIVATION_BYTES / examples if sends else 0.0,
+        passing_bytes=max(passes.peak_bytes - passes.stash_bytes, 0) / examples,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
+class _Passes:
     """Both passes of a part: operations, bytes that autograd keeps, and the most at any moment."""
 
     forward_flop: float
@@ -169,7 +170,7 @@ class _Run:
     output_size: int
 
 
-def _run_counted(run: Callable[[], Tensor], parameters: Iterable[nn.Parameter]) -> _Run:
+def _run_counted(run: Callable[[], Tensor], parameters: Iterable[nn.Parameter]) -> _Passes:
     """Run forward and, where anything learns, backward."""
     weights = {parameter.untyped_storage()._cdata for parameter in parameters}
     kept: dict[int, int] = {}
@@ -188,8 +189,8 @@ def _run_counted(run: Callable[[], Tensor], parameters: Iterable[nn.Parameter]) 
         output = run()
     if output.requires_grad:
         with backward, live:
-            output.backward(torch.ones_like(output))
-    return _Run(
+            output.backward(torch.ones_like(output))  # type: ignore[no-untyped-call]
+    return _Passes(
         forward_flop=float(forward.get_total_flops()),
         backward_flop=float(backward.get_total_flops()),
         stash_bytes=sum(kept.values()),
@@ -198,11 +199,11 @@ def _run_counted(run: Callable[[], Tensor], parameters: Iterable[nn.Parameter]) 
     )
 
 
-class _LiveBytes(TorchDispatchMode):
+class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of all tensors that live at once, but for weights and their gradients."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
         self._bytes = 0
         self._known = set[int]()  # storages, by address of what torch never moves

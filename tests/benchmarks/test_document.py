@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from benchmarks.boards_table import measured_table
 from benchmarks.data_plane.report import codec_cells, markdown
 from tests.program import printed_by
 
@@ -23,6 +24,20 @@ def test_the_codec_table_is_the_file() -> None:
 def test_the_table_of_step_times_is_the_recorded_bench() -> None:
     recorded = json.loads((ROOT / "docs/results/data-plane/pipeline.json").read_text())
     assert markdown(recorded) in (ROOT / "docs/results-pipeline.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_predictions_is_the_recorded_bench() -> None:
+    """All of it is within a tenth of what was measured."""
+    cases = [
+        case
+        for file in sorted((ROOT / "docs/results/boards").glob("*.json"))
+        for case in json.loads(file.read_text())["cases"]
+    ]
+    text = (ROOT / "docs/choosing.md").read_text(encoding="utf-8")
+    assert measured_table(cases) in text
+    for case in cases:
+        seen, said = case["lasting_bytes"], case["predicted_bytes"]
+        assert seen and abs(said / seen - 1) < 0.1
 
 
 def test_the_table_of_memory_is_the_recorded_bench() -> None:

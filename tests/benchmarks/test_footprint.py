@@ -12,6 +12,7 @@ from benchmarks.memory import footprint
 from benchmarks.memory.footprint import (
     BERT_BASE,
     LLAMA_1B,
+    SMOLLM2,
     measure,
     read_modes,
     read_sizes,
@@ -59,6 +60,16 @@ def test_every_role_is_measured_in_its_own_process(tmp_path: Path) -> None:
     table = 200_000 * 64 * 4
     assert edge.needed_bytes - device.needed_bytes > 0.9 * table
     assert edge.peak_bytes - device.peak_bytes > 0.5 * table  # seen from outside as well
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["full", "lora-bfloat16"])
+def test_smollm2_peaks_as_predicted(tmp_path: Path, mode: str) -> None:
+    roles = ("control-unit", "device", "edge")
+    cases = measure([SMOLLM2], [mode], tmp_path, 2**40, lambda _: None, roles)
+    assert [case.role.partition(" ")[0] for case in cases] == [roles[0], *["device"] * 3, "edge"]
+    for case in cases:
+        assert case.predicted_bytes == pytest.approx(case.lasting_bytes, rel=0.1)
 
 
 def test_what_would_not_fit_is_left_out_and_says_so(tmp_path: Path) -> None:

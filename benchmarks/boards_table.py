@@ -1,0 +1,111 @@
+"""The tables of docs/choosing.md on boards, predicted and measured.
+
+    python benchmarks/boards_table.py docs/results/boards/*.json --into docs/choosing.md
+
+Shapes are those of `benchmarks.memory.footprint`; nothing is downloaded. Of the files only cases
+with a prediction count. Without --into the tables are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.memory.footprint import (
+    LLAMA_1B,
+    LLAMA_3B,
+    LLAMA_8B,
+    QWEN_4B,
+    SMOLLM2,
+    ModelSize,
+)
+from collapipe_flwr.cluster.boards import LEAST_KINDS, Verdict, survey
+from collapipe_flwr.cluster.forecast import ModelChoice
+from collapipe_flwr.costs.work import PricingOptions
+from collapipe_flwr.models.spec import FROZEN_DTYPES, BatchShape
+
+SIZES = (SMOLLM2, LLAMA_1B, LLAMA_3B, QWEN_4B, LLAMA_8B)
+LENGTH, SIZE, COUNT, RANK, DEVICES = 256, 1, 4, 8, 4
+_GIB, _MIB = 2**30, 2**20
+
+
+def foreseen(size: ModelSize) -> Iterator[Verdict]:
+    """What each frozen type needs, with blocks on ``DEVICES`` boards, on boards with much room."""
+    request = ModelChoice(
+        model=size.model_type,
+        overrides={**size.overrides, "vocab_size": size.vocabulary},
+        shape=BatchShape(source_length=LENGTH),
+        lora_rank=RANK,
+    )
+    boards = ["raspberry-pi-5-64gb"] * (DEVICES + 2)
+    yield from survey(
+        request, boards, FROZEN_DTYPES, [LENGTH], [SIZE], COUNT, PricingOptions()
+    ).verdicts
+
+
+def prediction_table(sizes: Iterable[ModelSize] = SIZES) -> str:
+    """One row per model and frozen type in Markdown: GiB by role, and the least boards."""
+    least = " | ".join(f"least {kind}" for kind in LEAST_KINDS)
+    lines = [
+        f"| model | frozen weights | control unit | each of {DEVICES} devices | head | {least} |",
+        "|---|---|" + "---:|" * (3 + len(LEAST_KINDS)),
+    ]
+    for size in sizes:
+        for verdict in foreseen(size):
+            by_part = {load.part.split()[0]: 0 for load in verdict.loads}
+            for load in verdict.loads:
+                part = load.part.split()[0]
+                by_part[part] = max(by_part[part], load.bytes)
+            figures = [f"{by_part[part] / _GIB:.2f}" for part in ("control", "blocks", "head")]
+            figures += [str(verdict.least[kind] or "none") for kind in LEAST_KINDS]
+            lines.append(
+                f"| {size.name} | {verdict.setting.frozen_dtype} | {' | '.join(figures)} |"
+            )
+    return "\n".join(lines)
+
+
+def measured_table(cases: Iterable[dict[str, Any]]) -> str:
+    """One row per role that was measured, of devices the largest; how far off it was foreseen."""
+    largest: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for case in cases:
+        key = (case["model"], case["mode"], case["role"].partition(" ")[0])
+        if case.get("predicted_bytes") and case["lasting_bytes"]:
+            known = largest.setdefault(key, case)
+            largest[key] = max(known, case, key=lambda each: each["lasting_bytes"])
+    lines = [
+        "| model | mode | role | measured MiB | predicted MiB | off by |",
+        "|---|---|---|---:|---:|---:|",
+    ]
+    for case in largest.values():
+        seen, said = case["lasting_bytes"], case["predicted_bytes"]
+        lines.append(
+            f"| {case['model']} | {case['mode']} | {case['role']} | {seen / _MIB:.0f} "
+            f"| {said / _MIB:.0f} | {100 * (said / seen - 1):+.0f} % |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the tables, or put them into a document."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--into", type=Path)
+    options = parser.parse_args()
+    cases = [case for file in options.files for case in json.loads(file.read_text())["cases"]]
+    tables = {"boards": prediction_table(), "boards-measured": measured_table(cases)}
+    if options.into is None:
+        print("\n\n".join(tables.values()))
+        return
+    text = options.into.read_text(encoding="utf-8")
+    for name, table in tables.items():
+        place = re.compile(rf"(<!-- table {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        text = place.sub(lambda found, table=table: f"{found[1]}{table}\n{found[2]}", text)
+    options.into.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
