@@ -23,28 +23,26 @@ from benchmarks.memory.footprint import (
     SMOLLM2,
     ModelSize,
 )
-from collapipe_flwr.cluster.boards import LEAST_KINDS, Verdict, survey
+from collapipe_flwr.cluster.boards import LEAST_KINDS, Cut, cuts
 from collapipe_flwr.cluster.forecast import ModelChoice
 from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.models.spec import FROZEN_DTYPES, BatchShape
 
 SIZES = (SMOLLM2, LLAMA_1B, LLAMA_3B, QWEN_4B, LLAMA_8B)
 LENGTH, SIZE, COUNT, RANK, DEVICES = 256, 1, 4, 8, 4
+ROOMY = "64gb"
 _GIB, _MIB = 2**30, 2**20
 
 
-def foreseen(size: ModelSize) -> Iterator[Verdict]:
-    """What each frozen type needs, with blocks on ``DEVICES`` boards, on boards with much room."""
+def foreseen(size: ModelSize) -> Iterator[Cut]:
+    """The model for each frozen type."""
     request = ModelChoice(
         model=size.model_type,
         overrides={**size.overrides, "vocab_size": size.vocabulary},
         shape=BatchShape(source_length=LENGTH),
         lora_rank=RANK,
     )
-    boards = ["raspberry-pi-5-64gb"] * (DEVICES + 2)
-    yield from survey(
-        request, boards, FROZEN_DTYPES, [LENGTH], [SIZE], COUNT, PricingOptions()
-    ).verdicts
+    yield from cuts(request, FROZEN_DTYPES, [LENGTH], [SIZE], COUNT, PricingOptions())
 
 
 def prediction_table(sizes: Iterable[ModelSize] = SIZES) -> str:
@@ -55,16 +53,12 @@ def prediction_table(sizes: Iterable[ModelSize] = SIZES) -> str:
         "|---|---|" + "---:|" * (3 + len(LEAST_KINDS)),
     ]
     for size in sizes:
-        for verdict in foreseen(size):
-            by_part = {load.part.split()[0]: 0 for load in verdict.loads}
-            for load in verdict.loads:
-                part = load.part.split()[0]
-                by_part[part] = max(by_part[part], load.bytes)
-            figures = [f"{by_part[part] / _GIB:.2f}" for part in ("control", "blocks", "head")]
-            figures += [str(verdict.least[kind] or "none") for kind in LEAST_KINDS]
-            lines.append(
-                f"| {size.name} | {verdict.setting.frozen_dtype} | {' | '.join(figures)} |"
-            )
+        for cut in foreseen(size):
+            control_unit, head = cut.ends(ROOMY, ROOMY)
+            device = max(load.bytes for load in cut.spread([ROOMY] * DEVICES))
+            figures = [f"{each / _GIB:.2f}" for each in (control_unit.bytes, device, head.bytes)]
+            figures += [str(cut.least_number(kind) or "none") for kind in LEAST_KINDS]
+            lines.append(f"| {size.name} | {cut.setting.frozen_dtype} | {' | '.join(figures)} |")
     return "\n".join(lines)
 
 

@@ -135,16 +135,7 @@ def survey(
     """Judge every frozen type (one, if all weights train), length and size of micro-batches."""
     for board in boards:
         board_room(board)
-    verdicts = []
-    for dtype, length in product(dtypes if request.lora_rank else ("",), lengths):
-        shape = replace(request.shape, source_length=length)
-        splitter = build_model(
-            replace(request, frozen_dtype=dtype or "float32", shape=shape, only_shapes=True)
-        )
-        model = profile_model(splitter, shape)
-        for size in sizes:
-            setting = BoardSetting(frozen_dtype=dtype, length=length, size=size, count=count)
-            verdicts.append(judge(model, boards, setting, options))
+    verdicts = [judge(cut, boards) for cut in cuts(request, dtypes, lengths, sizes, count, options)]
     return Survey(model=request.model, boards=tuple(boards), verdicts=tuple(verdicts))
 
 
@@ -161,13 +152,28 @@ def board_room(name: str) -> int:
     return int((gib - min(_SYSTEM_SHARE * gib, _SYSTEM_MOST_GIB)) * _GIB)
 
 
-def judge(
-    model: ModelProfile, boards: Sequence[str], setting: BoardSetting, options: PricingOptions
-) -> Verdict:
-    """Predict how ``boards`` share the model, and the least number of equal ones that can."""
-    cut = Cut(model, setting, options)
+def cuts(
+    request: ModelChoice,
+    dtypes: Sequence[str],
+    lengths: Sequence[int],
+    sizes: Sequence[int],
+    count: int,
+    options: PricingOptions,
+) -> Iterator[Cut]:
+    """Yield the model for every frozen type (one, if all weights train), length and size."""
+    for dtype, length in product(dtypes if request.lora_rank else ("",), lengths):
+        shape = replace(request.shape, source_length=length)
+        asked = replace(request, frozen_dtype=dtype or "float32", shape=shape, only_shapes=True)
+        model = profile_model(build_model(asked), shape)
+        for size in sizes:
+            setting = BoardSetting(frozen_dtype=dtype, length=length, size=size, count=count)
+            yield Cut(model, setting, options)
+
+
+def judge(cut: Cut, boards: Sequence[str]) -> Verdict:
+    """Predict how ``boards`` share a model, and the least number of equal ones that can."""
     return Verdict(
-        setting=setting,
+        setting=cut.setting,
         loads=cut.share(boards),
         least={kind: cut.least_number(kind) for kind in LEAST_KINDS},
     )
@@ -177,7 +183,7 @@ class Cut:
     """One model and setting, to be shared among boards."""
 
     def __init__(self, model: ModelProfile, setting: BoardSetting, options: PricingOptions) -> None:
-        self._model, self._setting, self._options = model, setting, options
+        self._model, self.setting, self._options = model, setting, options
         self._table: BlockTable = block_table(model)
         adapters = ADAPTER_LIBRARY_BYTES if setting.frozen_dtype else 0
         self._libraries = LIBRARY_BYTES + adapters + HEAP_BYTES
@@ -191,17 +197,23 @@ class Cut:
             ends = self.ends(boards[unit], boards[head] if head != unit else None)
             if any(load.bytes > load.room_bytes for load in ends):
                 continue
-            if not self._pack(others, 1.0):
+            if not (spread := self.spread(others)):
                 continue
-            low, high = 0.0, 1.0
-            for _ in range(_BISECTIONS):
-                middle = (low + high) / 2
-                low, high = (low, middle) if self._pack(others, middle) else (middle, high)
-            loads = (*ends, *self._pack(others, high))
+            loads = (*ends, *spread)
             fullest = max(load.bytes / load.room_bytes for load in loads)
             if fullest < found[0]:
                 found = fullest, loads
         return found[1]
+
+    def spread(self, boards: Sequence[str]) -> tuple[Load, ...]:
+        """Give all blocks to boards so that the fullest is emptiest; none if they do not fit."""
+        if not self._pack(boards, 1.0):
+            return ()
+        low, high = 0.0, 1.0
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._pack(boards, middle) else (middle, high)
+        return self._pack(boards, high)
 
     def least_number(self, board: str) -> int | None:
         """Return the least number of such boards that trains the model."""
@@ -215,7 +227,7 @@ class Cut:
 
     def ends(self, unit: str, head: str | None) -> list[Load]:
         """Load the control unit, which has the head as well if no other board has."""
-        model, count = self._model, self._setting.count
+        model, count = self._model, self.setting.count
         first = (model.embedding, float(least_flight(count, 2, self._options)))
         last = (model.decoder, float(least_flight(count, 0, self._options)))
         if head is None:
@@ -229,7 +241,7 @@ class Cut:
         """
         stop, loads = len(self._model.blocks), list[Load]()
         for name in sorted(boards, key=lambda name: -board_room(name)):
-            flight = float(least_flight(self._setting.count, len(loads) + 1, self._options))
+            flight = float(least_flight(self.setting.count, len(loads) + 1, self._options))
             needs = self._segments(flight)[:stop, stop]
             starts = np.flatnonzero(needs + self._libraries <= share * self._room(name))
             if not len(starts):
@@ -248,7 +260,7 @@ class Cut:
 
     def _segments(self, flight: float) -> Array:
         if flight not in self._needs:
-            size = self._setting.size
+            size = self.setting.size
             self._needs[flight] = segment_bytes(self._table, self._options, size, flight)
         return self._needs[flight]
 
@@ -259,7 +271,7 @@ class Cut:
             yield replace(block, passing_bytes=0.0 if index else most), flight
 
     def _load(self, board: str, part: str, *costs: tuple[BlockCost, float]) -> Load:
-        size = self._setting.size
+        size = self.setting.size
         trained = sum(_ADAMW_COPIES * cost.parameter_bytes for cost, _ in costs)
         state = sum(cost.state_bytes for cost, _ in costs)
         flight = sum(end_bytes(_only_stash(cost), size, count) for cost, count in costs)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from collapipe_flwr.cli import app
-from collapipe_flwr.cluster.boards import BoardSetting, board_room, judge, survey
+from collapipe_flwr.cluster.boards import BoardSetting, Cut, board_room, judge, survey
 from collapipe_flwr.cluster.forecast import ModelChoice
 from collapipe_flwr.core.domain import BlockCost, ModelProfile
 from collapipe_flwr.core.errors import ConfigError
@@ -67,8 +67,8 @@ models = st.builds(
 def test_one_more_board_is_never_one_too_many(
     profile: ModelProfile, boards: list[str], more: str
 ) -> None:
-    if judge(profile, boards, SETTING, PLANS).loads:
-        assert judge(profile, [*boards, more], SETTING, PLANS).loads
+    if judge(Cut(profile, SETTING, PLANS), boards).loads:
+        assert judge(Cut(profile, SETTING, PLANS), [*boards, more]).loads
 
 
 @examples(15, 200, deadline=None)
@@ -76,7 +76,7 @@ def test_one_more_board_is_never_one_too_many(
 def test_every_part_has_one_board_with_room_for_it(
     profile: ModelProfile, boards: list[str]
 ) -> None:
-    loads = judge(profile, boards, SETTING, PLANS).loads
+    loads = judge(Cut(profile, SETTING, PLANS), boards).loads
     used = [load.board for load in loads]
     assert all(used.count(name) <= boards.count(name) for name in used)
     assert all(load.bytes <= load.room_bytes for load in loads)
@@ -93,13 +93,13 @@ def test_every_part_has_one_board_with_room_for_it(
 
 def test_the_least_number_trains_the_model_and_one_less_does_not() -> None:
     profile = model(cost(600.0, 5.0), blocks=8)
-    for board, least in judge(profile, ["8gb", "8gb"], SETTING, PLANS).least.items():
-        assert least is not None and judge(profile, [board] * least, SETTING, PLANS).loads
-        assert not judge(profile, [board] * (least - 1), SETTING, PLANS).loads
+    for board, least in judge(Cut(profile, SETTING, PLANS), ["8gb", "8gb"]).least.items():
+        assert least is not None and judge(Cut(profile, SETTING, PLANS), [board] * least).loads
+        assert not judge(Cut(profile, SETTING, PLANS), [board] * (least - 1)).loads
 
 
 def test_a_block_larger_than_the_board_fits_no_number_of_them() -> None:
-    found = judge(model(cost(1500.0), blocks=2), ["2gb", "2gb"], SETTING, PLANS)
+    found = judge(Cut(model(cost(1500.0), blocks=2), SETTING, PLANS), ["2gb", "2gb"])
     assert found.least["2gb"] is None and not found.loads
 
 
@@ -209,6 +209,6 @@ def test_a_stage_peaks_as_predicted() -> None:
 def test_passing_memory_is_counted_once_per_device() -> None:
     calm, busy = model(cost(100.0, 5.0), 4), model(cost(100.0, 5.0, 50.0), 4)
     one, other = (
-        judge(m, ["8gb", "8gb"], replace(SETTING, size=2), PLANS).loads for m in (calm, busy)
+        judge(Cut(m, replace(SETTING, size=2), PLANS), ["8gb", "8gb"]).loads for m in (calm, busy)
     )
     assert other[1].bytes - one[1].bytes == 2 * 50 * MIB
