@@ -2,7 +2,7 @@
 
 One board is the control unit. The head is its part too, or that of a board of its own, and the
 others hold the blocks. Besides what plans count, a process holds its libraries, and glibc's heap
-keeps some memory between tensors; both were measured on x86-64 (`benchmarks.memory`).
+keeps memory between activations; both were measured on x86-64 (`benchmarks.memory`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from collapipe_flwr.simulation.devices import PRESETS
 
 LIBRARY_BYTES = 412 * 2**20  # of a process that trains: torch, transformers, grpc
 ADAPTER_LIBRARY_BYTES = 53 * 2**20  # peft besides
-HEAP_BYTES = 48 * 2**20  # that glibc keeps between tensors while steps run
+HEAP_BYTES = 96 * 2**20  # that glibc keeps between tensors; no more than these are
 LEAST_KINDS = ("2gb", "4gb", "8gb")  # for which the least number of boards is told
 _SIZED = re.compile(r"(?:.*-)?(\d+(?:\.\d+)?)gb")
 _SYSTEM_SHARE, _SYSTEM_MOST_GIB = 0.25, 1.5  # that the operating system keeps, as in the presets
@@ -186,7 +186,7 @@ class Cut:
         self._model, self.setting, self._options = model, setting, options
         self._table: BlockTable = block_table(model)
         adapters = ADAPTER_LIBRARY_BYTES if setting.frozen_dtype else 0
-        self._libraries = LIBRARY_BYTES + adapters + HEAP_BYTES
+        self._libraries = LIBRARY_BYTES + adapters
         self._needs: dict[float, Array] = {}
 
     def share(self, boards: Sequence[str]) -> tuple[Load, ...]:
@@ -243,7 +243,8 @@ class Cut:
         for name in sorted(boards, key=lambda name: -board_room(name)):
             flight = float(least_flight(self.setting.count, len(loads) + 1, self._options))
             needs = self._segments(flight)[:stop, stop]
-            starts = np.flatnonzero(needs + self._libraries <= share * self._room(name))
+            needs = needs + self._libraries + HEAP_BYTES
+            starts = np.flatnonzero(needs <= share * self._room(name))
             if not len(starts):
                 continue
             start = int(starts[0])
@@ -275,14 +276,15 @@ class Cut:
         trained = sum(_ADAMW_COPIES * cost.parameter_bytes for cost, _ in costs)
         state = sum(cost.state_bytes for cost, _ in costs)
         flight = sum(end_bytes(_only_stash(cost), size, count) for cost, count in costs)
+        passing = int(size * max(cost.passing_bytes for cost, _ in costs))
         return Load(
             board=board,
             part=part,
             frozen_bytes=max(state - trained, 0),
             trained_bytes=min(trained, state),
             flight_bytes=int(flight),
-            passing_bytes=int(size * max(cost.passing_bytes for cost, _ in costs)),
-            library_bytes=self._libraries,
+            passing_bytes=passing,
+            library_bytes=self._libraries + min(HEAP_BYTES, int(flight) + passing),
             room_bytes=int(self._room(board)),
         )
 

@@ -207,7 +207,7 @@ def test_a_stage_peaks_as_predicted() -> None:
 
 
 def test_passing_memory_is_counted_once_per_device() -> None:
-    calm, busy = model(cost(100.0, 5.0), 4), model(cost(100.0, 5.0, 50.0), 4)
+    calm, busy = model(cost(100.0, 30.0), 4), model(cost(100.0, 30.0, 50.0), 4)
     one, other = (
         judge(Cut(m, replace(SETTING, size=2), PLANS), ["8gb", "8gb"]).loads for m in (calm, busy)
     )
