@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 
 import torch
 from flwr.app import Context
@@ -13,11 +12,13 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Strategy
 
 from collapipe_flwr import CollaPipe
+from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.config.schema import AppConfig, flatten, parse
 from collapipe_flwr.core.errors import (
     CollaPipeError,
     DevicesMissing,
     LinkError,
+    PrivacySpent,
     RunError,
     wrap_unexpected,
 )
@@ -94,10 +95,16 @@ def _run(grid: Grid, config: AppConfig, progress: ProgressFile, printer: Progres
         recorder = _make_recorder(config, folder, evaluator, planner, members, printer, progress)
         try:
             with _add_how_to_resume(folder), wrap_unexpected():
-                _train(members, config, learner, planner, recorder, folder)
+                early = ""
+                try:
+                    _train(members, config, learner, planner, recorder, folder)
+                except PrivacySpent as spent:
+                    if recorder.weights is None:
+                        raise
+                    early = f"the run ends here, as {spent}"
                 progress.enter("saving the model")
                 _save_model(folder.directory, learner, recorder)
-                recorder.finish()
+                recorder.finish(early=early)
         except (SystemExit, KeyboardInterrupt):  # Flower's handler of a signal ends by sys.exit(0)
             recorder.stop()
             raise
@@ -133,7 +140,8 @@ def _find_clusters(
     members = ClusterGrid(grid, names, clock, patience_s=config.run.node_timeout_s)
     if config.run.runtime != "pipeline":
         return members, None
-    model = profile_model(learner.splitter, learner.shape, config.train.optimizer.state_bytes)
+    kept_bytes = learning_settings(config, "", 1).kept_bytes
+    model = profile_model(learner.splitter, learner.shape, kept_bytes)
     whole = learner.splitter.whole_batches
     planner = make_planner(
         config, model, clusters, members.clusters, whole_batches=whole, leaves_out=True
@@ -194,6 +202,11 @@ def _train(
     if drawn:
         recorder.say(drawn_sentence(config.model.pretrained, drawn))
     run_id, unsplit = folder.directory.run_id, None
+
+    def learning(server_round: int) -> LearningSettings:
+        recorder.check_budget(config.noise)
+        return learning_settings(config, run_id, server_round)
+
     inner = inner_strategy(config, learner.task, recorder.on_clusters)
     if planner is None:
         spec_json, whole = learner.splitter.spec.to_json(), Unplanned(members.clusters)
@@ -210,7 +223,7 @@ def _train(
             inner,
             model=learner.model,
             scheduler=planner,
-            learning=partial(learning_settings, config, run_id),
+            learning=learning,
             edge=config.edge,
             on_round=recorder.on_round,
             on_total_failure="raise",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
+import numpy as np
 from torch import Tensor
 
 from collapipe_flwr.cluster.evaluation import TestPart
@@ -85,6 +87,16 @@ class LocalData:
         return Stream(own, self.task.read_file, self.task.make_examples)
 
     @property
+    def count(self) -> int:
+        """The number of the cluster's examples."""
+        return len(self._examples)
+
+    def select(self, rows: Rows) -> list[Example]:
+        """Return the examples of these numbers."""
+        chosen: list[Example] = self._examples.select(rows).to_list()
+        return chosen
+
+    @property
     def examples_per_round(self) -> int:
         return self._config.train.examples_per_round or len(self._examples)
 
@@ -160,6 +172,42 @@ class LocalExamples:
 
     def probe(self, batch_size: int, micro_batch_size: int) -> Iterator[list[dict[str, Tensor]]]:
         return self.data.steps(self.fresh, self.round_index, batch_size, micro_batch_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledExamples:
+    """The `Batches` of a round whose every step draws its examples uniformly from all.
+
+    Draws are independent of one another, and nobody else can repeat them: accounts of privacy
+    assume both. No plan's batch is larger than ``largest_batch``.
+    """
+
+    data: LocalData
+    round_index: int
+    largest_batch: int
+    examples: int
+    epochs: int = 1
+    fresh_examples: int = 0
+
+    @property
+    def population(self) -> int:
+        """The number of examples that are drawn from."""
+        return self.data.count
+
+    def num_batches(self, batch_size: int) -> int:
+        return -(-self.examples // batch_size)
+
+    def steps(self, batch_size: int, micro_batch_size: int) -> Iterator[list[dict[str, Tensor]]]:
+        """Yield the micro-batches of every step, which draws no example twice."""
+        rng = np.random.default_rng(secrets.randbits(128))
+        for _ in range(self.num_batches(batch_size)):
+            rows = rng.choice(self.population, batch_size, replace=False)
+            chosen = self.data.select(rows.tolist())
+            yield from self.data.steps(chosen, self.round_index, batch_size, micro_batch_size)
+
+    def probe(self, batch_size: int, micro_batch_size: int) -> Iterator[list[dict[str, Tensor]]]:
+        del batch_size, micro_batch_size
+        return iter(())
 
 
 @lru_cache(maxsize=16)

@@ -15,7 +15,13 @@ from collapipe_flwr.core.links import CODECS, Heartbeat, LinkConfig
 from collapipe_flwr.core.measurements import StageMeasurement, TransferStats
 from collapipe_flwr.core.schedule import ALONE, SCHEDULES, ReplicaIndex, turns
 from collapipe_flwr.pipeline.compute import CPU, hold
-from collapipe_flwr.pipeline.config import LONGEST_WAIT_S, Execution, StageConfig
+from collapipe_flwr.pipeline.config import (
+    LONGEST_WAIT_S,
+    ExamplePrivacy,
+    Execution,
+    NoiseConfig,
+    StageConfig,
+)
 from collapipe_flwr.pipeline.offload import LazyMapping
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.state import OptimizerState, PartState, load_optimizer_state
@@ -42,7 +48,18 @@ class LearningSettings:
     keep_optimizer: bool = False  # its state continues in the next round
     labels_at_home: bool = False  # the control unit is the edge, and no link carries labels
     trusted_blocks: int = 0  # the first so many are on trusted devices alone
+    privacy: NoiseConfig = field(default_factory=NoiseConfig)  # of examples, towards the server
     updates: str = "fp32"  # the codec in which a cluster replies how its model changed
+
+    def kept_bytes(self, parameters: Mapping[str, tuple[torch.Size, torch.dtype]]) -> int:
+        """Count the bytes of state of such parameters, besides themselves and their gradients.
+
+        Private training holds a second gradient, the sum over the examples so far.
+        """
+        kept = self.optimizer.state_bytes(parameters)
+        if self.privacy.active:
+            kept += sum(shape.numel() * dtype.itemsize for shape, dtype in parameters.values())
+        return kept
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -76,6 +93,7 @@ class TrainingOrder:
     compute: torch.device = CPU  # of all parts in this process
     server_round: int = 0  # for the logs of devices
     attempt: int = 0  # the order's number, by which the edge tells its progress
+    privacy: ExamplePrivacy | None = None  # of every example's gradient
 
     @property
     def hops(self) -> tuple[LinkConfig, ...]:
@@ -113,6 +131,7 @@ class TrainingOrder:
             deadline_s=learning.deadline_s,
             idle_s=self.idle_s,
             execution=learning.execution.without_recompute,
+            privacy=self.privacy,
         )
 
     def settings(self, stage: int, turn: ReplicaIndex = ALONE) -> StageConfig:
@@ -128,6 +147,7 @@ class TrainingOrder:
             seed=self.dropout_seed,
             execution=learning.execution if stage else learning.execution.without_recompute,
             turn=turn,
+            privacy=self.privacy,
         )
 
 

@@ -39,7 +39,7 @@ from collapipe_flwr.core.keys import (
 from collapipe_flwr.core.links import CODECS, Heartbeat, TlsFiles
 from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.models.spec import LoraConfig, ModelConfig
-from collapipe_flwr.pipeline.config import Execution
+from collapipe_flwr.pipeline.config import Execution, NoiseConfig
 from collapipe_flwr.pipeline.optimizer_settings import OptimizerConfig
 from collapipe_flwr.scheduler.protocol import NOISE_SCALE, SchedulerConfig
 
@@ -234,6 +234,7 @@ class AppConfig:
     links: LinksConfig = inline(LinksConfig(), table="links")
     edge: EdgeConfig = inline(EdgeConfig(), table="edge")
     privacy: PrivacyConfig = inline(PrivacyConfig(), table="privacy")
+    noise: NoiseConfig = inline(NoiseConfig(), table="privacy")
     evaluation: EvaluationConfig = inline(EvaluationConfig(), table="evaluation")
     reporting: ReportingConfig = inline(ReportingConfig(), table="reporting")
 
@@ -248,11 +249,42 @@ class AppConfig:
                 f"links.updates={self.links.updates} has no effect with runtime=whole, whose "
                 "clusters reply exactly: leave it out, or set runtime=pipeline"
             )
+        if self.noise.active:
+            self._check_noise()
         if not (self.data.tokenizer or self.model.pretrained):
             raise ConfigError(
                 "data.tokenizer is empty, which means that of model.pretrained, but that is empty, "
                 'too: write "train", a name or a directory'
             )
+
+    def _check_noise(self) -> None:
+        """Raise ConfigError for what would undo, or cannot be part of, private training."""
+        wanted = {  # key: what it is, what it must be, and why
+            "runtime": (self.run.runtime, "pipeline", "clusters clip what a stage computes"),
+            "strategy": (
+                "fedavg" if self.run.strategy == "qfedavg" else self.run.strategy,
+                self.run.strategy,
+                "losses of training stay on the clusters",
+            ),
+            "data.stream": (self.data.stream, "", "every step draws from a fixed set of examples"),
+            "privacy.labels": (
+                self.privacy.labels,
+                "home",
+                "an edge elsewhere sees gradients before their noise",
+            ),
+            "train.clip-norm": (self.train.execution.clip_norm, 0.0, "gradients are clipped twice"),
+        }
+        for name, (value, must, why) in wanted.items():
+            if value != must:
+                raise ConfigError(
+                    f"{name} is {value!r}, which privacy.clip-norm does not allow ({why}): set "
+                    f'{name}="{must}"'
+                )
+
+    @property
+    def largest_batch(self) -> int:
+        """The examples of the largest step that a plan may choose."""
+        return max(size * count for size, count in self.scheduling.batches)
 
     @property
     def seeded_data(self) -> DataConfig:
@@ -279,8 +311,9 @@ class AppConfig:
     @property
     def scheduling(self) -> SchedulerConfig:
         """What the planner may choose, with what it has to know of training and links."""
+        settings = self.scheduler.settings
         return replace(
-            self.scheduler.settings,
+            settings.by_example if self.noise.active else settings,
             learning_rate=self.train.optimizer.learning_rate,
             recompute=self.train.execution.recompute,
             codecs=self.links.allowed,

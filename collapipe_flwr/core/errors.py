@@ -141,6 +141,10 @@ class RunError(CollaPipeError):
     """A federated run that cannot go on."""
 
 
+class PrivacySpent(RunError):
+    """A run or a cluster that may spend no more of its examples' privacy."""
+
+
 @contextmanager
 def wrong_input() -> Iterator[None]:
     """End a command with exit code 2, as for a wrong option, if the body raises an error."""

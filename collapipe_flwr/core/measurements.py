@@ -150,6 +150,8 @@ class ClusterMeasurement:
     )  # what each did wrong
     lost: Annotated[tuple[bounds.Name, ...], _FEW] = ()  # devices that died, back or not
     profile: ClusterProfile | None = None  # of machines, at the end: devices join and are removed
+    epsilon: bounds.MaybeHuge | None = None  # that the cluster's examples have spent in the run
+    next_epsilon: bounds.MaybeHuge | None = None  # after another round, of the largest batches
 
     @property
     def cluster_ids(self) -> set[str]:

@@ -83,6 +83,12 @@ class AnySplitter(ABC):
         return self._layout.constants | self._layout.frozen
 
     @property
+    def trained_groups(self) -> int:
+        """The number of blocks that train, with embedding and edge where those do."""
+        owners = self._layout.owners.items()
+        return len({owner for key, owner in owners if key not in self.constant_keys})
+
+    @property
     def ties(self) -> Mapping[str, tuple[str, ...]]:
         """Tables of the edge that the embedding reads row by row: key to its paths there."""
         return self._layout.ties

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.layout import Holdings
+from collapipe_flwr.models.layout import Holdings, Owner
 from collapipe_flwr.models.lora import can_quantize, quantize
 from collapipe_flwr.models.skeleton import leave_holes, place_tensor, read_tensor
 from collapipe_flwr.models.tasks import Batch, Objective, best_class, scores_of
@@ -93,6 +93,10 @@ class Part(nn.Module):
             for key, parameter in self.named_parameters()
             if key in self._layout.shared_keys and parameter.requires_grad
         }
+
+    def owner_of(self, key: str) -> Owner:
+        """Return what a parameter belongs to, however the model is cut."""
+        return self._layout.owners[key]
 
     def _adopt(self, key: str, paths: tuple[str, ...], weights: Weights) -> None:
         blueprint = read_tensor(self.model, paths[0])

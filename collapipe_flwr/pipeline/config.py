@@ -13,7 +13,7 @@ from typing import Annotated
 
 from collapipe_flwr.core import bounds
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.keys import at_least, check_keys, key, one_of
+from collapipe_flwr.core.keys import at_least, between, check_keys, key, one_of
 from collapipe_flwr.core.links import Heartbeat, LinkConfig
 from collapipe_flwr.core.schedule import ALONE, ReplicaIndex
 from collapipe_flwr.pipeline.optimizer_settings import OptimizerConfig
@@ -58,6 +58,53 @@ class Execution:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseConfig:
+    """Example-level differential privacy of what a cluster returns (`private_gradients`).
+
+    Every example's gradient is clipped to the norm ``clip_norm``, and noise of ``noise_multiplier``
+    times that is added to a step's sum; 0 for both: none of it. A cluster takes no step that would
+    lead its account beyond ``max_epsilon`` (0: no end) at ``delta``.
+    """
+
+    clip_norm: float = key(0.0, at_least(0))
+    noise_multiplier: float = key(0.0, at_least(0))
+    delta: float = key(1e-5, between(1e-15, 0.5))
+    max_epsilon: float = key(0.0, at_least(0))
+
+    def __post_init__(self) -> None:
+        check_keys(self, "privacy.")
+        if bool(self.clip_norm) is not bool(self.noise_multiplier):
+            raise ConfigError(
+                f"privacy.clip-norm is {self.clip_norm:g} and privacy.noise-multiplier "
+                f"{self.noise_multiplier:g}, but one protects nothing without the other: set both, "
+                "or neither"
+            )
+        if self.max_epsilon and not self.clip_norm:
+            raise ConfigError(
+                f"privacy.max-epsilon={self.max_epsilon:g} has no effect without "
+                "privacy.clip-norm and privacy.noise-multiplier: set them, too"
+            )
+
+    @property
+    def active(self) -> bool:
+        """Whether gradients are clipped and noised."""
+        return self.clip_norm > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExamplePrivacy:
+    """What stages do to the gradient of every example, whose micro-batch it is alone.
+
+    Each group of parameters is clipped to ``group_norm``; ``deviation`` is that of the noise of a
+    sum over examples, which is drawn from the ``secret`` of the order (hexadecimal).
+    """
+
+    group_norm: float
+    deviation: float
+    secret: Annotated[str, bounds.most_entries(_LONGEST_KEY)] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageConfig:
     """Options of one stage.
 
@@ -75,6 +122,7 @@ class StageConfig:
     seed: int | None = None
     execution: Execution = field(default_factory=Execution)
     turn: ReplicaIndex = ALONE
+    privacy: ExamplePrivacy | None = None  # of training; None: gradients are as they are
 
     def __post_init__(self) -> None:
         if self.seed is not None and not 0 <= self.seed < MOST_SEED:

@@ -131,7 +131,9 @@ class FirstStage(_Leader):
             self._send(self.downstream, Frame(kind=FrameKind.END, step=self.next_step))
 
     def _drive(self, batch: Sequence[MicroBatch], *, train: bool, predict: str = "") -> StepResult:
-        weight = float(sum(m.weight for m in batch))
+        private = train and self.settings.privacy is not None
+        # Of a private step nothing depends on how many labels its examples have.
+        weight = float(len(batch) if private else sum(m.weight for m in batch))
         if not (batch and weight >= 0):
             raise ScheduleError(f"a batch of {len(batch)} micro-batches weighs {weight}")
         if not (weight or predict):
@@ -187,13 +189,15 @@ class FirstStage(_Leader):
         if self._targets is not None:
             held = {name: sent.pop(name) for name in taken.targets}
             self._targets.put(step.index, micro_batch, held)
-        # Means weigh n_i / N, so that their sum is the mean over the whole batch.
+        # Means weigh n_i / N, so that their sum is the mean over the whole batch. Private
+        # examples weigh the same, however many labels they have.
+        share = 1.0 if step.train and self.settings.privacy is not None else weight
         return Frame(
             kind=FrameKind.ACTIVATION,
             step=step.index,
             micro_batch=micro_batch,
             tensors=sent,
-            scalars={"weight": weight, "scale": weight / (step.weight or 1.0), LEARNS: 0.0},
+            scalars={"weight": weight, "scale": share / (step.weight or 1.0), LEARNS: 0.0},
         )
 
     def _compute(self, frame: Frame, hidden: Tensor | None) -> Tensor:

@@ -47,6 +47,7 @@ from collapipe_flwr.pipeline.link import (
 )
 from collapipe_flwr.pipeline.meter import MemoryMeter, Recorder, square_norm
 from collapipe_flwr.pipeline.optimizer import Optimizer
+from collapipe_flwr.pipeline.private_gradients import PrivateGradients
 from collapipe_flwr.pipeline.randomness import SeededRandomness
 from collapipe_flwr.pipeline.soundness import (
     blame,
@@ -104,6 +105,9 @@ class Stage(ABC):
         self._micro_batches = 0  # in training
         self._weights = tuple(part.parameters())
         self._learns = borrows(part) or any(weight.requires_grad for weight in self._weights)
+        self._private = None
+        if settings.privacy is not None:
+            self._private = PrivateGradients(part, optimizer.by_name, settings.privacy)
         self._note_fixed()
 
     # -- the three places differ in these ---------------------------------------------------
@@ -144,6 +148,8 @@ class Stage(ABC):
             self.part.train(step.train)
             self._mode = step.train
         self._stash.clear()
+        if self._private is not None:
+            self._private.forget()
         self._randomness = self._choose_randomness(step)
         if step.train and self.siblings:
             self.siblings.check(self.part)
@@ -281,6 +287,9 @@ class Stage(ABC):
         self._micro_batches += 1
         if micro_batch == 0:
             self._note_fixed()
+        if self._private is not None:  # no number of a single example is told
+            self._private.add_example(flight.frame.scalars["scale"])
+        elif micro_batch == 0:
             # The gradient that it would have alone: the accumulated one carries the factor n_i / N.
             # Both norms give the gradient noise (docs/theory.md, 4.4).
             scalars = flight.frame.scalars
@@ -343,9 +352,13 @@ class Stage(ABC):
             self._check_gradients(step)
         if step.rows:
             self._return_rows(step)
+        if self._private is not None:
+            self._private.put_sums()
         if self.siblings is not None:
             self.siblings.check(self.part)
             self.siblings.all_reduce(self.optimizer.by_name, step.index, self._send, self._get)
+        if self._private is not None:
+            self._private.add_noise(step.index, 1.0 / step.weight)
         with self.recorder.span("optimizer", step.index):
             norm = 0.0 if self.settings.turn.replica else square_norm(self._gradients())
             # That of shared parameters is added in `gradient_sums.add_shared`.

@@ -63,6 +63,7 @@ class RoundEvent:
     lost: tuple[str, ...] = ()  # clusters that were away or whose round came to nothing
     fresh_examples: int = 0  # new ones of data.stream
     prequential_loss: float | None = None  # on them, before training on them
+    epsilon: Mapping[str, float] = field(default_factory=dict)  # spent so far, by cluster
 
     @property
     def failures(self) -> tuple[Incident, ...]:

@@ -203,6 +203,12 @@ class SchedulerConfig(PricingOptions):
         sizes = tuple(sorted({size * count for size, count in self.batches}))
         return replace(self, micro_batch_sizes=sizes, micro_batches=(1,))
 
+    @property
+    def by_example(self) -> SchedulerConfig:
+        """The same with batches as large, whose micro-batches hold one example each."""
+        counts = tuple(sorted({size * count for size, count in self.batches}))
+        return replace(self, micro_batch_sizes=(1,), micro_batches=counts)
+
     def aimed(self, rounds: int) -> float:
         """Return the share of its budget that a device gets for the ``rounds``-th round, from 1."""
         repaid = self.energy_advance / REPAID if rounds <= REPAID else 0.0

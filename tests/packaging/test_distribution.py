@@ -112,7 +112,7 @@ def test_all_is_every_extra_of_a_user_and_the_others_build_on_it() -> None:
         "serve",
     }
     sinks = {"tensorboard", "wandb", "mlflow", "prometheus"}  # each for those who have the tool
-    assert set(extras) == users | sinks | {"nf4", "all", "bench", "test", "dev", "docs"}
+    assert set(extras) == users | sinks | {"nf4", "privacy", "all", "bench", "test", "dev", "docs"}
     (everything,) = extras["all"]
     assert set(everything.partition("[")[2].rstrip("]").split(",")) == users
     chain = [("bench", "all"), ("test", "bench"), ("dev", "test")]

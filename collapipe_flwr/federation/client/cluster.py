@@ -29,6 +29,8 @@ from torch import Tensor
 
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig
 from collapipe_flwr.cluster.loader import Batches, LoaderBatches, join, stack
+from collapipe_flwr.cluster.local_data import SampledExamples
+from collapipe_flwr.cluster.privacy import draw_privacy
 from collapipe_flwr.cluster.profile import describe_cluster
 from collapipe_flwr.config.schema import EdgeConfig, TrainConfig, WorldConfig
 from collapipe_flwr.core.domain import ClusterProfile
@@ -38,10 +40,11 @@ from collapipe_flwr.core.keys import AUTO
 from collapipe_flwr.federation import records
 from collapipe_flwr.federation.arrays import decode_tensors, offload_tensors, take_record
 from collapipe_flwr.federation.bundles import accept_bundles, array_records
-from collapipe_flwr.federation.client.node_state import UPDATE_ERRORS
+from collapipe_flwr.federation.client.node_state import UPDATE_ERRORS, NodeState
 from collapipe_flwr.federation.client.pipeline_round import ClusterRound, build_telemetry
 from collapipe_flwr.federation.client.site import Site
 from collapipe_flwr.federation.messages import NO_SECURE_AGGREGATION, only_arrays
+from collapipe_flwr.federation.privacy_account import Charge, Spent, charge
 from collapipe_flwr.federation.updates import EXACT, encode_update, is_coded
 from collapipe_flwr.host.allocator import configured_malloc, trim_heap
 from collapipe_flwr.models.tasks import LABEL_NAMES
@@ -172,17 +175,48 @@ class Cluster:
             state = None
             if asked.task.learning.keep_optimizer:
                 state = asked.site.state(message, context)
+            privacy = asked.task.learning.privacy
+            spent = Spent(None, None)
+            if privacy.active:
+                spent = self._charge(asked, asked.site.state(message, context), batches)
             result, absent = asked.run(weights, batches, state)
-            loss = sum(result.losses) / max(len(result.losses), 1)
-            metrics = MetricRecord({"train_loss": loss, records.EXAMPLES: batches.examples})
+            metrics = MetricRecord({records.EXAMPLES: batches.examples})
+            if privacy.active:  # losses of training get no noise
+                result = replace(result, losses=())
+            else:
+                loss = sum(result.losses) / max(len(result.losses), 1)
+                metrics["train_loss"] = loss
             trained = asked.complete(weights, result.weights)
             content = RecordDict({name: take_record(trained), records.METRICS: metrics})
             measured = build_telemetry(
                 result, batches, absent, wall_s=time.perf_counter() - start_s
             )
-            measured = replace(measured, profile=self._try_profile(context))
+            measured = replace(measured, profile=self._try_profile(context), **spent._asdict())
             content = records.write_telemetry(content, measured)
         return Message(content, reply_to=message)
+
+    def _charge(self, asked: ClusterRound, state: NodeState, batches: Batches) -> Spent:
+        """Charge a private order; raises ConfigError for what is no such order, and PrivacySpent.
+
+        Nothing is charged for an order that would be refused.
+        """
+        if not isinstance(batches, SampledExamples):
+            raise ConfigError(
+                "privacy.clip-norm needs batches whose examples every step draws anew, which the "
+                "ServerApp of this project has clusters do: leave it out with a loader of your own"
+            )
+        draw_privacy(asked.splitter, asked.task.learning, asked.plan)
+        noise = asked.task.learning.privacy
+        due, largest = (
+            Charge(
+                examples=batches.population,
+                batch=size,
+                noise_multiplier=noise.noise_multiplier,
+                steps=batches.num_batches(size),
+            )
+            for size in (asked.sizes[0], batches.largest_batch)
+        )
+        return charge(state, noise, due, largest)
 
     def _code_reply(
         self, message: Message, context: Context, call_next: ClientAppCallable

@@ -29,6 +29,7 @@ from collapipe_flwr.cluster.local_data import (
     DataPlace,
     LocalData,
     LocalExamples,
+    SampledExamples,
     local_data,
     own_data,
 )
@@ -108,11 +109,18 @@ class Node:
         """Return the state that the node brings into the round of ``message``."""
         return self.site.state(message, self.context)
 
-    def examples(self, message: Message) -> LocalExamples:
+    def examples(self, message: Message) -> LocalExamples | SampledExamples:
         """Choose the examples of a round, from the node's partition or from its stream."""
         data, state = self._data(message), self.state(message)
         if self.config.data.stream:
             return _from_stream(self.config, data, state)
+        if self.config.noise.active:
+            return SampledExamples(
+                data=data,
+                round_index=state.server_round,
+                largest_batch=self.config.largest_batch,
+                examples=data.examples_per_round,
+            )
         chosen = data.chosen(state.progress.rounds)
         return LocalExamples(data=data, round_index=state.server_round, chosen=chosen)
 

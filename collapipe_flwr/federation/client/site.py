@@ -104,7 +104,7 @@ class Site:
                 trusted_blocks=learning.trusted_blocks,
                 updates=learning.updates,
             ),
-            model=lambda: profile_model(splitter, task.shape, learning.optimizer.state_bytes),
+            model=lambda: profile_model(splitter, task.shape, learning.kept_bytes),
         )
         if self.cluster is None:
             yield ThreadFleet(self._edge_for_threads(task)), recovery

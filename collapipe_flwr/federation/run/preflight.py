@@ -19,7 +19,13 @@ from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
 from collapipe_flwr.config.parsing import declared_config, read_toml, refuse_unknown
 from collapipe_flwr.config.schema import AppConfig, known_keys, parse
 from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
-from collapipe_flwr.core.errors import CheckpointMissing, ConfigError, prefix_errors, require
+from collapipe_flwr.core.errors import (
+    CheckpointMissing,
+    ConfigError,
+    DataError,
+    prefix_errors,
+    require,
+)
 from collapipe_flwr.core.hub import expand_home, explain_absent_model
 from collapipe_flwr.core.links import TlsFiles, host_and_port
 from collapipe_flwr.federation.run.first_look import check_paths
@@ -94,8 +100,9 @@ def check_names(config: AppConfig, clusters: Sequence[ClusterConfig]) -> None:
 def _loaded(config: AppConfig, run_dir: Path | None, clusters: Sequence[ClusterConfig]) -> str:
     """Run the checks that need the data and the model, and describe what they found."""
     from collapipe_flwr.cluster.local_data import DataPlace
+    from collapipe_flwr.cluster.privacy import check_private
     from collapipe_flwr.federation.run.learner import make_learner
-    from collapipe_flwr.federation.run.run_strategy import make_planner
+    from collapipe_flwr.federation.run.run_strategy import learning_settings, make_planner
     from collapipe_flwr.models.checkpoint import check_stored
     from collapipe_flwr.models.profile import profile_model
     from collapipe_flwr.pipeline.compute import resolve
@@ -108,7 +115,10 @@ def _loaded(config: AppConfig, run_dir: Path | None, clusters: Sequence[ClusterC
     check_stored(config.model.pretrained)
     learner = make_learner(config)
     check_examples(config, learner)
-    model = profile_model(learner.splitter, learner.shape, config.train.optimizer.state_bytes)
+    learning = learning_settings(config, "", 1)
+    if config.noise.active:
+        check_private(learner.splitter, learning)
+    model = profile_model(learner.splitter, learner.shape, learning.kept_bytes)
     check_disk(config, run_dir, model)
     profiles = tuple(
         _described(config, place.index, clusters, _examples(config, learner, place))
@@ -126,7 +136,8 @@ def _loaded(config: AppConfig, run_dir: Path | None, clusters: Sequence[ClusterC
     where = f"{format_count(len(profiles), 'cluster')} of {devices} devices in all"
     assumed = (line for cluster in clusters for line in unknown_edges(cluster))
     summary = f"{found}, {sizes}, {where}"
-    return "\n".join((summary, *task.skipped.values(), *task.warnings, *assumed))
+    costs = privacy_costs(config, learner, places) if config.noise.active else ()
+    return "\n".join((summary, *task.skipped.values(), *task.warnings, *assumed, *costs))
 
 
 def check_launch(launch: Launch) -> str:
@@ -158,6 +169,8 @@ def check_extras(config: AppConfig, *, simulated: bool) -> None:
         require("PIL", "data")
     if config.lora.rank:
         require("peft", "lora")
+    if config.noise.active:
+        require("dp_accounting", "privacy")
     check_sinks(config.reporting.sinks)
 
 
@@ -305,6 +318,36 @@ def check_examples(config: AppConfig, learner: Learner) -> None:
         for index in range(config.run.clusters):
             folder = expand_home(config.data.stream) / str(index)
             Stream(folder, task.read_file, task.make_examples)
+
+
+def privacy_costs(
+    config: AppConfig, learner: Learner, places: Sequence[DataPlace]
+) -> tuple[str, ...]:
+    """Say what the run costs in privacy; raises PrivacySpent if it allows no round.
+
+    Clusters whose data only they have say so themselves, round by round.
+    """
+    from collapipe_flwr.federation.privacy_account import Charge, check_budget, count_epsilon
+
+    task, batch = learner.task, config.largest_batch
+    sizes = [len(task.make_examples(task.partition(*place.share))) for place in places]
+    fewest = min(sizes)
+    if batch > fewest:
+        raise DataError(
+            f"a cluster has {fewest} examples, but a step may draw {batch}: lower "
+            "scheduler.micro-batch-sizes or scheduler.micro-batches"
+        )
+    noise, rounds = config.noise, config.run.num_server_rounds
+    steps = -(-(config.train.examples_per_round or fewest) // batch)
+    once = Charge(
+        examples=fewest, batch=batch, noise_multiplier=noise.noise_multiplier, steps=steps
+    )
+    check_budget(noise, count_epsilon((once,), noise.delta), "a cluster")
+    epsilon = count_epsilon((once,) * rounds, noise.delta)
+    return (
+        f"{rounds} rounds spend at most epsilon {epsilon:.4g} at delta {noise.delta:g} of the "
+        f"examples of the smallest cluster, which has {fewest}",
+    )
 
 
 def _share_text(config: AppConfig, learner: Learner) -> str:

@@ -17,8 +17,10 @@ from collapipe_flwr.config.schema import AppConfig, flatten, parse
 from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.federation.arrays import decode_tensors
 from collapipe_flwr.federation.checkpoint import Checkpoints
+from collapipe_flwr.federation.privacy_account import check_budget
 from collapipe_flwr.federation.rounds import RoundRecord
 from collapipe_flwr.federation.run.sinks import Sinks, round_event
+from collapipe_flwr.pipeline.config import NoiseConfig
 from collapipe_flwr.pipeline.meter import write_trace
 from collapipe_flwr.reporting.console import ProgressPrinter
 from collapipe_flwr.reporting.events import RoundEvent, RunStory
@@ -80,6 +82,7 @@ class RunRecorder:
         self._every = every
         self._pending = past.pending  # the round that is not evaluated yet
         self._clusters: Mapping[str, float] = {}
+        self._next_epsilon: dict[str, float] = {}  # by cluster
         self._started_s = self._round_started_s = time.monotonic() - past.wall_s
         if past.pending is not None:
             self._round_started_s = time.monotonic() - past.pending.wall_s
@@ -100,9 +103,19 @@ class RunRecorder:
         lost, expected_s = self._names({*record.failures}), self.story.expected_wall_s(event)
         self._pending = replace(event, links=links, lost=lost, predicted_wall_s=expected_s)
         self._directory.write_pending(self._pending.as_json())
+        self._next_epsilon |= {
+            name: measured.next_epsilon
+            for name, measured in record.telemetry.items()
+            if measured.next_epsilon is not None
+        }
         timelines = {name: measured.timeline for name, measured in record.telemetry.items()}
         if any(timelines.values()):
             write_trace(self._directory.timeline_path(record.server_round), timelines)
+
+    def check_budget(self, noise: NoiseConfig) -> None:
+        """Raise PrivacySpent if a cluster's budget may not allow another round."""
+        for cluster, epsilon in self._next_epsilon.items():
+            check_budget(noise, epsilon, f"cluster {cluster}")
 
     def on_clusters(self, metrics: Mapping[str, float]) -> None:
         """Keep the metrics that the clusters computed on their shares of the test set."""
@@ -157,10 +170,15 @@ class RunRecorder:
         self._report(hasty=True)
         self._sinks.close(status, within_s=_FAILED_S)
 
-    def finish(self) -> None:
-        """Write the final summary and report; raises RunError if rounds are missing."""
+    def finish(self, *, early: str = "") -> None:
+        """Write the final summary and report; raises RunError if rounds are missing.
+
+        ``early`` says why a run ends before its last round, as it should.
+        """
+        if early:
+            self.say(early)
         done, asked = len(self.story.events), self.story.rounds_asked
-        if asked is not None and done < asked:
+        if asked is not None and done < asked and not early:
             raise RunError(f"only {done} of {asked} rounds were done")
         if never := self.story.never_trained:
             log.warning("every round went on without %s: never trained", ", ".join(never))

@@ -52,6 +52,7 @@ def learning_settings(config: AppConfig, run_id: str, server_round: int) -> Lear
         keep_optimizer=config.train.optimizer_state == "keep",
         labels_at_home=config.privacy.labels_at_home,
         trusted_blocks=config.privacy.trusted_blocks,
+        privacy=config.noise,
         updates=config.links.updates,
     )
 
@@ -79,6 +80,12 @@ def make_planner(
             "whole",
             config.model.type,
             " or ".join(map(str, settings.micro_batch_sizes)),
+        )
+    elif config.noise.active:
+        log.warning(
+            "micro-batches hold one example each, in steps of %s: privacy.clip-norm clips every "
+            "example's gradient",
+            " or ".join(map(str, settings.micro_batches)),
         )
     planning = Planning(
         policy=config.scheduler.policy,
@@ -126,6 +133,8 @@ def inner_strategy(config: AppConfig, task: Task, on_evaluation: TellScores) -> 
 def _mean_loss(replies: list[RecordDict], weighted_by: str) -> MetricRecord:
     """Flower's average of the training loss."""
     found = [_metrics(reply) for reply in replies]
+    if not all("train_loss" in metrics for metrics in found):
+        return MetricRecord()  # private training tells no losses
     return MetricRecord({"loss": _weighted_mean(found, "train_loss", weighted_by)})
 
 

@@ -57,6 +57,11 @@ def round_event(record: RoundRecord, wall_s: float) -> RoundEvent:
         prequential_loss=record.prequential_loss,
         wall_s=wall_s,
         incidents=record.incidents,
+        epsilon={
+            name: measured.epsilon
+            for name, measured in record.telemetry.items()
+            if measured.epsilon is not None
+        },
     )
 
 
