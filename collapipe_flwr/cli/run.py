@@ -121,11 +121,13 @@ def check_config(
         if not launch:
             typer.echo("checking run-config, data, model and plan", err=True)
         os.chdir(found.app)  # as the run does: paths in the run-config are relative to the app
-        look({**declared_config(found.app), **found.settings})
+        values = {**declared_config(found.app), **found.settings}
+        look(values)
         from collapipe_flwr.federation.run.preflight import check_launch
         from collapipe_flwr.host.daemon import hide_unused_libraries
 
-        hide_unused_libraries()  # a tenth of the rest; a check computes no metric
+        if not values.get("privacy.clip-norm"):  # whose account needs them
+            hide_unused_libraries()  # a tenth of the rest; a check computes no metric
         typer.echo(check_launch(found))
 
 

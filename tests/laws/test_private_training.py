@@ -49,7 +49,7 @@ CUTS = [
 ]
 TORCH: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda weights: torch.optim.SGD(weights, lr=1.0),
-    "adamw": lambda weights: torch.optim.AdamW(weights, lr=1e-3, weight_decay=ADAMW.weight_decay),
+    "adamw": lambda weights: torch.optim.AdamW(weights, lr=1e-3),
 }
 
 
@@ -92,8 +92,7 @@ def train_reference(
         for name, parameter in trained.items():
             parameter.grad = total[name] / len(step)
         optimizer.step()
-    state = model.state_dict()
-    return {key: state.get(key, state.get(f"base_model.model.{key}")) for key in weights}
+    return splitter.trained_weights(model)
 
 
 @cache

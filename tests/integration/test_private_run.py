@@ -1,0 +1,66 @@
+"""Runs whose clusters train privately: accounts are kept, and the run ends in time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collapipe_flwr.core.keys import Value
+from collapipe_flwr.federation.privacy_account import Charge, count_epsilon, read_charges
+from tests.integration.conftest import RunApp, events_of
+
+pytest.importorskip("dp_accounting")
+
+DELTA = 1e-3
+PRIVATE: dict[str, Value] = {
+    "privacy.labels": "home",
+    "privacy.clip-norm": 1.0,
+    "privacy.noise-multiplier": 4.0,
+    "privacy.delta": DELTA,
+    "train.examples-per-round": 12,
+    "scheduler.micro-batch-sizes": "3",
+    "data.partition": "iid",
+    "num-server-rounds": 4,
+    "evaluation.every": 4,
+}
+
+
+def spent(batches: list[int], examples: int) -> float:
+    """The epsilon of rounds with these batches."""
+    charges = [
+        Charge(examples=examples, batch=size, noise_multiplier=4.0, steps=-(-12 // size))
+        for size in batches
+    ]
+    return count_epsilon(charges, DELTA)
+
+
+def batches_of(event: dict[str, Any], cluster: int) -> int:
+    plan = event["plan"]["clusters"][cluster]
+    assert plan["micro_batch_size"] == 1
+    count: int = plan["micro_batches"]
+    return count
+
+
+@pytest.mark.slow
+def test_a_run_ends_before_a_round_that_its_budget_does_not_allow(
+    run_app: RunApp, tmp_path: Path
+) -> None:
+    budget = spent([9, 9], 60) * 1.01
+    state = tmp_path / "state"
+    folder = run_app({**PRIVATE, "privacy.max-epsilon": budget, "train.state-dir": str(state)})
+    summary, events = json.loads((folder / "summary.json").read_text()), events_of(folder)
+    assert summary["status"] == "completed"
+    assert 2 <= len(events) < 4
+    assert any("privacy.max-epsilon" in note for note in summary["notes"])
+    assert (folder / "model").is_dir()
+    for done, event in enumerate(events, start=1):
+        assert event["loss"] is None
+        for index, (cluster, epsilon) in enumerate(sorted(event["epsilon"].items())):
+            wanted = spent([batches_of(each, index) for each in events[:done]], 60)
+            assert epsilon == pytest.approx(wanted), cluster
+            assert epsilon <= budget
+    accounts = [read_charges(path) for path in sorted(state.rglob("privacy.jsonl"))]
+    assert [len(account) for account in accounts] == [len(events)] * 2
