@@ -73,7 +73,7 @@ def check_budget(asked: NoiseConfig, epsilon: float, who: str) -> None:
     """Raise PrivacySpent for an ``epsilon`` beyond what the run may spend."""
     if asked.max_epsilon and epsilon > asked.max_epsilon:
         raise PrivacySpent(
-            f"{SPENT}={asked.max_epsilon:g} is reached: another round would bring "
+            f"{SPENT}={asked.max_epsilon:g} allows no further round: it would bring "
             f"{who} to epsilon {epsilon:.4g} at delta {asked.delta:g}"
         )
 

@@ -16,14 +16,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from collapipe_flwr.cluster.control_unit import train_round
+from collapipe_flwr.cluster.fleet import ThreadFleet
+from collapipe_flwr.cluster.hosted import ThreadEdge
+from collapipe_flwr.cluster.order import LearningSettings
+from collapipe_flwr.cluster.privacy import draw_privacy
+from collapipe_flwr.core.errors import ConfigError, ScheduleError
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.saving import save_whole
 from collapipe_flwr.models.spec import LoraConfig
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline import private_gradients
-from collapipe_flwr.pipeline.config import ExamplePrivacy
+from collapipe_flwr.pipeline.config import ExamplePrivacy, Execution, NoiseConfig
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.private_gradients import PrivateGradients, draw_normal
+from tests.models.conftest import OVERRIDES, TOKENS
 from tests.rounds import (
     ADAMW,
     BLOCKS,
@@ -33,6 +40,8 @@ from tests.rounds import (
     Replicated,
     largest_difference,
     make_splitter,
+    micro_batches,
+    order_of,
     steps_of,
     train_split,
     without_labels,
@@ -118,8 +127,6 @@ def test_every_cut_clips_examples_as_an_unsplit_model(
 
 
 def test_replicas_and_recomputation_change_nothing() -> None:
-    from collapipe_flwr.pipeline.config import Execution
-
     splitter = bert()
     weights, noisy = splitter.initial_weights(seed=3), privacy(splitter, deviation=0.01)
     steps = steps_of(splitter, CUTS[0], 2)
@@ -132,6 +139,7 @@ def test_replicas_and_recomputation_change_nothing() -> None:
     assert largest_difference(found, wanted) <= 1e-6
 
 
+@pytest.mark.slow
 def test_adapters_are_clipped_alike(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     base = bert()
@@ -188,8 +196,8 @@ def test_noise_is_that_of_the_mean_whatever_the_cut_and_replays_bit_for_bit() ->
     deviation = 0.5
     _, quiet = train_split(splitter, weights, CUTS[0], steps, SGD, privacy=privacy(splitter))
     drawn: dict[str, list[Tensor]] = {}
-    for secret in ("aa", "bb"):
-        for cut in CUTS:
+    for secret, cuts in (("aa", CUTS[:1]), ("bb", CUTS[1:])):
+        for cut in cuts:
             loud = privacy(splitter, deviation, secret)
             _, found = train_split(splitter, weights, cut, steps, SGD, privacy=loud)
             noise = torch.cat([(found[k] - quiet[k]).flatten() for k in found])
@@ -206,7 +214,7 @@ def test_noise_is_that_of_the_mean_whatever_the_cut_and_replays_bit_for_bit() ->
 
 
 def test_drawn_numbers_are_normal_and_independent_of_each_other() -> None:
-    count = 400_001
+    count = 2 * private_gradients._CHUNK + 1
     one = draw_normal(b"secret", 3, "w", count)
     assert len(one) == count
     assert float(one.mean()) == pytest.approx(0, abs=0.01)
@@ -217,17 +225,12 @@ def test_drawn_numbers_are_normal_and_independent_of_each_other() -> None:
         draw_normal(b"secret", 4, "w", count),
         draw_normal(b"secret", 3, "v", count),
         draw_normal(b"Secret", 3, "w", count),
-        one.roll(private_gradients._CHUNK),
+        one.roll(private_gradients._CHUNK),  # the other number of a pair
     ):
         assert abs(float((one * other).mean())) < 0.01
 
 
 def test_no_number_of_a_single_example_is_reported() -> None:
-    from collapipe_flwr.cluster.control_unit import train_round
-    from collapipe_flwr.cluster.fleet import ThreadFleet
-    from collapipe_flwr.cluster.hosted import ThreadEdge
-    from tests.rounds import micro_batches, order_of
-
     splitter = bert()
     order = order_of(CUTS[1], splitter.initial_weights(seed=3), SGD)
     order = replace(order, privacy=privacy(splitter, 0.1))
@@ -236,3 +239,43 @@ def test_no_number_of_a_single_example_is_reported() -> None:
     assert [report.small_square_norm for report in result.reports] == [0.0] * 4
     assert all(report.big_square_norm > 0 for report in result.reports)
     assert "00" not in repr(order.privacy)
+
+
+LEARNING = LearningSettings(
+    labels_at_home=True, privacy=NoiseConfig(clip_norm=0.05, noise_multiplier=2.0)
+)
+
+
+def test_every_order_draws_a_secret_of_its_own() -> None:
+    one, other = (draw_privacy(bert(), LEARNING, CUTS[0].plan()) for _ in range(2))
+    assert one is not None and other is not None
+    assert one.secret != other.secret
+    assert (one.group_norm, one.deviation) == (0.05 / (BLOCKS + 2) ** 0.5, 0.1)
+    assert draw_privacy(bert(), LearningSettings(), CUTS[0].plan()) is None
+
+
+@pytest.mark.parametrize(
+    ("learning", "choices", "said"),
+    [
+        (replace(LEARNING, labels_at_home=False), {}, "privacy.labels=home"),
+        (replace(LEARNING, execution=Execution(clip_norm=1.0)), {}, "train.clip-norm"),
+        (LEARNING, {"ties": "rows"}, "model.ties=untie"),
+        (LEARNING, {"shared": "sum"}, "model.shared=freeze"),
+        (LEARNING, {"whole_batches": True}, "whole batches"),
+    ],
+)
+def test_what_would_break_the_guarantee_is_refused(
+    learning: LearningSettings, choices: dict[str, Any], said: str
+) -> None:
+    splitter = bert()
+    if choices:
+        spec = make_spec("seq2seq", model_type="t5", overrides=OVERRIDES["t5"], **TOKENS)
+        splitter = Splitter(replace(spec, **choices))
+    with pytest.raises(ConfigError, match=said):
+        draw_privacy(splitter, learning, CUTS[0].plan())
+
+
+def test_micro_batches_of_several_examples_are_refused() -> None:
+    plan = replace(CUTS[0].plan(), micro_batch_size=2)
+    with pytest.raises(ScheduleError, match="must hold one"):
+        draw_privacy(bert(), LEARNING, plan)

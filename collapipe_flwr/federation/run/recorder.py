@@ -125,7 +125,7 @@ class RunRecorder:
         if self._refused:
             raise PrivacySpent(self._refused)
         for cluster, epsilon in self._next_epsilon.items():
-            check_budget(noise, epsilon, f"cluster {cluster}")
+            check_budget(noise, epsilon, cluster)
 
     def on_clusters(self, metrics: Mapping[str, float]) -> None:
         """Keep the metrics that the clusters computed on their shares of the test set."""
