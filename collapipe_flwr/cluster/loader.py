@@ -56,6 +56,19 @@ class Batches(Protocol):
         """Return the number of steps of the round; 0 where it is not known."""
 
 
+@runtime_checkable
+class SampledBatches(Batches, Protocol):
+    """Batches of a fixed size that are drawn uniformly, each from all examples, and in secret."""
+
+    @property
+    def population(self) -> int:
+        """The number of examples that are drawn from."""
+
+    @property
+    def largest_batch(self) -> int:
+        """The most examples of a step that a plan may choose."""
+
+
 @dataclass(slots=True, kw_only=True)
 class LoaderBatches:
     """The :class:`Batches` of ``epochs`` passes over a user's ``loader``.

@@ -176,11 +176,7 @@ class LocalExamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledExamples:
-    """The `Batches` of a round whose every step draws its examples uniformly from all.
-
-    Draws are independent of one another, and nobody else can repeat them: accounts of privacy
-    assume both. No plan's batch is larger than ``largest_batch``.
-    """
+    """The `SampledBatches` of a round: accounts of privacy assume that nobody can repeat draws."""
 
     data: LocalData
     round_index: int

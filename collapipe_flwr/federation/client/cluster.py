@@ -28,8 +28,7 @@ from flwr.clientapp.typing import ClientAppCallable
 from torch import Tensor
 
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig
-from collapipe_flwr.cluster.loader import Batches, LoaderBatches, join, stack
-from collapipe_flwr.cluster.local_data import SampledExamples
+from collapipe_flwr.cluster.loader import Batches, LoaderBatches, SampledBatches, join, stack
 from collapipe_flwr.cluster.privacy import draw_privacy
 from collapipe_flwr.cluster.profile import describe_cluster
 from collapipe_flwr.config.schema import EdgeConfig, TrainConfig, WorldConfig
@@ -200,7 +199,7 @@ class Cluster:
 
         Nothing is charged for an order that would be refused.
         """
-        if not isinstance(batches, SampledExamples):
+        if not isinstance(batches, SampledBatches):
             raise ConfigError(
                 "privacy.clip-norm needs batches whose examples every step draws anew, which the "
                 "ServerApp of this project has clusters do: leave it out with a loader of your own"
