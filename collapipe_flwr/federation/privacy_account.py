@@ -38,8 +38,8 @@ class Charge:
     steps: int
 
 
-class Spent(NamedTuple):
-    """The epsilon of an account, and what it would be after the largest next round."""
+class PrivacySpending(NamedTuple):
+    """The epsilon spent so far, and what it would be after the largest next round."""
 
     epsilon: float | None
     next_epsilon: float | None
@@ -78,7 +78,7 @@ def check_budget(asked: NoiseConfig, epsilon: float, who: str) -> None:
         )
 
 
-def charge(state: NodeState, asked: NoiseConfig, due: Charge, largest: Charge) -> Spent:
+def charge(state: NodeState, asked: NoiseConfig, due: Charge, largest: Charge) -> PrivacySpending:
     """Charge an order to the cluster's account in its state folder, before it is carried out.
 
     ``largest`` is what the next round may cost. Raises PrivacySpent, with nothing charged, for an
@@ -112,7 +112,7 @@ def charge(state: NodeState, asked: NoiseConfig, due: Charge, largest: Charge) -
     charged = read_charges(path)  # with what another process has charged meanwhile
     epsilon = count_epsilon(charged, asked.delta)
     check_budget(asked, epsilon, who)
-    return Spent(epsilon, count_epsilon((*charged, largest), asked.delta))
+    return PrivacySpending(epsilon, count_epsilon((*charged, largest), asked.delta))
 
 
 def read_charges(path: Path) -> tuple[Charge, ...]:

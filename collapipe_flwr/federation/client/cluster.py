@@ -43,7 +43,7 @@ from collapipe_flwr.federation.client.node_state import UPDATE_ERRORS, NodeState
 from collapipe_flwr.federation.client.pipeline_round import ClusterRound, build_telemetry
 from collapipe_flwr.federation.client.site import Site
 from collapipe_flwr.federation.messages import NO_SECURE_AGGREGATION, only_arrays
-from collapipe_flwr.federation.privacy_account import Charge, Spent, charge
+from collapipe_flwr.federation.privacy_account import Charge, PrivacySpending, charge
 from collapipe_flwr.federation.updates import EXACT, encode_update, is_coded
 from collapipe_flwr.host.allocator import configured_malloc, trim_heap
 from collapipe_flwr.models.tasks import LABEL_NAMES
@@ -175,7 +175,7 @@ class Cluster:
             if asked.task.learning.keep_optimizer:
                 state = asked.site.state(message, context)
             privacy = asked.task.learning.privacy
-            spent = Spent(None, None)
+            spent = PrivacySpending(None, None)
             if privacy.active:
                 spent = self._charge(asked, asked.site.state(message, context), batches)
             result, absent = asked.run(weights, batches, state)
@@ -194,7 +194,7 @@ class Cluster:
             content = records.write_telemetry(content, measured)
         return Message(content, reply_to=message)
 
-    def _charge(self, asked: ClusterRound, state: NodeState, batches: Batches) -> Spent:
+    def _charge(self, asked: ClusterRound, state: NodeState, batches: Batches) -> PrivacySpending:
         """Charge a private order; raises ConfigError for what is no such order, and PrivacySpent.
 
         Nothing is charged for an order that would be refused.
