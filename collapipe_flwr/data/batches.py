@@ -168,6 +168,31 @@ def bucket_by_length(lengths: Sequence[int], count: int) -> list[Rows]:
     return [order[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
+def pack_rows(lengths: Sequence[int], limit: int) -> list[Rows]:
+    """Group rows into few sums of at most ``limit`` tokens, of which the largest is small.
+
+    No length may exceed ``limit``. Padded to the largest sum, groups have few tokens.
+    """
+    count = len(_fill_sums(lengths, limit))
+    sums = range(max(lengths), limit + 1)
+    least = bisect_left(sums, True, key=lambda most: len(_fill_sums(lengths, most)) <= count)
+    return _fill_sums(lengths, sums[least])
+
+
+def _fill_sums(lengths: Sequence[int], most: int) -> list[Rows]:
+    """Put each row, the longest first, into the first group that has room for it."""
+    groups: list[Rows] = []
+    room: list[int] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        place = next((p for p, left in enumerate(room) if lengths[row] <= left), len(room))
+        if place == len(room):
+            groups.append([])
+            room.append(most)
+        groups[place].append(row)
+        room[place] -= lengths[row]
+    return groups
+
+
 def shuffle_groups(groups: Sequence[T], *place: int) -> list[T]:
     """Return the groups in an order that depends on ``place`` alone.
 

@@ -76,6 +76,7 @@ class DataConfig:
     max_source_length: int = key(64, at_least(2))  # of a block or conversation, too
     max_target_length: int = key(64, at_least(2))
     bucketing: str = key("none", one_of("none", "tokens"))  # tokens: micro-batches of like lengths
+    pack: bool = key(False)  # instruct: several conversations of a micro-batch in a row, kept apart
     stream: str = key("")  # folder that grows, STREAM/<cluster number>/FILE; empty: none
     stream_replay: float = key(0.5, between(0, 1))  # share of a round drawn from earlier examples
     skip_bad_rows: bool = key(False)  # without a text, or with other tags than words; else refused
@@ -92,6 +93,11 @@ class DataConfig:
             raise ConfigError(
                 'data.tokenizer is "train", but data.task "instruct" needs one with a chat '
                 "template: leave it empty for that of model.pretrained, or name a directory"
+            )
+        if self.pack and self.task != "instruct":
+            raise ConfigError(
+                f'data.pack is true, but data.task is "{self.task}": only conversations of the '
+                'task "instruct" are packed; leave it out'
             )
         self._check_columns()
         for name in ("train", "test"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from collapipe_flwr.core.domain import IGNORED_LABEL
 from collapipe_flwr.core.errors import DataError, extra
-from collapipe_flwr.data.batches import Example, cut_batches
+from collapipe_flwr.data.batches import Example, cut_batches, pack_rows
 from collapipe_flwr.data.chat import (
     Span,
     find_faults,
@@ -86,6 +87,23 @@ class Instruct(CausalLM):
         for row, example in enumerate(examples):
             batch["labels"][row, : len(example["labels"])] = torch.tensor(example["labels"])
         return batch
+
+    def collate_for(self, examples: Sequence[Example], round_index: int) -> dict[str, Tensor]:
+        """Collate for training: with ``data.pack`` the conversations share few rows.
+
+        Their positions begin anew, by which attention tells them apart where there is no mask; a
+        token of padding is a text of its own. No conversation predicts the next one's first token.
+        """
+        if not self.settings.pack:
+            return super().collate_for(examples, round_index)
+        lengths = [len(each["ids"]) for each in examples]
+        rows = pack_rows(lengths, self.settings.max_source_length)
+        batch = self.collate([_join([examples[place] for place in row]) for row in rows])
+        positions = torch.zeros_like(batch.pop("attention_mask"))
+        for number, row in enumerate(rows):
+            found = torch.cat([torch.arange(lengths[place]) for place in row])
+            positions[number, : len(found)] = found
+        return {**batch, "position_ids": positions}
 
     def count(self, predictions: Sequence[str], references: Sequence[str]) -> Tally:
         return {"accuracy": word_accuracy.count(predictions, references)}
@@ -193,6 +211,12 @@ class Instruct(CausalLM):
                 "out by data.skip-bad-rows=true, or name another data.chat-template"
             )
         return written, refused
+
+
+def _join(examples: Sequence[Example]) -> Example:
+    """Write examples one behind the other; their first tokens are no targets."""
+    labels = ([IGNORED_LABEL, *each["labels"][1:]] for each in examples)
+    return {"ids": [*chain(*(each["ids"] for each in examples))], "labels": [*chain(*labels)]}
 
 
 def _find_answer(example: Example) -> int:

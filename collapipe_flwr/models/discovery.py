@@ -300,7 +300,12 @@ def refusal(spec: ModelSpec, reason: str) -> ModelError:
 
 
 def _is_recorded(family: Family, spec: ModelSpec) -> bool:
-    """Return whether a record is of the model's own body, not only of a class it derives from."""
+    """Return whether a record is of the model's own body, not only of a class it derives from.
+
+    Records of decoders are of causal attention: Gemma 3 may attend to later tokens as well.
+    """
+    if getattr(read_config(spec), "use_bidirectional_attention", False):
+        return False
     if not spec.model_class:
         return True
     model = build_skeleton(spec.unadapted)

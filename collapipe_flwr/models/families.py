@@ -71,10 +71,13 @@ def modernbert(stack: Any, hidden_BTD: Tensor, context: Context) -> BlockArgumen
     }
 
 
-def causal(kinds_of: Callable[[Any], Sequence[str]]) -> InputsBuilder:
+def causal(
+    kinds_of: Callable[[Any], Sequence[str]], *, rotary_per_kind: bool = False
+) -> InputsBuilder:
     """Make the builder of decoder-only models, with rotary positions where they have them.
 
-    ``kinds_of`` maps the configuration to the attention type of each block: full or sliding.
+    ``kinds_of`` maps the configuration to the attention type of each block: full or sliding. With
+    ``rotary_per_kind`` each type has its own rotary angles (Gemma 3).
     """
 
     def build(
@@ -83,12 +86,14 @@ def causal(kinds_of: Callable[[Any], Sequence[str]]) -> InputsBuilder:
         positions, kinds = _positions(hidden_BTD, context, cache), kinds_of(stack.config)
         source = {**_mask_source(stack, hidden_BTD, context), CACHE: cache}
         masks = {kind: _CAUSAL[kind](**source, position_ids=positions) for kind in set(kinds)}
-        common: dict[str, Any] = {"position_ids": positions, "use_cache": cache is not None}
+        common: dict[str, Any] = {"position_ids": positions}
         if cache is not None:
             common[CACHE] = cache
-        if hasattr(stack, "rotary_emb"):
-            common["position_embeddings"] = stack.rotary_emb(hidden_BTD, position_ids=positions)
-        return lambda index: {"attention_mask": masks[kinds[index]], **common}
+        given = {kind: {"attention_mask": mask, **common} for kind, mask in masks.items()}
+        for kind in given if hasattr(stack, "rotary_emb") else ():
+            of_kind = (kind,) if rotary_per_kind else ()
+            given[kind]["position_embeddings"] = stack.rotary_emb(hidden_BTD, positions, *of_kind)
+        return lambda index: given[kinds[index]]
 
     return build
 
@@ -99,7 +104,7 @@ def no_window(config: Any) -> list[str]:
 
 
 def one_window(config: Any) -> list[str]:
-    """Use sliding attention in all blocks if the configuration has a window (Mistral)."""
+    """Use sliding attention in all blocks if the configuration has a window (Mistral, Phi-3)."""
     kind = "full_attention" if config.sliding_window is None else "sliding_attention"
     return [kind] * config.num_hidden_layers
 
@@ -194,7 +199,7 @@ _TRANSLATOR = Family(
     tasks=("seq2seq",),
 )
 _DECODER = Family(
-    model_types=("llama", "gemma"),
+    model_types=("llama", "gemma", "olmo2"),
     blocks="layers",
     before=("embed_tokens",),
     inputs=causal(no_window),
@@ -259,8 +264,17 @@ _FAMILIES = (
     ),
     replace(_DECODER, model_types=("gpt2",), blocks="h", before=("wte", "wpe"), after=("ln_f",)),
     _DECODER,
-    replace(_DECODER, model_types=("mistral",), inputs=causal(one_window)),
-    replace(_DECODER, model_types=("qwen2", "qwen3"), inputs=causal(attrgetter("layer_types"))),
+    replace(_DECODER, model_types=("mistral", "phi3"), inputs=causal(one_window)),
+    replace(
+        _DECODER,
+        model_types=("qwen2", "qwen3", "smollm3"),
+        inputs=causal(attrgetter("layer_types")),
+    ),
+    replace(
+        _DECODER,
+        model_types=("gemma3_text",),
+        inputs=causal(attrgetter("layer_types"), rotary_per_kind=True),
+    ),
 )
 FAMILIES: Mapping[str, Family] = {
     model_type: family for family in _FAMILIES for model_type in family.model_types

@@ -26,7 +26,7 @@ from collapipe_flwr.models.part_cache import PartCache
 from collapipe_flwr.models.skeleton import make_blank_pixels
 from collapipe_flwr.models.stack import Around, Stack, disable_cache
 from collapipe_flwr.models.tasks import LABELS, ModelTask, Objective, numbers_of
-from collapipe_flwr.models.validation import most_positions
+from collapipe_flwr.models.validation import find_rope_switch, most_positions
 
 _LIMITS = ("vocab_size", "max_position_embeddings", "image_size", "max_source_positions")
 
@@ -47,6 +47,7 @@ class EmbeddingPart(Borrower):
         ids_of = dict.fromkeys(holdings.layout.ties, readers)
         super().__init__(stack.model, holdings, weights, ids_of)
         self._stack = stack.module
+        self._switch = find_rope_switch(stack.model.config.to_dict())
         stack.entrance.forward = stop_forward
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -55,6 +56,7 @@ class EmbeddingPart(Borrower):
         Further tensors of a batch (labels, ...) are ignored; raises ModelError if none fits.
         """
         known = {key: value for key, value in inputs.items() if key in self._accepted}
+        self._refuse_other_angles(known)
         try:
             self._stack(**known)
         except StopForward as reached:
@@ -67,6 +69,18 @@ class EmbeddingPart(Borrower):
                 "check the tokenizer and the maximum length"
             ) from cause
         raise ModelError("the model returned without running its first block")
+
+    def _refuse_other_angles(self, inputs: Mapping[str, Tensor]) -> None:
+        ids, positions = inputs.get("input_ids"), inputs.get("position_ids")
+        if self._switch is None or ids is None:
+            return
+        length = ids.shape[-1] if positions is None else int(positions.max()) + 1
+        if length > self._switch:
+            raise ModelError(
+                f"a text has {length} tokens, but beyond {self._switch} a model with the rope_type "
+                "'longrope' has other angles from a text's beginning on, which micro-batches and "
+                f"the caches of generation cannot follow: shorten texts to {self._switch} tokens"
+            )
 
     def _describe(self, inputs: Mapping[str, Tensor]) -> str:
         config = self.model.config

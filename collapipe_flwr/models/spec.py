@@ -31,7 +31,8 @@ SHARED_POLICIES = ("freeze", "sum")
 MODEL_TYPES = (  # of transformers, that `families` splits by a record of their own
     *("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "deberta-v2", "modernbert"),
     *("vit", "marian", "bart", "mbart", "m2m_100", "t5", "mt5", "whisper"),
-    *("gpt2", "llama", "gemma", "mistral", "qwen2", "qwen3"),
+    *("gpt2", "llama", "gemma", "olmo2", "mistral", "phi3", "qwen2", "qwen3", "smollm3"),
+    "gemma3_text",
 )
 FROZEN_DTYPES = ("float32", "bfloat16", "int8", "nf4")
 _DEMO = (

@@ -49,6 +49,17 @@ def refuse_inexact(config: Any, family: Family, task: str) -> None:
             raise ModelError(f"{key} must be 0: a block cannot be skipped on one machine only")
 
 
+def find_rope_switch(settings: Mapping[str, Any]) -> int | None:
+    """Return the tokens beyond which a text has other rotary angles from its beginning on.
+
+    The longest text of a micro-batch decides on all of it, and cached keys have the former angles.
+    """
+    if settings.get("rope_type") == "longrope":
+        return settings.get("original_max_position_embeddings")
+    parts = (find_rope_switch(v) for v in settings.values() if isinstance(v, Mapping))
+    return next((found for found in parts if found is not None), None)
+
+
 def _scales_dynamically(settings: Mapping[str, Any]) -> bool:
     """Return whether rotary positions depend on earlier batches, anywhere in the settings."""
     return settings.get("rope_type") == "dynamic" or any(
@@ -79,8 +90,10 @@ _SHIFTED_POSITIONS = ("roberta", "xlm-roberta", "camembert")
 
 
 def most_positions(config: Any) -> int | None:
-    """Return how many tokens a sequence may have; None where the model sets no limit."""
+    """Return how many tokens a sequence may have when split; None where there is no limit."""
     positions = getattr(config, "max_position_embeddings", None)
+    if (switch := find_rope_switch(config.to_dict())) is not None:
+        return switch
     if not isinstance(positions, int) or positions < 1:
         return None
     if config.model_type in _SHIFTED_POSITIONS:

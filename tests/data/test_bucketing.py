@@ -1,4 +1,7 @@
-"""Laws of bucketing: every row once, never more padding than an equal cut, the best largest."""
+"""Laws of bucketing and packing: every row once, little padding.
+
+Buckets never have more than an equal cut, and the best largest group.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,12 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collapipe_flwr.data.batches import bucket_by_length, count_padded_tokens, cut_batches
+from collapipe_flwr.data.batches import (
+    bucket_by_length,
+    count_padded_tokens,
+    cut_batches,
+    pack_rows,
+)
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=9)
 
@@ -52,3 +60,15 @@ def test_mixed_lengths_lose_most_of_their_padding() -> None:
     lengths = [5, 60, 7, 64, 6, 58, 5, 62] * 4
     equal = cut_batches(range(len(lengths)), 8)
     assert total(lengths, bucket_by_length(lengths, 4)) < 0.65 * total(lengths, equal)
+
+
+@given(LENGTHS, st.integers(0, 60))
+def test_packed_rows_fit_and_need_no_more_tokens_than_padded_ones(
+    lengths: list[int], more: int
+) -> None:
+    limit = max(lengths) + more
+    rows = pack_rows(lengths, limit)
+    sums = [sum(lengths[row] for row in group) for group in rows]
+    assert sorted(row for group in rows for row in group) == list(range(len(lengths)))
+    assert max(sums) <= limit
+    assert sum(a + b <= limit for a, b in combinations(sums, 2)) == 0 or not any(lengths)

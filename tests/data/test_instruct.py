@@ -18,6 +18,7 @@ from collapipe_flwr.core.errors import ConfigError, DataError
 from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.data.instruct import Instruct
 from collapipe_flwr.data.tokenizer import Vocabulary
+from collapipe_flwr.federation.run.learner import make_learner
 from tests.chats import CHATML, MARKED, chat_tokenizer, conversations, message, write_lines
 
 ASKED, ANSWERED = message("user", "it was"), message("assistant", "the best")
@@ -136,6 +137,25 @@ def test_long_rows_are_cut_or_dropped_and_counted(tmp_path: Path, tokenizer: str
     }
     with pytest.raises(DataError, match="no answer is left to learn from: longer than"):
         task.make_examples(task.train.select([4]))
+
+
+def test_conversations_are_packed_only_where_they_stay_apart(
+    tmp_path: Path, tokenizer: str
+) -> None:
+    values = {
+        "data.task": "instruct",
+        "data.train": write_lines(tmp_path / "rows.jsonl", conversations(4)),
+        "data.tokenizer": tokenizer,
+        "data.test-examples": 1,
+        "data.pack": True,
+        "model.type": "lfm2",
+        "model.overrides": "hidden_size=16 intermediate_size=24 num_hidden_layers=2 "
+        "num_attention_heads=2 num_key_value_heads=1 full_attn_idxs=[1]",
+    }
+    with pytest.raises(ConfigError, match=r"data\.pack is true, but in model type 'lfm2' the"):
+        make_learner(parse(values))
+    with pytest.raises(ConfigError, match=r'data\.pack is true, but data\.task is "causal-lm"'):
+        parse({**values, "data.task": "causal-lm"})
 
 
 def test_the_template_travels_and_stays_with_the_model(tmp_path: Path, tokenizer: str) -> None:

@@ -163,6 +163,20 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {**_DECODER, **_SLIDING},
     "qwen3": {**_DECODER, **_SLIDING, "head_dim": 8},
     "gemma": {**_DECODER, "head_dim": 8},
+    "gemma3_text": {
+        **_DECODER,
+        "head_dim": 8,
+        "sliding_window": 4,  # shorter than the text, as those below
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "smollm3": {
+        **_DECODER,
+        "no_rope_layer_interval": 2,
+        "use_sliding_window": True,
+        "sliding_window": 4,
+    },
+    "olmo2": _DECODER,
+    "phi3": {**_DECODER, "sliding_window": 4},
     # without a record
     "electra": {**_BERT, "embedding_size": 16},
     "opt": _OPT,
@@ -172,6 +186,11 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "beit": _VIT,
     "nystromformer": _BERT,  # its blocks return tuples of one
     "mixtral": {**_MIXTRAL, "sliding_window": 4},
+    "lfm2": {
+        **_DECODER,
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": ["conv", "full_attention"] * 2,
+    },
     "ctrl": {
         "n_embd": 32,
         "n_layer": BLOCKS,

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.skeleton import build_random, build_skeleton
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.splitter import Splitter
@@ -49,6 +50,10 @@ CASES = [
     ("qwen2", "causal-lm", {"edge_blocks": 1}),
     ("qwen2", "token-classification", {}),
     ("qwen3", "causal-lm", {}),
+    ("smollm3", "causal-lm", {"edge_blocks": 1}),
+    ("olmo2", "causal-lm", {}),
+    ("phi3", "causal-lm", {"edge_blocks": 1}),
+    ("gemma3_text", "causal-lm", {"edge_blocks": 1}),
     ("gemma", "causal-lm", {"edge_blocks": 1}),
     ("gemma", "sequence-classification", {}),
     # model types without a record
@@ -61,6 +66,7 @@ CASES = [
     ("pegasus", "seq2seq", {}),
     ("nystromformer", "masked-lm", {"edge_blocks": 1}),
     ("mixtral", "causal-lm", {"edge_blocks": 1}),
+    ("lfm2", "causal-lm", {"edge_blocks": 1}),
     ("ctrl", "causal-lm", {}),
     ("mamba2", "causal-lm", {}),
     ("bamba", "causal-lm", {"edge_blocks": 1}),
@@ -168,8 +174,32 @@ def test_a_window_that_the_library_ignores_is_ignored(model_type: str, tiny: Any
     assert torch.equal(_split_step(splitter, weights, batch, [(0, 2), (2, 4)])[0], expected)
 
 
+def test_long_rotary_positions_are_exact_up_to_the_length_where_they_change(tiny: Any) -> None:
+    """Phi-3's angles follow the longest text of a micro-batch, and so would its cached keys."""
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    spec = tiny.spec("phi3", "causal-lm")
+    batch = tiny.batch("phi3", "causal-lm")
+    for known in (11, 10):  # of the batch's 11 tokens
+        rope = {**json.loads(spec.config_json)["rope_parameters"], **factors}
+        changes = {"rope_parameters": rope, "original_max_position_embeddings": known}
+        config = {**json.loads(spec.config_json), **changes}
+        splitter = Splitter(replace(spec, config_json=json.dumps(config)))
+        weights = splitter.initial_weights(seed=5)
+        assert splitter.most_tokens == known
+        if known == 11:
+            expected, _ = _whole_step(splitter, weights, batch)
+            assert torch.equal(_split_step(splitter, weights, batch, [(0, 4)])[0], expected)
+            continue
+        embedding = splitter.build_embedding(weights)
+        with pytest.raises(ModelError, match=r"11 tokens, but beyond 10 .* shorten texts to 10"):
+            embedding(batch)
+        with pytest.raises(ModelError, match="11 tokens"):  # of a text that is being written
+            embedding({"input_ids": torch.ones(1, 1).long(), "position_ids": torch.tensor([[10]])})
+
+
 @pytest.mark.parametrize(
-    ("model_type", "task"), [("t5", "seq2seq"), ("bert", "masked-lm"), ("gpt2", "causal-lm")]
+    ("model_type", "task"),
+    [("t5", "seq2seq"), ("bert", "masked-lm"), ("gpt2", "causal-lm"), ("gemma3_text", "causal-lm")],
 )
 def test_seeded_dropout_masks_are_those_of_the_unsplit_model(
     model_type: str, task: str, tiny: Any

@@ -22,10 +22,12 @@ from tests.models.test_lora import moved
 from tests.models.test_own_models import CALM, by_hand, cut_up
 from tests.rounds import SGD, Cut, train_split
 from tests.skeletons import skeletons_are_copied  # noqa: F401
+from tests.thorough import few
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs the extra nf4")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 LORA = LoraConfig(rank=2, alpha=8, target_modules=("all-linear",), frozen_dtype="nf4")
+KINDS = ("llama", "gemma3_text", "phi3", "qwen3", "smollm3", "olmo2", "lfm2")
 PREFIX = "base_model.model."
 
 
@@ -56,7 +58,12 @@ def load_whole(splitter: Splitter, weights: dict[str, Tensor], folder: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("model_type", "adamw"), [("llama", False), ("llama", True), ("gpt2", True)]
+    ("model_type", "adamw"),
+    [
+        ("llama", True),
+        ("gpt2", True),
+        *few([(kind, False) for kind in KINDS], 0, 1, 2),
+    ],
 )
 def test_steps_equal_those_of_the_unsplit_model_in_4_bits(
     model_type: str, adamw: bool, tiny: Any, tmp_path: Path

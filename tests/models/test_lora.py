@@ -39,10 +39,15 @@ CASES = [
     ("llama", "causal-lm", 2),
     ("qwen3", "causal-lm", 1),
     ("gemma", "causal-lm", 0),
+    ("gemma3_text", "causal-lm", 1),
+    pytest.param("smollm3", "causal-lm", 0, marks=pytest.mark.slow),
+    pytest.param("olmo2", "causal-lm", 1, marks=pytest.mark.slow),
+    ("phi3", "causal-lm", 0),
     ("marian", "seq2seq", 0),
     ("t5", "seq2seq", 0),
     ("vit", "image-classification", 0),
     ("opt", "causal-lm", 1),  # without a record
+    pytest.param("lfm2", "causal-lm", 1, marks=pytest.mark.slow),
 ]
 
 

@@ -55,6 +55,7 @@ def make_learner(config: AppConfig) -> Learner:
     task.skipped |= task.examine()
     splitter = Splitter(_spec(config, task))
     _refuse_long_texts(config, task, splitter.most_tokens)
+    _refuse_packing(config, splitter)
     _refuse_small_test(config, task)
     return Learner(task=task, splitter=splitter, shape=_shape(task))
 
@@ -96,6 +97,19 @@ def _refuse_long_texts(config: AppConfig, task: Task, most_tokens: int | None) -
                 f"data.{name} is {length}, but the model has only {most_tokens} positions: set "
                 f"data.{name}={most_tokens}, or raise max_position_embeddings in model.overrides"
             )
+
+
+def _refuse_packing(config: AppConfig, splitter: Splitter) -> None:
+    """Raise ConfigError where texts in one row might read one another.
+
+    Only types whose masks are rebuilt from positions keep them apart: those that generate.
+    """
+    if config.data.pack and not splitter.generates:
+        raise ConfigError(
+            f"data.pack is true, but in model type {splitter.spec.model_type!r} the conversations "
+            "of a row may read one another, as by convolutions or states that run over all of it: "
+            "leave it out"
+        )
 
 
 def _refuse_small_test(config: AppConfig, task: Task) -> None:
@@ -200,9 +214,11 @@ def _shape(task: Task) -> BatchShape:
     first = task.train.select(range(min(_SHAPE_EXAMPLES, len(task.train))))
     rows = task.make_examples(first).to_list()
     starts = range(0, len(rows), _SHAPE_BATCH)
-    batches = [task.collate(rows[start : start + _SHAPE_BATCH]) for start in starts]
-    targets = [b["labels"].shape[1] if b["labels"].dim() > 1 else 1 for b in batches]
-    sources = [b["input_ids"].shape[1] if "input_ids" in b else 1 for b in batches]
+    parts = [rows[start : start + _SHAPE_BATCH] for start in starts]
+    batches = [task.collate_for(part, 0) for part in parts]
+    pairs = [*zip(batches, map(len, parts), strict=True)]  # packed, a batch has fewer rows
+    targets = [b["labels"].numel() / size if b["labels"].dim() > 1 else 1 for b, size in pairs]
+    sources = [b["input_ids"].numel() / size if "input_ids" in b else 1 for b, size in pairs]
     return BatchShape(
         source_length=round(mean(sources)),
         target_length=round(mean(targets)),
