@@ -269,10 +269,11 @@ class RecoveringPipeline:
         try:
             return self._repeat(attempt, resumed_s)
         except CollaPipeError as error:
-            if not self._lost:
+            names = [name for name in sorted(self._lost) if name not in str(error).split()]
+            if not names:
                 raise
             kind = LinkError if isinstance(error, MemberFailed) else type(error)
-            raise kind(f"{error}; the round lost {', '.join(sorted(self._lost))}") from error
+            raise kind(f"{error}; the round lost {', '.join(names)}") from error
 
     def _repeat(self, attempt: Callable[[], Result], resumed_s: Callable[[], float]) -> Result:
         replays = 0

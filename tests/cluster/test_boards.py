@@ -119,6 +119,7 @@ def ask(**changes: object) -> ModelChoice:
     return ModelChoice(**fields)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_fewer_bits_are_fewer_bytes_of_frozen_weights_and_nothing_else() -> None:
     pytest.importorskip("bitsandbytes")
     dtypes = ("float32", "bfloat16", "int8", "nf4")

@@ -56,7 +56,8 @@ def check_paths(data: DataConfig, model: ModelConfig) -> None:
         with prefix_errors("model.type"):
             raise unknown_type(model.type)
     if not model.pretrained:
-        check_settings(model.settings, model.type)
+        with prefix_errors("model.overrides"):
+            check_settings(model.settings, model.type)
 
 
 def _is_missing(name: str) -> bool:
