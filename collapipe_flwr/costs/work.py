@@ -294,7 +294,7 @@ def whole_bytes(
     ends = (model.embedding, model.decoder)
     state = tables.blocks.state_bytes_l[-1] + sum(end.state_bytes for end in ends)
     stash = kept_l[-1] + sum(end.stash_bytes for end in ends)
-    once = max(once, *(end.passing_bytes for end in ends))
+    once -= tables.blocks.passing_bytes  # a share is one of what is kept
     return np.asarray(state + np.asarray(size, dtype=np.float64) * (flight * stash + once))
 
 
