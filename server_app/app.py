@@ -18,6 +18,7 @@ from collapipe_flwr.core.errors import (
     CollaPipeError,
     DevicesMissing,
     LinkError,
+    PrivacySpent,
     RunError,
     wrap_unexpected,
 )
@@ -26,7 +27,6 @@ from collapipe_flwr.federation.arrays import encode_tensors
 from collapipe_flwr.federation.deadline import RoundDeadline
 from collapipe_flwr.federation.members import ClusterGrid, discover_clusters
 from collapipe_flwr.federation.planner import KnownClusters, Unplanned
-from collapipe_flwr.federation.privacy_account import SPENT
 from collapipe_flwr.federation.records import UnsplitTask, task_config
 from collapipe_flwr.federation.resuming import Checkpointed
 from collapipe_flwr.federation.run.learner import Evaluator, Learner, drawn_sentence, make_learner
@@ -98,9 +98,7 @@ def _run(grid: Grid, config: AppConfig, progress: ProgressFile, printer: Progres
                 early = ""
                 try:
                     _train(members, config, learner, planner, recorder, folder)
-                except RunError as error:
-                    if SPENT not in str(error) or recorder.weights is None:
-                        raise
+                except PrivacySpent as error:
                     early = f"the run ends here: {error}"
                 progress.enter("saving the model")
                 _save_model(folder.directory, learner, recorder)

@@ -2,7 +2,7 @@
 
 One board is the control unit. The head is its part too, or that of a board of its own, and the
 others hold the blocks. Besides what plans count, a process holds its libraries, and glibc's heap
-keeps memory between activations; both were measured on x86-64 (`benchmarks.memory`).
+keeps memory between activations; both are fitted to peaks on x86-64 (docs/choosing.md).
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from collapipe_flwr.core.json_codec import to_plain
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.tables import BlockTable, block_table
 from collapipe_flwr.costs.work import (
-    NOTHING,
     PricingOptions,
-    end_bytes,
     least_flight,
     segment_bytes,
 )
@@ -257,7 +255,9 @@ class Cut:
     def segment(self, board: str, start: int, stop: int, flight: float) -> Load:
         """Load a board with blocks ``start`` to ``stop - 1``."""
         part = f"block {start}" if stop == start + 1 else f"blocks {start}-{stop - 1}"
-        return self._load(board, part, *self._blocks(start, stop, flight))
+        blocks = [(block, flight) for block in self._model.blocks[start:stop]]
+        # As plans count it, whichever blocks these are.
+        return self._load(board, part, *blocks, passing_bytes=self._table.passing_bytes)
 
     def _segments(self, flight: float) -> Array:
         if flight not in self._needs:
@@ -265,35 +265,28 @@ class Cut:
             self._needs[flight] = segment_bytes(self._table, self._options, size, flight)
         return self._needs[flight]
 
-    def _blocks(self, start: int, stop: int, flight: float) -> Iterator[tuple[BlockCost, float]]:
-        """Yield the blocks with what they have in flight; what passes is counted once."""
-        most = self._table.passing_bytes
-        for index, block in enumerate(self._model.blocks[start:stop]):
-            yield replace(block, passing_bytes=0.0 if index else most), flight
-
-    def _load(self, board: str, part: str, *costs: tuple[BlockCost, float]) -> Load:
+    def _load(
+        self, board: str, part: str, *costs: tuple[BlockCost, float], passing_bytes: float = 0.0
+    ) -> Load:
+        """Load a board with pieces of the model, each with its micro-batches in flight."""
         size = self.setting.size
         trained = sum(_ADAMW_COPIES * cost.parameter_bytes for cost, _ in costs)
         state = sum(cost.state_bytes for cost, _ in costs)
-        flight = sum(end_bytes(_only_stash(cost), size, count) for cost, count in costs)
-        passing = int(size * max(cost.passing_bytes for cost, _ in costs))
+        flight = int(size * sum(cost.stash_bytes * count for cost, count in costs))
+        passing = int(size * max(passing_bytes, *(cost.passing_bytes for cost, _ in costs)))
         return Load(
             board=board,
             part=part,
             frozen_bytes=max(state - trained, 0),
             trained_bytes=min(trained, state),
-            flight_bytes=int(flight),
+            flight_bytes=flight,
             passing_bytes=passing,
-            library_bytes=self._libraries + min(HEAP_BYTES, int(flight) + passing),
+            library_bytes=self._libraries + min(HEAP_BYTES, flight + passing),
             room_bytes=int(self._room(board)),
         )
 
     def _room(self, board: str) -> float:
         return (1.0 - self._options.memory_margin) * board_room(board)
-
-
-def _only_stash(cost: BlockCost) -> BlockCost:
-    return replace(NOTHING, stash_bytes=cost.stash_bytes)
 
 
 def _distinct_ends(boards: Sequence[str]) -> Iterator[tuple[int, int]]:

@@ -101,8 +101,9 @@ def build_model(request: ModelChoice) -> Splitter:
         if request.lora_rank
         else None,
     )
-    if spec.lora and spec.pretrained is None:  # its weights would be a checkpoint's, which no
-        spec = replace(spec, pretrained=request.model)  # profile reads
+    if spec.lora and spec.pretrained is None:
+        # Only a checkpoint's weights are frozen, in a type of their own; a profile reads none.
+        spec = replace(spec, pretrained=request.model)
     splitter = Splitter(spec)
     longest = max(request.shape.source_length, request.shape.target_length)
     if (most := splitter.most_tokens) is not None and longest > most:

@@ -37,10 +37,12 @@ from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, EdgeProfile,
 from collapipe_flwr.core.errors import (
     Blame,
     CollaPipeError,
+    Diverged,
     EdgeLost,
     InfeasibleError,
     LinkError,
     MemberFailed,
+    ModelError,
 )
 from collapipe_flwr.costs.work import PricingOptions, end_bytes
 from collapipe_flwr.host.allocator import trim_heap
@@ -264,16 +266,16 @@ class RecoveringPipeline:
     def _until_done(self, attempt: Callable[[], Result], resumed_s: Callable[[], float]) -> Result:
         """Repeat, without the devices that each failure cost, until an attempt succeeds.
 
-        An error that ends the round names all that it has lost: the reply is nothing else.
+        An error that ends the round names all that it has lost: the reply is nothing else. One for
+        which no device is to blame says so itself.
         """
         try:
             return self._repeat(attempt, resumed_s)
         except CollaPipeError as error:
-            names = [name for name in sorted(self._lost) if name not in str(error).split()]
-            if not names:
+            if not self._lost or isinstance(error, ModelError | Diverged):
                 raise
             kind = LinkError if isinstance(error, MemberFailed) else type(error)
-            raise kind(f"{error}; the round lost {', '.join(names)}") from error
+            raise kind(f"{error}; the round lost {', '.join(sorted(self._lost))}") from error
 
     def _repeat(self, attempt: Callable[[], Result], resumed_s: Callable[[], float]) -> Result:
         replays = 0

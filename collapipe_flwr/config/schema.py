@@ -259,27 +259,29 @@ class AppConfig:
 
     def _check_noise(self) -> None:
         """Raise ConfigError for what would undo, or cannot be part of, private training."""
-        wanted = {  # key: what it is, what it must be, and why
-            "runtime": (self.run.runtime, "pipeline", "clusters clip what a stage computes"),
+        unfit = {  # a key: whether its value is, and why
+            "runtime": (self.run.runtime != "pipeline", "only stages clip: set pipeline"),
             "strategy": (
-                "fedavg" if self.run.strategy == "qfedavg" else self.run.strategy,
-                self.run.strategy,
-                "losses of training stay on the clusters",
+                self.run.strategy == "qfedavg",
+                "it weighs by losses of training, which stay on the clusters: choose another",
             ),
-            "data.stream": (self.data.stream, "", "every step draws from a fixed set of examples"),
+            "data.stream": (
+                bool(self.data.stream),
+                "every step draws from a fixed set of examples: leave it out",
+            ),
             "privacy.labels": (
-                self.privacy.labels,
-                "home",
-                "an edge elsewhere sees gradients before their noise",
+                not self.privacy.labels_at_home,
+                "an edge elsewhere sees gradients before their noise: set home",
             ),
-            "train.clip-norm": (self.train.execution.clip_norm, 0.0, "gradients are clipped twice"),
+            "train.clip-norm": (
+                self.train.execution.clip_norm > 0,
+                "gradients are clipped already: leave it out",
+            ),
         }
-        for name, (value, must, why) in wanted.items():
-            if value != must:
-                raise ConfigError(
-                    f"{name} is {value!r}, which privacy.clip-norm does not allow ({why}): set "
-                    f'{name}="{must}"'
-                )
+        values = flatten(self)
+        for name, (is_unfit, why) in unfit.items():
+            if is_unfit:
+                raise ConfigError(f"{name} is {values[name]!r} beside privacy.clip-norm, but {why}")
 
     @property
     def largest_batch(self) -> int:

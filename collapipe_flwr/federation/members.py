@@ -253,11 +253,9 @@ def _ask(
             failed[node] = error
     if gone:
         log.warning("nodes %s are gone, though Flower still lists them", sorted(gone))
-    silent = [node for node in nodes if node not in answers.keys() | failed.keys() | gone]
-    for node in silent:
+    for node in set(nodes) - answers.keys() - failed.keys() - gone:
         failed[node] = RunError(
-            f"{len(silent)} of {len(nodes)} clusters did not describe themselves within "
-            f"{timeout_s:g} s, first node {silent[0]}: check its log"
+            f"node {node} did not describe its cluster within {timeout_s:g} s: check its log"
         )
     return answers, failed
 

@@ -24,7 +24,6 @@ from collapipe_flwr.federation.client import STATE_KEY
 from collapipe_flwr.federation.client.node_state import NodeState, StateFiles
 from collapipe_flwr.pipeline.config import NoiseConfig
 
-SPENT = "privacy.max-epsilon"  # begins every sentence of a cluster that may spend no more
 _FILE = "privacy.jsonl"
 
 
@@ -73,7 +72,7 @@ def check_budget(asked: NoiseConfig, epsilon: float, who: str) -> None:
     """Raise PrivacySpent for an ``epsilon`` beyond what the run may spend."""
     if asked.max_epsilon and epsilon > asked.max_epsilon:
         raise PrivacySpent(
-            f"{SPENT}={asked.max_epsilon:g} allows no further round: it would bring "
+            f"privacy.max-epsilon={asked.max_epsilon:g} allows no further round: it would bring "
             f"{who} to epsilon {epsilon:.4g} at delta {asked.delta:g}"
         )
 

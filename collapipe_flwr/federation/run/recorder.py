@@ -14,10 +14,10 @@ from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor
 
 from collapipe_flwr.config.schema import AppConfig, flatten, parse
-from collapipe_flwr.core.errors import ConfigError, PrivacySpent, RunError
+from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.federation.arrays import decode_tensors
 from collapipe_flwr.federation.checkpoint import Checkpoints
-from collapipe_flwr.federation.privacy_account import SPENT, check_budget
+from collapipe_flwr.federation.privacy_account import check_budget
 from collapipe_flwr.federation.rounds import RoundRecord
 from collapipe_flwr.federation.run.sinks import Sinks, round_event
 from collapipe_flwr.pipeline.config import NoiseConfig
@@ -83,7 +83,6 @@ class RunRecorder:
         self._pending = past.pending  # the round that is not evaluated yet
         self._clusters: Mapping[str, float] = {}
         self._next_epsilon: dict[str, float] = {}  # by cluster
-        self._refused = ""  # by a cluster whose budget is spent: its sentence
         self._started_s = self._round_started_s = time.monotonic() - past.wall_s
         if past.pending is not None:
             self._round_started_s = time.monotonic() - past.pending.wall_s
@@ -104,8 +103,6 @@ class RunRecorder:
         lost, expected_s = self._names({*record.failures}), self.story.expected_wall_s(event)
         self._pending = replace(event, links=links, lost=lost, predicted_wall_s=expected_s)
         self._directory.write_pending(self._pending.as_json())
-        refused = (text for text in record.failures.values() if SPENT in text)
-        self._refused = next(refused, self._refused)
         self._next_epsilon |= {
             name: measured.next_epsilon
             for name, measured in record.telemetry.items()
@@ -116,16 +113,15 @@ class RunRecorder:
             write_trace(self._directory.timeline_path(record.server_round), timelines)
 
     def check_budget(self, noise: NoiseConfig) -> None:
-        """Raise PrivacySpent if a cluster's budget may not allow another round.
+        """Raise PrivacySpent if no cluster's budget may allow another round.
 
-        A round that was trained is evaluated all the same.
+        One that has spent its own refuses by itself, and the others go on. A round that was trained
+        is evaluated all the same.
         """
-        if self._pending is not None:
+        if self._pending is not None or not self._next_epsilon:
             return
-        if self._refused:
-            raise PrivacySpent(self._refused)
-        for cluster, epsilon in self._next_epsilon.items():
-            check_budget(noise, epsilon, cluster)
+        cluster, least = min(self._next_epsilon.items(), key=lambda each: each[1])
+        check_budget(noise, least, cluster)
 
     def on_clusters(self, metrics: Mapping[str, float]) -> None:
         """Keep the metrics that the clusters computed on their shares of the test set."""

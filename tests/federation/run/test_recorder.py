@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from flwr.app import ArrayRecord
 
 from collapipe_flwr.core.domain import ClusterOutcome, RoundOutcome
+from collapipe_flwr.core.errors import PrivacySpent
 from collapipe_flwr.core.incident import Incident
 from collapipe_flwr.core.measurements import ClusterMeasurement
 from collapipe_flwr.federation.rounds import RoundRecord
 from collapipe_flwr.federation.run.recorder import RunRecorder, round_event
+from collapipe_flwr.pipeline.config import NoiseConfig
 from collapipe_flwr.reporting.console import ProgressPrinter
 from collapipe_flwr.reporting.events import RunStory
 from collapipe_flwr.reporting.run_directory import RunDirectory, read_summary
@@ -56,6 +60,35 @@ def test_what_is_said_after_the_end_does_not_change_how_it_ended(
     assert summary["notes"] == ["wandb did not take the last rounds"]
     assert summary["memory_limit_bytes"] == {"attic/pi": 10**9}
     assert summary["versions"] == {"flwr": "1.41.0"}
+
+
+@pytest.mark.parametrize(("of_others", "ends"), [(1.0, False), (3.0, True)])
+def test_budgets_end_a_run_when_no_cluster_has_any_left(
+    recorder: RunRecorder, of_others: float, ends: bool
+) -> None:
+    told = {"attic": 1e9, "cellar": of_others}  # whatever one says
+    record = RoundRecord(
+        server_round=1,
+        plan=None,
+        asked=tuple(told),
+        train_metrics={},
+        outcome=RoundOutcome(),
+        flower_bytes_sent=0,
+        flower_bytes_received=0,
+        telemetry={
+            name: ClusterMeasurement(
+                cluster_id=name, examples=8, wall_s=1.0, losses=(), next_epsilon=epsilon
+            )
+            for name, epsilon in told.items()
+        },
+    )
+    noise = NoiseConfig(clip_norm=1.0, noise_multiplier=1.0, max_epsilon=2.0)
+    recorder.check_budget(noise)  # nothing is known yet
+    recorder.on_round(record)
+    recorder.check_budget(noise)  # the round is evaluated all the same
+    recorder.evaluate(1, ArrayRecord())
+    with pytest.raises(PrivacySpent, match="bring cellar to epsilon 3") if ends else nullcontext():
+        recorder.check_budget(noise)
 
 
 def test_an_event_says_of_what_kind_incidents_are() -> None:
