@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
 BOARDS = [
     [cell.strip() for cell in line.strip("| ").split("|")]
-    for line in PAGE.partition("## One command per board")[2].splitlines()
+    for line in PAGE.partition("## One command per board")[2].partition("\n### ")[0].splitlines()
     if line.startswith("| ") and not line.startswith("| board")
 ]
 # The index of torch's CPU builds is not asked, so here an old PC gets the registry's build.

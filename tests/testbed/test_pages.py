@@ -1,4 +1,4 @@
-"""docs/deploy.md and docs/tutorials/boards.md: their commands, as they stand."""
+"""The pages on boards and deployments: their commands, as they stand."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ from tests.testbed.ssh_site import (
 
 DOCS = PROJECT / "docs"
 FIVE_MINUTES_S = 300.0
-DEPLOY, TWO_BOARDS = DOCS / "deploy.md", DOCS / "tutorials/boards.md"
+DEPLOY, INSTALL, TWO_BOARDS = (
+    DOCS / name for name in ("deploy.md", "install.md", "tutorials/boards.md")
+)
 WHEEL_LINE = 'wheel = "collapipe_flwr-0.1.0-py3-none-any.whl"\n'
 PLACES = {
     "your computer": LAPTOP,
@@ -51,15 +53,18 @@ PLAYED = {
 }
 
 
-def of_boards(language: str) -> list[str]:
-    """The blocks of the section on boards."""
-    section = DEPLOY.read_text().partition("\n## Boards\n")[2].partition("\n## ")[0]
+def shown(page: Path, title: str, language: str) -> list[str]:
+    """The blocks of one section."""
+    section = page.read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     found = re.findall(rf"^```{language}\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     assert found
     return found
 
 
-@pytest.mark.parametrize("text", of_boards("bash"), ids=lambda text: text.partition("\n")[0])
+CHECKS = shown(INSTALL, "Prepare a board", "bash")
+
+
+@pytest.mark.parametrize("text", CHECKS, ids=lambda text: text.partition("\n")[0])
 def test_the_commands_for_boards_run(text: str, tmp_path: Path) -> None:
     for name, program in PLAYED.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{program}\n")
@@ -74,7 +79,7 @@ def test_the_commands_for_boards_run(text: str, tmp_path: Path) -> None:
 def test_the_tables_for_boards_belong_into_an_inventory(tmp_path: Path) -> None:
     (tmp_path / "src").symlink_to(PROJECT)
     (tmp_path / "a.whl").touch()
-    (tables,) = of_boards("toml")
+    (tables,) = shown(DEPLOY, "Keys of the inventory", "toml")
     path = tmp_path / "inventory.toml"
     path.write_text(f'cluster = "g"\nwheel = "a.whl"\n{tables}')
     assert all(machine.access.constraints for machine in read_inventory(path).machines)
