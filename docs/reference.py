@@ -23,13 +23,13 @@ from typing import Any, Protocol, get_type_hints
 import click
 import typer
 
+from collapipe_flwr.config import schema
 from collapipe_flwr.core.errors import ConfigError
 
 Value = bool | int | float | str
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs/reference"
-PARSERS = ("collapipe_flwr.config.schema", "collapipe_flwr.config.schema")
 TITLES = {
     "": "The run",
     "data": "Data",
@@ -44,6 +44,7 @@ TITLES = {
     "evaluation": "Evaluation",
     "reporting": "Reporting",
 }
+BENCH = "collapipe bench"  # in a checkout only
 _SHORT = 6  # words of an option that is told again rather than referred to
 _TYPES = {bool: "true or false", int: "whole number", float: "number", str: "text"}
 _GENERATED = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
@@ -106,13 +107,7 @@ def section_of(key: str) -> str:
 
 def parse(values: Mapping[str, Value]) -> Any:
     """The run-config as the product reads it; raises ConfigError."""
-    for name in PARSERS:
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError:
-            continue
-        return module.parse(values)
-    raise ModuleNotFoundError(f"no parser of run-configs in any of {', '.join(PARSERS)}")
+    return schema.parse(values)
 
 
 def allowed(key: str, default: Value) -> str:
@@ -131,9 +126,10 @@ def allowed(key: str, default: Value) -> str:
 
 
 def commands() -> str:
-    """Every command with its arguments and options; what several share is told of the first."""
+    """Commands with arguments and options, without benches; shared ones are told of the first."""
     seen: dict[str, str] = {}
-    return "\n\n".join(_command(name, command, seen) for name, command in command_tree().items())
+    tree = command_tree().items()
+    return "\n\n".join(_command(*each, seen) for each in tree if BENCH not in each[0])
 
 
 def names() -> str:
@@ -154,8 +150,8 @@ def command_tree() -> dict[str, click.Command]:
     from collapipe_flwr.cli import app
 
     tree = dict(_leaves("collapipe", typer.main.get_command(app)))
-    del tree["collapipe bench"]  # it passes its arguments on
-    return tree | dict(_leaves("collapipe bench", typer.main.get_command(benches)))
+    del tree[BENCH]  # it passes its arguments on
+    return tree | dict(_leaves(BENCH, typer.main.get_command(benches)))
 
 
 def _key_row(key: Key) -> str:
