@@ -95,6 +95,34 @@ def test_refusal_names_key_value_and_way_out(values: dict[str, Any], sentence: s
     assert sentence in str(refusal.value)
 
 
+PRIVATE = {
+    "privacy.clip-norm": 1.0,
+    "privacy.noise-multiplier": 1.0,
+    "privacy.labels": "home",
+}
+
+
+@pytest.mark.parametrize(
+    ("value", "way_out"),
+    [
+        ({"runtime": "whole"}, "only stages clip: set pipeline"),
+        ({"strategy": "qfedavg"}, "weighs by losses of training"),
+        ({"data.stream": "arrivals"}, "a fixed set of examples: leave it out"),
+        ({"privacy.labels": "travel"}, "sees gradients before their noise: set home"),
+        ({"train.clip-norm": 1.0}, "gradients are clipped already: leave it out"),
+    ],
+)
+def test_what_cannot_be_private_is_refused_with_its_key_and_value(
+    value: dict[str, Any], way_out: str
+) -> None:
+    ((key, given),) = value.items()
+    with pytest.raises(ConfigError, match=r"^[^\n]+$") as refusal:
+        parse({**PRIVATE, **value})
+    assert str(refusal.value).startswith(f"{key} is {given!r} beside privacy.clip-norm, but ")
+    assert way_out in str(refusal.value)
+    assert parse(PRIVATE).noise.active
+
+
 def test_the_demos_overrides_are_not_a_checkpoints() -> None:
     assert parse({}).model.settings["d_model"] == 64
     assert parse({"model.pretrained": "folder"}).model.settings == {}

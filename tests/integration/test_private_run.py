@@ -10,7 +10,9 @@ import pytest
 
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.federation.privacy_account import Charge, count_epsilon, read_charges
+from collapipe_flwr.federation.strategy import CollaPipe
 from tests.integration.conftest import RunApp, events_of
+from tests.integration.test_resume import die_and_resume
 
 pytest.importorskip("dp_accounting")
 
@@ -64,3 +66,23 @@ def test_a_run_ends_before_a_round_that_its_budget_does_not_allow(
             assert epsilon <= budget
     accounts = [read_charges(path) for path in sorted(state.rglob("privacy.jsonl"))]
     assert [len(account) for account in accounts] == [len(events)] * 2
+
+
+def test_a_run_that_is_resumed_goes_on_with_its_accounts(run_app: RunApp, tmp_path: Path) -> None:
+    """The order whose round came to nothing stays charged: the server may have seen the reply."""
+    state = tmp_path / "state"
+    values: dict[str, Value] = {**PRIVATE, "num-server-rounds": 2, "train.state-dir": str(state)}
+    moment = (CollaPipe, "aggregate_train", 2)  # clusters have replied, the server dies
+    folder = die_and_resume(run_app, tmp_path / "runs", values, moment)
+    events = events_of(folder)
+    assert json.loads((folder / "summary.json").read_text())["status"] == "completed"
+    accounts = [read_charges(path) for path in sorted(state.rglob("privacy.jsonl"))]
+    assert [len(account) for account in accounts] == [3, 3]  # two rounds, one of them twice
+    for index, (cluster, account) in enumerate(
+        zip(sorted(events[1]["epsilon"]), accounts, strict=True)
+    ):
+        first, again, last = (charge.batch for charge in account)
+        assert first == batches_of(events[0], index)
+        assert again == last == batches_of(events[1], index)
+        for event, batches in zip(events, ([first], [first, again, last]), strict=True):
+            assert event["epsilon"][cluster] == pytest.approx(spent(batches, 60)), cluster

@@ -64,7 +64,7 @@ MOMENTS = {
 }
 
 
-def _die_and_resume(
+def die_and_resume(
     run_app: RunApp, runs: Path, values: dict[str, Value], moment: tuple[type, str, int]
 ) -> Path:
     """The run that goes on where another of the same name died."""
@@ -87,7 +87,7 @@ SLOW = {"in a round", "before a checkpoint"}  # where a process that is killed d
 def test_a_run_that_died_at_any_moment_ends_with_the_same_bits_and_story(
     run_app: RunApp, tmp_path: Path, undisturbed: Path, moment: tuple[type, str, int]
 ) -> None:
-    _assert_same_run(undisturbed, _die_and_resume(run_app, tmp_path / "runs", ADAM, moment))
+    _assert_same_run(undisturbed, die_and_resume(run_app, tmp_path / "runs", ADAM, moment))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_run_of_a_plain_strategy_resumes_as_well(
     run_app: RunApp, shared_run: RunApp, tmp_path: Path, moment: tuple[type, str, int]
 ) -> None:
     plain: dict[str, Value] = {**ADAM, "runtime": "whole"}
-    resumed = _die_and_resume(run_app, tmp_path / "runs", plain, moment)
+    resumed = die_and_resume(run_app, tmp_path / "runs", plain, moment)
     _assert_same_run(shared_run(plain), resumed)
 
 

@@ -25,11 +25,13 @@ from collapipe_flwr.core.errors import ConfigError, ScheduleError
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.saving import save_whole
 from collapipe_flwr.models.spec import LoraConfig
+from collapipe_flwr.models.split_model import SplitModel
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline import private_gradients
 from collapipe_flwr.pipeline.config import ExamplePrivacy, Execution, NoiseConfig
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.private_gradients import PrivateGradients, draw_normal
+from tests.models import own_losses
 from tests.models.conftest import OVERRIDES, TOKENS
 from tests.rounds import (
     ADAMW,
@@ -276,6 +278,13 @@ def test_what_would_break_the_guarantee_is_refused(
         splitter = Splitter(replace(spec, **choices))
     with pytest.raises(ConfigError, match=said):
         draw_privacy(splitter, learning, CUTS[0].plan())
+
+
+def test_a_split_model_is_refused() -> None:
+    batch = {"x": torch.randn(2, 5), "labels": torch.zeros(2, dtype=torch.int64)}
+    described = SplitModel(own_losses.Net(), example=batch)
+    with pytest.raises(ConfigError, match=r"described by SplitModel, of which only models of tran"):
+        draw_privacy(described.splitter, LEARNING, CUTS[0].plan())
 
 
 def test_micro_batches_of_several_examples_are_refused() -> None:

@@ -105,6 +105,25 @@ def test_each_cluster_has_its_curve_and_many_have_a_band(tmp_path: Path) -> None
     assert trace(figure, "training, range of 9 clusters")["y"] == close(highest)
 
 
+def test_epsilon_is_that_of_the_events_and_a_run_without_has_none(tmp_path: Path) -> None:
+    run = MadeUpRun(tmp_path / "run")
+    run.directory.write_config({"privacy.delta": 1e-5, "privacy.max-epsilon": 4.0})
+    spent = [{"cluster-0": 0.5}, {"cluster-0": 0.7, "cluster-1": 1.25}, {"cluster-1": 1.5}]
+    for told in spent:
+        run.end_round(epsilon=told)
+    run.save("completed")
+    page = run_page(read_run(run.path))
+    figure = page.charts["epsilon"]["figure"]
+    assert trace(figure, "cluster-0")["y"] == [0.5, 0.7, None]
+    assert trace(figure, "cluster-1")["y"] == [None, 1.25, 1.5]
+    assert "Epsilon of a cluster&#39;s examples at delta 1e-05, spent so far" in page.html()
+    (tile,) = [each for each in page.tiles if each.title.startswith("Epsilon")]
+    assert (tile.value, tile.note) == ("1.5", "cluster-1, of 4 allowed")
+    bare = run_page(read_run(made_up(tmp_path / "bare").path))
+    assert "epsilon" not in bare.charts
+    assert not any(tile.title.startswith("Epsilon") for tile in bare.tiles)
+
+
 def test_devices_hold_the_blocks_of_the_plan(tmp_path: Path) -> None:
     run = made_up(tmp_path)
     figure = run_page(read_run(run.path)).charts["placement"]["choices"]["cluster-0"]

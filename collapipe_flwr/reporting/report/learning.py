@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, cycle
 from math import isnan
 
@@ -25,12 +25,14 @@ def learning(run: RunData) -> Section:
         key="learning",
         title="Learning",
         text=f"Every point is the mean of {stride} rounds." if stride > 1 else "",
-        charts=charts.drop_missing(_loss(run), *(_metric(run, n) for n in names), _stream(run)),
+        charts=charts.drop_missing(
+            _loss(run), *(_metric(run, n) for n in names), _stream(run), _epsilon(run)
+        ),
     )
 
 
 def _loss(run: RunData) -> Chart | None:
-    traces = _draw_clusters(run)
+    traces = _draw_clusters(run, {n: c.loss for n, c in run.clusters.items()}, "training, ")
     training, on_shares = run.numbers["loss"], run.numbers["clusters_loss"]
     if training.known:
         traces.append(charts.curve("training, all clusters", run.rounds, training, charts.FIRST))
@@ -74,14 +76,28 @@ def _stream(run: RunData) -> Chart | None:
     )
 
 
-def _draw_clusters(run: RunData) -> list[Json]:
-    """Draw the training loss of each cluster, or the range of all where they are many."""
+def _epsilon(run: RunData) -> Chart | None:
+    """Draw what clusters that train privately have spent."""
+    traces = _draw_clusters(run, {n: c.epsilon for n, c in run.clusters.items()}, "")
+    if not traces:
+        return None
+    delta = run.config.get("privacy.delta")
+    at = "" if delta is None else f" at delta {delta:g}"
+    return Chart(
+        key="epsilon",
+        title=f"Epsilon of a cluster's examples{at}, spent so far",
+        figure=charts.plot_by_round(traces, zero=True),
+    )
+
+
+def _draw_clusters(run: RunData, numbers: Mapping[str, Series], what: str) -> list[Json]:
+    """Draw a number of each cluster, or the range of all where they are many."""
     count = len(run.rounds)
-    series = {name: c.loss.pad(count) for name, c in run.clusters.items() if c.loss.known}
+    series = {name: found.pad(count) for name, found in numbers.items() if found.known}
     if len(series) <= _SINGLE:
         return [
             charts.line(
-                f"training, {charts.shorten(name)}",
+                f"{what}{charts.shorten(name)}",
                 *thin(run.rounds, y),
                 charts.MUTED,
                 dash=dash,
@@ -94,7 +110,7 @@ def _draw_clusters(run: RunData) -> list[Json]:
     high = [max(row) if row else float("nan") for row in rows]
     x, lows = thin(run.rounds, low, of=min)
     _, highs = thin(run.rounds, high, of=max)
-    return charts.band(f"training, range of {format_count(len(series), 'cluster')}", x, lows, highs)
+    return charts.band(f"{what}range of {format_count(len(series), 'cluster')}", x, lows, highs)
 
 
 def compare_learning(runs: Sequence[RunData]) -> Section:

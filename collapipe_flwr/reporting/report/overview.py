@@ -58,6 +58,12 @@ def _outcome(run: RunData) -> Iterator[Tile]:
         note = f"untrained {format_number(metric.get('initial'), 3)}, on unseen examples"
         value = format_number(metric.get("final"), 3)
         yield Tile(title=str(metric["name"]), value=value, note=note)
+    spent = {n: last for n, c in run.clusters.items() if (last := c.epsilon.last) is not None}
+    if spent:
+        most = max(spent, key=lambda name: spent[name])
+        bound = run.config.get("privacy.max-epsilon")
+        note = f"{most}, of {bound:g} allowed" if bound else most
+        yield Tile(title="Epsilon, highest", value=format_number(spent[most], 3), note=note)
     if (wall_s := summary.get("wall_s")) is not None:
         kind, rounds = name_kind(run), run.numbers["latency_s"].known
         note = f"{kind}: {format_seconds(fmean(rounds))} a round" if rounds else ""

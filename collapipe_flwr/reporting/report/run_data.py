@@ -37,6 +37,7 @@ class ClusterData:
     """One cluster by round."""
 
     loss: Series = field(default_factory=Series)
+    epsilon: Series = field(default_factory=Series)  # of its examples, spent so far
     predicted_s: Series = field(default_factory=Series)
     latency_s: Series = field(default_factory=Series)
     placed: dict[int, tuple[Placed, ...]] = field(default_factory=dict)  # by place of the round
@@ -128,6 +129,8 @@ class RunData:
         self._add_plan(place, event.get("plan") or {})
         for name, cluster in event.get("clusters", {}).items():
             self._add_cluster(place, name, cluster)
+        for name, epsilon in event.get("epsilon", {}).items():
+            self.clusters[name].epsilon.put(place, epsilon)
         for name in event.get("energy_j", {}):
             self.device(name)
         for name, joules in event.get("queues_j", {}).items():
