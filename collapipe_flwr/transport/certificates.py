@@ -29,6 +29,7 @@ from collapipe_flwr.transport.tls import check_pair
 AUTHORITY = "ca"
 _CA_DAYS = 3650  # members are renewed under the same CA
 _CLOCKS_DIFFER = datetime.timedelta(days=1)  # boards without a clock start in the past
+_BEFORE_THIS = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 _USES = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
 Hosts = Mapping[str, Iterable[str]]
@@ -38,10 +39,11 @@ class Authority:
     """Signs into ``folder``, by the CA there; without one, or for a ``new_ca``, it makes one.
 
     A new CA makes all older certificates worthless. Raises ConfigError when the CA's key is not
-    there.
+    there, and where the clock is wrong, which dates what is signed.
     """
 
     def __init__(self, folder: Path, *, days: int = 825, new_ca: bool = False) -> None:
+        _check_clock()
         self.folder = own_folder(folder, "the folder")
         self.ca, key_path = self.pair(AUTHORITY)
         self._days = days
@@ -237,6 +239,16 @@ def replace_pair(key: Path, key_pem: bytes, certificate: Path, certificate_pem: 
         sync(new_certificate)
         publish(new_key, key)
         publish(new_certificate, certificate)
+
+
+def _check_clock() -> None:
+    """Raise ConfigError before the time of this program, as on a board without a battery."""
+    now = datetime.datetime.now(datetime.UTC)
+    if now < _BEFORE_THIS:
+        raise ConfigError(
+            f"this machine's clock says {now:%Y-%m-%d}, and certificates that are made now would "
+            "be worthless once it is right: set it (`timedatectl`)"
+        )
 
 
 def _subject(name: str) -> x509.Name:
