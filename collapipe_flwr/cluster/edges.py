@@ -11,6 +11,7 @@ from collapipe_flwr.cluster.hosted import HostedEdge
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.links import Heartbeat, host_towards
+from collapipe_flwr.core.processes import run_beside
 from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import HostServer
 from collapipe_flwr.host.service import HostService
@@ -78,5 +79,8 @@ def edge_here(cluster: ClusterConfig, service: HostService) -> Iterator[str]:
     listen = listen or f"{host_towards(nearest.address)}:0"
     if tls is not None and tls.ca is not None:
         rosters = Rosters(unit.name, [cluster], tls.ca)
-    with HostServer(listen, service, tls=tls, rosters=rosters) as server:
+    with ExitStack() as stack:
+        server = stack.enter_context(HostServer(listen, service, tls=tls, rosters=rosters))
+        if rosters is not None and cluster.version:  # a device may be removed during a round
+            stack.enter_context(run_beside(rosters.follow_files, "rosters"))
         yield server.address

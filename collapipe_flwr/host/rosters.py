@@ -14,12 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from collapipe_flwr.config.access_control import AccessControl, access_control
-from collapipe_flwr.config.cluster_file import ClusterConfig, cluster_text, parse_cluster
+from collapipe_flwr.config.cluster_file import (
+    ClusterConfig,
+    cluster_text,
+    parse_cluster,
+    read_cluster,
+)
 from collapipe_flwr.core.durable import write_text
 from collapipe_flwr.core.errors import ConfigError, LinkError, ProtocolError
 from collapipe_flwr.transport.roster import Roster, check_roster
 
 _log = logging.getLogger(__name__)
+_LOOK_S = 0.5
 
 
 class Rosters:
@@ -69,13 +75,31 @@ class Rosters:
             access = access_control(known.values(), self._allow)
             self.on_newer(config, roster)
             self._keep(config, roster.text if config.privacy == asked else cluster_text(config))
-            self._clusters, self.access = known, access
-            self.on_change(access)  # under the lock, so that the newest is applied last
+            self._apply(known, access)
             removed = not any(each.has_joined(self._name) for each in known.values())
         _log.info("the roster of %s has version %d", config.id, config.version)
         if removed:
             self.on_removed(f"{self._name} was removed from {config.id}")
         return config.version
+
+    def follow_files(self, stop: threading.Event) -> None:
+        """Apply what another process of this machine writes into the files, until ``stop``."""
+        while not stop.wait(_LOOK_S):
+            for held in self.clusters:
+                assert held.path is not None
+                try:
+                    found = read_cluster(held.path)
+                    with self._lock:
+                        if found.version > self.versions[held.id]:
+                            known = {**self._clusters, held.id: found}
+                            self._apply(known, access_control(known.values(), self._allow))
+                except ConfigError as error:  # somebody edits it
+                    _log.debug("a roster is not read: %s", error)
+
+    def _apply(self, known: dict[str, ClusterConfig], access: AccessControl) -> None:
+        """Let only these in; under the lock, so that the newest is applied last."""
+        self._clusters, self.access = known, access
+        self.on_change(access)
 
     def _parsed(self, text: str) -> ClusterConfig:
         """Parse the roster, with the path of the file that it replaces."""

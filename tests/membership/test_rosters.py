@@ -9,9 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from collapipe_flwr.cli import app
+from collapipe_flwr.cluster.edges import edge_here
 from collapipe_flwr.config.cluster_file import MemberConfig, Role, read_cluster
 from collapipe_flwr.config.privacy import PrivacyConfig
-from collapipe_flwr.core.errors import LinkError, ProtocolError
+from collapipe_flwr.core.errors import LinkError, LinkTimeout, ProtocolError
 from collapipe_flwr.host import server
 from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import Listener
@@ -210,6 +211,32 @@ def test_what_a_removed_device_has_under_way_is_cut(
                 device.echo()
         with client(pair[1], "edge") as other:
             other.echo()
+
+
+def test_a_control_unit_that_is_the_edge_cuts_a_removed_device_within_its_round(
+    registry: Registry, pair: list[Membership]
+) -> None:
+    """Nobody brings it a roster: its file is replaced by another process."""
+    hosted = service()
+    with edge_here(registry.cluster(), hosted) as address:
+        tls = [member.cluster.tls_files(member.name) for member in pair]
+        own = registry.cluster().tls_files(UNIT)
+        hub, first, second = (
+            HostClient(address, tls=files, certificate_name=UNIT, deadline_s=10)
+            for files in (own, *tls)
+        )
+        with hub, first, second:
+            hub.open_session(request("s", cluster_id=ID))
+            hub.session(session_key("s")).push_weights(Head().state_dict())
+            stream = first.session(session_key("s")).stream()
+            with registry.changing():
+                registry.remove(registry.cluster(), "pi-1")
+            with pytest.raises(LinkError) as cut:
+                stream.receive(deadline_s=60.0)
+            assert not isinstance(cut.value, LinkTimeout)
+            with pytest.raises(LinkError, match="names pi-1, which is no member here"):
+                first.echo()
+            second.echo()
 
 
 def test_a_removed_daemon_stops(registry: Registry, pair: list[Membership]) -> None:

@@ -28,7 +28,9 @@ def run(program: str, *words: str) -> subprocess.CompletedProcess[str]:
     """A command that ends by itself, as its user types it."""
     command = [sys.executable, "-m", program, *words]
     env = {**os.environ, "COLUMNS": "400"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=250, env=env, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=250, env=env, check=False
+    )
 
 
 def in_1970(*words: str) -> None:
