@@ -151,6 +151,20 @@ def bench_round(
     run_round_bench([name.strip() for name in models.split(",")], rounds, json_file)
 
 
+@app.command("round-anatomy")
+def bench_round_anatomy(
+    models: Annotated[str, typer.Option(help="Which models.")] = "demo,board",
+    rounds: Annotated[int, typer.Option(help="Counted rounds per case.", min=1)] = 10,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
+) -> None:
+    """Split the CPU seconds of devices in a round: products, Python, frames, opening and others."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+    from benchmarks.rounds.anatomy import run_anatomy
+
+    run_anatomy([name.strip() for name in models.split(",")], rounds, json_file)
+
+
 @app.command("demo")
 def bench_demo(
     project: Annotated[Path, typer.Argument(help="Folder of the Flower app.")] = Path("."),

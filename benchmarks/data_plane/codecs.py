@@ -142,7 +142,7 @@ def train_with_codecs(
     case: CodecTask, tick: Callable[[str], None] = lambda _: None
 ) -> tuple[Trained, ...]:
     """Train once per variant and seed from the same weights; the exact one is the yardstick."""
-    trials = [_trial(case, seed) for seed in case.seeds]
+    trials = [make_trial(case, seed) for seed in case.seeds]
     exact: list[_Outcome] = []
     done: list[Trained] = []
     for execution in case.variants:
@@ -173,7 +173,8 @@ def train_with_codecs(
     return tuple(done)
 
 
-def _trial(case: CodecTask, seed: int) -> _Trial:
+def make_trial(case: CodecTask, seed: int) -> _Trial:
+    """The task and the model of one seed."""
     config = AppConfig()
     task = load_task(replace(config.data, seed=seed))
     return _Trial(case=case, seed=seed, task=task, splitter=_splitter(config, task))
@@ -181,7 +182,7 @@ def _trial(case: CodecTask, seed: int) -> _Trial:
 
 def _outcome(trial: _Trial, hops: tuple[str, ...], precision: str) -> _Outcome:
     with _Chain(trial, hops, precision) as chain:
-        losses = [chain.step(batch) for batch in _batches(trial)]
+        losses = [chain.step(batch) for batch in batches_of(trial)]
         weights, link_bytes = chain.finish()
     test = _tested(trial, weights)
     return _Outcome(
@@ -223,7 +224,8 @@ def _splitter(config: AppConfig, task: Task) -> Splitter:
     )
 
 
-def _batches(trial: _Trial) -> Iterator[list[MicroBatch]]:
+def batches_of(trial: _Trial) -> Iterator[list[MicroBatch]]:
+    """The micro-batches of every step."""
     case, task, splitter = trial.case, trial.task, trial.splitter
     size = case.micro_batch * case.micro_batches
     rows = draw_round_examples(

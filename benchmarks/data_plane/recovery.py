@@ -6,7 +6,6 @@ process each. One of them gets a signal in the middle of a round.
 
 from __future__ import annotations
 
-import os
 import selectors
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks import child_environment
 from collapipe_flwr.cluster.control_unit import ClusterResult, train_round
 from collapipe_flwr.cluster.hosted import HostedEdge
 from collapipe_flwr.cluster.order import LearningSettings, TrainingOrder
@@ -46,10 +46,16 @@ _VOCABULARY, _LENGTH, _LABELS = 50, 16, 4
 class Daemon:
     """One host as a process; ``address`` is where it listens."""
 
-    def __init__(self, command: str, *options: str, listen: str = "127.0.0.1:0") -> None:
+    def __init__(
+        self,
+        command: str,
+        *options: str,
+        listen: str = "127.0.0.1:0",
+        program: str = "collapipe_flwr.cli.child",
+    ) -> None:
         self._words = " ".join((command, "--listen", listen, "--grace-s", "0", *options))
-        words = [sys.executable, "-m", "collapipe_flwr.cli.child", *self._words.split()]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        words = [sys.executable, "-m", program, *self._words.split()]
+        env = {**child_environment(), "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -109,6 +115,7 @@ class Job:
     deadline_s: float = 20.0
     snapshot_every: int = 0
     heartbeat: Heartbeat | None = None
+    dropout_seed: int | None = 1
 
     @property
     def rule(self) -> OptimizerConfig:
@@ -126,7 +133,7 @@ class Job:
                 deadline_s=self.deadline_s,
                 snapshot_every=self.snapshot_every,
             ),
-            dropout_seed=1,
+            dropout_seed=self.dropout_seed,
         )
 
     def batches(self) -> Iterator[list[MicroBatch]]:
@@ -156,12 +163,13 @@ def small_job(devices: int, *, steps: int = 6, blocks: int = 6) -> Job:
     return Job(
         splitter=splitter,
         weights=splitter.initial_weights(seed=1),
-        plan=_plan(stops, steps),
+        plan=plan_of(stops, steps),
         steps=steps,
     )
 
 
-def _plan(stops: Sequence[int], steps: int) -> ClusterPlan:
+def plan_of(stops: Sequence[int], steps: int) -> ClusterPlan:
+    """Blocks up to each of ``stops`` on one device after the other."""
     spans = zip((0, *stops[:-1]), stops, strict=True)
     return ClusterPlan(
         cluster_id=_ID,
